@@ -1,0 +1,20 @@
+// Softmax and cross-entropy in one pass over each row of logits; the gradient overwrites the logits.
+//
+//   loss[n] = ln Σ_{v<V} exp(logits[n, v]) − logits[n, target[n]]          (0 where target[n] = IGNORE)
+//   dlogits[n, v] = dloss·(softmax(logits[n])[v] − [v = target[n]])        (0 where ignored, and for v ≥ V)
+//
+// n tokens of a chunk, V vocabulary, Vp ≥ V columns held in memory: padded columns never enter the softmax.
+// The driver calls it on chunks of tokens, so that no [B·T, V] buffer exists.
+// Errors: wrong shape or dtype, V > Vp, a target outside [0, V) that is not IGNORE (CPU).
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+constexpr int32_t IGNORE_TARGET = -1;
+
+// losses [n] fp32; logits [n, Vp] fp32; targets [n] int32.
+void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream stream);
+
+// The same, and logits become dlogits. dloss is the gradient of each token's loss: 1/(tokens of the step).
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Stream stream);

@@ -1,0 +1,16 @@
+// GELU in its tanh form, forward and backward, elementwise.
+//
+//   u = √(2/π)·(x + 0.044715·x³),   out = x/2·(1 + tanh u)
+//   dinp = dout·(½(1 + tanh u) + x/2·(1 − tanh² u)·√(2/π)·(1 + 3·0.044715·x²))
+//
+// Hendrycks, Gimpel 2016, section 2. Errors: wrong shape or dtype.
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+// out [N, C]; inp [N, C]. May be the same memory.
+void gelu_forward(Tensor out, Tensor inp, Stream stream);
+
+// dinp [N, C] (overwritten; may be the same memory as dout); dout [N, C]; inp [N, C].
+void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, Stream stream);

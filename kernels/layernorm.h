@@ -1,0 +1,26 @@
+// LayerNorm over rows, fused with the residual addition before it (forward) and the residual gradient (backward).
+//
+//   x = inp + residual          (x = inp when residual is null)
+//   mean = Σ x / C,  rstd = 1/√(Σ (x − mean)² / C + eps),  out = (x − mean)·rstd·weight + bias
+//
+//   backward, with x̂ = (x − mean)·rstd and d = dout·weight:
+//   dinp = dresidual + rstd·(d − Σd/C − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
+//   dweight (+)= Σ_n dout·x̂,  dbias (+)= Σ_n dout
+//
+// N rows of C channels. Ba, Kiros, Hinton 2016, eq. 3-4. All fp32 on the CPU. Errors: wrong shape or dtype.
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+// out [N, C]; sum [N, C] receives x (null: not stored; may be the same memory as inp or residual);
+// mean, rstd [N] (null: not stored); inp [N, C]; residual [N, C] or null; weight, bias [C] (bias may be null).
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
+                       Tensor bias, float eps, Stream stream);
+
+// dinp [N, C] (overwritten; may be the same memory as dresidual); dweight, dbias [C] (dbias may be null);
+// dout [N, C]; dresidual [N, C] or null; inp [N, C] is the x of the forward pass; mean, rstd [N].
+// scratch: layernorm_backward_scratch bytes (U8). accumulate: add to dweight and dbias, else overwrite.
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
+                        Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
+int64_t layernorm_backward_scratch(int64_t N, int64_t C);

@@ -1,0 +1,26 @@
+// RMSNorm over rows, fused with the residual addition before it (forward) and the residual gradient (backward).
+//
+//   x = inp + residual          (x = inp when residual is null)
+//   rstd = 1/√(Σ x² / C + eps),  out = x·rstd·weight
+//
+//   backward, with x̂ = x·rstd and d = dout·weight:
+//   dinp = dresidual + rstd·(d − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
+//   dweight (+)= Σ_n dout·x̂
+//
+// N rows of C channels. Zhang, Sennrich 2019, eq. 4. All fp32 on the CPU. Errors: wrong shape or dtype.
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+// out [N, C]; sum [N, C] receives x (null: not stored; may be the same memory as inp or residual);
+// rstd [N] (null: not stored); inp [N, C]; residual [N, C] or null; weight [C].
+void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
+                     Stream stream);
+
+// dinp [N, C] (overwritten; may be the same memory as dresidual); dweight [C]; dout [N, C]; dresidual [N, C] or null;
+// inp [N, C] is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch bytes (U8).
+// accumulate: add to dweight, else overwrite.
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight, Tensor rstd,
+                      Tensor scratch, bool accumulate, Stream stream);
+int64_t rmsnorm_backward_scratch(int64_t N, int64_t C);

@@ -1,0 +1,30 @@
+// Rotary position embedding, split-half form, in place on q and k.
+//
+//   for i < R/2, with (c, s) = (cos, sin)(position·inv_freq[i]):
+//   x'[i] = x[i]·c − x[i + R/2]·s,   x'[i + R/2] = x[i + R/2]·c + x[i]·s,   x'[j] = x[j] for j ≥ R
+//
+// The backward pass is the rotation by −position. Su et al. 2021, eq. 34, in the pairing of GPT-NeoX and Hugging Face.
+// Frequencies: inv_freq[i] = theta^(−2i/R), then scaled as the checkpoint's config asks:
+//   linear       inv_freq / factor                                        (Chen et al. 2023)
+//   llama3       by wavelength: long ones / factor, short ones kept, a linear blend between (LLaMA 3.1)
+//   dynamic NTK  theta·(factor·L/L0 − (factor − 1))^(R/(R−2)) once the context length L exceeds the original L0
+// Errors: wrong shape or dtype, odd R, a position outside the table.
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+struct RopeScaling {
+    enum class Kind : uint8_t { None, Linear, Llama3, Dynamic };
+    Kind kind = Kind::None;
+    double factor = 1;
+    double low_freq_factor = 1, high_freq_factor = 4;  // llama3 only
+    int64_t original_max_position = 0;                 // llama3 and dynamic: the length L0 trained for
+};
+
+// table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
+void rope_table(Tensor table, double theta, const RopeScaling& scaling);
+
+// x [N, H, HS] (any row and head strides, unit inner stride), rotated in place; positions [N] int32;
+// table [T, R/2, 2], R ≤ HS. backward: rotate by the negative angle.
+void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream);

@@ -1,0 +1,16 @@
+// SwiGLU on the packed output of the fused gate-up GEMM, forward and backward.
+//
+//   gate = gate_up[n, i], up = gate_up[n, I + i], σ = 1/(1 + exp(−gate)):   out[n, i] = gate·σ·up
+//   dgate = dout·up·σ·(1 + gate·(1 − σ)),   dup = dout·gate·σ
+//
+// I inner channels. Shazeer 2020, eq. 6. Errors: wrong shape or dtype.
+#pragma once
+
+#include "runtime/device.h"
+#include "runtime/tensor.h"
+
+// out [N, I]; gate_up [N, 2·I].
+void swiglu_forward(Tensor out, Tensor gate_up, Stream stream);
+
+// dgate_up [N, 2·I] (overwritten; may be the same memory as gate_up); dout [N, I]; gate_up [N, 2·I].
+void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream stream);

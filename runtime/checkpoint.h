@@ -1,0 +1,82 @@
+// Model directories in Hugging Face layout and training state, in and out.
+//
+// A model directory holds config.json, model.safetensors (or model.safetensors.index.json and shards) and, where text is
+// read or written, tokenizer.json. A checkpoint directory runs/x/step_00001000/ is a model directory that also holds
+// state.safetensors (fp32 master weights and Adam's m and v, tensor by tensor in arena order, so that each rank can write
+// its own byte ranges) and trainer.json. A checkpoint appears whole or not at all: it is written beside under a
+// temporary name, every file and the directory flushed to disk, then renamed.
+//
+// Every function throws Error with one line naming file, tensor and remedy; sizes, magic numbers and offsets of what is
+// read are checked before use; nothing that was there before is overwritten by a failure.
+#pragma once
+
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "runtime/model_config.h"
+#include "runtime/params.h"
+
+// Where a model comes from, as the user named it: a preset, a model directory, or a run directory (its newest complete
+// checkpoint). Relative paths stay as given.
+struct ModelSource {
+    std::string name;       // what the user wrote
+    std::string directory;  // model directory; empty for a preset
+    ModelConfig config;
+    nlohmann::json original_config;  // contents of config.json, {} for a preset
+};
+ModelSource find_model(const std::string& name);
+
+// Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …); temporary and foreign
+// entries are not listed.
+std::vector<std::string> list_checkpoints(const std::string& run_dir);
+// "step_00000100" → 100; -1 if the name is not of that form.
+int64_t checkpoint_step(const std::string& name);
+
+// Fills arena (host fp32, table.total elements) from the directory's weights: fp32, bf16 or fp16 files, names with or
+// without the family's optional prefix ("transformer." / "model."), every piece present with the right shape. Tensors in the file that the table
+// doesn't name are an Error unless they are known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a
+// tied head. Padding rows are set to zero.
+void load_weights(const std::string& directory, const ParamTable& table, Tensor arena);
+
+// Writes model.safetensors at path (not atomically: callers write into a temporary directory). dtype F32, BF16 or F16.
+void save_weights(const std::string& path, const ParamTable& table, Tensor arena, DType dtype);
+
+// A directory that appears whole or not at all. Files are written into path(); commit() flushes them and the directory,
+// then renames it to its final name and flushes the parent. Destroyed uncommitted, it removes what it wrote.
+class AtomicDirectory {
+  public:
+    // final_path must not exist. Leftovers of the same name from a killed process are removed first.
+    explicit AtomicDirectory(const std::string& final_path);
+    ~AtomicDirectory();
+    AtomicDirectory(const AtomicDirectory&) = delete;
+    AtomicDirectory& operator=(const AtomicDirectory&) = delete;
+    const std::string& path() const { return temporary; }
+    void commit();
+
+  private:
+    std::string temporary, final_path;
+    bool committed = false;
+};
+
+// The model directory's files beside the weights: config.json, and tokenizer.json, tokenizer_config.json,
+// generation_config.json, special_tokens_map.json, chat_template.* copied from `carry_from` directories (first found
+// wins; empty names are skipped).
+void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
+                      const std::vector<std::string>& carry_from);
+
+// state.safetensors: "params/<name>", "m/<name>", "v/<name>", each as in files (padding rows left out).
+struct TrainingArenas {
+    Tensor params, m, v;  // host fp32, table.total elements
+};
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
+void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
+
+// trainer.json, flushed; read back with a clear Error where it is damaged.
+void write_json(const std::string& path, const nlohmann::json& json);
+nlohmann::json read_json(const std::string& path);
+
+// Removes the oldest checkpoints but the newest `keep` and `spare` (a name; may be empty). Each is renamed away first,
+// so that a half-removed checkpoint is never taken for a complete one.
+void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare);

@@ -1,0 +1,25 @@
+// The machine under the kernels: memory and streams. device.cpp is the CPU's definition, device.cu CUDA's.
+// Errors: every function throws Error naming the operation; device_alloc says how many bytes were asked for.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "runtime/tensor.h"
+
+// An ordered queue of work. A CUDA stream on the GPU; on the CPU work is done when the call returns.
+struct Stream {
+    void* handle = nullptr;
+};
+
+Device backend_device();         // the device that this binary's kernels run on
+const char* backend_name();      // "cpu" or "cuda"
+std::string device_description();  // "2 threads, oneDNN 2.6.3, AVX-512": one line for logs and `info`
+
+void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
+void device_free(void* data);
+
+void copy_to_device(void* device, const void* host, size_t bytes, Stream stream);
+void copy_to_host(void* host, const void* device, size_t bytes, Stream stream);  // waits until the copy is done
+void device_fill(void* device, int byte, size_t bytes, Stream stream);
+void synchronize(Stream stream);

@@ -1,0 +1,55 @@
+// The knobs of the one transformer, the presets that name families of them, and Hugging Face's config.json.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "kernels/rope.h"
+
+enum class Norm : uint8_t { LayerNorm, RMSNorm };
+enum class Positions : uint8_t { Learned, RoPE };
+enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
+
+struct ModelConfig {
+    int64_t layers = 0, channels = 0, heads = 0, kv_heads = 0, head_size = 0;
+    int64_t ffn = 0;            // inner width of the MLP (of gate and of up each for SwiGLU)
+    int64_t vocab_size = 0;     // as in files; rows in memory are padded_vocab()
+    int64_t max_positions = 0;  // rows of the position table (Learned); the length trained for (RoPE)
+    Norm norm = Norm::LayerNorm;
+    double norm_eps = 1e-5;
+    Positions positions = Positions::Learned;
+    double rope_theta = 10000;
+    RopeScaling rope_scaling;
+    Mlp mlp = Mlp::GELU;
+    bool qkv_bias = true, proj_bias = true, mlp_bias = true;
+    bool tied = true;             // the head is the token embedding
+    double init_std = 0.02;       // standard deviation of the initial weights
+    std::string attention;        // one letter per layer: S softmax (L and G: a later version)
+    int32_t bos = -1, eos = -1;   // -1: none
+
+    int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
+    int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
+    int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
+    float attention_scale() const;  // 1/√head_size
+};
+
+// Throws Error with the knob and the remedy where the config contradicts itself: zero, negative or overflowing sizes,
+// heads not dividing channels where no head size is given, KV heads not dividing heads, odd RoPE head size, attention
+// letters not one per layer, kinds not built yet.
+void validate(const ModelConfig& config, const std::string& where);
+
+// "gpt2-124M", "llama-1B", …: false if the name is no preset.
+bool preset(const std::string& name, ModelConfig& config);
+std::vector<std::string> preset_names();
+
+// "gpt2" or "llama" where that family expresses the config exactly, else "train_gpt".
+std::string model_family(const ModelConfig& config);
+
+// Reads a config.json (transformers 4 and 5 forms of GPT-2 and LLaMA; our own "train_gpt"). path names it in errors.
+// A value that would change the logits and that we do not implement is an Error naming the key.
+ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
+
+// The config.json of a model. original: the file that the model was loaded from ({} if none); keys that we don't set
+// are carried over from it.
+nlohmann::json config_to_json(const ModelConfig& config, const nlohmann::json& original);

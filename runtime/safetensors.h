@@ -1,0 +1,51 @@
+// The safetensors format: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, raw little-endian data.
+// The specification and its limits (header ≤ 100 MB, no holes, no overlaps) are those of the safetensors project.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/files.h"
+#include "runtime/tensor.h"
+
+struct SafetensorsEntry {
+    DType dtype;
+    std::vector<int64_t> shape;
+    int64_t begin, end;  // bytes from the start of the data section
+};
+
+// A checked, memory-mapped file. Throws Error naming file and tensor on: a header longer than the file or 100 MB, broken
+// JSON, an unknown dtype, a shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps, holes.
+class SafetensorsFile {
+  public:
+    explicit SafetensorsFile(const std::string& path);
+    const std::map<std::string, SafetensorsEntry>& entries() const { return table; }
+    const std::map<std::string, std::string>& metadata() const { return meta; }
+    const std::string& path() const { return file.path(); }
+    // View into the map (dtype as in the file; valid while this object lives). Throws Error if there is no such tensor.
+    Tensor tensor(const std::string& name) const;
+
+  private:
+    MappedFile file;
+    int64_t data_start = 0;
+    std::map<std::string, SafetensorsEntry> table;
+    std::map<std::string, std::string> meta;
+};
+
+// Writes a file in the order of declaration: declare every tensor, then write each one's bytes front to back.
+class SafetensorsWriter {
+  public:
+    explicit SafetensorsWriter(const std::string& path) : path(path) {}
+    void declare(const std::string& name, DType dtype, const std::vector<int64_t>& shape);
+    void begin();                                // writes the header (metadata {"format": "pt"})
+    void write(const void* data, int64_t bytes);  // the next bytes of the data section
+    void finish();                               // checks that all declared bytes came, flushes
+
+  private:
+    std::string path;
+    std::vector<std::pair<std::string, SafetensorsEntry>> table;
+    int64_t total = 0, written = 0;
+    std::unique_ptr<FileWriter> out;
+};
