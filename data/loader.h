@@ -20,30 +20,35 @@
 uint64_t permute(uint64_t key, uint64_t epoch, uint64_t i, uint64_t n);
 
 struct Batch {
+    // The target of a token that is not scored: cross-entropy's IGNORE_TARGET (kernels/cross_entropy.h).
+    static constexpr int32_t NO_TARGET = -1;
+
     std::vector<int32_t> tokens, targets;  // [B·T]
-    // Document boundaries, if asked for: a document starts at each of cum_seqlens[0..], which ends with B·T. Otherwise
-    // one sequence per window: 0, T, 2T, … B·T.
+    // Document boundaries, if asked for: a sequence starts at each of cum_seqlens[0..], which ends with B·T. Otherwise
+    // one sequence per window: 0, T, 2T, … B·T. A document ends with its end-of-text token as an input, whose target is
+    // the first token of the next document; a window that starts inside a document starts a sequence too.
     std::vector<int32_t> cum_seqlens;
     std::vector<int32_t> positions;  // [B·T] from 0 at the start of each sequence
     int64_t max_seqlen = 0;
 };
 
 struct LoaderOptions {
-    int64_t B = 0, T = 0;            // windows per micro-batch of this rank; tokens per window
-    int64_t micro_steps = 1;         // micro-batches per step
+    int64_t B = 0, T = 0;     // windows per micro-batch of this rank; tokens per window
+    int64_t micro_steps = 1;  // micro-batches per step
     int64_t rank = 0, world = 1;
     uint64_t seed = 0;
-    bool shuffle = true;             // false: window i mod n
-    bool documents = false;          // split windows at end-of-text tokens
-    int32_t end_of_text = -1;        // needed if documents
-    int64_t vocab_size = 0;          // tokens are checked against it
+    bool shuffle = true;       // false: window i mod n
+    bool documents = false;    // split windows at end-of-text tokens
+    int32_t end_of_text = -1;  // needed if documents
+    int64_t vocab_size = 0;    // tokens are checked against it
 };
 
-// Prepares batches ahead of need on a thread of its own.
+// Prepares batches ahead of need on a thread of its own. files must outlive the loader.
 class Loader {
   public:
     // first_step: the step whose batches come first (0-based: steps done so far).
-    // Errors: fewer than one window of tokens. Errors met while reading ahead are thrown by next().
+    // Errors: options out of range, fewer than one window of tokens. Errors met while reading ahead are thrown by
+    // next().
     Loader(const TokenFiles& files, const LoaderOptions& options, int64_t first_step);
     ~Loader();
     Loader(const Loader&) = delete;
@@ -64,9 +69,11 @@ class Loader {
     const TokenFiles& files;
     const LoaderOptions options;
     int64_t windows = 0;
-    int64_t next_micro_batch = 0;  // counted from the start of the run
+    int64_t first_micro_batch = 0;  // micro-batches are counted from the start of the run
+
+    // The hand-over: run() fills ready[filled % 2], next() swaps ready[taken % 2] with current; 0 ≤ filled − taken ≤ 2.
+    // Whose turn a slot is follows from the two counters, so the mutex guards only them and the two flags.
     Batch ready[2], current;
-    // … the hand-over between the two threads
     std::mutex mutex;
     std::condition_variable changed;
     int64_t filled = 0, taken = 0;
@@ -75,14 +82,15 @@ class Loader {
     std::thread worker;
 };
 
-// The split in order, each token scored once: batch b holds windows b·B …; the last window may be short, and unused rows
-// and positions have target IGNORE_TARGET. The token before the first is end_of_text where known.
+// The split in order, each token scored once: batch b holds windows b·B …; the last window may be short, and unused
+// rows and positions have target NO_TARGET. The token before the first is end_of_text; where that is unknown (−1), the
+// split's first token is only an input.
 struct EvalBatches {
     const TokenFiles& files;
     int64_t B, T, vocab_size;
     int32_t end_of_text;
-    int64_t limit;  // score at most this many tokens; 0: all
-    int64_t num_tokens() const;   // tokens scored
+    int64_t limit;               // score at most this many tokens; 0: all
+    int64_t num_tokens() const;  // tokens scored; throws Error if there are none
     int64_t num_batches() const;
     Batch batch(int64_t b) const;
 };

@@ -1,6 +1,6 @@
-// Token files: llm.c's format. int32[256] header, then uint16 or uint32 tokens.
+// Token files: llm.c's format. int32[256] header, then uint16 or uint32 tokens, all little-endian.
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
-//   of tokens, header[3] = its high 32 bits (uint32 files).
+//   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
 // Shards matched by a glob are one sequence of tokens in the order of their names. Memory-mapped.
 // Errors: no match, wrong magic or version, a length that doesn't match the header, an empty shard, shards of a data
 // set that mix formats; each names the file.
@@ -32,15 +32,15 @@ class TokenFiles {
     int64_t total = 0;
 };
 
-// A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json.
+// A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/data.md).
 struct DataDirectory {
     std::string path;
-    int64_t vocab_size = 0;            // of tokenizer.json; 0 if there is none
-    int32_t end_of_text = -1;          // -1: unknown
+    int64_t vocab_size = 0;                          // of tokenizer.json; 0 if there is none
+    int32_t end_of_text = -1;                        // -1: unknown
     int64_t train_bytes = 0, val_bytes = 0;          // bytes of text behind each split, 0: unknown
     int64_t train_documents = 0, val_documents = 0;  // 0: unknown
     std::string tokenizer_path() const;              // "" if there is none
-    std::string train_pattern() const { return path + "/train_*.bin"; }
-    std::string val_pattern() const { return path + "/val_*.bin"; }
+    std::string train_pattern() const;               // globs for TokenFiles
+    std::string val_pattern() const;
 };
 DataDirectory open_data(const std::string& path);  // checks that it is one; meta.json is optional (llm.c's data sets)

@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <omp.h>
+
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "runtime/device.h"
@@ -13,15 +16,17 @@
 
 constexpr double UNIT_ROUNDOFF = 0x1p-24;  // fp32
 
-// A tensor's memory on the backend's device with a float64 copy on the host: inputs are random and rounded once, so that
-// kernel and oracle see the same numbers; outputs are poisoned with NaN, so that an element nobody wrote fails.
+// A tensor's memory on the backend's device with a float64 copy on the host: inputs are random and rounded once, so
+// that kernel and oracle see the same numbers; outputs are poisoned with NaN, so that an element nobody wrote fails.
 class TestArray {
   public:
     static TestArray random(std::initializer_list<int64_t> shape, uint64_t seed, double scale = 1, double shift = 0);
     static TestArray poisoned(std::initializer_list<int64_t> shape);
     static TestArray of(const std::vector<double>& values, std::initializer_list<int64_t> shape);
     static TestArray ints(const std::vector<int32_t>& values, std::initializer_list<int64_t> shape);
-    static TestArray scratch(int64_t bytes);  // U8, poisoned
+    static TestArray doubles(const std::vector<double>& values, std::initializer_list<int64_t> shape);  // F64
+    static TestArray bytes(const void* data, int64_t n);                                                // U8
+    static TestArray scratch(int64_t bytes);                                                            // U8, poisoned
 
     TestArray(TestArray&& other) noexcept;
     TestArray(const TestArray&) = delete;
@@ -31,16 +36,51 @@ class TestArray {
     operator Tensor() const { return view; }
     const std::vector<double>& values() const { return host; }  // as given to the kernel
     const double* data() const { return host.data(); }
-    std::vector<double> fetch() const;    // as it is on the device now
+    std::vector<double> fetch() const;  // as it is on the device now; F32 and F64
     std::vector<int32_t> fetch_ints() const;
+    void fetch_bytes(void* to) const;
 
   private:
-    TestArray() = default;
+    TestArray(DType dtype, std::initializer_list<int64_t> shape);
+    void upload(const void* from);
     Tensor view;
     std::vector<double> host;
 };
 
 // fp32 sums of length K: RMS(got − ref) ≤ 4u·√(1 + K/4096)·RMS(mag) over the whole tensor, and for each row of row_size
-// elements the same with a factor for the row's smaller sample. mag: the formula with absolute values. NaN never passes.
+// elements the same with a factor for the row's smaller sample. mag: the formula with absolute values. NaN never
+// passes. docs/numerics.md derives both bounds.
 void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
                   const std::vector<double>& mag, int64_t K, int64_t row_size);
+
+// The same bits, NaN included.
+void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b);
+
+// f() throws Error with exactly this line.
+template <typename F>
+void expect_error(F f, const std::string& message) {
+    try {
+        f();
+        ADD_FAILURE() << "no Error; expected: " << message;
+    } catch (const Error& error) {
+        EXPECT_EQ(error.what(), message);
+    }
+}
+
+// f() returns results as fetched; they must be the same bits twice, and with 1, 2, 3 and 7 threads.
+template <typename F>
+void expect_deterministic(const char* what, F f) {
+    const int threads = omp_get_max_threads();
+    const std::vector<double> first = f();
+    expect_same_bits(what, first, f());
+    for (const int n : {1, 2, 3, 7}) {
+        omp_set_num_threads(n);
+        expect_same_bits(what, first, f());
+    }
+    omp_set_num_threads(threads);
+}
+
+// Matrices with gaps between rows: a [N, stride] array is used through columns(0, C).
+// Columns [0, C) of its values, and the check that nobody wrote the gaps of a poisoned one.
+std::vector<double> take_columns(const std::vector<double>& values, int64_t stride, int64_t C);
+void expect_gaps_untouched(const char* what, const std::vector<double>& values, int64_t stride, int64_t C);

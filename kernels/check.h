@@ -29,3 +29,28 @@ inline void check_tensor(const char* op, const char* name, const Tensor& t, DTyp
 inline void check_contiguous(const char* op, const char* name, const Tensor& t) {
     require(!t || t.contiguous(), op, ": ", name, " ", shape_string(t), " must be contiguous");
 }
+
+// A fp32 matrix whose sizes are about to be read off it.
+inline void check_matrix(const char* op, const char* name, const Tensor& t) {
+    require(bool(t), op, ": ", name, " is missing");
+    require(t.dtype == DType::F32 && t.rank == 2, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),
+            ", expected a fp32 matrix");
+    check_tensor(op, name, t, DType::F32, {t.shape[0], t.shape[1]});
+    require(t.shape[0] <= 1 || t.stride[0] >= t.shape[1], op, ": ", name, " has a row stride of ", t.stride[0],
+            ", expected at least ", t.shape[1]);
+}
+
+// A fp32 matrix [rows, columns]; its row stride may be larger than its rows.
+inline void check_matrix(const char* op, const char* name, const Tensor& t, int64_t rows, int64_t columns,
+                         Given given = Given::Required) {
+    check_tensor(op, name, t, DType::F32, {rows, columns}, given);
+    if (t) check_matrix(op, name, t);
+}
+
+// Scratch is bytes; more than needed is fine, and none where none is needed.
+inline void check_scratch(const char* op, const Tensor& t, int64_t bytes) {
+    if (bytes == 0) return;
+    require(bool(t), op, ": scratch is missing, expected uint8 [", bytes, "]");
+    require(t.dtype == DType::U8 && t.rank == 1 && t.shape[0] >= bytes && t.contiguous(), op, ": scratch is ",
+            dtype_name(t.dtype), " ", shape_string(t), ", expected uint8 [", bytes, "] or more");
+}

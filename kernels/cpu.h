@@ -1,5 +1,5 @@
-// What the OpenMP kernels share: run-time dispatch to AVX-512, wide vectors, and float exp/tanh that compilers can
-// vectorise. Not for .cu files.
+// What the OpenMP kernels share: run-time dispatch to AVX-512 and vectors of 16 floats with their exp, sum and
+// maximum. Not for .cu files.
 #pragma once
 
 #include <cmath>
@@ -10,13 +10,120 @@
 // version where the machine has it. Put it on leaf functions that work on a row or a tile: an OpenMP region's outlined
 // body is not cloned, so the parallel loop calls a MULTIARCH function rather than being one.
 // Helpers that a MULTIARCH function calls in its inner loop must be ALWAYS_INLINE, else they stay AVX2.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+// -DNO_AVX512 builds the AVX2 versions alone, so that they can be tested on a machine with AVX-512.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(NO_AVX512)
 #define MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "default")))
+// Where the two versions need different code (register tiles), they are written out under the same name.
+#define TARGET_AVX512 __attribute__((target("arch=x86-64-v4")))
+#define TARGET_DEFAULT __attribute__((target("default")))
 #else
 #define MULTIARCH
+#define TARGET_DEFAULT
 #endif
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
+// For the few loops that want another shape with AVX-512 and not only another compilation: WITH_AVX512 marks the function
+// to call where has_avx512().
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NO_AVX512)
+#define WITH_AVX512 __attribute__((target("arch=x86-64-v4")))
+inline bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd") &&
+           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+}
+#else
+#define WITH_AVX512
+inline bool has_avx512() {
+    return false;
+}
+#endif
+
 // 16 floats: one AVX-512 register or two AVX2 registers. vec_load/vec_store take any alignment.
+// (GCC notes that such arguments have another ABI with AVX-512: -Wno-psabi, for these functions are always inlined.)
 typedef float vec16 __attribute__((vector_size(64)));
 typedef int32_t ivec16 __attribute__((vector_size(64)));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float vec4 __attribute__((vector_size(16)));
+
+ALWAYS_INLINE vec16 vec_load(const float* p) {
+    vec16 v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+ALWAYS_INLINE void vec_store(float* p, vec16 v) {
+    std::memcpy(p, &v, sizeof(v));
+}
+
+// The first n < 16 floats, the other lanes as given in rest (for a maximum: −∞, for a sum: 0).
+ALWAYS_INLINE vec16 vec_load_partial(const float* p, int64_t n, vec16 rest = vec16{}) {
+    std::memcpy(&rest, p, static_cast<size_t>(n) * sizeof(float));
+    return rest;
+}
+
+ALWAYS_INLINE void vec_store_partial(float* p, vec16 v, int64_t n) {
+    std::memcpy(p, &v, static_cast<size_t>(n) * sizeof(float));
+}
+
+// x in all lanes: one broadcast. Through integers, because GCC 12 makes 16 insertions of a float's splat. Where x meets a
+// vec16 in a sum or product, x itself will do.
+ALWAYS_INLINE vec16 vec_set(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    return reinterpret_cast<vec16>(bits | ivec16{});
+}
+
+// Written as loops over the lanes: GCC 12 makes one instruction of each, where a > b ? a : b with vec16 operators falls
+// apart into scalars in the AVX2 version.
+// Where a or b is NaN the result is b.
+ALWAYS_INLINE vec16 vec_max(vec16 a, vec16 b) {
+    vec16 r;
+    for (int i = 0; i < 16; i++) r[i] = a[i] > b[i] ? a[i] : b[i];
+    return r;
+}
+
+ALWAYS_INLINE vec16 vec_min(vec16 a, vec16 b) {
+    vec16 r;
+    for (int i = 0; i < 16; i++) r[i] = a[i] < b[i] ? a[i] : b[i];
+    return r;
+}
+
+ALWAYS_INLINE vec16 vec_abs(vec16 x) {
+    return reinterpret_cast<vec16>(reinterpret_cast<ivec16>(x) & 0x7fffffff);
+}
+
+// Sum and maximum over the lanes as a tree of fixed shape: AVX2 and AVX-512 give the same bits.
+ALWAYS_INLINE float vec_sum(vec16 x) {
+    const vec8 a = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                   __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    const vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+ALWAYS_INLINE float vec_hmax(vec16 x) {
+    x = vec_max(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = vec_max(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
+    return a > b ? a : b;
+}
+
+// eˣ for any x: 1.02 ulp at most where the result is normal; subnormal results, 0, ∞ and NaN come out as they should.
+// x = n·ln 2 + r with |r| ≤ ln(2)/2, ln 2 in two parts (Cody, Waite 1980); eʳ = 1 + r + r²·q(r), q a minimax polynomial
+// of relative error 2^−28. 2ⁿ is applied in two factors, so that neither overflows before the product does.
+ALWAYS_INLINE vec16 vec_exp(vec16 x) {
+    constexpr float round_magic = 0x1.8p23f;  // adding it leaves the nearest integer in the low bits of the mantissa
+    x = vec_min(vec_set(89.0f), x);           // e⁸⁹ overflows, e⁻¹⁰⁵ rounds to 0
+    x = vec_max(vec_set(-105.0f), x);
+    const vec16 shifted = x * 0x1.715476p+0f + round_magic;
+    const vec16 n = shifted - round_magic;
+    const vec16 r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+    vec16 q = r * 0x1.6a2352p-10f + 0x1.123a6cp-7f;
+    q = q * r + 0x1.5558f4p-5f;
+    q = q * r + 0x1.555490p-3f;
+    q = q * r + 0x1.fffffcp-2f;
+    const vec16 p = 1.0f + (r + r * r * q);
+    const ivec16 k = reinterpret_cast<ivec16>(shifted) - 0x4b400000;  // n as an integer
+    const ivec16 half = k >> 1;
+    const vec16 scale1 = reinterpret_cast<vec16>((half + 127) << 23);
+    const vec16 scale2 = reinterpret_cast<vec16>((k - half + 127) << 23);
+    return p * scale1 * scale2;
+}

@@ -5,8 +5,8 @@
 //   dweight[o, c] (+)= Σ_n dout[n, o]·inp[n, c],   dbias[o] (+)= Σ_n dout[n, o]
 //
 // N rows (B·T tokens), C inputs, OC outputs. Matrices may have row strides larger than their rows.
-// On the CPU: fp32 through oneDNN's sgemm, or through the blocked OpenMP GEMM of matmul.cpp where oneDNN is not there.
-// Errors: wrong shape, dtype or inner stride; a GEMM library that reports failure.
+// On the CPU: fp32 through oneDNN's sgemm, or through the blocked OpenMP GEMM of gemm_blocked.cpp where oneDNN is not
+// there. Errors: wrong shape, dtype or inner stride; a GEMM library that reports failure.
 #pragma once
 
 #include "runtime/device.h"
@@ -26,3 +26,7 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 
 // The library behind the products: "oneDNN 2.6.3" or "built-in blocked GEMM".
 const char* matmul_library();
+
+// FLOP/s of a large fp32 product on this device, timed now (about 0.1 s): the peak that MFU is a fraction of where the
+// device's dense peak isn't known.
+double measured_peak_flops(Stream stream);

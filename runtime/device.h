@@ -14,10 +14,15 @@ struct Stream {
 
 Device backend_device();         // the device that this binary's kernels run on
 const char* backend_name();      // "cpu" or "cuda"
-std::string device_description();  // "2 threads, oneDNN 2.6.3, AVX-512": one line for logs and `info`
+std::string device_description();  // "2 threads, AVX-512": for logs and `info`, beside matmul_library()
 
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);
+
+// Bytes that can still be had: on the CPU the least of free memory, the control group's limit and the address-space limit.
+int64_t device_memory_available();
+// What the program itself takes beside the arenas: code, libraries and their buffers (docs/performance.md: measured).
+int64_t device_overhead_bytes();
 
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream);
 void copy_to_host(void* host, const void* device, size_t bytes, Stream stream);  // waits until the copy is done

@@ -34,12 +34,18 @@ struct ModelConfig {
     float attention_scale() const;  // 1/√head_size
 };
 
+// Fills in what a user or a file may leave out: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
+// layers). Throws Error where head_size is left out and the heads don't divide the channels. To be called before
+// validate(), on any numbers.
+void fill_defaults(ModelConfig& config, const std::string& where);
+
 // Throws Error with the knob and the remedy where the config contradicts itself: zero, negative or overflowing sizes,
 // heads not dividing channels where no head size is given, KV heads not dividing heads, odd RoPE head size, attention
 // letters not one per layer, kinds not built yet.
 void validate(const ModelConfig& config, const std::string& where);
 
-// "gpt2-124M", "llama-1B", …: false if the name is no preset.
+// "gpt2-124M", "llama-1B", …: false if the name is no preset. Its config is complete and valid; after changing layers,
+// channels or heads, set attention, head_size and ffn to "" and 0 to have fill_defaults derive them anew.
 bool preset(const std::string& name, ModelConfig& config);
 std::vector<std::string> preset_names();
 
@@ -50,6 +56,6 @@ std::string model_family(const ModelConfig& config);
 // A value that would change the logits and that we do not implement is an Error naming the key.
 ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
 
-// The config.json of a model. original: the file that the model was loaded from ({} if none); keys that we don't set
-// are carried over from it.
+// The config.json of a model, in a form that transformers 4 and 5 read alike. original: the file that the model was
+// loaded from ({} if none); keys that say nothing about the model as we know it are carried over from it.
 nlohmann::json config_to_json(const ModelConfig& config, const nlohmann::json& original);

@@ -42,17 +42,20 @@ struct ParamTable {
     int64_t total = 0;                 // elements of an arena, padding included
 
     int64_t num_weights() const;  // elements as in files
-    // The parameter in that role, or nullptr where this model has none (no bias, tied head).
+    // The parameter in that role, or nullptr where this model has none (no bias, tied head). After layout().
     const Param* find(int slot, int layer = -1) const;
     const Param& by_name(const std::string& name) const;  // throws Error
 
     // Sets offsets and groups. Each tensor starts at a multiple of 64 bytes; each group's size is a multiple of
-    // 16·world elements.
+    // 16·world elements. Throws Error where sizes overflow, groups go backwards, two parameters have one role or pieces
+    // don't cover their parameter's rows in order.
     void layout(int64_t world);
 
   private:
-    std::vector<int> index;  // slot × layer → position in params
+    std::vector<int> index;  // [slot, layer + 1] → position in params, -1: none
+    int columns = 0;         // of index
 };
 
-// The parameter's part of an arena (params, grads, m or v) of fp32 starting at base: [padded_rows, cols] or [rows].
+// The parameter's part of an arena (params, grads, m or v) of fp32 on host or device: [padded_rows, cols], or [padded_rows]
+// for a vector.
 Tensor param_tensor(const Param& p, Tensor arena);

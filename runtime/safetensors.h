@@ -17,7 +17,8 @@ struct SafetensorsEntry {
 };
 
 // A checked, memory-mapped file. Throws Error naming file and tensor on: a header longer than the file or 100 MB, broken
-// JSON, an unknown dtype, a shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps, holes.
+// JSON, a name given twice, a dtype that DType lacks (BOOL is read as U8), more than MAX_DIMS dimensions, a shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps,
+// holes, bytes left over.
 class SafetensorsFile {
   public:
     explicit SafetensorsFile(const std::string& path);
@@ -37,14 +38,14 @@ class SafetensorsFile {
 // Writes a file in the order of declaration: declare every tensor, then write each one's bytes front to back.
 class SafetensorsWriter {
   public:
-    explicit SafetensorsWriter(const std::string& path) : path(path) {}
-    void declare(const std::string& name, DType dtype, const std::vector<int64_t>& shape);
+    explicit SafetensorsWriter(const std::string& path) : name(path) {}
+    void declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape);
     void begin();                                // writes the header (metadata {"format": "pt"})
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
     void finish();                               // checks that all declared bytes came, flushes
 
   private:
-    std::string path;
+    std::string name;
     std::vector<std::pair<std::string, SafetensorsEntry>> table;
     int64_t total = 0, written = 0;
     std::unique_ptr<FileWriter> out;

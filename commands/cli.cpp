@@ -1,0 +1,180 @@
+#include "commands/cli.h"
+
+#include <algorithm>
+#include <iostream>
+#include <new>
+
+#include "runtime/device.h"
+
+namespace {
+
+std::string overview(const std::vector<Command>& commands) {
+    std::string text =
+        "train_gpt: GPT and LLaMA training and sampling in plain C++/CUDA\n\nUsage: train_gpt COMMAND "
+        "[OPTIONS]\n\nCommands:\n";
+    for (const Command& c : commands)
+        text += str("  ", c.name, std::string(10 - std::string(c.name).size(), ' '), c.summary, "\n");
+    return text + "\n'train_gpt COMMAND --help' lists a command's options.\n";
+}
+
+// One line, whatever a library put into its message.
+std::string one_line(std::string text) {
+    while (!text.empty() && text.back() == '\n') text.pop_back();
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return text;
+}
+
+int fail(const std::string& message, int status) {
+    std::cout.flush();
+    std::cerr << "train_gpt: " << one_line(message) << std::endl;
+    return status;
+}
+
+}  // namespace
+
+int run_program(int argc, char** argv, const std::vector<Command>& commands) {
+    const Args args(argv + std::min(argc, 1), argv + argc);
+    if (args.empty()) return fail("no command given; 'train_gpt --help' lists them", 2);
+    if (args[0] == "--help" || args[0] == "-h" || args[0] == "help") {
+        std::cout << overview(commands);
+        return 0;
+    }
+    const auto command =
+        std::find_if(commands.begin(), commands.end(), [&](const Command& c) { return args[0] == c.name; });
+    if (command == commands.end()) return fail("unknown command '" + args[0] + "'; 'train_gpt --help' lists them", 2);
+    try {
+        command->run(Args(args.begin() + 1, args.end()));
+        std::cout.flush();
+        if (!std::cout) return fail("standard output: cannot write; is the disk full or the reader gone?", 1);
+        return 0;
+    } catch (const HelpRequested& help) {
+        std::cout << help.text;
+        return 0;
+    } catch (const UsageError& e) {
+        return fail(str(command->name, ": ", e.what(), "; see 'train_gpt ", command->name, " --help'"), 2);
+    } catch (const std::bad_alloc&) {
+        return fail(str(command->name, ": out of memory; 'train_gpt plan' shows what a run needs"), 1);
+    } catch (const std::exception& e) {
+        return fail(str(command->name, ": ", e.what()), 1);
+    }
+}
+
+void parse(CLI::App& app, const Args& args) {
+    try {
+        app.parse(Args(args.rbegin(), args.rend()));  // CLI11 takes them last first
+    } catch (const CLI::CallForHelp&) {
+        throw HelpRequested{app.help()};
+    } catch (const CLI::ParseError& e) {
+        throw UsageError(one_line(e.what()));
+    }
+}
+
+void add_model_options(CLI::App& app, ModelOptions& o) {
+    const CLI::Validator size = CLI::Range(int64_t(1), int64_t(1) << 40);
+    app.add_option("--model", o.model, "a preset, a model directory in Hugging Face layout, or a run directory")
+        ->required();
+    app.add_option("--dtype", o.dtype, "what weights and activations are computed in")
+        ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
+        ->capture_default_str();
+    const std::string knobs = "Knobs of a preset";
+    app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(knobs);
+    app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(knobs);
+    app.add_option("--heads", o.heads, "query heads")->check(size)->group(knobs);
+    app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide the heads")->check(size)->group(knobs);
+    app.add_option("--head-size", o.head_size, "channels of a head; channels/heads if not given")
+        ->check(size)
+        ->group(knobs);
+    app.add_option("--ffn", o.ffn, "inner width of the MLP")->check(size)->group(knobs);
+    app.add_option("--max-positions", o.max_positions, "rows of the position table, or the length RoPE is meant for")
+        ->check(size)
+        ->group(knobs);
+    app.add_option("--vocab-size", o.vocab_size, "tokens of the vocabulary; that of the data if not given")
+        ->check(size)
+        ->group(knobs);
+    app.add_option("--norm", o.norm, "normalisation")->check(CLI::IsMember({"layernorm", "rmsnorm"}))->group(knobs);
+    app.add_option("--positions", o.positions, "how positions enter")
+        ->check(CLI::IsMember({"learned", "rope"}))
+        ->group(knobs);
+    app.add_option("--mlp", o.mlp, "activation of the MLP")
+        ->check(CLI::IsMember({"gelu", "swiglu", "relu2"}))
+        ->group(knobs);
+    app.add_option("--bias", o.bias, "biases in the linear layers")->check(CLI::IsMember({"yes", "no"}))->group(knobs);
+    app.add_option("--tied", o.tied, "the head is the token embedding")
+        ->check(CLI::IsMember({"yes", "no"}))
+        ->group(knobs);
+    app.add_option("--attention", o.attention, "attention kind, one letter or one per layer: S softmax")->group(knobs);
+}
+
+CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
+    static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
+                                                            {"activation", Recompute::Activation},
+                                                            {"norms", Recompute::Norms},
+                                                            {"block", Recompute::Block}};
+    return app
+        .add_option_function<std::string>(
+            "--recompute", [&recompute](const std::string& name) { recompute = levels.at(name); },
+            "what the backward pass computes again instead of keeping: none, the MLP's activation, the norms too, or "
+            "the whole block")
+        ->check(CLI::IsMember({"none", "activation", "norms", "block"}))
+        ->default_str("none");
+}
+
+ModelSource ModelOptions::resolve(int64_t data_vocab) const {
+    ModelSource source = find_model(model);
+    ModelConfig& c = source.config;
+    require(dtype == "fp32" || backend_device() != Device::CPU, "--dtype ", dtype,
+            ": the CPU backend computes in fp32; use --dtype fp32");
+
+    const bool any_knob = layers || channels || heads || kv_heads || head_size || ffn || max_positions || vocab_size ||
+                          !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() || !tied.empty() ||
+                          !attention.empty();
+    if (!source.directory.empty()) {
+        require(!any_knob, "--model ", model,
+                " is a checkpoint and fixes the shape; leave out the knobs (--layers … --attention)");
+        return source;
+    }
+
+    if (layers) c.layers = *layers;
+    if (channels) c.channels = *channels;
+    if (heads) c.heads = *heads;
+    // A preset's grouped heads stay grouped in the same ratio only if nobody says otherwise.
+    if (kv_heads)
+        c.kv_heads = *kv_heads;
+    else if (heads)
+        c.kv_heads = *heads;
+    if (head_size)
+        c.head_size = *head_size;
+    else if (channels || heads) {
+        require(c.channels % c.heads == 0, "--heads ", c.heads, " does not divide --channels ", c.channels,
+                "; choose a divisor or give --head-size");
+        c.head_size = c.channels / c.heads;
+    }
+    if (!mlp.empty()) c.mlp = mlp == "gelu" ? Mlp::GELU : mlp == "swiglu" ? Mlp::SwiGLU : Mlp::ReLU2;
+    if (ffn)
+        c.ffn = *ffn;
+    else if (channels || !mlp.empty()) {
+        // 4·C, or for SwiGLU's three matrices two thirds of it, rounded up to a multiple of 128.
+        require(c.channels < INT64_MAX / 8, "--channels ", c.channels, " is too large");
+        c.ffn = c.mlp == Mlp::SwiGLU ? (c.channels * 8 / 3 + 127) / 128 * 128 : 4 * c.channels;
+    }
+    if (max_positions) c.max_positions = *max_positions;
+    if (!norm.empty()) c.norm = norm == "layernorm" ? Norm::LayerNorm : Norm::RMSNorm;
+    if (!positions.empty()) {
+        c.positions = positions == "learned" ? Positions::Learned : Positions::RoPE;
+        if (c.positions == Positions::Learned) c.rope_scaling = {};
+    }
+    if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
+    if (!tied.empty()) c.tied = tied == "yes";
+    c.attention = attention.empty() ? "S" : attention;
+    if (c.attention.size() == 1 && c.layers < (1 << 20))
+        c.attention.assign(static_cast<size_t>(c.layers), c.attention[0]);
+    if (vocab_size) {
+        require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",
+                data_vocab, "; leave it out or raise it");
+        c.vocab_size = *vocab_size;
+    } else if (data_vocab > 0) {
+        c.vocab_size = data_vocab;
+    }
+    validate(c, "--model " + model);
+    return source;
+}

@@ -1,0 +1,106 @@
+// The options of each command, as parsed and checked; one .cpp per command holds its flags and help.
+// parse_x(args) throws UsageError for a wrong flag or value and HelpRequested (with the text) for --help.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/checkpoint.h"
+#include "runtime/model_config.h"
+
+using Args = std::vector<std::string>;
+
+struct HelpRequested {
+    std::string text;
+};
+
+struct Command {
+    const char* name;
+    const char* summary;
+    std::function<void(const Args&)> run;
+};
+
+// Finds the command, runs it, turns exceptions into one line on stderr. Returns the exit status: 0, 1 (found later),
+// 2 (wrong flag or value).
+int run_program(int argc, char** argv, const std::vector<Command>& commands);
+
+// A model: a preset, a directory in Hugging Face layout or a run directory; with a preset each knob can be overridden.
+struct ModelOptions {
+    std::string model;
+    std::string dtype = "fp32";
+    std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
+    std::string norm, positions, mlp, bias, tied, attention;
+
+    // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
+    // Throws Error: unknown model, knobs given for a checkpoint, a contradicting config, a dtype the backend lacks.
+    ModelSource resolve(int64_t data_vocab) const;
+};
+
+enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
+
+// What is recomputed in the backward pass instead of kept; each level includes those before it.
+enum class Recompute : uint8_t { None, Activation, Norms, Block };
+
+struct TrainOptions {
+    ModelOptions model;
+    std::string data, out;
+    int64_t steps = 1000, batch_size = 4, seq_len = 256;
+    int64_t total_batch_tokens = 0;  // 0: batch_size · seq_len
+    double lr = 6e-4, final_lr = 0.1, decay_fraction = 0.2;
+    Schedule schedule = Schedule::Cosine;
+    int64_t warmup = -1;  // -1: a twentieth of the steps
+    double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95;
+    Recompute recompute = Recompute::None;
+    int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
+    uint64_t seed = 42;
+    bool document_mask = false, overfit_one_batch = false, resume = false;
+    std::string toml;  // every option, as `--config` reads it
+};
+
+struct EvalOptions {
+    ModelOptions model;
+    std::string data, split = "val";
+    int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
+    bool json = false;
+};
+
+struct SampleOptions {
+    ModelOptions model;
+    std::string prompt, prompt_file;
+    int64_t max_tokens = 256, top_k = 0, num_samples = 1;
+    double temperature = 1;
+    uint64_t seed = 42;
+    std::vector<std::string> stop;
+    bool ignore_eos = false, random_weights = false, json = false;
+};
+
+struct LogitsOptions {
+    ModelOptions model;
+    std::vector<int32_t> tokens;
+    std::string output, dump;
+};
+
+struct PlanOptions {
+    ModelOptions model;
+    int64_t batch_size = 4, seq_len = 256;
+    Recompute recompute = Recompute::None;
+    bool inference = false, json = false;
+};
+
+struct InfoOptions {
+    std::string path;  // empty: the build
+    bool json = false;
+};
+
+TrainOptions parse_train(const Args& args);
+EvalOptions parse_eval(const Args& args);
+SampleOptions parse_sample(const Args& args);
+LogitsOptions parse_logits(const Args& args);
+PlanOptions parse_plan(const Args& args);
+InfoOptions parse_info(const Args& args);
+
+// What a checkpoint, a model directory, a run or a token file holds, or the build: prints to stdout.
+void show_info(const InfoOptions& options);

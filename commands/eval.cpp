@@ -1,0 +1,19 @@
+#include "commands/cli.h"
+
+EvalOptions parse_eval(const Args& args) {
+    EvalOptions o;
+    CLI::App app(
+        "Scores every token of a split once: tokens, bytes, val_loss (nats per token), perplexity, bits_per_byte.",
+        "train_gpt eval");
+    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
+    add_model_options(app, o.model);
+    app.add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
+    app.add_option("--split", o.split, "which split")->check(CLI::IsMember({"val", "train"}))->capture_default_str();
+    app.add_option("--batch-size", o.batch_size, "sequences at a time")->check(positive)->capture_default_str();
+    app.add_option("--seq-len", o.seq_len,
+                   "tokens per sequence; if not given, what the checkpoint was trained with, else up to 1024")
+        ->check(positive);
+    app.add_flag("--json", o.json, "print one JSON object");
+    parse(app, args);
+    return o;
+}

@@ -1,0 +1,123 @@
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "commands/cli.h"
+#include "data/token_files.h"
+#include "kernels/matmul.h"
+#include "runtime/device.h"
+#include "runtime/files.h"
+#include "runtime/log.h"
+#include "runtime/safetensors.h"
+
+using nlohmann::ordered_json;
+
+InfoOptions parse_info(const Args& args) {
+    InfoOptions o;
+    CLI::App app("Shows what a token file, a data folder, a model or a run holds; without a path, the build.",
+                 "train_gpt info");
+    app.add_option("path", o.path,
+                   "token file (.bin), data folder, model directory, run directory or .safetensors file");
+    app.add_flag("--json", o.json, "print one JSON object");
+    parse(app, args);
+    return o;
+}
+
+namespace {
+
+ordered_json build_info() {
+    return {{"backend", backend_name()},
+            {"device", device_description()},
+            {"matmul", matmul_library()},
+            {"compiler", "g++ " __VERSION__}};
+}
+
+ordered_json token_info(const std::string& pattern) {
+    const TokenFiles files(pattern);
+    int32_t largest = 0;
+    std::vector<int32_t> block(1 << 16);
+    for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
+        const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
+        files.read(begin, n, block.data(), 0);
+        largest = std::max(largest, *std::max_element(block.begin(), block.begin() + n));
+    }
+    return {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
+}
+
+ordered_json data_info(const std::string& path) {
+    const DataDirectory data = open_data(path);
+    ordered_json info = {{"kind", "data"}, {"vocab_size", data.vocab_size}, {"end_of_text", data.end_of_text}};
+    info["train"] = token_info(data.train_pattern());
+    info["train"]["bytes"] = data.train_bytes;
+    info["train"]["documents"] = data.train_documents;
+    if (!glob_files(data.val_pattern()).empty()) {
+        info["val"] = token_info(data.val_pattern());
+        info["val"]["bytes"] = data.val_bytes;
+        info["val"]["documents"] = data.val_documents;
+    }
+    return info;
+}
+
+ordered_json safetensors_info(const std::string& path) {
+    const SafetensorsFile file(path);
+    ordered_json tensors = ordered_json::object();
+    int64_t elements = 0;
+    for (const auto& [name, entry] : file.entries()) {
+        int64_t n = 1;
+        for (const int64_t size : entry.shape) n *= size;
+        elements += n;
+        tensors[name] = {{"dtype", dtype_name(entry.dtype)}, {"shape", entry.shape}};
+    }
+    return {{"kind", "safetensors"}, {"elements", elements}, {"tensors", tensors}};
+}
+
+ordered_json model_info(const std::string& path) {
+    const ModelSource source = find_model(path);
+    ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
+    info["config"] = ordered_json::parse(config_to_json(source.config, nlohmann::json::object()).dump());
+    const std::string trainer = join_path(source.directory, "trainer.json");
+    if (path_exists(trainer)) info["trainer"] = ordered_json::parse(read_json(trainer).dump());
+    if (source.directory != path) info["checkpoints"] = list_checkpoints(path);
+    info["tokenizer"] = path_exists(join_path(source.directory, "tokenizer.json"));
+    return info;
+}
+
+void print(const ordered_json& value, const std::string& prefix) {
+    for (const auto& [key, part] : value.items()) {
+        if (part.is_object())
+            print(part, prefix + key + ".");
+        else
+            std::cout << prefix << key << " " << (part.is_string() ? part.get<std::string>() : part.dump()) << "\n";
+    }
+}
+
+}  // namespace
+
+void show_info(const InfoOptions& o) {
+    auto ends_with = [&](const std::string& end) {
+        return o.path.size() >= end.size() && o.path.compare(o.path.size() - end.size(), end.size(), end) == 0;
+    };
+    ordered_json info;
+    if (o.path.empty()) {
+        info = build_info();
+    } else if (!is_directory(o.path)) {
+        ModelConfig config;
+        require(path_exists(o.path) || preset(o.path, config), o.path, ": no such file or directory");
+        if (!path_exists(o.path)) {
+            info = {{"kind", "preset"},
+                    {"config", ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump())}};
+        } else if (ends_with(".safetensors")) {
+            info = safetensors_info(o.path);
+        } else {
+            info = {{"kind", "tokens"}};
+            info.update(token_info(o.path));
+        }
+    } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
+        info = data_info(o.path);
+    } else {
+        info = model_info(o.path);
+    }
+    if (o.json)
+        std::cout << info.dump() << "\n";
+    else
+        print(info, "");
+}

@@ -1,0 +1,15 @@
+#include "commands/cli.h"
+
+PlanOptions parse_plan(const Args& args) {
+    PlanOptions o;
+    CLI::App app("Prints the memory a run needs and its FLOP per token. Nothing is allocated.", "train_gpt plan");
+    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
+    add_model_options(app, o.model);
+    app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
+    app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
+    add_recompute_option(app, o.recompute);
+    app.add_flag("--inference", o.inference, "plan a forward pass only");
+    app.add_flag("--json", o.json, "print one JSON object");
+    parse(app, args);
+    return o;
+}

@@ -1,0 +1,105 @@
+#include "commands/cli.h"
+#include "runtime/files.h"
+
+namespace {
+
+std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
+    auto app = std::make_unique<CLI::App>(
+        "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
+    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
+    const CLI::Validator count = CLI::Range(int64_t(0), int64_t(1) << 40);
+    const CLI::Validator fraction = CLI::Range(0.0, 1.0);
+    const CLI::Validator rate = CLI::Range(0.0, 1e6);
+    add_model_options(*app, o.model);
+    app->add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
+    app->add_option("--out", o.out, "the run directory to write")->required();
+    app->add_option("--steps", o.steps, "optimizer steps in all")->check(positive)->capture_default_str();
+    app->add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
+    app->add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
+    app->add_option("--total-batch-tokens", o.total_batch_tokens, "tokens per step; batch-size x seq-len if not given")
+        ->check(positive);
+    app->add_option("--lr", o.lr, "peak learning rate")->check(rate)->capture_default_str();
+    app->add_option("--schedule",
+                    "learning rate after the warmup: cosine, linear, constant, or wsd (constant, then linear)")
+        ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
+        ->default_str("cosine")
+        ->each([&o](const std::string& s) {
+            o.schedule = s == "cosine"   ? Schedule::Cosine
+                         : s == "linear" ? Schedule::Linear
+                         : s == "wsd"    ? Schedule::WSD
+                                         : Schedule::Constant;
+        });
+    app->add_option("--warmup", o.warmup, "steps of linear warmup; a twentieth of --steps if not given")->check(count);
+    app->add_option("--final-lr", o.final_lr, "learning rate at the last step, as a fraction of --lr")
+        ->check(fraction)
+        ->capture_default_str();
+    app->add_option("--decay-fraction", o.decay_fraction, "part of the steps that wsd decays in")
+        ->check(fraction)
+        ->capture_default_str();
+    app->add_option("--weight-decay", o.weight_decay, "decoupled decay of matrices (not of biases and norms)")
+        ->check(rate)
+        ->capture_default_str();
+    app->add_option("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: never")
+        ->check(rate)
+        ->capture_default_str();
+    app->add_option("--beta1", o.beta1, "AdamW's decay of the first moment")
+        ->check(CLI::Range(0.0, 0.9999999))
+        ->capture_default_str();
+    app->add_option("--beta2", o.beta2, "AdamW's decay of the second moment")
+        ->check(CLI::Range(0.0, 0.9999999))
+        ->capture_default_str();
+    add_recompute_option(*app, o.recompute);
+    app->add_flag("--document-mask", o.document_mask, "attention and positions don't cross end-of-text tokens");
+    app->add_flag("--overfit-one-batch", o.overfit_one_batch,
+                  "train on the first batch again and again: a model that learns gets its loss to 0");
+    app->add_option("--eval-every", o.eval_every,
+                    "steps between evaluations on the validation split; 0: at the end only")
+        ->check(count)
+        ->capture_default_str();
+    app->add_option("--eval-tokens", o.eval_tokens, "validation tokens per evaluation; 0: the whole split")
+        ->check(count)
+        ->capture_default_str();
+    app->add_option("--sample-every", o.sample_every, "steps between samples of text; 0: none")
+        ->check(count)
+        ->capture_default_str();
+    app->add_option("--save-every", o.save_every, "steps between checkpoints; 0: at the end only")
+        ->check(count)
+        ->capture_default_str();
+    app->add_option("--keep", o.keep, "checkpoints kept: the newest ones, and the best one besides")
+        ->check(positive)
+        ->capture_default_str();
+    app->add_option("--max-skips", o.max_skips,
+                    "stop after this many steps in a row whose loss or gradient is not finite")
+        ->check(positive)
+        ->capture_default_str();
+    app->add_flag("--resume", o.resume,
+                  "go on from the newest checkpoint in --out, with its options where none are given")
+        ->configurable(false);
+    app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")->capture_default_str();
+    app->set_config("--config", "", "read options from a TOML file; the command line wins")->configurable(false);
+    app->allow_config_extras(CLI::config_extras_mode::error);
+    return app;
+}
+
+}  // namespace
+
+TrainOptions parse_train(const Args& args) {
+    TrainOptions o;
+    auto app = train_app(o);
+    // A resumed run takes the options it was started with, so --out and --resume are enough: read those two first.
+    TrainOptions first;
+    CLI::App probe;
+    probe.allow_extras();
+    probe.set_help_flag();
+    probe.add_option("--out", first.out);
+    probe.add_flag("--resume", first.resume);
+    std::string config;
+    probe.add_option("--config", config);
+    parse(probe, args);
+    Args all = args;
+    const std::string stored = join_path(first.out, "run.toml");
+    if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
+    parse(*app, all);
+    o.toml = app->config_to_str(true, false);
+    return o;
+}

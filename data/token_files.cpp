@@ -1,0 +1,181 @@
+#include "data/token_files.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "data/tokenizer.h"
+
+namespace {
+
+constexpr int64_t HEADER_INTS = 256, HEADER_BYTES = HEADER_INTS * 4;
+
+struct Format {
+    int32_t magic, version;
+    int width;  // bytes per token
+};
+constexpr Format FORMATS[] = {{20240520, 1, 2}, {20240801, 7, 4}};
+
+const char* const REMEDY = "; make it again with `make data`";
+
+struct Header {
+    int64_t count;
+    int width;
+};
+
+// Checks everything that the header says against the file.
+Header read_header(const MappedFile& file) {
+    const std::string& path = file.path();
+    require(file.size() >= HEADER_BYTES, path, ": ", file.size(),
+            " bytes are too few for a token file, whose header alone has ", HEADER_BYTES, REMEDY);
+    uint32_t header[4];
+    std::memcpy(header, file.data(), sizeof header);
+
+    const Format* format = nullptr;
+    for (const Format& f : FORMATS)
+        if (header[0] == uint32_t(f.magic)) format = &f;
+    require(format, path, ": not a token file: it starts with the number ", header[0], ", a token file with ",
+            FORMATS[0].magic, " or ", FORMATS[1].magic, REMEDY);
+    require(header[1] == uint32_t(format->version), path, ": token file of version ", header[1], "; version ",
+            format->version, " is supported", REMEDY);
+
+    const uint64_t count = uint64_t(header[3]) << 32 | header[2];
+    require(count > 0, path, ": holds no tokens", REMEDY);
+    const uint64_t payload = uint64_t(file.size() - HEADER_BYTES);
+    // Division instead of a product: a damaged count must not overflow.
+    require(payload % uint64_t(format->width) == 0 && payload / uint64_t(format->width) == count, path,
+            ": the header promises ", count, " tokens of ", format->width, " bytes, the file holds ", payload,
+            " bytes of them: it is truncated or damaged", REMEDY);
+    return {int64_t(count), format->width};
+}
+
+template <typename T>
+void copy_checked(const char* src, int64_t count, int32_t* dst, uint32_t limit, const std::string& path,
+                  int64_t offset) {
+    uint32_t worst = 0;  // one comparison a token and no branch: the offender is looked for only if there is one
+    for (int64_t i = 0; i < count; i++) {
+        T token;
+        std::memcpy(&token, src + i * int64_t(sizeof(T)), sizeof(T));
+        dst[i] = int32_t(token);
+        worst = std::max(worst, uint32_t(token));
+    }
+    if (worst < limit) return;
+    for (int64_t i = 0; i < count; i++)
+        require(uint32_t(dst[i]) < limit, path, ": token ", offset + i, " is ", uint32_t(dst[i]),
+                ", outside the vocabulary of ", limit, "; the file is damaged or was made with another tokenizer");
+}
+
+// A glob that matches exactly these characters.
+std::string glob_escape(const std::string& text) {
+    std::string escaped;
+    for (const char c : text) {
+        if (std::strchr("*?[\\", c) && c) escaped += '\\';
+        escaped += c;
+    }
+    return escaped;
+}
+
+}  // namespace
+
+TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
+    const std::vector<std::string> found = glob_files(pattern);
+    require(!found.empty(), pattern, ": no token files match; make some with `make data`");
+    shards.reserve(found.size());
+    for (const std::string& path : found) {
+        MappedFile file(path);
+        const Header header = read_header(file);
+        require(shards.empty() || shards[0].width == header.width, path, ": holds tokens of ", header.width,
+                " bytes but ", found[0], " of ", shards.empty() ? 0 : shards[0].width,
+                ": shards of one data set must have one format", REMEDY);
+        shards.push_back({std::move(file), total, header.count, header.width});
+        require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
+    }
+}
+
+void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const {
+    require(begin >= 0 && count >= 0 && begin <= total - count, name, ": tokens [", begin, ", +", count,
+            ") asked for, ", total, " are there");
+    // Ids are int32 everywhere above the files, so even an unknown vocabulary ends at 2^31.
+    const int64_t int32_end = int64_t(std::numeric_limits<int32_t>::max()) + 1;
+    const auto limit = uint32_t(vocab_size > 0 ? std::min(vocab_size, int32_end) : int32_end);
+
+    auto shard = std::upper_bound(shards.begin(), shards.end(), begin,
+                                  [](int64_t token, const Shard& s) { return token < s.begin; }) -
+                 1;
+    for (; count > 0; ++shard) {
+        const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
+        const char* src = shard->file.data() + HEADER_BYTES + offset * shard->width;
+        if (shard->width == 2)
+            copy_checked<uint16_t>(src, n, dst, limit, shard->file.path(), offset);
+        else
+            copy_checked<uint32_t>(src, n, dst, limit, shard->file.path(), offset);
+        begin += n, count -= n, dst += n;
+    }
+}
+
+int64_t TokenFiles::mapped_bytes() const {
+    int64_t bytes = 0;
+    for (const Shard& shard : shards) bytes += shard.file.size();
+    return bytes;
+}
+
+std::vector<std::string> TokenFiles::paths() const {
+    std::vector<std::string> all;
+    for (const Shard& shard : shards) all.push_back(shard.file.path());
+    return all;
+}
+
+std::string DataDirectory::tokenizer_path() const {
+    const std::string file = join_path(path, "tokenizer.json");
+    return path_exists(file) ? file : "";
+}
+
+std::string DataDirectory::train_pattern() const {
+    return join_path(glob_escape(path), "train_*.bin");
+}
+std::string DataDirectory::val_pattern() const {
+    return join_path(glob_escape(path), "val_*.bin");
+}
+
+DataDirectory open_data(const std::string& path) {
+    require(path_exists(path), path, ": no such data directory; make one with `make data`");
+    require(is_directory(path), path,
+            ": not a directory; a data directory holds train_*.bin and val_*.bin (`make data`)");
+    DataDirectory data;
+    data.path = path;
+    require(!glob_files(data.train_pattern()).empty() || !glob_files(data.val_pattern()).empty(), path,
+            ": holds neither train_*.bin nor val_*.bin; make a data directory with `make data`");
+
+    if (const std::string tokenizer_path = data.tokenizer_path(); !tokenizer_path.empty()) {
+        const Tokenizer tokenizer(tokenizer_path);
+        data.vocab_size = tokenizer.vocab_size();
+        data.end_of_text = tokenizer.end_of_text();
+    }
+
+    const std::string meta_path = join_path(path, "meta.json");
+    if (!path_exists(meta_path)) return data;
+    try {
+        const nlohmann::json meta = nlohmann::json::parse(read_file(meta_path, 1 << 20));
+        const auto count = [&](const nlohmann::json& object, const char* key) {
+            const auto value = object.at(key).get<nlohmann::json::number_integer_t>();
+            require(object.at(key).is_number_integer() && value >= 0, meta_path, ": key '", key,
+                    "' must be a whole number of 0 or more", REMEDY);
+            return value;
+        };
+        data.train_bytes = count(meta.at("train"), "bytes");
+        data.train_documents = count(meta.at("train"), "documents");
+        data.val_bytes = count(meta.at("val"), "bytes");
+        data.val_documents = count(meta.at("val"), "documents");
+        const int64_t vocab_size = count(meta, "vocab_size"), end_of_text = count(meta, "end_of_text");
+        require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
+                " but tokenizer.json beside it has ", data.vocab_size, ": the tokens were made with another tokenizer",
+                REMEDY);
+        require(vocab_size <= std::numeric_limits<int32_t>::max() && end_of_text < vocab_size, meta_path,
+                ": end_of_text ", end_of_text, " is outside the vocabulary of ", vocab_size, REMEDY);
+        data.end_of_text = int32_t(end_of_text);
+    } catch (const nlohmann::json::exception& e) {
+        throw Error(str(meta_path, ": damaged (", e.what(), ")", REMEDY));
+    }
+    return data;
+}

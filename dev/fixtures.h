@@ -1,0 +1,55 @@
+// The models of dev/fixtures/models with what PyTorch computed from them in float64 (scripts/make_reference.py).
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "runtime/checkpoint.h"
+#include "runtime/files.h"
+#include "runtime/safetensors.h"
+
+// Tests run in the project's root.
+inline std::string fixture_directory(const std::string& name) {
+    return "dev/fixtures/models/" + name;
+}
+
+struct Fixture {
+    std::string directory;
+    ModelConfig config;
+    SafetensorsFile file;  // reference.safetensors
+    int64_t B, T;
+
+    explicit Fixture(const std::string& name)
+        : directory(fixture_directory(name)),
+          config(find_model(directory).config),
+          file(join_path(directory, "reference.safetensors")),
+          B(file.tensor("tokens").shape[0]),
+          T(file.tensor("tokens").shape[1]) {}
+
+    template <typename U>
+    std::vector<U> values(const std::string& name) const {
+        const Tensor t = file.tensor(name);
+        return std::vector<U>(t.as<U>(), t.as<U>() + t.numel());
+    }
+    std::vector<int32_t> tokens() const { return values<int32_t>("tokens"); }
+    std::vector<int32_t> targets() const { return values<int32_t>("targets"); }
+    double loss() const { return values<double>("loss")[0]; }
+};
+
+inline std::vector<std::string> fixture_names() {
+    std::vector<std::string> names;
+    for (const std::string& name : list_directory(fixture_directory(""))) {
+        if (is_directory(fixture_directory(name))) names.push_back(name);
+    }
+    return names;
+}
+
+inline std::string test_name(const testing::TestParamInfo<std::string>& info) {
+    std::string name = info.param;
+    for (char& ch : name) {
+        if (ch == '-') ch = '_';
+    }
+    return name;
+}

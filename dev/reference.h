@@ -1,0 +1,598 @@
+// The oracle: every op as naive loops in double, written from the formula in the op's header and not from its kernels.
+//
+// Each result comes with its `mag`, the size that rounding errors are measured by: the same formula with every term
+// replaced by its absolute value, so that a sum which cancels is not blamed for its cancellation; where a function of a
+// sum follows (exp, 1/√), the function's condition number times the mag of what it was given. docs/numerics.md derives
+// them. All arrays are contiguous; null pointers are arguments not given; "accumulate" is the earlier value or null.
+//
+// Inner functions are HOST_DEVICE, so that a plain double kernel can serve where N·C·OC is too large for the host.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/rope.h"
+#include "runtime/rng.h"
+
+namespace reference {
+
+// A number and the mag of its rounding errors.
+struct Value {
+    double value = 0, mag = 0;
+    HOST_DEVICE void add(double x) { value += x, mag += fabs(x); }
+    HOST_DEVICE void add(double x, double x_mag) { value += x, mag += x_mag; }
+};
+
+// An array of them, as expect_close wants it.
+struct Values {
+    std::vector<double> value, mag;
+    Values() = default;
+    explicit Values(int64_t n) : value(size_t(n)), mag(size_t(n)) {}
+    void set(int64_t i, Value v) { value[size_t(i)] = v.value, mag[size_t(i)] = v.mag; }
+    const double* data() const { return value.data(); }
+};
+
+// --- embedding, norms, linear, activations, loss, optimizer
+// -------------------------------------------------------------
+
+// out[N, C]
+inline Values embedding_forward(const int32_t* tokens, const int32_t* positions, const double* wte, const double* wpe,
+                                int64_t N, int64_t C) {
+    Values out(N * C);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t c = 0; c < C; c++) {
+            Value v;
+            v.add(wte[tokens[n] * C + c]);
+            if (wpe) v.add(wpe[positions[n] * C + c]);
+            out.set(n * C + c, v);
+        }
+    return out;
+}
+
+// d[rows, C] of either table: index is tokens or positions.
+inline Values embedding_backward(const double* dout, const int32_t* index, const double* accumulate, int64_t N,
+                                 int64_t C, int64_t rows) {
+    Values d(rows * C);
+    for (int64_t i = 0; accumulate && i < rows * C; i++) d.value[i] = accumulate[i], d.mag[i] = fabs(accumulate[i]);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t c = 0; c < C; c++) {
+            d.value[index[n] * C + c] += dout[n * C + c];
+            d.mag[index[n] * C + c] += fabs(dout[n * C + c]);
+        }
+    return d;
+}
+
+// Mean, rstd and the centred row of a norm, each with the mag of its error.
+struct RowStatistics {
+    Value mean, rstd;
+};
+
+// `centred`: LayerNorm; else RMSNorm, whose mean is 0. x = inp + residual.
+HOST_DEVICE inline RowStatistics row_statistics(const double* inp, const double* residual, int64_t C, double eps,
+                                                bool centred) {
+    RowStatistics s;
+    Value sum, squares;
+    for (int64_t c = 0; c < C; c++) {
+        sum.add(inp[c]);
+        if (residual) sum.add(residual[c]);
+    }
+    if (centred) s.mean = {sum.value / double(C), sum.mag / double(C)};
+    for (int64_t c = 0; c < C; c++) {
+        const double d = inp[c] + (residual ? residual[c] : 0) - s.mean.value;
+        const double d_mag = fabs(inp[c]) + (residual ? fabs(residual[c]) : 0) + s.mean.mag;
+        squares.add(d * d, fabs(d) * d_mag);
+    }
+    const double variance = squares.value / double(C) + eps;
+    s.rstd.value = 1 / sqrt(variance);
+    s.rstd.mag =
+        s.rstd.value * (squares.mag / double(C) + eps) / variance;  // δ(v^−½) = ½·v^−½·δv/v, and δ(d²) = 2·d·δd
+    return s;
+}
+
+struct Norm {
+    Values out, sum, mean, rstd;  // mean is not set by rmsnorm
+};
+
+inline Norm norm_forward(const double* inp, const double* residual, const double* weight, const double* bias,
+                         double eps, int64_t N, int64_t C, bool centred) {
+    Norm r{Values(N * C), Values(N * C), Values(centred ? N : 0), Values(N)};
+    for (int64_t n = 0; n < N; n++) {
+        const double *x = inp + n * C, *y = residual ? residual + n * C : nullptr;
+        const RowStatistics s = row_statistics(x, y, C, eps, centred);
+        for (int64_t c = 0; c < C; c++) {
+            Value sum;
+            sum.add(x[c]);
+            if (y) sum.add(y[c]);
+            r.sum.set(n * C + c, sum);
+            const double b = bias ? bias[c] : 0;
+            r.out.set(n * C + c, {(sum.value - s.mean.value) * s.rstd.value * weight[c] + b,
+                                  (sum.mag + s.mean.mag) * s.rstd.value * fabs(weight[c]) + fabs(b)});
+        }
+        if (centred) r.mean.set(n, s.mean);
+        r.rstd.set(n, s.rstd);
+    }
+    return r;
+}
+
+inline Norm layernorm_forward(const double* inp, const double* residual, const double* weight, const double* bias,
+                              double eps, int64_t N, int64_t C) {
+    return norm_forward(inp, residual, weight, bias, eps, N, C, true);
+}
+
+inline Norm rmsnorm_forward(const double* inp, const double* residual, const double* weight, double eps, int64_t N,
+                            int64_t C) {
+    return norm_forward(inp, residual, weight, nullptr, eps, N, C, false);
+}
+
+struct NormGradients {
+    Values dinp, dweight, dbias;  // dbias is not for rmsnorm
+};
+
+// mean null: RMSNorm.
+inline NormGradients norm_backward(const double* dout, const double* dresidual, const double* inp, const double* weight,
+                                   const double* mean, const double* rstd, const double* accumulate_weight,
+                                   const double* accumulate_bias, int64_t N, int64_t C) {
+    NormGradients g{Values(N * C), Values(C), Values(C)};
+    for (int64_t c = 0; c < C; c++) {
+        if (accumulate_weight) g.dweight.set(c, {accumulate_weight[c], fabs(accumulate_weight[c])});
+        if (accumulate_bias) g.dbias.set(c, {accumulate_bias[c], fabs(accumulate_bias[c])});
+    }
+    for (int64_t n = 0; n < N; n++) {
+        const double m = mean ? mean[n] : 0;
+        Value sum_d, sum_dx;
+        for (int64_t c = 0; c < C; c++) {
+            const double x = inp[n * C + c], d = dout[n * C + c] * weight[c];
+            if (mean) sum_d.add(d);
+            sum_dx.add(d * (x - m) * rstd[n], fabs(d) * (fabs(x) + fabs(m)) * rstd[n]);
+        }
+        for (int64_t c = 0; c < C; c++) {
+            const double x = inp[n * C + c], x_hat = (x - m) * rstd[n], x_mag = (fabs(x) + fabs(m)) * rstd[n];
+            const double dy = dout[n * C + c], d = dy * weight[c], dr = dresidual ? dresidual[n * C + c] : 0;
+            g.dinp.set(n * C + c,
+                       {dr + rstd[n] * (d - sum_d.value / double(C) - x_hat * sum_dx.value / double(C)),
+                        fabs(dr) + rstd[n] * (fabs(d) + sum_d.mag / double(C) + x_mag * sum_dx.mag / double(C))});
+            g.dweight.value[c] += dy * x_hat;
+            g.dweight.mag[c] += fabs(dy) * x_mag;
+            g.dbias.value[c] += dy;
+            g.dbias.mag[c] += fabs(dy);
+        }
+    }
+    return g;
+}
+
+// Σ_k a[k·a_stride]·b[k·b_stride]
+HOST_DEVICE inline Value dot(const double* a, int64_t a_stride, const double* b, int64_t b_stride, int64_t K) {
+    Value sum;
+    for (int64_t k = 0; k < K; k++) sum.add(a[k * a_stride] * b[k * b_stride]);
+    return sum;
+}
+
+// out[M, N] = op(a)·op(b), plus accumulate [M, N] and bias [N] where given.
+inline Values matmul(const double* a, const double* b, bool transpose_a, bool transpose_b, const double* accumulate,
+                     const double* bias, int64_t M, int64_t N, int64_t K) {
+    Values out(M * N);
+    for (int64_t i = 0; i < M; i++)
+        for (int64_t j = 0; j < N; j++) {
+            Value v = dot(a + (transpose_a ? i : i * K), transpose_a ? M : 1, b + (transpose_b ? j * K : j),
+                          transpose_b ? 1 : N, K);
+            if (accumulate) v.add(accumulate[i * N + j]);
+            if (bias) v.add(bias[j]);
+            out.set(i * N + j, v);
+        }
+    return out;
+}
+
+inline Values matmul_forward(const double* inp, const double* weight, const double* bias, int64_t N, int64_t C,
+                             int64_t OC) {
+    return matmul(inp, weight, false, true, nullptr, bias, N, OC, C);
+}
+
+inline Values matmul_backward_input(const double* dout, const double* weight, const double* accumulate, int64_t N,
+                                    int64_t C, int64_t OC) {
+    return matmul(dout, weight, false, false, accumulate, nullptr, N, C, OC);
+}
+
+inline Values matmul_backward_weight(const double* dout, const double* inp, const double* accumulate, int64_t N,
+                                     int64_t C, int64_t OC) {
+    return matmul(dout, inp, true, false, accumulate, nullptr, OC, C, N);
+}
+
+inline Values matmul_backward_bias(const double* dout, const double* accumulate, int64_t N, int64_t OC) {
+    Values d(OC);
+    for (int64_t o = 0; o < OC; o++) {
+        Value v;
+        for (int64_t n = 0; n < N; n++) v.add(dout[n * OC + o]);
+        if (accumulate) v.add(accumulate[o]);
+        d.set(o, v);
+    }
+    return d;
+}
+
+// The logistic function and its derivative. An argument off by a relative error u moves σ by |z|·σ'(z)·u and σ' by at
+// most |z|·σ'(z)·u, since |σ''| ≤ σ'.
+struct Logistic {
+    Value value, derivative;
+};
+
+HOST_DEVICE inline Logistic logistic(double z) {
+    const double e = exp(-fabs(z)), derivative = e / ((1 + e) * (1 + e)), value = z >= 0 ? 1 / (1 + e) : e / (1 + e);
+    return {{value, value + fabs(z) * derivative}, {derivative, (1 + fabs(z)) * derivative}};
+}
+
+// Results below fp32's normal range may be flushed or lose digits: an error of 2^−126 is always allowed.
+constexpr double UNDERFLOW_MAG = 0x1p-102;  // 2^−126 / 2^−24
+
+constexpr double GELU_CUBIC = 0.044715, ROOT_2_OVER_PI = 0.79788456080286535588;
+
+// ½(1 + tanh u) = σ(2u): out = x·σ(2u).
+HOST_DEVICE inline Value gelu(double x) {
+    const Logistic s = logistic(2 * ROOT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
+    return {x * s.value.value, fabs(x) * s.value.mag + UNDERFLOW_MAG};
+}
+
+HOST_DEVICE inline Value gelu_gradient(double x) {
+    const Logistic s = logistic(2 * ROOT_2_OVER_PI * (x + GELU_CUBIC * x * x * x));
+    const double du = 2 * ROOT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x * x);
+    return {s.value.value + x * s.derivative.value * du, s.value.mag + fabs(x) * s.derivative.mag * du};
+}
+
+HOST_DEVICE inline Value relu2(double x) {
+    return x > 0 ? Value{x * x, x * x + UNDERFLOW_MAG} : Value{};
+}
+HOST_DEVICE inline Value relu2_gradient(double x) {
+    return x > 0 ? Value{2 * x, 2 * x} : Value{};
+}
+
+// out[i] = f(inp[i])
+template <typename F>
+Values elementwise(F f, const double* inp, int64_t n) {
+    Values out(n);
+    for (int64_t i = 0; i < n; i++) out.set(i, f(inp[i]));
+    return out;
+}
+
+// dinp[i] = dout[i]·f'(inp[i])
+template <typename F>
+Values elementwise_backward(F gradient, const double* dout, const double* inp, int64_t n) {
+    Values dinp(n);
+    for (int64_t i = 0; i < n; i++) {
+        const Value g = gradient(inp[i]);
+        dinp.set(i, {dout[i] * g.value, fabs(dout[i]) * g.mag + UNDERFLOW_MAG});
+    }
+    return dinp;
+}
+
+inline Values gelu_forward(const double* inp, int64_t n) {
+    return elementwise(gelu, inp, n);
+}
+inline Values gelu_backward(const double* dout, const double* inp, int64_t n) {
+    return elementwise_backward(gelu_gradient, dout, inp, n);
+}
+inline Values relu2_forward(const double* inp, int64_t n) {
+    return elementwise(relu2, inp, n);
+}
+inline Values relu2_backward(const double* dout, const double* inp, int64_t n) {
+    return elementwise_backward(relu2_gradient, dout, inp, n);
+}
+
+// out[N, I]; gate_up [N, 2·I]
+inline Values swiglu_forward(const double* gate_up, int64_t N, int64_t I) {
+    Values out(N * I);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t i = 0; i < I; i++) {
+            const double gate = gate_up[n * 2 * I + i], up = gate_up[n * 2 * I + I + i];
+            const Value s = logistic(gate).value;
+            out.set(n * I + i, {gate * s.value * up, fabs(gate * up) * s.mag + UNDERFLOW_MAG});
+        }
+    return out;
+}
+
+// dgate_up [N, 2·I]
+inline Values swiglu_backward(const double* dout, const double* gate_up, int64_t N, int64_t I) {
+    Values d(N * 2 * I);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t i = 0; i < I; i++) {
+            const int64_t at = n * 2 * I + i;
+            const double gate = gate_up[at], up = gate_up[at + I], g = dout[n * I + i];
+            const Logistic s = logistic(gate);
+            d.set(at, {g * up * (s.value.value + gate * s.derivative.value),
+                       fabs(g * up) * (s.value.mag + fabs(gate) * s.derivative.mag) + UNDERFLOW_MAG});
+            d.set(at + I, {g * gate * s.value.value, fabs(g * gate) * s.value.mag + UNDERFLOW_MAG});
+        }
+    return d;
+}
+
+struct CrossEntropy {
+    Values losses, dlogits;  // [N], [N, Vp]
+};
+
+// ignore: the target whose tokens don't count.
+inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, int32_t ignore, double dloss, int64_t N,
+                                  int64_t V, int64_t Vp) {
+    CrossEntropy r{Values(N), Values(N * Vp)};
+    for (int64_t n = 0; n < N; n++) {
+        const double* row = logits + n * Vp;
+        if (targets[n] == ignore) continue;
+        const double m = *std::max_element(row, row + V), below_maximum = m - row[targets[n]];
+        double sum = 0, distance = 0;  // Σ e, and Σ p·|logit − m|: what rounding logit − m does to ln Σ
+        for (int64_t v = 0; v < V; v++) {
+            sum += exp(row[v] - m);
+            distance += exp(row[v] - m) * (m - row[v]);
+        }
+        distance /= sum;
+        // An error u of Σ is an error u of ln Σ, however small that is: hence the 1.
+        r.losses.set(n, {log(sum) + below_maximum, 1 + log(sum) + distance + below_maximum});
+        for (int64_t v = 0; v < V; v++) {
+            const double p = exp(row[v] - m) / sum, hit = v == targets[n];
+            r.dlogits.set(n * Vp + v,
+                          {dloss * (p - hit), fabs(dloss) * (p * (1 + (m - row[v]) + distance) + hit) + UNDERFLOW_MAG});
+        }
+    }
+    return r;
+}
+
+inline double global_norm(const double* grads, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += grads[i] * grads[i];
+    return sqrt(sum);
+}
+
+struct AdamW {
+    Value param, m, v;
+};
+
+// One parameter; t is the number of this update, from 1.
+HOST_DEVICE inline AdamW adamw(double param, double m, double v, double grad, double grad_scale, double lr,
+                               double beta1, double beta2, double eps, double weight_decay, int64_t t) {
+    AdamW r;
+    const double g = grad * grad_scale;
+    r.m.add(beta1 * m);
+    r.m.add((1 - beta1) * g);
+    r.v.add(beta2 * v);
+    r.v.add((1 - beta2) * g * g);
+    const double denominator = sqrt(r.v.value / (1 - pow(beta2, double(t)))) + eps,
+                 correction = 1 - pow(beta1, double(t));
+    r.param.add(param);
+    r.param.add(-lr * r.m.value / correction / denominator, lr * r.m.mag / correction / denominator);
+    r.param.add(-lr * weight_decay * param);
+    return r;
+}
+
+// --- attention, RoPE, softmax, sampling
+
+// Σ_j w_j over a softmax: the largest score and Σ exp(score − max). A score off by its rounding error u·mag changes its
+// weight by that factor and, through the sum, every other weight of the row: hence p·(1 + mag + Σ p·mag) below.
+struct SoftmaxSum {
+    double max = -INFINITY, sum = 0, mag = 0;  // mag: Σ p·mag of the scores
+
+    // All scores first (twice: for max, then for the sum), score(j) giving a Value and seen(j) whether it counts.
+    template <typename Score, typename Seen>
+    HOST_DEVICE SoftmaxSum(int64_t K, Score score, Seen seen) {
+        for (int64_t j = 0; j < K; j++)
+            if (seen(j)) max = fmax(max, score(j).value);
+        for (int64_t j = 0; j < K; j++)
+            if (seen(j)) {
+                const Value s = score(j);
+                sum += exp(s.value - max);
+                mag += exp(s.value - max) * s.mag;
+            }
+        if (sum > 0) mag /= sum;
+    }
+    HOST_DEVICE Value weight(Value score) const {
+        const double p = exp(score.value - max) / sum;
+        return {p, p * (1 + score.mag + mag) + UNDERFLOW_MAG};
+    }
+    HOST_DEVICE Value log_sum() const { return {max + log(sum), fabs(max + log(sum)) + 1 + mag}; }
+};
+
+// out [R, K]; mask [Q, K] or null. A row that sees nothing is zeros.
+inline Values softmax_forward(const double* inp, const uint8_t* mask, int64_t R, int64_t Q, int64_t K, double scale,
+                              bool causal) {
+    Values out(R * K);
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t i = r % Q;
+        auto score = [&](int64_t j) { return Value{scale * inp[r * K + j], fabs(scale * inp[r * K + j])}; };
+        auto seen = [&](int64_t j) { return (!causal || j <= i + K - Q) && (!mask || mask[i * K + j]); };
+        const SoftmaxSum softmax(K, score, seen);
+        for (int64_t j = 0; j < K; j++)
+            if (seen(j)) out.set(r * K + j, softmax.weight(score(j)));
+    }
+    return out;
+}
+
+inline Values softmax_backward(const double* dout, const double* out, int64_t R, int64_t K, double scale) {
+    Values dinp(R * K);
+    for (int64_t r = 0; r < R; r++) {
+        const double *g = dout + r * K, *p = out + r * K;
+        const Value sum = dot(g, 1, p, 1, K);
+        for (int64_t j = 0; j < K; j++) {
+            dinp.set(r * K + j, {scale * p[j] * (g[j] - sum.value), fabs(scale * p[j]) * (fabs(g[j]) + sum.mag)});
+        }
+    }
+    return dinp;
+}
+
+// scale·q·k
+HOST_DEVICE inline Value attention_score(const double* q, const double* k, int64_t HS, double scale) {
+    const Value s = dot(q, 1, k, 1, HS);
+    return {scale * s.value, fabs(scale) * s.mag};
+}
+
+// One query of one head: out and out_mag [HS], returns lse. Keys 0 … seen − 1 lie `stride` apart.
+HOST_DEVICE inline Value attention_query(double* out, double* out_mag, const double* q, const double* k,
+                                         const double* v, int64_t seen, int64_t stride, int64_t HS, double scale) {
+    auto score = [&](int64_t j) { return attention_score(q, k + j * stride, HS, scale); };
+    const SoftmaxSum softmax(seen, score, [](int64_t) { return true; });
+    for (int64_t c = 0; c < HS; c++) out[c] = out_mag[c] = 0;
+    for (int64_t j = 0; j < seen; j++) {
+        const Value p = softmax.weight(score(j));
+        for (int64_t c = 0; c < HS; c++) {
+            out[c] += p.value * v[j * stride + c];
+            out_mag[c] += p.mag * fabs(v[j * stride + c]);
+        }
+    }
+    return softmax.log_sum();
+}
+
+// Calls f(i, j0, seen, h, kv) for every query and head: query i sees the keys j0 … j0 + seen − 1.
+template <typename F>
+void for_each_query(const std::vector<int32_t>& cum_q, const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV,
+                    F f) {
+    for (size_t s = 0; s + 1 < cum_q.size(); s++) {
+        const int64_t qlen = cum_q[s + 1] - cum_q[s], klen = cum_k[s + 1] - cum_k[s];
+        for (int64_t i = 0; i < qlen; i++)
+            for (int64_t h = 0; h < NH; h++)
+                f(cum_q[s] + i, int64_t(cum_k[s]), std::max<int64_t>(0, i + klen - qlen + 1), h, h / (NH / NKV));
+    }
+}
+
+struct Attention {
+    Values out, lse;  // [Nq, NH, HS], [NH, Nq]
+};
+
+// q [Nq, NH, HS]; k, v [Nk, NKV, HS]; Nq and Nk are the ends of cum_q and cum_k.
+inline Attention attention_forward(const double* q, const double* k, const double* v, const std::vector<int32_t>& cum_q,
+                                   const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS,
+                                   double scale) {
+    const int64_t Nq = cum_q.back();
+    Attention r{Values(Nq * NH * HS), Values(NH * Nq)};
+    for_each_query(cum_q, cum_k, NH, NKV, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
+        const int64_t at = (i * NH + h) * HS, key = (j0 * NKV + kv) * HS;
+        r.lse.set(h * Nq + i, attention_query(&r.out.value[size_t(at)], &r.out.mag[size_t(at)], q + at, k + key,
+                                              v + key, seen, NKV * HS, HS, scale));
+    });
+    return r;
+}
+
+// What one query gives to one key in the backward pass: P and dS.
+struct AttentionPair {
+    Value p, ds;
+};
+
+// delta = Σ_c dout·out of the query.
+HOST_DEVICE inline AttentionPair attention_pair(const double* q, const double* dout, double lse, Value delta,
+                                                const double* k, const double* v, int64_t HS, double scale) {
+    const Value s = attention_score(q, k, HS, scale), dp = dot(dout, 1, v, 1, HS);
+    const double p = exp(s.value - lse), p_mag = p * (1 + s.mag + fabs(lse)) + UNDERFLOW_MAG;
+    return {{p, p_mag},
+            {p * (dp.value - delta.value), p_mag * fabs(dp.value - delta.value) + p * (dp.mag + delta.mag)}};
+}
+
+struct AttentionGradients {
+    Values dq, dk, dv;
+};
+
+// out and lse are those of the forward pass, as the kernel is given them.
+inline AttentionGradients attention_backward(const double* dout, const double* q, const double* k, const double* v,
+                                             const double* out, const double* lse, const std::vector<int32_t>& cum_q,
+                                             const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS,
+                                             double scale) {
+    const int64_t Nq = cum_q.back(), Nk = cum_k.back();
+    AttentionGradients g{Values(Nq * NH * HS), Values(Nk * NKV * HS), Values(Nk * NKV * HS)};
+    auto add = [](Values& d, int64_t i, Value a, double b) {
+        d.value[size_t(i)] += a.value * b;
+        d.mag[size_t(i)] += a.mag * fabs(b);
+    };
+    for_each_query(cum_q, cum_k, NH, NKV, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
+        const int64_t at = (i * NH + h) * HS;
+        const Value delta = dot(dout + at, 1, out + at, 1, HS);
+        for (int64_t j = j0; j < j0 + seen; j++) {
+            const int64_t key = (j * NKV + kv) * HS;
+            const AttentionPair pair =
+                attention_pair(q + at, dout + at, lse[h * Nq + i], delta, k + key, v + key, HS, scale);
+            const Value ds{scale * pair.ds.value, fabs(scale) * pair.ds.mag};
+            for (int64_t c = 0; c < HS; c++) {
+                add(g.dq, at + c, ds, k[key + c]);
+                add(g.dk, key + c, ds, q[at + c]);
+                add(g.dv, key + c, pair.p, dout[at + c]);
+            }
+        }
+    });
+    return g;
+}
+
+// Radians per position of each of the R/2 pairs in a table of T positions.
+inline std::vector<double> rope_frequencies(int64_t T, int64_t R, double theta, const RopeScaling& scaling) {
+    std::vector<double> f(size_t(R / 2));
+    const double L = double(T), L0 = double(scaling.original_max_position), s = scaling.factor;
+    if (scaling.kind == RopeScaling::Kind::Dynamic && L > L0) {
+        theta *= pow(s * L / L0 - (s - 1), double(R) / double(R - 2));
+    }
+    for (size_t i = 0; i < f.size(); i++) {
+        f[i] = pow(theta, -double(2 * i) / double(R));
+        if (scaling.kind == RopeScaling::Kind::Linear) f[i] /= s;
+        if (scaling.kind == RopeScaling::Kind::Llama3) {
+            const double wavelength = 2 * M_PI / f[i], low = scaling.low_freq_factor, high = scaling.high_freq_factor;
+            const double smooth = (L0 / wavelength - low) / (high - low);
+            f[i] = wavelength > L0 / low    ? f[i] / s
+                   : wavelength < L0 / high ? f[i]
+                                            : (1 - smooth) * f[i] / s + smooth * f[i];
+        }
+    }
+    return f;
+}
+
+// [T, R/2, 2]: cos, sin.
+inline std::vector<double> rope_table(int64_t T, int64_t R, double theta, const RopeScaling& scaling) {
+    const std::vector<double> f = rope_frequencies(T, R, theta, scaling);
+    std::vector<double> table;
+    for (int64_t t = 0; t < T; t++)
+        for (const double frequency : f) {
+            table.push_back(cos(double(t) * frequency));
+            table.push_back(sin(double(t) * frequency));
+        }
+    return table;
+}
+
+// x [N, H, HS], its first R channels rotated; table [T, R/2, 2].
+inline Values rope(const double* x, const int32_t* positions, const double* table, int64_t N, int64_t H, int64_t HS,
+                   int64_t R, bool backward) {
+    Values out(N * H * HS);
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t h = 0; h < H; h++)
+            for (int64_t c = 0; c < HS; c++) {
+                const int64_t at = (n * H + h) * HS, i = c % (R / 2);
+                Value v;
+                if (c >= R) {
+                    v.add(x[at + c]);
+                } else {
+                    const double* turn = table + (positions[n] * (R / 2) + i) * 2;
+                    const double sine = (c < R / 2) != backward ? -turn[1] : turn[1];
+                    v.add(x[at + c] * turn[0]);
+                    v.add(x[at + (c < R / 2 ? c + R / 2 : c - R / 2)] * sine);
+                }
+                out.set(at + c, v);
+            }
+    return out;
+}
+
+// Probability of each of V tokens: softmax(logits/temperature) over the top_k largest (0: all), ties to the lower id.
+inline std::vector<double> sampling_probabilities(const double* logits, int64_t V, double temperature, int64_t top_k) {
+    std::vector<int64_t> order(static_cast<size_t>(V));
+    for (int64_t v = 0; v < V; v++) order[size_t(v)] = v;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });
+    const size_t kept = top_k == 0 ? order.size() : std::min(size_t(top_k), order.size());
+    std::vector<double> p(order.size());
+    double sum = 0;
+    for (size_t i = 0; i < kept; i++) {
+        const size_t v = size_t(order[i]);
+        p[v] = temperature == 0 ? double(i == 0) : exp((logits[v] - logits[order[0]]) / temperature);
+        sum += p[v];
+    }
+    for (double& x : p) x /= sum;
+    return p;
+}
+
+// The first token whose cumulative probability exceeds u.
+inline int32_t sample(const std::vector<double>& probabilities, double u) {
+    double sum = 0;
+    for (size_t v = 0; v < probabilities.size(); v++) {
+        sum += probabilities[v];
+        if (sum > u) return int32_t(v);
+    }
+    return int32_t(std::max_element(probabilities.begin(), probabilities.end()) - probabilities.begin());
+}
+
+}  // namespace reference

@@ -1,0 +1,137 @@
+// The whole model in float64: the oracle's ops (dev/reference.h) composed as the formulas of a transformer read, with
+// nothing taken from the driver but the config and the names of the parameters.
+//
+//   x = wte[tokens] (+ wpe[positions])
+//   per layer:  x += proj(attention(rope(qkv(norm1(x)))));   x += fcproj(mlp(fc(norm2(x))))
+//   logits = normf(x)·headᵀ,   loss = mean of −ln softmax(logits)[target] over the targets that are not ignored
+//
+// It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it, and it checks the driver: by logits and loss,
+// and by central differences of the loss the driver's gradients, for knobs that PyTorch's models don't have.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "dev/reference.h"
+#include "kernels/cross_entropy.h"
+#include "runtime/error.h"
+#include "runtime/model_config.h"
+#include "runtime/params.h"
+
+namespace reference {
+
+// Values by the parameter's name ("layers.0.qkv.weight"), as in files: no padding rows.
+using Weights = std::map<std::string, std::vector<double>>;
+
+// An arena of fp32 on the host, widened.
+inline Weights widen(const ParamTable& table, const float* arena) {
+    Weights weights;
+    for (const Param& p : table.params) {
+        weights[p.name].assign(arena + p.offset, arena + p.offset + p.numel());
+    }
+    return weights;
+}
+
+struct ModelOutput {
+    std::vector<double> logits;  // [B·T, V]
+    double loss = 0;
+};
+
+namespace detail {
+
+// Null where the model has no such parameter (a bias).
+inline const double* find(const Weights& weights, const std::string& name) {
+    const auto it = weights.find(name);
+    return it == weights.end() ? nullptr : it->second.data();
+}
+
+inline const double* get(const Weights& weights, const std::string& name) {
+    const double* w = find(weights, name);
+    require(w, "reference model: no weights called ", name);
+    return w;
+}
+
+inline std::vector<double> norm(const ModelConfig& c, const Weights& weights, const std::string& name,
+                                const std::vector<double>& x, int64_t N) {
+    const double *weight = get(weights, name + ".weight"), *bias = find(weights, name + ".bias");
+    const bool layernorm = c.norm == ::Norm::LayerNorm;
+    return (layernorm ? layernorm_forward(x.data(), nullptr, weight, bias, c.norm_eps, N, c.channels)
+                      : rmsnorm_forward(x.data(), nullptr, weight, c.norm_eps, N, c.channels))
+        .out.value;
+}
+
+inline std::vector<double> linear(const Weights& weights, const std::string& name, const std::vector<double>& x,
+                                  int64_t N, int64_t C, int64_t OC) {
+    return matmul_forward(x.data(), get(weights, name + ".weight"), find(weights, name + ".bias"), N, C, OC).value;
+}
+
+inline std::vector<double> activation(const ModelConfig& c, const std::vector<double>& fc, int64_t N) {
+    switch (c.mlp) {
+        case Mlp::GELU: return gelu_forward(fc.data(), N * c.ffn).value;
+        case Mlp::ReLU2: return relu2_forward(fc.data(), N * c.ffn).value;
+        case Mlp::SwiGLU: return swiglu_forward(fc.data(), N, c.ffn).value;
+    }
+    throw Error("reference model: not an MLP kind");
+}
+
+// Columns [begin, end) of a matrix with `width` columns.
+inline std::vector<double> columns(const std::vector<double>& x, int64_t N, int64_t width, int64_t begin, int64_t end) {
+    std::vector<double> out;
+    for (int64_t n = 0; n < N; n++) out.insert(out.end(), x.begin() + n * width + begin, x.begin() + n * width + end);
+    return out;
+}
+
+inline void add(std::vector<double>& x, const std::vector<double>& y) {
+    for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
+}
+
+}  // namespace detail
+
+// tokens, targets [B·T]: B sequences of T tokens.
+inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, const std::vector<int32_t>& tokens,
+                                 const std::vector<int32_t>& targets, int64_t B, int64_t T) {
+    using namespace detail;
+    const int64_t N = B * T, C = c.channels, HS = c.head_size, Q = c.heads * HS, K = c.kv_heads * HS, width = Q + 2 * K;
+    std::vector<int32_t> positions, cum_seqlens;
+    for (int64_t n = 0; n < N; n++) positions.push_back(int32_t(n % T));
+    for (int64_t b = 0; b <= B; b++) cum_seqlens.push_back(int32_t(b * T));
+    const bool learned = c.positions == Positions::Learned;
+    const std::vector<double> table = learned ? std::vector<double>() : rope_table(T, HS, c.rope_theta, c.rope_scaling);
+
+    std::vector<double> x = embedding_forward(tokens.data(), positions.data(), get(weights, "wte.weight"),
+                                              learned ? get(weights, "wpe.weight") : nullptr, N, C)
+                                .value;
+    for (int64_t l = 0; l < c.layers; l++) {
+        const std::string layer = str("layers.", l, ".");
+        const std::vector<double> qkv = linear(weights, layer + "qkv", norm(c, weights, layer + "norm1", x, N), N, C, width);
+        std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
+        const std::vector<double> v = columns(qkv, N, width, Q + K, width);
+        if (!learned) {
+            q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
+            k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
+        }
+        const std::vector<double> att = attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens, c.heads,
+                                                          c.kv_heads, HS, 1 / std::sqrt(double(HS)))
+                                            .out.value;
+        add(x, linear(weights, layer + "proj", att, N, Q, C));
+        const std::vector<double> fc =
+            linear(weights, layer + "fc", norm(c, weights, layer + "norm2", x, N), N, C, c.fc_channels());
+        add(x, linear(weights, layer + "fcproj", activation(c, fc, N), N, c.ffn, C));
+    }
+    ModelOutput out;
+    out.logits = matmul_forward(norm(c, weights, "normf", x, N).data(),
+                                get(weights, c.tied ? "wte.weight" : "head.weight"), nullptr, N, C, c.vocab_size)
+                     .value;
+    const Values losses =
+        cross_entropy(out.logits.data(), targets.data(), IGNORE_TARGET, 1, N, c.vocab_size, c.vocab_size).losses;
+    int64_t counted = 0;
+    for (int64_t n = 0; n < N; n++) {
+        out.loss += losses.value[size_t(n)];
+        counted += targets[size_t(n)] != IGNORE_TARGET;
+    }
+    out.loss /= double(counted);
+    return out;
+}
+
+}  // namespace reference

@@ -1,0 +1,375 @@
+// Attention against the oracle over packed, grouped, causal and degenerate shapes, and the mistakes known from others:
+// a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the past.
+#include "kernels/attention.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+
+namespace {
+
+constexpr double INF = std::numeric_limits<double>::infinity();
+constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
+
+struct Shape {
+    std::vector<int64_t> qlens, klens;  // of each sequence
+    int64_t NH, NKV, HS;
+};
+
+std::vector<int32_t> cumulative(const std::vector<int64_t>& lengths) {
+    std::vector<int32_t> cum{0};
+    for (const int64_t n : lengths) cum.push_back(cum.back() + int32_t(n));
+    return cum;
+}
+
+// All inputs of one problem. Values may be changed before run().
+struct Problem {
+    Shape shape;
+    std::vector<int32_t> cum_q, cum_k;
+    int64_t Nq, Nk;
+    float scale;
+    std::vector<double> q, k, v, dout;
+
+    explicit Problem(const Shape& s, uint64_t seed = 1, double q_scale = 1)
+        : shape(s),
+          cum_q(cumulative(s.qlens)),
+          cum_k(cumulative(s.klens)),
+          Nq(cum_q.back()),
+          Nk(cum_k.back()),
+          scale(1 / std::sqrt(float(s.HS))) {
+        q = TestArray::random({Nq, s.NH, s.HS}, seed, q_scale).values();
+        k = TestArray::random({Nk, s.NKV, s.HS}, seed + 1).values();
+        v = TestArray::random({Nk, s.NKV, s.HS}, seed + 2).values();
+        dout = TestArray::random({Nq, s.NH, s.HS}, seed + 3).values();
+    }
+    int64_t longest(const std::vector<int64_t>& lengths) const {
+        return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
+    }
+};
+
+struct Result {
+    std::vector<double> out, lse, dq, dk, dv;
+    std::vector<double> all() const {
+        std::vector<double> values;
+        for (const auto* part : {&out, &lse, &dq, &dk, &dv}) values.insert(values.end(), part->begin(), part->end());
+        return values;
+    }
+};
+
+// extra: tokens after the last sequence.
+Result run(const Problem& p, int64_t extra = 0) {
+    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const int64_t Nq = p.Nq + extra, Nk = p.Nk + extra, S = int64_t(qlens.size());
+    auto padded = [&](std::vector<double> values, int64_t n) {
+        values.resize(size_t(n), NOT_A_NUMBER);
+        return values;
+    };
+    const TestArray q = TestArray::of(padded(p.q, Nq * NH * HS), {Nq, NH, HS});
+    const TestArray k = TestArray::of(padded(p.k, Nk * NKV * HS), {Nk, NKV, HS});
+    const TestArray v = TestArray::of(padded(p.v, Nk * NKV * HS), {Nk, NKV, HS});
+    const TestArray dout = TestArray::of(padded(p.dout, Nq * NH * HS), {Nq, NH, HS});
+    const TestArray out = TestArray::poisoned({Nq, NH, HS}), lse = TestArray::poisoned({NH, Nq});
+    const TestArray dq = TestArray::poisoned({Nq, NH, HS});
+    const TestArray dk = TestArray::poisoned({Nk, NKV, HS}), dv = TestArray::poisoned({Nk, NKV, HS});
+    const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
+    const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens)};
+    const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
+    attention_forward(out, lse, q, k, v, sequences, p.scale, Stream{});
+    attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{});
+    return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
+}
+
+void check(const Problem& p) {
+    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const Result got = run(p);
+    reference::Attention ref = reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH,
+                                                            NKV, HS, double(p.scale));
+    const reference::AttentionGradients grad =
+        reference::attention_backward(p.dout.data(), p.q.data(), p.k.data(), p.v.data(), got.out.data(), got.lse.data(),
+                                      p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale));
+    // A query that sees nothing has lse = −∞ exactly; the others are compared.
+    std::vector<double> lse = got.lse;
+    for (size_t i = 0; i < lse.size(); i++) {
+        if (ref.lse.value[i] == -INF) {
+            ASSERT_EQ(lse[i], -INF);
+            lse[i] = ref.lse.value[i] = ref.lse.mag[i] = 0;
+        }
+    }
+    const int64_t K = std::max(HS, p.longest(klens));
+    expect_close("out", got.out, ref.out.value, ref.out.mag, K, HS);
+    expect_close("lse", lse, ref.lse.value, ref.lse.mag, K, 1);
+    expect_close("dq", got.dq, grad.dq.value, grad.dq.mag, K, HS);
+    expect_close("dk", got.dk, grad.dk.value, grad.dk.mag, K * NH / NKV, HS);
+    expect_close("dv", got.dv, grad.dv.value, grad.dv.mag, K * NH / NKV, HS);
+}
+
+void check(const Shape& shape, double q_scale = 1) {
+    SCOPED_TRACE(str("qlen ", shape.qlens.empty() ? 0 : shape.qlens[0], " klen ",
+                     shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS));
+    check(Problem(shape, 1, q_scale));
+}
+
+TEST(Attention, Lengths) {
+    for (const int64_t T : {1, 2, 15, 16, 17, 63, 64, 65, 127, 129}) check({{T}, {T}, 2, 2, 16});
+    check({{300}, {300}, 2, 1, 64});
+}
+
+TEST(Attention, HeadSizes) {
+    for (const int64_t HS : {1, 2, 3, 7, 15, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 200})
+        check({{70}, {70}, 2, 1, HS});
+    for (const int64_t HS : {256, 257, 1024}) check({{37}, {37}, 1, 1, HS});  // beyond 256 the tiles are narrower
+}
+
+TEST(Attention, KVHeadsOneSomeAll) {
+    for (const int64_t NKV : {1, 2, 3, 6}) check({{33, 20}, {33, 20}, 6, NKV, 24});
+}
+
+TEST(Attention, PackedSequences) {
+    check({{3, 2, 5}, {3, 2, 5}, 2, 1, 8});
+    check({{0, 1, 70, 0, 1, 16, 0}, {0, 1, 70, 0, 1, 16, 0}, 2, 2, 32});
+    check({{}, {}, 2, 2, 8});
+    check({{0}, {0}, 2, 2, 8});
+}
+
+TEST(Attention, PastLongerThanTheQueries) {
+    check({{1}, {1000}, 2, 1, 64});  // the first token after a long past
+    for (const int64_t past : {1, 15, 16, 17, 48, 63, 64, 65, 100}) check({{40}, {40 + past}, 2, 1, 32});
+    check({{70, 1, 5}, {75, 130, 5}, 4, 2, 20});
+}
+
+TEST(Attention, QueriesThatSeeNothing) {
+    for (const int64_t unseeing : {1, 4, 15, 16, 17, 63, 64, 65, 90}) check({{100}, {100 - unseeing}, 2, 1, 16});
+    check({{5, 4}, {0, 4}, 2, 2, 16});
+    const Result r = run(Problem({{7}, {3}, 1, 1, 4}));
+    for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.out[i], 0) << i;
+    for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.dq[i], 0) << i;
+    for (size_t i = 0; i < 7; i++) EXPECT_EQ(std::isinf(r.lse[i]), i < 4) << i;
+}
+
+// A running maximum that starts at 0, or an epsilon in the sum, would show in rows whose logits are all −20 or −80.
+TEST(Attention, EqualNegativeLogits) {
+    for (const double logit : {-20.0, -80.0}) {
+        for (const int64_t T : {5, 70}) {
+            Problem p({{T}, {T}, 1, 1, 16});
+            std::fill(p.q.begin(), p.q.end(), -0.5);
+            std::fill(p.k.begin(), p.k.end(), -logit / 2);  // q·k/√16 = 16·(−½)·(−logit/2)/4 = logit
+            check(p);
+            const Result r = run(p);
+            for (int64_t i = 0; i < T; i++) EXPECT_NEAR(r.lse[size_t(i)], logit + std::log(double(i + 1)), 1e-5);
+        }
+    }
+}
+
+TEST(Attention, LargeLogits) {
+    Problem p({{90}, {90}, 2, 1, 64}, 5);
+    for (size_t i = 0; i < p.k.size(); i += 64) {  // logits of exactly ±80 beside those of ordinary size
+        if (i / 64 % 3 == 0) continue;
+        for (size_t c = 0; c < 64; c++) p.k[i + c] = i / 64 % 3 == 1 ? 10 : -10;
+    }
+    for (size_t i = 0; i < p.q.size(); i += 128)
+        std::fill(p.q.begin() + int64_t(i), p.q.begin() + int64_t(i) + 64, 1.0);
+    check(p);
+    check({{65}, {65}, 1, 1, 32}, 30);  // softmax close to a maximum
+}
+
+// What a query must not see cannot change its results by a bit, not even NaN.
+TEST(Attention, FutureNeverLeaksIntoThePast) {
+    const Shape shape{{130}, {130}, 2, 1, 20};
+    const Problem clean(shape);
+    const Result expected = run(clean);
+    for (const double poison : {1e30, INF, NOT_A_NUMBER}) {
+        for (const int64_t t : {1, 8, 16, 17, 63, 64, 65, 100, 129}) {
+            SCOPED_TRACE(str("from token ", t, ": ", poison));
+            Problem p = clean;
+            std::fill(p.q.begin() + t * 2 * 20, p.q.end(), poison);
+            std::fill(p.k.begin() + t * 20, p.k.end(), poison);
+            std::fill(p.v.begin() + t * 20, p.v.end(), poison);
+            const Result r = run(p);
+            auto head = [&](const std::vector<double>& x, int64_t n) {
+                return std::vector<double>(x.begin(), x.begin() + n);
+            };
+            expect_same_bits("out", head(expected.out, t * 40), head(r.out, t * 40));
+            expect_same_bits("lse", head(expected.lse, t), head(r.lse, t));
+            expect_same_bits("dq", head(expected.dq, t * 40), head(r.dq, t * 40));
+        }
+    }
+}
+
+// A sequence of NaN changes no bit of its neighbours', gradients included; nor do tokens after the last sequence.
+TEST(Attention, SequencesAreIsolated) {
+    const Shape shape{{20, 9, 70}, {31, 9, 70}, 2, 1, 12};
+    const Problem clean(shape);
+    const Result expected = run(clean);
+    Problem p = clean;
+    for (auto [x, begin, end] : {std::tuple(&p.q, 20 * 24, 29 * 24), std::tuple(&p.k, 31 * 12, 40 * 12),
+                                 std::tuple(&p.v, 31 * 12, 40 * 12), std::tuple(&p.dout, 20 * 24, 29 * 24)}) {
+        std::fill(x->begin() + begin, x->begin() + end, NOT_A_NUMBER);
+    }
+    const Result r = run(p);
+    auto without = [](std::vector<double> x, int64_t begin, int64_t end) {
+        x.erase(x.begin() + begin, x.begin() + end);
+        return x;
+    };
+    expect_same_bits("out", without(expected.out, 480, 696), without(r.out, 480, 696));
+    expect_same_bits("dq", without(expected.dq, 480, 696), without(r.dq, 480, 696));
+    expect_same_bits("dk", without(expected.dk, 372, 480), without(r.dk, 372, 480));
+    expect_same_bits("dv", without(expected.dv, 372, 480), without(r.dv, 372, 480));
+
+    const Result longer = run(clean, 3);
+    std::vector<double> out = expected.out, dq = expected.dq, dk = expected.dk, dv = expected.dv;
+    out.resize(out.size() + 3 * 24), dq.resize(dq.size() + 3 * 24);
+    dk.resize(dk.size() + 3 * 12), dv.resize(dv.size() + 3 * 12);
+    expect_same_bits("out", out, longer.out);
+    expect_same_bits("dq", dq, longer.dq);
+    expect_same_bits("dk", dk, longer.dk);
+    expect_same_bits("dv", dv, longer.dv);
+    for (int64_t h = 0; h < 2; h++)
+        for (int64_t i = 0; i < 102; i++) {
+            const double got = longer.lse[size_t(h * 102 + i)];
+            EXPECT_EQ(got, i < 99 ? expected.lse[size_t(h * 99 + i)] : -INF);
+        }
+}
+
+// q, k, v as views into packed rows and gradients written into packed rows: the same bits as with separate arrays, and
+// the gap between rows stays as it was.
+TEST(Attention, PackedQKV) {
+    constexpr int64_t N = 83, NH = 4, NKV = 2, HS = 24, width = (NH + 2 * NKV) * HS, gap = 5;
+    const Problem p({{50, 33}, {50, 33}, NH, NKV, HS});
+    const Result expected = run(p);
+    std::vector<double> rows(size_t(N * (width + gap)), NOT_A_NUMBER);
+    for (int64_t n = 0; n < N; n++) {
+        double* row = rows.data() + n * (width + gap);
+        std::copy_n(p.q.data() + n * NH * HS, NH * HS, row);
+        std::copy_n(p.k.data() + n * NKV * HS, NKV * HS, row + NH * HS);
+        std::copy_n(p.v.data() + n * NKV * HS, NKV * HS, row + (NH + NKV) * HS);
+    }
+    const TestArray qkv = TestArray::of(rows, {N, width + gap}), dqkv = TestArray::poisoned({N, width + gap});
+    const TestArray dout = TestArray::of(p.dout, {N, NH, HS}), out = TestArray::poisoned({N, NH, HS});
+    const TestArray lse = TestArray::poisoned({NH, N});
+    const TestArray cum = TestArray::ints(p.cum_q, {3});
+    const TestArray scratch = TestArray::scratch(attention_backward_scratch(N, NH, HS));
+    auto q = [&](const Tensor& t) { return split_heads(t.columns(0, NH * HS), NH); };
+    auto k = [&](const Tensor& t) { return split_heads(t.columns(NH * HS, (NH + NKV) * HS), NKV); };
+    auto v = [&](const Tensor& t) { return split_heads(t.columns((NH + NKV) * HS, width), NKV); };
+    const AttentionSequences sequences{cum, cum, 50, 50};
+    attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    attention_backward(q(dqkv), k(dqkv), v(dqkv), dout, q(qkv), k(qkv), v(qkv), out, lse, sequences, p.scale, scratch,
+                       Stream{});
+    const std::vector<double> got = dqkv.fetch();
+    expect_gaps_untouched("dqkv", got, width + gap, width);
+    expect_same_bits("out", expected.out, out.fetch());
+    for (int64_t n = 0; n < N; n++) {
+        auto part = [&](const std::vector<double>& x, int64_t begin, int64_t size) {
+            return std::vector<double>(x.begin() + begin, x.begin() + begin + size);
+        };
+        const int64_t row = n * (width + gap);
+        expect_same_bits("dq", part(expected.dq, n * NH * HS, NH * HS), part(got, row, NH * HS));
+        expect_same_bits("dk", part(expected.dk, n * NKV * HS, NKV * HS), part(got, row + NH * HS, NKV * HS));
+        expect_same_bits("dv", part(expected.dv, n * NKV * HS, NKV * HS), part(got, row + (NH + NKV) * HS, NKV * HS));
+    }
+
+    const TestArray again = TestArray::poisoned({N, NH, HS});
+    attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    expect_same_bits("out without lse", expected.out, again.fetch());
+}
+
+// One KV head is one task for one thread, and tiles are shared out where there are more: the bits are the same.
+TEST(Attention, Deterministic) {
+    for (const Shape& shape :
+         {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16}, Shape{{150}, {119}, 2, 1, 33},
+          Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64}, Shape{{40}, {50}, 1, 1, 300}}) {
+        const Problem p(shape);
+        expect_deterministic("attention", [&] { return run(p).all(); });
+    }
+}
+
+// The oracle's gradients are those of its own forward pass.
+TEST(Attention, OracleAgainstCentralDifferences) {
+    const Problem p({{4, 3}, {6, 2}, 2, 1, 3});
+    const double scale = p.scale;
+    auto loss = [&](const std::vector<double>& q, const std::vector<double>& k, const std::vector<double>& v) {
+        const reference::Values out =
+            reference::attention_forward(q.data(), k.data(), v.data(), p.cum_q, p.cum_k, 2, 1, 3, scale).out;
+        double sum = 0;
+        for (size_t i = 0; i < p.dout.size(); i++) sum += out.value[i] * p.dout[i];
+        return sum;
+    };
+    const reference::Attention f =
+        reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, 2, 1, 3, scale);
+    const reference::AttentionGradients g =
+        reference::attention_backward(p.dout.data(), p.q.data(), p.k.data(), p.v.data(), f.out.data(), f.lse.data(),
+                                      p.cum_q, p.cum_k, 2, 1, 3, scale);
+    constexpr double h = 1e-5;
+    for (size_t i = 0; i < p.q.size(); i++) {
+        std::vector<double> up = p.q, down = p.q;
+        up[i] += h, down[i] -= h;
+        EXPECT_NEAR(g.dq.value[i], (loss(up, p.k, p.v) - loss(down, p.k, p.v)) / (2 * h), 1e-8) << i;
+    }
+    for (size_t i = 0; i < p.k.size(); i++) {
+        std::vector<double> up = p.k, down = p.k;
+        up[i] += h, down[i] -= h;
+        EXPECT_NEAR(g.dk.value[i], (loss(p.q, up, p.v) - loss(p.q, down, p.v)) / (2 * h), 1e-8) << i;
+        up = down = p.v;
+        up[i] += h, down[i] -= h;
+        EXPECT_NEAR(g.dv.value[i], (loss(p.q, p.k, up) - loss(p.q, p.k, down)) / (2 * h), 1e-8) << i;
+    }
+}
+
+TEST(Attention, Errors) {
+    const TestArray q = TestArray::random({10, 4, 8}, 1), k = TestArray::random({10, 2, 8}, 2);
+    const TestArray out = TestArray::poisoned({10, 4, 8}), lse = TestArray::poisoned({4, 10});
+    const TestArray dk = TestArray::poisoned({10, 2, 8}), dv = TestArray::poisoned({10, 2, 8});
+    const TestArray cum = TestArray::ints({0, 10}, {2}), scratch = TestArray::scratch(100);
+    auto forward = [&](Tensor q_, Tensor k_, Tensor v_, const std::vector<int32_t>& cum_q, int64_t max_q) {
+        const TestArray c = TestArray::ints(cum_q, {int64_t(cum_q.size())});
+        attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, Stream{});
+    };
+    const TestArray three = TestArray::random({10, 3, 8}, 2), wide = TestArray::random({1, 1, 1025}, 2);
+    expect_error([&] { forward(q, three, three, {0, 10}, 10); }, "attention_forward: 3 KV heads do not divide 4 heads");
+    expect_error(
+        [&] {
+            forward(q, k, q, {0, 10}, 10);
+        },
+        "attention_forward: v is fp32 [10, 4, 8], expected fp32 [10, 2, 8]");
+    expect_error(
+        [&] {
+            forward(wide, wide, wide, {0, 1}, 1);
+        },
+        "attention_forward: head size 1025 lies outside [1, 1024]");
+    expect_error([&] { forward(q, k, k, {1, 10}, 10); }, "attention_forward: cum_q[0] is 1, expected 0");
+    expect_error(
+        [&] {
+            forward(q, k, k, {0, 11}, 11);
+        },
+        "attention_forward: cum_q ends at 11, past the 10 tokens of the tensor");
+    expect_error(
+        [&] {
+            forward(q, k, k, {0, 10}, 9);
+        },
+        "attention_forward: sequence 0 of cum_q has 10 tokens, more than the maximum given, 9");
+    expect_error(
+        [&] {
+            forward(q, k, k, {0, 5, 10}, 10);
+        },
+        "attention_forward: cum_k is int32 [2], expected int32 [3]");
+    expect_error(
+        [&] {
+            forward(q.tensor().columns(0, 4), k, k, {0, 10}, 10);
+        },
+        "attention_forward: k is fp32 [10, 2, 8], expected fp32 [10, 2, 4]");
+    const TestArray falling = TestArray::ints({0, 6, 4}, {3});
+    expect_error(
+        [&] {
+            attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, Stream{});
+        },
+        "attention_forward: cum_q decreases after sequence 1");
+    expect_error(
+        [&] {
+            attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, scratch, Stream{});
+        },
+        "attention_backward: scratch is uint8 [100], expected uint8 [160]");
+}
+
+}  // namespace

@@ -1,0 +1,602 @@
+// runtime/checkpoint.h: weights and state in and out, model sources, and saves that are killed or run out of disk at
+// every write, fsync and rename.
+#include "runtime/checkpoint.h"
+
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <random>
+
+#include "dev/temp_dir.h"
+#include "runtime/convert.h"
+#include "runtime/safetensors.h"
+
+using nlohmann::json;
+
+namespace {
+
+enum Slot { WTE, WPE, QKV, QKV_BIAS, PROJ, NORM };
+
+// A table with everything that files and memory see differently: padded rows, Conv1D's transpose, fused pieces,
+// vectors.
+ParamTable small_table() {
+    ParamTable table;
+    const auto add = [&](Slot slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
+                         int64_t padded_rows, std::vector<Piece> pieces) {
+        table.params.push_back(
+            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, std::move(pieces)});
+    };
+    add(WTE, -1, 0, "wte", 5, 4, 8, {{"transformer.wte.weight", 0, 5, false}});
+    add(WPE, -1, 0, "wpe", 3, 4, 3, {{"transformer.wpe.weight", 0, 3, false}});
+    add(QKV, 0, 1, "layers.0.qkv", 12, 4, 12,
+        {{"transformer.h.0.q.weight", 0, 6, false},
+         {"transformer.h.0.k.weight", 6, 2, true},
+         {"transformer.h.0.v.weight", 8, 4, false}});
+    add(QKV_BIAS, 0, 1, "layers.0.qkv_bias", 12, 0, 12,
+        {{"transformer.h.0.q.bias", 0, 6, false}, {"transformer.h.0.kv.bias", 6, 6, false}});
+    add(PROJ, 0, 1, "layers.0.proj", 70, 37, 70, {{"transformer.h.0.proj.weight", 0, 70, true}});
+    add(NORM, -1, 2, "norm", 4, 0, 4, {{"transformer.ln_f.weight", 0, 4, false}});
+    table.layout(2);
+    return table;
+}
+
+// Weights that every 16-bit format holds exactly; padding is poisoned, so that whoever reads it is found out.
+std::vector<float> arena_of(const ParamTable& table, int seed) {
+    std::vector<float> arena(size_t(table.total), NAN);
+    for (const Param& p : table.params) {
+        for (int64_t i = 0; i < p.numel(); i++) {
+            arena[size_t(p.offset + i)] = float((i * 37 + p.offset + seed * 11) % 255 - 127) / 16;
+        }
+    }
+    return arena;
+}
+
+Tensor tensor_of(std::vector<float>& arena) {
+    return host_tensor(arena.data(), {int64_t(arena.size())});
+}
+
+void expect_weights(const ParamTable& table, const std::vector<float>& got, const std::vector<float>& expected) {
+    for (const Param& p : table.params) {
+        for (int64_t i = 0; i < p.padded_numel(); i++) {
+            const float want = i < p.numel() ? expected[size_t(p.offset + i)] : 0.0f;
+            ASSERT_EQ(got[size_t(p.offset + i)], want) << p.name << " " << i;
+        }
+    }
+}
+
+std::vector<float> loaded(const std::string& directory, const ParamTable& table) {
+    std::vector<float> arena(size_t(table.total), NAN);
+    load_weights(directory, table, tensor_of(arena));
+    return arena;
+}
+
+TEST(Weights, RoundTripInEachDtype) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 0);
+    for (const DType dtype : {DType::F32, DType::BF16, DType::F16}) {
+        save_weights(dir.file("model.safetensors"), table, tensor_of(arena), dtype);
+        const SafetensorsFile file(dir.file("model.safetensors"));
+        EXPECT_EQ(file.entries().size(), 9u);
+        EXPECT_EQ(file.tensor("transformer.wte.weight").dtype, dtype);
+        EXPECT_EQ(shape_string(file.tensor("transformer.wte.weight")), "[5, 4]");  // no padding in files
+        expect_weights(table, loaded(dir.path(), table), arena);
+    }
+    expect_error([&] { save_weights(dir.file("x"), table, tensor_of(arena), DType::I32); }, {"x", "int32"});
+    std::vector<float> small(10);
+    expect_error([&] { save_weights(dir.file("x"), table, tensor_of(small), DType::F32); }, {"x", "arena"});
+    expect_error([&] { load_weights(dir.path(), table, tensor_of(small)); }, {"arena"});
+}
+
+TEST(Weights, PiecesAndTransposesLieWhereTheyShould) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 1);
+    save_weights(dir.file("model.safetensors"), table, tensor_of(arena), DType::F32);
+    const SafetensorsFile file(dir.file("model.safetensors"));
+    const Param& qkv = *table.find(QKV, 0);
+    const auto at = [&](int64_t row, int64_t col) { return arena[size_t(qkv.offset + row * 4 + col)]; };
+    const Tensor q = file.tensor("transformer.h.0.q.weight"), k = file.tensor("transformer.h.0.k.weight"),
+                 v = file.tensor("transformer.h.0.v.weight");
+    EXPECT_EQ(shape_string(q), "[6, 4]");
+    EXPECT_EQ(shape_string(k), "[4, 2]");
+    EXPECT_EQ(shape_string(v), "[4, 4]");
+    const auto value = [](const Tensor& t, int64_t i) {
+        float f;
+        std::memcpy(&f, static_cast<const char*>(t.data) + 4 * i, 4);
+        return f;
+    };
+    for (int64_t c = 0; c < 4; c++) {
+        for (int64_t r = 0; r < 6; r++) EXPECT_EQ(value(q, r * 4 + c), at(r, c));
+        for (int64_t r = 0; r < 2; r++) EXPECT_EQ(value(k, c * 2 + r), at(6 + r, c));
+        for (int64_t r = 0; r < 4; r++) EXPECT_EQ(value(v, r * 4 + c), at(8 + r, c));
+    }
+    EXPECT_EQ(value(file.tensor("transformer.h.0.kv.bias"), 0), arena[size_t(table.find(QKV_BIAS, 0)->offset + 6)]);
+}
+
+// Writes the tensors of `names` in file order, renamed, with `extra` ones added.
+struct Extra {
+    std::string name;
+    DType dtype;
+    std::vector<int64_t> shape;
+    std::string bytes;
+};
+void rewrite(const std::string& from, const std::string& to,
+             const std::function<std::string(const std::string&)>& rename, const std::vector<Extra>& extras = {}) {
+    const SafetensorsFile source(from);
+    SafetensorsWriter writer(to);
+    for (const auto& [name, entry] : source.entries()) {
+        if (!rename(name).empty()) writer.declare(rename(name), entry.dtype, entry.shape);
+    }
+    for (const Extra& e : extras) writer.declare(e.name, e.dtype, e.shape);
+    writer.begin();
+    for (const auto& [name, entry] : source.entries()) {
+        if (!rename(name).empty()) writer.write(source.tensor(name).data, source.tensor(name).bytes());
+    }
+    for (const Extra& e : extras) writer.write(e.bytes.data(), int64_t(e.bytes.size()));
+    writer.finish();
+}
+
+std::string same_name(const std::string& name) {
+    return name;
+}
+std::string bytes_of(const Tensor& t) {
+    return std::string(static_cast<const char*>(t.data), size_t(t.bytes()));
+}
+
+TEST(Weights, PrefixesBuffersAndTiedHeads) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 2);
+    const std::string plain = dir.file("plain"), path = dir.file("model.safetensors");
+    save_weights(plain, table, tensor_of(arena), DType::F32);
+
+    rewrite(plain, path, [](const std::string& name) { return name.substr(std::strlen("transformer.")); });
+    expect_weights(table, loaded(dir.path(), table), arena);
+
+    rewrite(plain, path, same_name,
+            {{"transformer.h.0.attn.bias", DType::U8, {1, 1, 2, 2}, "1011"},
+             {"h.0.attn.masked_bias", DType::F32, {}, "1234"},
+             {"model.layers.0.self_attn.rotary_emb.inv_freq", DType::F32, {1}, "1234"}});
+    expect_weights(table, loaded(dir.path(), table), arena);
+
+    const std::string embedding = bytes_of(SafetensorsFile(plain).tensor("transformer.wte.weight"));
+    rewrite(plain, path, same_name, {{"lm_head.weight", DType::F32, {5, 4}, embedding}});
+    expect_weights(table, loaded(dir.path(), table), arena);
+    std::string other = embedding;
+    other[3] ^= 1;
+    rewrite(plain, path, same_name, {{"lm_head.weight", DType::F32, {5, 4}, other}});
+    expect_error([&] { loaded(dir.path(), table); }, {path, "lm_head.weight", "tie_word_embeddings"});
+
+    rewrite(plain, path, same_name, {{"transformer.h.0.q_norm.weight", DType::F32, {1}, "1234"}});
+    expect_error([&] { loaded(dir.path(), table); }, {path, "transformer.h.0.q_norm.weight", "no such tensor"});
+    rewrite(plain, path, same_name, {{"wpe.weight", DType::F32, {1}, "1234"}});
+    expect_error([&] { loaded(dir.path(), table); }, {path, "wpe.weight", "twice"});
+}
+
+TEST(Weights, WrongFilesAreErrorsAndChangeNothing) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 3);
+    const std::string plain = dir.file("plain"), path = dir.file("model.safetensors");
+    expect_error([&] { loaded(dir.path(), table); }, {dir.path(), "model.safetensors.index.json"});
+    save_weights(plain, table, tensor_of(arena), DType::F32);
+
+    rewrite(plain, path, [](const std::string& name) { return name == "transformer.ln_f.weight" ? "" : name; });
+    std::vector<float> untouched(size_t(table.total), 7);
+    expect_error([&] { load_weights(dir.path(), table, tensor_of(untouched)); },
+                 {dir.path(), "ln_f.weight", "missing"});
+    EXPECT_EQ(untouched, std::vector<float>(size_t(table.total), 7));
+
+    const auto without_norm = [](const std::string& name) { return name == "transformer.ln_f.weight" ? "" : name; };
+    rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F32, {2, 2}, std::string(16, 'x')}});
+    expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "[2, 2]", "expected [4]"});
+    rewrite(plain, path, without_norm, {{"ln_f.weight", DType::I32, {4}, std::string(16, 'x')}});
+    expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "int32", "F32, BF16 or F16"});
+    rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F64, {4}, std::string(32, '\0')}});
+    EXPECT_EQ(loaded(dir.path(), table)[size_t(table.find(NORM)->offset)], 0.0f);
+}
+
+TEST(Weights, Shards) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 4);
+    const std::string plain = dir.file("plain"), index = dir.file("model.safetensors.index.json");
+    save_weights(plain, table, tensor_of(arena), DType::BF16);
+    const auto in_first = [](const std::string& name) { return name.find(".h.") != std::string::npos; };
+    rewrite(plain, dir.file("1.safetensors"), [&](const std::string& name) { return in_first(name) ? name : ""; });
+    rewrite(plain, dir.file("2.safetensors"), [&](const std::string& name) { return in_first(name) ? "" : name; });
+    json content = {{"metadata", {{"total_size", 1}}}, {"weight_map", json::object()}};
+    const SafetensorsFile all(plain);
+    for (const auto& [name, entry] : all.entries()) {
+        content["weight_map"][name] = in_first(name) ? "1.safetensors" : "2.safetensors";
+    }
+    write_json(index, content);
+    expect_weights(table, loaded(dir.path(), table), arena);
+
+    json changed = content;
+    changed["weight_map"]["transformer.wte.weight"] = "1.safetensors";
+    write_json(index, changed);
+    expect_error([&] { loaded(dir.path(), table); }, {index, "transformer.wte.weight", "1.safetensors", "it is not"});
+    for (const json& wrong : {json(3), json("../2.safetensors")}) {
+        changed["weight_map"]["transformer.wte.weight"] = wrong;
+        write_json(index, changed);
+        expect_error([&] { loaded(dir.path(), table); }, {index, "transformer.wte.weight"});
+    }
+    for (const json& wrong : {json::array(), json::object(), json({{"weight_map", 1}})}) {
+        write_json(index, wrong);
+        expect_error([&] { loaded(dir.path(), table); }, {index, "weight_map"});
+    }
+    write_json(index, content);
+    std::filesystem::remove(dir.file("2.safetensors"));
+    expect_error([&] { loaded(dir.path(), table); }, {"2.safetensors", "No such file"});
+}
+
+TEST(State, RoundTrips) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> p = arena_of(table, 5), m = arena_of(table, 6), v = arena_of(table, 7);
+    p[0] = 1.0f / 3;  // more digits than 16 bits hold
+    save_state(dir.file("state"), table, {tensor_of(p), tensor_of(m), tensor_of(v)});
+    EXPECT_EQ(SafetensorsFile(dir.file("state")).entries().size(), 18u);
+    EXPECT_EQ(shape_string(SafetensorsFile(dir.file("state")).tensor("m/wte")), "[5, 4]");
+    std::vector<float> p2(p.size(), NAN), m2(p2), v2(p2);
+    load_state(dir.file("state"), table, {tensor_of(p2), tensor_of(m2), tensor_of(v2)});
+    expect_weights(table, p2, p);
+    expect_weights(table, m2, m);
+    expect_weights(table, v2, v);
+
+    ParamTable other = small_table();  // another number of ranks lays the arenas out differently
+    other.layout(7);
+    std::vector<float> wide(size_t(other.total), NAN), wide_m(wide), wide_v(wide);
+    load_state(dir.file("state"), other, {tensor_of(wide), tensor_of(wide_m), tensor_of(wide_v)});
+    for (size_t i = 0; i < table.params.size(); i++) {
+        EXPECT_EQ(std::memcmp(&wide[size_t(other.params[i].offset)], &p2[size_t(table.params[i].offset)],
+                              size_t(table.params[i].padded_numel()) * 4),
+                  0);
+    }
+
+    const auto refused = [&](void (*change)(ParamTable&), const std::vector<std::string>& parts) {
+        ParamTable changed = small_table();
+        change(changed);
+        changed.layout(2);
+        std::vector<float> a(size_t(changed.total), 7), b(a), c(a);
+        expect_error(
+            [&] {
+                load_state(dir.file("state"), changed, {tensor_of(a), tensor_of(b), tensor_of(c)});
+            },
+            parts);
+        EXPECT_EQ(a, std::vector<float>(a.size(), 7));
+    };
+    refused([](ParamTable& t) { t.params[1].name = "wqe"; }, {"state", "params/wqe is missing"});
+    refused([](ParamTable& t) { t.params[1].cols = 5; }, {"state", "params/wpe", "[3, 4]", "expected fp32 [3, 5]"});
+    refused([](ParamTable& t) { t.params.pop_back(); }, {"state", "18 tensors, expected 15"});
+}
+
+TEST(Json, DamageIsOneClearError) {
+    const TempDir dir;
+    const std::string path = dir.file("trainer.json");
+    const json content = {{"step", 10}, {"loss", 0.1 + 0.2}, {"name", "caf\xc3\xa9"}, {"list", {1, 2, 3}}};
+    write_json(path, content);
+    EXPECT_EQ(read_json(path), content);
+    EXPECT_EQ(read_json(path)["loss"].get<double>(), 0.1 + 0.2);
+    write_json(path, {{"path", "not \xff UTF-8"}});  // written all the same
+    EXPECT_TRUE(read_json(path).is_object());
+    expect_error([&] { read_json(dir.file("none")); }, {"none", "No such file"});
+    for (const char* text : {"", "{", "{\"a\": nul}", "[1, 2", "{\"a\": \"\n\"}", "\xff\xfe"}) {
+        put_file(path, text);
+        expect_error([&] { read_json(path); }, {path, "broken JSON at byte", "damaged"});
+    }
+    put_file(path, "{\"a\": 1e999}");
+    expect_error([&] { read_json(path); }, {path, "out of range"});
+}
+
+// A run directory: what a training run writes, in the same order.
+
+ModelConfig small_config() {
+    ModelConfig c;
+    preset("gpt2-tiny", c);
+    return c;
+}
+
+void save_checkpoint(const std::string& run_dir, int step, const std::vector<std::string>& carry_from = {}) {
+    const ParamTable table = small_table();
+    std::vector<float> p = arena_of(table, step), m = arena_of(table, step + 1), v = arena_of(table, step + 2);
+    char name[32];
+    std::snprintf(name, sizeof(name), "step_%08d", step);
+    AtomicDirectory directory(join_path(run_dir, name));
+    save_model_files(directory.path(), small_config(), json::object(), carry_from);
+    save_weights(join_path(directory.path(), "model.safetensors"), table, tensor_of(p), DType::F32);
+    save_state(join_path(directory.path(), "state.safetensors"), table, {tensor_of(p), tensor_of(m), tensor_of(v)});
+    write_json(join_path(directory.path(), "trainer.json"), {{"step", step}});
+    directory.commit();
+}
+
+void expect_checkpoint(const std::string& directory, int step) {
+    const ParamTable table = small_table();
+    std::vector<float> p(size_t(table.total), NAN), m(p), v(p);
+    load_state(join_path(directory, "state.safetensors"), table, {tensor_of(p), tensor_of(m), tensor_of(v)});
+    expect_weights(table, p, arena_of(table, step));
+    expect_weights(table, m, arena_of(table, step + 1));
+    expect_weights(table, v, arena_of(table, step + 2));
+    expect_weights(table, loaded(directory, table), arena_of(table, step));
+    EXPECT_EQ(read_json(join_path(directory, "trainer.json"))["step"], step);
+    EXPECT_EQ(find_model(directory).config.layers, 4);
+}
+
+TEST(Checkpoints, NamesAndOrder) {
+    EXPECT_EQ(checkpoint_step("step_00000100"), 100);
+    EXPECT_EQ(checkpoint_step("step_00000000"), 0);
+    EXPECT_EQ(checkpoint_step("step_99999999"), 99999999);
+    EXPECT_EQ(checkpoint_step("step_123456789"), 123456789);
+    for (const char* name : {"step_100", "step_012345678", "step_0000010x", "step_-0000100", ".tmp-step_00000100-1",
+                             "step_", "xstep_00000100", "step_00000100.old", "step_99999999999999999999", ""}) {
+        EXPECT_EQ(checkpoint_step(name), -1) << name;
+    }
+    const TempDir dir;
+    for (const int step : {30, 2, 123456789, 7}) save_checkpoint(dir.path(), step);
+    make_directories(dir.file("step_00000099"));  // incomplete
+    make_directories(dir.file(".tmp-step_00000098-1"));
+    put_file(dir.file("step_00000097"), "");
+    EXPECT_EQ(list_checkpoints(dir.path()),
+              (std::vector<std::string>{"step_00000002", "step_00000007", "step_00000030", "step_123456789"}));
+    expect_error([&] { list_checkpoints(dir.file("none")); }, {"none"});
+    for (const char* missing : {"config.json", "model.safetensors", "state.safetensors", "trainer.json"}) {
+        TempDir one;
+        save_checkpoint(one.path(), 5);
+        std::filesystem::remove(one.file(str("step_00000005/", missing)));
+        EXPECT_TRUE(list_checkpoints(one.path()).empty()) << missing;
+    }
+}
+
+TEST(Checkpoints, OldOnesGo) {
+    const TempDir dir;
+    for (int step = 1; step <= 6; step++) save_checkpoint(dir.path(), step);
+    put_file(dir.file("log.jsonl"), "{}");
+    make_directories(dir.file(".old-step_00000000/x"));
+    make_directories(dir.file(".tmp-step_00000003-" + std::to_string(::getpid())));
+    make_directories(dir.file(".tmp-step_00000003-1"));  // process 1 lives
+    make_directories(dir.file(".tmp-other-99999999"));   // not ours
+    make_directories(dir.file(".old-other"));
+    remove_old_checkpoints(dir.path(), 2, "step_00000003");
+    EXPECT_EQ(list_directory(dir.path()),
+              (std::vector<std::string>{".old-other", ".tmp-other-99999999", ".tmp-step_00000003-1", "log.jsonl",
+                                        "step_00000003", "step_00000005", "step_00000006"}));
+    remove_old_checkpoints(dir.path(), 100, "");
+    EXPECT_EQ(list_checkpoints(dir.path()).size(), 3u);
+    remove_old_checkpoints(dir.path(), 1, "step_00000006");
+    EXPECT_EQ(list_checkpoints(dir.path()), std::vector<std::string>{"step_00000006"});
+    expect_checkpoint(dir.file("step_00000006"), 6);
+    expect_error([&] { remove_old_checkpoints(dir.path(), 0, ""); }, {dir.path(), "at least 1"});
+}
+
+TEST(Checkpoints, AtomicDirectory_) {
+    const TempDir dir;
+    {
+        AtomicDirectory unfinished(dir.file("a"));
+        put_file(join_path(unfinished.path(), "x"), "1");
+        EXPECT_FALSE(path_exists(dir.file("a")));
+    }
+    EXPECT_TRUE(list_directory(dir.path()).empty());                     // uncommitted: nothing stays
+    make_directories(dir.file(".tmp-a-" + std::to_string(::getpid())));  // of a killed process with our number
+    make_directories(dir.file(".tmp-a-1"));
+    AtomicDirectory directory(dir.file("a/"));
+    put_file(join_path(directory.path(), "x"), "2");
+    directory.commit();
+    EXPECT_EQ(list_directory(dir.path()), (std::vector<std::string>{".tmp-a-1", "a"}));
+    EXPECT_EQ(read_file(dir.file("a/x")), "2");
+    expect_error([&] { AtomicDirectory again(dir.file("a")); }, {dir.file("a"), "exists already"});
+    expect_error([&] { AtomicDirectory lost(dir.file("none/a")); }, {dir.file("none")});
+    AtomicDirectory raced(dir.file("b"));
+    make_directories(dir.file("b"));
+    expect_error([&] { raced.commit(); }, {dir.file("b"), "exists already"});
+}
+
+TEST(Checkpoints, ModelFilesAreCarriedOver) {
+    const TempDir dir;
+    make_directories(dir.file("data"));
+    make_directories(dir.file("model"));
+    make_directories(dir.file("out"));
+    put_file(dir.file("data/tokenizer.json"), "data's");
+    put_file(dir.file("data/train_000.bin"), "tokens");
+    for (const char* name : {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                             "special_tokens_map.json", "chat_template.jinja", "model.safetensors", "config.json"}) {
+        put_file(dir.file(str("model/", name)), "model's");
+    }
+    save_model_files(dir.file("out"), small_config(), {{"unknown", 1}}, {"", dir.file("data"), dir.file("model")});
+    EXPECT_EQ(list_directory(dir.file("out")),
+              (std::vector<std::string>{"chat_template.jinja", "config.json", "generation_config.json",
+                                        "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"}));
+    EXPECT_EQ(read_file(dir.file("out/tokenizer.json")), "data's");
+    EXPECT_EQ(read_json(dir.file("out/config.json"))["unknown"], 1);
+}
+
+TEST(FindModel, PresetsDirectoriesAndRuns) {
+    const TempDir dir;
+    const ModelSource tiny = find_model("gpt2-tiny");
+    EXPECT_EQ(tiny.directory, "");
+    EXPECT_EQ(tiny.original_config, json::object());
+    EXPECT_EQ(tiny.config.channels, 128);
+    save_checkpoint(dir.path(), 3);
+    save_checkpoint(dir.path(), 20);
+    EXPECT_EQ(find_model(dir.path()).directory, dir.file("step_00000020"));
+    EXPECT_EQ(find_model(dir.file("step_00000003")).directory, dir.file("step_00000003"));
+    EXPECT_EQ(find_model(dir.path()).original_config["model_type"], "gpt2");
+    expect_error([] { find_model("gpt2-125M"); }, {"gpt2-125M", "no such model", "gpt2-124M", "llama2-7B"});
+    expect_error([&] { find_model(dir.file("step_00000003/config.json")); }, {"config.json", "is a file"});
+    make_directories(dir.file("empty"));
+    expect_error([&] { find_model(dir.file("empty")); }, {"empty", "neither a config.json nor", "gpt2-tiny"});
+    put_file(dir.file("empty/config.json"), "{");
+    expect_error([&] { find_model(dir.file("empty")); }, {"empty/config.json", "broken JSON"});
+}
+
+TEST(Damage, NeverCrashesAndNeverChangesAnArena) {
+    const TempDir dir;
+    save_checkpoint(dir.path(), 1);
+    const std::string source = dir.file("step_00000001");
+    const ParamTable table = small_table();
+    std::mt19937 random(11);
+    int errors = 0;
+    for (const std::string name : {"config.json", "model.safetensors", "state.safetensors", "trainer.json"}) {
+        const std::string good = read_file(join_path(source, name));
+        const size_t text = std::min<size_t>(good.size(), 1500);  // the headers, and little of the data behind them
+        for (int i = 0; i < 100; i++) {
+            std::string bytes = good;
+            for (uint32_t changes = 1 + random() % 3; changes > 0; changes--) {
+                const size_t at = random() % std::min(text, bytes.size());
+                if (random() % 2)
+                    bytes[at] = char(random());
+                else
+                    bytes.erase(at, 1);
+            }
+            if (i % 7 == 0) bytes.resize(random() % bytes.size());
+            put_file(join_path(source, name), bytes);
+            std::vector<float> p(size_t(table.total), 7), m(p), v(p), w(p);
+            const std::vector<float> sevens(p);
+            try {
+                find_model(source);
+                read_json(join_path(source, "trainer.json"));
+                load_weights(source, table, tensor_of(w));
+                load_state(join_path(source, "state.safetensors"), table, {tensor_of(p), tensor_of(m), tensor_of(v)});
+            } catch (const Error& e) {
+                errors++;
+                EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos);
+                EXPECT_EQ(p, sevens);
+                EXPECT_EQ(v, sevens);
+                if (name == "model.safetensors") {
+                    EXPECT_EQ(w, sevens);
+                }
+            }
+        }
+        put_file(join_path(source, name), good);
+    }
+    EXPECT_GT(errors, 250);
+    expect_checkpoint(source, 1);
+}
+
+// Saves that are broken off. This binary runs itself (see main) with dev/crash_shim.c preloaded.
+
+constexpr const char* SAVE_VARIABLE = "TEST_CHECKPOINT_SAVE";
+
+// In the broken process: checkpoint 2 beside checkpoint 1, which is then removed.
+int save_and_clean_up(const std::string& run_dir) {
+    try {
+        if (!path_exists(join_path(run_dir, "step_00000002"))) {
+            save_checkpoint(run_dir, 2, {join_path(run_dir, "../tokens")});
+        }
+        remove_old_checkpoints(run_dir, 1, "");
+        return 0;
+    } catch (const Error& e) {
+        std::fprintf(stderr, "%s\n", e.what());
+        return 1;
+    }
+}
+
+std::string shim_path() {
+    return std::filesystem::read_symlink("/proc/self/exe").parent_path().string() + "/crash_shim.so";
+}
+
+// Runs the save, broken at the n-th call (0: not at all). Returns waitpid's status.
+int run_save(const TempDir& dir, const char* mode, int n) {
+    const std::string run_dir = dir.file("run");
+    const pid_t child = ::fork();
+    if (child == 0) {
+        ::setenv(SAVE_VARIABLE, run_dir.c_str(), 1);
+        if (n > 0) ::setenv("LD_PRELOAD", shim_path().c_str(), 1);
+        ::setenv("CRASH_SHIM_DIR", run_dir.c_str(), 1);
+        ::setenv("CRASH_SHIM_AT", std::to_string(n).c_str(), 1);
+        ::setenv("CRASH_SHIM_MODE", mode, 1);
+        if (!std::freopen(dir.file("stderr").c_str(), "w", stderr)) ::_exit(3);
+        ::execl("/proc/self/exe", "test_checkpoint", static_cast<char*>(nullptr));
+        ::_exit(3);
+    }
+    int status = 0;
+    EXPECT_EQ(::waitpid(child, &status, 0), child);
+    return status;
+}
+
+bool exited(int status, int code) {
+    return WIFEXITED(status) && WEXITSTATUS(status) == code;
+}
+
+class BrokenSave : public testing::Test {
+  protected:
+    void SetUp() override {
+#if defined(__SANITIZE_ADDRESS__)
+        GTEST_SKIP() << "AddressSanitizer must be the first library, so that none can be preloaded";
+#endif
+        ASSERT_TRUE(path_exists(shim_path())) << "build it: make test OP=checkpoint";
+    }
+
+    // A run with checkpoint 1 and a tokenizer to carry over.
+    static void prepare(const TempDir& dir) {
+        make_directories(dir.file("run"));
+        make_directories(dir.file("tokens"));
+        put_file(dir.file("tokens/tokenizer.json"), "{}");
+        save_checkpoint(dir.file("run"), 1);
+    }
+
+    // What is there is complete, and one of the two checkpoints is.
+    static void expect_complete(const std::string& run_dir) {
+        const std::vector<std::string> names = list_checkpoints(run_dir);
+        ASSERT_FALSE(names.empty());
+        for (const std::string& name : names) expect_checkpoint(join_path(run_dir, name), int(checkpoint_step(name)));
+        EXPECT_EQ(find_model(run_dir).directory, join_path(run_dir, names.back()));
+    }
+};
+
+constexpr int MIN_CALLS = 50, MAX_CALLS = 500;  // a save makes about 70; fewer would mean that the shim sees nothing
+
+TEST_F(BrokenSave, KilledAtEveryCall) {
+    int n = 1;
+    for (; n < MAX_CALLS; n++) {
+        const TempDir dir;
+        prepare(dir);
+        const int status = run_save(dir, "kill", n);
+        SCOPED_TRACE(str("killed at call ", n));
+        expect_complete(dir.file("run"));
+        if (exited(status, 0)) break;
+        ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << read_file(dir.file("stderr"));
+        ASSERT_TRUE(exited(run_save(dir, "kill", 0), 0)) << read_file(dir.file("stderr"));  // and again, to the end
+        EXPECT_EQ(list_directory(dir.file("run")), std::vector<std::string>{"step_00000002"});
+        expect_complete(dir.file("run"));
+        if (HasFailure()) break;
+    }
+    EXPECT_GT(n, MIN_CALLS);
+    EXPECT_LT(n, MAX_CALLS);
+}
+
+TEST_F(BrokenSave, DiskFullAtEveryCall) {
+    int n = 1;
+    for (; n < MAX_CALLS; n++) {
+        const TempDir dir;
+        prepare(dir);
+        const int status = run_save(dir, "enospc", n);
+        SCOPED_TRACE(str("disk full at call ", n));
+        expect_complete(dir.file("run"));
+        for (const std::string& name : list_directory(dir.file("run"))) EXPECT_GE(checkpoint_step(name), 0) << name;
+        if (exited(status, 0)) break;
+        ASSERT_TRUE(exited(status, 1));
+        const std::string message = read_file(dir.file("stderr"));
+        EXPECT_NE(message.find("No space left on device"), std::string::npos) << message;
+        EXPECT_NE(message.find(dir.file("run")), std::string::npos) << message;
+        ASSERT_TRUE(exited(run_save(dir, "enospc", 0), 0)) << read_file(dir.file("stderr"));
+        EXPECT_EQ(list_directory(dir.file("run")), std::vector<std::string>{"step_00000002"});
+        if (HasFailure()) break;
+    }
+    EXPECT_GT(n, MIN_CALLS);
+    EXPECT_LT(n, MAX_CALLS);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (const char* run_dir = std::getenv(SAVE_VARIABLE)) return save_and_clean_up(run_dir);
+    testing::InitGoogleTest(&argc, argv);
+    return RUN_ALL_TESTS();
+}

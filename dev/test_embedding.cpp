@@ -1,0 +1,111 @@
+// Embedding and its gradients against the oracle: repeated tokens, with and without positions, accumulation, rows that
+// nobody names, ids outside the tables.
+#include "kernels/embedding.h"
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+
+namespace {
+
+std::vector<int32_t> random_ids(int64_t N, int64_t rows, uint64_t seed) {
+    std::vector<int32_t> ids;
+    for (int64_t n = 0; n < N; n++) ids.push_back(int32_t(philox(seed, uint64_t(n), 0).v[0] % uint64_t(rows)));
+    return ids;
+}
+
+void check(int64_t N, int64_t C, int64_t V, int64_t P, bool positions_given, bool accumulate, int64_t gap) {
+    SCOPED_TRACE(str("N ", N, " C ", C, " V ", V, " positions ", positions_given, " accumulate ", accumulate));
+    const int64_t ld = C + gap;
+    const std::vector<int32_t> token_ids = random_ids(N, V, 1), position_ids = random_ids(N, P, 2);
+    const TestArray tokens = TestArray::ints(token_ids, {N}), positions = TestArray::ints(position_ids, {N});
+    const TestArray wte = TestArray::random({V, C}, 3), wpe = TestArray::random({P, C}, 4);
+    const TestArray out = TestArray::poisoned({N, ld});
+    embedding_forward(out.tensor().columns(0, C), tokens, positions_given ? positions.tensor() : Tensor{}, wte,
+                      positions_given ? wpe.tensor() : Tensor{}, Stream{});
+    reference::Values ref = reference::embedding_forward(token_ids.data(), position_ids.data(), wte.data(),
+                                                         positions_given ? wpe.data() : nullptr, N, C);
+    expect_close("out", take_columns(out.fetch(), ld, C), ref.value, ref.mag, 1, C);
+    expect_gaps_untouched("out", out.fetch(), ld, C);
+
+    const TestArray dout = TestArray::random({N, ld}, 5);
+    const std::vector<double> d = take_columns(dout.values(), ld, C);
+    const TestArray dwte = accumulate ? TestArray::random({V, C}, 6) : TestArray::poisoned({V, C});
+    const TestArray dwpe = TestArray::random({P, C}, 7);  // overwritten where dwte is accumulated, and the reverse
+    const TestArray scratch = TestArray::scratch(embedding_backward_scratch(N, V, C));
+    embedding_backward(dwte, positions_given ? dwpe.tensor() : Tensor{}, dout.tensor().columns(0, C), tokens, positions,
+                       scratch, accumulate, !accumulate, Stream{});
+    ref = reference::embedding_backward(d.data(), token_ids.data(), accumulate ? dwte.data() : nullptr, N, C, V);
+    expect_close("dwte", dwte.fetch(), ref.value, ref.mag, N, C);
+    if (positions_given) {
+        ref = reference::embedding_backward(d.data(), position_ids.data(), accumulate ? nullptr : dwpe.data(), N, C, P);
+        expect_close("dwpe", dwpe.fetch(), ref.value, ref.mag, N, C);
+    } else {
+        expect_same_bits("dwpe", dwpe.values(), dwpe.fetch());
+    }
+}
+
+}  // namespace
+
+TEST(Embedding, MatchesOracle) {
+    const int64_t sizes[][4] = {{1, 1, 1, 1}, {5, 3, 2, 9}, {17, 16, 300, 17}, {64, 65, 7, 16}, {300, 130, 50, 100}};
+    for (const auto& s : sizes)
+        for (int options = 0; options < 4; options++)
+            check(s[0], s[1], s[2], s[3], options & 1, options & 2, s[0] % 2 * 3);
+}
+
+// A rank that holds only one of the tables.
+TEST(Embedding, EitherGradientMayBeLeftOut) {
+    const TestArray tokens = TestArray::ints({1, 0, 1}, {3}), dout = TestArray::random({3, 5}, 1);
+    const TestArray dwpe = TestArray::poisoned({2, 5});
+    embedding_backward(Tensor{}, dwpe, dout, Tensor{}, tokens, Tensor{}, false, false, Stream{});
+    const int32_t ids[] = {1, 0, 1};
+    const reference::Values ref = reference::embedding_backward(dout.data(), ids, nullptr, 3, 5, 2);
+    expect_close("dwpe", dwpe.fetch(), ref.value, ref.mag, 3, 5);
+}
+
+TEST(Embedding, BackwardIsDeterministic) {
+    const int64_t N = 700, C = 200, V = 13;
+    const TestArray tokens = TestArray::ints(random_ids(N, V, 1), {N}), dout = TestArray::random({N, C}, 2);
+    expect_deterministic("dwte", [&] {
+        const TestArray dwte = TestArray::poisoned({V, C}),
+                        scratch = TestArray::scratch(embedding_backward_scratch(N, V, C));
+        embedding_backward(dwte, Tensor{}, dout, tokens, Tensor{}, scratch, false, false, Stream{});
+        return dwte.fetch();
+    });
+}
+
+TEST(Embedding, WrongArgumentsAreErrors) {
+    const TestArray out = TestArray::poisoned({2, 4}), wte = TestArray::random({10, 4}, 1),
+                    narrow = TestArray::random({10, 3}, 2);
+    const TestArray tokens = TestArray::ints({1, 9}, {2}), three = TestArray::ints({1, 2, 3}, {3});
+    const Tensor none;
+    expect_error([&] { embedding_forward(out, tokens, none, narrow, none, Stream{}); },
+                 "embedding_forward: wte is fp32 [10, 3], expected fp32 [10, 4]");
+    expect_error([&] { embedding_forward(out, three, none, wte, none, Stream{}); },
+                 "embedding_forward: tokens is int32 [3], expected int32 [2]");
+    expect_error([&] { embedding_forward(out, tokens, none, wte, wte, Stream{}); },
+                 "embedding_forward: positions is missing");
+    expect_error([&] { embedding_backward(wte, none, out, out, none, none, false, false, Stream{}); },
+                 "embedding_backward: tokens is fp32 [2, 4], expected int32 [2]");
+}
+
+#ifndef USE_CUDA  // on a GPU nobody waits for such a check
+TEST(Embedding, IdsOutsideTheTableAreErrorsAndNothingIsWritten) {
+    const TestArray out = TestArray::poisoned({2, 4}), table = TestArray::random({10, 4}, 1);
+    const TestArray good = TestArray::ints({0, 9}, {2}), high = TestArray::ints({0, 10}, {2}),
+                    low = TestArray::ints({-1, 0}, {2});
+    const Tensor none;
+    expect_error([&] { embedding_forward(out, high, none, table, none, Stream{}); },
+                 "embedding_forward: tokens[1] is 10, expected 0 … 9");
+    expect_error([&] { embedding_forward(out, low, none, table, none, Stream{}); },
+                 "embedding_forward: tokens[0] is -1, expected 0 … 9");
+    expect_error([&] { embedding_forward(out, good, high, table, table, Stream{}); },
+                 "embedding_forward: positions[1] is 10, expected 0 … 9");
+    const TestArray dwte = TestArray::random({10, 4}, 2), dwpe = TestArray::random({10, 4}, 3),
+                    dout = TestArray::random({2, 4}, 4);
+    expect_error([&] { embedding_backward(dwte, dwpe, dout, good, high, none, false, false, Stream{}); },
+                 "embedding_backward: positions[1] is 10, expected 0 … 9");
+    expect_same_bits("dwte", dwte.values(), dwte.fetch());
+    expect_same_bits("out", out.values(), out.fetch());
+}
+#endif

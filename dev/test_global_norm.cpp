@@ -1,0 +1,109 @@
+// The global gradient norm and the step's scalars: the norm against float64, clipping, skipping, and the step count.
+#include "kernels/global_norm.h"
+
+#include <limits>
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+
+namespace {
+
+// Runs one step's control over the gradients and returns the scalars afterwards.
+StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before) {
+    const TestArray scalars = TestArray::bytes(&before, sizeof(before)), loss = TestArray::doubles({loss_sum}, {1});
+    const TestArray scratch = TestArray::scratch(step_control_scratch(grads.tensor().numel()));
+    step_control(scalars, grads, loss, loss_scale, scratch, Stream{});
+    StepScalars after;
+    scalars.fetch_bytes(&after);
+    return after;
+}
+
+StepScalars fresh(float grad_clip, int64_t t = 0) {
+    const float unset = std::numeric_limits<float>::quiet_NaN();
+    return {3e-4f, grad_clip, unset, unset, unset, -1, t};
+}
+
+// The sum runs in double: what is left is rounding the result to fp32.
+void expect_rounded(double got, double ref) {
+    EXPECT_NEAR(got, ref, std::fabs(ref) * 1.0001 * UNIT_ROUNDOFF);
+}
+
+}  // namespace
+
+TEST(StepControl, NormMatchesFloat64) {
+    for (const int64_t n : {0, 1, 7, 31, 32, 33, 32768, 32769, 100003})
+        for (const double scale : {1e-30, 1e-3, 1.0, 1e30}) {  // squares of the first and last leave fp32
+            SCOPED_TRACE(str("n ", n, " scale ", scale));
+            const TestArray grads = TestArray::random({n}, 1, scale);
+            const StepScalars s = control(grads, 6, 0.5, fresh(0));
+            expect_rounded(s.grad_norm, reference::global_norm(grads.data(), n));
+            EXPECT_EQ(s.loss, 3);
+            EXPECT_EQ(s.grad_scale, 1);
+            EXPECT_EQ(s.skip, 0);
+            EXPECT_EQ(s.t, 1);
+            EXPECT_EQ(s.lr, 3e-4f);
+        }
+}
+
+TEST(StepControl, ClipsToTheGivenNormOnly) {
+    const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5
+    EXPECT_EQ(control(grads, 1, 1, fresh(2.5f)).grad_scale, 0.5f);
+    EXPECT_EQ(control(grads, 1, 1, fresh(2.5f)).grad_norm, 5);
+    EXPECT_EQ(control(grads, 1, 1, fresh(5)).grad_scale, 1);
+    EXPECT_EQ(control(grads, 1, 1, fresh(100)).grad_scale, 1);
+    EXPECT_EQ(control(grads, 1, 1, fresh(0)).grad_scale, 1);
+    EXPECT_EQ(control(grads, 1, 1, fresh(-1)).grad_scale, 1);
+    EXPECT_EQ(control(TestArray::of({0, 0}, {2}), 1, 1, fresh(1)).grad_scale, 1);
+}
+
+TEST(StepControl, AnythingNotFiniteSkipsAndIsNotCounted) {
+    const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
+    for (const double bad : {inf, -inf, nan}) {
+        for (const int64_t at : {0, 31, 40000, 69999}) {
+            std::vector<double> values(70000, 1e-3);
+            values[size_t(at)] = bad;
+            const StepScalars s = control(TestArray::of(values, {70000}), 1, 1, fresh(1, 41));
+            EXPECT_EQ(s.skip, 1) << bad << " at " << at;
+            EXPECT_EQ(s.t, 41);
+        }
+        const StepScalars s = control(TestArray::of({1}, {1}), bad, 1, fresh(1, 41));
+        EXPECT_EQ(s.skip, 1) << "loss " << bad;
+        EXPECT_EQ(s.t, 41);
+    }
+    // A norm beyond fp32 is not finite either.
+    EXPECT_EQ(control(TestArray::of({3e38, 3e38}, {2}), 1, 1, fresh(1)).skip, 1);
+    EXPECT_EQ(control(TestArray::of({3e38}, {1}), 1, 1, fresh(1, 41)).t, 42);
+}
+
+TEST(StepControl, IsDeterministic) {
+    const TestArray grads = TestArray::random({200001}, 1);
+    expect_deterministic("grad_norm", [&] { return std::vector<double>{control(grads, 1, 1, fresh(1)).grad_norm}; });
+}
+
+TEST(SumLosses, MatchesFloat64) {
+    for (const int64_t n : {0, 1, 5, 1000})
+        for (const bool accumulate : {false, true}) {
+            const TestArray losses = TestArray::random({n}, 1, 1, 4);
+            const TestArray sum =
+                TestArray::doubles({accumulate ? 2.5 : std::numeric_limits<double>::quiet_NaN()}, {1});
+            sum_losses(sum, losses, accumulate, Stream{});
+            double ref = accumulate ? 2.5 : 0;
+            for (const double x : losses.values()) ref += x;
+            EXPECT_NEAR(sum.fetch()[0], ref, 1e-12 * (1 + std::fabs(ref))) << n;
+        }
+}
+
+TEST(StepControl, WrongArgumentsAreErrors) {
+    const TestArray grads = TestArray::random({40000}, 1), loss = TestArray::doubles({1}, {1}),
+                    short_scalars = TestArray::scratch(3);
+    const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
+                    scratch = TestArray::scratch(step_control_scratch(40000));
+    expect_error([&] { step_control(short_scalars, grads, loss, 1, scratch, Stream{}); },
+                 str("step_control: scalars is uint8 [3], expected uint8 [", sizeof(StepScalars), "]"));
+    expect_error([&] { step_control(scalars, loss, loss, 1, scratch, Stream{}); },
+                 "step_control: grads is fp64 [1], expected fp32 [1]");
+    expect_error([&] { step_control(scalars, grads, loss, 1, short_scalars, Stream{}); },
+                 str("step_control: scratch is uint8 [3], expected uint8 [", step_control_scratch(40000), "] or more"));
+    expect_error([&] { sum_losses(grads, grads, false, Stream{}); },
+                 "sum_losses: loss_sum is fp32 [40000], expected fp64 [1]");
+}

@@ -1,0 +1,330 @@
+// data/loader.h: every window once an epoch, whatever the ranks, the micro-steps and the step it starts from.
+#include "data/loader.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <set>
+
+#include "kernels/cross_entropy.h"
+#include "runtime/error.h"
+
+namespace {
+
+static_assert(Batch::NO_TARGET == IGNORE_TARGET, "targets that are not scored must be those that the loss ignores");
+
+class LoaderTest : public testing::Test {
+  protected:
+    void SetUp() override {
+        std::string pattern = testing::TempDir() + "loader_XXXXXX";
+        ASSERT_NE(::mkdtemp(pattern.data()), nullptr);
+        folder = pattern;
+    }
+    void TearDown() override { std::filesystem::remove_all(folder); }
+
+    // Tokens cut into shards of the given size.
+    TokenFiles make(const std::vector<int32_t>& tokens, size_t shard_size) const {
+        for (size_t begin = 0, shard = 0; begin < tokens.size(); begin += shard_size, shard++) {
+            const size_t n = std::min(shard_size, tokens.size() - begin);
+            std::vector<uint32_t> header(256, 0);
+            header[0] = 20240801, header[1] = 7, header[2] = uint32_t(n);
+            std::ofstream out(folder + "/" + std::to_string(1000 + shard) + ".bin", std::ios::binary);
+            out.write(reinterpret_cast<const char*>(header.data()), 1024);
+            out.write(reinterpret_cast<const char*>(tokens.data() + begin), std::streamsize(n * 4));
+        }
+        return TokenFiles(folder + "/*.bin");
+    }
+
+    // 0, 1, 2, …: a token is its own place in the split.
+    TokenFiles make_counting(int64_t n, size_t shard_size = 50) const {
+        std::vector<int32_t> tokens;
+        for (int64_t i = 0; i < n; i++) tokens.push_back(int32_t(i));
+        return make(tokens, shard_size);
+    }
+
+    std::string folder;
+};
+
+LoaderOptions options(int64_t B, int64_t T) {
+    LoaderOptions o;
+    o.B = B;
+    o.T = T;
+    o.seed = 42;
+    o.vocab_size = 1 << 30;
+    return o;
+}
+
+// Window indices of the next micro-batch, for counting tokens; checks that the rows are windows.
+std::vector<int64_t> take_windows(Loader& loader, int64_t B, int64_t T) {
+    const Batch& batch = loader.next();
+    EXPECT_EQ(batch.tokens.size(), size_t(B * T));
+    EXPECT_EQ(batch.targets.size(), size_t(B * T));
+    std::vector<int64_t> windows;
+    for (int64_t b = 0; b < B; b++) {
+        const int64_t begin = batch.tokens[size_t(b * T)];
+        EXPECT_EQ(begin % T, 0);
+        for (int64_t t = 0; t < T; t++) {
+            EXPECT_EQ(batch.tokens[size_t(b * T + t)], begin + t);
+            EXPECT_EQ(batch.targets[size_t(b * T + t)], begin + t + 1);
+            EXPECT_EQ(batch.positions[size_t(b * T + t)], t);
+        }
+        EXPECT_EQ(batch.cum_seqlens[size_t(b)], b * T);
+        windows.push_back(begin / T);
+    }
+    EXPECT_EQ(batch.cum_seqlens.size(), size_t(B + 1));
+    EXPECT_EQ(batch.cum_seqlens.back(), B * T);
+    EXPECT_EQ(batch.max_seqlen, T);
+    return windows;
+}
+
+}  // namespace
+
+TEST(Permute, IsABijection) {
+    for (const uint64_t n :
+         {1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 64, 97, 255, 256, 257, 1000, 4096, 65537, 1000000}) {
+        std::vector<bool> hit(n, false);
+        for (uint64_t i = 0; i < n; i++) {
+            const uint64_t p = permute(1, 2, i, n);
+            ASSERT_LT(p, n);
+            ASSERT_FALSE(hit[p]) << "n " << n << ": " << p << " twice";
+            hit[p] = true;
+        }
+    }
+    EXPECT_THROW(permute(1, 2, 5, 5), Error);
+    EXPECT_THROW(permute(1, 2, 0, 0), Error);
+}
+
+TEST(Permute, WorksAtTheEndsOf64Bits) {
+    for (const uint64_t n : {(uint64_t(1) << 32) + 1, (uint64_t(1) << 62) + 3, ~uint64_t(0)}) {
+        std::set<uint64_t> seen;
+        for (uint64_t i = 0; i < 1000; i++) {
+            for (const uint64_t at : {i, n - 1 - i}) {
+                const uint64_t p = permute(9, 0, at, n);
+                ASSERT_LT(p, n);
+                ASSERT_TRUE(seen.insert(p).second);
+            }
+        }
+    }
+}
+
+TEST(Permute, KeysAndEpochsGiveOtherOrders) {
+    const uint64_t n = 1000;
+    int fixed = 0, same_epoch = 0, same_key = 0, neighbours = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        const uint64_t p = permute(1, 0, i, n);
+        EXPECT_EQ(p, permute(1, 0, i, n));
+        fixed += p == i;
+        same_epoch += p == permute(1, 1, i, n);
+        same_key += p == permute(2, 0, i, n);
+        neighbours += i + 1 < n && permute(1, 0, i + 1, n) == p + 1;
+    }
+    for (const int count : {fixed, same_epoch, same_key, neighbours}) EXPECT_LE(count, 8);  // 1 each is expected
+    // Small n too: 24 orders of 4 windows, of which 200 epochs must show a good part.
+    std::set<std::vector<uint64_t>> orders;
+    for (uint64_t epoch = 0; epoch < 200; epoch++) {
+        std::vector<uint64_t> order;
+        for (uint64_t i = 0; i < 4; i++) order.push_back(permute(3, epoch, i, 4));
+        orders.insert(order);
+    }
+    EXPECT_GE(orders.size(), 12u);
+}
+
+TEST(Permute, EveryPlaceIsEquallyLikely) {
+    // Where window 0 lands over 10000 epochs, n = 10: 1000 each, standard deviation 30.
+    std::vector<int> counts(10, 0);
+    for (uint64_t epoch = 0; epoch < 10000; epoch++) counts[permute(5, epoch, 0, 10)]++;
+    for (const int count : counts) EXPECT_NEAR(count, 1000, 150);
+}
+
+TEST_F(LoaderTest, EachWindowOnceAnEpoch) {
+    const int64_t T = 7, B = 3;
+    const TokenFiles files = make_counting(7 * 26 + 1 + 4, 31);  // 26 windows; windows lie across shards; a tail of 4
+    Loader loader(files, options(B, T), 0);
+    EXPECT_EQ(loader.num_windows(), 26);
+    EXPECT_EQ(loader.dropped_tokens(), 4);
+    std::vector<int64_t> order;
+    while (order.size() < 4 * 26)
+        for (const int64_t w : take_windows(loader, B, T)) order.push_back(w);
+    std::set<std::vector<int64_t>> epochs;
+    for (int64_t epoch = 0; epoch < 4; epoch++) {  // 26 isn't a multiple of 3: batches straddle the epochs
+        const std::vector<int64_t> one(order.begin() + epoch * 26, order.begin() + (epoch + 1) * 26);
+        EXPECT_EQ(std::set<int64_t>(one.begin(), one.end()).size(), 26u);
+        epochs.insert(one);
+    }
+    EXPECT_EQ(epochs.size(), 4u);
+    for (size_t i = 0; i < order.size(); i++) EXPECT_EQ(order[i], loader.window_of_sample(i));
+}
+
+TEST_F(LoaderTest, UnshuffledIsInOrder) {
+    const TokenFiles files = make_counting(41);
+    LoaderOptions o = options(3, 10);
+    o.shuffle = false;
+    Loader loader(files, o, 0);
+    EXPECT_EQ(loader.dropped_tokens(), 0);
+    EXPECT_EQ(take_windows(loader, 3, 10), (std::vector<int64_t>{0, 1, 2}));
+    EXPECT_EQ(take_windows(loader, 3, 10), (std::vector<int64_t>{3, 0, 1}));
+}
+
+TEST_F(LoaderTest, RanksAndMicroStepsOnlySlice) {
+    const int64_t T = 4, G = 8, steps = 9;  // 72 samples of 27 windows: more than two epochs
+    const TokenFiles files = make_counting(27 * T + 3);
+    std::vector<int64_t> expected;
+    {
+        Loader whole(files, options(G, T), 0);
+        for (int64_t s = 0; s < steps; s++)
+            for (const int64_t w : take_windows(whole, G, T)) expected.push_back(w);
+    }
+    for (const int64_t world : {1, 2, 4}) {
+        for (const int64_t B : {1, 2}) {
+            LoaderOptions o = options(B, T);
+            o.world = world;
+            o.micro_steps = G / (world * B);
+            std::vector<std::unique_ptr<Loader>> ranks;
+            for (o.rank = 0; o.rank < world; o.rank++) ranks.push_back(std::make_unique<Loader>(files, o, 0));
+            std::vector<int64_t> order;
+            for (int64_t micro = 0; micro < steps * o.micro_steps; micro++)
+                for (auto& rank : ranks)
+                    for (const int64_t w : take_windows(*rank, B, T)) order.push_back(w);
+            EXPECT_EQ(order, expected) << "world " << world << ", B " << B;
+        }
+    }
+}
+
+TEST_F(LoaderTest, StartingAtAStepEqualsContinuing) {
+    const int64_t T = 4;
+    const TokenFiles files = make_counting(27 * T + 1);
+    LoaderOptions o = options(2, T);
+    o.micro_steps = 3;
+    o.world = 2;
+    o.rank = 1;
+    Loader from_start(files, o, 0);
+    for (int64_t step = 0; step < 12; step++) {
+        Loader resumed(files, o, step);
+        for (int64_t micro = 0; micro < 3; micro++) {
+            const std::vector<int64_t> expected = take_windows(from_start, 2, T);
+            EXPECT_EQ(take_windows(resumed, 2, T), expected) << "step " << step;
+        }
+    }
+}
+
+TEST_F(LoaderTest, SeedsGiveOtherOrders) {
+    const TokenFiles files = make_counting(200 * 4 + 1);
+    LoaderOptions o = options(50, 4);
+    Loader a(files, o, 0);
+    o.seed = 43;
+    Loader b(files, o, 0);
+    EXPECT_NE(take_windows(a, 50, 4), take_windows(b, 50, 4));
+}
+
+TEST_F(LoaderTest, DocumentsSplitWindows) {
+    // Documents 1 2 E | 3 E | 4 5 6 7 E | E | 8 9, with E = 0; T = 4: windows [1 2 0 3] [0 4 5 6] [7 0 0 8], target 9.
+    const TokenFiles files = make({1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}, 5);
+    LoaderOptions o = options(3, 4);
+    o.shuffle = false;
+    o.documents = true;
+    o.end_of_text = 0;
+    Loader loader(files, o, 0);
+    const Batch& batch = loader.next();
+    EXPECT_EQ(batch.tokens, (std::vector<int32_t>{1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8}));
+    EXPECT_EQ(batch.targets, (std::vector<int32_t>{2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}));
+    EXPECT_EQ(batch.cum_seqlens, (std::vector<int32_t>{0, 3, 4, 5, 8, 10, 11, 12}));
+    EXPECT_EQ(batch.positions, (std::vector<int32_t>{0, 1, 2, 0, 0, 0, 1, 2, 0, 1, 0, 0}));
+    EXPECT_EQ(batch.max_seqlen, 3);
+
+    // An end-of-text at the end of a window makes no empty sequence.
+    LoaderOptions whole = o;
+    whole.B = 2;
+    whole.T = 5;
+    Loader other(files, whole, 0);
+    EXPECT_EQ(other.next().cum_seqlens, (std::vector<int32_t>{0, 3, 5, 10}));
+    o.end_of_text = -1;
+    EXPECT_THROW(Loader(files, o, 0), Error);
+}
+
+TEST_F(LoaderTest, ErrorsReachTheCaller) {
+    const TokenFiles files = make_counting(101);
+    LoaderOptions o = options(1, 10);
+    o.shuffle = false;
+    o.vocab_size = 35;  // token 35 is a target of window 3
+    Loader loader(files, o, 0);
+    for (int64_t w = 0; w < 3; w++) EXPECT_EQ(loader.next().tokens[0], w * 10);  // those before it are still good
+    for (int again = 0; again < 2; again++) {
+        try {
+            loader.next();
+            FAIL() << "a token outside the vocabulary went through";
+        } catch (const Error& e) {
+            EXPECT_NE(std::string(e.what()).find("1000.bin: token 35 is 35"), std::string::npos) << e.what();
+        }
+    }
+}
+
+TEST_F(LoaderTest, BadOptionsAreErrors) {
+    const TokenFiles files = make_counting(10);
+    EXPECT_NO_THROW(Loader(files, options(1, 9), 0));
+    EXPECT_THROW(Loader(files, options(1, 10), 0), Error);  // 10 tokens make a window of 9 + 1
+    EXPECT_THROW(Loader(files, options(0, 5), 0), Error);
+    EXPECT_THROW(Loader(files, options(1, 0), 0), Error);
+    EXPECT_THROW(Loader(files, options(int64_t(1) << 62, 5), 0), Error);
+    EXPECT_THROW(Loader(files, options(1 << 16, 1 << 16), 0), Error);
+    EXPECT_THROW(Loader(files, options(1, 5), -1), Error);
+    EXPECT_THROW(Loader(files, options(2, 5), INT64_MAX / 2), Error);
+    LoaderOptions o = options(1, 5);
+    o.world = 2;
+    o.rank = 2;
+    EXPECT_THROW(Loader(files, o, 0), Error);
+    o.rank = -1;
+    EXPECT_THROW(Loader(files, o, 0), Error);
+    o = options(1, 5);
+    o.micro_steps = 0;
+    EXPECT_THROW(Loader(files, o, 0), Error);
+}
+
+TEST_F(LoaderTest, EvaluationScoresEachTokenOnce) {
+    const int32_t end = 999;
+    for (const int64_t n : {1, 2, 5, 6, 12, 13, 24, 25, 37}) {
+        std::filesystem::remove_all(folder);
+        std::filesystem::create_directory(folder);
+        const TokenFiles files = make_counting(n, 5);
+        for (const int64_t B : {1, 2, 3}) {
+            for (const int64_t T : {1, 4, 6, 50}) {
+                for (const int32_t end_of_text : {end, -1}) {
+                    for (const int64_t limit : {0, 3, 12, 1000}) {
+                        const EvalBatches eval{files, B, T, 1000, end_of_text, limit};
+                        const int64_t first = end_of_text < 0 ? 1 : 0;  // the first target
+                        if (n == 1 && first == 1) {
+                            EXPECT_THROW(eval.num_tokens(), Error);
+                            continue;
+                        }
+                        const int64_t scored = limit ? std::min(limit, n - first) : n - first;
+                        ASSERT_EQ(eval.num_tokens(), scored);
+                        int64_t next = first;
+                        for (int64_t b = 0; b < eval.num_batches(); b++) {
+                            const Batch batch = eval.batch(b);
+                            ASSERT_EQ(batch.tokens.size(), size_t(B * T));
+                            ASSERT_EQ(batch.cum_seqlens.size(), size_t(B + 1));
+                            int64_t here = 0;
+                            for (size_t i = 0; i < batch.tokens.size(); i++) {
+                                ASSERT_TRUE(0 <= batch.tokens[i] && batch.tokens[i] < 1000);
+                                ASSERT_EQ(batch.positions[i], int64_t(i) % T);
+                                if (batch.targets[i] == Batch::NO_TARGET) continue;
+                                ASSERT_EQ(int64_t(i), here++);  // what isn't scored lies at the end
+                                ASSERT_EQ(batch.targets[i], next);
+                                ASSERT_EQ(batch.tokens[i], next == 0 ? end : next - 1);
+                                next++;
+                            }
+                            ASSERT_GT(here, 0);  // no batch for nothing
+                        }
+                        ASSERT_EQ(next, first + scored);
+                        EXPECT_THROW(eval.batch(eval.num_batches()), Error);
+                        EXPECT_THROW(eval.batch(-1), Error);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,431 @@
+// runtime/model_config.h: presets, config.json in every form, and the errors of configs that we must not run.
+#include "runtime/model_config.h"
+
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "dev/temp_dir.h"
+
+using nlohmann::json;
+
+namespace {
+
+const std::string PATH = "dir/config.json";
+
+void expect_same(const ModelConfig& a, const ModelConfig& b) {
+    EXPECT_EQ(a.layers, b.layers);
+    EXPECT_EQ(a.channels, b.channels);
+    EXPECT_EQ(a.heads, b.heads);
+    EXPECT_EQ(a.kv_heads, b.kv_heads);
+    EXPECT_EQ(a.head_size, b.head_size);
+    EXPECT_EQ(a.ffn, b.ffn);
+    EXPECT_EQ(a.vocab_size, b.vocab_size);
+    EXPECT_EQ(a.max_positions, b.max_positions);
+    EXPECT_EQ(a.norm, b.norm);
+    EXPECT_EQ(a.norm_eps, b.norm_eps);
+    EXPECT_EQ(a.positions, b.positions);
+    EXPECT_EQ(a.mlp, b.mlp);
+    EXPECT_EQ(a.qkv_bias, b.qkv_bias);
+    EXPECT_EQ(a.proj_bias, b.proj_bias);
+    EXPECT_EQ(a.mlp_bias, b.mlp_bias);
+    EXPECT_EQ(a.tied, b.tied);
+    EXPECT_EQ(a.init_std, b.init_std);
+    EXPECT_EQ(a.attention, b.attention);
+    EXPECT_EQ(a.bos, b.bos);
+    EXPECT_EQ(a.eos, b.eos);
+    if (a.positions != Positions::RoPE) return;
+    EXPECT_EQ(a.rope_theta, b.rope_theta);
+    EXPECT_EQ(a.rope_scaling.kind, b.rope_scaling.kind);
+    EXPECT_EQ(a.rope_scaling.factor, b.rope_scaling.factor);
+    EXPECT_EQ(a.rope_scaling.low_freq_factor, b.rope_scaling.low_freq_factor);
+    EXPECT_EQ(a.rope_scaling.high_freq_factor, b.rope_scaling.high_freq_factor);
+    EXPECT_EQ(a.rope_scaling.original_max_position, b.rope_scaling.original_max_position);
+}
+
+ModelConfig preset_config(const std::string& name) {
+    ModelConfig c;
+    EXPECT_TRUE(preset(name, c)) << name;
+    return c;
+}
+
+ModelConfig read(const std::string& text) {
+    return config_from_json(json::parse(text), PATH);
+}
+
+// Weights of the model, from its shape alone (the table of the driver counts the real ones).
+int64_t count_weights(const ModelConfig& c) {
+    const int64_t mlp_matrices = c.mlp == Mlp::SwiGLU ? 3 : 2, norm = c.norm == Norm::LayerNorm ? 2 : 1;
+    int64_t layer =
+        c.channels * c.qkv_channels() + c.heads * c.head_size * c.channels + mlp_matrices * c.channels * c.ffn;
+    if (c.qkv_bias) layer += c.qkv_channels();
+    if (c.proj_bias) layer += c.channels;
+    if (c.mlp_bias) layer += c.fc_channels() + c.channels;
+    layer += 2 * norm * c.channels;
+    const int64_t positions = c.positions == Positions::Learned ? c.max_positions * c.channels : 0;
+    return c.vocab_size * c.channels * (c.tied ? 1 : 2) + positions + c.layers * layer + norm * c.channels;
+}
+
+TEST(ModelConfig, PresetsHaveThePublishedSizes) {
+    const std::map<std::string, int64_t> published = {
+        {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
+        {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
+    for (const auto& [name, weights] : published) EXPECT_EQ(count_weights(preset_config(name)), weights) << name;
+    EXPECT_EQ(preset_names().size(), 11u);
+    for (const std::string& name : preset_names()) {
+        const ModelConfig c = preset_config(name);
+        EXPECT_NO_THROW(validate(c, name));
+        EXPECT_EQ(model_family(c), name.substr(0, 4) == "gpt2" ? "gpt2" : "llama") << name;
+    }
+    const ModelConfig tiny = preset_config("llama-tiny");
+    EXPECT_EQ(tiny.kv_heads, 2);
+    EXPECT_EQ(tiny.head_size, 32);
+    EXPECT_EQ(tiny.attention, "SSSS");
+    EXPECT_FLOAT_EQ(tiny.attention_scale(), 0.17677669f);
+    EXPECT_EQ(preset_config("gpt2-tiny").vocab_size, 4096);
+    EXPECT_EQ(preset_config("gpt2-mini").layers, 6);
+    ModelConfig c;
+    EXPECT_FALSE(preset("gpt2", c));
+    EXPECT_FALSE(preset("", c));
+}
+
+TEST(ModelConfig, SavedConfigsReadBack) {
+    for (const std::string& name : preset_names()) {
+        const ModelConfig c = preset_config(name);
+        const json saved = config_to_json(c, json::object());
+        expect_same(config_from_json(json::parse(saved.dump()), PATH), c);
+        EXPECT_EQ(config_to_json(c, saved), saved) << name;  // saving again changes nothing
+    }
+}
+
+TEST(ModelConfig, KnobsThatNoFamilyHasMakeATrainGptConfig) {
+    const auto changed = [](const char* name, void (*change)(ModelConfig&)) {
+        ModelConfig c = preset_config(name);
+        change(c);
+        EXPECT_NO_THROW(validate(c, "test"));
+        EXPECT_EQ(model_family(c), "train_gpt");
+        const json saved = config_to_json(c, json::object());
+        EXPECT_EQ(saved["model_type"], "train_gpt");
+        EXPECT_FALSE(saved.contains("architectures"));
+        expect_same(config_from_json(json::parse(saved.dump()), PATH), c);
+    };
+    changed("gpt2-tiny", [](ModelConfig& c) { c.mlp = Mlp::ReLU2; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.norm = Norm::RMSNorm; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.positions = Positions::RoPE; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.qkv_bias = false; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.proj_bias = false; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.mlp_bias = false; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.kv_heads = 1; });
+    changed("gpt2-tiny", [](ModelConfig& c) { c.head_size = 64; });
+    changed("llama-tiny", [](ModelConfig& c) { c.qkv_bias = true; });
+    changed("llama-tiny", [](ModelConfig& c) { c.mlp = Mlp::GELU; });
+    changed("llama-tiny", [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
+    changed("llama-tiny", [](ModelConfig& c) { c.positions = Positions::Learned; });
+    changed("llama-tiny", [](ModelConfig& c) { c.channels = 126; });  // transformers 5 wants heads to divide it
+    changed("llama-tiny", [](ModelConfig& c) { c.rope_scaling = {RopeScaling::Kind::Dynamic, 2, 1, 4, 512}; });
+}
+
+TEST(ModelConfig, DefaultsAreThoseOfTransformers) {
+    const ModelConfig gpt2 = read(R"({"model_type": "gpt2"})");
+    expect_same(gpt2, preset_config("gpt2-124M"));
+    const ModelConfig llama = read(R"({"model_type": "llama"})");
+    ModelConfig expected = preset_config("llama2-7B");
+    expected.max_positions = 2048;
+    expected.norm_eps = 1e-6;
+    expect_same(llama, expected);
+}
+
+TEST(ModelConfig, ReadsGpt2) {
+    const ModelConfig c = read(R"({"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 3, "n_inner": 100,
+        "n_positions": 64, "n_ctx": 64, "layer_norm_epsilon": 1e-6, "activation_function": "gelu_pytorch_tanh",
+        "vocab_size": 101, "tie_word_embeddings": false, "initializer_range": 0.5, "bos_token_id": 50256,
+        "eos_token_id": [50256, 7, 8], "resid_pdrop": 0.3, "reorder_and_upcast_attn": true, "unknown": {"a": [1]}})");
+    EXPECT_EQ(c.channels, 48);
+    EXPECT_EQ(c.layers, 2);
+    EXPECT_EQ(c.heads, 3);
+    EXPECT_EQ(c.kv_heads, 3);
+    EXPECT_EQ(c.head_size, 16);
+    EXPECT_EQ(c.ffn, 100);
+    EXPECT_EQ(c.max_positions, 64);
+    EXPECT_EQ(c.norm_eps, 1e-6);
+    EXPECT_EQ(c.vocab_size, 101);
+    EXPECT_EQ(c.padded_vocab(), 128);
+    EXPECT_FALSE(c.tied);
+    EXPECT_EQ(c.init_std, 0.5);
+    EXPECT_EQ(c.bos, -1);  // beyond the vocabulary
+    EXPECT_EQ(c.eos, 7);   // the first inside it
+    EXPECT_EQ(c.attention, "SS");
+    EXPECT_EQ(read(R"({"model_type": "gpt2", "hidden_size": 96, "num_hidden_layers": 1})").channels, 96);
+    EXPECT_EQ(read(R"({"model_type": "gpt2", "bos_token_id": null, "n_inner": null})").bos, -1);
+}
+
+TEST(ModelConfig, ReadsLlama) {
+    const ModelConfig c = read(R"({"model_type": "llama", "hidden_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 100,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "attention_bias": true, "mlp_bias": true,
+        "tie_word_embeddings": true, "vocab_size": 99, "pretraining_tp": 2, "attention_dropout": 0.1,
+        "rope_theta": 500000.0, "rope_scaling": null})");
+    EXPECT_EQ(c.kv_heads, 2);
+    EXPECT_EQ(c.head_size, 16);
+    EXPECT_EQ(c.qkv_channels(), 128);
+    EXPECT_EQ(c.fc_channels(), 200);
+    EXPECT_TRUE(c.qkv_bias && c.proj_bias && c.mlp_bias && c.tied);
+    EXPECT_EQ(c.rope_theta, 500000);
+    EXPECT_EQ(c.rope_scaling.kind, RopeScaling::Kind::None);
+    EXPECT_EQ(c.bos, 1);
+}
+
+ModelConfig read_rope(const std::string& keys) {
+    return read(R"({"model_type": "llama", "max_position_embeddings": 4096, )" + keys + "}");
+}
+
+TEST(ModelConfig, ReadsRopeInTheFormsOfTransformers4And5) {
+    const std::string llama3 =
+        R"("factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024)";
+    for (const std::string& keys :
+         {R"("rope_theta": 5000, "rope_scaling": {"rope_type": "llama3", )" + llama3 + "}",
+          R"("rope_theta": 5000, "rope_scaling": {"type": "llama3", )" + llama3 + "}",
+          R"("rope_parameters": {"rope_type": "llama3", "rope_theta": 5000, )" + llama3 + "}",
+          R"("rope_theta": 5000, "rope_parameters": {"rope_type": "llama3", )" + llama3 + "}",
+          R"("rope_theta": 5000, "rope_scaling": {"rope_type": "llama3", )" + llama3 +
+              R"(}, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5000, )" + llama3 + "}"}) {
+        const ModelConfig c = read_rope(keys);
+        EXPECT_EQ(c.rope_theta, 5000) << keys;
+        EXPECT_EQ(c.rope_scaling.kind, RopeScaling::Kind::Llama3);
+        EXPECT_EQ(c.rope_scaling.factor, 8);
+        EXPECT_EQ(c.rope_scaling.low_freq_factor, 1);
+        EXPECT_EQ(c.rope_scaling.high_freq_factor, 4);
+        EXPECT_EQ(c.rope_scaling.original_max_position, 1024);
+    }
+    EXPECT_EQ(read_rope(R"("rope_parameters": {"rope_type": "default", "rope_theta": 7})").rope_theta, 7);
+    EXPECT_EQ(read_rope(R"("rope_theta": 8, "rope_parameters": {"rope_theta": 7})").rope_theta, 7);
+    EXPECT_EQ(read_rope(R"("rope_scaling": {"rope_type": "linear", "factor": 2})").rope_scaling.factor, 2);
+    const ModelConfig dynamic = read_rope(R"("rope_scaling": {"type": "dynamic", "factor": 2.0})");
+    EXPECT_EQ(dynamic.rope_scaling.kind, RopeScaling::Kind::Dynamic);
+    EXPECT_EQ(dynamic.rope_scaling.original_max_position, 4096);
+    EXPECT_EQ(model_family(dynamic), "llama");
+    expect_same(config_from_json(config_to_json(dynamic, json::object()), PATH), dynamic);
+}
+
+TEST(ModelConfig, RefusesRopeThatWeDoNotCompute) {
+    const auto refused = [](const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read_rope(keys); }, parts);
+    };
+    refused(R"("rope_scaling": {"rope_type": "yarn", "factor": 2.0})",
+            {PATH, "rope_scaling.rope_type", "yarn", "llama3"});
+    refused(R"("rope_scaling": {"type": "longrope"})", {"rope_scaling.type", "longrope"});
+    refused(R"("rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2})", {"rope_scaling.type"});
+    refused(R"("rope_scaling": {"rope_type": "linear"})", {"rope_scaling.factor", "missing"});
+    refused(R"("rope_scaling": {"rope_type": "linear", "factor": "2"})", {"rope_scaling.factor", "a number"});
+    refused(R"("rope_scaling": {"rope_type": "linear", "factor": 0})", {"factor is 0", "positive"});
+    refused(R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4})", {"low_freq_factor"});
+    refused(R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})",
+            {"low_freq_factor 4"});
+    refused(R"("rope_scaling": {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 7})",
+            {"original_max_position_embeddings", "7"});
+    refused(R"("original_max_position_embeddings": 9, "rope_scaling": {"rope_type": "llama3", "factor": 8,
+               "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 7})",
+            {"original_max_position_embeddings", "9"});
+    refused(R"("rope_scaling": [1])", {"rope_scaling", "an object"});
+    refused(R"("rope_theta": 0)", {"theta", "positive"});
+    refused(R"("rope_theta": "10000")", {"rope_theta", "a number"});
+    refused(R"("partial_rotary_factor": 0.5)", {"partial_rotary_factor", "0.5"});
+    refused(R"("rope_parameters": {"partial_rotary_factor": 0.5})", {"rope_parameters.partial_rotary_factor"});
+    refused(R"("rope_parameters": {"full_attention": {"rope_theta": 5}})", {"rope_parameters", "full_attention"});
+    refused(R"("rope_scaling": {"rope_type": "linear", "factor": 2}, "rope_parameters": {"rope_theta": 10000})",
+            {"rope_scaling", "rope_parameters", "contradict"});
+}
+
+TEST(ModelConfig, RefusesWhatWouldChangeTheLogits) {
+    const auto refused = [](const std::string& type, const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read("{\"model_type\": \"" + type + "\", " + keys + "}"); }, parts);
+    };
+    for (const char* act : {"gelu", "relu", "silu", "quick_gelu", "relu2"}) {
+        refused("gpt2", str("\"activation_function\": \"", act, "\""), {PATH, "activation_function", act, "gelu_new"});
+    }
+    refused("gpt2", R"("scale_attn_weights": false)", {"scale_attn_weights", "false"});
+    refused("gpt2", R"("scale_attn_by_inverse_layer_idx": true)", {"scale_attn_by_inverse_layer_idx", "true"});
+    refused("gpt2", R"("add_cross_attention": true)", {"add_cross_attention"});
+    refused("gpt2", R"("pruned_heads": {"0": [1]})", {"pruned_heads"});
+    refused("gpt2", R"("n_embd": 768, "hidden_size": 64)", {"hidden_size", "n_embd"});
+    refused("llama", R"("hidden_act": "gelu")", {"hidden_act", "gelu", "silu"});
+    refused("llama", R"("quantization_config": {"bits": 4})", {"quantization_config"});
+    EXPECT_NO_THROW(read(R"({"model_type": "llama", "hidden_act": "swish", "pruned_heads": {}})"));
+    refused("mistral", R"("a": 1)", {PATH, "model_type", "mistral", "gpt2, llama, train_gpt"});
+    expect_error([] { read("{}"); }, {PATH, "model_type", "missing"});
+    expect_error([] { read("[1]"); }, {PATH, "not a JSON object"});
+}
+
+TEST(ModelConfig, RefusesWrongTypesAndNumbers) {
+    const auto refused = [](const std::string& type, const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read("{\"model_type\": \"" + type + "\", " + keys + "}"); }, parts);
+    };
+    for (const char* value : {"\"12\"", "12.5", "[12]", "true", "{}", "18446744073709551615"}) {
+        refused("gpt2", str("\"n_layer\": ", value), {PATH, "'n_layer'", "a whole number"});
+    }
+    for (const char* key : {"n_layer", "n_embd", "n_head", "n_positions", "n_inner", "vocab_size"}) {
+        refused("gpt2", str("\"", key, "\": 0"), {PATH, key, "is 0", "positive"});
+        refused("gpt2", str("\"", key, "\": -7"), {PATH, key, "is -7", "positive"});
+        refused("gpt2", str("\"", key, "\": 9223372036854775807"), {PATH, key, "9223372036854775807", "at most"});
+    }
+    for (const char* key : {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+                            "head_dim", "intermediate_size", "max_position_embeddings", "vocab_size"}) {
+        refused("llama", str("\"", key, "\": 0"), {PATH, key, "is 0", "positive"});
+        refused("llama", str("\"", key, "\": \"x\""), {PATH, key, "a whole number"});
+        EXPECT_NO_THROW(read(str("{\"model_type\": \"llama\", \"", key, "\": null}"))) << key;
+    }
+    refused("gpt2", R"("n_layer": 2147483647)", {"layers is 2147483647", "at most 10000"});
+    refused("gpt2", R"("n_embd": 2147483646, "n_head": 2, "n_inner": 8)", {"weights", "smaller"});
+    refused("gpt2", R"("n_head": 7)", {PATH, "7 heads do not divide 768 channels"});
+    refused("llama", R"("num_key_value_heads": 5)", {PATH, "5 KV heads do not divide 32 heads"});
+    refused("llama", R"("head_dim": 15)", {PATH, "even head size", "15"});
+    refused("gpt2", R"("layer_norm_epsilon": "1e-5")", {"layer_norm_epsilon", "a number"});
+    refused("gpt2", R"("layer_norm_epsilon": 0)", {"epsilon", "positive"});
+    refused("gpt2", R"("initializer_range": -1)", {"standard deviation", "-1"});
+    refused("gpt2", R"("tie_word_embeddings": 1)", {"tie_word_embeddings", "true or false"});
+    refused("gpt2", R"("activation_function": 3)", {"activation_function", "a string"});
+    refused("gpt2", R"("eos_token_id": "x")", {"eos_token_id", "a token id"});
+    refused("gpt2", R"("eos_token_id": [1.5])", {"eos_token_id", "a token id"});
+    const json good = config_to_json(
+        [] {
+            ModelConfig c = preset_config("gpt2-tiny");
+            c.mlp = Mlp::ReLU2;
+            return c;
+        }(),
+        json::object());
+    for (const char* key :
+         {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "intermediate_size", "vocab_size", "max_position_embeddings", "norm", "norm_eps", "positions", "mlp",
+          "qkv_bias", "proj_bias", "mlp_bias", "tie_word_embeddings", "attention"}) {
+        json changed = good;
+        changed.erase(key);
+        expect_error([&] { config_from_json(changed, PATH); }, {PATH, key, "missing"});
+        changed[key] = json::array({1});
+        expect_error([&] { config_from_json(changed, PATH); }, {PATH, key, "[1]"});
+    }
+    json changed = good;
+    changed["attention"] = "SSLS";
+    expect_error([&] { config_from_json(changed, PATH); }, {PATH, "attention kind L is not built yet; use S"});
+    changed["attention"] = "SSG";
+    expect_error([&] { config_from_json(changed, PATH); }, {PATH, "'SSG' has 3 letters for 4 layers"});
+    changed["attention"] = "SSXS";
+    expect_error([&] { config_from_json(changed, PATH); }, {PATH, "unknown letter"});
+    changed["attention"] = "S";
+    EXPECT_EQ(config_from_json(changed, PATH).attention, "SSSS");
+}
+
+TEST(ModelConfig, FillsInWhatIsLeftOut) {
+    ModelConfig c;
+    c.layers = 3;
+    c.channels = 96;
+    c.heads = 4;
+    fill_defaults(c, "test");
+    EXPECT_EQ(c.kv_heads, 4);
+    EXPECT_EQ(c.head_size, 24);
+    EXPECT_EQ(c.ffn, 384);
+    EXPECT_EQ(c.attention, "SSS");
+    c.ffn = 0;
+    c.mlp = Mlp::SwiGLU;
+    c.attention = "G";
+    fill_defaults(c, "test");
+    EXPECT_EQ(c.ffn, 256);
+    EXPECT_EQ(c.attention, "GGG");
+    c.vocab_size = 10;
+    c.max_positions = 10;
+    expect_error([&] { validate(c, "test"); }, {"test", "kind G is not built yet"});
+    for (int64_t ModelConfig::*size :
+         {&ModelConfig::layers, &ModelConfig::channels, &ModelConfig::heads, &ModelConfig::kv_heads,
+          &ModelConfig::head_size, &ModelConfig::ffn, &ModelConfig::vocab_size, &ModelConfig::max_positions}) {
+        for (const int64_t value : {int64_t(0), int64_t(-1), INT64_MIN, INT64_MAX, int64_t(1) << 31}) {
+            ModelConfig bad = c;
+            bad.attention = "SSS";
+            bad.*size = value;
+            expect_error([&] { validate(bad, "test"); }, {"test", std::to_string(value)});
+        }
+    }
+    ModelConfig heads;
+    heads.layers = 1;
+    heads.channels = 100;
+    heads.heads = 3;
+    expect_error([&] { fill_defaults(heads, "--heads"); },
+                 {"--heads", "3 heads do not divide 100 channels", "head size"});
+    heads.heads = 0;
+    expect_error([&] { fill_defaults(heads, "--heads"); }, {"heads is 0"});
+    heads.layers = -5;
+    heads.head_size = heads.kv_heads = 1;
+    expect_error([&] { fill_defaults(heads, "x"); }, {"layers is -5"});
+}
+
+TEST(ModelConfig, CarriesHarmlessKeysOver) {
+    const json original = json::parse(R"({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "torch_dtype": "bfloat16", "dtype": "bfloat16",
+        "attention_dropout": 0.25, "unknown": {"x": [1, 2]}, "eos_token_id": [200, 7, 8], "bos_token_id": 300,
+        "pad_token_id": 0})");
+    const ModelConfig c = config_from_json(original, PATH);
+    const json saved = config_to_json(c, original);
+    EXPECT_EQ(saved["attention_dropout"], 0.25);
+    EXPECT_EQ(saved["unknown"], original["unknown"]);
+    EXPECT_EQ(saved["eos_token_id"], original["eos_token_id"]);
+    EXPECT_EQ(saved["bos_token_id"], 300);
+    EXPECT_EQ(saved["pad_token_id"], 0);
+    EXPECT_FALSE(saved.contains("torch_dtype"));  // the weights say their dtype
+    EXPECT_FALSE(saved.contains("dtype"));
+    EXPECT_FALSE(saved.contains("rope_parameters"));  // said by rope_theta and rope_scaling, which 4 and 5 both read
+    EXPECT_EQ(saved["rope_theta"], 5000.0);
+    expect_same(config_from_json(saved, PATH), c);
+    ModelConfig mixed = c;  // another family leaves no key of the old one behind
+    mixed.norm = Norm::LayerNorm;
+    const json other = config_to_json(mixed, original);
+    EXPECT_EQ(other["model_type"], "train_gpt");
+    EXPECT_FALSE(other.contains("hidden_act") || other.contains("attention_bias") || other.contains("rms_norm_eps"));
+    EXPECT_EQ(other["unknown"], original["unknown"]);
+    mixed.eos = 9;
+    EXPECT_EQ(config_to_json(mixed, original)["eos_token_id"], 9);
+}
+
+TEST(ModelConfig, RandomValuesNeverCrash) {
+    const std::vector<json> values = {nullptr,
+                                      true,
+                                      false,
+                                      0,
+                                      -1,
+                                      1,
+                                      3,
+                                      1e300,
+                                      -0.5,
+                                      INT64_MAX,
+                                      UINT64_MAX,
+                                      INT64_MIN,
+                                      "",
+                                      "x",
+                                      json::array(),
+                                      json::array({1, "a"}),
+                                      json::object(),
+                                      {{"rope_type", "linear"}}};
+    std::mt19937 random(5);
+    for (const char* name : {"gpt2-tiny", "llama-1B"}) {
+        for (const bool mixed : {false, true}) {
+            ModelConfig c = preset_config(name);
+            if (mixed) c.mlp = Mlp::ReLU2;
+            const json good = config_to_json(c, json::object());
+            for (int i = 0; i < 400; i++) {
+                json bad = good;
+                for (uint32_t changes = 1 + random() % 3; changes > 0; changes--) {
+                    auto it = bad.begin();
+                    std::advance(it, random() % bad.size());
+                    if (it->is_object() && !it->empty() && random() % 2) it = it->begin();
+                    *it = values[random() % values.size()];
+                }
+                try {
+                    const ModelConfig read_back = config_from_json(bad, PATH);
+                    EXPECT_NO_THROW(validate(read_back, PATH));
+                    config_to_json(read_back, bad);
+                } catch (const Error& e) {
+                    EXPECT_NE(std::string(e.what()).find(PATH), std::string::npos) << e.what();
+                }
+            }
+        }
+    }
+}
+
+}  // namespace

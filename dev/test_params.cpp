@@ -1,0 +1,123 @@
+// runtime/params.h: the layout of the arenas and look-ups by role and name.
+#include "runtime/params.h"
+
+#include "dev/temp_dir.h"
+
+namespace {
+
+enum Slot { EMBEDDING, QKV, BIAS, FINAL_NORM };
+
+Param matrix(int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
+             int64_t padded_rows = 0) {
+    Param p;
+    p.slot = slot;
+    p.layer = layer;
+    p.group = group;
+    p.name = name;
+    p.rows = rows;
+    p.cols = cols;
+    p.padded_rows = padded_rows ? padded_rows : rows;
+    p.init_std = 0.02f;
+    p.init_value = 0;
+    p.decay = cols > 0;
+    p.pieces = {{name, 0, rows, false}};
+    return p;
+}
+
+ParamTable small_table() {
+    ParamTable table;
+    table.params = {matrix(EMBEDDING, -1, 0, "embedding", 5, 3, 8), matrix(QKV, 0, 1, "layers.0.qkv", 7, 3),
+                    matrix(BIAS, 0, 1, "layers.0.bias", 7, 0), matrix(QKV, 1, 2, "layers.1.qkv", 7, 3),
+                    matrix(FINAL_NORM, -1, 3, "norm", 3, 0)};
+    return table;
+}
+
+TEST(Params, Layout) {
+    for (const int64_t world : {1, 2, 3, 8}) {
+        ParamTable table = small_table();
+        table.layout(world);
+        ASSERT_EQ(table.group_begin.size(), 5u);
+        int64_t end = 0;
+        for (const Param& p : table.params) {
+            EXPECT_EQ(p.offset % 16, 0) << p.name;
+            EXPECT_GE(p.offset, end) << p.name;  // no overlap
+            EXPECT_GE(p.offset, table.group_begin[size_t(p.group)]);
+            EXPECT_LE(p.offset + p.padded_numel(), table.group_begin[size_t(p.group) + 1]);
+            end = p.offset + p.padded_numel();
+        }
+        for (size_t g = 0; g < 4; g++) {
+            const int64_t size = table.group_begin[g + 1] - table.group_begin[g];
+            EXPECT_EQ(size % (16 * world), 0);
+            EXPECT_LT(size, 64 + 16 * world);  // no more padding than needed
+        }
+        EXPECT_EQ(table.group_begin.front(), 0);
+        EXPECT_EQ(table.group_begin.back(), table.total);
+        EXPECT_EQ(table.num_weights(), 15 + 21 + 7 + 21 + 3);
+    }
+}
+
+TEST(Params, LookUps) {
+    ParamTable table = small_table();
+    expect_error([&] { table.find(QKV, 0); }, {"layout()"});
+    table.layout(1);
+    EXPECT_EQ(table.find(EMBEDDING), &table.params[0]);
+    EXPECT_EQ(table.find(QKV, 0), &table.params[1]);
+    EXPECT_EQ(table.find(QKV, 1), &table.params[3]);
+    EXPECT_EQ(table.find(BIAS, 0), &table.params[2]);
+    EXPECT_EQ(table.find(FINAL_NORM), &table.params[4]);
+    EXPECT_EQ(table.find(BIAS, 1), nullptr);
+    EXPECT_EQ(table.find(QKV), nullptr);
+    EXPECT_EQ(table.find(QKV, 2), nullptr);
+    EXPECT_EQ(table.find(FINAL_NORM + 1), nullptr);
+    EXPECT_EQ(table.find(-1), nullptr);
+    EXPECT_EQ(&table.by_name("layers.1.qkv"), &table.params[3]);
+    expect_error([&] { table.by_name("layers.2.qkv"); }, {"layers.2.qkv"});
+    const ParamTable copy = table;  // look-ups follow the copy
+    EXPECT_EQ(copy.find(QKV, 1), &copy.params[3]);
+}
+
+TEST(Params, TensorsOfAnArena) {
+    ParamTable table = small_table();
+    table.layout(2);
+    std::vector<float> memory(size_t(table.total));
+    const Tensor arena = host_tensor(memory.data(), {table.total});
+    const Tensor embedding = param_tensor(table.params[0], arena);
+    EXPECT_EQ(shape_string(embedding), "[8, 3]");
+    const Tensor bias = param_tensor(table.params[2], arena);
+    EXPECT_EQ(shape_string(bias), "[7]");
+    EXPECT_EQ(bias.data, memory.data() + table.params[2].offset);
+    expect_error([&] { param_tensor(table.params[4], host_tensor(memory.data(), {table.params[4].offset + 2})); },
+                 {"norm", "too small"});
+    std::vector<double> wrong(size_t(table.total));
+    expect_error([&] { param_tensor(table.params[0], host_tensor(wrong.data(), {table.total})); },
+                 {"embedding", "fp32"});
+}
+
+TEST(Params, RefusesTablesThatContradictThemselves) {
+    const auto refused = [](void (*change)(ParamTable&), const std::vector<std::string>& parts) {
+        ParamTable table = small_table();
+        change(table);
+        expect_error([&] { table.layout(1); }, parts);
+    };
+    refused([](ParamTable& t) { t.params[3].layer = 0; }, {"layers.1.qkv has the role of layers.0.qkv"});
+    refused([](ParamTable& t) { t.params[3].group = 0; }, {"layers.1.qkv", "comes after group 1"});
+    refused([](ParamTable& t) { t.params[0].padded_rows = 4; }, {"embedding", "not valid"});
+    refused([](ParamTable& t) { t.params[1].rows = 0; }, {"layers.0.qkv", "not valid"});
+    refused([](ParamTable& t) { t.params[1].pieces = {{"a", 0, 4, false}}; }, {"layers.0.qkv", "cover 4 of 7 rows"});
+    refused(
+        [](ParamTable& t) {
+            t.params[1].pieces = {{"a", 0, 4, false}, {"b", 3, 4, false}};
+        },
+        {"layers.0.qkv", "b starts at row 3, expected 4"});
+    refused([](ParamTable& t) { t.params[1].pieces.clear(); }, {"layers.0.qkv", "cover 0 of 7"});
+    refused(
+        [](ParamTable& t) {
+            t.params[0].rows = t.params[0].padded_rows = int64_t(1) << 40;
+            t.params[0].cols = int64_t(1) << 40;
+        },
+        {"embedding", "overflows"});
+    ParamTable table = small_table();
+    expect_error([&] { table.layout(0); }, {"0 ranks"});
+}
+
+}  // namespace

@@ -1,0 +1,276 @@
+// data/tokenizer.h against the ids of the tokenizers package (scripts/make_tokenizer_fixture.py), on bytes that are no
+// text, and on damaged files.
+#include "data/tokenizer.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "runtime/error.h"
+#include "runtime/files.h"
+#include "runtime/rng.h"
+
+using nlohmann::json;
+
+namespace {
+
+// A file that goes away with the test.
+class TemporaryFile {
+  public:
+    explicit TemporaryFile(const std::string& content) {
+        std::string pattern = testing::TempDir() + "tokenizer_XXXXXX";
+        const int fd = ::mkstemp(pattern.data());
+        EXPECT_GE(fd, 0);
+        ::close(fd);
+        path = pattern;
+        std::ofstream(path, std::ios::binary) << content;
+    }
+    ~TemporaryFile() { ::unlink(path.c_str()); }
+    std::string path;
+};
+
+Tokenizer make(const json& description) {
+    return Tokenizer(TemporaryFile(description.dump()).path);
+}
+
+const json& fixture() {
+    static const json loaded = json::parse(read_file("dev/fixtures/tokenizer/tokenizers.json"));
+    return loaded;
+}
+
+json description(const std::string& name) {
+    for (const json& one : fixture()["cases"])
+        if (one["name"] == name) return one["tokenizer"];
+    throw Error("fixture lacks " + name);
+}
+
+std::string error_of(const json& tokenizer) {
+    try {
+        make(tokenizer);
+    } catch (const Error& e) {
+        return e.what();
+    }
+    return "";
+}
+
+std::string random_bytes(uint64_t seed, size_t n, int values) {
+    std::string text;
+    for (size_t i = 0; i < n; i++) text += char(philox(seed, i, 0).v[0] % unsigned(values));
+    return text;
+}
+
+}  // namespace
+
+TEST(Tokenizer, IdsEqualTheTokenizersPackage) {
+    ASSERT_GE(fixture()["cases"].size(), 7u);
+    for (const json& one : fixture()["cases"]) {
+        const std::string name = one["name"];
+        const Tokenizer tokenizer = make(one["tokenizer"]);
+        for (size_t i = 0; i < fixture()["texts"].size(); i++) {
+            const std::string text = fixture()["texts"][i];
+            EXPECT_EQ(tokenizer.encode(text), one["plain"][i].get<std::vector<int32_t>>())
+                << name << ": " << json(text).dump();
+            EXPECT_EQ(tokenizer.encode(text, true), one["special"][i].get<std::vector<int32_t>>())
+                << name << " with special tokens: " << json(text).dump();
+        }
+    }
+}
+
+TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
+    for (const json& one : fixture()["cases"]) {
+        const std::string name = one["name"];
+        const Tokenizer tokenizer = make(one["tokenizer"]);
+        const auto round_trip = [&](const std::string& text) {
+            if (name == "prefix-space") {  // each stretch between special tokens gets a space in front: not invertible
+                const bool in_front = !text.empty() && text[0] != ' ';
+                EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), (in_front ? " " : "") + text);
+                return;
+            }
+            EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text) << name;
+            EXPECT_EQ(tokenizer.decode(tokenizer.encode(text, true)), text) << name << " with special tokens";
+        };
+        for (const json& text : fixture()["texts"]) round_trip(text.get<std::string>());
+        for (uint64_t seed = 0; seed < 50; seed++) round_trip(random_bytes(seed, 1 + seed * 7, 256));
+        // What looks like UTF-8 and isn't: overlong forms, surrogates, above U+10FFFF, cut off, stray tails.
+        for (const char* text :
+             {"\xC0\x80", "\xC1\xBF", "\xE0\x80\x80", "\xED\xA0\x80", "\xF0\x80\x80\x80", "\xF4\x90\x80\x80",
+              "\xF5\x80\x80\x80", "a\xE2\x82", "\xE2\x82 b", "\x80\xBF x", "\xF0\x9F\x98", "\xFF\xFE"})
+            round_trip(text);
+        round_trip(std::string("\0a\0\0", 4));
+    }
+}
+
+// A word beyond the size that is merged by scanning goes through the queue: both must give the same ids. The words are
+// made of two letters, so that merges overlap at every place.
+TEST(Tokenizer, LongWordsMergeLikeShortOnes) {
+    json tokenizer = description("no-regex");
+    json& model = tokenizer["model"];
+    model["merges"] = json::array();
+    int next = 1000;
+    for (const char* merge : {"a b", "b a", "ab ab", "a a", "ba ba", "abab a", "aa b", "abab abab"}) {
+        std::string made = merge;
+        made.erase(made.find(' '), 1);
+        model["vocab"][made] = next++;
+        model["merges"].push_back(merge);
+    }
+    const Tokenizer ours = make(tokenizer);
+    // Naively: the first of the lowest-ranked pairs, again and again.
+    const auto naive = [&](const std::string& text) {
+        std::vector<std::string> parts;
+        for (const char c : text) parts.emplace_back(1, c);
+        for (;;) {
+            size_t best = parts.size();
+            for (size_t rank = 0; rank < model["merges"].size() && best == parts.size(); rank++)
+                for (size_t i = 0; i + 1 < parts.size() && best == parts.size(); i++)
+                    if (parts[i] + " " + parts[i + 1] == model["merges"][rank]) best = i;
+            if (best == parts.size()) break;
+            parts[best] += parts[best + 1];
+            parts.erase(parts.begin() + int64_t(best) + 1);
+        }
+        std::vector<int32_t> ids;
+        for (const std::string& part : parts) ids.push_back(model["vocab"][part].get<int32_t>());
+        return ids;
+    };
+    for (const size_t n : {1, 2, 3, 31, 32, 33, 63, 64, 65, 66, 100, 300}) {
+        std::string text = random_bytes(n, n, 2);
+        for (char& c : text) c = c ? 'a' : 'b';
+        EXPECT_EQ(ours.encode(text), naive(text)) << text;
+    }
+}
+
+TEST(Tokenizer, LongRunsAreFast) {
+    const Tokenizer tokenizer = make(description("gpt2"));
+    for (const char* unit :
+         {" ", "a", "\n", "the ", "\xFF", "1", " \n", "\xF0\x9F\x98\x80"}) {  // quadratic would take minutes
+        std::string text;
+        while (text.size() < 300000) text += unit;
+        EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text);
+    }
+}
+
+TEST(Tokenizer, EndOfTextAndVocabulary) {
+    const Tokenizer tokenizer = make(description("gpt2"));
+    const int32_t end = tokenizer.end_of_text();
+    EXPECT_EQ(end, 0);  // the trainer puts special tokens first
+    EXPECT_EQ(tokenizer.vocab_size(), 500);
+    EXPECT_EQ(tokenizer.decode(end), "<|endoftext|>");
+    EXPECT_EQ(tokenizer.encode("<|endoftext|>", true), std::vector<int32_t>{end});
+    for (const int32_t id : tokenizer.encode("<|endoftext|>")) EXPECT_NE(id, end);
+    EXPECT_THROW(tokenizer.decode(-1), Error);
+    EXPECT_THROW(tokenizer.decode(500), Error);
+    EXPECT_THROW(tokenizer.decode(std::vector<int32_t>{1, 2, 2147483647}), Error);
+
+    json renamed = description("bytes");
+    const auto rename = [&](const char* name) {
+        renamed["added_tokens"][0]["content"] = name;
+        json vocab;
+        for (const auto& [token, id] : renamed["model"]["vocab"].items()) vocab[id == 0 ? name : token] = id;
+        renamed["model"]["vocab"] = vocab;
+        return make(renamed).end_of_text();
+    };
+    EXPECT_EQ(rename("</s>"), 0);
+    EXPECT_EQ(rename("<|end_of_text|>"), 0);
+    EXPECT_EQ(rename("<|other|>"), -1);
+}
+
+TEST(Tokenizer, MissingByteIsAnError) {
+    json tokenizer = description("bytes");
+    tokenizer["model"]["vocab"].erase("a");
+    const Tokenizer ours = make(tokenizer);
+    EXPECT_NO_THROW(ours.encode("bcd"));
+    EXPECT_THROW(ours.encode("bad"), Error);
+}
+
+TEST(Tokenizer, UnsupportedKindsAreNamed) {
+    const json good = description("gpt2");
+    const auto with = [&](const char* pointer, const json& value) {
+        json changed = good;
+        changed[json::json_pointer(pointer)] = value;
+        return error_of(changed);
+    };
+    const auto expect_named = [](const std::string& error, const std::string& what) {
+        EXPECT_NE(error.find(what), std::string::npos) << error;
+        EXPECT_NE(error.find("not supported"), std::string::npos) << error;
+        EXPECT_EQ(error.find('\n'), std::string::npos) << error;
+    };
+    EXPECT_EQ(error_of(good), "");
+    expect_named(with("/model/type", "WordPiece"), "WordPiece");
+    expect_named(with("/model/type", "Unigram"), "Unigram");
+    expect_named(with("/model/byte_fallback", true), "SentencePiece");
+    expect_named(with("/model/end_of_word_suffix", "</w>"), "end_of_word_suffix");
+    expect_named(with("/model/continuing_subword_prefix", "##"), "continuing_subword_prefix");
+    expect_named(with("/model/dropout", 0.1), "dropout");
+    expect_named(with("/normalizer", {{"type", "NFC"}}), "NFC");
+    expect_named(with("/normalizer", {{"type", "Sequence"}, {"normalizers", {{{"type", "NFC"}}}}}), "Sequence");
+    expect_named(with("/decoder", {{"type", "WordPiece"}}), "WordPiece");
+    expect_named(with("/pre_tokenizer", nullptr), "without a ByteLevel");
+    expect_named(with("/pre_tokenizer", {{"type", "Whitespace"}}), "Whitespace");
+    expect_named(with("/pre_tokenizer", {{"type", "Sequence"}, {"pretokenizers", json::array()}}), "without ByteLevel");
+    const json removed = {{"type", "Split"}, {"behavior", "Removed"}, {"invert", true}, {"pattern", {{"Regex", "a"}}}};
+    expect_named(with("/pre_tokenizer", removed), "Removed");
+    const json broken = {
+        {"type", "Split"}, {"behavior", "Isolated"}, {"invert", false}, {"pattern", {{"Regex", "(a"}}}};
+    expect_named(with("/pre_tokenizer", broken), "(a");
+    expect_named(with("/added_tokens/0/lstrip", true), "lstrip");
+}
+
+TEST(Tokenizer, BrokenFilesAreErrors) {
+    const json good = description("gpt2");
+    const auto with = [&](const char* pointer, const json& value) {
+        json changed = good;
+        changed[json::json_pointer(pointer)] = value;
+        return error_of(changed);
+    };
+    EXPECT_NE(with("/model", nullptr), "");
+    EXPECT_NE(with("/model/vocab", json::array()), "");
+    EXPECT_NE(with("/model/vocab", json::object()), "");
+    EXPECT_NE(with("/model/vocab/a", -1), "");
+    EXPECT_NE(with("/model/vocab/a", 1.5), "");
+    EXPECT_NE(with("/model/vocab/a", "b"), "");
+    EXPECT_NE(with("/model/vocab/a", 2000000000), "");                   // would ask for 64 GB
+    EXPECT_NE(with("/model/vocab/a", good["model"]["vocab"]["b"]), "");  // an id given twice
+    EXPECT_NE(with("/model/merges", 3), "");
+    EXPECT_NE(with("/model/merges/0", "ab"), "");
+    EXPECT_NE(with("/model/merges/0", "a b c"), "");
+    EXPECT_NE(with("/model/merges/0", json::array({"a"})), "");
+    EXPECT_NE(with("/model/merges/0", json::array({"a", 3})), "");
+    EXPECT_NE(with("/model/merges/0", json::array({"zzz", "a"})), "");  // not in the vocabulary
+    EXPECT_NE(with("/added_tokens", 7), "");
+    EXPECT_NE(with("/added_tokens/0/content", ""), "");
+    EXPECT_NE(with("/added_tokens/0/id", 5), "");  // not what the vocabulary says
+    EXPECT_NE(with("/pre_tokenizer", 5), "");
+    EXPECT_NE(error_of(json::array()), "");
+    EXPECT_THROW(Tokenizer("no/such/tokenizer.json"), Error);
+    EXPECT_THROW(Tokenizer("dev"), Error);
+    EXPECT_THROW(Tokenizer(TemporaryFile("").path), Error);
+}
+
+// Damage at random places: either an Error, or a tokenizer that still works as one; never a crash.
+TEST(Tokenizer, DamagedFilesNeverCrash) {
+    const std::string good = description("prefix-space").dump();
+    int errors = 0;
+    for (uint64_t trial = 0; trial < 150; trial++) {
+        const Philox4 r = philox(7, trial, 0);
+        std::string bad = good;
+        // Most of the file is vocabulary: aim half of the damage at the keys in front of it.
+        const size_t at = r.v[0] % (trial % 2 ? bad.size() : 900);
+        if (trial % 3 == 0)
+            bad.resize(at);
+        else if (trial % 3 == 1)
+            bad[at] = char(r.v[1]);
+        else
+            bad.erase(at, 1 + r.v[1] % 20);
+        try {
+            const Tokenizer tokenizer(TemporaryFile(bad).path);
+            const std::vector<int32_t> ids = tokenizer.encode("it was the best of times <|endoftext|>", true);
+            tokenizer.decode(ids);
+        } catch (const Error& e) {
+            errors++;
+            EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos);
+        }
+    }
+    EXPECT_GT(errors, 50);
+}

@@ -1,0 +1,88 @@
+#include "kernels/adamw.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+
+namespace {
+
+// What one update needs, computed once in double: the powers of β and 1 − β would lose digits in fp32.
+struct Factors {
+    float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
+    float grad_scale;
+    float step_size;   // lr / (1 − β1^t)
+    float root_scale;  // 1 / √(1 − β2^t)
+    float decay;       // lr · weight_decay
+};
+
+// One vsqrtps: the compiler knows no operator for it, but sees through the loop.
+ALWAYS_INLINE vec16 vec_sqrt(vec16 x) {
+    vec16 root;
+    for (int lane = 0; lane < 16; lane++) root[lane] = std::sqrt(x[lane]);
+    return root;
+}
+
+MULTIARCH void update(float* params, float* m, float* v, const float* grads, int64_t n, Factors f) {
+    for_each_vector(n, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
+        const vec16 g = vec_load_lanes(grads + i, lanes) * f.grad_scale, p = vec_load_lanes(params + i, lanes);
+        const vec16 mi = f.beta1 * vec_load_lanes(m + i, lanes) + f.one_minus_beta1 * g;
+        const vec16 vi = f.beta2 * vec_load_lanes(v + i, lanes) + f.one_minus_beta2 * (g * g);
+        const vec16 adam = f.step_size * mi / (vec_sqrt(vi) * f.root_scale + f.eps);
+        vec_store_lanes(m + i, mi, lanes);
+        vec_store_lanes(v + i, vi, lanes);
+        vec_store_lanes(params + i, p - (adam + f.decay * p), lanes);
+    });
+}
+
+}  // namespace
+
+void adamw_update(Tensor params, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments, int64_t num_segments,
+                  const AdamWOptions& options, Tensor scalars, Stream) {
+    const char* op = "adamw_update";
+    require(params.rank == 1, op, ": params is ", dtype_name(params.dtype), " ", shape_string(params),
+            ", expected fp32 [n]");
+    const int64_t n = params.shape[0];
+    check_tensor(op, "params", params, DType::F32, {n});
+    check_tensor(op, "m", m, DType::F32, {n});
+    check_tensor(op, "v", v, DType::F32, {n});
+    check_tensor(op, "grads", grads, DType::F32, {n});
+    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
+    for (int64_t i = 0; i < num_segments; i++)
+        require((i ? segments[i - 1].end : 0) <= segments[i].begin && segments[i].begin <= segments[i].end &&
+                    segments[i].end <= n,
+                op, ": segment ", i, " is [", segments[i].begin, ", ", segments[i].end,
+                "), expected ascending segments within [0, ", n, ")");
+
+    const StepScalars& s = *reinterpret_cast<const StepScalars*>(scalars.as<uint8_t>());
+    if (s.skip) return;
+    require(s.t >= 1, op, ": t is ", s.t, ", expected the number of this update, 1 or more");
+    const double beta1 = options.beta1, beta2 = options.beta2;
+    Factors f;
+    f.beta1 = options.beta1;
+    f.one_minus_beta1 = float(1 - beta1);
+    f.beta2 = options.beta2;
+    f.one_minus_beta2 = float(1 - beta2);
+    f.eps = options.eps;
+    f.grad_scale = s.grad_scale;
+    f.step_size = float(s.lr / (1 - std::pow(beta1, double(s.t))));
+    f.root_scale = float(1 / std::sqrt(1 - std::pow(beta2, double(s.t))));
+    f.decay = 0;
+
+    float *p = params.as<float>(), *pm = m.as<float>(), *pv = v.as<float>();
+    const float* g = grads.as<float>();
+    // Each thread takes an equal part of the arena and of every segment what lies in it.
+#pragma omp parallel firstprivate(f) if (n > PARALLEL_MIN)
+    {
+        const int64_t vectors = (n + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        const int64_t low = vectors * thread / threads * 16, high = std::min(n, vectors * (thread + 1) / threads * 16);
+        for (int64_t i = 0; i < num_segments; i++) {
+            const int64_t begin = std::max(low, segments[i].begin), end = std::min(high, segments[i].end);
+            f.decay = s.lr * segments[i].weight_decay;
+            if (begin < end) update(p + begin, pm + begin, pv + begin, g + begin, end - begin, f);
+        }
+    }
+}

@@ -1,0 +1,89 @@
+#include "kernels/cross_entropy.h"
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+
+namespace {
+
+MULTIARCH float row_maximum(const float* logits, int64_t V) {
+    // Four independent maxima: a single one would wait for its own last result at every step.
+    constexpr float NONE = -std::numeric_limits<float>::infinity();
+    vec16 m[4] = {vec_set(NONE), vec_set(NONE), vec_set(NONE), vec_set(NONE)};
+    int64_t v = 0;
+    for (; v + 64 <= V; v += 64)
+        for (int k = 0; k < 4; k++) m[k] = vec_max(m[k], vec_load(logits + v + 16 * k));
+    for (; v + 16 <= V; v += 16) m[0] = vec_max(m[0], vec_load(logits + v));
+    if (v < V) m[0] = vec_max(m[0], vec_load_partial(logits + v, V - v, vec_set(NONE)));
+    return vec_hmax(vec_max(vec_max(m[0], m[1]), vec_max(m[2], m[3])));
+}
+
+// Σ exp(logits − m). The terms are kept in `terms` unless it is null; it may be the logits themselves.
+MULTIARCH float sum_exp(float* terms, const float* logits, int64_t V, float m) {
+    vec16 sum[2] = {};
+    int64_t v = 0;
+    for (; v + 32 <= V; v += 32)
+        for (int k = 0; k < 2; k++) {
+            const vec16 e = vec_exp(vec_load(logits + v + 16 * k) - m);
+            sum[k] += e;
+            if (terms) vec_store(terms + v + 16 * k, e);
+        }
+    constexpr float NONE = -std::numeric_limits<float>::infinity();  // exp gives 0
+    for (; v < V; v += 16) {
+        const int64_t lanes = V - v < 16 ? V - v : 16;
+        const vec16 e = vec_exp(vec_load_partial(logits + v, lanes, vec_set(NONE)) - m);
+        sum[0] += e;
+        if (terms) vec_store_partial(terms + v, e, lanes);
+    }
+    return vec_sum(sum[0] + sum[1]);
+}
+
+MULTIARCH void scale(float* x, int64_t n, float factor) {
+    for_each_vector(n, [&](int64_t i, int64_t lanes)
+                           INLINE_LAMBDA { vec_store_lanes(x + i, vec_load_lanes(x + i, lanes) * factor, lanes); });
+}
+
+// A row of logits is read from memory once: after the first pass it lies in L2 (200 kB for GPT-2's vocabulary).
+void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, const Tensor& targets, int64_t V,
+                   const float* dloss) {
+    check_matrix(op, "logits", logits);
+    const int64_t N = logits.shape[0], Vp = logits.shape[1], stride = row_stride(logits);
+    require(V >= 1 && V <= Vp, op, ": V is ", V, ", expected 1 … ", Vp, ", the columns of logits");
+    check_tensor(op, "losses", losses, DType::F32, {N});
+    check_tensor(op, "targets", targets, DType::I32, {N});
+    const int32_t* target = targets.as<int32_t>();
+    for (int64_t n = 0; n < N; n++)
+        require(target[n] == IGNORE_TARGET || (target[n] >= 0 && target[n] < V), op, ": targets[", n, "] is ",
+                target[n], ", expected 0 … ", V - 1, " or ", IGNORE_TARGET, " to ignore the token");
+    float *loss = losses.as<float>(), *rows = logits.as<float>();
+#pragma omp parallel for schedule(static) if (N * Vp > PARALLEL_MIN)
+    for (int64_t n = 0; n < N; n++) {
+        float* row = rows + n * stride;
+        if (target[n] == IGNORE_TARGET) {
+            loss[n] = 0;
+            if (dloss) std::fill_n(row, Vp, 0.0f);
+            continue;
+        }
+        const float m = row_maximum(row, V), below_maximum = m - row[target[n]];
+        const float sum = sum_exp(dloss ? row : nullptr, row, V, m);
+        // m − logits[target] before the logarithm is added: m + ln Σ would round the loss to the logits' last digit.
+        loss[n] = float(std::log(double(sum)) + double(below_maximum));
+        if (dloss) {
+            scale(row, V, *dloss / sum);
+            row[target[n]] -= *dloss;
+            std::fill_n(row + V, Vp - V, 0.0f);
+        }
+    }
+}
+
+}  // namespace
+
+void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream) {
+    cross_entropy("cross_entropy_forward", losses, logits, targets, V, nullptr);
+}
+
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Stream) {
+    cross_entropy("cross_entropy_forward_backward", losses, logits, targets, V, &dloss);
+}

@@ -1,0 +1,15 @@
+// Our own matrix product for machines without a GEMM library: packed, blocked for the caches, register-tiled, OpenMP.
+// The structure is that of Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication", and of BLIS
+// (Van Zee, van de Geijn 2015): panels of both operands are copied into the order in which the innermost loop reads
+// them, so that it streams contiguous memory whatever the transposes and strides were.
+#pragma once
+
+#include <cstdint>
+
+// c[M, N] = (or +=, if accumulate) op(a)·op(b), row-major fp32, op(a) [M, K], op(b) [K, N]; op is the transpose where
+// asked. lda, ldb, ldc: row strides of the matrices as stored. c must not overlap a or b. M, N, K may be 0.
+//
+// K is summed in blocks of 256, each in ascending order, and the blocks in ascending order: the bits depend neither on
+// the number of threads nor on where an element lies in c. Throws Error if the packing buffers can't be allocated.
+void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
+                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);

@@ -1,0 +1,78 @@
+#include "kernels/global_norm.h"
+
+#include <cmath>
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+
+namespace {
+
+typedef float vec8 __attribute__((vector_size(32)));
+typedef double dvec8 __attribute__((vector_size(64)));
+
+// Σ x² of one block, in fp64: squares of fp32 are exact in it and neither overflow nor vanish.
+MULTIARCH double sum_squares(const float* x, int64_t n) {
+    dvec8 sum[4] = {};
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32)
+        for (int k = 0; k < 4; k++) {
+            vec8 v;
+            std::memcpy(&v, x + i + 8 * k, sizeof(v));
+            const dvec8 d = __builtin_convertvector(v, dvec8);
+            sum[k] += d * d;
+        }
+    double rest = 0;
+    for (; i < n; i++) rest += double(x[i]) * double(x[i]);
+    const dvec8 s = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    return (((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) + rest;
+}
+
+constexpr int64_t BLOCK = 1 << 15;  // fixed, so that the order of the sum depends on n alone
+
+int64_t num_blocks(int64_t n) {
+    return (n + BLOCK - 1) / BLOCK;
+}
+
+}  // namespace
+
+void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
+    const char* op = "sum_losses";
+    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
+    require(losses.rank == 1, op, ": losses is ", dtype_name(losses.dtype), " ", shape_string(losses),
+            ", expected fp32 [n]");
+    check_tensor(op, "losses", losses, DType::F32, {losses.shape[0]});
+    const float* loss = losses.as<float>();
+    double sum = 0;
+    for (int64_t i = 0; i < losses.shape[0]; i++) sum += loss[i];
+    double& total = *loss_sum.as<double>();
+    total = accumulate ? total + sum : sum;
+}
+
+int64_t step_control_scratch(int64_t n) {
+    return num_blocks(n) * int64_t(sizeof(double));
+}
+
+void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, Tensor scratch, Stream) {
+    const char* op = "step_control";
+    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
+    require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
+            ", expected fp32 [n]");
+    const int64_t n = grads.shape[0];
+    check_tensor(op, "grads", grads, DType::F32, {n});
+    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
+    check_scratch(op, scratch, step_control_scratch(n));
+
+    const float* g = grads.as<float>();
+    double* partial = reinterpret_cast<double*>(scratch.as<uint8_t>());
+#pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
+    for (int64_t b = 0; b < num_blocks(n); b++) partial[b] = sum_squares(g + b * BLOCK, std::min(BLOCK, n - b * BLOCK));
+    double sum = 0;
+    for (int64_t b = 0; b < num_blocks(n); b++) sum += partial[b];
+
+    StepScalars& s = *reinterpret_cast<StepScalars*>(scalars.as<uint8_t>());
+    s.loss = float(*loss_sum.as<double>() * loss_scale);
+    s.grad_norm = float(std::sqrt(sum));
+    s.grad_scale = s.grad_clip > 0 && s.grad_norm > s.grad_clip ? float(s.grad_clip / std::sqrt(sum)) : 1.0f;
+    s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm));
+    if (!s.skip) s.t++;
+}

@@ -1,0 +1,128 @@
+#include "kernels/layernorm.h"
+
+#include <cmath>
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+#include "kernels/norm_partials.h"
+
+namespace {
+
+struct RowStatistics {
+    float mean, rstd;
+};
+
+// Two passes over a row that by then lies in L1: the variance from x − mean and not from Σx² − (Σx)²/C, which cancels
+// where the mean is large.
+MULTIARCH RowStatistics forward_row(float* out, float* sum, const float* inp, const float* residual,
+                                    const float* weight, const float* bias, int64_t C, float eps) {
+    vec16 total = {};
+    if (residual) {
+        // Without `sum` the additions are stored in out, from where the passes below read them.
+        float* x = sum ? sum : out;
+        for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+            const vec16 v = vec_load_lanes(inp + c, lanes) + vec_load_lanes(residual + c, lanes);
+            vec_store_lanes(x + c, v, lanes);
+            total += v;
+        });
+        inp = x;
+    } else {
+        for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+            const vec16 v = vec_load_lanes(inp + c, lanes);
+            if (sum) vec_store_lanes(sum + c, v, lanes);
+            total += v;
+        });
+    }
+    const float mean = vec_sum(total) / float(C);
+
+    vec16 squares = {};
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        vec16 d = vec_load_lanes(inp + c, lanes) - mean;
+        if (lanes < 16) d = vec_load_partial(reinterpret_cast<const float*>(&d), lanes);  // −mean in no lane
+        squares += d * d;
+    });
+    const float rstd = 1 / std::sqrt(vec_sum(squares) / float(C) + eps);
+
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        vec16 y = (vec_load_lanes(inp + c, lanes) - mean) * rstd * vec_load_lanes(weight + c, lanes);
+        if (bias) y += vec_load_lanes(bias + c, lanes);
+        vec_store_lanes(out + c, y, lanes);
+    });
+    return {mean, rstd};
+}
+
+// dweight and dbias are this partition's partial sums.
+MULTIARCH void backward_row(float* dinp, float* dweight, float* dbias, const float* dout, const float* dresidual,
+                            const float* inp, const float* weight, float mean, float rstd, int64_t C) {
+    vec16 sum_d = {}, sum_dx = {};
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 d = vec_load_lanes(dout + c, lanes) * vec_load_lanes(weight + c, lanes);
+        sum_d += d;
+        sum_dx += d * ((vec_load_lanes(inp + c, lanes) - mean) * rstd);
+    });
+    const float mean_d = vec_sum(sum_d) / float(C), mean_dx = vec_sum(sum_dx) / float(C);
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 g = vec_load_lanes(dout + c, lanes);
+        const vec16 x_hat = (vec_load_lanes(inp + c, lanes) - mean) * rstd;
+        vec16 dx = (g * vec_load_lanes(weight + c, lanes) - mean_d - x_hat * mean_dx) * rstd;
+        if (dresidual) dx += vec_load_lanes(dresidual + c, lanes);
+        vec_store_lanes(dinp + c, dx, lanes);
+        vec_store_lanes(dweight + c, vec_load_lanes(dweight + c, lanes) + g * x_hat, lanes);
+        vec_store_lanes(dbias + c, vec_load_lanes(dbias + c, lanes) + g, lanes);
+    });
+}
+
+}  // namespace
+
+void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
+                       Tensor bias, float eps, Stream) {
+    const char* op = "layernorm_forward";
+    check_matrix(op, "inp", inp);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "out", out, N, C);
+    check_matrix(op, "sum", sum, N, C, Given::Optional);
+    check_tensor(op, "mean", mean, DType::F32, {N}, Given::Optional);
+    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
+    check_matrix(op, "residual", residual, N, C, Given::Optional);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    check_tensor(op, "bias", bias, DType::F32, {C}, Given::Optional);
+    const Rows<float> o(out), s(sum);
+    const Rows<const float> x(inp), r(residual);
+    float *m = mean.as<float>(), *rs = rstd.as<float>();
+    const float *w = weight.as<float>(), *b = bias.as<float>();
+#pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
+    for (int64_t n = 0; n < N; n++) {
+        const RowStatistics statistics = forward_row(o[n], s[n], x[n], r[n], w, b, C, eps);
+        if (m) m[n] = statistics.mean;
+        if (rs) rs[n] = statistics.rstd;
+    }
+}
+
+int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
+    return norm_partials_bytes(N, 2 * C);
+}
+
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp,
+                        Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
+    const char* op = "layernorm_backward";
+    check_matrix(op, "inp", inp);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "dinp", dinp, N, C);
+    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
+    check_matrix(op, "dout", dout, N, C);
+    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    check_tensor(op, "mean", mean, DType::F32, {N});
+    check_tensor(op, "rstd", rstd, DType::F32, {N});
+    check_scratch(op, scratch, layernorm_backward_scratch(N, C));
+    const Rows<float> dx(dinp);
+    const Rows<const float> g(dout), dr(dresidual), x(inp);
+    const float *w = weight.as<float>(), *m = mean.as<float>(), *rs = rstd.as<float>();
+    float* partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
+    norm_partials(partials, N, 2 * C, [=](int64_t n, float* partial) {
+        backward_row(dx[n], partial, partial + C, g[n], dr[n], x[n], w, m[n], rs[n], C);
+    });
+    norm_partials_sum(dweight.as<float>(), partials, N, 2 * C, 0, C, accumulate);
+    if (dbias) norm_partials_sum(dbias.as<float>(), partials, N, 2 * C, C, C, accumulate);
+}

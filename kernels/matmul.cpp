@@ -1,0 +1,164 @@
+#include "kernels/matmul.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <vector>
+
+#ifdef USE_ONEDNN
+#include <oneapi/dnnl/dnnl.h>
+#endif
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+#ifndef USE_ONEDNN
+#include "kernels/gemm_blocked.h"
+#endif
+
+namespace {
+
+void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
+              bool accumulate) {
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
+    const float *pa = a.as<float>(), *pb = b.as<float>();
+    float* c = out.as<float>();
+    if (M == 0 || N == 0) return;
+    if (K == 0) {  // an empty sum; libraries differ on whether they write it
+        for (int64_t i = 0; i < M && !accumulate; i++) std::fill_n(c + i * row_stride(out), N, 0.0f);
+        return;
+    }
+#ifdef USE_ONEDNN
+    // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
+    const dnnl_status_t status =
+        dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, pa, row_stride(a), pb,
+                   row_stride(b), accumulate ? 1.0f : 0.0f, c, row_stride(out));
+    require(status == dnnl_success, op, ": oneDNN's sgemm failed with status ", int(status), " for M = ", M,
+            ", N = ", N, ", K = ", K);
+#else
+    (void)op;
+    gemm_blocked(transpose_a, transpose_b, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c,
+                 row_stride(out));
+#endif
+}
+
+// Σ over `rows` rows of up to SUM_COLUMNS columns, in ascending order within blocks of SUM_ROWS rows and then over the
+// blocks: rounding errors grow with √(rows/SUM_ROWS) and not with √rows, and the order never depends on the threads.
+constexpr int64_t SUM_COLUMNS = 1024, SUM_ROWS = 64;
+
+MULTIARCH void sum_columns(float* out, const float* inp, int64_t rows, int64_t columns, int64_t stride,
+                           bool accumulate) {
+    alignas(64) float total[SUM_COLUMNS], block[SUM_COLUMNS];
+    const int64_t whole = columns / 16 * 16;
+    for (int64_t c = 0; c < columns; c++) total[c] = accumulate ? out[c] : 0.0f;
+    for (int64_t r0 = 0; r0 < rows; r0 += SUM_ROWS) {
+        std::fill_n(block, columns, 0.0f);
+        for (int64_t r = r0; r < std::min(rows, r0 + SUM_ROWS); r++) {
+            const float* row = inp + r * stride;
+            for (int64_t c = 0; c < whole; c += 16) vec_store(block + c, vec_load(block + c) + vec_load(row + c));
+            for (int64_t c = whole; c < columns; c++) block[c] += row[c];
+        }
+        for (int64_t c = 0; c < columns; c++) total[c] += block[c];
+    }
+    std::copy_n(total, columns, out);
+}
+
+// Threads own columns, so that no partial sums meet.
+void sum_rows(const Tensor& out, const Tensor& inp, bool accumulate) {
+    const int64_t rows = inp.shape[0], columns = inp.shape[1], stride = row_stride(inp);
+    const int64_t share = (columns + omp_get_max_threads() - 1) / omp_get_max_threads();
+    const int64_t width = std::clamp<int64_t>((share + 63) / 64 * 64, 64, SUM_COLUMNS);
+    const float* in = inp.as<float>();
+    float* o = out.as<float>();
+#pragma omp parallel for schedule(static) if (rows * columns > PARALLEL_MIN)
+    for (int64_t c = 0; c < columns; c += width)
+        sum_columns(o + c, in + c, rows, std::min(width, columns - c), stride, accumulate);
+}
+
+}  // namespace
+
+void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream) {
+    const char* op = "matmul";
+    check_matrix(op, "out", out);
+    check_matrix(op, "a", a);
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
+    check_matrix(op, "out", out, M, N);
+    if (transpose_a)
+        check_matrix(op, "a", a, K, M);
+    else
+        check_matrix(op, "a", a, M, K);
+    if (transpose_b)
+        check_matrix(op, "b", b, N, K);
+    else
+        check_matrix(op, "b", b, K, N);
+    multiply(op, out, a, b, transpose_a, transpose_b, accumulate);
+}
+
+void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {
+    const char* op = "matmul_forward";
+    check_matrix(op, "inp", inp);
+    check_matrix(op, "weight", weight);
+    const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
+    check_matrix(op, "out", out, N, OC);
+    check_matrix(op, "inp", inp, N, C);
+    check_matrix(op, "weight", weight, OC, C);
+    check_tensor(op, "bias", bias, DType::F32, {OC}, Given::Optional);
+    // Filling in the bias first costs one write pass; adding it afterwards would cost a read and a write.
+    if (bias) {
+        float* o = out.as<float>();
+        const float* b = bias.as<float>();
+        const int64_t stride = row_stride(out);
+#pragma omp parallel for schedule(static) if (N * OC > PARALLEL_MIN)
+        for (int64_t n = 0; n < N; n++) std::copy_n(b, OC, o + n * stride);
+    }
+    multiply(op, out, inp, weight, false, true, bool(bias));
+}
+
+void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream) {
+    const char* op = "matmul_backward_input";
+    check_matrix(op, "dout", dout);
+    check_matrix(op, "weight", weight);
+    const int64_t N = dout.shape[0], OC = dout.shape[1], C = weight.shape[1];
+    check_matrix(op, "dinp", dinp, N, C);
+    check_matrix(op, "dout", dout, N, OC);
+    check_matrix(op, "weight", weight, OC, C);
+    multiply(op, dinp, dout, weight, false, false, accumulate);
+}
+
+void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream) {
+    const char* op = "matmul_backward_weight";
+    check_matrix(op, "dout", dout);
+    check_matrix(op, "inp", inp);
+    const int64_t N = dout.shape[0], OC = dout.shape[1], C = inp.shape[1];
+    check_matrix(op, "dweight", dweight, OC, C);
+    check_tensor(op, "dbias", dbias, DType::F32, {OC}, Given::Optional);
+    check_matrix(op, "dout", dout, N, OC);
+    check_matrix(op, "inp", inp, N, C);
+    multiply(op, dweight, dout, inp, true, false, accumulate);
+    if (dbias) sum_rows(dbias, dout, accumulate);
+}
+
+#ifdef USE_ONEDNN
+#define STRINGIFY(x) #x
+#define VERSION_STRING(major, minor, patch) STRINGIFY(major) "." STRINGIFY(minor) "." STRINGIFY(patch)
+const char* matmul_library() {
+    return "oneDNN " VERSION_STRING(DNNL_VERSION_MAJOR, DNNL_VERSION_MINOR, DNNL_VERSION_PATCH);
+}
+#else
+const char* matmul_library() {
+    return "built-in blocked GEMM";
+}
+#endif
+
+double measured_peak_flops(Stream stream) {
+    constexpr int64_t n = 768;
+    std::vector<float> a(n * n, 0.5f), b(n * n, 0.25f), out(n * n);
+    double best = 0;
+    for (int i = 0; i < 8; i++) {
+        const auto begin = std::chrono::steady_clock::now();
+        matmul(host_tensor(out.data(), {n, n}), host_tensor(a.data(), {n, n}), host_tensor(b.data(), {n, n}), false, true, false, stream);
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        best = std::max(best, 2.0 * n * n * n / seconds);
+    }
+    return best;
+}

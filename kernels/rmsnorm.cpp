@@ -1,0 +1,101 @@
+#include "kernels/rmsnorm.h"
+
+#include <cmath>
+
+#include "kernels/check.h"
+#include "kernels/cpu_loops.h"
+#include "kernels/norm_partials.h"
+
+namespace {
+
+MULTIARCH float forward_row(float* out, float* sum, const float* inp, const float* residual, const float* weight,
+                            int64_t C, float eps) {
+    vec16 squares = {};
+    if (residual) {
+        // Without `sum` the additions are stored in out, from where the pass below reads them.
+        float* x = sum ? sum : out;
+        for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+            const vec16 v = vec_load_lanes(inp + c, lanes) + vec_load_lanes(residual + c, lanes);
+            vec_store_lanes(x + c, v, lanes);
+            squares += v * v;
+        });
+        inp = x;
+    } else {
+        for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+            const vec16 v = vec_load_lanes(inp + c, lanes);
+            if (sum) vec_store_lanes(sum + c, v, lanes);
+            squares += v * v;
+        });
+    }
+    const float rstd = 1 / std::sqrt(vec_sum(squares) / float(C) + eps);
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        vec_store_lanes(out + c, vec_load_lanes(inp + c, lanes) * rstd * vec_load_lanes(weight + c, lanes), lanes);
+    });
+    return rstd;
+}
+
+// dweight is this partition's partial sum.
+MULTIARCH void backward_row(float* dinp, float* dweight, const float* dout, const float* dresidual, const float* inp,
+                            const float* weight, float rstd, int64_t C) {
+    vec16 sum_dx = {};
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 d = vec_load_lanes(dout + c, lanes) * vec_load_lanes(weight + c, lanes);
+        sum_dx += d * (vec_load_lanes(inp + c, lanes) * rstd);
+    });
+    const float mean_dx = vec_sum(sum_dx) / float(C);
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 g = vec_load_lanes(dout + c, lanes), x_hat = vec_load_lanes(inp + c, lanes) * rstd;
+        vec16 dx = (g * vec_load_lanes(weight + c, lanes) - x_hat * mean_dx) * rstd;
+        if (dresidual) dx += vec_load_lanes(dresidual + c, lanes);
+        vec_store_lanes(dinp + c, dx, lanes);
+        vec_store_lanes(dweight + c, vec_load_lanes(dweight + c, lanes) + g * x_hat, lanes);
+    });
+}
+
+}  // namespace
+
+void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
+                     Stream) {
+    const char* op = "rmsnorm_forward";
+    check_matrix(op, "inp", inp);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "out", out, N, C);
+    check_matrix(op, "sum", sum, N, C, Given::Optional);
+    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
+    check_matrix(op, "residual", residual, N, C, Given::Optional);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    const Rows<float> o(out), s(sum);
+    const Rows<const float> x(inp), r(residual);
+    float* rs = rstd.as<float>();
+    const float* w = weight.as<float>();
+#pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
+    for (int64_t n = 0; n < N; n++) {
+        const float row_rstd = forward_row(o[n], s[n], x[n], r[n], w, C, eps);
+        if (rs) rs[n] = row_rstd;
+    }
+}
+
+int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
+    return norm_partials_bytes(N, C);
+}
+
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
+                      Tensor rstd, Tensor scratch, bool accumulate, Stream) {
+    const char* op = "rmsnorm_backward";
+    check_matrix(op, "inp", inp);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "dinp", dinp, N, C);
+    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_matrix(op, "dout", dout, N, C);
+    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    check_tensor(op, "rstd", rstd, DType::F32, {N});
+    check_scratch(op, scratch, rmsnorm_backward_scratch(N, C));
+    const Rows<float> dx(dinp);
+    const Rows<const float> g(dout), dr(dresidual), x(inp);
+    const float *w = weight.as<float>(), *rs = rstd.as<float>();
+    float* partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
+    norm_partials(partials, N, C,
+                  [=](int64_t n, float* partial) { backward_row(dx[n], partial, g[n], dr[n], x[n], w, rs[n], C); });
+    norm_partials_sum(dweight.as<float>(), partials, N, C, 0, C, accumulate);
+}

@@ -1,0 +1,23 @@
+#include "runtime/signals.h"
+
+#include <csignal>
+
+namespace {
+// A signal handler can reach nothing but a global.
+volatile std::sig_atomic_t stop_signal = 0;
+
+void on_signal(int number) {
+    stop_signal = number;
+    std::signal(number, SIG_DFL);
+}
+}  // namespace
+
+void catch_stop_signals() {
+    stop_signal = 0;
+    std::signal(SIGINT, on_signal);
+    std::signal(SIGTERM, on_signal);
+}
+
+bool stop_requested() {
+    return stop_signal != 0;
+}

@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# What train_gpt needs from the distribution: looks for it, and installs it with apt-get where it may.
+#
+#   scripts/deps.sh need build [test bench data train mutants]    silent and quick if what these jobs need is there,
+#                                                                 else says what is missing and installs everything
+#   scripts/deps.sh install                                       everything that is not installed yet (make deps)
+#
+# Each command is printed before it runs. Neither root nor sudo: prints the one apt-get line and exits 1.
+# DEPS=no never installs. Debian 12 and 13 and Ubuntu 22.04 and 24.04 use the same package names.
+set -euo pipefail
+
+CXX=${CXX:-g++}
+REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libgtest-dev libbenchmark-dev python3 python3-venv)
+OPTIONAL=(libdnnl-dev)  # without it the built-in GEMM serves, and the build says so
+
+fail() {
+    echo "$1" >&2
+    exit 1
+}
+
+# Prints the packages missing for the jobs named, one a line. One run of the preprocessor looks for all headers, so
+# that headers outside /usr/include (CPATH) count as well.
+missing() {
+    local jobs=" $* " package version
+    if command -v "$CXX" >/dev/null; then
+        {
+            header libcli11-dev CLI/CLI.hpp
+            header nlohmann-json3-dev nlohmann/json.hpp
+            header libpcre2-dev pcre2.h
+            if [[ $jobs =~ \ (test|mutants)\  ]]; then header libgtest-dev gtest/gtest.h; fi
+            if [[ $jobs == *" bench "* ]]; then header libbenchmark-dev benchmark/benchmark.h; fi
+            printf '#if __GNUC__ < 11 && !defined(__clang__)\nversion __GNUC__\n#endif\n'
+        } | "$CXX" -std=c++17 -E -P -x c++ - | while read -r package version; do
+            [[ $package != version ]] || fail "$CXX is version $version, but 11 or newer is needed (make CXX=g++-12 uses another)."
+            echo "$package"
+        done
+    elif [[ $CXX == g++ ]]; then
+        echo g++
+    else
+        fail "There is no compiler '$CXX'."
+    fi
+    if [[ $jobs =~ \ (test|data|train|mutants)\  ]]; then
+        if ! command -v python3 >/dev/null; then
+            printf 'python3\npython3-venv\n'
+        elif [[ ! -x .venv/bin/python ]]; then
+            python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' ||
+                fail "$(python3 --version) is too old: 3.9 or newer is needed."
+            python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv
+        fi
+    fi
+}
+
+header() {
+    printf '#if !__has_include(<%s>)\n%s\n#endif\n' "$2" "$1"
+}
+
+run() {
+    echo "+ $*"
+    "$@" </dev/null
+}
+
+install() {
+    local packages=() as_root=() package
+    command -v apt-get >/dev/null ||
+        fail "There is no apt-get here: install ${REQUIRED[*]} and, for speed, ${OPTIONAL[*]} (Debian's names) yourself."
+    for package in "${REQUIRED[@]}" "${OPTIONAL[@]}"; do
+        [[ $(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) == installed ]] || packages+=("$package")
+    done
+    [[ ${#packages[@]} -gt 0 ]] || return 0
+    local install=(apt-get install -y --no-install-recommends)
+    if [[ ${DEPS:-} == no ]]; then
+        fail "DEPS=no, so nothing is installed. This would: ${install[*]} ${packages[*]}"
+    elif [[ $(id -u) != 0 ]]; then
+        # sudo asks for a password on the terminal: without one it may only be used if it needs none.
+        if command -v sudo >/dev/null && { [[ -t 0 ]] || sudo -n true 2>/dev/null; }; then
+            as_root=(sudo)
+        else
+            fail "Not root and no sudo. Have an administrator run: ${install[*]} ${packages[*]}"
+        fi
+    fi
+    run "${as_root[@]}" apt-get update || echo "apt-get update failed: going on with the package lists that are here." >&2
+    local wanted=()
+    for package in "${packages[@]}"; do
+        if [[ " ${REQUIRED[*]} " == *" $package "* ]] || apt-cache policy "$package" | grep -q 'Candidate: [^(]'; then
+            wanted+=("$package")
+        else
+            echo "This distribution has no $package: going on without it."
+        fi
+    done
+    [[ ${#wanted[@]} -eq 0 ]] || run "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" "${wanted[@]}" ||
+        fail "The installation failed: see the lines above."
+}
+
+case ${1:-} in
+    need)
+        shift
+        list=$(missing "$@")
+        [[ -n $list ]] || exit 0
+        echo "Missing: ${list//$'\n'/ }"
+        install
+        list=$(missing "$@")
+        [[ -z $list ]] || fail "Still missing after the installation: ${list//$'\n'/ } (if $CXX does not look in /usr/include, set CPATH)."
+        ;;
+    install)
+        install
+        missing build test bench data >/dev/null  # versions
+        ;;
+    *)
+        fail "usage: scripts/deps.sh need JOB... | install"
+        ;;
+esac

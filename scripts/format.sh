@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Lays out the C, C++ and CUDA sources by .clang-format; --check only reports. The version is pinned in
+# scripts/requirements.txt, because layouts differ between versions; without that version nothing is done.
+set -euo pipefail
+
+mode=(-i)
+[[ ${1:-} != --check ]] || mode=(--dry-run -Werror)
+version=$(sed -n 's/^clang-format == \([0-9.]*\).*/\1/p' scripts/requirements.txt)
+for tool in .venv/bin/clang-format clang-format-"${version%%.*}" clang-format; do
+    if command -v "$tool" >/dev/null && "$tool" --version | grep -q "version $version"; then
+        git ls-files -z --cached --others --exclude-standard '*.c' '*.cpp' '*.cu' '*.cuh' '*.h' |
+            xargs -0 "$tool" "${mode[@]}"
+        exit
+    fi
+done
+echo "clang-format $version is not here (make venv installs it): the layout was not looked at." >&2

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The quick start (make train): trains a small GPT on the quick start's corpus, evaluates it, draws its loss curve and
+# samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
+# results.
+#
+#   scripts/run_quickstart.sh [DRIVER]      STEPS=3000 OUT=runs/quickstart
+set -euo pipefail
+
+driver=${1:-./train_gpt}
+steps=${STEPS:-3000}
+out=${OUT:-runs/quickstart}
+data=data/tokens/quickstart
+python=.venv/bin/python
+
+$python data/quickstart.py
+
+resume=()
+if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
+# The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
+interrupted=
+trap 'interrupted=1' INT TERM
+"$driver" train --model gpt2-tiny --data "$data" --out "$out" --steps "$steps" --batch-size 16 --seq-len 128 \
+    --lr 3e-3 --warmup 100 --eval-every 500 --sample-every 1000 --save-every 500 "${resume[@]}"
+trap - INT TERM
+if [[ $interrupted ]]; then
+    echo "Interrupted: the same command goes on from the checkpoint in $out." >&2
+    exit 130
+fi
+
+echo "--- evaluation on the held-out text" >&2
+"$driver" eval --model "$out" --data "$data"
+echo "--- loss curve" >&2
+$python scripts/plot_loss.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
+echo "--- a sample" >&2
+"$driver" sample --model "$out" --prompt "ROMEO" --max-tokens 200 --temperature 0.8 --top-k 50

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Runs GoogleTest binaries and Python unittest files and closes with one line: N passed, N failed, N skipped.
+
+    scripts/run_tests.py build/cpu/dev/test_layernorm ... data/test_make_data.py ...
+
+Each file gets a line with its counts and time. The output of what failed is shown in full, each skipped test with its
+reason. A test that crashes its binary counts as failed, and so do those it kept from running; a binary that runs no test
+has failed. Exit status 1 if anything failed.
+"""
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+import unittest
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Outcome:
+    passed: int = 0
+    failed: list = field(default_factory=list)   # names, or what went wrong
+    skipped: list = field(default_factory=list)  # (name, reason)
+    output: str = ""
+
+
+def run(command, timeout):
+    """The command's output, standard error included, and how it ended (None: normally)."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=timeout)
+    except subprocess.TimeoutExpired as expired:
+        return (expired.stdout or b"").decode(errors="replace"), f"no end after {timeout} s"
+    except OSError as error:
+        return "", str(error)
+    ending = None
+    if done.returncode:
+        ending = f"signal {-done.returncode}" if done.returncode < 0 else f"exit status {done.returncode}"
+    return done.stdout.decode(errors="replace"), ending
+
+
+def run_gtest(binary, timeout):
+    output, ending = run([binary, "--gtest_color=no"], timeout)
+    outcome = Outcome(output=output)
+    announced = re.search(r"^\[==========\] Running (\d+) tests?", output, re.M)
+    announced = int(announced.group(1)) if announced else 0
+    running, reason = None, []
+    for line in output.splitlines():
+        # A test may leave its own output without a newline, so the marks are looked for anywhere in a line.
+        mark = re.search(r"\[( RUN      |       OK |  FAILED  |  SKIPPED )\] (\S+?)(?:,.*)?(?: \(\d+ ms\))?$", line)
+        if not mark or (running is None and "RUN" not in mark.group(1)):
+            reason.append(line)
+            continue
+        kind, name = mark.group(1).strip(), mark.group(2)
+        if kind == "RUN":
+            running, reason = name, []
+            continue
+        if name != running:
+            continue
+        running = None
+        if kind == "OK":
+            outcome.passed += 1
+        elif kind == "FAILED":
+            outcome.failed.append(name)
+        else:
+            text = [part for part in reason if part.strip() and not part.endswith(": Skipped")]
+            outcome.skipped.append((name, " ".join(text) or "no reason given"))
+    if running:
+        outcome.failed.append(f"{running} ({ending or 'did not finish'})")
+    unrun = announced - outcome.passed - len(outcome.failed) - len(outcome.skipped)
+    outcome.failed += [f"a test that did not run ({ending or 'unknown reason'})"] * unrun
+    if not announced:
+        outcome.failed.append(f"ran no test ({ending or 'none in it'})")
+    elif ending and not outcome.failed:
+        outcome.failed.append(f"after the tests: {ending}")  # a leak report, a crash in a destructor
+    return outcome
+
+
+def run_python(path, timeout):
+    """The file in a process of its own, which reports on its last lines (see report_unittest)."""
+    output, ending = run([sys.executable, os.path.abspath(__file__), "--unittest", path], timeout)
+    outcome = Outcome(output=output)
+    for kind, name, reason in re.findall(r"^@@(\w+)\t(.*?)\t(.*)$", output, re.M):
+        if kind == "passed":
+            outcome.passed += 1
+        elif kind == "failed":
+            outcome.failed.append(name)
+        else:
+            outcome.skipped.append((name, reason))
+    if not outcome.passed and not outcome.failed and not outcome.skipped:
+        outcome.failed.append(f"ran no test ({ending or 'none in it'})")
+    elif ending and not outcome.failed:
+        outcome.failed.append(f"after the tests: {ending}")
+    return outcome
+
+
+class Reporter(unittest.TextTestResult):
+    """Also keeps the tests that passed, which unittest only counts."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.passed = []
+
+    def addSuccess(self, test):
+        super().addSuccess(test)
+        self.passed.append(test)
+
+
+def report_unittest(path):
+    folder, name = os.path.split(os.path.abspath(path))
+    sys.path.insert(0, folder)
+    suite = unittest.defaultTestLoader.loadTestsFromName(name[: -len(".py")])
+    result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, resultclass=Reporter).run(suite)
+    for test in result.passed + result.expectedFailures:
+        print(f"@@passed\t{test.id()}\t")
+    for test, _ in result.failures + result.errors:
+        print(f"@@failed\t{test.id()}\t")
+    for test in result.unexpectedSuccesses:
+        print(f"@@failed\t{test.id()} (expected to fail)\t")
+    for test, reason in result.skipped:
+        print(f"@@skipped\t{test.id()}\t{reason}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="test binaries and test_*.py files")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
+    parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.unittest:
+        report_unittest(args.files[0])
+        return 0
+    passed, failed, skipped = 0, [], []
+    for path in args.files:
+        start = time.monotonic()
+        outcome = (run_python if path.endswith(".py") else run_gtest)(path, args.timeout)
+        seconds = time.monotonic() - start
+        if outcome.failed:
+            print(outcome.output, end="" if outcome.output.endswith("\n") else "\n")
+        counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
+        print(f"{path:44} {counts}  ({seconds:.1f} s)", flush=True)
+        passed += outcome.passed
+        failed += [f"{path}: {name}" for name in outcome.failed]
+        skipped += [f"{path}: {name}: {reason}" for name, reason in outcome.skipped]
+    print()
+    for line in skipped:
+        print("skipped", line)
+    for line in failed:
+        print("FAILED ", line)
+    print(f"{passed} passed, {len(failed)} failed, {len(skipped)} skipped")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1308 @@
+// train_gpt: GPT and LLaMA training and sampling in plain C++/CUDA.
+//
+// This file is the whole model and the whole step, from top to bottom in the order in which data flows:
+//
+//     config → parameter table → arenas → tokens → forward → loss → backward → update → checkpoint → text
+//
+// It holds no kernel. Launchers from kernels/ do the mathematics; the same text is compiled by g++ for the CPU and by
+// nvcc for the GPU, and the Makefile decides which definitions of the launchers are linked.
+#include <algorithm>
+#include <chrono>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "commands/commands.h"
+#include "data/loader.h"
+#include "data/token_files.h"
+#include "data/tokenizer.h"
+#include "infer/generate.h"
+#include "kernels/adamw.h"
+#include "kernels/attention.h"
+#include "kernels/cross_entropy.h"
+#include "kernels/embedding.h"
+#include "kernels/gelu.h"
+#include "kernels/global_norm.h"
+#include "kernels/layernorm.h"
+#include "kernels/matmul.h"
+#include "kernels/relu2.h"
+#include "kernels/rmsnorm.h"
+#include "kernels/rope.h"
+#include "kernels/sampling.h"
+#include "kernels/swiglu.h"
+#include "runtime/arena.h"
+#include "runtime/checkpoint.h"
+#include "runtime/device.h"
+#include "runtime/files.h"
+#include "runtime/log.h"
+#include "runtime/model_config.h"
+#include "runtime/params.h"
+#include "runtime/rng.h"
+#include "runtime/signals.h"
+
+using nlohmann::json;
+
+// What every part of a run needs to know of its surroundings; passed, never global.
+struct Context {
+    Stream stream;
+    int64_t rank = 0, world = 1;
+};
+
+// --------------------------------------------------------------------------------------------------------------------
+// The parameter table: the only list of the model's tensors.
+
+enum Slot {
+    WTE,
+    WPE,  // token and position embedding
+    NORM1_W,
+    NORM1_B,
+    QKV_W,
+    QKV_B,
+    PROJ_W,
+    PROJ_B,  // attention half of a block
+    NORM2_W,
+    NORM2_B,
+    FC_W,
+    FC_B,
+    FCPROJ_W,
+    FCPROJ_B,  // MLP half of a block (SwiGLU: FC is gate and up, fused)
+    NORMF_W,
+    NORMF_B,
+    HEAD_W  // final norm, output head (absent when tied to WTE)
+};
+
+ParamTable parameter_table(const ModelConfig& c, int64_t world) {
+    const std::string family = model_family(c);
+    const bool gpt2 = family == "gpt2", llama = family == "llama";
+    ParamTable table;
+
+    // rows × cols; cols = 0 for a vector. pieces: the tensors of a Hugging Face checkpoint that it is made of.
+    auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double std,
+                   double value, std::vector<Piece> pieces) {
+        const int64_t group = layer >= 0 ? 1 + layer : slot == WTE || slot == WPE ? 0 : 1 + c.layers;
+        const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
+        if (pieces.empty()) pieces = {{name, 0, rows, false}};
+        table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
+                                static_cast<float>(std), static_cast<float>(value), cols > 0, std::move(pieces)});
+    };
+    const double std = c.init_std;
+    // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
+    const double residual_std = std / std::sqrt(2.0 * double(c.layers));
+    const bool norm_bias = c.norm == Norm::LayerNorm;
+    const int64_t C = c.channels, V = c.vocab_size, q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
+
+    // One tensor of the file, under the family's name. GPT-2's Conv1D stores matrices transposed.
+    auto named = [&](const std::string& gpt2_name, const std::string& llama_name, int64_t rows, bool conv1d) {
+        std::vector<Piece> pieces;
+        if (gpt2) pieces = {{gpt2_name, 0, rows, conv1d}};
+        if (llama) pieces = {{llama_name, 0, rows, false}};
+        return pieces;
+    };
+    auto norm = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
+                    const std::string& llama_name) {
+        add(slot, layer, name + ".weight", C, 0, 0, 1, named(gpt2_name + ".weight", llama_name + ".weight", C, false));
+        if (norm_bias) {
+            add(static_cast<Slot>(slot + 1), layer, name + ".bias", C, 0, 0, 0,
+                named(gpt2_name + ".bias", llama_name + ".bias", C, false));
+        }
+    };
+    // A linear layer; LLaMA's fused ones are made of several tensors, one above the other.
+    using Parts = std::vector<std::pair<std::string, int64_t>>;
+    auto linear = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
+                      const Parts& llama_parts, int64_t rows, int64_t cols, double weight_std, bool bias) {
+        for (const bool is_bias : {false, true}) {
+            if (is_bias && !bias) continue;
+            const std::string suffix = is_bias ? ".bias" : ".weight";
+            std::vector<Piece> pieces = named(gpt2_name + suffix, "", rows, !is_bias);
+            if (llama) pieces.clear();
+            int64_t row = 0;
+            for (const auto& [part, part_rows] : llama_parts) {
+                if (llama) pieces.push_back({part + suffix, row, part_rows, false});
+                row += part_rows;
+            }
+            add(static_cast<Slot>(slot + is_bias), layer, name + suffix, rows, is_bias ? 0 : cols,
+                is_bias ? 0 : weight_std, 0, pieces);
+        }
+    };
+
+    add(WTE, -1, "wte.weight", V, C, std, 0, named("transformer.wte.weight", "model.embed_tokens.weight", V, false));
+    if (c.positions == Positions::Learned) {
+        add(WPE, -1, "wpe.weight", c.max_positions, C, std, 0,
+            named("transformer.wpe.weight", "", c.max_positions, false));
+    }
+    for (int64_t l = 0; l < c.layers; l++) {
+        const std::string name = str("layers.", l, "."), g = str("transformer.h.", l, "."),
+                          m = str("model.layers.", l, ".");
+        const std::string a = m + "self_attn.";
+        norm(NORM1_W, l, name + "norm1", g + "ln_1", m + "input_layernorm");
+        linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
+               {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C, std,
+               c.qkv_bias);
+        linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
+        norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
+        linear(FC_W, l, name + "fc", g + "mlp.c_fc", {{m + "mlp.gate_proj", c.ffn}, {m + "mlp.up_proj", c.ffn}},
+               c.fc_channels(), C, std, c.mlp_bias);
+        linear(FCPROJ_W, l, name + "fcproj", g + "mlp.c_proj", {{m + "mlp.down_proj", C}}, C, c.ffn, residual_std,
+               c.mlp_bias);
+    }
+    norm(NORMF_W, -1, "normf", "transformer.ln_f", "model.norm");
+    if (!c.tied) add(HEAD_W, -1, "head.weight", V, C, std, 0, named("lm_head.weight", "lm_head.weight", V, false));
+    table.layout(world);
+    return table;
+}
+
+// The model: its knobs, its table and one arena of weights.
+struct Model {
+    ModelConfig config;
+    ParamTable table;
+    Arena memory;
+    Tensor params;  // the arena, [table.total]
+
+    // The table only; allocate() gets the memory.
+    Model(const ModelConfig& model_config, int64_t world)
+        : config(model_config), table(parameter_table(config, world)) {}
+    void allocate() {
+        memory = Arena(table.total * 4, "weights");
+        params = memory.at(0, DType::F32, {table.total});
+    }
+
+    // The parameter's part of an arena that is laid out by the table; null where this model has none.
+    Tensor part(Tensor arena, Slot slot, int64_t layer = -1) const {
+        const Param* p = table.find(slot, static_cast<int>(layer));
+        return p ? param_tensor(*p, arena) : Tensor{};
+    }
+    Tensor weight(Slot slot, int64_t layer = -1) const { return part(params, slot, layer); }
+    Slot head() const { return config.tied ? WTE : HEAD_W; }
+};
+
+// Each weight depends on (seed, its name, its index) alone.
+void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
+    std::vector<float> host(static_cast<size_t>(model.table.total), 0.0f);
+    for (const Param& p : model.table.params) {
+        const uint64_t stream = name_hash(p.name);
+        float* w = host.data() + p.offset;
+        const int64_t n = p.numel();
+#pragma omp parallel for
+        for (int64_t i = 0; i < n; i++) {
+            w[i] = p.init_std > 0 ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(i)))
+                                  : p.init_value;
+        }
+    }
+    copy_to_device(model.params.data, host.data(), host.size() * sizeof(float), ctx.stream);
+}
+
+// FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and the causal
+// half of attention's two products.
+double flop_per_token(const Model& model, int64_t T) {
+    const ModelConfig& c = model.config;
+    double weights = 0;
+    for (const Param& p : model.table.params) {
+        const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
+        if (p.cols > 0 && !lookup_only) weights += double(p.numel());
+    }
+    return 6 * weights + 6 * double(T) * double(c.layers * c.heads * c.head_size);
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Activations: what a pass over N = B·T tokens computes, with the moments of first and last use.
+
+struct RunShape {
+    int64_t B, T;
+    bool training = false;
+    Recompute recompute = Recompute::None;
+    bool overlap = true;  // tensors whose lifetimes don't meet share memory
+};
+
+struct LayerActs {
+    Tensor res1;                 // [N, C] the residual stream as norm1 reads it
+    Tensor mean1, rstd1, norm1;  // [N], [N], [N, C]
+    Tensor qkv;                  // [N, (NH + 2·NKV)·HS], q and k rotated where RoPE is used
+    Tensor att, lse;             // [N, NH·HS], [NH, N]
+    Tensor proj;                 // [N, C] what attention adds to the residual stream
+    Tensor res2;                 // [N, C] the residual stream as norm2 reads it
+    Tensor mean2, rstd2, norm2;
+    Tensor fc, act;                           // [N, fc_channels], [N, ffn]
+    Tensor fcproj;                            // [N, C] what the MLP adds to the residual stream
+    Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients of the above, alive for a moment each
+};
+
+constexpr Tensor LayerActs::*LAYER_FIELDS[] = {
+    &LayerActs::res1,   &LayerActs::mean1, &LayerActs::rstd1, &LayerActs::norm1,  &LayerActs::qkv,
+    &LayerActs::att,    &LayerActs::proj,  &LayerActs::res2,  &LayerActs::mean2,  &LayerActs::rstd2,
+    &LayerActs::norm2,  &LayerActs::fc,    &LayerActs::act,   &LayerActs::fcproj, &LayerActs::dact,
+    &LayerActs::dnorm2, &LayerActs::datt,  &LayerActs::dqkv,  &LayerActs::dnorm1};
+
+class Activations {
+  public:
+    // Plans only. allocate() makes the tensors real.
+    Activations(const ModelConfig& config, const RunShape& run_shape);
+    void allocate(const Context& ctx);
+    Activations(const Activations&) = delete;
+    Activations& operator=(const Activations&) = delete;
+
+    const ModelConfig config;
+    const RunShape shape;
+    ArenaPlan plan;
+
+    // inputs of a micro-step
+    Tensor tokens, targets, positions;  // [N] int32
+    Tensor cum_seqlens;                 // [N + 1] int32; the sequences of this batch use its first entries
+    Tensor rope_table;                  // [T, HS/2, 2]
+    // the blocks; backward[l] is forward[l] but for what is computed again
+    std::vector<LayerActs> forward, backward;
+    // the head
+    Tensor resf, meanf, rstdf, normf;  // [N, C], [N], [N], [N, C]
+    Tensor logits, losses;             // [chunk, Vp], [N]
+    Tensor dx, dnormf;                 // [N, C] gradients: of the residual stream, of normf
+    Tensor scratch;                    // bytes
+    Tensor loss_sum, scalars;          // [1] fp64; StepScalars
+    Tensor sample_id, sample_key;      // [1] int32, [2] int64: the drawn token, and (sequence, step)
+
+    Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
+
+  private:
+    void place(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype, std::vector<int64_t> dims,
+               int64_t first, int64_t last);
+
+    Arena memory;
+    std::vector<std::pair<Tensor*, int64_t>> bindings;  // which plan entry each tensor is
+};
+
+void Activations::place(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype,
+                        std::vector<int64_t> dims, int64_t first, int64_t last) {
+    const int64_t entry = plan.add(name, dtype, dims, first, last);
+    for (Tensor* t : fields) bindings.emplace_back(t, entry);
+}
+
+Activations::Activations(const ModelConfig& model_config, const RunShape& run_shape)
+    : config(model_config), shape(run_shape), forward(static_cast<size_t>(config.layers)), backward(forward.size()) {
+    const ModelConfig& c = config;
+    int64_t N;
+    require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
+    require(c.positions != Positions::Learned || shape.T <= c.max_positions, "--seq-len ", shape.T,
+            " is beyond the model's position table of ", c.max_positions,
+            " rows; lower --seq-len or raise --max-positions of a preset");
+    const int64_t C = c.channels, L = c.layers;
+
+    // The moments of a step: each block's phases forward, the head, then for each block a moment of recomputation and
+    // its phases backward, then the embedding's gradient and the update.
+    enum Phase { NORM1, QKV, ATTENTION, PROJ, NORM2, FC, ACT, FCPROJ, PHASES };
+    auto F = [&](int64_t l, int phase) { return 1 + l * PHASES + phase; };
+    const int64_t HEAD = F(L, 0);
+    auto R = [&](int64_t l) { return HEAD + 1 + (L - 1 - l) * (PHASES + 1); };
+    auto G = [&](int64_t l, int phase) { return R(l) + PHASES - phase; };
+    const int64_t UPDATE = R(-1) + 1;
+    const bool training = shape.training;
+
+    place({&tokens}, "tokens", DType::I32, {N}, 0, UPDATE);
+    place({&targets}, "targets", DType::I32, {N}, 0, UPDATE);
+    place({&positions}, "positions", DType::I32, {N}, 0, UPDATE);
+    place({&cum_seqlens}, "cum_seqlens", DType::I32, {N + 1}, 0, UPDATE);
+    if (c.positions == Positions::RoPE)
+        place({&rope_table}, "rope_table", DType::F32, {shape.T, c.head_size / 2, 2}, 0, UPDATE);
+
+    for (int64_t l = 0; l < L; l++) {
+        LayerActs &f = forward[static_cast<size_t>(l)], &b = backward[static_cast<size_t>(l)];
+        const std::string layer = str("layers.", l, ".");
+        // A tensor of the forward pass: born at one phase, last read at moment last_forward of the forward pass and at
+        // phase last_backward of the backward pass, which finds it kept, or computed again from some level on.
+        auto keep = [&](Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born,
+                        int64_t last_forward, int last_backward, bool again) {
+            if (!training)
+                place({&(f.*field)}, layer + name, DType::F32, dims, F(l, born), last_forward);
+            else if (!again)
+                place({&(f.*field), &(b.*field)}, layer + name, DType::F32, dims, F(l, born), G(l, last_backward));
+            else {
+                place({&(f.*field)}, layer + name, DType::F32, dims, F(l, born), last_forward);
+                place({&(b.*field)}, layer + name + " (again)", DType::F32, dims, R(l), G(l, last_backward));
+            }
+        };
+        auto gradient = [&](Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born, int last) {
+            if (training) place({&(b.*field)}, layer + name, DType::F32, dims, G(l, born), G(l, last));
+        };
+        const bool again_act = shape.recompute >= Recompute::Activation,
+                   again_norms = shape.recompute >= Recompute::Norms, again_block = shape.recompute >= Recompute::Block;
+        // Means and 1/σ are only kept for the backward pass.
+        auto statistic = [&](Tensor LayerActs::*field, const char* name, int phase) {
+            if (training) keep(field, name, {N}, phase, F(l, phase), phase, again_block);
+        };
+        keep(&LayerActs::res1, "res1", {N, C}, l == 0 ? -1 : NORM1, F(l, NORM2), NORM1, false);
+        if (c.norm == Norm::LayerNorm) statistic(&LayerActs::mean1, "mean1", NORM1);
+        statistic(&LayerActs::rstd1, "rstd1", NORM1);
+        keep(&LayerActs::norm1, "norm1", {N, C}, NORM1, F(l, QKV), QKV, again_norms);
+        keep(&LayerActs::qkv, "qkv", {N, c.qkv_channels()}, QKV, F(l, ATTENTION), ATTENTION, again_block);
+        keep(&LayerActs::att, "att", {N, c.heads * c.head_size}, ATTENTION, F(l, PROJ), ATTENTION, again_block);
+        if (training) keep(&LayerActs::lse, "lse", {c.heads, N}, ATTENTION, F(l, ATTENTION), ATTENTION, again_block);
+        place({&f.proj}, layer + "proj", DType::F32, {N, C}, F(l, PROJ), F(l, NORM2));
+        if (training && again_block) place({&b.proj}, layer + "proj (again)", DType::F32, {N, C}, R(l), R(l));
+        keep(&LayerActs::res2, "res2", {N, C}, NORM2, F(l + 1, NORM1), NORM2, again_block);
+        if (c.norm == Norm::LayerNorm) statistic(&LayerActs::mean2, "mean2", NORM2);
+        statistic(&LayerActs::rstd2, "rstd2", NORM2);
+        keep(&LayerActs::norm2, "norm2", {N, C}, NORM2, F(l, FC), FC, again_norms);
+        // SwiGLU's backward pass writes its gradient over its input, which then lives until fc's gradient is done.
+        keep(&LayerActs::fc, "fc", {N, c.fc_channels()}, FC, F(l, ACT), FC, again_block);
+        keep(&LayerActs::act, "act", {N, c.ffn}, ACT, F(l, FCPROJ), FCPROJ, again_act);
+        place({&f.fcproj}, layer + "fcproj", DType::F32, {N, C}, F(l, FCPROJ), F(l + 1, NORM1));
+
+        gradient(&LayerActs::dact, "dact", {N, c.ffn}, FCPROJ, FC);
+        gradient(&LayerActs::dnorm2, "dnorm2", {N, C}, FC, NORM2);
+        gradient(&LayerActs::datt, "datt", {N, c.heads * c.head_size}, PROJ, ATTENTION);
+        gradient(&LayerActs::dqkv, "dqkv", {N, c.qkv_channels()}, ATTENTION, QKV);
+        gradient(&LayerActs::dnorm1, "dnorm1", {N, C}, QKV, NORM1);
+    }
+
+    // The classifier works on chunks of tokens whose logits take about 64 MiB, so that no [N, Vp] buffer exists.
+    const int64_t Vp = c.padded_vocab();
+    const int64_t chunk = std::clamp((int64_t(1) << 24) / Vp / 64 * 64, int64_t(64), std::max(N, int64_t(1)));
+    place({&resf}, "resf", DType::F32, {N, C}, HEAD, HEAD);
+    place({&normf}, "normf", DType::F32, {N, C}, HEAD, HEAD);
+    place({&logits}, "logits", DType::F32, {std::min(chunk, N), Vp}, HEAD, HEAD);
+    place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
+    place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
+    place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
+    place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
+    if (training) {
+        if (c.norm == Norm::LayerNorm) place({&meanf}, "meanf", DType::F32, {N}, HEAD, HEAD);
+        place({&rstdf}, "rstdf", DType::F32, {N}, HEAD, HEAD);
+        place({&dnormf}, "dnormf", DType::F32, {N, C}, HEAD, HEAD);
+        place({&dx}, "dx", DType::F32, {N, C}, HEAD, UPDATE);
+        place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
+        const int64_t scratch_bytes = std::max(
+            {layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C), embedding_backward_scratch(N, Vp, C),
+             attention_backward_scratch(N, c.heads, c.head_size), step_control_scratch(parameter_table(c, 1).total)});
+        place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
+    }
+    plan.assign_offsets(shape.overlap);
+}
+
+void Activations::allocate(const Context& ctx) {
+    memory = Arena(plan.bytes(), "activations");
+    for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
+    if (rope_table) {
+        std::vector<float> host(static_cast<size_t>(rope_table.numel()));
+        ::rope_table(host_tensor(host.data(), {shape.T, config.head_size / 2, 2}), config.rope_theta,
+                     config.rope_scaling);
+        copy_to_device(rope_table.data, host.data(), host.size() * sizeof(float), ctx.stream);
+    }
+}
+
+// The first n tokens' part of a layer's activations: a pass may be over fewer tokens than were planned for.
+LayerActs first_tokens(LayerActs a, int64_t n) {
+    for (Tensor LayerActs::*field : LAYER_FIELDS) {
+        if (a.*field) a.*field = (a.*field).rows(0, n);
+    }
+    if (a.lse) a.lse = make_tensor(a.lse.data, a.lse.dtype, a.lse.device, {a.lse.shape[0], n});
+    return a;
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Forward.
+
+// The tokens of a pass, on the device.
+struct Input {
+    int64_t n;                          // tokens
+    Tensor tokens, targets, positions;  // [n]
+    AttentionSequences sequences;
+};
+
+Input upload(const Context& ctx, const Activations& acts, const Batch& batch) {
+    const int64_t n = static_cast<int64_t>(batch.tokens.size()), S = static_cast<int64_t>(batch.cum_seqlens.size());
+    auto put = [&](Tensor planned, const std::vector<int32_t>& host) {
+        const Tensor t = planned.rows(0, static_cast<int64_t>(host.size()));
+        copy_to_device(t.data, host.data(), host.size() * sizeof(int32_t), ctx.stream);
+        return t;
+    };
+    Input in{n, put(acts.tokens, batch.tokens), {}, put(acts.positions, batch.positions), {}};
+    if (!batch.targets.empty()) in.targets = put(acts.targets, batch.targets);
+    in.sequences.cum_q = in.sequences.cum_k = put(acts.cum_seqlens, batch.cum_seqlens);
+    in.sequences.max_q = in.sequences.max_k = batch.max_seqlen;
+    require(S >= 2, "a batch without a sequence");
+    return in;
+}
+
+// One sequence of given tokens.
+Batch single_sequence(const int32_t* tokens, int64_t n) {
+    Batch b;
+    b.tokens.assign(tokens, tokens + n);
+    b.positions.resize(b.tokens.size());
+    std::iota(b.positions.begin(), b.positions.end(), 0);
+    b.cum_seqlens = {0, static_cast<int32_t>(n)};
+    b.max_seqlen = n;
+    return b;
+}
+
+// out = norm(inp + residual), and the sum is stored; mean, rstd, sum and residual may be null.
+void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, Tensor out, Tensor sum, Tensor mean,
+                  Tensor rstd, Tensor inp, Tensor residual) {
+    const float eps = static_cast<float>(model.config.norm_eps);
+    const Tensor weight = model.weight(slot, layer), bias = model.weight(static_cast<Slot>(slot + 1), layer);
+    if (model.config.norm == Norm::LayerNorm)
+        layernorm_forward(out, sum, mean, rstd, inp, residual, weight, bias, eps, ctx.stream);
+    else
+        rmsnorm_forward(out, sum, rstd, inp, residual, weight, eps, ctx.stream);
+}
+
+void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
+    switch (model.config.mlp) {
+        case Mlp::GELU:
+            return gelu_forward(a.act, a.fc, ctx.stream);
+        case Mlp::SwiGLU:
+            return swiglu_forward(a.act, a.fc, ctx.stream);
+        case Mlp::ReLU2:
+            return relu2_forward(a.act, a.fc, ctx.stream);
+    }
+}
+
+// q, k and v inside the packed rows of qkv: [n, NH, HS] and twice [n, NKV, HS].
+struct QkvHeads {
+    Tensor q, k, v;
+};
+QkvHeads split_qkv(const ModelConfig& c, Tensor qkv) {
+    const int64_t Q = c.heads * c.head_size, K = c.kv_heads * c.head_size;
+    return {split_heads(qkv.columns(0, Q), c.heads), split_heads(qkv.columns(Q, Q + K), c.kv_heads),
+            split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
+}
+
+// A block from its first norm's output to its activation: what recomputation repeats. The last product is left to the
+// caller, since the backward pass doesn't need it.
+void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
+                   const Input& in) {
+    const ModelConfig& c = model.config;
+    matmul_forward(a.qkv, a.norm1, model.weight(QKV_W, l), model.weight(QKV_B, l), ctx.stream);
+    const QkvHeads x = split_qkv(c, a.qkv);
+    if (c.positions == Positions::RoPE) {
+        rope(x.q, in.positions, acts.rope_table, false, ctx.stream);
+        rope(x.k, in.positions, acts.rope_table, false, ctx.stream);
+    }
+    attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(), ctx.stream);
+    matmul_forward(a.proj, a.att, model.weight(PROJ_W, l), model.weight(PROJ_B, l), ctx.stream);
+    norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
+    matmul_forward(a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+    mlp_forward(ctx, model, a);
+}
+
+// Tokens to the final norm's output (acts.normf).
+void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in) {
+    const int64_t L = model.config.layers;
+    LayerActs before{};
+    for (int64_t l = 0; l < L; l++) {
+        const LayerActs a = first_tokens(acts.forward[static_cast<size_t>(l)], in.n);
+        if (l == 0) {
+            embedding_forward(a.res1, in.tokens, in.positions, model.weight(WTE), model.weight(WPE), ctx.stream);
+            norm_forward(ctx, model, NORM1_W, l, a.norm1, {}, a.mean1, a.rstd1, a.res1, {});
+        } else {
+            norm_forward(ctx, model, NORM1_W, l, a.norm1, a.res1, a.mean1, a.rstd1, before.res2, before.fcproj);
+        }
+        block_forward(ctx, model, l, a, acts, in);
+        matmul_forward(a.fcproj, a.act, model.weight(FCPROJ_W, l), model.weight(FCPROJ_B, l), ctx.stream);
+        before = a;
+    }
+    auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
+    norm_forward(ctx, model, NORMF_W, -1, first(acts.normf), first(acts.resf), first(acts.meanf), first(acts.rstdf),
+                 before.res2, before.fcproj);
+}
+
+// The head's logits of rows [begin, end) of normf, in the logits buffer.
+Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
+    const Tensor logits = acts.logits.rows(0, end - begin);
+    matmul_forward(logits, acts.normf.rows(begin, end), model.weight(model.head()), {}, ctx.stream);
+    return logits;
+}
+
+// Sums the losses of the batch into loss_sum. Forward only.
+void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate) {
+    const int64_t chunk = acts.logits.shape[0];
+    for (int64_t begin = 0; begin < in.n; begin += chunk) {
+        const int64_t end = std::min(begin + chunk, in.n);
+        const Tensor logits = head_logits(ctx, model, acts, begin, end);
+        cross_entropy_forward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
+                              model.config.vocab_size, ctx.stream);
+    }
+    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Backward. Parameter gradients are overwritten by the first micro-step and added to by the others (accumulate), so
+// nothing is zeroed. Gradients of activations are overwritten.
+
+// The head: losses, their gradient, the head's weight gradient and dnormf, chunk by chunk. dloss: 1/(tokens of the
+// step).
+void head_forward_backward(const Context& ctx, const Model& model, Tensor grads, const Activations& acts,
+                           const Input& in, float dloss, bool accumulate) {
+    const int64_t chunk = acts.logits.shape[0];
+    const Tensor weight = model.weight(model.head()), dweight = model.part(grads, model.head());
+    for (int64_t begin = 0; begin < in.n; begin += chunk) {
+        const int64_t end = std::min(begin + chunk, in.n);
+        const Tensor logits = head_logits(ctx, model, acts, begin, end);
+        cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
+                                       model.config.vocab_size, dloss, ctx.stream);
+        matmul_backward_weight(dweight, {}, logits, acts.normf.rows(begin, end), accumulate || begin > 0, ctx.stream);
+        matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
+    }
+    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
+}
+
+// dinp = dresidual + the norm's gradient; dinp and dresidual may be the same tensor.
+void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t layer, Tensor dinp,
+                   Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd, Tensor scratch,
+                   bool accumulate) {
+    const Tensor weight = model.weight(slot, layer), dweight = model.part(grads, slot, layer);
+    const Tensor dbias = model.part(grads, static_cast<Slot>(slot + 1), layer);
+    if (model.config.norm == Norm::LayerNorm) {
+        layernorm_backward(dinp, dweight, dbias, dout, dresidual, inp, weight, mean, rstd, scratch, accumulate,
+                           ctx.stream);
+    } else {
+        rmsnorm_backward(dinp, dweight, dout, dresidual, inp, weight, rstd, scratch, accumulate, ctx.stream);
+    }
+}
+
+// A linear layer: gradients of its weight and bias, and of its input.
+void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
+                     Tensor dout, Tensor inp, bool accumulate) {
+    const Slot bias = static_cast<Slot>(slot + 1);
+    matmul_backward_weight(model.part(grads, slot, l), model.part(grads, bias, l), dout, inp, accumulate, ctx.stream);
+    matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
+}
+
+// Gradient of the activation's input. It takes the place of its gradient (GELU, ReLU²) or of the input (SwiGLU).
+Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
+    switch (model.config.mlp) {
+        case Mlp::GELU:
+            gelu_backward(a.dact, a.dact, a.fc, ctx.stream);
+            return a.dact;
+        case Mlp::ReLU2:
+            relu2_backward(a.dact, a.dact, a.fc, ctx.stream);
+            return a.dact;
+        case Mlp::SwiGLU:
+            swiglu_backward(a.fc, a.dact, a.fc, ctx.stream);
+            return a.fc;
+    }
+    return {};
+}
+
+// What the forward pass didn't keep. The same kernels on the same inputs: bitwise the same.
+void recompute(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
+               const Input& in) {
+    const Recompute level = acts.shape.recompute;
+    if (level >= Recompute::Norms) norm_forward(ctx, model, NORM1_W, l, a.norm1, {}, a.mean1, a.rstd1, a.res1, {});
+    if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in);
+    if (level >= Recompute::Norms) norm_forward(ctx, model, NORM2_W, l, a.norm2, {}, a.mean2, a.rstd2, a.res2, {});
+    if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
+}
+
+// dx comes in as the gradient of the block's output and leaves as that of its input.
+void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+                    const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
+    const ModelConfig& c = model.config;
+    linear_backward(ctx, model, grads, FCPROJ_W, l, a.dact, dx, a.act, accumulate);
+    const Tensor dfc = mlp_backward(ctx, model, a);
+    linear_backward(ctx, model, grads, FC_W, l, a.dnorm2, dfc, a.norm2, accumulate);
+    norm_backward(ctx, model, grads, NORM2_W, l, dx, a.dnorm2, dx, a.res2, a.mean2, a.rstd2, acts.scratch, accumulate);
+
+    linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
+    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
+    attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads), a.lse,
+                       in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
+    if (c.positions == Positions::RoPE) {
+        rope(d.q, in.positions, acts.rope_table, true, ctx.stream);
+        rope(d.k, in.positions, acts.rope_table, true, ctx.stream);
+    }
+    linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
+    norm_backward(ctx, model, grads, NORM1_W, l, dx, a.dnorm1, dx, a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
+}
+
+// After forward(): the loss (added up in acts.loss_sum) and every gradient.
+void backward(const Context& ctx, const Model& model, Tensor grads, const Activations& acts, const Input& in,
+              float dloss, bool accumulate) {
+    head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
+    auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
+    const Tensor dx = first(acts.dx);
+    norm_backward(ctx, model, grads, NORMF_W, -1, dx, first(acts.dnormf), {}, first(acts.resf), first(acts.meanf),
+                  first(acts.rstdf), acts.scratch, accumulate);
+    for (int64_t l = model.config.layers - 1; l >= 0; l--) {
+        const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
+        recompute(ctx, model, l, a, acts, in);
+        block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
+    }
+    // A tied embedding already holds the head's gradient of this micro-step.
+    embedding_backward(model.part(grads, WTE), model.part(grads, WPE), dx, in.tokens, in.positions, acts.scratch,
+                       accumulate || model.config.tied, accumulate, ctx.stream);
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Update.
+
+// Gradients and Adam's moments: three arenas with the layout of the weights.
+struct Optimizer {
+    Arena memory;
+    Tensor grads, m, v;
+    std::vector<AdamWSegment> segments;
+    AdamWOptions options;
+
+    void allocate(const Context& ctx, const ParamTable& table, const AdamWOptions& adamw, double weight_decay) {
+        const int64_t bytes = table.total * 4;
+        memory = Arena(3 * bytes, "gradients and optimizer");
+        device_fill(memory.at(0, DType::U8, {3 * bytes}).data, 0, static_cast<size_t>(3 * bytes), ctx.stream);
+        Tensor* const arenas[] = {&grads, &m, &v};
+        for (int i = 0; i < 3; i++) *arenas[i] = memory.at(i * bytes, DType::F32, {table.total});
+        options = adamw;
+        for (const Param& p : table.params) {
+            segments.push_back(
+                {p.offset, p.offset + p.padded_numel(), p.decay ? static_cast<float>(weight_decay) : 0.0f});
+        }
+    }
+};
+
+// Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
+void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
+    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
+    adamw_update(model.params, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
+                 static_cast<int64_t>(optimizer.segments.size()), optimizer.options, acts.scalars, ctx.stream);
+}
+
+StepScalars read_scalars(const Context& ctx, const Activations& acts) {
+    StepScalars s;
+    copy_to_host(&s, acts.scalars.data, sizeof s, ctx.stream);
+    return s;
+}
+
+void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s) {
+    copy_to_device(acts.scalars.data, &s, sizeof s, ctx.stream);
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Evaluation and sampling with a model in memory.
+
+struct Evaluation {
+    int64_t tokens = 0, bytes = 0;  // scored tokens and the bytes of text behind them (0: unknown)
+    double nats = 0;
+
+    double loss() const { return nats / double(tokens); }
+    double bits_per_byte() const { return bytes ? nats / (std::log(2.0) * double(bytes)) : NAN; }
+};
+
+// Bytes of text behind a split: from the data's notes, else by decoding the tokens. 0 if there is no way to know.
+int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split) {
+    const int64_t noted = train_split ? data.train_bytes : data.val_bytes;
+    if (noted || data.tokenizer_path().empty()) return noted;
+    const Tokenizer tokenizer(data.tokenizer_path());
+    std::vector<int64_t> length(static_cast<size_t>(tokenizer.vocab_size()));
+    for (size_t id = 0; id < length.size(); id++)
+        length[id] = static_cast<int64_t>(tokenizer.decode(static_cast<int32_t>(id)).size());
+    if (tokenizer.end_of_text() >= 0) length[static_cast<size_t>(tokenizer.end_of_text())] = 0;
+    int64_t bytes = 0;
+    std::vector<int32_t> block(1 << 16);
+    for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
+        const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
+        files.read(begin, n, block.data(), tokenizer.vocab_size());
+        for (int64_t i = 0; i < n; i++) bytes += length[static_cast<size_t>(block[static_cast<size_t>(i)])];
+    }
+    return bytes;
+}
+
+// Scores the split's tokens once, up to limit of them (0: all). split_bytes: text behind the whole split.
+Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
+                    int32_t end_of_text, int64_t limit, int64_t split_bytes) {
+    const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
+    require(batches.num_tokens() > 0, files.pattern(), ": too few tokens to score; give a longer validation text");
+    for (int64_t b = 0; b < batches.num_batches(); b++) {
+        const Input in = upload(ctx, acts, batches.batch(b));
+        forward(ctx, model, acts, in);
+        evaluate_loss(ctx, model, acts, in, b > 0);
+    }
+    Evaluation e;
+    e.tokens = batches.num_tokens();
+    copy_to_host(&e.nats, acts.loss_sum.data, sizeof e.nats, ctx.stream);
+    // A part of the split is taken to have the whole's bytes per token.
+    e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
+    return e;
+}
+
+// The model as infer/ sees it: it computes the whole context again for each token.
+class TextModel : public LanguageModel {
+  public:
+    TextModel(const Context& context, const Model& gpt, const Activations& activations)
+        : ctx(context), model(gpt), acts(activations) {}
+
+    int32_t next_token(const std::vector<int32_t>& tokens, const SamplingOptions& sampling, int64_t sequence,
+                       int64_t step) override {
+        const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.B * acts.shape.T);
+        const int64_t window = std::min(n, acts.shape.T);
+        const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(window), window));
+        forward(ctx, model, acts, in);
+        const Tensor logits = head_logits(ctx, model, acts, window - 1, window);
+        const int64_t key[2] = {sequence, step};
+        copy_to_device(acts.sample_key.data, key, sizeof key, ctx.stream);
+        sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
+                      acts.sample_key.rows(1, 2), sampling, ctx.stream);
+        int32_t id;
+        copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
+        return id;
+    }
+
+  private:
+    const Context& ctx;
+    const Model& model;
+    const Activations& acts;
+};
+
+// The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
+int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
+    if (config.bos >= 0) return config.bos;
+    return tokenizer ? tokenizer->end_of_text() : config.eos;
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// The memory plan, printed before anything is allocated.
+
+struct MemoryPlan {
+    std::vector<std::pair<std::string, int64_t>> lines;  // what, bytes
+    int64_t total = 0;
+};
+
+MemoryPlan memory_plan(const ParamTable& table, const Activations& acts) {
+    const int64_t weights = table.total * 4;
+    MemoryPlan plan;
+    plan.lines.emplace_back("weights", weights);
+    if (acts.shape.training) {
+        plan.lines.emplace_back("gradients", weights);
+        plan.lines.emplace_back("optimizer (m, v)", 2 * weights);
+    }
+    plan.lines.emplace_back("activations", acts.plan.bytes());
+    plan.lines.emplace_back("program and libraries", device_overhead_bytes());
+    for (const auto& line : plan.lines) plan.total += line.second;
+    return plan;
+}
+
+std::string plan_text(const MemoryPlan& plan) {
+    std::string text;
+    for (const auto& [what, bytes] : plan.lines)
+        text += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
+    return text + str("  ", "total", std::string(19, ' '), human_bytes(plan.total), "\n");
+}
+
+// Refuses what can't fit before it starts.
+void check_memory(const MemoryPlan& plan) {
+    const int64_t available = device_memory_available();
+    require(plan.total <= available, "this run needs ", human_bytes(plan.total), " and ", human_bytes(available),
+            " are free; lower --batch-size or --seq-len, use --recompute block, or take a smaller model ('train_gpt "
+            "plan' shows the parts)");
+}
+
+std::string describe(const Model& model) {
+    const ModelConfig& c = model.config;
+    return str(with_commas(model.table.num_weights()), " weights, ", c.layers, " layers x ", c.channels, " channels, ",
+               c.heads, " heads", c.kv_heads == c.heads ? "" : str(" on ", c.kv_heads, " KV heads"), " of ",
+               c.head_size, ", vocabulary ", c.vocab_size);
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Training.
+
+double learning_rate(const TrainOptions& o, int64_t step) {
+    if (step < o.warmup) return o.lr * double(step + 1) / double(o.warmup);
+    const double last = double(std::max<int64_t>(o.steps - 1 - o.warmup, 1));
+    const double progress = std::min(1.0, double(step - o.warmup) / last);  // 0 after the warmup, 1 at the last step
+    const double low = o.final_lr;
+    switch (o.schedule) {
+        case Schedule::Constant:
+            return o.lr;
+        case Schedule::Linear:
+            return o.lr * (1 - progress * (1 - low));
+        case Schedule::Cosine:
+            return o.lr * (low + (1 - low) * 0.5 * (1 + std::cos(M_PI * progress)));
+        case Schedule::WSD: {
+            const double decayed = o.decay_fraction > 0 ? std::max(0.0, (progress - 1) / o.decay_fraction + 1) : 0;
+            return o.lr * (1 - decayed * (1 - low));
+        }
+    }
+    return o.lr;
+}
+
+// Names the training tokens: a resumed run must find the same ones.
+std::string fingerprint(const TokenFiles& files) {
+    std::string sample = std::to_string(files.size());
+    const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
+    std::vector<int32_t> tokens(static_cast<size_t>(n));
+    for (const int64_t begin : {int64_t(0), (files.size() - n) / 2, files.size() - n}) {
+        files.read(begin, n, tokens.data(), 0);
+        sample.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
+    }
+    char text[17];
+    std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
+    return text;
+}
+
+// `key = value` in run.toml, in place of the line that is there.
+void set_toml(std::string& toml, const std::string& key, const std::string& value) {
+    size_t begin = 0;
+    while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
+        const size_t end = toml.find('\n', begin);
+        begin = end == std::string::npos ? toml.size() : end + 1;
+    }
+    size_t end = toml.find('\n', begin);
+    end = end == std::string::npos ? toml.size() : end + 1;
+    toml.replace(begin, end - begin, key + "=" + value + "\n");
+}
+
+// What a run is made of, checked before anything is allocated or written.
+struct TrainSetup {
+    TrainOptions o;  // with the defaults that depend on other options filled in
+    DataDirectory data;
+    TokenFiles train_files;
+    std::unique_ptr<TokenFiles> val_files;  // null: the data has no validation split
+    ModelSource source;
+    std::string data_fingerprint;
+    std::string checkpoint;  // to go on from; empty: start at step 0
+    json trainer;            // its trainer.json
+    int64_t micro_steps = 1;
+};
+
+// The nearest totals that a micro-step of so many tokens divides: an error message's remedy.
+std::string nearest_multiples(int64_t wanted, int64_t unit) {
+    const int64_t below = wanted / unit * unit;
+    return below ? str(below, " or ", below + unit) : str(unit);
+}
+
+TrainSetup check_training(TrainOptions o, int64_t world) {
+    DataDirectory data = open_data(o.data);
+    TokenFiles train_files(data.train_pattern());
+    std::unique_ptr<TokenFiles> val_files;
+    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(data.val_pattern());
+    ModelSource source = o.model.resolve(data.vocab_size);
+    if (!source.directory.empty()) {
+        const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
+        require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), o.data,
+                " was made with another tokenizer than ", source.directory,
+                " has; make the data with TOKENIZER=", source.directory);
+        require(data.vocab_size <= source.config.vocab_size, o.data, " has a vocabulary of ", data.vocab_size, " and ",
+                source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
+    }
+    require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
+            " doesn't tell which token ends a document; leave it out");
+
+    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
+    require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
+            " is too large; lower one of them");
+
+    require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
+    const std::vector<std::string> checkpoints =
+        path_exists(o.out) ? list_checkpoints(o.out) : std::vector<std::string>{};
+    require(o.resume || checkpoints.empty(), "--out ", o.out,
+            " already holds checkpoints; add --resume to go on, or name another folder");
+
+    TrainSetup s{
+        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), "", "", {}, 1};
+    s.data_fingerprint = fingerprint(s.train_files);
+    if (!checkpoints.empty()) {
+        s.checkpoint = join_path(s.o.out, checkpoints.back());
+        const std::string path = join_path(s.checkpoint, "trainer.json");
+        s.trainer = read_json(path);
+        try {
+            const json& t = s.trainer;
+            const int64_t stored_total = t.at("total_batch_tokens");
+            if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
+            auto same = [&](bool ok, const char* what, const json& stored) {
+                require(ok, "--resume: ", what, " was ", stored.dump(), " when ", s.checkpoint,
+                        " was written and can't change; start a new run in another --out");
+            };
+            same(t.at("seed") == s.o.seed, "--seed", t.at("seed"));
+            same(t.at("seq_len") == s.o.seq_len, "--seq-len", t.at("seq_len"));
+            same(stored_total == s.o.total_batch_tokens, "--total-batch-tokens", t.at("total_batch_tokens"));
+            same(t.at("data") == s.data_fingerprint, "the data's fingerprint", t.at("data"));
+            const json model = config_to_json(find_model(s.checkpoint).config, json::object());
+            same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
+            require(t.at("step").get<int64_t>() >= 0 && t.at("adam_steps").get<int64_t>() >= 0, path,
+                    ": a negative step; the file is damaged");
+        } catch (const json::exception& e) {
+            throw Error(
+                str(path, ": damaged (", e.what(), "); remove ", s.checkpoint, " to go on from the checkpoint before"));
+        }
+    }
+    if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
+    require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
+            " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
+            "; the nearest that are: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
+    s.micro_steps = s.o.total_batch_tokens / micro_tokens;
+    if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
+    set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
+    set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
+    return s;
+}
+
+class Trainer {
+  public:
+    Trainer(const Context& context, TrainSetup setup);
+    void run();
+
+  private:
+    void start();  // weights, optimizer and step: fresh, or from the checkpoint
+    StepScalars train_step(Loader& loader);
+    void evaluate_split(RunLog& log, Progress& progress);
+    void sample_text(Progress& progress);
+    void save(Progress& progress);
+    std::string best_checkpoint() const;
+
+    const Context& ctx;
+    const TrainSetup s;
+    const TrainOptions& o;
+    std::unique_ptr<Tokenizer> tokenizer;  // null: no samples of text
+    int64_t val_bytes;
+
+    Model model;
+    Activations acts;
+    Optimizer optimizer;
+    int64_t step = 0, saved_step = -1;
+    double val_loss = NAN;         // at this step, if it was evaluated
+    std::vector<Batch> one_batch;  // for --overfit-one-batch
+};
+
+Trainer::Trainer(const Context& context, TrainSetup setup)
+    : ctx(context),
+      s(std::move(setup)),
+      o(s.o),
+      val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
+      model(s.source.config, ctx.world),
+      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute}) {
+    if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
+    const MemoryPlan plan = memory_plan(model.table, acts);
+    check_memory(plan);
+    std::cerr << s.source.name << ": " << describe(model) << "\n"
+              << device_description() << "\nmemory plan\n"
+              << plan_text(plan);
+    model.allocate();
+    acts.allocate(ctx);
+    optimizer.allocate(ctx, model.table, {static_cast<float>(o.beta1), static_cast<float>(o.beta2)}, o.weight_decay);
+    make_directories(o.out);
+    write_file(join_path(o.out, "run.toml"), o.toml);
+    start();
+}
+
+void Trainer::start() {
+    StepScalars scalars{};
+    scalars.grad_clip = static_cast<float>(o.grad_clip);
+    if (!s.checkpoint.empty()) {
+        load_state(join_path(s.checkpoint, "state.safetensors"), model.table, {model.params, optimizer.m, optimizer.v});
+        step = saved_step = s.trainer.at("step");
+        scalars.t = s.trainer.at("adam_steps");
+    } else if (!s.source.directory.empty()) {
+        load_weights(s.source.directory, model.table, model.params);
+    } else {
+        initialise_weights(ctx, model, o.seed);
+    }
+    write_scalars(ctx, acts, scalars);
+}
+
+// One optimizer step: micro-steps of forward and backward whose gradients add up, then the update.
+StepScalars Trainer::train_step(Loader& loader) {
+    StepScalars scalars = read_scalars(ctx, acts);
+    scalars.lr = static_cast<float>(learning_rate(o, step));
+    write_scalars(ctx, acts, scalars);
+    const double scale = 1.0 / double(o.total_batch_tokens);
+    for (int64_t micro = 0; micro < s.micro_steps; micro++) {
+        if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
+            one_batch.push_back(loader.next());
+        const Input in = upload(ctx, acts, o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next());
+        forward(ctx, model, acts, in);
+        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(scale), micro > 0);
+    }
+    update(ctx, model, optimizer, acts, scale);
+    step++;
+    return read_scalars(ctx, acts);
+}
+
+void Trainer::evaluate_split(RunLog& log, Progress& progress) {
+    const Evaluation e = evaluate(ctx, model, acts, *s.val_files, s.data.end_of_text, o.eval_tokens, val_bytes);
+    val_loss = e.loss();
+    log.write({{"step", step}, {"val_loss", e.loss()}, {"bits_per_byte", e.bits_per_byte()}});
+    char text[128];
+    std::snprintf(text, sizeof text, "step %" PRId64 "  val_loss %.4f  bits_per_byte %.4f", step, e.loss(),
+                  e.bits_per_byte());
+    progress.note(text);
+}
+
+void Trainer::sample_text(Progress& progress) {
+    TextModel text_model(ctx, model, acts);
+    GenerateOptions options;
+    options.max_tokens = 64;
+    options.sampling = {0.8f, 50, o.seed};
+    const Generated g = generate(text_model, tokenizer.get(), {start_token(model.config, tokenizer.get())}, options);
+    progress.note(str("step ", step, "  sample: ", g.text));
+}
+
+// The checkpoint with the lowest validation loss; empty if none was evaluated.
+std::string Trainer::best_checkpoint() const {
+    std::string best;
+    double lowest = INFINITY;
+    for (const std::string& name : list_checkpoints(o.out)) {
+        const json trainer = read_json(join_path(join_path(o.out, name), "trainer.json"));
+        const json loss = trainer.value("val_loss", json());
+        if (loss.is_number() && loss.get<double>() < lowest) {
+            lowest = loss.get<double>();
+            best = name;
+        }
+    }
+    return best;
+}
+
+void Trainer::save(Progress& progress) {
+    if (saved_step == step) return;
+    char name[32];
+    std::snprintf(name, sizeof name, "step_%08" PRId64, step);
+    const std::string path = join_path(o.out, name);
+    AtomicDirectory directory(path);
+    save_model_files(directory.path(), model.config, s.source.original_config, {s.source.directory, s.data.path});
+    save_weights(join_path(directory.path(), "model.safetensors"), model.table, model.params, DType::F32);
+    save_state(join_path(directory.path(), "state.safetensors"), model.table, {model.params, optimizer.m, optimizer.v});
+    const json trainer = {{"step", step},
+                          {"adam_steps", read_scalars(ctx, acts).t},
+                          {"samples", step * (o.total_batch_tokens / o.seq_len)},
+                          {"seed", o.seed},
+                          {"seq_len", o.seq_len},
+                          {"total_batch_tokens", o.total_batch_tokens},
+                          {"data", s.data_fingerprint},
+                          {"val_loss", val_loss}};
+    write_json(join_path(directory.path(), "trainer.json"), trainer);
+    directory.commit();
+    saved_step = step;
+    remove_old_checkpoints(o.out, o.keep, best_checkpoint());
+    progress.note("saved " + path);
+}
+
+void Trainer::run() {
+    RunLog log(join_path(o.out, "log.jsonl"), step);
+    Progress progress(o.steps, step);
+    if (step >= o.steps)
+        return progress.note(str(o.out, " is done: step ", step, " of ", o.steps, "; raise --steps to go on"));
+    LoaderOptions options;
+    options.B = o.batch_size;
+    options.T = o.seq_len;
+    options.micro_steps = s.micro_steps;
+    options.rank = ctx.rank;
+    options.world = ctx.world;
+    options.seed = o.seed;
+    options.documents = o.document_mask;
+    options.end_of_text = s.data.end_of_text;
+    options.vocab_size = model.config.vocab_size;
+    Loader loader(s.train_files, options, step);
+    progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
+                      " training tokens in ", with_commas(loader.num_windows()), " windows (", loader.dropped_tokens(),
+                      " tokens at the end left out), ", with_commas(o.total_batch_tokens), " a step"));
+    const double flops = flop_per_token(model, o.seq_len), peak = measured_peak_flops(ctx.stream);
+
+    catch_stop_signals();
+    int64_t skips_in_a_row = 0;
+    while (step < o.steps && !stop_requested()) {
+        const auto begin = std::chrono::steady_clock::now();
+        const StepScalars r = train_step(loader);
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        const double tokens_per_s = double(o.total_batch_tokens) / seconds, mfu = tokens_per_s * flops / peak;
+        val_loss = NAN;
+        json line = {{"step", step},        {"loss", r.loss},
+                     {"lr", r.lr},          {"grad_norm", r.grad_norm},
+                     {"ms", seconds * 1e3}, {"tokens_per_s", tokens_per_s},
+                     {"mfu", mfu}};
+        if (r.skip) line["skipped"] = true;
+        log.write(line);
+        char text[160];
+        std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
+                      tokens_per_s);
+        progress.step(step, text);
+
+        skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
+        if (r.skip) progress.note(str("step ", step, ": the loss or the gradient is not finite; update skipped"));
+        require(skips_in_a_row < o.max_skips, "stopped at step ", step, ": loss or gradient not finite ",
+                skips_in_a_row, " times in a row; the weights are those of step ", step - skips_in_a_row,
+                "; lower --lr or raise --warmup, and start from the last checkpoint");
+
+        const bool last = step == o.steps;
+        if (s.val_files && (last || (o.eval_every && step % o.eval_every == 0))) evaluate_split(log, progress);
+        if (tokenizer && o.sample_every && step % o.sample_every == 0) sample_text(progress);
+        if (last || (o.save_every && step % o.save_every == 0)) save(progress);
+    }
+    progress.finish();
+    save(progress);
+    if (step < o.steps) progress.note(str("stopped at step ", step, "; 'train --resume --out ", o.out, "' goes on"));
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// The commands.
+
+void run_train(const Args& args) {
+    const Context ctx;
+    Trainer(ctx, check_training(parse_train(args), ctx.world)).run();
+}
+
+// A model for inference: weights loaded (or random), activations for one pass over B sequences of T tokens.
+struct LoadedModel {
+    ModelSource source;
+    Model model;
+    Activations acts;
+
+    LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape, bool random_weights,
+                uint64_t seed = 0)
+        : source(from), model(source.config, 1), acts(source.config, shape) {
+        require(random_weights || !source.directory.empty(), "--model ", source.name,
+                " is a preset without weights; name a model directory or a run");
+        check_memory(memory_plan(model.table, acts));
+        model.allocate();
+        if (source.directory.empty())
+            initialise_weights(ctx, model, seed);
+        else
+            load_weights(source.directory, model.table, model.params);
+        acts.allocate(ctx);
+    }
+};
+
+void run_eval(const Args& args) {
+    const EvalOptions o = parse_eval(args);
+    const Context ctx;
+    const DataDirectory data = open_data(o.data);
+    const bool train_split = o.split == "train";
+    const TokenFiles files(train_split ? data.train_pattern() : data.val_pattern());
+    const ModelSource source = o.model.resolve(0);
+    int64_t T = o.seq_len;
+    const std::string trainer = join_path(source.directory, "trainer.json");
+    if (!T && !source.directory.empty() && path_exists(trainer)) T = read_json(trainer).value("seq_len", int64_t(0));
+    if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
+    const LoadedModel m(ctx, source, {o.batch_size, T}, false);
+    const Evaluation e =
+        evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
+    const json result = {{"tokens", e.tokens},
+                         {"bytes", e.bytes},
+                         {"val_loss", e.loss()},
+                         {"perplexity", std::exp(e.loss())},
+                         {"bits_per_byte", e.bits_per_byte()}};
+    if (o.json)
+        std::cout << result.dump() << "\n";
+    else {
+        for (const char* key : {"tokens", "bytes", "val_loss", "perplexity", "bits_per_byte"})
+            std::cout << key << " " << result[key] << "\n";
+    }
+}
+
+void run_sample(const Args& args) {
+    const SampleOptions o = parse_sample(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
+    const bool has_tokenizer = !source.directory.empty() && path_exists(tokenizer_path);
+    require(has_tokenizer || o.random_weights, source.name,
+            " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
+    std::unique_ptr<Tokenizer> tokenizer;
+    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+
+    const std::string prompt_text = o.prompt_file.empty() ? o.prompt : read_file(o.prompt_file);
+    std::vector<int32_t> prompt;
+    if (tokenizer) prompt = tokenizer->encode(prompt_text);
+    require(tokenizer || prompt_text.empty(), source.name,
+            " has no tokenizer.json to read the prompt with; leave the prompt out");
+    for (const int32_t id : prompt) {
+        require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
+                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
+    }
+    if (prompt.empty()) prompt = {std::max(start_token(source.config, tokenizer.get()), 0)};
+
+    int64_t T = static_cast<int64_t>(prompt.size()) + o.max_tokens;
+    if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
+    const LoadedModel m(ctx, source, {1, T}, o.random_weights, o.seed);
+    TextModel text_model(ctx, m.model, m.acts);
+    GenerateOptions options;
+    options.max_tokens = o.max_tokens;
+    options.sampling = {static_cast<float>(o.temperature), o.top_k, o.seed};
+    options.stop = o.stop;
+    if (!o.ignore_eos)
+        options.eos = tokenizer && tokenizer->end_of_text() >= 0 ? tokenizer->end_of_text() : source.config.eos;
+    json samples = json::array();
+    for (options.sequence = 0; options.sequence < o.num_samples; options.sequence++) {
+        const Generated g = generate(text_model, tokenizer.get(), prompt, options);
+        if (o.json) {
+            samples.push_back({{"prompt", prompt_text}, {"text", g.text}, {"tokens", g.tokens}, {"finish", g.finish}});
+            continue;
+        }
+        if (options.sequence) std::cout << "---\n";
+        std::cout << prompt_text << g.text;
+        if (!tokenizer) {
+            for (const int32_t id : g.tokens) std::cout << id << " ";
+        }
+        std::cout << std::endl;
+    }
+    if (o.json) std::cout << json{{"samples", samples}}.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
+}
+
+void run_logits(const Args& args) {
+    const LogitsOptions o = parse_logits(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const int64_t T = static_cast<int64_t>(o.tokens.size()), V = source.config.vocab_size;
+    for (const int32_t id : o.tokens) {
+        require(id < V, "--tokens: ", id, " is beyond the model's vocabulary of ", V);
+    }
+    RunShape shape{1, T};
+    shape.overlap = o.dump.empty();  // every activation survives until it is dumped
+    const LoadedModel m(ctx, source, shape, false);
+    const Input in = upload(ctx, m.acts, single_sequence(o.tokens.data(), T));
+    forward(ctx, m.model, m.acts, in);
+
+    std::vector<float> host(static_cast<size_t>(T * V)), row(static_cast<size_t>(source.config.padded_vocab()));
+    for (int64_t t = 0; t < T; t++) {
+        const Tensor logits = head_logits(ctx, m.model, m.acts, t, t + 1);
+        copy_to_host(row.data(), logits.data, row.size() * sizeof(float), ctx.stream);
+        std::copy_n(row.begin(), V, host.begin() + t * V);
+    }
+    write_npy(o.output, host_tensor(host.data(), {T, V}));
+    if (o.dump.empty()) return;
+    make_directories(o.dump);
+    for (const ArenaPlan::Entry& e : m.acts.plan.entries()) {
+        if (e.dtype != DType::F32 || e.name == "logits" || e.name == "losses") continue;
+        std::string bytes(static_cast<size_t>(m.acts.at(e).bytes()), '\0');
+        copy_to_host(bytes.data(), m.acts.at(e).data, bytes.size(), ctx.stream);
+        write_npy(join_path(o.dump, e.name + ".npy"),
+                  make_tensor(bytes.data(), e.dtype, Device::CPU, e.shape.data(), int(e.shape.size())));
+    }
+}
+
+void run_plan(const Args& args) {
+    const PlanOptions o = parse_plan(args);
+    const ModelSource source = o.model.resolve(0);
+    const Model model(source.config, 1);
+    const Activations acts(source.config, {o.batch_size, o.seq_len, !o.inference, o.recompute});
+    const MemoryPlan plan = memory_plan(model.table, acts);
+    const double flops = flop_per_token(model, o.seq_len);
+    if (o.json) {
+        json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
+        for (const auto& [what, bytes] : plan.lines) result["bytes"][what] = bytes;
+        std::cout << result.dump() << "\n";
+        return;
+    }
+    std::cout << source.name << ": " << describe(model) << "\n"
+              << plan_text(plan) << "  FLOP per token          " << str(flops / 1e6) << " MFLOP ("
+              << (o.inference ? "a training step's" : "forward and backward") << ", recomputation not counted)\n";
+    std::cout << "largest activations\n";
+    std::vector<ArenaPlan::Entry> entries = acts.plan.entries();
+    std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+    for (size_t i = 0; i < std::min<size_t>(entries.size(), 12); i++) {
+        const auto& e = entries[i];
+        std::cout << "  " << e.name << std::string(e.name.size() < 24 ? 24 - e.name.size() : 1, ' ')
+                  << human_bytes(e.bytes) << "  at moments " << e.first << " to " << e.last << "\n";
+    }
+}
+
+void run_info(const Args& args) {
+    show_info(parse_info(args));
+}
+
+#ifndef TRAIN_GPT_NO_MAIN
+int main(int argc, char** argv) {
+    return run_program(argc, argv,
+                       {{"train", "train a model", run_train},
+                        {"eval", "score a split of a data set", run_eval},
+                        {"sample", "continue a prompt", run_sample},
+                        {"logits", "write the logits of given tokens", run_logits},
+                        {"plan", "show the memory that a run needs", run_plan},
+                        {"info", "show what a file, a checkpoint or this program is", run_info}});
+}
+#endif
