@@ -42,6 +42,18 @@ Batch random_batch(const ModelConfig& config, int64_t B, int64_t T, uint64_t see
     return make_batch(tokens, targets, B, T);
 }
 
+// One batch for each of B sequences.
+std::vector<Batch> split(const Batch& batch, int64_t B, int64_t T) {
+    std::vector<Batch> parts;
+    for (int64_t b = 0; b < B; b++) {
+        auto part = [&](const std::vector<int32_t>& x) {
+            return std::vector<int32_t>(x.begin() + b * T, x.begin() + (b + 1) * T);
+        };
+        parts.push_back(make_batch(part(batch.tokens), part(batch.targets), 1, T));
+    }
+    return parts;
+}
+
 // A model in training whose memory held NaN before the first step: reading what nobody wrote shows.
 struct Driver {
     Context ctx;
@@ -53,7 +65,8 @@ struct Driver {
         model.allocate();
         acts.allocate(ctx);
         for (const ArenaPlan::Entry& e : acts.plan.entries()) {
-            if (e.dtype == DType::F32 && e.name != "rope_table") device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
+            if (e.dtype == DType::F32 && e.name != "rope_table")
+                device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
         }
         optimizer.allocate(ctx, model.table, AdamWOptions(), 0.1);
         for (const Param& p : model.table.params) {
@@ -68,7 +81,8 @@ struct Driver {
         for (const Param& p : model.table.params) {
             const double std = p.cols ? 0.15 : 0.2;
             for (int64_t i = 0; i < p.numel(); i++) {
-                arena[size_t(p.offset + i)] = float(p.init_value + std * normal01(seed, name_hash(p.name), uint64_t(i)));
+                arena[size_t(p.offset + i)] =
+                    float(p.init_value + std * normal01(seed, name_hash(p.name), uint64_t(i)));
             }
         }
         copy_to_device(model.params.data, arena.data(), arena.size() * sizeof(float), {});
@@ -89,7 +103,8 @@ struct Driver {
     // Gradients of the mean loss over the batches' counted targets; returns that loss.
     double gradients(const std::vector<Batch>& batches) {
         int64_t counted = 0;
-        for (const Batch& b : batches) counted += std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != IGNORE_TARGET; });
+        for (const Batch& b : batches)
+            counted += std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != IGNORE_TARGET; });
         for (size_t i = 0; i < batches.size(); i++) {
             const Input in = upload(ctx, acts, batches[i]);
             forward(ctx, model, acts, in);
@@ -174,7 +189,8 @@ TEST_P(Fixtures, Gradients) {
             ASSERT_EQ(int64_t(file.size()), piece.rows * p.row_size()) << piece.name;
             for (int64_t r = 0; r < piece.rows; r++) {
                 for (int64_t c = 0; c < p.row_size(); c++) {
-                    ref[size_t((piece.row + r) * p.row_size() + c)] = file[size_t(piece.transposed ? c * piece.rows + r : r * p.row_size() + c)];
+                    ref[size_t((piece.row + r) * p.row_size() + c)] =
+                        file[size_t(piece.transposed ? c * piece.rows + r : r * p.row_size() + c)];
                 }
             }
             compared++;
@@ -183,14 +199,16 @@ TEST_P(Fixtures, Gradients) {
         std::vector<std::pair<int64_t, int64_t>> parts = {{0, p.rows}};
         const int64_t Q = f.config.heads * f.config.head_size, K = f.config.kv_heads * f.config.head_size;
         if (p.slot == QKV_W || p.slot == QKV_B) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
-        if (f.config.mlp == Mlp::SwiGLU && (p.slot == FC_W || p.slot == FC_B)) parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
+        if (f.config.mlp == Mlp::SwiGLU && (p.slot == FC_W || p.slot == FC_B))
+            parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
         for (const auto& [begin, end] : parts) {
             auto rows = [&, first = begin, last = end](const std::vector<double>& x) {
                 return std::vector<double>(x.begin() + first * p.row_size(), x.begin() + last * p.row_size());
             };
             const double size = rms(rows(ref)), whole = rms(ref);
             const bool cancelled = size < 1e-6 * whole;
-            EXPECT_LE(rms(difference(rows(got), rows(ref))), 1e-5 * (cancelled ? whole : size)) << p.name << " rows " << begin << " to " << end;
+            EXPECT_LE(rms(difference(rows(got), rows(ref))), 1e-5 * (cancelled ? whole : size))
+                << p.name << " rows " << begin << " to " << end;
         }
     }
     size_t in_file = 0;
@@ -198,11 +216,12 @@ TEST_P(Fixtures, Gradients) {
     EXPECT_EQ(compared, in_file);
 }
 
-// Errors of single gradients grow through Adam's normalisation, which gives an element of size 1e-8 the step of one of
-// size 1; the loss after ten steps still holds five digits.
+// Adam gives a gradient of 1e-8 the step of one of size 1, so rounding errors of tiny gradients grow: float64 itself
+// moves by up to 2e-5 of the first loss (llama-bf16, step 8) when its weights are changed by 3e-8. Hence 1e-4.
 TEST_P(Fixtures, AdamWSteps) {
     const std::vector<double> ref = f.values<double>("adamw_losses");
-    for (size_t i = 0; i < ref.size(); i++) EXPECT_NEAR(driver.step(batch, 1e-2), ref[i], 1e-5 * ref[0]) << "step " << i;
+    for (size_t i = 0; i < ref.size(); i++)
+        EXPECT_NEAR(driver.step(batch, 1e-2), ref[i], 1e-4 * ref[0]) << "step " << i;
     // Padding rows are still zero: they never trained.
     const std::vector<float> params = driver.params();
     for (const Param& p : driver.model.table.params) {
@@ -233,6 +252,10 @@ struct Knobs {
     void (*apply)(ModelConfig&);
 };
 
+void PrintTo(const Knobs& knobs, std::ostream* out) {
+    *out << knobs.name;
+}
+
 const Knobs KNOBS[] = {
     {"gpt2", [](ModelConfig&) {}},
     {"llama",
@@ -241,9 +264,13 @@ const Knobs KNOBS[] = {
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
      }},
     {"rmsnorm_learned_relu2", [](ModelConfig& c) { c.norm = Norm::RMSNorm, c.mlp = Mlp::ReLU2, c.kv_heads = 1; }},
-    {"layernorm_rope_swiglu_bias", [](ModelConfig& c) { c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.head_size = 10, c.tied = false; }},
+    {"layernorm_rope_swiglu_bias",
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.head_size = 10, c.tied = false; }},
     {"gelu_without_biases_one_layer",
-     [](ModelConfig& c) { c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1, c.head_size = 2; }},
+     [](ModelConfig& c) {
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1,
+         c.head_size = 2;
+     }},
     {"rmsnorm_rope_relu2_some_biases",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
@@ -265,11 +292,14 @@ class MixedKnobs : public testing::TestWithParam<Knobs> {
 
     void SetUp() override { driver.randomise(3); }
 
-    double loss(const reference::Weights& w) const { return reference::model_forward(driver.model.config, w, batch.tokens, batch.targets, B, T).loss; }
+    double loss(const reference::Weights& w) const {
+        return reference::model_forward(driver.model.config, w, batch.tokens, batch.targets, B, T).loss;
+    }
 
-    // Derivative of the float64 loss along d: central differences of fourth order.
+    // Derivative of the float64 loss along d by central differences. The step is small because ReLU² has a kink in its
+    // slope: units that change sign within the step cost an error of order h².
     double derivative(const reference::Weights& weights, const reference::Weights& d) const {
-        constexpr double h = 1e-4;
+        constexpr double h = 1e-6;
         auto at = [&](double s) {
             reference::Weights w = weights;
             for (const auto& [name, direction] : d) {
@@ -277,13 +307,14 @@ class MixedKnobs : public testing::TestWithParam<Knobs> {
             }
             return loss(w);
         };
-        return (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h);
+        return (at(h) - at(-h)) / (2 * h);
     }
 };
 
 TEST_P(MixedKnobs, LogitsAndLoss) {
     const reference::Weights weights = reference::widen(driver.model.table, driver.params().data());
-    const reference::ModelOutput ref = reference::model_forward(driver.model.config, weights, batch.tokens, batch.targets, B, T);
+    const reference::ModelOutput ref =
+        reference::model_forward(driver.model.config, weights, batch.tokens, batch.targets, B, T);
     EXPECT_LE(max_abs(difference(driver.logits(batch), ref.logits)), 1e-5 * max_abs(ref.logits));
     EXPECT_LE(std::fabs(driver.gradients({batch}) - ref.loss), 1e-5 * ref.loss);
 }
@@ -293,7 +324,8 @@ TEST_P(MixedKnobs, LogitsAndLoss) {
 TEST_P(MixedKnobs, DirectionalDerivatives) {
     driver.gradients({batch});
     const ParamTable& table = driver.model.table;
-    const reference::Weights weights = reference::widen(table, driver.params().data()), grads = reference::widen(table, driver.grads().data());
+    const reference::Weights weights = reference::widen(table, driver.params().data()),
+                             grads = reference::widen(table, driver.grads().data());
     auto check = [&](uint64_t seed, const std::vector<const Param*>& params, const std::string& what) {
         reference::Weights d;
         double along = 0, square = 0;
@@ -316,8 +348,8 @@ TEST_P(MixedKnobs, DirectionalDerivatives) {
     for (uint64_t seed = 0; seed < 20; seed++) check(seed, all, str("direction ", seed));
 }
 
-// The plan with every tensor in bytes of its own, and the one where tensors share them: the same bits. Likewise for what
-// is computed again in the backward pass; two micro-steps, so that the second finds the memory used.
+// The plan with every tensor in bytes of its own, and the one where tensors share them: the same bits. Likewise for
+// what is computed again in the backward pass; two micro-steps, so that the second finds the memory used.
 TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
     const std::vector<Batch> batches = {batch, random_batch(config(), B, T, 6)};
     const double expected_loss = driver.gradients(batches);
@@ -329,8 +361,10 @@ TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
             Driver other(config(), {B, T, true, level, overlap});
             other.randomise(3);
             EXPECT_EQ(other.gradients(batches), expected_loss);
-            EXPECT_TRUE(same_bits(other.grads(), expected)) << "recompute level " << int(level) << ", overlap " << overlap;
-            if (!overlap) EXPECT_GT(other.acts.plan.bytes(), driver.acts.plan.bytes());
+            EXPECT_TRUE(same_bits(other.grads(), expected))
+                << "recompute level " << int(level) << ", overlap " << overlap;
+            if (!overlap)
+                EXPECT_GT(other.acts.plan.bytes(), driver.acts.plan.bytes());
             else {
                 EXPECT_LE(other.acts.plan.bytes(), kept_bytes) << "recompute level " << int(level) << " saves nothing";
                 kept_bytes = other.acts.plan.bytes();
@@ -351,7 +385,8 @@ TEST_P(MixedKnobs, InferencePlanAgreesBitwise) {
     forward(driver.ctx, driver.model, acts, in);
     for (int64_t n = 0; n < in.n; n++) {
         const std::vector<float> row = fetch<float>(head_logits(driver.ctx, driver.model, acts, n, n + 1));
-        for (int64_t v = 0; v < config().vocab_size; v++) ASSERT_EQ(row[size_t(v)], expected[size_t(n * config().vocab_size + v)]);
+        for (int64_t v = 0; v < config().vocab_size; v++)
+            ASSERT_EQ(row[size_t(v)], expected[size_t(n * config().vocab_size + v)]);
     }
 }
 
@@ -359,14 +394,31 @@ TEST_P(MixedKnobs, InferencePlanAgreesBitwise) {
 TEST_P(MixedKnobs, MicroStepsAddUp) {
     driver.gradients({batch});
     const std::vector<float> whole = driver.grads();
-    std::vector<Batch> halves;
-    for (int64_t b = 0; b < B; b++) {
-        auto half = [&](const std::vector<int32_t>& x) { return std::vector<int32_t>(x.begin() + b * T, x.begin() + (b + 1) * T); };
-        halves.push_back(make_batch(half(batch.tokens), half(batch.targets), 1, T));
-    }
-    driver.gradients(halves);
+    driver.gradients(split(batch, B, T));
     const std::vector<float> sum = driver.grads();
     const std::vector<double> x(whole.begin(), whole.end()), y(sum.begin(), sum.end());
+    EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
+}
+
+// The head works on chunks of tokens. With this vocabulary 70 tokens take two chunks, and their halves one each.
+TEST(Head, ChunksAddUp) {
+    constexpr int64_t B = 2, T = 35;
+    ModelConfig config = base_config();
+    config.layers = config.heads = config.kv_heads = 1;
+    config.attention = "S";
+    config.channels = config.head_size = config.ffn = 4;
+    config.max_positions = T;
+    config.vocab_size = (1 << 18) - 100;
+    Driver whole(config, {B, T, true}), halves(config, {1, T, true});
+    ASSERT_LT(whole.acts.logits.shape[0], B * T);
+    ASSERT_EQ(halves.acts.logits.shape[0], T);
+    whole.randomise(3);
+    halves.randomise(3);
+    const Batch batch = random_batch(config, B, T, 5);
+    const double loss = whole.gradients({batch});
+    EXPECT_NEAR(halves.gradients(split(batch, B, T)), loss, 1e-6 * loss);
+    const std::vector<float> g = whole.grads(), h = halves.grads();
+    const std::vector<double> x(g.begin(), g.end()), y(h.begin(), h.end());
     EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
 }
 
@@ -380,15 +432,19 @@ TEST_P(MixedKnobs, PackedDocuments) {
     std::vector<double> ref;
     for (size_t s = 0; s + 1 < starts.size(); s++) {
         for (int32_t n = starts[s]; n < starts[s + 1]; n++) packed.positions[size_t(n)] = n - starts[s];
-        auto part = [&](const std::vector<int32_t>& x) { return std::vector<int32_t>(x.begin() + starts[s], x.begin() + starts[s + 1]); };
-        const std::vector<double> logits =
-            reference::model_forward(driver.model.config, weights, part(batch.tokens), part(batch.targets), 1, starts[s + 1] - starts[s]).logits;
+        auto part = [&](const std::vector<int32_t>& x) {
+            return std::vector<int32_t>(x.begin() + starts[s], x.begin() + starts[s + 1]);
+        };
+        const std::vector<double> logits = reference::model_forward(driver.model.config, weights, part(batch.tokens),
+                                                                    part(batch.targets), 1, starts[s + 1] - starts[s])
+                                               .logits;
         ref.insert(ref.end(), logits.begin(), logits.end());
     }
     EXPECT_LE(max_abs(difference(driver.logits(packed), ref)), 1e-5 * max_abs(ref));
 }
 
-INSTANTIATE_TEST_SUITE_P(Reference, MixedKnobs, testing::ValuesIn(KNOBS), [](const auto& test) { return std::string(test.param.name); });
+INSTANTIATE_TEST_SUITE_P(Reference, MixedKnobs, testing::ValuesIn(KNOBS),
+                         [](const auto& test) { return std::string(test.param.name); });
 
 // --------------------------------------------------------------------------------------------------------------------
 // Learning.
@@ -403,7 +459,7 @@ TEST_P(Overfit, OneBatch) {
     initialise_weights(driver.ctx, driver.model, 42);
     const Batch batch = random_batch(config, 2, 24, 1);
     const double first = driver.step(batch, 3e-3);
-    EXPECT_NEAR(first, std::log(256.0), 0.1);  // an untrained model knows nothing
+    EXPECT_NEAR(first, std::log(256.0), 0.2);  // an untrained model knows nothing
     double loss = first;
     for (int step = 1; step < 60 && loss >= 0.01; step++) loss = driver.step(batch, 3e-3);
     EXPECT_LT(loss, 0.01);
@@ -418,7 +474,8 @@ TEST(Update, SkipsWhatIsNotFinite) {
     driver.randomise(3);
     const Batch batch = random_batch(base_config(), 2, 11, 5);
     driver.step(batch, 1e-2);
-    const std::vector<float> params = driver.params(), m = fetch<float>(driver.optimizer.m), v = fetch<float>(driver.optimizer.v);
+    const std::vector<float> params = driver.params(), m = fetch<float>(driver.optimizer.m),
+                             v = fetch<float>(driver.optimizer.v);
     const Tensor bias = driver.model.weight(NORMF_B);
     const float saved = fetch<float>(bias)[0], poison = INFINITY;
     copy_to_device(bias.data, &poison, sizeof poison, {});
@@ -441,7 +498,7 @@ TEST(Update, SkipsWhatIsNotFinite) {
 // Weights of the presets as their authors count them.
 TEST(ParameterTable, PresetSizes) {
     const std::pair<const char*, int64_t> sizes[] = {
-        {"gpt2-124M", 124439808},  {"gpt2-350M", 354823168},  {"gpt2-774M", 774030080},   {"gpt2-1558M", 1557611200},
+        {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
         {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
     for (const auto& [name, weights] : sizes) {
         ModelConfig config;
@@ -469,7 +526,8 @@ TEST(Initialisation, AsGpt2DoesIt) {
     const std::vector<float> w = a.params(), other = b.params();
     for (const Param& p : a.model.table.params) {
         const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());
-        const bool residual = p.slot == PROJ_W || p.slot == FCPROJ_W, norm_weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W;
+        const bool residual = p.slot == PROJ_W || p.slot == FCPROJ_W,
+                   norm_weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W;
         if (p.cols) {
             EXPECT_NEAR(rms(values), residual ? 0.02 / std::sqrt(8.0) : 0.02, 0.02 * 0.02) << p.name;
             EXPECT_NE(w[size_t(p.offset)], other[size_t(p.offset)]) << p.name << " does not depend on the seed";

@@ -44,6 +44,7 @@
 #include "runtime/signals.h"
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 // What every part of a run needs to know of its surroundings; passed, never global.
 struct Context {
@@ -857,7 +858,7 @@ struct TrainSetup {
     ModelSource source;
     std::string data_fingerprint;
     std::string checkpoint;  // to go on from; empty: start at step 0
-    json trainer;            // its trainer.json
+    int64_t first_step = 0, adam_steps = 0;  // of its trainer.json
     int64_t micro_steps = 1;
 };
 
@@ -884,9 +885,9 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
             " doesn't tell which token ends a document; leave it out");
 
-    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
     require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
             " is too large; lower one of them");
+    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
     require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
     const std::vector<std::string> checkpoints =
@@ -895,14 +896,13 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " already holds checkpoints; add --resume to go on, or name another folder");
 
     TrainSetup s{
-        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), "", "", {}, 1};
+        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), "", "", 0, 0, 1};
     s.data_fingerprint = fingerprint(s.train_files);
     if (!checkpoints.empty()) {
         s.checkpoint = join_path(s.o.out, checkpoints.back());
         const std::string path = join_path(s.checkpoint, "trainer.json");
-        s.trainer = read_json(path);
+        const json t = read_json(path);
         try {
-            const json& t = s.trainer;
             const int64_t stored_total = t.at("total_batch_tokens");
             if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
             auto same = [&](bool ok, const char* what, const json& stored) {
@@ -915,8 +915,9 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             same(t.at("data") == s.data_fingerprint, "the data's fingerprint", t.at("data"));
             const json model = config_to_json(find_model(s.checkpoint).config, json::object());
             same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
-            require(t.at("step").get<int64_t>() >= 0 && t.at("adam_steps").get<int64_t>() >= 0, path,
-                    ": a negative step; the file is damaged");
+            s.first_step = t.at("step");
+            s.adam_steps = t.at("adam_steps");
+            require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
         } catch (const json::exception& e) {
             throw Error(
                 str(path, ": damaged (", e.what(), "); remove ", s.checkpoint, " to go on from the checkpoint before"));
@@ -986,8 +987,8 @@ void Trainer::start() {
     scalars.grad_clip = static_cast<float>(o.grad_clip);
     if (!s.checkpoint.empty()) {
         load_state(join_path(s.checkpoint, "state.safetensors"), model.table, {model.params, optimizer.m, optimizer.v});
-        step = saved_step = s.trainer.at("step");
-        scalars.t = s.trainer.at("adam_steps");
+        step = saved_step = s.first_step;
+        scalars.t = s.adam_steps;
     } else if (!s.source.directory.empty()) {
         load_weights(s.source.directory, model.table, model.params);
     } else {
@@ -1075,8 +1076,6 @@ void Trainer::save(Progress& progress) {
 void Trainer::run() {
     RunLog log(join_path(o.out, "log.jsonl"), step);
     Progress progress(o.steps, step);
-    if (step >= o.steps)
-        return progress.note(str(o.out, " is done: step ", step, " of ", o.steps, "; raise --steps to go on"));
     LoaderOptions options;
     options.B = o.batch_size;
     options.T = o.seq_len;
@@ -1101,7 +1100,7 @@ void Trainer::run() {
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
         const double tokens_per_s = double(o.total_batch_tokens) / seconds, mfu = tokens_per_s * flops / peak;
         val_loss = NAN;
-        json line = {{"step", step},        {"loss", r.loss},
+        ordered_json line = {{"step", step},        {"loss", r.loss},
                      {"lr", r.lr},          {"grad_norm", r.grad_norm},
                      {"ms", seconds * 1e3}, {"tokens_per_s", tokens_per_s},
                      {"mfu", mfu}};
@@ -1133,7 +1132,12 @@ void Trainer::run() {
 
 void run_train(const Args& args) {
     const Context ctx;
-    Trainer(ctx, check_training(parse_train(args), ctx.world)).run();
+    TrainSetup setup = check_training(parse_train(args), ctx.world);
+    if (setup.first_step >= setup.o.steps) {
+        std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps << "; raise --steps to go on\n";
+        return;
+    }
+    Trainer(ctx, std::move(setup)).run();
 }
 
 // A model for inference: weights loaded (or random), activations for one pass over B sequences of T tokens.
@@ -1171,7 +1175,7 @@ void run_eval(const Args& args) {
     const LoadedModel m(ctx, source, {o.batch_size, T}, false);
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
-    const json result = {{"tokens", e.tokens},
+    const ordered_json result = {{"tokens", e.tokens},
                          {"bytes", e.bytes},
                          {"val_loss", e.loss()},
                          {"perplexity", std::exp(e.loss())},
@@ -1179,8 +1183,7 @@ void run_eval(const Args& args) {
     if (o.json)
         std::cout << result.dump() << "\n";
     else {
-        for (const char* key : {"tokens", "bytes", "val_loss", "perplexity", "bits_per_byte"})
-            std::cout << key << " " << result[key] << "\n";
+        for (const auto& [key, value] : result.items()) std::cout << key << " " << value << "\n";
     }
 }
 

@@ -69,8 +69,27 @@ void parse(CLI::App& app, const Args& args) {
     }
 }
 
+CLI::Validator at_least(int64_t least) {
+    // 2^40 of anything is absurd; refusing it here keeps every product of three sizes from being formed unchecked.
+    auto check = [least](const std::string& text) {
+        int64_t value;
+        const bool ok = CLI::detail::lexical_cast(text, value) && value >= least && value <= int64_t(1) << 40;
+        return ok ? std::string() : str(text, " is not a whole number of at least ", least, " (and at most 2^40)");
+    };
+    return CLI::Validator(check, "");
+}
+
+CLI::Validator number_in(double low, double high) {
+    auto check = [low, high](const std::string& text) {
+        double value;
+        const bool ok = CLI::detail::lexical_cast(text, value) && value >= low && value <= high;
+        return ok ? std::string() : str(text, " is not a number from ", low, " to ", high);
+    };
+    return CLI::Validator(check, "");
+}
+
 void add_model_options(CLI::App& app, ModelOptions& o) {
-    const CLI::Validator size = CLI::Range(int64_t(1), int64_t(1) << 40);
+    const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model, "a preset, a model directory in Hugging Face layout, or a run directory")
         ->required();
     app.add_option("--dtype", o.dtype, "what weights and activations are computed in")

@@ -8,5 +8,9 @@
 // Parses args (without program and command name) and turns CLI11's exceptions into UsageError and HelpRequested.
 void parse(CLI::App& app, const Args& args);
 
+// Value checks with a plain message: "--steps: 0 is not a whole number of at least 1".
+CLI::Validator at_least(int64_t least);
+CLI::Validator number_in(double low, double high);
+
 void add_model_options(CLI::App& app, ModelOptions& options);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);

@@ -5,7 +5,7 @@ EvalOptions parse_eval(const Args& args) {
     CLI::App app(
         "Scores every token of a split once: tokens, bytes, val_loss (nats per token), perplexity, bits_per_byte.",
         "train_gpt eval");
-    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
+    const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
     app.add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
     app.add_option("--split", o.split, "which split")->check(CLI::IsMember({"val", "train"}))->capture_default_str();

@@ -3,7 +3,7 @@
 PlanOptions parse_plan(const Args& args) {
     PlanOptions o;
     CLI::App app("Prints the memory a run needs and its FLOP per token. Nothing is allocated.", "train_gpt plan");
-    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
+    const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();

@@ -1,3 +1,5 @@
+#include <sstream>
+
 #include "commands/cli.h"
 #include "runtime/files.h"
 
@@ -6,10 +8,10 @@ namespace {
 std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     auto app = std::make_unique<CLI::App>(
         "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
-    const CLI::Validator positive = CLI::Range(int64_t(1), int64_t(1) << 40);
-    const CLI::Validator count = CLI::Range(int64_t(0), int64_t(1) << 40);
-    const CLI::Validator fraction = CLI::Range(0.0, 1.0);
-    const CLI::Validator rate = CLI::Range(0.0, 1e6);
+    const CLI::Validator positive = at_least(1);
+    const CLI::Validator count = at_least(0);
+    const CLI::Validator fraction = number_in(0.0, 1.0);
+    const CLI::Validator rate = number_in(0.0, 1e6);
     add_model_options(*app, o.model);
     app->add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
     app->add_option("--out", o.out, "the run directory to write")->required();
@@ -43,10 +45,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(rate)
         ->capture_default_str();
     app->add_option("--beta1", o.beta1, "AdamW's decay of the first moment")
-        ->check(CLI::Range(0.0, 0.9999999))
+        ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
     app->add_option("--beta2", o.beta2, "AdamW's decay of the second moment")
-        ->check(CLI::Range(0.0, 0.9999999))
+        ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
     add_recompute_option(*app, o.recompute);
     app->add_flag("--document-mask", o.document_mask, "attention and positions don't cross end-of-text tokens");
@@ -75,7 +77,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_flag("--resume", o.resume,
                   "go on from the newest checkpoint in --out, with its options where none are given")
         ->configurable(false);
-    app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")->capture_default_str();
+    app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")->check(at_least(0))->capture_default_str();
     app->set_config("--config", "", "read options from a TOML file; the command line wins")->configurable(false);
     app->allow_config_extras(CLI::config_extras_mode::error);
     return app;
@@ -100,6 +102,10 @@ TrainOptions parse_train(const Args& args) {
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
-    o.toml = app->config_to_str(true, false);
+    // Options that were not given and have no default come out as `name=""`: leave them out.
+    std::istringstream lines(app->config_to_str(true, false));
+    for (std::string line; std::getline(lines, line);) {
+        if (line.size() < 3 || line.compare(line.size() - 3, 3, "=\"\"") != 0) o.toml += line + "\n";
+    }
     return o;
 }

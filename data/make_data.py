@@ -448,12 +448,12 @@ def split_single(pieces, fraction, folder):
                 for _, data, _ in documents(piece):
                     f.write(data)
         end = os.path.getsize(path)
-    target = int(end * (1 - fraction))
+    target = max(1, int(end * (1 - fraction)))
     with open(path, "rb") as f:
-        f.seek(target)
+        f.seek(target - 1)
         window = f.read(CHUNK)
         newline = window.find(b"\n")
-        cut = target + newline + 1
+        cut = target + newline
         if newline < 0 or cut >= end:  # no line ends here: cut in front of it, or anywhere between characters
             begin = max(0, target - CHUNK)
             f.seek(begin)
@@ -461,7 +461,7 @@ def split_single(pieces, fraction, folder):
             newline = window[:-1].rfind(b"\n")
             cut = begin + (newline + 1 if newline >= 0 else safe_cut(window, len(window) - 1))
     if not 0 < cut < end:
-        raise DataError(f"{path}: {end} bytes of text are too few to be split; give more, or --val 0")
+        raise DataError(f"{pieces[0].path}: {end} bytes of text are too few to be split; give more, or --val 0")
     return [*plan_text(path, "0", 0, cut), *plan_text(path, "1", cut, end)], Split(val_files=[1])
 
 
@@ -672,12 +672,14 @@ def make_whole(options, target):
     parent = os.path.dirname(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     temporary = os.path.join(parent, f".{os.path.basename(target)}.tmp")
+    old = temporary + ".old"
+    if os.path.exists(old) and not os.path.exists(target):
+        os.rename(old, target)  # a process was killed between the two renames below
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
+    shutil.rmtree(old, ignore_errors=True)
     os.mkdir(temporary)
     try:
         meta = make(options, temporary)
-        old = temporary + ".old"
-        shutil.rmtree(old, ignore_errors=True)
         if os.path.exists(target):
             os.rename(target, old)
         os.rename(temporary, target)

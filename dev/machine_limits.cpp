@@ -31,7 +31,8 @@ MULTIARCH void triad(float* a, const float* b, const float* c, int64_t n) {
 // CHAINS independent accumulators hide the latency of a fused multiply-add. Returns what must not be optimised away.
 template <int CHAINS>
 ALWAYS_INLINE float multiply_add(int64_t steps, float factor, float term) {
-    vec16 x[CHAINS] = {};
+    vec16 x[CHAINS];
+    for (int k = 0; k < CHAINS; k++) x[k] = vec_set(float(k));  // all different, or the compiler keeps one
     for (int64_t i = 0; i < steps; i++)
 #pragma GCC unroll 12
         for (int k = 0; k < CHAINS; k++) x[k] = x[k] * factor + term;

@@ -5,8 +5,8 @@
 //   per layer:  x += proj(attention(rope(qkv(norm1(x)))));   x += fcproj(mlp(fc(norm2(x))))
 //   logits = normf(x)·headᵀ,   loss = mean of −ln softmax(logits)[target] over the targets that are not ignored
 //
-// It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it, and it checks the driver: by logits and loss,
-// and by central differences of the loss the driver's gradients, for knobs that PyTorch's models don't have.
+// It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it, and it checks the driver: by logits and
+// loss, and by central differences of the loss the driver's gradients, for knobs that PyTorch's models don't have.
 #pragma once
 
 #include <map>
@@ -68,9 +68,12 @@ inline std::vector<double> linear(const Weights& weights, const std::string& nam
 
 inline std::vector<double> activation(const ModelConfig& c, const std::vector<double>& fc, int64_t N) {
     switch (c.mlp) {
-        case Mlp::GELU: return gelu_forward(fc.data(), N * c.ffn).value;
-        case Mlp::ReLU2: return relu2_forward(fc.data(), N * c.ffn).value;
-        case Mlp::SwiGLU: return swiglu_forward(fc.data(), N, c.ffn).value;
+        case Mlp::GELU:
+            return gelu_forward(fc.data(), N * c.ffn).value;
+        case Mlp::ReLU2:
+            return relu2_forward(fc.data(), N * c.ffn).value;
+        case Mlp::SwiGLU:
+            return swiglu_forward(fc.data(), N, c.ffn).value;
     }
     throw Error("reference model: not an MLP kind");
 }
@@ -104,15 +107,16 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
                                 .value;
     for (int64_t l = 0; l < c.layers; l++) {
         const std::string layer = str("layers.", l, ".");
-        const std::vector<double> qkv = linear(weights, layer + "qkv", norm(c, weights, layer + "norm1", x, N), N, C, width);
+        const std::vector<double> qkv =
+            linear(weights, layer + "qkv", norm(c, weights, layer + "norm1", x, N), N, C, width);
         std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
         const std::vector<double> v = columns(qkv, N, width, Q + K, width);
         if (!learned) {
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
             k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
         }
-        const std::vector<double> att = attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens, c.heads,
-                                                          c.kv_heads, HS, 1 / std::sqrt(double(HS)))
+        const std::vector<double> att = attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
+                                                          c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
                                             .out.value;
         add(x, linear(weights, layer + "proj", att, N, Q, C));
         const std::vector<double> fc =

@@ -133,8 +133,8 @@ void expect_npy_round_trip(const std::vector<int64_t>& shape, std::vector<T> val
     NpyArray read = read_npy(dir.file("a.npy"));
     EXPECT_EQ(read.dtype, dtype_of<T>());
     EXPECT_EQ(read.shape, shape);
-    ASSERT_EQ(read.bytes.size(), values.size() * sizeof(T));
-    EXPECT_EQ(std::memcmp(read.tensor().data, values.data(), read.bytes.size()), 0);
+    const std::string expected(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+    EXPECT_EQ(std::string(static_cast<const char*>(read.tensor().data), read.bytes.size()), expected);
     EXPECT_EQ(read_file(dir.file("a.npy")).size() % 64, read.bytes.size() % 64);  // the data starts at a multiple of 64
 }
 

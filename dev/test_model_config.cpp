@@ -373,6 +373,8 @@ TEST(ModelConfig, CarriesHarmlessKeysOver) {
     EXPECT_FALSE(saved.contains("rope_parameters"));  // said by rope_theta and rope_scaling, which 4 and 5 both read
     EXPECT_EQ(saved["rope_theta"], 5000.0);
     expect_same(config_from_json(saved, PATH), c);
+    const json gelu = {{"model_type", "gpt2"}, {"activation_function", "gelu_pytorch_tanh"}};
+    EXPECT_EQ(config_to_json(config_from_json(gelu, PATH), gelu)["activation_function"], "gelu_pytorch_tanh");
     ModelConfig mixed = c;  // another family leaves no key of the old one behind
     mixed.norm = Norm::LayerNorm;
     const json other = config_to_json(mixed, original);

@@ -3,9 +3,9 @@
 //   g = grad·grad_scale,  m = β1·m + (1−β1)·g,  v = β2·v + (1−β2)·g²
 //   p = p − lr·( m/(1−β1^t) / (√(v/(1−β2^t)) + eps) + weight_decay·p )
 //
-// Loshchilov, Hutter 2019 (algorithm 2, decoupled decay). lr, grad_scale, skip and t are read from the step's scalars on
-// the device (global_norm.h); a skipped step changes none of p, m, v.
-// Errors: wrong shape or dtype, segments out of order or outside the arena.
+// Loshchilov, Hutter 2019 (algorithm 2, decoupled decay). lr, grad_scale, skip and t are read from the step's scalars
+// on the device (global_norm.h); a skipped step changes none of p, m, v. Errors: wrong shape or dtype, segments out of
+// order or outside the arena.
 #pragma once
 
 #include "kernels/global_norm.h"

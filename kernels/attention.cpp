@@ -40,20 +40,37 @@ int64_t ceil_div(int64_t a, int64_t b) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tile products
 
-// c[R][NV vectors] (+)= a·b: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV vectors].
-template <int R, int NV, bool TRANSPOSED>
+// The products are templates over the vector, vec16 for AVX-512 and vec8 for AVX2: GCC keeps no sums in registers when
+// they are vec16 and the registers are half as wide.
+template <typename V>
+ALWAYS_INLINE V load(const float* p) {
+    V v;
+    std::memcpy(&v, p, sizeof(v));
+    return v;
+}
+
+template <typename V>
+ALWAYS_INLINE void store(float* p, V v) {
+    std::memcpy(p, &v, sizeof(v));
+}
+
+template <typename V>
+constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
+
+// c [R, NV vectors] (+)= a·b: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV vectors].
+template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                                  int64_t K, bool accumulate) {
-    vec16 sum[R][NV];
+    V sum[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? vec_load(c + r * ldc + v * LANES) : vec16{};
+        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? load<V>(c + r * ldc + v * WIDTH<V>) : V{};
     }
     for (int64_t k = 0; k < K; k++) {
-        vec16 row[NV];
+        V row[NV];
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) row[v] = vec_load(b + k * ldb + v * LANES);
+        for (int v = 0; v < NV; v++) row[v] = load<V>(b + k * ldb + v * WIDTH<V>);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const float x = TRANSPOSED ? a[k * lda + r] : a[r * lda + k];
@@ -64,76 +81,55 @@ ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) vec_store(c + r * ldc + v * LANES, sum[r][v]);
+        for (int v = 0; v < NV; v++) store(c + r * ldc + v * WIDTH<V>, sum[r][v]);
     }
 }
 
-template <int R, int NV, bool TRANSPOSED>
+template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                                 int64_t M, int64_t K, bool accumulate) {
     const int64_t step = TRANSPOSED ? 1 : lda;
     int64_t m = 0;
     for (; m + R <= M; m += R) {
-        product_block<R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
+        product_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
     }
     for (; m < M; m++) {
-        product_block<1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
+        product_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
     }
 }
 
 // c [M, vecs·16] (+)= a [M, K] · b [K, vecs·16]. Each element of c is summed in the order of k, whatever the blocking.
-// With the 32 registers of AVX-512 a block is 4×4 or 8×2 vectors; AVX2's 16 registers of half the width hold 4×1.
-template <bool TRANSPOSED, bool AVX512>
+// With the 32 registers of AVX-512 a block is 4×4 or 8×2 vectors, with AVX2's 16 registers of half the width 4×2.
+template <typename V, bool TRANSPOSED>
 ALWAYS_INLINE void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
                            int64_t vecs, int64_t K, bool accumulate) {
     int64_t v = 0;
-    if constexpr (AVX512) {
+    if constexpr (WIDTH<V> == LANES) {
         for (; v + 4 <= vecs; v += 4) {
-            product_rows<4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
         }
         if (v + 3 == vecs) {
-            product_rows<4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
             return;
         }
         for (; v + 2 <= vecs; v += 2) {
-            product_rows<8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
         }
     }
+    constexpr int NV = LANES / WIDTH<V>;
     for (; v < vecs; v++) {
-        product_rows<AVX512 ? 8 : 4, 1, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+        product_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
     }
 }
 
-// product_n: a is [M, K]. product_t: a is stored as [K, M].
-#ifdef TARGET_AVX512
-TARGET_AVX512 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                             int64_t vecs, int64_t K, bool accumulate) {
-    product<false, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-TARGET_AVX512 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                             int64_t vecs, int64_t K, bool accumulate) {
-    product<true, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-#endif
-
-TARGET_DEFAULT void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<false, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-TARGET_DEFAULT void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<true, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-// All bits set in the lanes from `first` on, 0 ≤ first ≤ 16. Masks come from a table and are applied with & and |:
-// vector comparisons would not survive in the AVX2 version (see vec_max).
-ALWAYS_INLINE ivec16 lanes_from(int64_t first) {
+// All bits set in the lanes from `first` on, of the lanes begin, begin + 1 … that V holds; 0 ≤ first ≤ 16. Masks come
+// from a table and are applied with & and |: vector comparisons would not survive in the AVX2 version (see vec_max).
+template <typename V>
+ALWAYS_INLINE auto lanes_from(int64_t first, int64_t begin = 0) {
     alignas(64) static constexpr int32_t bits[2 * LANES] = {
         0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
-    ivec16 mask;
-    std::memcpy(&mask, bits + LANES - first, sizeof(mask));
+    decltype(V{} == V{}) mask;
+    std::memcpy(&mask, bits + LANES - first + begin, sizeof(mask));
     return mask;
 }
 
@@ -142,27 +138,67 @@ ALWAYS_INLINE vec16 blend(ivec16 mask, vec16 a, vec16 b) {
 }
 
 // Oᵀ [HS, 16] += Vᵀ·Pᵀ for a block on the diagonal: lane l takes keys k ≤ l − shift only.
-template <int R>
-ALWAYS_INLINE void diagonal_rows(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                                 int64_t keys, int64_t shift) {
-    vec16 sum[R];
+template <typename V, int R>
+ALWAYS_INLINE void diagonal_block(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                  int64_t keys, int64_t shift) {
+    for (int64_t lane = 0; lane < LANES; lane += WIDTH<V>) {
+        V sum[R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) sum[r] = vec_load(ot + r * ldo);
-    for (int64_t k = 0; k < keys; k++) {
-        const ivec16 seen = lanes_from(k + shift);
-        const vec16 row = vec_load(p + k * ldp);
+        for (int r = 0; r < R; r++) sum[r] = load<V>(ot + r * ldo + lane);
+        for (int64_t k = 0; k < keys; k++) {
+            const auto seen = lanes_from<V>(k + shift, lane);
+            const V row = load<V>(p + k * ldp + lane);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sum[r] += blend(seen, vec_set(v[k * ldv + r]), vec16{}) * row;
+            for (int r = 0; r < R; r++) {
+                int32_t bits;
+                std::memcpy(&bits, v + k * ldv + r, sizeof(bits));
+                sum[r] += reinterpret_cast<V>(bits & seen) * row;
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) store(ot + r * ldo + lane, sum[r]);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) vec_store(ot + r * ldo, sum[r]);
 }
 
-MULTIARCH void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                                int64_t HS, int64_t keys, int64_t shift) {
+template <typename V>
+ALWAYS_INLINE void diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                            int64_t HS, int64_t keys, int64_t shift) {
     int64_t c = 0;
-    for (; c + 8 <= HS; c += 8) diagonal_rows<8>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, shift);
-    for (; c < HS; c++) diagonal_rows<1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, shift);
+    for (; c + 8 <= HS; c += 8) diagonal_block<V, 8>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, shift);
+    for (; c < HS; c++) diagonal_block<V, 1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, shift);
+}
+
+// product_n: a is [M, K]. product_t: a is stored as [K, M].
+#ifdef TARGET_AVX512
+TARGET_AVX512 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                             int64_t vecs, int64_t K, bool accumulate) {
+    product<vec16, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+TARGET_AVX512 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                             int64_t vecs, int64_t K, bool accumulate) {
+    product<vec16, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+TARGET_AVX512 void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                    int64_t HS, int64_t keys, int64_t shift) {
+    diagonal<vec16>(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
+}
+#endif
+
+TARGET_DEFAULT void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
+    product<vec8, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+TARGET_DEFAULT void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
+    product<vec8, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+TARGET_DEFAULT void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                     int64_t HS, int64_t keys, int64_t shift) {
+    diagonal<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -249,7 +285,7 @@ MULTIARCH void softmax_lanes(float* s, int64_t n, int64_t diagonal, int64_t shif
     for (int64_t r = 0; r < n; r++) {
         vec16 x = vec_load(s + r * MAX_TILE);
         if (r >= diagonal) {
-            x = blend(lanes_from(r - diagonal + shift), x, vec_set(-INF));
+            x = blend(lanes_from<vec16>(r - diagonal + shift), x, vec_set(-INF));
             vec_store(s + r * MAX_TILE, x);
         }
         m = vec_max(m, x);
@@ -359,8 +395,8 @@ MULTIARCH void softmax_gradient(float* p, float* ds, int64_t vecs, float lse, fl
         vec16 x = vec_exp(vec_load(p + v * LANES) - lse);
         vec16 g = x * (vec_load(ds + v * LANES) - delta);
         if (v == vecs - 1) {
-            x = blend(lanes_from(seen), vec16{}, x);
-            g = blend(lanes_from(seen), vec16{}, g);
+            x = blend(lanes_from<vec16>(seen), vec16{}, x);
+            g = blend(lanes_from<vec16>(seen), vec16{}, g);
         }
         vec_store(p + v * LANES, x);
         vec_store(ds + v * LANES, g);

@@ -17,4 +17,5 @@ constexpr int32_t IGNORE_TARGET = -1;
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream stream);
 
 // The same, and logits become dlogits. dloss is the gradient of each token's loss: 1/(tokens of the step).
-void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Stream stream);
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
+                                    Stream stream);

@@ -11,7 +11,8 @@
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [N, C] fp32; tokens [N] int32; positions [N] int32; wte [V, C] fp32; wpe [P, C] fp32 or null (no positions added).
+// out [N, C] fp32; tokens [N] int32; positions [N] int32; wte [V, C] fp32; wpe [P, C] fp32 or null (no positions
+// added).
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream);
 
 // dwte [V, C] or null, dwpe [P, C] or null; dout [N, C]; scratch of embedding_backward_scratch bytes (U8) or null if 0.

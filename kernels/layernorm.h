@@ -21,6 +21,6 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
 // dinp [N, C] (overwritten; may be the same memory as dresidual); dweight, dbias [C] (dbias may be null);
 // dout [N, C]; dresidual [N, C] or null; inp [N, C] is the x of the forward pass; mean, rstd [N].
 // scratch: layernorm_backward_scratch bytes (U8). accumulate: add to dweight and dbias, else overwrite.
-void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
-                        Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp,
+                        Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
 int64_t layernorm_backward_scratch(int64_t N, int64_t C);

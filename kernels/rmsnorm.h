@@ -21,6 +21,6 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 // dinp [N, C] (overwritten; may be the same memory as dresidual); dweight [C]; dout [N, C]; dresidual [N, C] or null;
 // inp [N, C] is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch bytes (U8).
 // accumulate: add to dweight, else overwrite.
-void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight, Tensor rstd,
-                      Tensor scratch, bool accumulate, Stream stream);
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
+                      Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
 int64_t rmsnorm_backward_scratch(int64_t N, int64_t C);

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "kernels/check.h"
-#include "kernels/cpu.h"
+#include "kernels/cpu_loops.h"
 
 namespace {
 
@@ -97,7 +97,7 @@ void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream) {
                 " lies outside the table of ", T);
     }
     const float* pairs = table.as<float>();
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (N * H * half > PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t h = 0; h < H; h++) {
             rotate_head(x.as<float>() + n * x.stride[0] + h * x.stride[1], pairs + position[n] * 2 * half, half,

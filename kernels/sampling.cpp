@@ -34,20 +34,24 @@ uint32_t kth_largest(const float* logits, int64_t V, int64_t k) {
     return key;
 }
 
-// Calls visit(v) for the top k logits in order of id, ties at the edge to the lower id, until it returns true.
-template <typename Visit>
-void for_each_kept(const float* logits, int64_t V, int64_t k, Visit visit) {
-    if (k == 0 || k >= V) {
-        for (int64_t v = 0; v < V; v++) {
-            if (visit(v)) return;
-        }
-        return;
-    }
+// The logits that are sampled from: those above the edge, and the first `ties` of those on it.
+struct Kept {
+    uint32_t edge = 0;  // 0 is below every key but a NaN's
+    int64_t ties = 0;
+};
+
+Kept top_k(const float* logits, int64_t V, int64_t k) {
+    if (k == 0 || k >= V) return {};
     const uint32_t edge = kth_largest(logits, V, k);
-    int64_t ties = k - (edge == UINT32_MAX ? 0 : count_at_least(logits, V, edge + 1));
+    return {edge, k - count_at_least(logits, V, edge + 1)};
+}
+
+// Calls visit(v) for the kept logits in order of id until it returns true.
+template <typename Visit>
+void for_each_kept(const float* logits, int64_t V, Kept kept, Visit visit) {
     for (int64_t v = 0; v < V; v++) {
         const uint32_t key = ordered(logits[v]);
-        if ((key > edge || (key == edge && ties-- > 0)) && visit(v)) return;
+        if ((key > kept.edge || (key == kept.edge && kept.ties-- > 0)) && visit(v)) return;
     }
 }
 
@@ -63,8 +67,9 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
 
     const double max = logits[best], temperature = options.temperature;
     auto weight = [&](int64_t v) { return std::exp((logits[v] - max) / temperature); };
+    const Kept kept = top_k(logits, V, options.top_k);
     double total = 0;
-    for_each_kept(logits, V, options.top_k, [&](int64_t v) {
+    for_each_kept(logits, V, kept, [&](int64_t v) {
         total += weight(v);
         return false;
     });
@@ -72,7 +77,7 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
     const double threshold = uniform01(random.v[0], random.v[1]) * total;
     double sum = 0;
     int64_t chosen = best;  // stays only if rounding keeps the sum from passing the threshold
-    for_each_kept(logits, V, options.top_k, [&](int64_t v) {
+    for_each_kept(logits, V, kept, [&](int64_t v) {
         sum += weight(v);
         if (sum > threshold) chosen = v;
         return sum > threshold;
@@ -97,7 +102,7 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
     require(options.top_k >= 0, op, ": top_k is ", options.top_k, ", expected 0 or more");
 
     int32_t* id = ids.as<int32_t>();
-#pragma omp parallel for schedule(dynamic)
+#pragma omp parallel for schedule(dynamic) if (B > 1)
     for (int64_t b = 0; b < B; b++) {
         id[b] = sample_row(logits.as<float>() + b * logits.stride[0], V, options,
                            static_cast<uint64_t>(sequences.as<int64_t>()[b]),

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "kernels/check.h"
-#include "kernels/cpu.h"
+#include "kernels/cpu_loops.h"
 
 namespace {
 
@@ -62,7 +62,7 @@ void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale
     check_tensor(op, "out", out, DType::F32, {R, K});
     require(Q > 0 && R % Q == 0, op, ": ", R, " rows are not a multiple of Q = ", Q);
     check_tensor(op, "mask", mask, DType::U8, {Q, K}, Given::Optional);
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (R * K > PARALLEL_MIN)
     for (int64_t r = 0; r < R; r++) {
         const int64_t i = r % Q, seen = causal ? std::clamp<int64_t>(i + K - Q + 1, 0, K) : K;
         forward_row(out.as<float>() + r * out.stride[0], inp.as<float>() + r * inp.stride[0],
@@ -77,7 +77,7 @@ void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream)
     check_tensor(op, "dinp", dinp, DType::F32, {R, K});
     check_tensor(op, "dout", dout, DType::F32, {R, K});
     check_tensor(op, "out", out, DType::F32, {R, K});
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (R * K > PARALLEL_MIN)
     for (int64_t r = 0; r < R; r++) {
         backward_row(dinp.as<float>() + r * dinp.stride[0], dout.as<float>() + r * dout.stride[0],
                      out.as<float>() + r * out.stride[0], K, scale);

@@ -1,9 +1,9 @@
 // Model directories in Hugging Face layout and training state, in and out.
 //
-// A model directory holds config.json, model.safetensors (or model.safetensors.index.json and shards) and, where text is
-// read or written, tokenizer.json. A checkpoint directory runs/x/step_00001000/ is a model directory that also holds
-// state.safetensors (fp32 master weights and Adam's m and v, tensor by tensor in arena order, so that each rank can write
-// its own byte ranges) and trainer.json. A checkpoint appears whole or not at all: it is written beside under a
+// A model directory holds config.json, model.safetensors (or model.safetensors.index.json and shards) and, where text
+// is read or written, tokenizer.json. A checkpoint directory runs/x/step_00001000/ is a model directory that also holds
+// state.safetensors (fp32 master weights and Adam's m and v, tensor by tensor in arena order, so that each rank can
+// write its own byte ranges) and trainer.json. A checkpoint appears whole or not at all: it is written beside under a
 // temporary name, every file and the directory flushed to disk, then renamed.
 //
 // Every function throws Error with one line naming file, tensor and remedy; sizes, magic numbers and offsets of what is
@@ -19,7 +19,8 @@
 #include "runtime/params.h"
 
 // Where a model comes from, as the user named it: a preset, a model directory, or a run directory (its newest complete
-// checkpoint). Relative paths stay as given.
+// checkpoint). Relative paths stay as given. A preset's name is the preset even where a directory has that name
+// (write "./gpt2-tiny" for the directory).
 struct ModelSource {
     std::string name;       // what the user wrote
     std::string directory;  // model directory; empty for a preset
@@ -28,16 +29,18 @@ struct ModelSource {
 };
 ModelSource find_model(const std::string& name);
 
-// Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …); temporary and foreign
-// entries are not listed.
+// Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json, weights,
+// state.safetensors and trainer.json are all there. Temporary and foreign entries are not listed.
 std::vector<std::string> list_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 
-// Fills arena (host fp32, table.total elements) from the directory's weights: fp32, bf16 or fp16 files, names with or
-// without the family's optional prefix ("transformer." / "model."), every piece present with the right shape. Tensors in the file that the table
-// doesn't name are an Error unless they are known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a
-// tied head. Padding rows are set to zero.
+// Fills arena (host fp32, table.total elements) from the directory's weights: one file or shards with their index,
+// fp32, bf16, fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every piece
+// present with the right shape. Tensors in the files that the table doesn't name are an Error unless they are known
+// buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a tied model's lm_head.weight that equals the token
+// embedding, which is the table's first parameter. (Where they differ, transformers 4 takes the embedding and
+// transformers 5 the head: an Error.) Padding rows are set to zero. On an Error arena is as it was.
 void load_weights(const std::string& directory, const ParamTable& table, Tensor arena);
 
 // Writes model.safetensors at path (not atomically: callers write into a temporary directory). dtype F32, BF16 or F16.
@@ -47,8 +50,9 @@ void save_weights(const std::string& path, const ParamTable& table, Tensor arena
 // then renames it to its final name and flushes the parent. Destroyed uncommitted, it removes what it wrote.
 class AtomicDirectory {
   public:
-    // final_path must not exist. Leftovers of the same name from a killed process are removed first.
-    explicit AtomicDirectory(const std::string& final_path);
+    // path must not exist, its parent must. The temporary name is ".tmp-<name>-<process id>" beside it; leftovers of
+    // the same name whose process is gone are removed first.
+    explicit AtomicDirectory(const std::string& path);
     ~AtomicDirectory();
     AtomicDirectory(const AtomicDirectory&) = delete;
     AtomicDirectory& operator=(const AtomicDirectory&) = delete;
@@ -77,6 +81,8 @@ void load_state(const std::string& path, const ParamTable& table, const Training
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
 
-// Removes the oldest checkpoints but the newest `keep` and `spare` (a name; may be empty). Each is renamed away first,
-// so that a half-removed checkpoint is never taken for a complete one.
+// Removes the oldest checkpoints but the newest `keep` ≥ 1 and `spare` (a name; may be empty). Each is renamed away
+// first
+// (".old-step_…"), so that a half-removed checkpoint is never taken for a complete one. What a killed process left of a
+// save or of a removal is removed too.
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare);

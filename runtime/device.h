@@ -12,14 +12,15 @@ struct Stream {
     void* handle = nullptr;
 };
 
-Device backend_device();         // the device that this binary's kernels run on
-const char* backend_name();      // "cpu" or "cuda"
+Device backend_device();           // the device that this binary's kernels run on
+const char* backend_name();        // "cpu" or "cuda"
 std::string device_description();  // "2 threads, AVX-512": for logs and `info`, beside matmul_library()
 
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);
 
-// Bytes that can still be had: on the CPU the least of free memory, the control group's limit and the address-space limit.
+// Bytes that can still be had: on the CPU the least of free memory, the control group's limit and the address-space
+// limit.
 int64_t device_memory_available();
 // What the program itself takes beside the arenas: code, libraries and their buffers (docs/performance.md: measured).
 int64_t device_overhead_bytes();

@@ -29,7 +29,7 @@ RunLog::~RunLog() {
     std::fclose(file);
 }
 
-void RunLog::write(const nlohmann::json& line) {
+void RunLog::write(const nlohmann::ordered_json& line) {
     const std::string text = line.dump() + "\n";
     const bool ok = std::fwrite(text.data(), 1, text.size(), file) == text.size() && std::fflush(file) == 0;
     require(ok, path, ": cannot write: ", std::strerror(errno));
@@ -53,7 +53,7 @@ void Progress::step(int64_t step, const std::string& text) {
     const double elapsed = seconds(now - start).count();
     const double to_go = elapsed / double(step - first_step) * double(total_steps - step);
     const std::string line =
-        str("step ", step, "/", total_steps, "  ", text, "  ", human_time(elapsed), " + ", human_time(to_go));
+        str("step ", step, "/", total_steps, "  ", text, "  ETA ", human_time(to_go));
     clear();
     std::fputs(line.c_str(), stderr);
     if (terminal)

@@ -14,7 +14,7 @@ class RunLog {
     ~RunLog();
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
-    void write(const nlohmann::json& line);
+    void write(const nlohmann::ordered_json& line);
 
   private:
     std::string path;

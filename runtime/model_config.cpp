@@ -538,7 +538,11 @@ json config_to_json(const ModelConfig& c, const json& original) {
         out["n_positions"] = c.max_positions;
         out["n_inner"] = c.ffn;
         out["layer_norm_epsilon"] = c.norm_eps;
-        out["activation_function"] = "gelu_new";
+        // One formula with two names, computed in another order: the name stays, so that transformers gives the same
+        // bits.
+        const bool other_name =
+            original.is_object() && original.value("activation_function", json()) == "gelu_pytorch_tanh";
+        out["activation_function"] = other_name ? "gelu_pytorch_tanh" : "gelu_new";
         // Training here has no dropout; transformers' default is 0.1.
         for (const char* key : {"resid_pdrop", "embd_pdrop", "attn_pdrop"}) {
             if (!out.contains(key)) out[key] = 0.0;

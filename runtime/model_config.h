@@ -23,10 +23,10 @@ struct ModelConfig {
     RopeScaling rope_scaling;
     Mlp mlp = Mlp::GELU;
     bool qkv_bias = true, proj_bias = true, mlp_bias = true;
-    bool tied = true;             // the head is the token embedding
-    double init_std = 0.02;       // standard deviation of the initial weights
-    std::string attention;        // one letter per layer: S softmax (L and G: a later version)
-    int32_t bos = -1, eos = -1;   // -1: none
+    bool tied = true;            // the head is the token embedding
+    double init_std = 0.02;      // standard deviation of the initial weights
+    std::string attention;       // one letter per layer: S softmax (L and G: a later version)
+    int32_t bos = -1, eos = -1;  // -1: none
 
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }

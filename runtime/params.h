@@ -32,7 +32,7 @@ struct Param {
     int64_t offset = 0;  // elements from the start of the arena, set by layout()
 
     int64_t row_size() const { return cols ? cols : 1; }
-    int64_t numel() const { return rows * row_size(); }                 // as in files
+    int64_t numel() const { return rows * row_size(); }                // as in files
     int64_t padded_numel() const { return padded_rows * row_size(); }  // as in memory
 };
 
@@ -56,6 +56,6 @@ struct ParamTable {
     int columns = 0;         // of index
 };
 
-// The parameter's part of an arena (params, grads, m or v) of fp32 on host or device: [padded_rows, cols], or [padded_rows]
-// for a vector.
+// The parameter's part of an arena (params, grads, m or v) of fp32 on host or device: [padded_rows, cols], or
+// [padded_rows] for a vector.
 Tensor param_tensor(const Param& p, Tensor arena);

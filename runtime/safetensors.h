@@ -16,9 +16,9 @@ struct SafetensorsEntry {
     int64_t begin, end;  // bytes from the start of the data section
 };
 
-// A checked, memory-mapped file. Throws Error naming file and tensor on: a header longer than the file or 100 MB, broken
-// JSON, a name given twice, a dtype that DType lacks (BOOL is read as U8), more than MAX_DIMS dimensions, a shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps,
-// holes, bytes left over.
+// A checked, memory-mapped file. Throws Error naming file and tensor on: a header longer than the file or 100 MB,
+// broken JSON, a name given twice, a dtype that DType lacks (BOOL is read as U8), more than MAX_DIMS dimensions, a
+// shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps, holes, bytes left over.
 class SafetensorsFile {
   public:
     explicit SafetensorsFile(const std::string& path);
@@ -40,9 +40,9 @@ class SafetensorsWriter {
   public:
     explicit SafetensorsWriter(const std::string& path) : name(path) {}
     void declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape);
-    void begin();                                // writes the header (metadata {"format": "pt"})
+    void begin();                                 // writes the header (metadata {"format": "pt"})
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
-    void finish();                               // checks that all declared bytes came, flushes
+    void finish();                                // checks that all declared bytes came, flushes
 
   private:
     std::string name;

@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Tests of make_data.py: what is written is the text, split without overlap, and every refusal is one line."""
+import array
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from unittest import mock
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+import make_data  # noqa: E402
+
+HAVE_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
+HAVE_PYARROW = importlib.util.find_spec("pyarrow") is not None
+needs_tokenizers = unittest.skipUnless(HAVE_TOKENIZERS, "the Python package tokenizers is missing")
+
+
+class DataTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp()
+        self.addCleanup(shutil.rmtree, self.folder)
+        self.out = self.path("out", "set")
+
+    def path(self, *names):
+        return os.path.join(self.folder, *names)
+
+    def write(self, name, data):
+        path = self.path("in", name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as f:
+            f.write(data)
+        return path
+
+    def write_jsonl(self, name, texts):
+        return self.write(name, "".join(json.dumps({"id": 1, "text": t}) + "\n" for t in texts).encode())
+
+    def run_main(self, *arguments):
+        """(exit status, stderr)"""
+        err = io.StringIO()
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                status = make_data.main([*arguments, "--out", self.out])
+            except SystemExit as e:
+                status = e.code
+        return status, err.getvalue()
+
+    def make(self, *arguments):
+        status, err = self.run_main(*arguments)
+        self.assertEqual(status, 0, err)
+        with open(os.path.join(self.out, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        for side in ("train", "val"):
+            tokens = self.tokens(side)
+            self.assertEqual(meta[side]["tokens"], len(tokens))
+            self.assertEqual(meta[side]["documents"], tokens.count(meta["end_of_text"]))
+            self.assertTrue(all(t < meta["vocab_size"] for t in tokens))
+        return meta
+
+    def shards(self, side):
+        return sorted(n for n in os.listdir(self.out) if n.startswith(side))
+
+    def tokens(self, side, shards=None):
+        tokens = []
+        for name in shards or self.shards(side):
+            with open(os.path.join(self.out, name), "rb") as f:
+                header = array.array("i", f.read(1024))
+                payload = array.array({20240520: "H", 20240801: "I"}[header[0]], f.read())
+            self.assertEqual(list(header[:4]), [header[0], {20240520: 1, 20240801: 7}[header[0]], len(payload), 0])
+            self.assertGreater(len(payload), 0)
+            tokens += payload
+        return tokens
+
+    def documents(self, side, end=256):
+        """The documents of a split made with byte tokens."""
+        documents, current = [], bytearray()
+        for token in self.tokens(side):
+            if token == end:
+                documents.append(bytes(current))
+                current = bytearray()
+            else:
+                current.append(token)
+        self.assertEqual(current, b"", "the last document has no end")
+        return documents
+
+    def refused(self, part, *arguments, status=1):
+        before = self.contents()
+        got, err = self.run_main(*arguments)
+        self.assertEqual(got, status, err)
+        self.assertIn(part, err)
+        if status == 1:
+            self.assertEqual(err.count("\n"), 1, err)
+        self.assertEqual(self.contents(), before, "something was written")
+
+    def contents(self):
+        found = {}
+        for folder, _, names in os.walk(os.path.dirname(self.out)):
+            for name in names:
+                with open(os.path.join(folder, name), "rb") as f:
+                    found[os.path.join(folder, name)] = f.read()
+        return found
+
+
+class ByteTokens(DataTest):
+    def test_files_come_back_byte_by_byte(self):
+        texts = {"a.txt": bytes(range(256)) * 3, "b.md": b"# x\r\n\r\n", "deep/er/c.txt": "ü\u0301 \U0001F600".encode(), "d.txt": b"\xff\xfe\x00"}
+        for name, text in texts.items():
+            self.write(name, text)
+        self.write("empty.txt", b"")
+        self.write("other.pdf", b"not text")
+        self.write(".hidden.txt", b"not text")
+        meta = self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(sorted(self.documents("train")), sorted(texts.values()))
+        self.assertEqual(meta["train"]["bytes"], sum(map(len, texts.values())))
+        self.assertEqual((meta["vocab_size"], meta["end_of_text"], meta["replaced_bytes"]), (257, 256, 0))
+        self.assertEqual(self.shards("val"), [])
+
+    def test_shards(self):
+        texts = [b"12345678901234567890123456789", b"abc", b"x" * 40]
+        for i, text in enumerate(texts):
+            self.write(f"{i}.txt", text)
+        self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0", "--shard-tokens", "10")
+        self.assertEqual(self.documents("train"), texts)
+        sizes = [len(self.tokens("train", [name])) for name in self.shards("train")]
+        self.assertEqual(sizes, [10] * 7 + [5])
+        self.assertEqual(self.shards("train")[7], "train_000007.bin")
+
+    def test_split_takes_whole_documents(self):
+        texts = [f"document {i} " + "x" * (i % 50) for i in range(400)]
+        path = self.write_jsonl("a.jsonl", texts)
+        meta = self.make("--text", path, "--tokenizer", "byte")
+        train, val = self.documents("train"), self.documents("val")
+        self.assertEqual(sorted(train + val), sorted(t.encode() for t in texts))
+        total = sum(map(len, texts))
+        self.assertAlmostEqual(meta["val"]["bytes"] / total, 0.05, delta=0.01)
+        self.assertEqual(meta["train"]["bytes"] + meta["val"]["bytes"], total)
+        self.assertEqual(meta["train"]["documents"] + meta["val"]["documents"], 400)
+        first = self.contents()
+        self.make("--text", path, "--tokenizer", "byte")  # again, in the place of the old one
+        self.assertEqual(self.contents(), first)
+
+    def test_split_by_hash_alone(self):
+        texts = [f"document {i}" for i in range(2000)]
+        path = self.write_jsonl("a.jsonl", texts)
+        with mock.patch.object(make_data, "EXACT_SPLIT", 100):
+            meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0.1")
+        self.assertEqual(sorted(self.documents("train") + self.documents("val")), sorted(t.encode() for t in texts))
+        self.assertAlmostEqual(meta["val"]["documents"] / 2000, 0.1, delta=0.03)
+
+    def test_two_documents(self):
+        self.write("a.txt", b"long " * 1000)
+        self.write("b.txt", b"short")
+        self.make("--text", self.path("in"), "--tokenizer", "byte")
+        self.assertEqual((self.documents("train"), self.documents("val")), ([b"long " * 1000], [b"short"]))
+
+    def test_one_document_is_split_between_lines(self):
+        for lines, name in ((b"a line of text\n" * 1000, "a.txt"), (b"one line only " * 500, "b.txt")):
+            path = self.write(name, lines)
+            self.make("--text", path, "--tokenizer", "byte", "--val", "0.1")
+            (train,), (val,) = self.documents("train"), self.documents("val")
+            self.assertEqual(train + val, lines)
+            self.assertAlmostEqual(len(val) / len(lines), 0.1, delta=0.01)
+            if name == "a.txt":
+                self.assertTrue(train.endswith(b"\n"))
+
+    def test_one_document_of_jsonl(self):
+        self.write("0.txt", b"")
+        self.write_jsonl("a.jsonl", ["", "a line\n" * 100])
+        self.write("b.jsonl", b"\n\n")
+        self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0.2")
+        self.assertEqual(self.documents("train") + self.documents("val"), [b"a line\n" * 80, b"a line\n" * 20])
+        self.assertEqual([n for n in os.listdir(self.out) if n.endswith(".txt")], [])
+
+    def test_validation_text_of_its_own(self):
+        train, val = self.write("train/a.txt", b"train"), self.write("val/b.txt", b"val")
+        self.make("--text", train, "--val-text", val, "--tokenizer", "byte")
+        self.assertEqual((self.documents("train"), self.documents("val")), ([b"train"], [b"val"]))
+        self.refused("must not overlap", "--text", self.path("in"), "--val-text", val, "--tokenizer", "byte")
+
+    def test_result_does_not_depend_on_pieces_and_processes(self):
+        self.write("a.txt", b"".join(b"line %d of a long text\n" % i for i in range(3000)))
+        self.write_jsonl("b.jsonl", [f"text {i}\n" * 20 for i in range(300)])
+        for i in range(20):
+            self.write(f"many/{i}.md", b"# %d\n" % i)
+        self.make("--text", self.path("in"), "--tokenizer", "byte")
+        whole = self.contents()
+        with mock.patch.object(make_data, "PIECE", 8192), mock.patch.object(make_data, "CHUNK", 512):
+            self.make("--text", self.path("in"), "--tokenizer", "byte", "--jobs", "2")
+        self.assertEqual(self.contents(), whole)
+
+    def test_jsonl_text(self):
+        path = self.write("a.jsonl", b'{"text": "\\u00e9\\n\\ud83d\\ude00"}\n\n{"text": ""}\n{"text": null}\r\n{"text": "\\ud800!", "x": [1]}')
+        self.make("--text", path, "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
+
+    def test_parquet(self):
+        path = self.path("a.parquet")
+        if not HAVE_PYARROW:
+            with open(path, "wb") as f:
+                f.write(b"PAR1")
+            self.refused("needs the Python package pyarrow", "--text", path, "--tokenizer", "byte")
+            return
+        import pyarrow
+        import pyarrow.parquet
+        texts = [f"row {i} é" for i in range(50)]
+        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(51)), "text": [*texts, None]}), path, row_group_size=7)
+        self.make("--text", path, "--tokenizer", "byte")
+        self.assertEqual(sorted(self.documents("train") + self.documents("val")), sorted(t.encode() for t in texts))
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path)
+        self.refused("no column 'text'", "--text", path, "--tokenizer", "byte")
+        with open(path, "wb") as f:
+            f.write(b"PAR1 nonsense")
+        self.refused("not a readable .parquet", "--text", path, "--tokenizer", "byte")
+
+    def test_bare_python(self):
+        """The byte path runs with the standard library alone, as a program."""
+        path = self.write("a.txt", b"some text\n" * 50)
+        done = subprocess.run([sys.executable, "-I", "-S", os.path.join(HERE, "make_data.py"), "--text", path, "--tokenizer", "byte",
+                               "--out", self.out], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.assertEqual((done.returncode, done.stderr), (0, b""))
+        self.assertIn(b"vocabulary of 257 (byte)", done.stdout)
+        self.assertEqual(b"".join(self.documents("train") + self.documents("val")), b"some text\n" * 50)
+
+    def test_refusals(self):
+        good = self.write("good.txt", b"text\n" * 100)
+        byte = ("--tokenizer", "byte")
+        self.refused("no such file", "--text", self.path("none"), *byte)
+        os.makedirs(self.path("nothing"))
+        self.refused("no .txt, .md, .jsonl, .parquet files", "--text", self.path("nothing"), *byte)
+        self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
+        self.refused("holds no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
+        self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
+        self.refused("unknown kind", "--text", self.write("a.pdf", b"x"), *byte)
+        self.refused("given twice", "--text", good, good, *byte)
+        self.refused("too few to be split", "--text", self.write("one.txt", b"x"), *byte)
+        self.refused("not JSON", "--text", self.write("bad.jsonl", b'{"text": "a"}\n{"text": \n'), *byte)
+        self.refused("not JSON", "--text", self.write("deep.jsonl", b"[" * 100000), *byte)
+        self.refused("no field 'text'", "--text", self.write("field.jsonl", b'{"txt": "a"}\n'), *byte)
+        self.refused("no field 'text'", "--text", self.write("list.jsonl", b'["text"]\n'), *byte)
+        self.refused("holds int", "--text", self.write("int.jsonl", b'{"text": 5}\n'), *byte)
+        self.refused("no validation text", "--text", good, "--val-text", self.write("void.txt", b""), *byte)
+        self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
+        for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"], ["--jobs", "0"], ["--shard-tokens", "0"],
+                      ["--name", "../x"], ["--name", ""], ["--unknown"]):
+            self.refused("usage", "--text", good, *wrong, status=2)
+        self.make("--text", good, *byte)
+        self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays
+        os.remove(os.path.join(self.out, "meta.json"))
+        self.refused("not a data set", "--text", good, *byte)
+
+
+@needs_tokenizers
+class OtherTokenizers(DataTest):
+    TEXT = "".join(f"The {i}th line's words, and über-words\U0001F600; it's {i * i}.\n\n  Indented (twice)\r\n" for i in range(3000))
+
+    def tokenizer(self):
+        import tokenizers
+        tokenizer = tokenizers.Tokenizer.from_file(os.path.join(self.out, "tokenizer.json"))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def test_bpe_round_trip(self):
+        path = self.write("a.txt", self.TEXT.encode())
+        meta = self.make("--text", path, "--vocab", "400", "--val", "0.1")
+        self.assertEqual((meta["tokenizer"], meta["vocab_size"]), ("bpe", 400))
+        tokenizer, end = self.tokenizer(), meta["end_of_text"]
+        self.assertEqual(tokenizer.get_vocab_size(), 400)
+        self.assertEqual(tokenizer.token_to_id("<|endoftext|>"), end)
+        both = ""
+        for side in ("train", "val"):
+            tokens = self.tokens(side)
+            text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
+            self.assertEqual(tokens[:-1], tokenizer.encode(text, add_special_tokens=False).ids)  # chunks don't show
+            self.assertEqual(meta[side]["bytes"], len(text.encode()))
+            both += text
+        self.assertEqual(both, self.TEXT)
+        first = self.contents()
+        self.make("--text", path, "--vocab", "400", "--val", "0.1")
+        self.assertEqual(self.contents(), first)
+
+    def test_bpe_learns_from_training_text_only(self):
+        train = self.write("train.txt", b"one two three four five six\n" * 50)
+        val = self.write("val.txt", b"zebra zebra zebra\n" * 500)
+        self.make("--text", train, "--val-text", val, "--vocab", "1000")
+        vocab = self.tokenizer().get_vocab()
+        self.assertTrue(any("three" in token for token in vocab))
+        self.assertFalse(any("ze" in token for token in vocab))
+
+    def test_special_tokens_in_the_text_stay_text(self):
+        path = self.write("a.txt", b"a <|endoftext|> b\n" * 50)
+        meta = self.make("--text", path, "--vocab", "300", "--val", "0")
+        self.assertEqual(self.tokens("train").count(meta["end_of_text"]), 1)
+
+    def test_bytes_that_are_no_utf8(self):
+        path = self.write("a.txt", b"caf\xe9 \xff\xfe ok\n" * 20)
+        status, err = self.run_main("--text", path, "--vocab", "300", "--val", "0")
+        self.assertEqual(status, 0)
+        self.assertIn("60 bytes of the text are not UTF-8", err)
+        with open(os.path.join(self.out, "meta.json"), encoding="utf-8") as f:
+            meta = json.load(f)
+        text = self.tokenizer().decode(self.tokens("train")[:-1])
+        self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
+        self.assertEqual((meta["replaced_bytes"], meta["train"]["bytes"]), (60, len(text.encode())))
+
+    def test_byte_tokenizer_is_one_for_the_package(self):
+        self.make("--text", self.write("a.txt", self.TEXT.encode()), "--tokenizer", "byte", "--val", "0")
+        tokenizer = self.tokenizer()
+        text = "".join(map(chr, range(300))) + "\U0001F600"
+        self.assertEqual(tokenizer.encode(text).ids, list(text.encode()))
+        self.assertEqual(tokenizer.decode(list(text.encode())), text)
+        self.assertEqual(self.tokens("train")[:-1], tokenizer.encode(self.TEXT).ids)
+
+    def test_tokenizer_of_a_folder(self):
+        path = self.write("a.txt", b"hello world\n" * 20)
+        root = json.loads(make_data.byte_tokenizer())
+        root["model"]["vocab"]["hello"] = 70000
+        root["model"]["vocab"].update({"he": 65600, "ll": 65601, "llo": 65602})
+        root["model"]["merges"] = [["h", "e"], ["l", "l"], ["ll", "o"], ["he", "llo"]]
+        folder = os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
+        meta = self.make("--text", path, "--tokenizer", folder, "--val", "0")
+        self.assertEqual((meta["vocab_size"], meta["end_of_text"]), (70001, 256))
+        self.assertEqual(self.tokens("train"), ([70000] + list(b" world\n")) * 20 + [256])  # as uint32
+        root["added_tokens"][0]["content"] = "<other>"
+        root["model"]["vocab"]["<other>"] = root["model"]["vocab"].pop("<|endoftext|>")
+        self.write("tok/tokenizer.json", json.dumps(root).encode())
+        self.refused("has no end-of-text token", "--text", path, "--tokenizer", folder)
+        self.write("tok/tokenizer.json", b"{")
+        self.refused("not a tokenizer.json", "--text", path, "--tokenizer", folder)
+        self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
+        self.refused("can't read it", "--text", path, "--tokenizer", folder)
+
+
+class WithoutTokenizers(DataTest):
+    def test_missing_package_is_named(self):
+        path = self.write("a.txt", b"text\n" * 100)
+        with mock.patch.dict(sys.modules, {"tokenizers": None}):
+            self.refused("tokenizers, which is missing: `make deps` installs it", "--text", path)
+
+
+if __name__ == "__main__":
+    unittest.main()

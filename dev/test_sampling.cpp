@@ -1,0 +1,166 @@
+// Sampling: exact against the oracle draw by draw, its distribution by a χ² test, ties, and independence of the batch.
+#include "kernels/sampling.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+
+namespace {
+
+constexpr double INF = std::numeric_limits<double>::infinity();
+
+SamplingOptions options(float temperature, int64_t top_k = 0, uint64_t seed = 1) {
+    SamplingOptions o;
+    o.temperature = temperature;
+    o.top_k = top_k;
+    o.seed = seed;
+    return o;
+}
+
+Tensor as_int64(const TestArray& bytes) {
+    const Tensor t = bytes;
+    return make_tensor(t.data, DType::I64, t.device, {t.shape[0] / 8});
+}
+
+std::vector<int32_t> sample(const TestArray& logits, int64_t V, const std::vector<int64_t>& sequences,
+                            const std::vector<int64_t>& steps, const SamplingOptions& o) {
+    const int64_t B = int64_t(sequences.size());
+    const TestArray ids = TestArray::ints(std::vector<int32_t>(sequences.size(), -7), {B});
+    const TestArray s = TestArray::bytes(sequences.data(), B * 8), t = TestArray::bytes(steps.data(), B * 8);
+    sample_tokens(ids, logits, V, as_int64(s), as_int64(t), o, Stream{});
+    return ids.fetch_ints();
+}
+
+std::vector<int32_t> sample_row(const std::vector<double>& logits, const SamplingOptions& o, int64_t draws = 1) {
+    std::vector<double> rows;
+    std::vector<int64_t> sequences, steps;
+    for (int64_t i = 0; i < draws; i++) {
+        rows.insert(rows.end(), logits.begin(), logits.end());
+        sequences.push_back(0);
+        steps.push_back(i);
+    }
+    const int64_t V = int64_t(logits.size());
+    return sample(TestArray::of(rows, {draws, V}), V, sequences, steps, o);
+}
+
+TEST(Sampling, ArgmaxTakesTheLowerOfTies) {
+    EXPECT_EQ(sample_row({1, 5, 5, 2}, options(0))[0], 1);
+    EXPECT_EQ(sample_row({-3, -1, -2, -1}, options(0))[0], 1);
+    EXPECT_EQ(sample_row({-INF, -1e30, -INF}, options(0))[0], 1);
+    EXPECT_EQ(sample_row({0, 0, 0}, options(0))[0], 0);
+    EXPECT_EQ(sample_row({7}, options(0))[0], 0);
+    EXPECT_EQ(sample_row({1, 2, 3}, options(0, 1))[0], 2);
+}
+
+TEST(Sampling, TopOneIsArgmaxAtAnyTemperature) {
+    for (const float temperature : {0.1f, 1.0f, 100.0f}) {
+        for (const int32_t id : sample_row({-9, -4, -8, -4}, options(temperature, 1), 50)) EXPECT_EQ(id, 1);
+    }
+    for (const int32_t id : sample_row({1, 2, 3}, options(1e-30f), 50)) EXPECT_EQ(id, 2);
+}
+
+// The edge of top-k falls into equal logits: the lower ids are kept. −0 equals 0.
+TEST(Sampling, TopKTies) {
+    auto drawn = [](const std::vector<double>& logits, int64_t k) {
+        std::vector<bool> seen(logits.size());
+        for (const int32_t id : sample_row(logits, options(3, k), 400)) seen[size_t(id)] = true;
+        return seen;
+    };
+    EXPECT_EQ(drawn({1, 2, 1, 1, 2}, 3), (std::vector<bool>{true, true, false, false, true}));
+    EXPECT_EQ(drawn({-1, -1, -1, -1}, 2), (std::vector<bool>{true, true, false, false}));
+    EXPECT_EQ(drawn({-0.0, 0.0, -0.0}, 2), (std::vector<bool>{true, true, false}));
+    EXPECT_EQ(drawn({-INF, 0, -INF, 0}, 3), (std::vector<bool>{false, true, false, true}));  // e^−∞ is never drawn
+    EXPECT_EQ(drawn({1, 2, 3}, 3), (std::vector<bool>{true, true, true}));
+    EXPECT_EQ(drawn({1, 2, 3}, 1000), (std::vector<bool>{true, true, true}));
+}
+
+// Each draw is the one that the oracle makes of the same uniform number.
+TEST(Sampling, AgainstOracle) {
+    constexpr int64_t B = 300, V = 101, Vp = 128;
+    std::vector<double> rows = TestArray::random({B, Vp}, 5, 2, -30).values();
+    for (int64_t b = 0; b < B; b++) {
+        std::fill(rows.begin() + b * Vp + V, rows.begin() + (b + 1) * Vp, 1e30);  // padded columns never count
+    }
+    const TestArray logits = TestArray::of(rows, {B, Vp});
+    std::vector<int64_t> sequences, steps;
+    for (int64_t b = 0; b < B; b++) sequences.push_back(b * 3), steps.push_back(1000 - b);
+    for (const float temperature : {0.0f, 0.7f, 1.0f, 2.5f}) {
+        for (const int64_t k : {0, 1, 5, 100, 101, 500}) {
+            const std::vector<int32_t> got = sample(logits, V, sequences, steps, options(temperature, k, 42));
+            for (int64_t b = 0; b < B; b++) {
+                const Philox4 r = philox(42, uint64_t(sequences[size_t(b)]), uint64_t(steps[size_t(b)]));
+                const std::vector<double> p =
+                    reference::sampling_probabilities(logits.data() + b * Vp, V, double(temperature), k);
+                ASSERT_EQ(got[size_t(b)], reference::sample(p, uniform01(r.v[0], r.v[1])))
+                    << "row " << b << " temperature " << temperature << " top_k " << k;
+            }
+        }
+    }
+}
+
+// χ² of 100,000 draws over 8 tokens stays below the 1 − 1e-6 quantile of 7 degrees of freedom, 40.5.
+TEST(Sampling, Distribution) {
+    const std::vector<double> logits{-1, 0.5, -2, 1.5, 0, -0.5, -1.5, 1};
+    for (const int64_t k : {0, 5}) {
+        const std::vector<double> p = reference::sampling_probabilities(logits.data(), 8, double(0.8f), k);
+        constexpr int64_t draws = 100000;
+        std::vector<int64_t> counts(8);
+        for (const int32_t id : sample_row(logits, options(0.8f, k, 77), draws)) counts[size_t(id)]++;
+        double chi2 = 0;
+        for (size_t v = 0; v < 8; v++) {
+            if (p[v] == 0) {
+                EXPECT_EQ(counts[v], 0);
+                continue;
+            }
+            const double expected = p[v] * draws, difference = double(counts[v]) - expected;
+            chi2 += difference * difference / expected;
+        }
+        EXPECT_LT(chi2, 40.5) << "top_k " << k;
+    }
+}
+
+// A draw depends on seed, sequence and step; not on the row it stands in or on who stands beside it.
+TEST(Sampling, IndependentOfTheBatch) {
+    constexpr int64_t B = 64, V = 50;
+    const TestArray logits = TestArray::random({B, V}, 9, 0.1);
+    std::vector<int64_t> sequences, steps(size_t(B), 12);
+    for (int64_t b = 0; b < B; b++) sequences.push_back(b);
+    const std::vector<int32_t> together = sample(logits, V, sequences, steps, options(1));
+    EXPECT_EQ(together, sample(logits, V, sequences, steps, options(1)));
+    for (int64_t b = B - 1; b >= 0; b--) {
+        const std::vector<double> row(logits.data() + b * V, logits.data() + (b + 1) * V);
+        EXPECT_EQ(sample(TestArray::of(row, {1, V}), V, {b}, {12}, options(1))[0], together[size_t(b)]) << b;
+    }
+    auto differing = [&](const std::vector<int32_t>& other) {
+        int64_t n = 0;
+        for (size_t b = 0; b < together.size(); b++) n += other[b] != together[b];
+        return n;
+    };
+    EXPECT_GT(differing(sample(logits, V, sequences, std::vector<int64_t>(size_t(B), 13), options(1))), B / 2);
+    EXPECT_GT(
+        differing(sample(logits, V, std::vector<int64_t>(sequences.rbegin(), sequences.rend()), steps, options(1))),
+        B / 2);
+    EXPECT_GT(differing(sample(logits, V, sequences, steps, options(1, 0, 2))), B / 2);
+}
+
+TEST(Sampling, Errors) {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    const std::string bad = "sample_tokens: row 0 of the logits holds NaN, or its maximum is not finite";
+    expect_error([&] { sample_row({1, nan}, options(1)); }, bad);
+    expect_error([&] { sample_row({nan, 1}, options(0)); }, bad);
+    expect_error([&] { sample_row({1, INF}, options(0)); }, bad);
+    expect_error([&] { sample_row({-INF, -INF}, options(1)); }, bad);
+    expect_error([&] { sample_row({1, 2}, options(-1)); }, "sample_tokens: temperature is -1, expected 0 or more");
+    expect_error([&] { sample_row({1, 2}, options(1, -2)); }, "sample_tokens: top_k is -2, expected 0 or more");
+    const TestArray logits = TestArray::random({1, 4}, 1);
+    expect_error([&] { sample(logits, 5, {0}, {0}, options(1)); }, "sample_tokens: V is 5, expected 1 to 4");
+    expect_error(
+        [&] {
+            sample(logits, 4, {0, 1}, {0, 0}, options(1));
+        },
+        "sample_tokens: ids is int32 [2], expected int32 [1]");
+}
+
+}  // namespace
