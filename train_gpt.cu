@@ -357,7 +357,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
 
     // The classifier works on chunks of tokens whose logits take about 64 MiB, so that no [N, Vp] buffer exists.
     const int64_t Vp = c.padded_vocab();
-    const int64_t chunk = std::clamp((int64_t(1) << 24) / Vp / 64 * 64, int64_t(64), std::max(N, int64_t(1)));
+    const int64_t chunk = std::max<int64_t>((int64_t(1) << 24) / Vp / 64 * 64, 64);
     place({&resf}, "resf", DType::F32, {N, C}, HEAD, HEAD);
     place({&normf}, "normf", DType::F32, {N, C}, HEAD, HEAD);
     place({&logits}, "logits", DType::F32, {std::min(chunk, N), Vp}, HEAD, HEAD);
@@ -857,7 +857,7 @@ struct TrainSetup {
     std::unique_ptr<TokenFiles> val_files;  // null: the data has no validation split
     ModelSource source;
     std::string data_fingerprint;
-    std::string checkpoint;  // to go on from; empty: start at step 0
+    std::string checkpoint;                  // to go on from; empty: start at step 0
     int64_t first_step = 0, adam_steps = 0;  // of its trainer.json
     int64_t micro_steps = 1;
 };
@@ -895,8 +895,16 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to go on, or name another folder");
 
-    TrainSetup s{
-        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), "", "", 0, 0, 1};
+    TrainSetup s{std::move(o),
+                 std::move(data),
+                 std::move(train_files),
+                 std::move(val_files),
+                 std::move(source),
+                 "",
+                 "",
+                 0,
+                 0,
+                 1};
     s.data_fingerprint = fingerprint(s.train_files);
     if (!checkpoints.empty()) {
         s.checkpoint = join_path(s.o.out, checkpoints.back());
@@ -972,7 +980,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
     const MemoryPlan plan = memory_plan(model.table, acts);
     check_memory(plan);
     std::cerr << s.source.name << ": " << describe(model) << "\n"
-              << device_description() << "\nmemory plan\n"
+              << device_description() << ", " << matmul_library() << "\nmemory plan\n"
               << plan_text(plan);
     model.allocate();
     acts.allocate(ctx);
@@ -1101,9 +1109,9 @@ void Trainer::run() {
         const double tokens_per_s = double(o.total_batch_tokens) / seconds, mfu = tokens_per_s * flops / peak;
         val_loss = NAN;
         ordered_json line = {{"step", step},        {"loss", r.loss},
-                     {"lr", r.lr},          {"grad_norm", r.grad_norm},
-                     {"ms", seconds * 1e3}, {"tokens_per_s", tokens_per_s},
-                     {"mfu", mfu}};
+                             {"lr", r.lr},          {"grad_norm", r.grad_norm},
+                             {"ms", seconds * 1e3}, {"tokens_per_s", tokens_per_s},
+                             {"mfu", mfu}};
         if (r.skip) line["skipped"] = true;
         log.write(line);
         char text[160];
@@ -1134,7 +1142,8 @@ void run_train(const Args& args) {
     const Context ctx;
     TrainSetup setup = check_training(parse_train(args), ctx.world);
     if (setup.first_step >= setup.o.steps) {
-        std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps << "; raise --steps to go on\n";
+        std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps
+                  << "; raise --steps to go on\n";
         return;
     }
     Trainer(ctx, std::move(setup)).run();
@@ -1176,10 +1185,10 @@ void run_eval(const Args& args) {
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
     const ordered_json result = {{"tokens", e.tokens},
-                         {"bytes", e.bytes},
-                         {"val_loss", e.loss()},
-                         {"perplexity", std::exp(e.loss())},
-                         {"bits_per_byte", e.bits_per_byte()}};
+                                 {"bytes", e.bytes},
+                                 {"val_loss", e.loss()},
+                                 {"perplexity", std::exp(e.loss())},
+                                 {"bits_per_byte", e.bits_per_byte()}};
     if (o.json)
         std::cout << result.dump() << "\n";
     else {

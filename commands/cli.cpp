@@ -156,26 +156,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (layers) c.layers = *layers;
     if (channels) c.channels = *channels;
     if (heads) c.heads = *heads;
-    // A preset's grouped heads stay grouped in the same ratio only if nobody says otherwise.
-    if (kv_heads)
-        c.kv_heads = *kv_heads;
-    else if (heads)
-        c.kv_heads = *heads;
-    if (head_size)
-        c.head_size = *head_size;
-    else if (channels || heads) {
-        require(c.channels % c.heads == 0, "--heads ", c.heads, " does not divide --channels ", c.channels,
-                "; choose a divisor or give --head-size");
-        c.head_size = c.channels / c.heads;
-    }
     if (!mlp.empty()) c.mlp = mlp == "gelu" ? Mlp::GELU : mlp == "swiglu" ? Mlp::SwiGLU : Mlp::ReLU2;
-    if (ffn)
-        c.ffn = *ffn;
-    else if (channels || !mlp.empty()) {
-        // 4·C, or for SwiGLU's three matrices two thirds of it, rounded up to a multiple of 128.
-        require(c.channels < INT64_MAX / 8, "--channels ", c.channels, " is too large");
-        c.ffn = c.mlp == Mlp::SwiGLU ? (c.channels * 8 / 3 + 127) / 128 * 128 : 4 * c.channels;
-    }
     if (max_positions) c.max_positions = *max_positions;
     if (!norm.empty()) c.norm = norm == "layernorm" ? Norm::LayerNorm : Norm::RMSNorm;
     if (!positions.empty()) {
@@ -184,9 +165,12 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     }
     if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
     if (!tied.empty()) c.tied = tied == "yes";
-    c.attention = attention.empty() ? "S" : attention;
-    if (c.attention.size() == 1 && c.layers < (1 << 20))
-        c.attention.assign(static_cast<size_t>(c.layers), c.attention[0]);
+    // What follows from a knob that was changed follows again, unless it is given too.
+    if (kv_heads || heads) c.kv_heads = kv_heads.value_or(0);
+    if (head_size || channels || heads) c.head_size = head_size.value_or(0);
+    if (ffn || channels || !mlp.empty()) c.ffn = ffn.value_or(0);
+    c.attention = attention;
+    fill_defaults(c, "--model " + model);
     if (vocab_size) {
         require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",
                 data_vocab, "; leave it out or raise it");

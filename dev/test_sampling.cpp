@@ -70,7 +70,7 @@ TEST(Sampling, TopKTies) {
     };
     EXPECT_EQ(drawn({1, 2, 1, 1, 2}, 3), (std::vector<bool>{true, true, false, false, true}));
     EXPECT_EQ(drawn({-1, -1, -1, -1}, 2), (std::vector<bool>{true, true, false, false}));
-    EXPECT_EQ(drawn({-0.0, 0.0, -0.0}, 2), (std::vector<bool>{true, true, false}));
+    EXPECT_EQ(drawn({-0.0, 0.0, 0.0}, 2), (std::vector<bool>{true, true, false}));
     EXPECT_EQ(drawn({-INF, 0, -INF, 0}, 3), (std::vector<bool>{false, true, false, true}));  // e^−∞ is never drawn
     EXPECT_EQ(drawn({1, 2, 3}, 3), (std::vector<bool>{true, true, true}));
     EXPECT_EQ(drawn({1, 2, 3}, 1000), (std::vector<bool>{true, true, true}));

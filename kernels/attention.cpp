@@ -168,37 +168,40 @@ ALWAYS_INLINE void diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv,
     for (; c < HS; c++) diagonal_block<V, 1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, shift);
 }
 
-// product_n: a is [M, K]. product_t: a is stored as [K, M].
-#ifdef TARGET_AVX512
-TARGET_AVX512 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                             int64_t vecs, int64_t K, bool accumulate) {
-    product<vec16, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+// The products as the rest of this file calls them: a is [M, K] for product_n, stored as [K, M] for product_t.
+template <bool TRANSPOSED>
+WITH_AVX512 void product_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                                int64_t M, int64_t vecs, int64_t K, bool accumulate) {
+    product<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
 }
 
-TARGET_AVX512 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                             int64_t vecs, int64_t K, bool accumulate) {
-    product<vec16, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+template <bool TRANSPOSED>
+void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                  int64_t vecs, int64_t K, bool accumulate) {
+    product<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
 }
 
-TARGET_AVX512 void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                                    int64_t HS, int64_t keys, int64_t shift) {
+void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+               int64_t K, bool accumulate) {
+    (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+               int64_t K, bool accumulate) {
+    (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+}
+
+WITH_AVX512 void diagonal_avx512(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                 int64_t HS, int64_t keys, int64_t shift) {
     diagonal<vec16>(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
 }
-#endif
 
-TARGET_DEFAULT void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<vec8, false>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-TARGET_DEFAULT void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                              int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<vec8, true>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-TARGET_DEFAULT void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                                     int64_t HS, int64_t keys, int64_t shift) {
-    diagonal<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
+void product_diagonal(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp, int64_t HS,
+                      int64_t keys, int64_t shift) {
+    if (has_avx512())
+        diagonal_avx512(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
+    else
+        diagonal<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, shift);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

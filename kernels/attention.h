@@ -6,14 +6,16 @@
 //   a query that sees no key gives out = 0 and lse = −∞.
 //
 //   backward, with D_i = Σ_c dout_ic·out_ic:
-//   dV_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − D_i),   dq_i = scale·Σ_j dS_ij k_j,   dk_j = scale·Σ_i dS_ij q_i
-//   (dk and dv are summed over the query heads that share the KV head)
+//   dV_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − D_i),   dq_i = scale·Σ_j dS_ij k_j,
+//   dk_j = scale·Σ_i dS_ij q_i   (dk and dv are summed over the query heads that share the KV head)
 //
 // The T×T matrix is never stored: tiles with an online softmax (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023,
 // algorithms 1 and 2). No atomics: the same input gives the same bits.
 // q, k, v, dq, dk, dv are [tokens, heads, HS] with any row and head strides, so that they can be views into the packed
 // [tokens, (NH + 2·NKV)·HS] output of the QKV GEMM and its gradient (split_heads in runtime/tensor.h).
-// Errors: wrong shapes or dtypes, NKV not dividing NH, cum_seqlens that decrease or run past the tensors (CPU).
+// Tokens after the last sequence get zeros (lse −∞). What a query does not see never changes its results, not even NaN.
+// Errors: wrong shapes or dtypes, NKV not dividing NH, HS > 1024, cum_seqlens that decrease, run past the tensors or
+// have a sequence longer than the maximum given (CPU).
 #pragma once
 
 #include "runtime/device.h"
@@ -25,11 +27,11 @@ struct AttentionSequences {
 };
 
 // out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS].
-void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences, float scale,
-                       Stream stream);
+void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
+                       float scale, Stream stream);
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8).
-void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                        const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream);
+void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
+                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream);
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS);

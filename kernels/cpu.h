@@ -11,31 +11,25 @@
 // body is not cloned, so the parallel loop calls a MULTIARCH function rather than being one.
 // Helpers that a MULTIARCH function calls in its inner loop must be ALWAYS_INLINE, else they stay AVX2.
 // -DNO_AVX512 builds the AVX2 versions alone, so that they can be tested on a machine with AVX-512.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(NO_AVX512)
-#define MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "default")))
-// Where the two versions need different code (register tiles), they are written out under the same name.
-#define TARGET_AVX512 __attribute__((target("arch=x86-64-v4")))
-#define TARGET_DEFAULT __attribute__((target("default")))
-#else
-#define MULTIARCH
-#define TARGET_DEFAULT
-#endif
-#define ALWAYS_INLINE inline __attribute__((always_inline))
-
-// For the few loops that want another shape with AVX-512 and not only another compilation: WITH_AVX512 marks the function
-// to call where has_avx512().
+//
+// For the few loops that want another shape with AVX-512 and not only another compilation, WITH_AVX512 marks the
+// function to call where has_avx512().
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NO_AVX512)
+#define MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "default")))
 #define WITH_AVX512 __attribute__((target("arch=x86-64-v4")))
 inline bool has_avx512() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl");
 }
 #else
+#define MULTIARCH
 #define WITH_AVX512
 inline bool has_avx512() {
     return false;
 }
 #endif
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 // 16 floats: one AVX-512 register or two AVX2 registers. vec_load/vec_store take any alignment.
 // (GCC notes that such arguments have another ABI with AVX-512: -Wno-psabi, for these functions are always inlined.)
@@ -64,8 +58,8 @@ ALWAYS_INLINE void vec_store_partial(float* p, vec16 v, int64_t n) {
     std::memcpy(p, &v, static_cast<size_t>(n) * sizeof(float));
 }
 
-// x in all lanes: one broadcast. Through integers, because GCC 12 makes 16 insertions of a float's splat. Where x meets a
-// vec16 in a sum or product, x itself will do.
+// x in all lanes: one broadcast. Through integers, because GCC 12 makes 16 insertions of a float's splat. Where x meets
+// a vec16 in a sum or product, x itself will do.
 ALWAYS_INLINE vec16 vec_set(float x) {
     int32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));

@@ -5,7 +5,8 @@
 //   and the token whose cumulative probability, in order of id, first exceeds the uniform number u.
 //
 // u comes from Philox keyed by the seed, counter (sequence, step): one sequence's draws never depend on who shares its
-// batch. Errors: wrong shape or dtype, negative temperature or top_k, logits that are not finite at the maximum (CPU).
+// batch. Errors: wrong shape or dtype, negative temperature or top_k, logits that hold NaN or whose
+// maximum is not finite (CPU).
 #pragma once
 
 #include "runtime/device.h"

@@ -28,8 +28,8 @@ std::string device_description() {
 
 namespace {
 
-// The number after a word of a small system file ("MemAvailable:" of /proc/meminfo), or of the whole file if the word is
-// empty; -1 if there is none ("max").
+// The number after a word of a small system file ("MemAvailable:" of /proc/meminfo), or of the whole file if the word
+// is empty; -1 if there is none ("max").
 int64_t system_number(const std::string& path, const std::string& word) {
     std::ifstream file(path);
     for (std::string token; file >> token;) {
@@ -53,9 +53,11 @@ int64_t device_memory_available() {
     const int64_t group_used = system_number("/sys/fs/cgroup/memory.current", "");
     // The group's page cache counts as used though it would be given back.
     const int64_t group_cache = std::max<int64_t>(system_number("/sys/fs/cgroup/memory.stat", "file"), 0);
-    if (group_max >= 0 && group_used >= 0) limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
+    if (group_max >= 0 && group_used >= 0)
+        limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
     rlimit address_space{};
-    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) limit(int64_t(address_space.rlim_cur));
+    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY)
+        limit(int64_t(address_space.rlim_cur));
     return available;
 }
 

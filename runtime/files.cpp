@@ -85,7 +85,7 @@ void replace_file(const std::string& path, std::initializer_list<std::string_vie
     const std::string directory = parent_directory(target);
     const std::string temporary = join_path(directory, ".tmp-" + target.substr(target.find_last_of('/') + 1));
     try {
-        FileWriter out(temporary);
+        FileWriter out(temporary, path);
         for (const std::string_view part : parts) out.write(part.data(), int64_t(part.size()));
         out.finish();
         if (::rename(temporary.c_str(), target.c_str()) != 0) fail(path, "replace", errno);
@@ -146,9 +146,10 @@ MappedFile::~MappedFile() {
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : name(std::move(other.name)), bytes(std::exchange(other.bytes, nullptr)), length(std::exchange(other.length, 0)) {}
 
-FileWriter::FileWriter(const std::string& path) : name(path) {
+FileWriter::FileWriter(const std::string& path, const std::string& shown_as)
+    : name(shown_as.empty() ? path : shown_as) {
     fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0) fail(path, "create", errno);
+    if (fd < 0) fail(name, "create", errno);
 }
 
 FileWriter::~FileWriter() {

@@ -11,7 +11,8 @@
 // Whole file as bytes. A missing file, a directory or an unreadable file is an Error. limit: a larger file is an Error.
 std::string read_file(const std::string& path, int64_t limit = int64_t(1) << 32);
 
-// Creates or replaces path, flushed to disk. The old file stays until the new one is complete (written beside, renamed).
+// Creates or replaces path, flushed to disk. The old file stays until the new one is complete (written beside,
+// renamed).
 void write_file(const std::string& path, std::string_view bytes);
 
 // A read-only memory map of a whole file.
@@ -32,11 +33,12 @@ class MappedFile {
     int64_t length = 0;
 };
 
-// A file being written front to back. Every write is checked; finish() flushes to disk. Not atomic by itself: write into
-// an AtomicDirectory.
+// A file being written front to back. Every write is checked; finish() flushes to disk. Not atomic by itself: write
+// into an AtomicDirectory.
 class FileWriter {
   public:
-    explicit FileWriter(const std::string& path);
+    // shown_as: the name in errors, where path is a temporary one.
+    explicit FileWriter(const std::string& path, const std::string& shown_as = "");
     ~FileWriter();
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
@@ -53,8 +55,8 @@ void flush_directory(const std::string& path);   // fsync, so that a rename in i
 bool path_exists(const std::string& path);
 bool is_directory(const std::string& path);
 std::string join_path(const std::string& directory, const std::string& name);
-std::vector<std::string> list_directory(const std::string& path);         // names, sorted, without . and ..
-std::vector<std::string> glob_files(const std::string& pattern);          // paths, sorted; empty if none match
+std::vector<std::string> list_directory(const std::string& path);  // names, sorted, without . and ..
+std::vector<std::string> glob_files(const std::string& pattern);   // paths, sorted; empty if none match
 
 // .npy version 1.0, little endian, C order; fp32, fp64 and int32. The tensor is on the host.
 void write_npy(const std::string& path, const Tensor& t);

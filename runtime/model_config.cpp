@@ -108,7 +108,7 @@ std::vector<Preset> all_presets() {
         {"gpt2-350M", gpt2(24, 1024, 16, 50257)},
         {"gpt2-774M", gpt2(36, 1280, 20, 50257)},
         {"gpt2-1558M", gpt2(48, 1600, 25, 50257)},
-        {"llama-tiny", llama2(llama(4, 128, 4, 2, 352), 4096, 1024, true)},
+        {"llama-tiny", llama2(llama(4, 128, 4, 2, 384), 4096, 1024, true)},
         {"llama-1B", llama3(llama(16, 2048, 32, 8, 8192), true, 32)},
         {"llama-3B", llama3(llama(28, 3072, 24, 8, 8192), true, 32)},
         {"llama-8B", llama3(llama(32, 4096, 32, 8, 14336), false, 8)},
@@ -438,8 +438,8 @@ void fill_defaults(ModelConfig& c, const std::string& where) {
     }
     if (c.ffn == 0) {
         check_size(where, "channels", c.channels);
-        // SwiGLU has three matrices where the others have two: 8/3 of the channels gives as many weights.
-        c.ffn = c.mlp == Mlp::SwiGLU ? (8 * c.channels / 3 + 31) / 32 * 32 : 4 * c.channels;
+        // SwiGLU has three matrices where the others have two: 8/3 of the channels gives as many weights, rounded up.
+        c.ffn = c.mlp == Mlp::SwiGLU ? (8 * c.channels / 3 + 127) / 128 * 128 : 4 * c.channels;
     }
     if (c.attention.size() <= 1) {
         check_size(where, "layers", c.layers, MAX_LAYERS);

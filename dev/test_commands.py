@@ -1,0 +1,452 @@
+#!/usr/bin/env python3
+"""End-to-end tests of the commands: real data, real files, the driver as users start it (TRAIN_GPT names it)."""
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
+SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
+MODEL = ["--model", "gpt2-tiny", "--layers", "2", "--channels", "32", "--heads", "2", "--max-positions", "64"]
+
+
+def run(*args, env=None, timeout=120):
+    return subprocess.run([DRIVER, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env={**os.environ, **(env or {})}, timeout=timeout, text=True, errors="replace")
+
+
+def digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def digests(checkpoint):
+    return {name: digest(os.path.join(checkpoint, name)) for name in ("model.safetensors", "state.safetensors", "trainer.json")}
+
+
+def log(run_dir):
+    with open(os.path.join(run_dir, "log.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def losses(run_dir):
+    return {line["step"]: line["loss"] for line in log(run_dir) if "loss" in line}
+
+
+def checkpoints(run_dir):
+    return sorted(name for name in os.listdir(run_dir) if name.startswith("step_"))
+
+
+class CommandsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.top = tempfile.mkdtemp(prefix="train_gpt_test_")
+        text = os.path.join(cls.top, "text")
+        os.mkdir(text)
+        for i in range(40):  # documents of a small grammar: something to learn
+            with open(os.path.join(text, f"{i:02}.txt"), "w") as file:
+                for j in range(12):
+                    file.write(f"The {('cat', 'dog', 'owl')[(i + j) % 3]} sees {(i * 7 + j) % 10} of the {('red', 'blue')[j % 2]} stones.\n")
+        cls.data = os.path.join(cls.top, "data")
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
+                        "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # The run that others are compared with: 8 steps, checkpoints at 4 and 8.
+        cls.base = cls.train("base", "--steps", 8, "--save-every", 4)
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.top)
+
+    @classmethod
+    def train_args(cls, name, *args):
+        # Later options win, so that a test can change any of these.
+        given = {args[i]: None for i in range(len(args))}
+        defaults = ["--batch-size", 4, "--seq-len", 32, "--lr", 3e-3, "--warmup", 2, "--eval-every", 4]
+        kept = [x for k, v in zip(defaults[::2], defaults[1::2]) if k not in given for x in (k, v)]
+        model = [] if "--model" in given else MODEL
+        return ["train", *model, "--data", cls.data, "--out", os.path.join(cls.top, name), *kept, *args]
+
+    @classmethod
+    def train(cls, name, *args, env=None):
+        done = run(*cls.train_args(name, *args), env=env)
+        if done.returncode:
+            raise AssertionError(f"training {name} failed: {done.stderr}")
+        return os.path.join(cls.top, name)
+
+    def copy_with_checkpoint(self, name, step):
+        """The base run as it was after its checkpoint of that step."""
+        target = os.path.join(self.top, name)
+        shutil.copytree(self.base, target)
+        for other in checkpoints(target):
+            if other != f"step_{step:08}":
+                shutil.rmtree(os.path.join(target, other))
+        return target
+
+    # ---- the main job --------------------------------------------------------------------------------------------------
+
+    def test_run_directory(self):
+        self.assertEqual(checkpoints(self.base), ["step_00000004", "step_00000008"])
+        lines = log(self.base)
+        steps = [line for line in lines if "loss" in line]
+        self.assertEqual([line["step"] for line in steps], list(range(1, 9)))
+        self.assertEqual(set(steps[0]), {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu"})
+        evals = [line for line in lines if "val_loss" in line]
+        self.assertEqual([line["step"] for line in evals], [4, 8])
+        self.assertEqual(set(evals[0]), {"step", "val_loss", "bits_per_byte"})
+        self.assertLess(steps[-1]["loss"], steps[0]["loss"])
+        self.assertAlmostEqual(steps[0]["loss"], math.log(257), delta=0.2)  # a fresh model knows nothing
+        self.assertAlmostEqual(steps[0]["lr"], 1.5e-3, delta=1e-8)          # half way through the warmup
+        self.assertAlmostEqual(steps[-1]["lr"], 3e-4, delta=1e-8)           # a tenth, at the last step of the cosine
+
+    def test_eval(self):
+        result = json.loads(run("eval", "--model", self.base, "--data", self.data, "--json").stdout)
+        with open(os.path.join(self.data, "meta.json")) as file:
+            meta = json.load(file)
+        self.assertEqual(result["tokens"], meta["val"]["tokens"])
+        self.assertEqual(result["bytes"], meta["val"]["bytes"])
+        self.assertAlmostEqual(result["perplexity"], math.exp(result["val_loss"]), places=6)
+        self.assertAlmostEqual(result["bits_per_byte"], result["val_loss"] * result["tokens"] / math.log(2) / result["bytes"], places=9)
+        logged = [line["val_loss"] for line in log(self.base) if "val_loss" in line][-1]
+        self.assertAlmostEqual(result["val_loss"], logged, places=5)
+        plain = run("eval", "--model", self.base, "--data", self.data, "--batch-size", 3).stdout.split()
+        self.assertEqual(plain[::2], ["tokens", "bytes", "val_loss", "perplexity", "bits_per_byte"])
+        self.assertAlmostEqual(float(plain[5]), result["val_loss"], places=5)
+
+    def test_sample(self):
+        args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 20, "--ignore-eos", "--num-samples", 2]
+        first, again, other = run(*args), run(*args), run(*args, "--seed", 7)
+        self.assertEqual(first.returncode, 0, first.stderr)
+        self.assertEqual(first.stdout, again.stdout)
+        self.assertNotEqual(first.stdout, other.stdout)
+        texts = first.stdout.split("\n---\n")
+        self.assertEqual(len(texts), 2)
+        self.assertNotEqual(texts[0], texts[1].rstrip("\n"))
+        self.assertTrue(all(text.startswith("The ") for text in texts))
+        greedy = json.loads(run(*args[:-2], "--temperature", 0, "--json").stdout)["samples"][0]
+        self.assertEqual(len(greedy["tokens"]), 20)
+        self.assertEqual(greedy["finish"], "length")
+        stop = greedy["text"][5:7]
+        stopped = json.loads(run(*args[:-2], "--temperature", 0, "--json", "--stop", stop).stdout)["samples"][0]
+        self.assertEqual(stopped["text"], greedy["text"][:greedy["text"].index(stop)])
+        self.assertEqual(stopped["finish"], "stop")
+        beyond = run("sample", "--model", self.base, "--max-tokens", 80, "--ignore-eos")  # past the position table: slides
+        self.assertEqual(beyond.returncode, 0, beyond.stderr)
+
+    def test_random_weights(self):
+        done = run("sample", "--model", "gpt2-tiny", "--random-weights", "--max-tokens", 4)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(len(done.stdout.split()), 4)
+
+    def test_logits(self):
+        out, dump = os.path.join(self.top, "logits.npy"), os.path.join(self.top, "dump")
+        done = run("logits", "--model", self.base, "--tokens", "84 104 101", "--output", out, "--dump", dump)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(out, "rb") as file:
+            blob = file.read()
+        size = struct.unpack("<H", blob[8:10])[0]
+        self.assertIn(b"'shape': (3, 257)", blob[:10 + size])
+        values = struct.unpack("<771f", blob[10 + size:])
+        self.assertTrue(all(math.isfinite(v) for v in values))
+        names = set(os.listdir(dump))
+        self.assertLessEqual({"layers.0.res1.npy", "layers.1.qkv.npy", "layers.1.act.npy", "normf.npy"}, names)
+        greedy = json.loads(run("sample", "--model", self.base, "--prompt", "The", "--temperature", 0, "--max-tokens", 1, "--ignore-eos",
+                                "--json").stdout)["samples"][0]["tokens"][0]
+        last = values[-257:]
+        self.assertEqual(last.index(max(last)), greedy)
+
+    def test_plan_and_info(self):
+        plan = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--json").stdout)
+        self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
+        less = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json").stdout)
+        self.assertLess(less["bytes"]["activations"], plan["bytes"]["activations"])
+        big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
+        self.assertEqual(big.returncode, 0, big.stderr)
+        self.assertIn(json.loads(run("info", "--json").stdout)["backend"], ("cpu", "cuda"))
+        info = json.loads(run("info", self.base, "--json").stdout)
+        self.assertEqual(info["trainer"]["step"], 8)
+        self.assertEqual(info["config"]["n_layer"], 2)
+        tokens = json.loads(run("info", os.path.join(self.data, "val_000000.bin"), "--json").stdout)
+        self.assertLess(tokens["largest_token"], 257)
+
+    def test_help_lists_every_option(self):
+        overview = run("--help").stdout
+        for command in ("train", "eval", "sample", "logits", "plan", "info"):
+            self.assertIn(command, overview)
+            done = run(command, "--help")
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertIn("--total-batch-tokens", run("train", "--help").stdout)
+
+    def test_config_file_gives_the_same_run(self):
+        other = os.path.join(self.top, "from_config")
+        done = run("train", "--config", os.path.join(self.base, "run.toml"), "--out", other)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(digests(os.path.join(other, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
+
+    # ---- same numbers, another way ---------------------------------------------------------------------------------------
+
+    def test_recompute_is_bitwise_the_same(self):
+        expected = digests(os.path.join(self.base, "step_00000008"))
+        for level in ("activation", "norms", "block"):
+            other = self.train("recompute_" + level, "--steps", 8, "--save-every", 4, "--recompute", level)
+            self.assertEqual(digests(os.path.join(other, "step_00000008")), expected, level)
+
+    def test_gradient_accumulation(self):
+        other = self.train("accumulate", "--steps", 8, "--save-every", 4, "--batch-size", 1, "--total-batch-tokens", 128)
+        for step, loss in losses(self.base).items():
+            self.assertAlmostEqual(losses(other)[step], loss, delta=2e-5)
+
+    def test_document_mask(self):
+        other = self.train("documents", "--steps", 2, "--document-mask")
+        self.assertTrue(all(math.isfinite(x) for x in losses(other).values()))
+
+    def test_schedules(self):
+        def rates(schedule):
+            run_dir = self.train("schedule_" + schedule, "--steps", 10, "--warmup", 0, "--lr", 1e-3, "--schedule", schedule)
+            return [line["lr"] / 1e-3 for line in log(run_dir) if "lr" in line]
+        for expected, got in ((lambda p: 1, rates("constant")), (lambda p: 1 - 0.9 * p, rates("linear")),
+                              (lambda p: 0.1 + 0.45 * (1 + math.cos(math.pi * p)), rates("cosine")),
+                              (lambda p: 1 - 0.9 * max(0, (p - 0.8) / 0.2), rates("wsd"))):
+            for i, rate in enumerate(got):
+                self.assertAlmostEqual(rate, expected(i / 9), places=5)
+
+    def test_overfits_one_batch(self):
+        other = self.train("overfit", "--steps", 150, "--lr", 1e-2, "--overfit-one-batch", "--weight-decay", 0, "--batch-size", 1,
+                           "--eval-every", 0)
+        self.assertLess(losses(other)[150], 0.01)
+
+    # ---- resume ------------------------------------------------------------------------------------------------------------
+
+    def test_resume_is_bit_exact(self):
+        other = self.copy_with_checkpoint("resumed", 4)
+        done = run("train", "--out", other, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for step in range(1, 5):
+            self.assertNotIn(f"step {step}/8", done.stderr)  # really from the checkpoint
+        self.assertEqual(losses(other), losses(self.base))
+        self.assertEqual([line["step"] for line in log(other)], [line["step"] for line in log(self.base)])
+        self.assertEqual(digests(os.path.join(other, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
+
+    def test_resume_reads_the_weights(self):
+        for tensor, prefix in (("params", "a"), ("m", "b"), ("v", "c")):
+            other = self.copy_with_checkpoint("changed_" + prefix, 4)
+            path = os.path.join(other, "step_00000004", "state.safetensors")
+            with open(path, "r+b") as file:
+                size = struct.unpack("<Q", file.read(8))[0]
+                header = json.loads(file.read(size))
+                name = next(n for n in header if n.startswith(tensor + "/") and "qkv.weight" in n)
+                at = 8 + size + header[name]["data_offsets"][0]
+                file.seek(at)
+                value = struct.unpack("<f", file.read(4))[0]
+                file.seek(at)
+                file.write(struct.pack("<f", value * 1.5 + 1e-3))
+            done = run("train", "--out", other, "--resume")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertNotEqual(digest(os.path.join(other, "step_00000008", "model.safetensors")),
+                                digest(os.path.join(self.base, "step_00000008", "model.safetensors")), tensor)
+
+    def test_finished_run_says_so(self):
+        done = run("train", "--out", self.base, "--resume")
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("is done: step 8 of 8", done.stderr)
+
+    def test_signals_save_a_checkpoint(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            other = os.path.join(self.top, f"signal_{number}")
+            process = subprocess.Popen([DRIVER, *map(str, self.train_args(f"signal_{number}", "--steps", 100000, "--eval-every", 0))],
+                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            deadline = time.time() + 60
+            while time.time() < deadline and not (os.path.exists(other + "/log.jsonl") and os.path.getsize(other + "/log.jsonl")):
+                time.sleep(0.02)
+            process.send_signal(number)
+            stderr = process.communicate(timeout=60)[1]
+            self.assertEqual(process.returncode, 0, stderr)
+            (name,) = checkpoints(other)
+            self.assertEqual(int(name[5:]), log(other)[-1]["step"])
+            self.assertIn("--resume", stderr)
+
+    def test_keep_spares_the_best(self):
+        # The first checkpoint is the best: from there on the learning rate is absurd.
+        run_dir = self.copy_with_checkpoint("keep", 4)
+        done = run("train", "--out", run_dir, "--resume", "--steps", 16, "--save-every", 2, "--eval-every", 2, "--keep", 2, "--lr", 30,
+                   "--schedule", "constant", "--grad-clip", 0)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(checkpoints(run_dir), ["step_00000004", "step_00000014", "step_00000016"])
+
+    # ---- crashes -----------------------------------------------------------------------------------------------------------
+
+    def shim(self, mode, directory, n):
+        if "address" in DRIVER or "undefined" in DRIVER:
+            self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
+        self.assertTrue(os.path.exists(SHIM), f"{SHIM} is not built")
+        return {"LD_PRELOAD": SHIM, "CRASH_SHIM_MODE": mode, "CRASH_SHIM_DIR": os.path.realpath(directory), "CRASH_SHIM_AT": str(n)}
+
+    def break_saves(self, mode):
+        """Breaks a resumed run at its n-th file operation, for every n; then it must go on to the same end."""
+        expected = digests(os.path.join(self.base, "step_00000008"))
+        args = ["--resume", "--eval-every", 8]
+        n, broken = 0, 0
+        while True:
+            n += 1
+            self.assertLess(n, 2000)
+            run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
+            done = run("train", "--out", run_dir, *args, env=self.shim(mode, run_dir, n))
+            if done.returncode == 0:
+                break
+            broken += 1
+            if mode == "enospc":
+                self.assertEqual(done.returncode, 1, done.stderr)
+                last = done.stderr.rstrip("\n").split("\n")[-1]
+                self.assertIn("No space left on device", last)
+                self.assertIn(run_dir, last)
+            for name in checkpoints(run_dir):  # what is there is complete
+                info = run("info", os.path.join(run_dir, name), "--json")
+                self.assertEqual(info.returncode, 0, info.stderr)
+            self.assertIn("step_00000004", checkpoints(run_dir))
+            if mode == "enospc":
+                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
+            if broken % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
+                again = run("train", "--out", run_dir, *args)
+                self.assertEqual(again.returncode, 0, again.stderr)
+                self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), expected)
+                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "a killed run's leftovers stay")
+            shutil.rmtree(run_dir)
+        self.assertGreater(broken, 10)
+
+    def test_kill_at_every_file_operation(self):
+        self.break_saves("kill")
+
+    def test_full_disk_at_every_file_operation(self):
+        self.break_saves("enospc")
+
+    def test_not_finite_stops_the_run(self):
+        args = self.train_args("diverges", "--steps", 200, "--lr", 1e6, "--warmup", 0, "--grad-clip", 0, "--schedule", "constant",
+                               "--max-skips", 3, "--eval-every", 0)
+        done = run(*args)
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertIn("not finite 3 times in a row", done.stderr)
+        lines = log(os.path.join(self.top, "diverges"))
+        self.assertTrue(all(line.get("skipped") for line in lines[-3:]))
+        self.assertLess(len(lines), 200)
+
+    # ---- bad input ---------------------------------------------------------------------------------------------------------
+
+    def refused(self, status, words, *args):
+        before = sorted(os.listdir(self.top))
+        done = run(*args)
+        self.assertEqual(done.returncode, status, (args, done.stderr))
+        self.assertEqual(done.stderr.count("\n"), 1, (args, done.stderr))
+        self.assertEqual(done.stdout, "", args)
+        for word in words:
+            self.assertIn(word, done.stderr, args)
+        self.assertEqual(sorted(os.listdir(self.top)), before, args)
+
+    def test_wrong_flags(self):
+        for words, args in (
+            (["no command"], []),
+            (["unknown command 'tarin'"], ["tarin"]),
+            (["--model is required"], ["train", "--data", self.data, "--out", "x"]),
+            (["--bogus"], self.train_args("x", "--bogus")),
+            (["--steps", "0 is not"], self.train_args("x", "--steps", 0)),
+            (["--steps", "-3 is not"], self.train_args("x", "--steps", -3)),
+            (["--steps", "1e3"], self.train_args("x", "--steps", "1e3")),
+            (["--batch-size", "99999999999999999999"], self.train_args("x", "--batch-size", "99999999999999999999")),
+            (["--lr", "nan"], self.train_args("x", "--lr", "nan")),
+            (["--schedule", "cosin"], self.train_args("x", "--schedule", "cosin")),
+            (["/nonexistent.toml"], ["train", "--config", "/nonexistent.toml"]),
+            (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
+            (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
+            (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
+        ):
+            self.refused(2, words, *args)
+
+    def test_bad_input(self):
+        top, base, data = self.top, self.base, self.data
+        checkpoint = os.path.join(base, "step_00000008")
+        for words, args in (
+            (["nosuch", "gpt2-124M"], self.train_args("x", "--model", "nosuch")),
+            (["/nonexistent"], ["train", *MODEL, "--data", "/nonexistent", "--out", top + "/x"]),
+            (["train_"], ["train", *MODEL, "--data", top, "--out", top + "/x"]),
+            ([data + "/meta.json", "--out"], ["train", *MODEL, "--data", data, "--out", data + "/meta.json"]),
+            (["--resume"], self.train_args("base", "--steps", 9)),
+            (["--seed"], ["train", "--out", base, "--resume", "--seed", 7]),
+            (["--seq-len"], ["train", "--out", base, "--resume", "--seq-len", 16]),
+            (["shape"], ["train", "--out", base, "--resume", "--layers", 3]),
+            (["64 rows"], self.train_args("x", "--seq-len", 65)),
+            (["3 heads", "32 channels"], ["train", "--model", "gpt2-tiny", "--channels", 32, "--heads", 3, "--data", data, "--out", top + "/x"]),
+            (["3 KV heads"], [*self.train_args("x"), "--kv-heads", 3]),
+            (["too large"], self.train_args("x", "--batch-size", 1 << 30)),
+            (["free"], self.train_args("x", "--model", "llama-8B", "--batch-size", 512, "--seq-len", 2048)),
+            (["100", "128"], self.train_args("x", "--total-batch-tokens", 100)),
+            (["--vocab-size 100", "257"], [*self.train_args("x"), "--vocab-size", 100]),
+            (["attention", "L"], [*self.train_args("x"), "--attention", "L"]),
+            (["bf16"], [*self.train_args("x"), "--dtype", "bf16"]),
+            (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),
+            (["checkpoint and fixes the shape"], ["eval", "--model", base, "--layers", 3, "--data", data]),
+            (["beyond the model's vocabulary"], ["logits", "--model", base, "--tokens", "257", "--output", top + "/x.npy"]),
+            (["/nonexistent"], ["info", "/nonexistent"]),
+            (["/nonexistent"], ["sample", "--model", base, "--prompt-file", "/nonexistent"]),
+            ([data], ["sample", "--model", base, "--prompt-file", data]),
+            (["/nonexistent/x.npy"], ["logits", "--model", base, "--tokens", "1", "--output", "/nonexistent/x.npy"]),
+            (["preset"], ["sample", "--model", top, "--prompt", "x"]),
+            (["tokenizer.json"], ["sample", "--model", "gpt2-tiny", "--prompt", "x"]),
+            (["not a token file"], ["info", os.path.join(checkpoint, "tokenizer.json")]),
+        ):
+            self.refused(1, words, *args)
+
+    def test_damaged_data(self):
+        def damaged(name, change):
+            folder = os.path.join(self.top, "damaged")
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(self.data, folder)
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                blob = bytearray(file.read())
+            with open(path, "wb") as file:
+                file.write(change(blob))
+            return folder, path
+        token = lambda b: b[:1024 + 20] + struct.pack("<H", 300) + b[1024 + 22:]
+        for name, change, words in (
+            ("train_000000.bin", lambda b: b[:100], []), ("train_000000.bin", lambda b: b[:-1], []),
+            ("train_000000.bin", lambda b: b"\1" + b[1:], ["not a token file"]), ("train_000000.bin", lambda b: b"", []),
+            ("train_000000.bin", lambda b: b[:8] + b"\0\0\0\0" + b[12:1024], []),
+            ("val_000000.bin", token, ["300"]), ("tokenizer.json", lambda b: b[:50], []), ("meta.json", lambda b: b"[1]", []),
+        ):
+            folder, path = damaged(name, change)
+            if change is token:
+                done = run("eval", "--model", self.base, "--data", folder)
+                self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+                self.assertIn(path, done.stderr)
+                continue
+            self.refused(1, [path, *words], "train", *MODEL, "--data", folder, "--out", self.top + "/x")
+        shutil.rmtree(os.path.join(self.top, "damaged"))
+
+    def test_damaged_checkpoint(self):
+        for name, change in (
+            ("config.json", lambda b: b[:20]), ("config.json", lambda b: b.replace(b'"n_head": 2', b'"n_head": 0')),
+            ("config.json", lambda b: b.replace(b'"n_head": 2', b'"n_head": 3')), ("config.json", lambda b: b.replace(b'"n_head": 2', b'"n_head": "2"')),
+            ("model.safetensors", lambda b: b[:-5]), ("model.safetensors", lambda b: b"\xff" * 8 + b[8:]),
+            ("model.safetensors", lambda b: b.replace(b"F32", b"I32", 1)), ("model.safetensors", lambda b: b""),
+        ):
+            folder = os.path.join(self.top, "model_copy")
+            shutil.copytree(os.path.join(self.base, "step_00000008"), folder)
+            path = os.path.join(folder, name)
+            with open(path, "rb") as file:
+                blob = file.read()
+            self.assertNotEqual(change(blob), blob, name)
+            with open(path, "wb") as file:
+                file.write(change(blob))
+            self.refused(1, [path], "eval", "--model", folder, "--data", self.data)
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    unittest.main()
