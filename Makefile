@@ -171,7 +171,7 @@ endif
 
 # Python tests may run the driver, so it is built as well; they find it as TRAIN_GPT.
 TEST_BINARIES := $(filter-out %/test_util,$(call in_dev,test_,cpp)) $(if $(filter gpt,$(or $(OP),gpt)),$(patsubst %.cu,$(BUILD)/%,$(wildcard test_gpt.cu)))
-TEST_SCRIPTS := $(wildcard data/test_$(or $(OP),*).py scripts/test_$(or $(OP),*).py)
+TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif

@@ -882,6 +882,8 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
         require(data.vocab_size <= source.config.vocab_size, o.data, " has a vocabulary of ", data.vocab_size, " and ",
                 source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
     }
+    // A fresh model's special ids are those of the tokenizer that it will be saved with.
+    if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
             " doesn't tell which token ends a document; leave it out");
 

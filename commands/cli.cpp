@@ -178,6 +178,9 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     } else if (data_vocab > 0) {
         c.vocab_size = data_vocab;
     }
+    // A preset's special ids mean nothing in another vocabulary.
+    if (c.bos >= c.vocab_size) c.bos = -1;
+    if (c.eos >= c.vocab_size) c.eos = -1;
     validate(c, "--model " + model);
     return source;
 }

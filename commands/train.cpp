@@ -77,7 +77,9 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_flag("--resume", o.resume,
                   "go on from the newest checkpoint in --out, with its options where none are given")
         ->configurable(false);
-    app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")->check(at_least(0))->capture_default_str();
+    app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")
+        ->check(at_least(0))
+        ->capture_default_str();
     app->set_config("--config", "", "read options from a TOML file; the command line wins")->configurable(false);
     app->allow_config_extras(CLI::config_extras_mode::error);
     return app;

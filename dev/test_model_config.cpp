@@ -82,6 +82,7 @@ TEST(ModelConfig, PresetsHaveThePublishedSizes) {
     EXPECT_EQ(tiny.attention, "SSSS");
     EXPECT_FLOAT_EQ(tiny.attention_scale(), 0.17677669f);
     EXPECT_EQ(preset_config("gpt2-tiny").vocab_size, 4096);
+    EXPECT_EQ(preset_config("gpt2-tiny").max_positions, 256);
     EXPECT_EQ(preset_config("gpt2-mini").layers, 6);
     ModelConfig c;
     EXPECT_FALSE(preset("gpt2", c));

@@ -156,7 +156,8 @@ double measured_peak_flops(Stream stream) {
     double best = 0;
     for (int i = 0; i < 8; i++) {
         const auto begin = std::chrono::steady_clock::now();
-        matmul(host_tensor(out.data(), {n, n}), host_tensor(a.data(), {n, n}), host_tensor(b.data(), {n, n}), false, true, false, stream);
+        matmul(host_tensor(out.data(), {n, n}), host_tensor(a.data(), {n, n}), host_tensor(b.data(), {n, n}), false,
+               true, false, stream);
         const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
         best = std::max(best, 2.0 * n * n * n / seconds);
     }

@@ -52,8 +52,7 @@ void Progress::step(int64_t step, const std::string& text) {
     last_print = now;
     const double elapsed = seconds(now - start).count();
     const double to_go = elapsed / double(step - first_step) * double(total_steps - step);
-    const std::string line =
-        str("step ", step, "/", total_steps, "  ", text, "  ETA ", human_time(to_go));
+    const std::string line = str("step ", step, "/", total_steps, "  ", text, "  ETA ", human_time(to_go));
     clear();
     std::fputs(line.c_str(), stderr);
     if (terminal)

@@ -47,13 +47,13 @@ bool all_softmax(const ModelConfig& c) {
 
 // Presets.
 
-ModelConfig gpt2(int64_t layers, int64_t channels, int64_t heads, int64_t vocab_size) {
+ModelConfig gpt2(int64_t layers, int64_t channels, int64_t heads, int64_t vocab_size, int64_t max_positions = 1024) {
     ModelConfig c;
     c.layers = layers;
     c.channels = channels;
     c.heads = heads;
     c.vocab_size = vocab_size;
-    c.max_positions = 1024;
+    c.max_positions = max_positions;
     if (vocab_size == 50257) c.bos = c.eos = 50256;
     return c;
 }
@@ -102,7 +102,7 @@ struct Preset {
 
 std::vector<Preset> all_presets() {
     return {
-        {"gpt2-tiny", gpt2(4, 128, 4, 4096)},
+        {"gpt2-tiny", gpt2(4, 128, 4, 4096, 256)},
         {"gpt2-mini", gpt2(6, 384, 6, 4096)},
         {"gpt2-124M", gpt2(12, 768, 12, 50257)},
         {"gpt2-350M", gpt2(24, 1024, 16, 50257)},

@@ -25,27 +25,39 @@ constexpr int MAX_DIMS = 8;
 inline int64_t dtype_size(DType dtype) {
     switch (dtype) {
         case DType::F64:
-        case DType::I64: return 8;
+        case DType::I64:
+            return 8;
         case DType::F32:
-        case DType::I32: return 4;
+        case DType::I32:
+            return 4;
         case DType::BF16:
         case DType::F16:
-        case DType::U16: return 2;
-        case DType::U8: return 1;
+        case DType::U16:
+            return 2;
+        case DType::U8:
+            return 1;
     }
     throw Error("dtype_size: not a dtype");
 }
 
 inline const char* dtype_name(DType dtype) {
     switch (dtype) {
-        case DType::F32: return "fp32";
-        case DType::F64: return "fp64";
-        case DType::BF16: return "bf16";
-        case DType::F16: return "fp16";
-        case DType::I32: return "int32";
-        case DType::I64: return "int64";
-        case DType::U16: return "uint16";
-        case DType::U8: return "uint8";
+        case DType::F32:
+            return "fp32";
+        case DType::F64:
+            return "fp64";
+        case DType::BF16:
+            return "bf16";
+        case DType::F16:
+            return "fp16";
+        case DType::I32:
+            return "int32";
+        case DType::I64:
+            return "int64";
+        case DType::U16:
+            return "uint16";
+        case DType::U8:
+            return "uint8";
     }
     return "?";
 }
@@ -53,15 +65,24 @@ inline const char* dtype_name(DType dtype) {
 template <typename T>
 constexpr DType dtype_of() {
     using U = std::remove_const_t<T>;
-    if constexpr (std::is_same_v<U, float>) return DType::F32;
-    else if constexpr (std::is_same_v<U, double>) return DType::F64;
-    else if constexpr (std::is_same_v<U, bf16>) return DType::BF16;
-    else if constexpr (std::is_same_v<U, fp16>) return DType::F16;
-    else if constexpr (std::is_same_v<U, int32_t>) return DType::I32;
-    else if constexpr (std::is_same_v<U, int64_t>) return DType::I64;
-    else if constexpr (std::is_same_v<U, uint16_t>) return DType::U16;
-    else if constexpr (std::is_same_v<U, uint8_t>) return DType::U8;
-    else static_assert(!sizeof(T), "no DType for this type");
+    if constexpr (std::is_same_v<U, float>)
+        return DType::F32;
+    else if constexpr (std::is_same_v<U, double>)
+        return DType::F64;
+    else if constexpr (std::is_same_v<U, bf16>)
+        return DType::BF16;
+    else if constexpr (std::is_same_v<U, fp16>)
+        return DType::F16;
+    else if constexpr (std::is_same_v<U, int32_t>)
+        return DType::I32;
+    else if constexpr (std::is_same_v<U, int64_t>)
+        return DType::I64;
+    else if constexpr (std::is_same_v<U, uint16_t>)
+        return DType::U16;
+    else if constexpr (std::is_same_v<U, uint8_t>)
+        return DType::U8;
+    else
+        static_assert(!sizeof(T), "no DType for this type");
 }
 
 struct Tensor {
@@ -93,7 +114,8 @@ struct Tensor {
     // Checked cast to a typed pointer: asking for the wrong type is an Error, not a reinterpretation.
     template <typename T>
     T* as() const {
-        require(dtype == dtype_of<T>(), "tensor holds ", dtype_name(dtype), ", asked for as ", dtype_name(dtype_of<T>()));
+        require(dtype == dtype_of<T>(), "tensor holds ", dtype_name(dtype), ", asked for as ",
+                dtype_name(dtype_of<T>()));
         return static_cast<T*>(data);
     }
 
@@ -121,7 +143,8 @@ static_assert(std::is_trivially_copyable_v<Tensor>);
 
 // A row-major tensor over memory that somebody else owns.
 inline Tensor make_tensor(void* data, DType dtype, Device device, const int64_t* shape, int rank) {
-    require(rank >= 0 && rank <= MAX_DIMS, "tensor of rank ", rank, ": at most ", MAX_DIMS, " dimensions are supported");
+    require(rank >= 0 && rank <= MAX_DIMS, "tensor of rank ", rank, ": at most ", MAX_DIMS,
+            " dimensions are supported");
     Tensor t;
     t.data = data;
     t.dtype = dtype;

@@ -6,7 +6,7 @@
 #   scripts/deps.sh install                                       everything that is not installed yet (make deps)
 #
 # Each command is printed before it runs. Neither root nor sudo: prints the one apt-get line and exits 1.
-# DEPS=no never installs. Debian 12 and 13 and Ubuntu 22.04 and 24.04 use the same package names.
+# DEPS=no never installs. Debian 12 and 13 and Ubuntu 24.04 use the same package names.
 set -euo pipefail
 
 CXX=${CXX:-g++}
@@ -29,9 +29,9 @@ missing() {
             header libpcre2-dev pcre2.h
             if [[ $jobs =~ \ (test|mutants)\  ]]; then header libgtest-dev gtest/gtest.h; fi
             if [[ $jobs == *" bench "* ]]; then header libbenchmark-dev benchmark/benchmark.h; fi
-            printf '#if __GNUC__ < 11 && !defined(__clang__)\nversion __GNUC__\n#endif\n'
+            printf '#if __GNUC__ < 12 && !defined(__clang__)\nversion __GNUC__\n#endif\n'
         } | "$CXX" -std=c++17 -E -P -x c++ - | while read -r package version; do
-            [[ $package != version ]] || fail "$CXX is version $version, but 11 or newer is needed (make CXX=g++-12 uses another)."
+            [[ $package != version ]] || fail "$CXX is version $version, but 12 or newer is needed (as g++-12, say: make CXX=g++-12)."
             echo "$package"
         done
     elif [[ $CXX == g++ ]]; then

@@ -50,10 +50,10 @@ def read_mutants(path):
     return mutants
 
 
-def mutated(mutant):
-    """The broken text of the mutant's file, or None and a complaint."""
+def mutated(mutant, tree):
+    """The broken text of the mutant's file in the tree, or None and a complaint."""
     try:
-        with open(mutant.file, encoding="utf-8") as source:
+        with open(os.path.join(tree, mutant.file), encoding="utf-8") as source:
             text = source.read()
     except OSError as error:
         return None, f"cannot read {mutant.file}: {error.strerror}"
@@ -116,7 +116,7 @@ def main():
     bad = []
     if args.list:
         for m in mutants:
-            complaint = mutated(m)[1]
+            complaint = mutated(m, ".")[1]
             print(f"{m.file} ({m.op}): {m.old}  ->  {m.new}" + (f"\n    {m.where}: {complaint}" if complaint else ""))
             bad += [complaint] if complaint else []
         return 1 if bad else 0
@@ -130,15 +130,18 @@ def main():
     noticed = 0
     for m in mutants:
         start = time.monotonic()
-        text, complaint = mutated(m)
+        text, complaint = mutated(m, TREE)
         if text is not None:
             copy = os.path.join(TREE, m.file)
-            with open(copy, "w", encoding="utf-8") as target:
-                target.write(text)
+            with open(copy, "rb") as source:
+                whole = source.read()
             try:
+                with open(copy, "w", encoding="utf-8") as target:
+                    target.write(text)
                 state, output = make_test(m.op, args.timeout)
             finally:
-                shutil.copy(m.file, copy)
+                with open(copy, "wb") as target:
+                    target.write(whole)
             if state == "does not build":
                 complaint = "does not build:\n" + output
             elif state == "passes":
