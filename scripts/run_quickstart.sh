@@ -3,11 +3,11 @@
 # samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
 # results.
 #
-#   scripts/run_quickstart.sh [DRIVER]      STEPS=3000 OUT=runs/quickstart
+#   scripts/run_quickstart.sh [DRIVER]      STEPS=1200 OUT=runs/quickstart
 set -euo pipefail
 
 driver=${1:-./train_gpt}
-steps=${STEPS:-3000}
+steps=${STEPS:-1200}
 out=${OUT:-runs/quickstart}
 data=data/tokens/quickstart
 python=.venv/bin/python
@@ -19,8 +19,8 @@ if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
 # The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
 interrupted=
 trap 'interrupted=1' INT TERM
-"$driver" train --model gpt2-tiny --data "$data" --out "$out" --steps "$steps" --batch-size 16 --seq-len 128 \
-    --lr 3e-3 --warmup 100 --eval-every 500 --sample-every 1000 --save-every 500 "${resume[@]}"
+"$driver" train --model gpt2-tiny --data "$data" --out "$out" --steps "$steps" --batch-size 8 --seq-len 256 \
+    --lr 3e-3 --eval-every 200 --sample-every 400 --save-every 400 "${resume[@]}"
 trap - INT TERM
 if [[ $interrupted ]]; then
     echo "Interrupted: the same command goes on from the checkpoint in $out." >&2
