@@ -660,7 +660,7 @@ struct Optimizer {
 // Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
     step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
-    adamw_update(model.params, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
+    adamw_update(model.params, Tensor{}, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
                  static_cast<int64_t>(optimizer.segments.size()), optimizer.options, acts.scalars, ctx.stream);
 }
 

@@ -11,7 +11,7 @@ void adamw(benchmark::State& state) {
     const BenchArray params({n}), m({n}), v({n}, 0.1f, 1), grads({n}), scalars = BenchArray::bytes(sizeof(s));
     copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});
     const AdamWSegment segments[] = {{0, n / 2, 0.1f}, {n / 2, n, 0}};
-    for (auto _ : state) adamw_update(params, m, v, grads, segments, 2, AdamWOptions{}, scalars, Stream{});
+    for (auto _ : state) adamw_update(params, Tensor{}, m, v, grads, segments, 2, AdamWOptions{}, scalars, Stream{});
     report_bytes(state, 28.0 * double(n));
 }
 

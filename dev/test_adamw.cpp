@@ -23,7 +23,7 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
     SCOPED_TRACE(str("n ", n, " t ", t, " grad_size ", grad_size, " grad_scale ", grad_scale));
     const TestArray params = TestArray::random({n}, 1, 0.02), grads = TestArray::random({n}, 4, grad_size);
     const TestArray m = TestArray::random({n}, 2, 0.3 * grad_size), v = squares(n, 3, grad_size);
-    adamw_update(params, m, v, grads, segments.data(), int64_t(segments.size()), options,
+    adamw_update(params, Tensor{}, m, v, grads, segments.data(), int64_t(segments.size()), options,
                  make_scalars(lr, grad_scale, false, t), Stream{});
     const std::vector<double> p1 = params.fetch(), m1 = m.fetch(), v1 = v.fetch();
     std::vector<bool> covered(size_t(n), false);
@@ -81,7 +81,8 @@ TEST(AdamW, TenStepsFollowTheOracle) {
     std::vector<double> p = params.values(), rm(n, 0), rv(n, 0);
     for (int64_t t = 1; t <= 10; t++) {
         const TestArray grads = TestArray::random({n}, uint64_t(10 + t), 1e-2);
-        adamw_update(params, m, v, grads, segments.data(), 1, options, make_scalars(1e-3f, 1, false, t), Stream{});
+        adamw_update(params, Tensor{}, m, v, grads, segments.data(), 1, options, make_scalars(1e-3f, 1, false, t),
+                     Stream{});
         for (size_t i = 0; i < size_t(n); i++) {
             const reference::AdamW r = reference::adamw(p[i], rm[i], rv[i], grads.data()[i], 1, 1e-3f, options.beta1,
                                                         options.beta2, options.eps, segments[0].weight_decay, t);
@@ -98,7 +99,7 @@ TEST(AdamW, SkippedStepChangesNothing) {
     const TestArray params = TestArray::random({n}, 1), m = TestArray::random({n}, 2), v = squares(n, 3, 1);
     const TestArray grads = TestArray::poisoned({n});
     const AdamWSegment segment = {0, n, 0.1f};
-    adamw_update(params, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
+    adamw_update(params, Tensor{}, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
     expect_same_bits("params", params.values(), params.fetch());
     expect_same_bits("m", m.values(), m.fetch());
     expect_same_bits("v", v.values(), v.fetch());
@@ -109,7 +110,7 @@ TEST(AdamW, ZeroGradientFromZeroStateMovesNothingButDecay) {
                     m = TestArray::of({0, 0, 0}, {3});
     const TestArray v = TestArray::of({0, 0, 0}, {3});
     const AdamWSegment segments[] = {{0, 2, 0}, {2, 3, 0.5f}};
-    adamw_update(params, m, v, zero, segments, 2, AdamWOptions{}, make_scalars(0.5f, 1, false, 1), Stream{});
+    adamw_update(params, Tensor{}, m, v, zero, segments, 2, AdamWOptions{}, make_scalars(0.5f, 1, false, 1), Stream{});
     EXPECT_EQ(params.fetch(), (std::vector<double>{1, -2, 3}));
 }
 
@@ -119,10 +120,42 @@ TEST(AdamW, BitsDoNotDependOnThreads) {
     const AdamWSegment segments[] = {{3, 20000, 0.1f}, {20001, n, 0}};
     expect_deterministic("params", [&] {
         const TestArray params = TestArray::random({n}, 2), m = TestArray::random({n}, 3), v = squares(n, 4, 1);
-        adamw_update(params, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7), Stream{});
+        adamw_update(params, Tensor{}, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
+                     Stream{});
         return params.fetch();
     });
 }
+
+// More segments than one launch takes on a GPU, some of them empty.
+TEST(AdamW, ManySegments) {
+    std::vector<AdamWSegment> segments;
+    for (int64_t i = 0; i < 1100; i++) segments.push_back({i * 50, i * 50 + i % 51, i % 3 ? 0.1f : 0});
+    check(55000, segments, AdamWOptions{}, 1e-2f, 1, 3, 1e-2);
+}
+
+#ifdef USE_CUDA
+// What the forward pass reads: the updated parameters rounded to T, in the segments only.
+TEST(AdamW, WritesTheParametersInT) {
+    const int64_t n = 10007;
+    for (const DType T : {TEST_DTYPES}) {
+        SCOPED_TRACE(dtype_name(T));
+        const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
+                        v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2);
+        const TestArray params_T = TestArray::poisoned(T, {n});
+        const AdamWSegment segments[] = {{3, 5000, 0.1f}, {5001, n, 0}};
+        adamw_update(params, params_T, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
+                     Stream{});
+        const std::vector<double> p = params.fetch(), copy = params_T.fetch();
+        for (int64_t i = 0; i < n; i++) {
+            if (i < 3 || i == 5000) {
+                ASSERT_TRUE(std::isnan(copy[size_t(i)])) << i;
+            } else {
+                ASSERT_EQ(copy[size_t(i)], rounded(T, p[size_t(i)])) << i;
+            }
+        }
+    }
+}
+#endif
 
 TEST(AdamW, WrongArgumentsAreErrors) {
     const TestArray a = TestArray::random({10}, 1), b = TestArray::random({9}, 2),
@@ -130,16 +163,23 @@ TEST(AdamW, WrongArgumentsAreErrors) {
     const AdamWSegment good = {0, 10, 0}, outside = {0, 11, 0}, backwards = {5, 4, 0};
     const AdamWSegment overlapping[] = {{0, 6, 0}, {5, 10, 0}};
     const AdamWOptions options;
-    expect_error([&] { adamw_update(a, b, a, a, &good, 1, options, scalars, Stream{}); },
+    expect_error([&] { adamw_update(a, Tensor{}, b, a, a, &good, 1, options, scalars, Stream{}); },
                  "adamw_update: m is fp32 [9], expected fp32 [10]");
-    expect_error([&] { adamw_update(a, a, a, a, &good, 1, options, a, Stream{}); },
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, a, Stream{}); },
                  str("adamw_update: scalars is fp32 [10], expected uint8 [", sizeof(StepScalars), "]"));
-    expect_error([&] { adamw_update(a, a, a, a, &outside, 1, options, scalars, Stream{}); },
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &outside, 1, options, scalars, Stream{}); },
                  "adamw_update: segment 0 is [0, 11), expected ascending segments within [0, 10)");
-    expect_error([&] { adamw_update(a, a, a, a, &backwards, 1, options, scalars, Stream{}); },
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &backwards, 1, options, scalars, Stream{}); },
                  "adamw_update: segment 0 is [5, 4), expected ascending segments within [0, 10)");
-    expect_error([&] { adamw_update(a, a, a, a, overlapping, 2, options, scalars, Stream{}); },
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, overlapping, 2, options, scalars, Stream{}); },
                  "adamw_update: segment 1 is [5, 10), expected ascending segments within [0, 10)");
-    expect_error([&] { adamw_update(a, a, a, a, &good, 1, options, make_scalars(1, 1, false, 0), Stream{}); },
+#ifdef USE_CUDA
+    expect_error([&] { adamw_update(a, b, a, a, a, &good, 1, options, scalars, Stream{}); },
+                 "adamw_update: params_T is fp32 [9], expected fp32 [10]");
+#else  // where nobody would have to wait for it
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, make_scalars(1, 1, false, 0), Stream{}); },
                  "adamw_update: t is 0, expected the number of this update, 1 or more");
+    expect_error([&] { adamw_update(a, a, a, a, a, &good, 1, options, scalars, Stream{}); },
+                 "adamw_update: params_T is given; the CPU computes with the fp32 parameters themselves");
+#endif
 }

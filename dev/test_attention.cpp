@@ -30,19 +30,21 @@ struct Problem {
     std::vector<int32_t> cum_q, cum_k;
     int64_t Nq, Nk;
     float scale;
-    std::vector<double> q, k, v, dout;
+    DType dtype;
+    std::vector<double> q, k, v, dout;  // rounded to the dtype
 
-    explicit Problem(const Shape& s, uint64_t seed = 1, double q_scale = 1)
+    Problem(DType T, const Shape& s, uint64_t seed = 1, double q_scale = 1)
         : shape(s),
           cum_q(cumulative(s.qlens)),
           cum_k(cumulative(s.klens)),
           Nq(cum_q.back()),
           Nk(cum_k.back()),
-          scale(1 / std::sqrt(float(s.HS))) {
-        q = TestArray::random({Nq, s.NH, s.HS}, seed, q_scale).values();
-        k = TestArray::random({Nk, s.NKV, s.HS}, seed + 1).values();
-        v = TestArray::random({Nk, s.NKV, s.HS}, seed + 2).values();
-        dout = TestArray::random({Nq, s.NH, s.HS}, seed + 3).values();
+          scale(1 / std::sqrt(float(s.HS))),
+          dtype(T) {
+        q = TestArray::random(T, {Nq, s.NH, s.HS}, seed, q_scale).values();
+        k = TestArray::random(T, {Nk, s.NKV, s.HS}, seed + 1).values();
+        v = TestArray::random(T, {Nk, s.NKV, s.HS}, seed + 2).values();
+        dout = TestArray::random(T, {Nq, s.NH, s.HS}, seed + 3).values();
     }
     int64_t longest(const std::vector<int64_t>& lengths) const {
         return lengths.empty() ? 0 : *std::max_element(lengths.begin(), lengths.end());
@@ -66,13 +68,13 @@ Result run(const Problem& p, int64_t extra = 0) {
         values.resize(size_t(n), NOT_A_NUMBER);
         return values;
     };
-    const TestArray q = TestArray::of(padded(p.q, Nq * NH * HS), {Nq, NH, HS});
-    const TestArray k = TestArray::of(padded(p.k, Nk * NKV * HS), {Nk, NKV, HS});
-    const TestArray v = TestArray::of(padded(p.v, Nk * NKV * HS), {Nk, NKV, HS});
-    const TestArray dout = TestArray::of(padded(p.dout, Nq * NH * HS), {Nq, NH, HS});
-    const TestArray out = TestArray::poisoned({Nq, NH, HS}), lse = TestArray::poisoned({NH, Nq});
-    const TestArray dq = TestArray::poisoned({Nq, NH, HS});
-    const TestArray dk = TestArray::poisoned({Nk, NKV, HS}), dv = TestArray::poisoned({Nk, NKV, HS});
+    const TestArray q = TestArray::of(p.dtype, padded(p.q, Nq * NH * HS), {Nq, NH, HS});
+    const TestArray k = TestArray::of(p.dtype, padded(p.k, Nk * NKV * HS), {Nk, NKV, HS});
+    const TestArray v = TestArray::of(p.dtype, padded(p.v, Nk * NKV * HS), {Nk, NKV, HS});
+    const TestArray dout = TestArray::of(p.dtype, padded(p.dout, Nq * NH * HS), {Nq, NH, HS});
+    const TestArray out = TestArray::poisoned(p.dtype, {Nq, NH, HS}), lse = TestArray::poisoned({NH, Nq});
+    const TestArray dq = TestArray::poisoned(p.dtype, {Nq, NH, HS});
+    const TestArray dk = TestArray::poisoned(p.dtype, {Nk, NKV, HS}), dv = TestArray::poisoned(p.dtype, {Nk, NKV, HS});
     const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
     const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens)};
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
@@ -81,7 +83,19 @@ Result run(const Problem& p, int64_t extra = 0) {
     return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
 }
 
-void check(const Problem& p) {
+// |got − ref| ≤ 2 roundings of 16-bit numbers on each term; what fp16 loses below its normal range comes on top.
+void expect_within_magnitude(const char* what, const std::vector<double>& got, const reference::Values& ref,
+                             DType dtype, double lost) {
+    const double unit = dtype == DType::BF16 ? 0x1p-8 : 0x1p-11;
+    ASSERT_EQ(got.size(), ref.value.size()) << what;
+    for (size_t i = 0; i < got.size(); i++)
+        ASSERT_LE(std::fabs(got[i] - ref.value[i]), 2 * unit * ref.mag[i] + lost)
+            << what << "[" << i << "]: got " << got[i] << ", expected " << ref.value[i];
+}
+
+// cancels: problems whose dS sum to nearly nothing over keys that are alike. dq and dk are then small beside their
+// terms, and in 16 bits, where each term is rounded, only the terms' magnitudes bound their errors.
+void check(const Problem& p, bool cancels = false) {
     const auto [qlens, klens, NH, NKV, HS] = p.shape;
     const Result got = run(p);
     reference::Attention ref = reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH,
@@ -98,88 +112,113 @@ void check(const Problem& p) {
         }
     }
     const int64_t K = std::max(HS, p.longest(klens));
-    expect_close("out", got.out, ref.out.value, ref.out.mag, K, HS);
     expect_close("lse", lse, ref.lse.value, ref.lse.mag, K, 1);
-    expect_close("dq", got.dq, grad.dq.value, grad.dq.mag, K, HS);
-    expect_close("dk", got.dk, grad.dk.value, grad.dk.mag, K * NH / NKV, HS);
-    expect_close("dv", got.dv, grad.dv.value, grad.dv.mag, K * NH / NKV, HS);
+    // In 16 bits P (or dS) is rounded before its product and the result after it. What P's rounding adds is random over
+    // the columns and not in proportion to each: rows of fewer than 16 columns say nothing, so the whole is one row.
+    const int64_t row = p.dtype != DType::F32 && HS < 16 ? 0 : HS;
+    auto compare = [&](const char* what, const std::vector<double>& x, const reference::Values& y, int64_t terms) {
+        expect_close(what, x, y.value, y.mag, terms, row ? row : int64_t(x.size()), p.dtype, 2);
+    };
+    compare("out", got.out, ref.out, K);
+    compare("dv", got.dv, grad.dv, K * NH / NKV);
+    if (cancels && p.dtype != DType::F32) {
+        const double largest = std::fabs(
+            *std::max_element(p.q.begin(), p.q.end(), [](double x, double y) { return std::fabs(x) < std::fabs(y); }));
+        const double lost = p.dtype == DType::F16 ? 0x1p-25 * double(K) * std::max(1.0, largest) : 0;
+        expect_within_magnitude("dq", got.dq, grad.dq, p.dtype, lost);
+        expect_within_magnitude("dk", got.dk, grad.dk, p.dtype, lost);
+    } else {
+        compare("dq", got.dq, grad.dq, K);
+        compare("dk", got.dk, grad.dk, K * NH / NKV);
+    }
 }
 
-void check(const Shape& shape, double q_scale = 1) {
+void check(DType dtype, const Shape& shape, double q_scale = 1, bool cancels = false) {
     SCOPED_TRACE(str("qlen ", shape.qlens.empty() ? 0 : shape.qlens[0], " klen ",
                      shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS));
-    check(Problem(shape, 1, q_scale));
+    check(Problem(dtype, shape, 1, q_scale), cancels);
 }
 
-TEST(Attention, Lengths) {
-    for (const int64_t T : {1, 2, 15, 16, 17, 63, 64, 65, 127, 129}) check({{T}, {T}, 2, 2, 16});
-    check({{300}, {300}, 2, 1, 64});
+class Attention : public DTypeTest {};
+INSTANTIATE_DTYPES(Attention);
+
+TEST_P(Attention, Lengths) {
+    for (const int64_t T : {1, 2, 15, 16, 17, 63, 64, 65, 127, 129}) check(activation(), {{T}, {T}, 2, 2, 16});
+    check(activation(), {{300}, {300}, 2, 1, 64});
+    check(activation(), {{257}, {391}, 3, 1, 128});
 }
 
-TEST(Attention, HeadSizes) {
+TEST_P(Attention, HeadSizes) {
     for (const int64_t HS : {1, 2, 3, 7, 15, 17, 31, 32, 33, 48, 64, 65, 80, 96, 100, 128, 200})
-        check({{70}, {70}, 2, 1, HS});
-    for (const int64_t HS : {256, 257, 1024}) check({{37}, {37}, 1, 1, HS});  // beyond 256 the tiles are narrower
+        check(activation(), {{70}, {70}, 2, 1, HS});
+    for (const int64_t HS : {256, 257, 1024})  // beyond 256 the tiles are narrower
+        if (HS <= attention_max_head_size()) check(activation(), {{37}, {37}, 1, 1, HS});
 }
 
-TEST(Attention, KVHeadsOneSomeAll) {
-    for (const int64_t NKV : {1, 2, 3, 6}) check({{33, 20}, {33, 20}, 6, NKV, 24});
+TEST_P(Attention, KVHeadsOneSomeAll) {
+    for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {{33, 20}, {33, 20}, 6, NKV, 24});
 }
 
-TEST(Attention, PackedSequences) {
-    check({{3, 2, 5}, {3, 2, 5}, 2, 1, 8});
-    check({{0, 1, 70, 0, 1, 16, 0}, {0, 1, 70, 0, 1, 16, 0}, 2, 2, 32});
-    check({{}, {}, 2, 2, 8});
-    check({{0}, {0}, 2, 2, 8});
+TEST_P(Attention, PackedSequences) {
+    check(activation(), {{3, 2, 5}, {3, 2, 5}, 2, 1, 8});
+    check(activation(), {{0, 1, 70, 0, 1, 16, 0}, {0, 1, 70, 0, 1, 16, 0}, 2, 2, 32});
+    check(activation(), {{}, {}, 2, 2, 8});
+    check(activation(), {{0}, {0}, 2, 2, 8});
 }
 
-TEST(Attention, PastLongerThanTheQueries) {
-    check({{1}, {1000}, 2, 1, 64});  // the first token after a long past
-    for (const int64_t past : {1, 15, 16, 17, 48, 63, 64, 65, 100}) check({{40}, {40 + past}, 2, 1, 32});
-    check({{70, 1, 5}, {75, 130, 5}, 4, 2, 20});
+TEST_P(Attention, PastLongerThanTheQueries) {
+    check(activation(), {{1}, {1000}, 2, 1, 64});  // the first token after a long past
+    for (const int64_t past : {1, 15, 16, 17, 48, 63, 64, 65, 100}) check(activation(), {{40}, {40 + past}, 2, 1, 32});
+    check(activation(), {{70, 1, 5}, {75, 130, 5}, 4, 2, 20});
 }
 
-TEST(Attention, QueriesThatSeeNothing) {
-    for (const int64_t unseeing : {1, 4, 15, 16, 17, 63, 64, 65, 90}) check({{100}, {100 - unseeing}, 2, 1, 16});
-    check({{5, 4}, {0, 4}, 2, 2, 16});
-    const Result r = run(Problem({{7}, {3}, 1, 1, 4}));
+TEST_P(Attention, QueriesThatSeeNothing) {
+    for (const int64_t unseeing : {1, 4, 15, 16, 17, 63, 64, 65, 90})
+        check(activation(), {{100}, {100 - unseeing}, 2, 1, 16});
+    check(activation(), {{5, 4}, {0, 4}, 2, 2, 16});
+    const Result r = run(Problem(activation(), {{7}, {3}, 1, 1, 4}));
     for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.out[i], 0) << i;
     for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.dq[i], 0) << i;
     for (size_t i = 0; i < 7; i++) EXPECT_EQ(std::isinf(r.lse[i]), i < 4) << i;
 }
 
 // A running maximum that starts at 0, or an epsilon in the sum, would show in rows whose logits are all −20 or −80.
-TEST(Attention, EqualNegativeLogits) {
+TEST_P(Attention, EqualNegativeLogits) {
     for (const double logit : {-20.0, -80.0}) {
         for (const int64_t T : {5, 70}) {
-            Problem p({{T}, {T}, 1, 1, 16});
+            Problem p(activation(), {{T}, {T}, 1, 1, 16});
             std::fill(p.q.begin(), p.q.end(), -0.5);
             std::fill(p.k.begin(), p.k.end(), -logit / 2);  // q·k/√16 = 16·(−½)·(−logit/2)/4 = logit
-            check(p);
+            check(p, true);
             const Result r = run(p);
             for (int64_t i = 0; i < T; i++) EXPECT_NEAR(r.lse[size_t(i)], logit + std::log(double(i + 1)), 1e-5);
         }
     }
 }
 
-TEST(Attention, LargeLogits) {
-    Problem p({{90}, {90}, 2, 1, 64}, 5);
+TEST_P(Attention, LargeLogits) {
+    Problem p(activation(), {{90}, {90}, 2, 1, 64}, 5);
     for (size_t i = 0; i < p.k.size(); i += 64) {  // logits of exactly ±80 beside those of ordinary size
         if (i / 64 % 3 == 0) continue;
         for (size_t c = 0; c < 64; c++) p.k[i + c] = i / 64 % 3 == 1 ? 10 : -10;
     }
     for (size_t i = 0; i < p.q.size(); i += 128)
         std::fill(p.q.begin() + int64_t(i), p.q.begin() + int64_t(i) + 64, 1.0);
-    check(p);
-    check({{65}, {65}, 1, 1, 32}, 30);  // softmax close to a maximum
+    check(p, true);
+    check(activation(), {{65}, {65}, 1, 1, 32}, 30, true);  // softmax close to a maximum
 }
 
-// What a query must not see cannot change its results by a bit, not even NaN.
-TEST(Attention, FutureNeverLeaksIntoThePast) {
+// What a query must not see cannot change its results by a bit, on the CPU not even NaN (kernels/attention.h).
+TEST_P(Attention, FutureNeverLeaksIntoThePast) {
     const Shape shape{{130}, {130}, 2, 1, 20};
-    const Problem clean(shape);
+    const Problem clean(activation(), shape);
     const Result expected = run(clean);
-    for (const double poison : {1e30, INF, NOT_A_NUMBER}) {
+#ifdef USE_CUDA
+    const std::vector<double> poisons{rounded(activation(), activation() == DType::F16 ? 6e4 : 1e30)};
+#else
+    const std::vector<double> poisons{1e30, INF, NOT_A_NUMBER};
+#endif
+    for (const double poison : poisons) {
         for (const int64_t t : {1, 8, 16, 17, 63, 64, 65, 100, 129}) {
             SCOPED_TRACE(str("from token ", t, ": ", poison));
             Problem p = clean;
@@ -198,9 +237,9 @@ TEST(Attention, FutureNeverLeaksIntoThePast) {
 }
 
 // A sequence of NaN changes no bit of its neighbours', gradients included; nor do tokens after the last sequence.
-TEST(Attention, SequencesAreIsolated) {
+TEST_P(Attention, SequencesAreIsolated) {
     const Shape shape{{20, 9, 70}, {31, 9, 70}, 2, 1, 12};
-    const Problem clean(shape);
+    const Problem clean(activation(), shape);
     const Result expected = run(clean);
     Problem p = clean;
     for (auto [x, begin, end] : {std::tuple(&p.q, 20 * 24, 29 * 24), std::tuple(&p.k, 31 * 12, 40 * 12),
@@ -234,9 +273,9 @@ TEST(Attention, SequencesAreIsolated) {
 
 // q, k, v as views into packed rows and gradients written into packed rows: the same bits as with separate arrays, and
 // the gap between rows stays as it was.
-TEST(Attention, PackedQKV) {
+TEST_P(Attention, PackedQKV) {
     constexpr int64_t N = 83, NH = 4, NKV = 2, HS = 24, width = (NH + 2 * NKV) * HS, gap = 5;
-    const Problem p({{50, 33}, {50, 33}, NH, NKV, HS});
+    const Problem p(activation(), {{50, 33}, {50, 33}, NH, NKV, HS});
     const Result expected = run(p);
     std::vector<double> rows(size_t(N * (width + gap)), NOT_A_NUMBER);
     for (int64_t n = 0; n < N; n++) {
@@ -245,8 +284,10 @@ TEST(Attention, PackedQKV) {
         std::copy_n(p.k.data() + n * NKV * HS, NKV * HS, row + NH * HS);
         std::copy_n(p.v.data() + n * NKV * HS, NKV * HS, row + (NH + NKV) * HS);
     }
-    const TestArray qkv = TestArray::of(rows, {N, width + gap}), dqkv = TestArray::poisoned({N, width + gap});
-    const TestArray dout = TestArray::of(p.dout, {N, NH, HS}), out = TestArray::poisoned({N, NH, HS});
+    const TestArray qkv = TestArray::of(activation(), rows, {N, width + gap}),
+                    dqkv = TestArray::poisoned(activation(), {N, width + gap});
+    const TestArray dout = TestArray::of(activation(), p.dout, {N, NH, HS}),
+                    out = TestArray::poisoned(activation(), {N, NH, HS});
     const TestArray lse = TestArray::poisoned({NH, N});
     const TestArray cum = TestArray::ints(p.cum_q, {3});
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(N, NH, HS));
@@ -270,24 +311,36 @@ TEST(Attention, PackedQKV) {
         expect_same_bits("dv", part(expected.dv, n * NKV * HS, NKV * HS), part(got, row + (NH + NKV) * HS, NKV * HS));
     }
 
-    const TestArray again = TestArray::poisoned({N, NH, HS});
+    const TestArray again = TestArray::poisoned(activation(), {N, NH, HS});
     attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
     expect_same_bits("out without lse", expected.out, again.fetch());
 }
 
 // One KV head is one task for one thread, and tiles are shared out where there are more: the bits are the same.
-TEST(Attention, Deterministic) {
-    for (const Shape& shape :
-         {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16}, Shape{{150}, {119}, 2, 1, 33},
-          Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64}, Shape{{40}, {50}, 1, 1, 300}}) {
-        const Problem p(shape);
+TEST_P(Attention, Deterministic) {
+    for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},
+                               Shape{{150}, {119}, 2, 1, 33}, Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64},
+                               Shape{{40}, {50}, 1, 1, std::min<int64_t>(300, attention_max_head_size())}}) {
+        const Problem p(activation(), shape);
         expect_deterministic("attention", [&] { return run(p).all(); });
     }
 }
 
+#ifdef USE_CUDA
+// Whatever cum_q and cum_k hold, nothing outside the tensors is touched: compute-sanitizer looks on, and the run ends.
+TEST_P(Attention, BadSequencesStayInside) {
+    for (const std::vector<int32_t>& cum :
+         {std::vector<int32_t>{-5, 20, 10}, {0, 1000000, 2000000}, {30, 10, 40}, {0, 40, 2147483647}}) {
+        Problem p(activation(), {{20, 20}, {20, 20}, 2, 1, 32});
+        p.cum_q = p.cum_k = cum;
+        run(p);
+    }
+}
+#endif
+
 // The oracle's gradients are those of its own forward pass.
-TEST(Attention, OracleAgainstCentralDifferences) {
-    const Problem p({{4, 3}, {6, 2}, 2, 1, 3});
+TEST(AttentionOracle, AgreesWithCentralDifferences) {
+    const Problem p(DType::F32, {{4, 3}, {6, 2}, 2, 1, 3});
     const double scale = p.scale;
     auto loss = [&](const std::vector<double>& q, const std::vector<double>& k, const std::vector<double>& v) {
         const reference::Values out =
@@ -317,7 +370,7 @@ TEST(Attention, OracleAgainstCentralDifferences) {
     }
 }
 
-TEST(Attention, Errors) {
+TEST(AttentionErrors, NameWhatIsWrong) {
     const TestArray q = TestArray::random({10, 4, 8}, 1), k = TestArray::random({10, 2, 8}, 2);
     const TestArray out = TestArray::poisoned({10, 4, 8}), lse = TestArray::poisoned({4, 10});
     const TestArray dk = TestArray::poisoned({10, 2, 8}), dv = TestArray::poisoned({10, 2, 8});
@@ -326,7 +379,8 @@ TEST(Attention, Errors) {
         const TestArray c = TestArray::ints(cum_q, {int64_t(cum_q.size())});
         attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, Stream{});
     };
-    const TestArray three = TestArray::random({10, 3, 8}, 2), wide = TestArray::random({1, 1, 1025}, 2);
+    const TestArray three = TestArray::random({10, 3, 8}, 2),
+                    wide = TestArray::random({1, 1, attention_max_head_size() + 1}, 2);
     expect_error([&] { forward(q, three, three, {0, 10}, 10); }, "attention_forward: 3 KV heads do not divide 4 heads");
     expect_error(
         [&] {
@@ -337,7 +391,37 @@ TEST(Attention, Errors) {
         [&] {
             forward(wide, wide, wide, {0, 1}, 1);
         },
-        "attention_forward: head size 1025 lies outside [1, 1024]");
+        str("attention_forward: head size ", attention_max_head_size() + 1, " lies outside [1, ",
+            attention_max_head_size(), "]"));
+    expect_error(
+        [&] {
+            forward(q, k, k, {0, 5, 10}, 10);
+        },
+        "attention_forward: cum_k is int32 [2], expected int32 [3]");
+    expect_error(
+        [&] {
+            forward(q.tensor().columns(0, 4), k, k, {0, 10}, 10);
+        },
+        "attention_forward: k is fp32 [10, 2, 8], expected fp32 [10, 2, 4]");
+    expect_error(
+        [&] {
+            attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, scratch, Stream{});
+        },
+        "attention_backward: scratch is uint8 [100], expected uint8 [160] or more");
+    expect_error(
+        [&] {
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, Stream{});
+        },
+        "attention_forward: scale is 0; it must be positive");
+#ifdef USE_CUDA
+    const TestArray half = TestArray::random(DType::BF16, {10, 2, 8}, 2);
+    expect_error(
+        [&] {
+            attention_forward(out, lse, q, k, half, {cum, cum, 10, 10}, 1, Stream{});
+        },
+        "attention_forward: v is bf16 [10, 2, 8], expected fp32 [10, 2, 8]");
+#else
+    // What cum_q and cum_k hold is looked at on the CPU only.
     expect_error([&] { forward(q, k, k, {1, 10}, 10); }, "attention_forward: cum_q[0] is 1, expected 0");
     expect_error(
         [&] {
@@ -349,27 +433,13 @@ TEST(Attention, Errors) {
             forward(q, k, k, {0, 10}, 9);
         },
         "attention_forward: sequence 0 of cum_q has 10 tokens, more than the maximum given, 9");
-    expect_error(
-        [&] {
-            forward(q, k, k, {0, 5, 10}, 10);
-        },
-        "attention_forward: cum_k is int32 [2], expected int32 [3]");
-    expect_error(
-        [&] {
-            forward(q.tensor().columns(0, 4), k, k, {0, 10}, 10);
-        },
-        "attention_forward: k is fp32 [10, 2, 8], expected fp32 [10, 2, 4]");
     const TestArray falling = TestArray::ints({0, 6, 4}, {3});
     expect_error(
         [&] {
             attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, Stream{});
         },
         "attention_forward: cum_q decreases after sequence 1");
-    expect_error(
-        [&] {
-            attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, scratch, Stream{});
-        },
-        "attention_backward: scratch is uint8 [100], expected uint8 [160]");
+#endif
 }
 
 }  // namespace

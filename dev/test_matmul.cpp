@@ -14,62 +14,79 @@ namespace {
 
 using Matmul = void (*)(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate);
 
-void library(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate) {
-    matmul(out, a, b, transpose_a, transpose_b, accumulate, Stream{});
+// Products need a stream with its matrix library. One for the whole binary; what tests copy keeps its order with it.
+Stream stream() {
+    static const Stream created = create_stream();
+    return created;
 }
 
-void check_product(Matmul product, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b, bool accumulate,
-                   int64_t gap, double shift = 0) {
+void library(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate) {
+    matmul(out, a, b, transpose_a, transpose_b, accumulate, stream());
+}
+
+struct DTypes {
+    DType inp = DType::F32, out = DType::F32;
+};
+
+void check_product(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b,
+                   bool accumulate, int64_t gap, double shift = 0) {
     SCOPED_TRACE(str("M ", M, " N ", N, " K ", K, transpose_a ? " T" : " N", transpose_b ? "T" : "N",
                      accumulate ? " accumulate" : "", " gap ", gap, " shift ", shift));
     const int64_t rows_a = transpose_a ? K : M, columns_a = transpose_a ? M : K;
     const int64_t rows_b = transpose_b ? N : K, columns_b = transpose_b ? K : N;
-    const TestArray a = TestArray::random({rows_a, columns_a + gap}, 1, 1, shift);
-    const TestArray b = TestArray::random({rows_b, columns_b + gap}, 2, 1, shift);
+    const TestArray a = TestArray::random(dtypes.inp, {rows_a, columns_a + gap}, 1, 1, shift);
+    const TestArray b = TestArray::random(dtypes.inp, {rows_b, columns_b + gap}, 2, 1, shift);
     std::vector<double> initial(size_t(M * (N + gap)), std::numeric_limits<double>::quiet_NaN());
     for (int64_t i = 0; accumulate && i < M; i++)
         for (int64_t j = 0; j < N; j++) initial[size_t(i * (N + gap) + j)] = normal01(3, 0, uint64_t(i * N + j));
-    const TestArray out = TestArray::of(initial, {M, N + gap});
+    const TestArray out = TestArray::of(dtypes.out, initial, {M, N + gap});
     product(out.tensor().columns(0, N), a.tensor().columns(0, columns_a), b.tensor().columns(0, columns_b), transpose_a,
             transpose_b, accumulate);
     const std::vector<double> before = take_columns(out.values(), N + gap, N), got = out.fetch();
-    const reference::Values ref =
-        reference::matmul(take_columns(a.values(), columns_a + gap, columns_a).data(),
-                          take_columns(b.values(), columns_b + gap, columns_b).data(), transpose_a, transpose_b,
-                          accumulate ? before.data() : nullptr, nullptr, M, N, K);
-    expect_close("matmul", take_columns(got, N + gap, N), ref.value, ref.mag, K, N);
+    reference::Values ref = reference::matmul(take_columns(a.values(), columns_a + gap, columns_a).data(),
+                                              take_columns(b.values(), columns_b + gap, columns_b).data(), transpose_a,
+                                              transpose_b, accumulate ? before.data() : nullptr, nullptr, M, N, K);
+    // Tensor cores cut off what they add to a sum, 16 terms at a time, at the 24th bit of its largest part: up to 2u
+    // each time and always in one direction. Where all terms have one sign this shows in an fp32 result.
+    if (dtypes.out != dtypes.inp && shift != 0)
+        for (double& m : ref.mag) m *= 1 + double(K) / 32;
+    expect_close("matmul", take_columns(got, N + gap, N), ref.value, ref.mag, K, N, dtypes.out);
     expect_gaps_untouched("matmul", got, N + gap, N);
 }
 
-void check_many(Matmul product) {
+void check_many(Matmul product, DTypes dtypes) {
     const int64_t sizes[][3] = {{1, 1, 1},     {1, 17, 5},    {6, 16, 4},    {7, 15, 33},
                                 {12, 32, 256}, {13, 33, 257}, {37, 45, 300}, {121, 31, 64},
                                 {1, 200, 511}, {130, 1, 100}, {64, 1030, 9}, {125, 70, 520}};
     for (const auto& s : sizes)
         for (int transposes = 0; transposes < 4; transposes++)
             for (const bool accumulate : {false, true})
-                check_product(product, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
+                check_product(product, dtypes, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
                               (s[0] + s[1]) % 3 * 2);
-    check_product(product, 5, 7, 5000, false, true, false, 0);  // long sums
+    check_product(product, dtypes, 5, 7, 5000, false, true, false, 0);  // long sums
     // All terms of one sign: rounding errors add up instead of averaging out.
-    check_product(product, 20, 40, 200, false, false, false, 0, 4);
-    check_product(product, 20, 40, 4096, false, true, false, 0, 4);
+    check_product(product, dtypes, 20, 40, 200, false, false, false, 0, 3);
+    check_product(product, dtypes, 20, 40, 4096, false, true, false, 0, 3);
     // No terms: zeros, or what was there.
-    for (const bool accumulate : {false, true}) check_product(product, 3, 5, 0, false, false, accumulate, 2);
+    for (const bool accumulate : {false, true}) check_product(product, dtypes, 3, 5, 0, false, false, accumulate, 2);
 }
 
 }  // namespace
 
-TEST(Matmul, LibraryMatchesOracle) {
-    check_many(library);
+class MatmulDTypes : public DTypeTest {};
+INSTANTIATE_DTYPES(MatmulDTypes);
+
+TEST_P(MatmulDTypes, LibraryMatchesOracle) {
+    check_many(library, {activation(), activation()});
+    if (activation() != DType::F32) check_many(library, {activation(), DType::F32});
 }
 
-TEST(Matmul, LargeProductMatchesOracleInSamples) {
+TEST_P(MatmulDTypes, LargeProductMatchesOracleInSamples) {
     // Beyond 1e9 multiply-adds: random outputs, and the first and last rows and columns.
     const int64_t M = 515, N = 1027, K = 2051;
-    const TestArray a = TestArray::random({M, K}, 1), b = TestArray::random({N, K}, 2);
-    const TestArray out = TestArray::poisoned({M, N});
-    matmul(out, a, b, false, true, false, Stream{});
+    const TestArray a = TestArray::random(activation(), {M, K}, 1), b = TestArray::random(activation(), {N, K}, 2);
+    const TestArray out = TestArray::poisoned(activation(), {M, N});
+    matmul(out, a, b, false, true, false, stream());
     const std::vector<double> all = out.fetch();
     std::vector<double> got, ref, mag;
     for (int64_t s = 0; s < 6000; s++) {
@@ -82,7 +99,7 @@ TEST(Matmul, LargeProductMatchesOracleInSamples) {
         ref.push_back(v.value);
         mag.push_back(v.mag);
     }
-    expect_close("matmul", got, ref, mag, K, 1);
+    expect_close("matmul", got, ref, mag, K, 1, activation());
 }
 
 #ifndef USE_CUDA
@@ -94,8 +111,8 @@ void built_in(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b
 }  // namespace
 
 TEST(GemmBlocked, MatchesOracle) {
-    check_many(built_in);
-    check_product(built_in, 250, 1100, 300, false, true, true, 3);  // more than one block each way
+    check_many(built_in, {});
+    check_product(built_in, {}, 250, 1100, 300, false, true, true, 3);  // more than one block each way
 }
 
 TEST(GemmBlocked, BitsDoNotDependOnThreads) {
@@ -108,46 +125,48 @@ TEST(GemmBlocked, BitsDoNotDependOnThreads) {
 }
 #endif
 
-TEST(Matmul, TwoRunsGiveTheSameBits) {
-    const TestArray a = TestArray::random({150, 300}, 1), b = TestArray::random({300, 170}, 2);
-    const TestArray x = TestArray::poisoned({150, 170}), y = TestArray::poisoned({150, 170});
-    matmul(x, a, b, false, false, false, Stream{});
-    matmul(y, a, b, false, false, false, Stream{});
+TEST_P(MatmulDTypes, TwoRunsGiveTheSameBits) {
+    const DType T = activation();
+    const TestArray a = TestArray::random(T, {150, 300}, 1), b = TestArray::random(T, {300, 170}, 2);
+    const TestArray x = TestArray::poisoned(T, {150, 170}), y = TestArray::poisoned(T, {150, 170});
+    matmul(x, a, b, false, false, false, stream());
+    matmul(y, a, b, false, false, false, stream());
     expect_same_bits("matmul", x.fetch(), y.fetch());
 }
 
-TEST(Matmul, LinearLayerMatchesOracle) {
+TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
+    const DType T = activation();
     for (const auto& s :
          std::vector<std::vector<int64_t>>{{1, 1, 1}, {3, 5, 7}, {65, 33, 17}, {70, 64, 130}, {200, 10, 1100}})
         for (const bool bias_given : {false, true})
             for (const bool accumulate : {false, true}) {
                 const int64_t N = s[0], C = s[1], OC = s[2], gap = N % 2 * 3;
                 SCOPED_TRACE(str("N ", N, " C ", C, " OC ", OC, " bias ", bias_given, " accumulate ", accumulate));
-                const TestArray inp = TestArray::random({N, C}, 1), weight = TestArray::random({OC, C}, 2);
-                const TestArray bias = TestArray::random({OC}, 3), dout = TestArray::random({N, OC + gap}, 4);
+                const TestArray inp = TestArray::random(T, {N, C}, 1), weight = TestArray::random(T, {OC, C}, 2);
+                const TestArray bias = TestArray::random(T, {OC}, 3), dout = TestArray::random(T, {N, OC + gap}, 4);
                 const Tensor dout_view = dout.tensor().columns(0, OC);
                 const std::vector<double> dout_values = take_columns(dout.values(), OC + gap, OC);
 
-                const TestArray out = TestArray::poisoned({N, OC + gap});
+                const TestArray out = TestArray::poisoned(T, {N, OC + gap});
                 matmul_forward(out.tensor().columns(0, OC), inp, weight, bias_given ? bias.tensor() : Tensor{},
-                               Stream{});
+                               stream());
                 reference::Values ref =
                     reference::matmul_forward(inp.data(), weight.data(), bias_given ? bias.data() : nullptr, N, C, OC);
-                expect_close("out", take_columns(out.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC);
+                expect_close("out", take_columns(out.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC, T);
                 expect_gaps_untouched("out", out.fetch(), OC + gap, OC);
 
-                const auto start = [&](std::initializer_list<int64_t> shape, uint64_t seed) {
-                    return accumulate ? TestArray::random(shape, seed) : TestArray::poisoned(shape);
+                const auto start = [&](DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
+                    return accumulate ? TestArray::random(dtype, shape, seed) : TestArray::poisoned(dtype, shape);
                 };
                 const auto earlier = [&](const TestArray& t) { return accumulate ? t.data() : nullptr; };
-                const TestArray dinp = start({N, C}, 5);
-                matmul_backward_input(dinp, dout_view, weight, accumulate, Stream{});
+                const TestArray dinp = start(T, {N, C}, 5);
+                matmul_backward_input(dinp, dout_view, weight, accumulate, stream());
                 ref = reference::matmul_backward_input(dout_values.data(), weight.data(), earlier(dinp), N, C, OC);
-                expect_close("dinp", dinp.fetch(), ref.value, ref.mag, OC, C);
+                expect_close("dinp", dinp.fetch(), ref.value, ref.mag, OC, C, T);
 
-                const TestArray dweight = start({OC, C}, 6), dbias = start({OC}, 7);
+                const TestArray dweight = start(DType::F32, {OC, C}, 6), dbias = start(DType::F32, {OC}, 7);
                 matmul_backward_weight(dweight, bias_given ? dbias.tensor() : Tensor{}, dout_view, inp, accumulate,
-                                       Stream{});
+                                       stream());
                 ref = reference::matmul_backward_weight(dout_values.data(), inp.data(), earlier(dweight), N, C, OC);
                 expect_close("dweight", dweight.fetch(), ref.value, ref.mag, N, C);
                 if (bias_given) {
@@ -159,12 +178,13 @@ TEST(Matmul, LinearLayerMatchesOracle) {
             }
 }
 
-TEST(Matmul, BiasGradientIsDeterministicAndAccurateOverManyRows) {
+TEST_P(MatmulDTypes, BiasGradientIsDeterministicAndAccurateOverManyRows) {
     const int64_t N = 5000, OC = 50;
-    const TestArray dout = TestArray::random({N, OC}, 1, 1, 3), inp = TestArray::random({N, 1}, 2);
+    const TestArray dout = TestArray::random(activation(), {N, OC}, 1, 1, 3),
+                    inp = TestArray::random(activation(), {N, 1}, 2);
     expect_deterministic("dbias", [&] {
         const TestArray dweight = TestArray::poisoned({OC, 1}), dbias = TestArray::poisoned({OC});
-        matmul_backward_weight(dweight, dbias, dout, inp, false, Stream{});
+        matmul_backward_weight(dweight, dbias, dout, inp, false, stream());
         const reference::Values ref = reference::matmul_backward_bias(dout.data(), nullptr, N, OC);
         expect_close("dbias", dbias.fetch(), ref.value, ref.mag, N, OC);
         return dbias.fetch();
@@ -175,8 +195,8 @@ TEST(Matmul, EmptyMatricesAreFine) {
     const TestArray none = TestArray::poisoned({0, 8}), weight = TestArray::random({4, 8}, 1);
     const TestArray out = TestArray::poisoned({0, 4}), dweight = TestArray::poisoned({4, 8}),
                     dbias = TestArray::poisoned({4});
-    matmul_forward(out, none, weight, Tensor{}, Stream{});
-    matmul_backward_weight(dweight, dbias, out, none, false, Stream{});
+    matmul_forward(out, none, weight, Tensor{}, stream());
+    matmul_backward_weight(dweight, dbias, out, none, false, stream());
     expect_same_bits("dweight", dweight.fetch(), std::vector<double>(32, 0.0));
     expect_same_bits("dbias", dbias.fetch(), std::vector<double>(4, 0.0));
 }
@@ -186,25 +206,45 @@ TEST(Matmul, WrongArgumentsAreErrors) {
     const TestArray out = TestArray::poisoned({3, 5}), bias = TestArray::random({4}, 3);
     const TestArray ints = TestArray::ints(std::vector<int32_t>(15), {3, 5});
     const TestArray dweight = TestArray::poisoned({5, 8}), dinp = TestArray::poisoned({3, 7});
-    expect_error([&] { matmul_forward(out, inp, weight, bias, Stream{}); },
+    expect_error([&] { matmul_forward(out, inp, weight, bias, stream()); },
                  "matmul_forward: bias is fp32 [4], expected fp32 [5]");
-    expect_error([&] { matmul_forward(inp, inp, weight, Tensor{}, Stream{}); },
+    expect_error([&] { matmul_forward(inp, inp, weight, Tensor{}, stream()); },
                  "matmul_forward: out is fp32 [3, 8], expected fp32 [3, 5]");
-    expect_error([&] { matmul_forward(ints, inp, weight, Tensor{}, Stream{}); },
+    expect_error([&] { matmul_forward(ints, inp, weight, Tensor{}, stream()); },
                  "matmul_forward: out is int32 [3, 5], expected fp32 [3, 5]");
-    expect_error([&] { matmul_forward(out, Tensor{}, weight, Tensor{}, Stream{}); }, "matmul_forward: inp is missing");
-    expect_error([&] { matmul_backward_input(dinp, out, weight, false, Stream{}); },
+    expect_error([&] { matmul_forward(out, Tensor{}, weight, Tensor{}, stream()); }, "matmul_forward: inp is missing");
+    expect_error([&] { matmul_backward_input(dinp, out, weight, false, stream()); },
                  "matmul_backward_input: dinp is fp32 [3, 7], expected fp32 [3, 8]");
-    expect_error([&] { matmul_backward_weight(dweight, bias, out, inp, false, Stream{}); },
+    expect_error([&] { matmul_backward_weight(dweight, bias, out, inp, false, stream()); },
                  "matmul_backward_weight: dbias is fp32 [4], expected fp32 [5]");
-    expect_error([&] { matmul(out, inp, weight, false, false, false, Stream{}); },
+    expect_error([&] { matmul(out, inp, weight, false, false, false, stream()); },
                  "matmul: b is fp32 [5, 8], expected fp32 [8, 5]");
     Tensor column_major = weight;
     column_major.stride[0] = 1, column_major.stride[1] = 5;
-    expect_error([&] { matmul_forward(out, inp, column_major, Tensor{}, Stream{}); },
+    expect_error([&] { matmul_forward(out, inp, column_major, Tensor{}, stream()); },
                  "matmul_forward: weight has an inner stride of 5, expected 1");
     Tensor overlapping = weight;
     overlapping.stride[0] = 4;
-    expect_error([&] { matmul_forward(out, inp, overlapping, Tensor{}, Stream{}); },
+    expect_error([&] { matmul_forward(out, inp, overlapping, Tensor{}, stream()); },
                  "matmul_forward: weight has a row stride of 4, expected at least 8");
+#ifdef USE_CUDA
+    expect_error([&] { matmul_forward(out, inp, weight, Tensor{}, Stream{}); },
+                 "matmul_forward: the stream has no matrix library; make it with create_stream()");
+    const TestArray half = TestArray::random(DType::BF16, {5, 8}, 2);
+    expect_error([&] { matmul_forward(out, inp, half, Tensor{}, stream()); },
+                 "matmul_forward: weight is bf16 [5, 8], expected a fp32 matrix");
+#endif
 }
+
+#ifdef USE_CUDA
+// The bias gradient's vector path, several chunks of rows.
+TEST_P(MatmulDTypes, BiasGradientOfManyColumns) {
+    const int64_t N = 3001, OC = 520;
+    const TestArray dout = TestArray::random(activation(), {N, OC}, 1, 1, 3);
+    const TestArray inp = TestArray::random(activation(), {N, 1}, 2);
+    const TestArray dweight = TestArray::random({OC, 1}, 3), dbias = TestArray::random({OC}, 4);
+    matmul_backward_weight(dweight, dbias, dout, inp, true, stream());
+    const reference::Values ref = reference::matmul_backward_bias(dout.data(), dbias.data(), N, OC);
+    expect_close("dbias", dbias.fetch(), ref.value, ref.mag, N, OC);
+}
+#endif

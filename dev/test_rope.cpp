@@ -8,6 +8,8 @@ namespace {
 
 using Kind = RopeScaling::Kind;
 
+class Rope : public DTypeTest {};
+
 std::vector<float> make_table(int64_t T, int64_t R, double theta, const RopeScaling& scaling) {
     std::vector<float> table(size_t(T * R));
     rope_table(host_tensor(table.data(), {T, R / 2, 2}), theta, scaling);
@@ -23,7 +25,7 @@ RopeScaling scaled(Kind kind, double factor, int64_t original = 0) {
 }
 
 // One rounding from the exact value: the tables are computed in double.
-TEST(Rope, TableAgainstOracle) {
+TEST(RopeTable, AgainstOracle) {
     for (const RopeScaling& s : {RopeScaling{}, scaled(Kind::Linear, 4), scaled(Kind::Llama3, 8, 64),
                                  scaled(Kind::Dynamic, 2, 64), scaled(Kind::Dynamic, 2, 400)}) {
         for (const int64_t R : {4, 6, 64, 128}) {
@@ -47,7 +49,7 @@ void expect_frequencies(int64_t T, double theta, const RopeScaling& scaling, con
     }
 }
 
-TEST(Rope, FrequenciesOfTransformers) {
+TEST(RopeTable, FrequenciesOfTransformers) {
     // head_dim 8, rope_theta 10000, factor 4
     expect_frequencies(2, 10000, scaled(Kind::Linear, 4),
                        {0.25, 0.02500000037252903, 0.0024999999441206455, 0.0002500000118743628});
@@ -63,21 +65,21 @@ TEST(Rope, FrequenciesOfTransformers) {
 }
 
 // In place on the q and k part of packed rows: the rest of the row stays as it was.
-void check_rotation(int64_t N, int64_t H, int64_t HS, int64_t R, bool backward) {
+void check_rotation(DType D, int64_t N, int64_t H, int64_t HS, int64_t R, bool backward, int64_t rest = 3) {
     SCOPED_TRACE(str("N ", N, " H ", H, " HS ", HS, " R ", R, backward ? " backward" : ""));
-    constexpr int64_t T = 50, rest = 3;
+    constexpr int64_t T = 50;
     const std::vector<float> floats = make_table(T, R, 10000, {});
     const std::vector<double> table(floats.begin(), floats.end());
     std::vector<int32_t> positions;
     for (int64_t n = 0; n < N; n++) positions.push_back(int32_t((n * 7 + 49) % T));  // not in order; the last row too
-    const TestArray rows = TestArray::random({N, H * HS + rest}, 3), position = TestArray::ints(positions, {N});
+    const TestArray rows = TestArray::random(D, {N, H * HS + rest}, 3), position = TestArray::ints(positions, {N});
     const TestArray device_table = TestArray::of(table, {T, R / 2, 2});
     rope(split_heads(rows.tensor().columns(0, H * HS), H), position, device_table, backward, Stream{});
 
     const std::vector<double> before = take_columns(rows.values(), H * HS + rest, H * HS), after = rows.fetch();
     const reference::Values ref = reference::rope(before.data(), positions.data(), table.data(), N, H, HS, R, backward);
     const std::vector<double> got = take_columns(after, H * HS + rest, H * HS);
-    expect_close("x", got, ref.value, ref.mag, 2, HS);
+    expect_close("x", got, ref.value, ref.mag, 2, HS, D);
     for (int64_t n = 0; n < N; n++)
         for (int64_t c = 0; c < H * HS + rest; c++) {
             if (c < H * HS && c % HS < R) continue;
@@ -86,22 +88,24 @@ void check_rotation(int64_t N, int64_t H, int64_t HS, int64_t R, bool backward) 
         }
 }
 
-TEST(Rope, Rotation) {
+TEST_P(Rope, Rotation) {
     for (const bool backward : {false, true}) {
-        check_rotation(1, 1, 2, 2, backward);
-        check_rotation(5, 3, 6, 6, backward);
-        check_rotation(60, 2, 64, 64, backward);
-        check_rotation(17, 1, 128, 128, backward);
-        check_rotation(9, 2, 80, 32, backward);  // partial: channels 32 … 79 are copied
-        check_rotation(4, 2, 7, 4, backward);
+        check_rotation(activation(), 1, 1, 2, 2, backward);
+        check_rotation(activation(), 5, 3, 6, 6, backward);
+        check_rotation(activation(), 60, 2, 64, 64, backward);
+        check_rotation(activation(), 17, 1, 128, 128, backward);
+        check_rotation(activation(), 9, 2, 80, 32, backward);  // partial: channels 32 … 79 are copied
+        check_rotation(activation(), 4, 2, 7, 4, backward);
+        check_rotation(activation(), 33, 3, 64, 64, backward, 8);  // rows aligned to 16 bytes
+        check_rotation(activation(), 5, 2, 96, 32, backward, 0);
     }
-    check_rotation(0, 2, 8, 8, false);
+    check_rotation(activation(), 0, 2, 8, 8, false);
 }
 
-TEST(Rope, BackwardTurnsBack) {
+TEST_P(Rope, BackwardTurnsBack) {
     const std::vector<float> floats = make_table(40, 32, 10000, {});
     const TestArray table = TestArray::of(std::vector<double>(floats.begin(), floats.end()), {40, 16, 2});
-    const TestArray x = TestArray::random({40, 2, 32}, 1);
+    const TestArray x = TestArray::random(activation(), {40, 2, 32}, 1);
     std::vector<int32_t> positions;
     for (int32_t n = 0; n < 40; n++) positions.push_back(n);
     const TestArray position = TestArray::ints(positions, {40});
@@ -111,17 +115,24 @@ TEST(Rope, BackwardTurnsBack) {
     EXPECT_GT(std::fabs(turned[64] - x.values()[64]), 1e-3);
     rope(x, position, table, true, Stream{});
     const std::vector<double> back = x.fetch();
-    for (size_t i = 0; i < back.size(); i++) ASSERT_NEAR(back[i], x.values()[i], 2e-6) << i;
+    const double tolerance = activation() == DType::F32 ? 2e-6 : activation() == DType::F16 ? 4e-3 : 3e-2;
+    for (size_t i = 0; i < back.size(); i++) ASSERT_NEAR(back[i], x.values()[i], tolerance) << i;
 }
 
-TEST(Rope, Errors) {
+INSTANTIATE_DTYPES(Rope);
+
+TEST(RopeArguments, WrongOnesAreErrors) {
     const TestArray x = TestArray::random({3, 2, 8}, 1), table = TestArray::random({10, 4, 2}, 2);
     auto call = [&](const std::vector<int32_t>& positions) {
         rope(x, TestArray::ints(positions, {int64_t(positions.size())}), table, false, Stream{});
     };
+#ifdef USE_CUDA  // nobody waits for such a check: the token is not turned
+    call({10, -1, 1 << 30});
+#else
     expect_error([&] { call({0, 10, 1}); }, "rope: position 10 of token 1 lies outside the table of 10");
     expect_error([&] { call({0, 1, -1}); }, "rope: position -1 of token 2 lies outside the table of 10");
-    expect_same_bits("x after an error", x.values(), x.fetch());
+#endif
+    expect_same_bits("x", x.values(), x.fetch());
     expect_error([&] { call({0, 1}); }, "rope: positions is int32 [2], expected int32 [3]");
     const TestArray wide = TestArray::random({10, 5, 2}, 2), position = TestArray::ints({0, 1, 2}, {3});
     expect_error([&] { rope(x, position, wide, false, Stream{}); },

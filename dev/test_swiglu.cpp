@@ -6,25 +6,27 @@
 
 namespace {
 
+class SwiGLU : public DTypeTest {};
+
 constexpr int64_t SIZES[][2] = {{1, 1}, {1, 15}, {3, 16}, {7, 33}, {3, 8193}, {64, 300}};
 
-void check(int64_t N, int64_t I, int64_t gap, double scale) {
+void check(DType T, int64_t N, int64_t I, int64_t gap, double scale) {
     SCOPED_TRACE(str("N ", N, " I ", I, " gap ", gap, " scale ", scale));
     const int64_t ld = I + gap, ld2 = 2 * I + gap;
-    const TestArray gate_up = TestArray::random({N, ld2}, 1, scale), dout = TestArray::random({N, ld}, 2);
-    const TestArray out = TestArray::poisoned({N, ld}), dgate_up = TestArray::poisoned({N, ld2});
+    const TestArray gate_up = TestArray::random(T, {N, ld2}, 1, scale), dout = TestArray::random(T, {N, ld}, 2);
+    const TestArray out = TestArray::poisoned(T, {N, ld}), dgate_up = TestArray::poisoned(T, {N, ld2});
     const Tensor packed = gate_up.tensor().columns(0, 2 * I);
     const std::vector<double> x = take_columns(gate_up.values(), ld2, 2 * I), d = take_columns(dout.values(), ld, I);
 
     swiglu_forward(out.tensor().columns(0, I), packed, Stream{});
     reference::Values ref = reference::swiglu_forward(x.data(), N, I);
-    expect_close("out", take_columns(out.fetch(), ld, I), ref.value, ref.mag, 1, I);
+    expect_close("out", take_columns(out.fetch(), ld, I), ref.value, ref.mag, 1, I, T);
     expect_gaps_untouched("out", out.fetch(), ld, I);
 
     swiglu_backward(dgate_up.tensor().columns(0, 2 * I), dout.tensor().columns(0, I), packed, Stream{});
     ref = reference::swiglu_backward(d.data(), x.data(), N, I);
     const std::vector<double> got = take_columns(dgate_up.fetch(), ld2, 2 * I);
-    expect_close("dgate_up", got, ref.value, ref.mag, 1, I);  // rows: gate and up each for itself
+    expect_close("dgate_up", got, ref.value, ref.mag, 1, I, T);  // rows: gate and up each for itself
     expect_gaps_untouched("dgate_up", dgate_up.fetch(), ld2, 2 * I);
 
     swiglu_backward(packed, dout.tensor().columns(0, I), packed, Stream{});
@@ -33,39 +35,44 @@ void check(int64_t N, int64_t I, int64_t gap, double scale) {
 
 }  // namespace
 
-TEST(SwiGLU, MatchesOracle) {
+TEST_P(SwiGLU, MatchesOracle) {
     for (const auto& s : SIZES)
         for (const int64_t gap : {0, 3})
-            for (const double scale : {0.1, 2.0, 20.0}) check(s[0], s[1], gap, scale);
+            for (const double scale : {0.1, 2.0, 20.0}) check(activation(), s[0], s[1], gap, scale);
 }
 
 // Each point a row of its own, so that none hides behind a larger one.
-TEST(SwiGLU, EveryMagnitudeIsAccurate) {
-    std::vector<double> gates = {0, 1e-30, -1e-30, 1e-5, -1e-5, 100, -100, 1e6, -1e6}, packed;
+TEST_P(SwiGLU, EveryMagnitudeIsAccurate) {
+    const DType T = activation();
+    std::vector<double> gates = {0, 1e-30, -1e-30, 1e-5, -1e-5, 100, -100}, packed;
+    if (T != DType::F16) gates.insert(gates.end(), {1e6, -1e6});  // fp16 ends at 65504
     for (double x = -95; x <= 95; x += 0.271) gates.push_back(x);
     for (const double gate : gates) packed.insert(packed.end(), {gate, 0.7});
     const int64_t n = int64_t(gates.size());
-    const TestArray gate_up = TestArray::of(packed, {n, 2}),
-                    ones = TestArray::of(std::vector<double>(gates.size(), 1.0), {n, 1});
-    const TestArray out = TestArray::poisoned({n, 1}), dgate_up = TestArray::poisoned({n, 2});
+    const TestArray gate_up = TestArray::of(T, packed, {n, 2}),
+                    ones = TestArray::of(T, std::vector<double>(gates.size(), 1.0), {n, 1});
+    const TestArray out = TestArray::poisoned(T, {n, 1}), dgate_up = TestArray::poisoned(T, {n, 2});
     swiglu_forward(out, gate_up, Stream{});
     swiglu_backward(dgate_up, ones, gate_up, Stream{});
     reference::Values ref = reference::swiglu_forward(gate_up.data(), n, 1);
-    expect_close("out", out.fetch(), ref.value, ref.mag, 1, 1);
+    expect_close("out", out.fetch(), ref.value, ref.mag, 1, 1, T);
     ref = reference::swiglu_backward(ones.data(), gate_up.data(), n, 1);
-    expect_close("dgate_up", dgate_up.fetch(), ref.value, ref.mag, 1, 1);
+    expect_close("dgate_up", dgate_up.fetch(), ref.value, ref.mag, 1, 1, T);
 }
 
-TEST(SwiGLU, BitsDoNotDependOnThreads) {
-    const TestArray gate_up = TestArray::random({67, 802}, 1), dout = TestArray::random({67, 401}, 2);
+TEST_P(SwiGLU, BitsDoNotDependOnThreads) {
+    const TestArray gate_up = TestArray::random(activation(), {67, 802}, 1),
+                    dout = TestArray::random(activation(), {67, 401}, 2);
     expect_deterministic("swiglu", [&] {
-        const TestArray dgate_up = TestArray::poisoned({67, 802});
+        const TestArray dgate_up = TestArray::poisoned(activation(), {67, 802});
         swiglu_backward(dgate_up, dout, gate_up, Stream{});
         return dgate_up.fetch();
     });
 }
 
-TEST(SwiGLU, WrongArgumentsAreErrors) {
+INSTANTIATE_DTYPES(SwiGLU);
+
+TEST(SwiGLUArguments, WrongOnesAreErrors) {
     const TestArray a = TestArray::random({2, 8}, 1), b = TestArray::random({2, 17}, 2);
     expect_error([&] { swiglu_forward(a, b, Stream{}); },
                  "swiglu_forward: gate_up is fp32 [2, 17], expected fp32 [2, 16]");

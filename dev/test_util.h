@@ -16,13 +16,43 @@
 
 constexpr double UNIT_ROUNDOFF = 0x1p-24;  // fp32
 
+// Test suites of ops with activations of more than one dtype derive from this, use TEST_P and activation(), and are
+// instantiated by INSTANTIATE_DTYPES(Suite): with fp32 on the CPU, with fp32, bf16 and fp16 on a GPU.
+class DTypeTest : public testing::TestWithParam<DType> {
+  public:
+    static DType activation() { return GetParam(); }
+};
+
+#ifdef USE_CUDA
+#define TEST_DTYPES DType::F32, DType::BF16, DType::F16
+constexpr const char* ACTIVATION_MATRIX = "fp32, bf16 or fp16";  // what an op asks for
+#else
+#define TEST_DTYPES DType::F32
+constexpr const char* ACTIVATION_MATRIX = "a fp32 matrix";
+#endif
+#define INSTANTIATE_DTYPES(Suite)                                     \
+    INSTANTIATE_TEST_SUITE_P(Op, Suite, testing::Values(TEST_DTYPES), \
+                             [](const auto& test) { return dtype_name(test.param); })
+
+// x rounded to fp32 and then to the dtype, as a kernel stores it.
+double rounded(DType dtype, double x);
+
 // A tensor's memory on the backend's device with a float64 copy on the host: inputs are random and rounded once, so
 // that kernel and oracle see the same numbers; outputs are poisoned with NaN, so that an element nobody wrote fails.
 class TestArray {
   public:
-    static TestArray random(std::initializer_list<int64_t> shape, uint64_t seed, double scale = 1, double shift = 0);
-    static TestArray poisoned(std::initializer_list<int64_t> shape);
-    static TestArray of(const std::vector<double>& values, std::initializer_list<int64_t> shape);
+    // F32, BF16 or F16; without a dtype F32.
+    static TestArray random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed, double scale = 1,
+                            double shift = 0);
+    static TestArray poisoned(DType dtype, std::initializer_list<int64_t> shape);
+    static TestArray of(DType dtype, const std::vector<double>& values, std::initializer_list<int64_t> shape);
+    static TestArray random(std::initializer_list<int64_t> shape, uint64_t seed, double scale = 1, double shift = 0) {
+        return random(DType::F32, shape, seed, scale, shift);
+    }
+    static TestArray poisoned(std::initializer_list<int64_t> shape) { return poisoned(DType::F32, shape); }
+    static TestArray of(const std::vector<double>& values, std::initializer_list<int64_t> shape) {
+        return of(DType::F32, values, shape);
+    }
     static TestArray ints(const std::vector<int32_t>& values, std::initializer_list<int64_t> shape);
     static TestArray doubles(const std::vector<double>& values, std::initializer_list<int64_t> shape);  // F64
     static TestArray bytes(const void* data, int64_t n);                                                // U8
@@ -36,7 +66,7 @@ class TestArray {
     operator Tensor() const { return view; }
     const std::vector<double>& values() const { return host; }  // as given to the kernel
     const double* data() const { return host.data(); }
-    std::vector<double> fetch() const;  // as it is on the device now; F32 and F64
+    std::vector<double> fetch() const;  // as it is on the device now; F32, BF16, F16, F64
     std::vector<int32_t> fetch_ints() const;
     void fetch_bytes(void* to) const;
 
@@ -52,6 +82,12 @@ class TestArray {
 // passes. docs/numerics.md derives both bounds.
 void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
                   const std::vector<double>& mag, int64_t K, int64_t row_size);
+
+// The same for results of a given dtype, reached over `roundings` roundings to it. F32: the bound above. BF16 and F16:
+// RMS ≤ 2e-3·√roundings·RMS(ref) (fp16: an eighth), whole tensor and rows, and |got − ref| ≤ roundings·2⁻⁸·mag (2⁻¹¹)
+// for each element, beside what fp32 sums may add to both.
+void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
+                  const std::vector<double>& mag, int64_t K, int64_t row_size, DType dtype, int roundings = 1);
 
 // The same bits, NaN included.
 void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b);

@@ -40,9 +40,10 @@ MULTIARCH void update(float* params, float* m, float* v, const float* grads, int
 
 }  // namespace
 
-void adamw_update(Tensor params, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments, int64_t num_segments,
-                  const AdamWOptions& options, Tensor scalars, Stream) {
+void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
+                  int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream) {
     const char* op = "adamw_update";
+    require(!params_T, op, ": params_T is given; the CPU computes with the fp32 parameters themselves");
     require(params.rank == 1, op, ": params is ", dtype_name(params.dtype), " ", shape_string(params),
             ", expected fp32 [n]");
     const int64_t n = params.shape[0];

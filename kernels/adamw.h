@@ -23,5 +23,7 @@ struct AdamWOptions {
 };
 
 // params, m, v, grads [n] fp32: whole arenas; segments in ascending order, on the host.
-void adamw_update(Tensor params, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments, int64_t num_segments,
-                  const AdamWOptions& options, Tensor scalars, Stream stream);
+// params_T [n] fp32, bf16 or fp16, or null: receives each updated parameter rounded to T, at the same offset: what the
+// forward pass reads where params are master weights. The CPU takes null only. t ≥ 1 is checked on the CPU.
+void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
+                  int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream);

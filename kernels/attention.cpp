@@ -17,7 +17,7 @@
 #include <cfloat>
 #include <limits>
 
-#include "kernels/check.h"
+#include "kernels/attention_check.h"
 #include "kernels/cpu.h"
 
 namespace {
@@ -517,8 +517,7 @@ MULTIARCH float dot(const float* a, const float* b, int64_t n) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Arguments
 
-struct Sizes {
-    int64_t Nq, Nk, NH, NKV, HS, S;
+struct Sizes : AttentionSizes {
     const int32_t *cum_q, *cum_k;
 };
 
@@ -535,19 +534,8 @@ void check_cum(const char* op, const char* name, const Tensor& cum, int64_t toke
 }
 
 Sizes check_sizes(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
-                  const AttentionSequences& sequences) {
-    require(q && q.rank == 3, op, ": q is ", shape_string(q), ", expected [Nq, NH, HS]");
-    require(k && k.rank == 3, op, ": k is ", shape_string(k), ", expected [Nk, NKV, HS]");
-    Sizes z{q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2], 0, nullptr, nullptr};
-    check_tensor(op, "q", q, DType::F32, {z.Nq, z.NH, z.HS});
-    check_tensor(op, "k", k, DType::F32, {z.Nk, z.NKV, z.HS});
-    check_tensor(op, "v", v, DType::F32, {z.Nk, z.NKV, z.HS});
-    require(z.NKV > 0 && z.NH % z.NKV == 0, op, ": ", z.NKV, " KV heads do not divide ", z.NH, " heads");
-    require(z.HS >= 1 && z.HS <= MAX_HS, op, ": head size ", z.HS, " lies outside [1, ", MAX_HS, "]");
-    z.S = sequences.cum_q.rank == 1 ? sequences.cum_q.shape[0] - 1 : -1;
-    require(z.S >= 0, op, ": cum_q is ", shape_string(sequences.cum_q), ", expected [sequences + 1]");
-    check_tensor(op, "cum_q", sequences.cum_q, DType::I32, {z.S + 1});
-    check_tensor(op, "cum_k", sequences.cum_k, DType::I32, {z.S + 1});
+                  const AttentionSequences& sequences, float scale) {
+    Sizes z{check_attention(op, DType::F32, q, k, v, sequences, scale), nullptr, nullptr};
     check_cum(op, "cum_q", sequences.cum_q, z.Nq, sequences.max_q);
     check_cum(op, "cum_k", sequences.cum_k, z.Nk, sequences.max_k);
     z.cum_q = sequences.cum_q.as<int32_t>();
@@ -557,10 +545,14 @@ Sizes check_sizes(const char* op, const Tensor& q, const Tensor& k, const Tensor
 
 }  // namespace
 
+int64_t attention_max_head_size() {
+    return MAX_HS;
+}
+
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
                        float scale, Stream) {
     const char* op = "attention_forward";
-    const Sizes z = check_sizes(op, q, k, v, sequences);
+    const Sizes z = check_sizes(op, q, k, v, sequences, scale);
     check_tensor(op, "out", out, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq}, Given::Optional);
 
@@ -589,17 +581,14 @@ int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t) {
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream) {
     const char* op = "attention_backward";
-    const Sizes z = check_sizes(op, q, k, v, sequences);
+    const Sizes z = check_sizes(op, q, k, v, sequences, scale);
     check_tensor(op, "dq", dq, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "dk", dk, DType::F32, {z.Nk, z.NKV, z.HS});
     check_tensor(op, "dv", dv, DType::F32, {z.Nk, z.NKV, z.HS});
     check_tensor(op, "dout", dout, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "out", out, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq});
-    const int64_t needed = attention_backward_scratch(z.Nq, z.NH, z.HS);
-    require(scratch || needed == 0, op, ": scratch is missing");
-    require(needed == 0 || (scratch.dtype == DType::U8 && scratch.contiguous() && scratch.numel() >= needed), op,
-            ": scratch is ", dtype_name(scratch.dtype), " ", shape_string(scratch), ", expected uint8 [", needed, "]");
+    check_scratch(op, scratch, attention_backward_scratch(z.Nq, z.NH, z.HS));
     float* delta = static_cast<float*>(scratch.data);
 
 #pragma omp parallel for schedule(static)

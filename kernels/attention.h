@@ -13,9 +13,14 @@
 // algorithms 1 and 2). No atomics: the same input gives the same bits.
 // q, k, v, dq, dk, dv are [tokens, heads, HS] with any row and head strides, so that they can be views into the packed
 // [tokens, (NH + 2·NKV)·HS] output of the QKV GEMM and its gradient (split_heads in runtime/tensor.h).
-// Tokens after the last sequence get zeros (lse −∞). What a query does not see never changes its results, not even NaN.
-// Errors: wrong shapes or dtypes, NKV not dividing NH, HS > 1024, cum_seqlens that decrease, run past the tensors or
-// have a sequence longer than the maximum given (CPU).
+// Tokens after the last sequence get zeros (lse −∞). What a query does not see never changes its results: on the CPU
+// not even NaN; in CUDA tiles of one sequence a masked NaN or infinity is multiplied by 0 and does spread, finite
+// numbers don't. Sequences are isolated from each other on both. dtypes: q, k, v, out and their gradients T, one of
+// fp32, bf16 and fp16 (the CPU: fp32); lse fp32. On tensor cores P and dS are rounded to T before they are multiplied;
+// sums are fp32. Errors: wrong shapes or dtypes, NKV not dividing NH, HS > attention_max_head_size(), a scale that is
+// not positive; on the CPU also cum_seqlens that decrease, run past the tensors or have a sequence longer than the
+// maximum given. CUDA does not look at them on the host: it never reads or writes outside the tensors, but the results
+// are then undefined.
 #pragma once
 
 #include "runtime/device.h"
@@ -25,6 +30,8 @@ struct AttentionSequences {
     Tensor cum_q, cum_k;           // [S + 1] int32, cum[0] = 0
     int64_t max_q = 0, max_k = 0;  // longest of each, known to the host
 };
+
+int64_t attention_max_head_size();  // of this backend
 
 // out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS].
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,

@@ -30,21 +30,29 @@ inline void check_contiguous(const char* op, const char* name, const Tensor& t) 
     require(!t || t.contiguous(), op, ": ", name, " ", shape_string(t), " must be contiguous");
 }
 
-// A fp32 matrix whose sizes are about to be read off it.
-inline void check_matrix(const char* op, const char* name, const Tensor& t) {
+// A matrix whose sizes are about to be read off it.
+inline void check_matrix(const char* op, const char* name, const Tensor& t, DType dtype = DType::F32) {
     require(bool(t), op, ": ", name, " is missing");
-    require(t.dtype == DType::F32 && t.rank == 2, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),
-            ", expected a fp32 matrix");
-    check_tensor(op, name, t, DType::F32, {t.shape[0], t.shape[1]});
+    require(t.dtype == dtype && t.rank == 2, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),
+            ", expected a ", dtype_name(dtype), " matrix");
+    check_tensor(op, name, t, dtype, {t.shape[0], t.shape[1]});
     require(t.shape[0] <= 1 || t.stride[0] >= t.shape[1], op, ": ", name, " has a row stride of ", t.stride[0],
             ", expected at least ", t.shape[1]);
 }
 
-// A fp32 matrix [rows, columns]; its row stride may be larger than its rows.
+// A matrix [rows, columns]; its row stride may be larger than its rows.
 inline void check_matrix(const char* op, const char* name, const Tensor& t, int64_t rows, int64_t columns,
-                         Given given = Given::Required) {
-    check_tensor(op, name, t, DType::F32, {rows, columns}, given);
-    if (t) check_matrix(op, name, t);
+                         Given given = Given::Required, DType dtype = DType::F32) {
+    check_tensor(op, name, t, dtype, {rows, columns}, given);
+    if (t) check_matrix(op, name, t, dtype);
+}
+
+// CUDA: the activations that decide a launch's T. Returns their dtype.
+inline DType check_activation_dtype(const char* op, const char* name, const Tensor& t) {
+    require(bool(t), op, ": ", name, " is missing");
+    require(t.dtype == DType::F32 || t.dtype == DType::BF16 || t.dtype == DType::F16, op, ": ", name, " is ",
+            dtype_name(t.dtype), " ", shape_string(t), ", expected fp32, bf16 or fp16");
+    return t.dtype;
 }
 
 // Scratch is bytes; more than needed is fine, and none where none is needed.

@@ -5,7 +5,9 @@
 //
 // n tokens of a chunk, V vocabulary, Vp ≥ V columns held in memory: padded columns never enter the softmax.
 // The driver calls it on chunks of tokens, so that no [B·T, V] buffer exists.
-// Errors: wrong shape or dtype, V > Vp, a target outside [0, V) that is not IGNORE (CPU).
+// T, the dtype of the logits: fp32; on CUDA also bf16 and fp16, with losses and sums in fp32.
+// Errors: wrong shape or dtype, V > Vp, a target outside [0, V) that is not IGNORE (CPU; on CUDA, where nobody waits to
+// be told, the token's loss is NaN, which skips the step).
 #pragma once
 
 #include "runtime/device.h"
@@ -13,7 +15,7 @@
 
 constexpr int32_t IGNORE_TARGET = -1;
 
-// losses [n] fp32; logits [n, Vp] fp32; targets [n] int32.
+// losses [n] fp32; logits [n, Vp] T; targets [n] int32.
 void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream stream);
 
 // The same, and logits become dlogits. dloss is the gradient of each token's loss: 1/(tokens of the step).

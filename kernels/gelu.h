@@ -4,13 +4,14 @@
 //   dinp = dout·(½(1 + tanh u) + x/2·(1 − tanh² u)·√(2/π)·(1 + 3·0.044715·x²))
 //
 // Hendrycks, Gimpel 2016, section 2. Errors: wrong shape or dtype.
+// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
 #pragma once
 
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [N, C]; inp [N, C]. May be the same memory.
+// out [N, C] T; inp [N, C] T. May be the same memory.
 void gelu_forward(Tensor out, Tensor inp, Stream stream);
 
-// dinp [N, C] (overwritten; may be the same memory as dout); dout [N, C]; inp [N, C].
+// dinp [N, C] T (overwritten; may be the same memory as dout); dout [N, C] T; inp [N, C] T.
 void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, Stream stream);

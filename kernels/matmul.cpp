@@ -150,7 +150,8 @@ const char* matmul_library() {
 }
 #endif
 
-double measured_peak_flops(Stream stream) {
+double measured_peak_flops(Stream stream, DType dtype) {
+    require(dtype == DType::F32, "measured_peak_flops: the CPU multiplies in fp32, not in ", dtype_name(dtype));
     constexpr int64_t n = 768;
     std::vector<float> a(n * n, 0.5f), b(n * n, 0.25f), out(n * n);
     double best = 0;

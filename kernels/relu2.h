@@ -3,13 +3,14 @@
 //   out = max(x, 0)²,   dinp = dout·2·max(x, 0)
 //
 // So et al. 2021 (Primer), section 4. Errors: wrong shape or dtype.
+// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
 #pragma once
 
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [N, C]; inp [N, C]. May be the same memory.
+// out [N, C] T; inp [N, C] T. May be the same memory.
 void relu2_forward(Tensor out, Tensor inp, Stream stream);
 
-// dinp [N, C] (overwritten; may be the same memory as dout); dout [N, C]; inp [N, C].
+// dinp [N, C] T (overwritten; may be the same memory as dout); dout [N, C] T; inp [N, C] T.
 void relu2_backward(Tensor dinp, Tensor dout, Tensor inp, Stream stream);

@@ -7,19 +7,22 @@
 //   dinp = dresidual + rstd·(d − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
 //   dweight (+)= Σ_n dout·x̂
 //
-// N rows of C channels. Zhang, Sennrich 2019, eq. 4. All fp32 on the CPU. Errors: wrong shape or dtype.
+// N rows of C channels. Zhang, Sennrich 2019, eq. 4. Errors: wrong shape or dtype.
+// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16. Weights, rstd, parameter
+// gradients and all sums are fp32. x is rounded to T before it is normalised, stored or not, so that forward and
+// backward pass see the same numbers.
 #pragma once
 
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [N, C]; sum [N, C] receives x (null: not stored; may be the same memory as inp or residual);
-// rstd [N] (null: not stored); inp [N, C]; residual [N, C] or null; weight [C].
+// out [N, C] T; sum [N, C] T receives x (null: not stored; may be the same memory as inp or residual);
+// rstd [N] (null: not stored); inp [N, C] T; residual [N, C] T or null; weight [C].
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream);
 
-// dinp [N, C] (overwritten; may be the same memory as dresidual); dweight [C]; dout [N, C]; dresidual [N, C] or null;
-// inp [N, C] is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch bytes (U8).
+// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight [C]; dout [N, C] T; dresidual [N, C] T or
+// null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch bytes (U8).
 // accumulate: add to dweight, else overwrite.
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
                       Tensor rstd, Tensor scratch, bool accumulate, Stream stream);

@@ -8,7 +8,8 @@
 //   linear       inv_freq / factor                                        (Chen et al. 2023)
 //   llama3       by wavelength: long ones / factor, short ones kept, a linear blend between (LLaMA 3.1)
 //   dynamic NTK  theta·(factor·L/L0 − (factor − 1))^(R/(R−2)) once the context length L exceeds the original L0
-// Errors: wrong shape or dtype, odd R, a position outside the table.
+// Errors: wrong shape or dtype, odd R, a position outside the table (CPU; on CUDA, where nobody waits to be told, such
+// a token is not turned).
 #pragma once
 
 #include "runtime/device.h"
@@ -25,6 +26,6 @@ struct RopeScaling {
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);
 
-// x [N, H, HS] (any row and head strides, unit inner stride), rotated in place; positions [N] int32;
-// table [T, R/2, 2], R ≤ HS. backward: rotate by the negative angle.
+// x [N, H, HS] fp32, on CUDA also bf16 or fp16 (any row and head strides, unit inner stride), rotated in place;
+// positions [N] int32; table [T, R/2, 2], R ≤ HS. backward: rotate by the negative angle.
 void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream);

@@ -5,14 +5,15 @@
 //
 // Row r is query i = r mod Q of a [R/Q, Q, K] batch. With causal it sees j ≤ i + K − Q; with a mask it sees j where
 // mask[i, j] ≠ 0 too. m_r is the maximum over the seen keys only; a row that sees none is all zeros.
+// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
 // Errors: wrong shape or dtype, R not a multiple of Q.
 #pragma once
 
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [R, K]; inp [R, K]; mask [Q, K] uint8 or null. out may be the same memory as inp.
+// out [R, K] T; inp [R, K] T; mask [Q, K] uint8 or null. out may be the same memory as inp.
 void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale, bool causal, Stream stream);
 
-// dinp [R, K] (overwritten; may be the same memory as dout); dout, out [R, K].
+// dinp [R, K] T (overwritten; may be the same memory as dout); dout, out [R, K] T.
 void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream stream);

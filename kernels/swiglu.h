@@ -4,13 +4,14 @@
 //   dgate = dout·up·σ·(1 + gate·(1 − σ)),   dup = dout·gate·σ
 //
 // I inner channels. Shazeer 2020, eq. 6. Errors: wrong shape or dtype.
+// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
 #pragma once
 
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
-// out [N, I]; gate_up [N, 2·I].
+// out [N, I] T; gate_up [N, 2·I] T.
 void swiglu_forward(Tensor out, Tensor gate_up, Stream stream);
 
-// dgate_up [N, 2·I] (overwritten; may be the same memory as gate_up); dout [N, I]; gate_up [N, 2·I].
+// dgate_up [N, 2·I] T (overwritten; may be the same memory as gate_up); dout [N, I] T; gate_up [N, 2·I] T.
 void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream stream);

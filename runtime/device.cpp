@@ -26,6 +26,12 @@ std::string device_description() {
     return text;
 }
 
+Stream create_stream() {
+    return {};
+}
+
+void destroy_stream(Stream) {}
+
 namespace {
 
 // The number after a word of a small system file ("MemAvailable:" of /proc/meminfo), or of the whole file if the word

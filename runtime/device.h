@@ -7,10 +7,17 @@
 
 #include "runtime/tensor.h"
 
-// An ordered queue of work. A CUDA stream on the GPU; on the CPU work is done when the call returns.
+struct Blas;  // runtime/blas.h
+
+// An ordered queue of work. A CUDA stream on the GPU; on the CPU work is done when the call returns. Stream{} is the
+// device's default queue: it can do everything but matrix products, which need the library's handle and workspace.
 struct Stream {
     void* handle = nullptr;
+    Blas* blas = nullptr;  // CUDA
 };
+
+Stream create_stream();              // with its matrix library; on the CPU Stream{}
+void destroy_stream(Stream stream);  // waits for its work
 
 Device backend_device();           // the device that this binary's kernels run on
 const char* backend_name();        // "cpu" or "cuda"

@@ -1,0 +1,260 @@
+#include "kernels/embedding.h"
+
+#include <cub/device/device_radix_sort.cuh>
+
+#include "kernels/cuda_common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// A row of zeros where the index lies outside the table.
+template <int W, typename T>
+__device__ __forceinline__ Floats<W> load_row(const T* table, int64_t stride, int64_t rows, int32_t index, int64_t c) {
+    return index >= 0 && index < rows ? load_floats<W>(table + index * stride + c) : Floats<W>{};
+}
+
+template <int W, typename T>
+__global__ void __launch_bounds__(THREADS)
+    forward_kernel(T* out, int64_t out_stride, const int32_t* tokens, const int32_t* positions, const T* wte,
+                   int64_t wte_stride, int64_t V, const T* wpe, int64_t wpe_stride, int64_t P, int64_t N, int64_t C) {
+    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    if (i >= N * (C / W)) return;
+    const RowItem at = row_item(i, C / W);
+    const int64_t c = at.item * W;
+    Floats<W> x = load_row<W>(wte, wte_stride, V, tokens[at.row], c);
+    if (wpe) {
+        const Floats<W> p = load_row<W>(wpe, wpe_stride, P, positions[at.row], c);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] += p[k];
+    }
+    store_floats<W>(out + at.row * out_stride + c, x);
+}
+
+// --- backward
+//
+// The tokens n are sorted by the row that they add to (a stable radix sort of integers). The sorted list is cut into
+// pieces of PIECE; a block adds up the runs of one row in its piece, in order. A run that lies within the piece is
+// added to the table right away. What a run has in a piece where it does not both begin and end goes to scratch, and a
+// second kernel adds it up over the pieces, in order. So no two blocks write one row, a frequent token's work is shared
+// among many blocks, and every sum has a fixed order.
+
+constexpr int PIECE = 32;
+constexpr int SUM_THREADS = 128;  // columns of a block, in vectors
+
+struct Scratch {
+    int32_t *keys, *sorted_keys, *order, *sorted_order;  // [N] each
+    float* partials;                                     // [pieces, 2, C]: a piece's first run, its last run
+    void* sort;
+    size_t sort_bytes;
+    int64_t bytes;
+};
+
+// Where things lie, from a base that may be null.
+Scratch scratch_layout(uint8_t* base, int64_t N, int64_t C) {
+    Scratch s{};
+    const auto take = [&](int64_t bytes) {
+        uint8_t* at = base + s.bytes;
+        s.bytes += ceil_div(bytes, 256) * 256;
+        return at;
+    };
+    for (int32_t** list : {&s.keys, &s.sorted_keys, &s.order, &s.sorted_order})
+        *list = reinterpret_cast<int32_t*>(take(N * int64_t(sizeof(int32_t))));
+    s.partials = reinterpret_cast<float*>(take(ceil_div(N, PIECE) * 2 * C * int64_t(sizeof(float))));
+    cuda_check(
+        cub::DeviceRadixSort::SortPairs(nullptr, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order, int(N)),
+        "embedding_backward");
+    s.sort = take(int64_t(s.sort_bytes));
+    return s;
+}
+
+// Key `rows` is behind all others and stands for indices outside the table.
+__global__ void __launch_bounds__(THREADS)
+    make_keys_kernel(int32_t* keys, int32_t* order, const int32_t* index, int64_t rows, int64_t N) {
+    const int64_t n = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    if (n >= N) return;
+    keys[n] = index[n] >= 0 && index[n] < rows ? index[n] : int32_t(rows);
+    order[n] = int32_t(n);
+}
+
+struct Table {
+    float* data;
+    int64_t stride, rows;
+    bool accumulate;
+};
+
+template <int W>
+__device__ __forceinline__ void add_to_row(const Table& table, int32_t row, int64_t c, const Floats<W>& sum) {
+    if (row >= table.rows) return;
+    float* to = table.data + row * table.stride + c;
+    Floats<W> x = sum;
+    if (table.accumulate) {
+        const Floats<W> before = load_floats<W>(to);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] += before[k];
+    }
+    store_floats<W>(to, x);
+}
+
+// Block (piece, columns).
+template <int W, typename T>
+__global__ void __launch_bounds__(SUM_THREADS)
+    sum_pieces_kernel(Table table, float* partials, const T* dout, int64_t stride, const int32_t* keys,
+                      const int32_t* order, int64_t N, int64_t C) {
+    constexpr int BATCH = 8;  // rows in flight
+    const int64_t begin = blockIdx.x * int64_t(PIECE), c = (blockIdx.y * int64_t(SUM_THREADS) + threadIdx.x) * W;
+    const int size = int(min(int64_t(PIECE), N - begin));
+    __shared__ int32_t key[PIECE], token[PIECE];
+    if (int(threadIdx.x) < size) {
+        key[threadIdx.x] = keys[begin + threadIdx.x];
+        token[threadIdx.x] = order[begin + threadIdx.x];
+    }
+    __syncthreads();
+    if (c >= C) return;
+    const bool goes_on_before = begin > 0 && keys[begin - 1] == key[0];
+    const bool goes_on_behind = begin + size < N && keys[begin + size] == key[size - 1];
+    float* partial = partials + blockIdx.x * 2 * C + c;
+    Floats<W> sum{};
+    bool first_run = true;
+    for (int i = 0; i < size; i += BATCH) {
+        Pack<T, W> d[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (i + b < size) d[b] = load_pack<W>(dout + token[i + b] * stride + c);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if (i + b >= size) continue;
+#pragma unroll
+            for (int k = 0; k < W; k++) sum[k] += as_float(d[b].v[k]);
+            const bool last = i + b + 1 == size;
+            if (!last && key[i + b + 1] == key[i + b]) continue;
+            if (first_run && goes_on_before)
+                store_floats<W>(partial, sum);
+            else if (last && goes_on_behind)
+                store_floats<W>(partial + C, sum);
+            else
+                add_to_row<W>(table, key[i + b], c, sum);
+            first_run = false;
+            sum = Floats<W>{};
+        }
+    }
+}
+
+// Block (piece, columns): adds up the run that begins in this piece and goes on behind it, if there is one.
+template <int W>
+__global__ void __launch_bounds__(SUM_THREADS)
+    join_pieces_kernel(Table table, const float* partials, const int32_t* keys, int64_t N, int64_t C) {
+    const int64_t begin = blockIdx.x * int64_t(PIECE), end = begin + PIECE;
+    if (end >= N) return;
+    const int32_t row = keys[end];
+    const bool began_before = keys[begin] == row && begin > 0 && keys[begin - 1] == row;
+    if (keys[end - 1] != row || began_before) return;
+    int64_t pieces = 0;  // that the run goes on in: its key is their first one
+    for (int more = SUM_THREADS; more == SUM_THREADS; pieces += more) {
+        const int64_t at = end + (pieces + threadIdx.x) * PIECE;
+        more = __syncthreads_count(at < N && keys[at] == row);
+    }
+    const int64_t c = (blockIdx.y * int64_t(SUM_THREADS) + threadIdx.x) * W;
+    if (c >= C) return;
+    const float* partial = partials + blockIdx.x * 2 * C + c;
+    Floats<W> sum = load_floats<W>(partial + C);
+#pragma unroll 8
+    for (int64_t i = 1; i <= pieces; i++) {
+        const Floats<W> next = load_floats<W>(partial + i * 2 * C);
+#pragma unroll
+        for (int k = 0; k < W; k++) sum[k] += next[k];
+    }
+    add_to_row<W>(table, row, c, sum);
+}
+
+// dtable[index[n]] (+)= dout[n]
+void scatter_add(const char* op, const Tensor& dtable, const Tensor& dout, const Tensor& index, const Tensor& scratch,
+                 bool accumulate, Stream stream) {
+    const int64_t N = dout.shape[0], C = dout.shape[1], rows = dtable.shape[0];
+    const Table table{dtable.as<float>(), row_stride(dtable), rows, accumulate};
+    if (!accumulate && rows * C > 0) {
+        cuda_check(cudaMemset2DAsync(table.data, size_t(table.stride) * sizeof(float), 0, size_t(C) * sizeof(float),
+                                     size_t(rows), cuda_stream(stream)),
+                   op);
+    }
+    if (N * C == 0) return;
+    Scratch s = scratch_layout(scratch.as<uint8_t>(), N, C);
+    make_keys_kernel<<<grid_of(ceil_div(N, THREADS)), THREADS, 0, cuda_stream(stream)>>>(s.keys, s.order,
+                                                                                         index.as<int32_t>(), rows, N);
+    check_launch(op, stream);
+    int bits = 1;
+    while (rows >> bits) bits++;  // of the largest key
+    cuda_check(cub::DeviceRadixSort::SortPairs(s.sort, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
+                                               int(N), 0, bits, cuda_stream(stream)),
+               op);
+    dispatch_dtype(op, dout.dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const bool full = C % FULL_WIDTH<T> == 0 && rows_aligned({dtable, dout, scratch});
+        dispatch_width<T>(full, [&](auto width) {
+            constexpr int W = decltype(width)::value;
+            const dim3 grid(unsigned(ceil_div(N, PIECE)), unsigned(ceil_div(C, SUM_THREADS * W)));
+            sum_pieces_kernel<W><<<grid, SUM_THREADS, 0, cuda_stream(stream)>>>(
+                table, s.partials, dout.as<const T>(), row_stride(dout), s.sorted_keys, s.sorted_order, N, C);
+            check_launch(op, stream);
+            join_pieces_kernel<W>
+                <<<grid, SUM_THREADS, 0, cuda_stream(stream)>>>(table, s.partials, s.sorted_keys, N, C);
+            check_launch(op, stream);
+        });
+    });
+}
+
+}  // namespace
+
+void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream) {
+    const char* op = "embedding_forward";
+    const DType dtype = check_activation_dtype(op, "out", out);
+    check_matrix(op, "out", out, dtype);
+    check_matrix(op, "wte", wte, dtype);
+    const int64_t N = out.shape[0], C = out.shape[1], V = wte.shape[0];
+    check_matrix(op, "wte", wte, V, C, Given::Required, dtype);
+    check_tensor(op, "tokens", tokens, DType::I32, {N});
+    if (wpe) {
+        check_matrix(op, "wpe", wpe, dtype);
+        check_matrix(op, "wpe", wpe, wpe.shape[0], C, Given::Required, dtype);
+        check_tensor(op, "positions", positions, DType::I32, {N});
+    }
+    if (N * C == 0) return;
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        dispatch_width<T>(C % FULL_WIDTH<T> == 0 && rows_aligned({out, wte, wpe}), [&](auto width) {
+            constexpr int W = decltype(width)::value;
+            forward_kernel<W><<<grid_of(ceil_div(N * (C / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
+                out.as<T>(), row_stride(out), tokens.as<int32_t>(), wpe ? positions.as<int32_t>() : nullptr,
+                wte.as<const T>(), row_stride(wte), V, wpe ? wpe.as<const T>() : nullptr, wpe ? row_stride(wpe) : 0,
+                wpe ? wpe.shape[0] : 0, N, C);
+        });
+    });
+    check_launch(op, stream);
+}
+
+void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
+                        bool accumulate_wte, bool accumulate_wpe, Stream stream) {
+    const char* op = "embedding_backward";
+    check_matrix(op, "dout", dout, check_activation_dtype(op, "dout", dout));
+    const int64_t N = dout.shape[0], C = dout.shape[1];
+    require(N <= INT32_MAX, op, ": dout has ", N, " rows, expected at most ", INT32_MAX);
+    // Both are checked before either is written.
+    if (dwte) {
+        check_matrix(op, "dwte", dwte);
+        check_matrix(op, "dwte", dwte, dwte.shape[0], C);
+        check_tensor(op, "tokens", tokens, DType::I32, {N});
+    }
+    if (dwpe) {
+        check_matrix(op, "dwpe", dwpe);
+        check_matrix(op, "dwpe", dwpe, dwpe.shape[0], C);
+        check_tensor(op, "positions", positions, DType::I32, {N});
+    }
+    if (dwte || dwpe) check_scratch(op, scratch, embedding_backward_scratch(N, 0, C));
+    if (dwte) scatter_add(op, dwte, dout, tokens, scratch, accumulate_wte, stream);
+    if (dwpe) scatter_add(op, dwpe, dout, positions, scratch, accumulate_wpe, stream);
+}
+
+// The sort's share does not depend on V: it is asked for with all bits of the key.
+int64_t embedding_backward_scratch(int64_t N, int64_t, int64_t C) {
+    return scratch_layout(nullptr, N, C).bytes;
+}

@@ -1,0 +1,119 @@
+#include "kernels/global_norm.h"
+
+#include "kernels/cuda_common.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int64_t MAX_BLOCKS = 1024;  // what runs at once on a large GPU; fixed, so that the order depends on n alone
+
+int64_t num_blocks(int64_t n) {
+    return std::min(MAX_BLOCKS, ceil_div(n, int64_t(THREADS) * 4));
+}
+
+// The sum over the block in a fixed order, in thread 0.
+template <int BLOCK>
+__device__ double block_sum_fp64(double x) {
+    __shared__ double shared[BLOCK];
+    shared[threadIdx.x] = x;
+    __syncthreads();
+#pragma unroll
+    for (int half = BLOCK / 2; half > 0; half /= 2) {
+        if (int(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        __syncthreads();
+    }
+    return shared[0];
+}
+
+// Σ x² in fp64: squares of fp32 are exact in it and neither overflow nor vanish.
+template <int W>
+__global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, const float* x, int64_t n) {
+    constexpr int UNROLL = 4;
+    const int64_t vectors = n / W, stride = int64_t(gridDim.x) * THREADS;
+    double sum[UNROLL] = {};
+    const auto add = [&](double& s, const Floats<W>& v) {
+#pragma unroll
+        for (int k = 0; k < W; k++) s += double(v[k]) * double(v[k]);
+    };
+    int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    for (; i + (UNROLL - 1) * stride < vectors; i += UNROLL * stride) {
+        Floats<W> v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) v[u] = load_floats<W>(x + (i + u * stride) * W);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) add(sum[u], v[u]);
+    }
+    for (; i < vectors; i += stride) add(sum[0], load_floats<W>(x + i * W));
+    if (blockIdx.x == 0 && threadIdx.x < n - vectors * W) {
+        const double rest = x[vectors * W + threadIdx.x];
+        sum[1] += rest * rest;
+    }
+    const double total = block_sum_fp64<THREADS>((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    if (threadIdx.x == 0) partials[blockIdx.x] = total;
+}
+
+// One block.
+__global__ void __launch_bounds__(THREADS) control_kernel(StepScalars* scalars, const double* partials, int64_t blocks,
+                                                          const double* loss_sum, double loss_scale) {
+    double mine = 0;
+    for (int64_t b = threadIdx.x; b < blocks; b += THREADS) mine += partials[b];
+    const double sum = block_sum_fp64<THREADS>(mine);
+    if (threadIdx.x != 0) return;
+    StepScalars s = *scalars;
+    s.loss = float(*loss_sum * loss_scale);
+    s.grad_norm = float(sqrt(sum));
+    s.grad_scale = s.grad_clip > 0 && s.grad_norm > s.grad_clip ? float(s.grad_clip / sqrt(sum)) : 1.0f;
+    s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm));
+    if (!s.skip) s.t++;
+    *scalars = s;
+}
+
+constexpr int LOSS_THREADS = 1024;
+
+// One block.
+__global__ void __launch_bounds__(LOSS_THREADS)
+    sum_losses_kernel(double* loss_sum, const float* losses, int64_t n, bool accumulate) {
+    double mine = 0;
+    for (int64_t i = threadIdx.x; i < n; i += LOSS_THREADS) mine += losses[i];
+    const double sum = block_sum_fp64<LOSS_THREADS>(mine);
+    if (threadIdx.x == 0) *loss_sum = accumulate ? *loss_sum + sum : sum;
+}
+
+}  // namespace
+
+void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream) {
+    const char* op = "sum_losses";
+    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
+    require(losses.rank == 1, op, ": losses is ", dtype_name(losses.dtype), " ", shape_string(losses),
+            ", expected fp32 [n]");
+    check_tensor(op, "losses", losses, DType::F32, {losses.shape[0]});
+    sum_losses_kernel<<<1, LOSS_THREADS, 0, cuda_stream(stream)>>>(loss_sum.as<double>(), losses.as<float>(),
+                                                                   losses.shape[0], accumulate);
+    check_launch(op, stream);
+}
+
+int64_t step_control_scratch(int64_t n) {
+    return num_blocks(n) * int64_t(sizeof(double));
+}
+
+void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, Tensor scratch, Stream stream) {
+    const char* op = "step_control";
+    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
+    require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
+            ", expected fp32 [n]");
+    const int64_t n = grads.shape[0], blocks = num_blocks(n);
+    check_tensor(op, "grads", grads, DType::F32, {n});
+    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
+    check_scratch(op, scratch, step_control_scratch(n));
+    double* partials = reinterpret_cast<double*>(scratch.as<uint8_t>());
+    if (blocks > 0) {
+        dispatch_width<float>(rows_aligned({grads}), [&](auto width) {
+            sum_squares_kernel<decltype(width)::value>
+                <<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(partials, grads.as<float>(), n);
+        });
+        check_launch(op, stream);
+    }
+    control_kernel<<<1, THREADS, 0, cuda_stream(stream)>>>(reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()),
+                                                           partials, blocks, loss_sum.as<double>(), loss_scale);
+    check_launch(op, stream);
+}

@@ -1,0 +1,60 @@
+#include "kernels/rmsnorm.h"
+
+#include "kernels/norm.cuh"
+
+void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
+                     Stream stream) {
+    const char* op = "rmsnorm_forward";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    check_matrix(op, "inp", inp, dtype);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "out", out, N, C, Given::Required, dtype);
+    check_matrix(op, "sum", sum, N, C, Given::Optional, dtype);
+    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
+    check_matrix(op, "residual", residual, N, C, Given::Optional, dtype);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        norm_detail::ForwardArguments<T> a{};
+        a.out = out.as<T>(), a.out_stride = row_stride(out);
+        if (sum) a.sum = sum.as<T>(), a.sum_stride = row_stride(sum);
+        a.rstd = rstd.as<float>();
+        a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
+        if (residual) a.residual = residual.as<T>(), a.residual_stride = row_stride(residual);
+        a.weight = weight.as<float>();
+        a.N = N, a.C = C, a.eps = eps;
+        launch_norm_forward<false>(op, a, rows_aligned({out, sum, inp, residual, weight}), stream);
+    });
+}
+
+int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
+    return norm_backward_scratch(N, C);
+}
+
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
+                      Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
+    const char* op = "rmsnorm_backward";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    check_matrix(op, "inp", inp, dtype);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
+    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_matrix(op, "dout", dout, N, C, Given::Required, dtype);
+    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional, dtype);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    check_tensor(op, "rstd", rstd, DType::F32, {N});
+    check_scratch(op, scratch, rmsnorm_backward_scratch(N, C));
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        norm_detail::BackwardArguments<T> a{};
+        a.dinp = dinp.as<T>(), a.dinp_stride = row_stride(dinp);
+        a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
+        a.dout = dout.as<T>(), a.dout_stride = row_stride(dout);
+        if (dresidual) a.dresidual = dresidual.as<T>(), a.dresidual_stride = row_stride(dresidual);
+        a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
+        a.weight = weight.as<float>(), a.rstd = rstd.as<float>();
+        a.N = N, a.C = C;
+        launch_norm_backward<false>(op, a, dweight.as<float>(), static_cast<float*>(nullptr), accumulate,
+                                    rows_aligned({dinp, dout, dresidual, inp, weight, scratch}), stream);
+    });
+}

@@ -1,0 +1,71 @@
+#include "kernels/cuda_common.cuh"
+#include "kernels/rope.h"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// A thread turns W pairs, channels i … i + W − 1 of a head against those R/2 further on, of up to HEADS heads, for
+// which it reads the table once: in fp32 that is as much as four bf16 heads. Its heads lie `groups` apart, so that
+// neighbours in memory are turned by neighbouring threads. Tokens whose position lies outside the table stay as they
+// are.
+constexpr int HEADS = 4;
+
+template <int W, typename T>
+__global__ void __launch_bounds__(THREADS, 3)
+    rope_kernel(T* x, int64_t token_stride, int64_t head_stride, const int32_t* positions, const float* table,
+                int64_t table_length, int64_t N, int64_t H, int64_t half, int64_t groups, float sign) {
+    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, per_head = half / W;
+    if (i >= N * groups * per_head) return;
+    const RowItem head = row_item(i, per_head), token = row_item(head.row, groups);
+    const int32_t position = positions[token.row];
+    if (position < 0 || position >= table_length) return;
+    T* p = x + token.row * token_stride + token.item * head_stride + head.item * W;
+    const int64_t step = groups * head_stride;
+    Pack<T, W> a[HEADS], b[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
+        if (token.item + h * groups < H) a[h] = load_pack<W>(p + h * step), b[h] = load_pack<W>(p + h * step + half);
+    const Floats<2 * W> turn = load_floats<2 * W>(table + (position * half + head.item * W) * 2);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        if (token.item + h * groups >= H) continue;
+        Floats<W> turned_a, turned_b;
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            const float c = turn[2 * k], s = sign * turn[2 * k + 1];
+            turned_a[k] = as_float(a[h].v[k]) * c - as_float(b[h].v[k]) * s;
+            turned_b[k] = as_float(b[h].v[k]) * c + as_float(a[h].v[k]) * s;
+        }
+        store_floats<W>(p + h * step, turned_a);
+        store_floats<W>(p + h * step + half, turned_b);
+    }
+}
+
+}  // namespace
+
+void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream) {
+    const char* op = "rope";
+    require(x && x.rank == 3, op, ": x is ", shape_string(x), ", expected [N, H, HS]");
+    require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
+    const int64_t N = x.shape[0], H = x.shape[1], HS = x.shape[2], half = table.shape[1];
+    const DType dtype = check_activation_dtype(op, "x", x);
+    check_tensor(op, "x", x, dtype, {N, H, HS});
+    check_tensor(op, "positions", positions, DType::I32, {N});
+    check_tensor(op, "table", table, DType::F32, {table.shape[0], half, 2});
+    check_contiguous(op, "table", table);
+    require(2 * half <= HS, op, ": the table rotates ", 2 * half, " channels, the head has ", HS);
+    if (N * H * half == 0) return;
+    const int64_t groups = ceil_div(H, HEADS);
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        const bool full = half % FULL_WIDTH<T> == 0 && rows_aligned({x, table});
+        dispatch_width<T>(full, [&](auto width) {
+            constexpr int W = decltype(width)::value;
+            rope_kernel<W><<<grid_of(ceil_div(N * groups * (half / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
+                x.as<T>(), x.stride[0], x.stride[1], positions.as<int32_t>(), table.as<const float>(), table.shape[0],
+                N, H, half, groups, backward ? -1.0f : 1.0f);
+        });
+    });
+    check_launch(op, stream);
+}

@@ -1,0 +1,72 @@
+// The table is made on the host for both backends; rope.cpp and rope.cu turn by it.
+#include <cmath>
+
+#include "kernels/check.h"
+#include "kernels/rope.h"
+
+namespace {
+
+constexpr double PI = 3.14159265358979323846;
+
+// The frequency of pair i, in radians per position, for a table of T positions.
+double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeScaling& scaling) {
+    const double length = static_cast<double>(T), original = static_cast<double>(scaling.original_max_position);
+    const double rotary = static_cast<double>(R), exponent = -2.0 * static_cast<double>(i) / rotary;
+    switch (scaling.kind) {
+        case RopeScaling::Kind::None:
+            return std::pow(theta, exponent);
+        case RopeScaling::Kind::Linear:
+            return std::pow(theta, exponent) / scaling.factor;
+        case RopeScaling::Kind::Llama3: {
+            const double frequency = std::pow(theta, exponent), turns = original * frequency / (2 * PI);
+            // turns: how often the pair rotates within the original length = length / wavelength.
+            if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
+            if (turns > scaling.high_freq_factor) return frequency;
+            const double blend =
+                (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+            return frequency * ((1 - blend) / scaling.factor + blend);
+        }
+        case RopeScaling::Kind::Dynamic: {
+            if (length <= original) return std::pow(theta, exponent);
+            const double stretch = scaling.factor * length / original - (scaling.factor - 1);
+            return std::pow(theta * std::pow(stretch, rotary / (rotary - 2)), exponent);
+        }
+    }
+    throw Error("rope_table: unknown kind of RoPE scaling");
+}
+
+}  // namespace
+
+void rope_table(Tensor table, double theta, const RopeScaling& scaling) {
+    const char* op = "rope_table";
+    require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
+    const int64_t T = table.shape[0], half = table.shape[1];
+    check_tensor(op, "table", table, DType::F32, {T, half, 2});
+    check_contiguous(op, "table", table);
+    require(std::isfinite(theta) && theta > 0, op, ": theta is ", theta, ", expected a positive number");
+    if (scaling.kind != RopeScaling::Kind::None) {
+        require(std::isfinite(scaling.factor) && scaling.factor >= 1, op, ": factor is ", scaling.factor,
+                ", expected 1 or more");
+    }
+    if (scaling.kind == RopeScaling::Kind::Llama3 || scaling.kind == RopeScaling::Kind::Dynamic) {
+        require(scaling.original_max_position > 0, op, ": original_max_position is ", scaling.original_max_position,
+                ", expected the length trained for");
+    }
+    if (scaling.kind == RopeScaling::Kind::Llama3) {
+        require(scaling.low_freq_factor > 0 && scaling.low_freq_factor < scaling.high_freq_factor, op,
+                ": low_freq_factor ", scaling.low_freq_factor, " and high_freq_factor ", scaling.high_freq_factor,
+                ", expected 0 < low < high");
+    }
+    require(scaling.kind != RopeScaling::Kind::Dynamic || half > 1, op,
+            ": dynamic scaling needs more than 2 rotary channels");
+
+    float* pairs = table.as<float>();
+    for (int64_t i = 0; i < half; i++) {
+        const double frequency = rope_frequency(i, 2 * half, T, theta, scaling);
+        for (int64_t t = 0; t < T; t++) {
+            const double angle = static_cast<double>(t) * frequency;
+            pairs[(t * half + i) * 2] = static_cast<float>(std::cos(angle));
+            pairs[(t * half + i) * 2 + 1] = static_cast<float>(std::sin(angle));
+        }
+    }
+}

@@ -1,0 +1,31 @@
+// For .cu files: what every call of the CUDA runtime goes through, and the stream behind a Stream.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "runtime/device.h"
+#include "runtime/error.h"
+
+// Throws Error with one line that names the operation and what CUDA says.
+inline void cuda_check(cudaError_t status, const char* operation) {
+    if (status == cudaSuccess) return;
+    if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver)
+        throw Error(str(operation, ": no usable NVIDIA GPU (", cudaGetErrorString(status),
+                        "); this is the CUDA build: `make BACKEND=cpu` builds the one for the CPU"));
+    throw Error(str(operation, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"));
+}
+
+inline cudaStream_t cuda_stream(Stream stream) {
+    return static_cast<cudaStream_t>(stream.handle);
+}
+
+// Right after every launch. A debug build (make DEBUG=1) waits for the kernel, so that what it did wrong is reported
+// under its own name; otherwise that comes with some later call.
+inline void check_launch(const char* op, Stream stream) {
+    cuda_check(cudaGetLastError(), op);
+#ifdef __CUDACC_DEBUG__
+    cuda_check(cudaStreamSynchronize(cuda_stream(stream)), op);
+#else
+    (void)stream;
+#endif
+}
