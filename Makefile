@@ -175,7 +175,7 @@ TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(O
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif
-test-binaries: $(TEST_BINARIES) $(DRIVER)
+test-binaries: $(TEST_BINARIES) $(DRIVER) $(BUILD)/dev/crash_shim.so
 
 test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernorm for one op
 ifeq ($(BACKEND),cuda)
