@@ -221,6 +221,7 @@ struct RunShape {
     bool training = false;
     Recompute recompute = Recompute::None;
     bool overlap = true;  // tensors whose lifetimes don't meet share memory
+    int64_t world = 1;    // ranks that the gradient arena is padded for
 };
 
 struct LayerActs {
@@ -377,9 +378,10 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         place({&dnormf}, "dnormf", DType::F32, {N, C}, HEAD, HEAD);
         place({&dx}, "dx", DType::F32, {N, C}, HEAD, UPDATE);
         place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
-        const int64_t scratch_bytes = std::max(
-            {layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C), embedding_backward_scratch(N, Vp, C),
-             attention_backward_scratch(N, c.heads, c.head_size), step_control_scratch(parameter_table(c, 1).total)});
+        const int64_t scratch_bytes =
+            std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
+                      embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
+                      step_control_scratch(parameter_table(c, shape.world).total)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
     plan.assign_offsets(shape.overlap);
@@ -992,7 +994,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       o(s.o),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, ctx.world),
-      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute}) {
+      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model.table, acts);
     check_memory(plan, true);

@@ -379,6 +379,7 @@ class CommandsTest(unittest.TestCase):
             (["unknown command 'tarin'"], ["tarin"]),
             (["--model is required"], ["train", "--data", self.data, "--out", "x"]),
             (["--bogus"], self.train_args("x", "--bogus")),
+            (["run.toml", "rename"], self.train_args("x#y")),
             (["--steps", "0 is not"], self.train_args("x", "--steps", 0)),
             (["--steps", "-3 is not"], self.train_args("x", "--steps", -3)),
             (["--steps", "1e3"], self.train_args("x", "--steps", "1e3")),
