@@ -25,7 +25,7 @@ MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
 # a dry run (make -n) or a question (make -q).
 DEPS ?= $(if $(findstring n,$(MODE))$(findstring q,$(MODE)),no)
 ifneq ($(BUILDING),)
-JOBS := build $(filter test bench data train mutants,$(GOALS))
+JOBS := build $(filter test bench data train mutants,$(GOALS:bench-binaries=bench))
 $(shell CXX="$(CXX)" DEPS="$(DEPS)" scripts/deps.sh need $(JOBS) >&2)
 ifneq ($(.SHELLSTATUS),0)
 $(error stopped: see above)
@@ -148,7 +148,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt train data test bench ladder mutants deps venv format check-format clean help FORCE test-binaries
+.PHONY: all train_gpt train data test bench ladder mutants deps venv format check-format clean help FORCE test-binaries bench-binaries
 
 PYTHON := .venv/bin/python
 # All of an op's kind in dev/, or the one that OP names.
@@ -175,7 +175,7 @@ TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(O
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif
-test-binaries: $(TEST_BINARIES) $(DRIVER)
+test-binaries: $(TEST_BINARIES) $(DRIVER) $(BUILD)/dev/crash_shim.so
 
 test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernorm for one op
 ifeq ($(BACKEND),cuda)
@@ -187,6 +187,8 @@ else
 endif
 
 BENCHES := $(filter-out %/bench_util,$(call in_dev,bench_,cpp))
+bench-binaries: $(BENCHES) $(call in_dev,ladder/,$(LADDER_SUFFIX))
+
 bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul for one op
 	@$(if $(BENCHES),,echo "There is no benchmark dev/bench_$(or $(OP),*).cpp." >&2; exit 1;) for bench in $(BENCHES); do $$bench; done
 

@@ -179,20 +179,26 @@ struct Model {
     Slot head() const { return config.tied ? WTE : HEAD_W; }
 };
 
-// Each weight depends on (seed, its name, its index) alone.
+// Each weight depends on (seed, its name, its index) alone. Block by block: a copy of the whole model would be the
+// largest thing in memory.
 void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
-    std::vector<float> host(static_cast<size_t>(model.table.total), 0.0f);
+    device_fill(model.params.data, 0, static_cast<size_t>(model.params.bytes()), ctx.stream);
+    std::vector<float> block(1 << 20);
     for (const Param& p : model.table.params) {
         const uint64_t stream = name_hash(p.name);
-        float* w = host.data() + p.offset;
-        const int64_t n = p.numel();
+        for (int64_t begin = 0; begin < p.numel(); begin += int64_t(block.size())) {
+            const int64_t n = std::min(int64_t(block.size()), p.numel() - begin);
 #pragma omp parallel for
-        for (int64_t i = 0; i < n; i++) {
-            w[i] = p.init_std > 0 ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(i)))
-                                  : p.init_value;
+            for (int64_t i = 0; i < n; i++) {
+                block[static_cast<size_t>(i)] =
+                    p.init_std > 0
+                        ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(begin + i)))
+                        : p.init_value;
+            }
+            copy_to_device(model.params.as<float>() + p.offset + begin, block.data(),
+                           static_cast<size_t>(n) * sizeof(float), ctx.stream);
         }
     }
-    copy_to_device(model.params.data, host.data(), host.size() * sizeof(float), ctx.stream);
 }
 
 // FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and the causal
@@ -215,6 +221,7 @@ struct RunShape {
     bool training = false;
     Recompute recompute = Recompute::None;
     bool overlap = true;  // tensors whose lifetimes don't meet share memory
+    int64_t world = 1;    // ranks that the gradient arena is padded for
 };
 
 struct LayerActs {
@@ -283,9 +290,9 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     const ModelConfig& c = config;
     int64_t N;
     require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
-    require(c.positions != Positions::Learned || shape.T <= c.max_positions, "--seq-len ", shape.T,
-            " is beyond the model's position table of ", c.max_positions,
-            " rows; lower --seq-len or raise --max-positions of a preset");
+    require(c.positions != Positions::Learned || shape.T <= c.max_positions, "a sequence of ", shape.T,
+            " tokens is beyond the model's position table of ", c.max_positions,
+            " rows; shorten it (--seq-len) or raise --max-positions of a preset");
     const int64_t C = c.channels, L = c.layers;
 
     // The moments of a step: each block's phases forward, the head, then for each block a moment of recomputation and
@@ -371,9 +378,10 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         place({&dnormf}, "dnormf", DType::F32, {N, C}, HEAD, HEAD);
         place({&dx}, "dx", DType::F32, {N, C}, HEAD, UPDATE);
         place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
-        const int64_t scratch_bytes = std::max(
-            {layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C), embedding_backward_scratch(N, Vp, C),
-             attention_backward_scratch(N, c.heads, c.head_size), step_control_scratch(parameter_table(c, 1).total)});
+        const int64_t scratch_bytes =
+            std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
+                      embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
+                      step_control_scratch(parameter_table(c, shape.world).total)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
     plan.assign_offsets(shape.overlap);
@@ -691,8 +699,10 @@ int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool trai
     if (noted || data.tokenizer_path().empty()) return noted;
     const Tokenizer tokenizer(data.tokenizer_path());
     std::vector<int64_t> length(static_cast<size_t>(tokenizer.vocab_size()));
-    for (size_t id = 0; id < length.size(); id++)
-        length[id] = static_cast<int64_t>(tokenizer.decode(static_cast<int32_t>(id)).size());
+    for (size_t id = 0; id < length.size(); id++) {
+        const int32_t token = static_cast<int32_t>(id);
+        if (tokenizer.contains(token)) length[id] = static_cast<int64_t>(tokenizer.decode(token).size());
+    }
     if (tokenizer.end_of_text() >= 0) length[static_cast<size_t>(tokenizer.end_of_text())] = 0;
     int64_t bytes = 0;
     std::vector<int32_t> block(1 << 16);
@@ -730,8 +740,7 @@ class TextModel : public LanguageModel {
 
     int32_t next_token(const std::vector<int32_t>& tokens, const SamplingOptions& sampling, int64_t sequence,
                        int64_t step) override {
-        const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.B * acts.shape.T);
-        const int64_t window = std::min(n, acts.shape.T);
+        const int64_t window = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
         const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(window), window));
         forward(ctx, model, acts, in);
         const Tensor logits = head_logits(ctx, model, acts, window - 1, window);
@@ -751,9 +760,10 @@ class TextModel : public LanguageModel {
 };
 
 // The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
+// Where neither is known, any token will do.
 int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
     if (config.bos >= 0) return config.bos;
-    return tokenizer ? tokenizer->end_of_text() : config.eos;
+    return std::max(tokenizer ? tokenizer->end_of_text() : config.eos, 0);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -786,11 +796,14 @@ std::string plan_text(const MemoryPlan& plan) {
 }
 
 // Refuses what can't fit before it starts.
-void check_memory(const MemoryPlan& plan) {
+void check_memory(const MemoryPlan& plan, bool training) {
     const int64_t available = device_memory_available();
     require(plan.total <= available, "this run needs ", human_bytes(plan.total), " and ", human_bytes(available),
-            " are free; lower --batch-size or --seq-len, use --recompute block, or take a smaller model ('train_gpt "
-            "plan' shows the parts)");
+            " are free; ",
+            training ? "lower --batch-size or --seq-len, use --recompute block, or take a smaller model ('train_gpt "
+                       "plan' shows the parts)"
+                     : "give it fewer tokens at a time, or take a smaller model ('train_gpt plan --inference' shows "
+                       "the parts)");
 }
 
 std::string describe(const Model& model) {
@@ -849,6 +862,17 @@ void set_toml(std::string& toml, const std::string& key, const std::string& valu
     toml.replace(begin, end - begin, key + "=" + value + "\n");
 }
 
+// A checkpoint reads the tokens of its own tokenizer only.
+void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
+    if (source.directory.empty()) return;
+    const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
+    require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), data.path,
+            " was made with another tokenizer than ", source.directory,
+            " has; make the data with TOKENIZER=", source.directory);
+    require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size, " and ",
+            source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
+}
+
 // What a run is made of, checked before anything is allocated or written.
 struct TrainSetup {
     TrainOptions o;  // with the defaults that depend on other options filled in
@@ -874,14 +898,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     std::unique_ptr<TokenFiles> val_files;
     if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(data.val_pattern());
     ModelSource source = o.model.resolve(data.vocab_size);
-    if (!source.directory.empty()) {
-        const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
-        require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), o.data,
-                " was made with another tokenizer than ", source.directory,
-                " has; make the data with TOKENIZER=", source.directory);
-        require(data.vocab_size <= source.config.vocab_size, o.data, " has a vocabulary of ", data.vocab_size, " and ",
-                source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
-    }
+    check_same_tokenizer(data, source);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
@@ -977,19 +994,19 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       o(s.o),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, ctx.world),
-      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute}) {
+      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model.table, acts);
-    check_memory(plan);
+    check_memory(plan, true);
+    make_directories(o.out);  // before the plan: a run that is refused prints nothing else
     std::cerr << s.source.name << ": " << describe(model) << "\n"
               << device_description() << ", " << matmul_library() << "\nmemory plan\n"
               << plan_text(plan);
     model.allocate();
     acts.allocate(ctx);
     optimizer.allocate(ctx, model.table, {static_cast<float>(o.beta1), static_cast<float>(o.beta2)}, o.weight_decay);
-    make_directories(o.out);
-    write_file(join_path(o.out, "run.toml"), o.toml);
     start();
+    write_file(join_path(o.out, "run.toml"), o.toml);
 }
 
 void Trainer::start() {
@@ -1096,7 +1113,7 @@ void Trainer::run() {
     options.documents = o.document_mask;
     options.end_of_text = s.data.end_of_text;
     options.vocab_size = model.config.vocab_size;
-    Loader loader(s.train_files, options, step);
+    Loader loader(s.train_files, options, o.overfit_one_batch ? 0 : step);  // a resumed run has the same one batch
     progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_windows()), " windows (", loader.dropped_tokens(),
                       " tokens at the end left out), ", with_commas(o.total_batch_tokens), " a step"));
@@ -1162,9 +1179,9 @@ struct LoadedModel {
         : source(from), model(source.config, 1), acts(source.config, shape) {
         require(random_weights || !source.directory.empty(), "--model ", source.name,
                 " is a preset without weights; name a model directory or a run");
-        check_memory(memory_plan(model.table, acts));
+        check_memory(memory_plan(model.table, acts), false);
         model.allocate();
-        if (source.directory.empty())
+        if (random_weights)
             initialise_weights(ctx, model, seed);
         else
             load_weights(source.directory, model.table, model.params);
@@ -1179,6 +1196,7 @@ void run_eval(const Args& args) {
     const bool train_split = o.split == "train";
     const TokenFiles files(train_split ? data.train_pattern() : data.val_pattern());
     const ModelSource source = o.model.resolve(0);
+    check_same_tokenizer(data, source);
     int64_t T = o.seq_len;
     const std::string trainer = join_path(source.directory, "trainer.json");
     if (!T && !source.directory.empty() && path_exists(trainer)) T = read_json(trainer).value("seq_len", int64_t(0));
@@ -1218,7 +1236,7 @@ void run_sample(const Args& args) {
         require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
                 " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
     }
-    if (prompt.empty()) prompt = {std::max(start_token(source.config, tokenizer.get()), 0)};
+    if (prompt.empty()) prompt = {start_token(source.config, tokenizer.get())};
 
     int64_t T = static_cast<int64_t>(prompt.size()) + o.max_tokens;
     if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);

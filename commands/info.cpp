@@ -16,7 +16,7 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app("Shows what a token file, a data folder, a model or a run holds; without a path, the build.",
                  "train_gpt info");
     app.add_option("path", o.path,
-                   "token file (.bin), data folder, model directory, run directory or .safetensors file");
+                   "token file (.bin), data folder, model directory, run directory, .safetensors file or preset");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;
@@ -109,7 +109,7 @@ void show_info(const InfoOptions& o) {
             info = safetensors_info(o.path);
         } else {
             info = {{"kind", "tokens"}};
-            info.update(token_info(o.path));
+            info.update(token_info(glob_escape(o.path)));
         }
     } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
         info = data_info(o.path);

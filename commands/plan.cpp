@@ -7,8 +7,8 @@ PlanOptions parse_plan(const Args& args) {
     add_model_options(app, o.model);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
-    add_recompute_option(app, o.recompute);
-    app.add_flag("--inference", o.inference, "plan a forward pass only");
+    auto* recompute = add_recompute_option(app, o.recompute);
+    app.add_flag("--inference", o.inference, "plan a forward pass only")->excludes(recompute);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;

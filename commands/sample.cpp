@@ -19,7 +19,7 @@ SampleOptions parse_sample(const Args& args) {
     app.add_option("--stop", o.stop, "end a text before this string; may be given several times")
         ->allow_extra_args(false);
     app.add_flag("--ignore-eos", o.ignore_eos, "go on past the end-of-text token");
-    app.add_flag("--random-weights", o.random_weights, "random weights for a preset: shows speed, not sense");
+    app.add_flag("--random-weights", o.random_weights, "random weights, of a preset too: shows speed, not sense");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;

@@ -104,6 +104,12 @@ TrainOptions parse_train(const Args& args) {
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
+    for (const std::string& path : {o.model.model, o.data, o.out}) {
+        if (path.find_first_of("#\"'\\\n") != std::string::npos) {
+            throw UsageError(
+                str("'", path, "' holds one of # \" ' \\ or a line break, which run.toml cannot keep; rename it"));
+        }
+    }
     // Options that were not given and have no default come out as `name=""`: leave them out.
     std::istringstream lines(app->config_to_str(true, false));
     for (std::string line; std::getline(lines, line);) {

@@ -302,7 +302,7 @@ def folder_tokenizer(path):
 
 def read_text(path):
     try:
-        with open(path, encoding="utf-8") as f:
+        with open(path, encoding="utf-8", newline="") as f:  # a copy has the same bytes: the driver compares them
             return f.read()
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8 text") from None
@@ -569,7 +569,7 @@ class ShardWriter:
 
 def write_whole(path, text):
     """A file that is complete or not there."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with open(path + ".tmp", "w", encoding="utf-8", newline="") as f:
         f.write(text)
         f.flush()
         os.fsync(f.fileno())

@@ -66,16 +66,6 @@ void copy_checked(const char* src, int64_t count, int32_t* dst, uint32_t limit, 
                 ", outside the vocabulary of ", limit, "; the file is damaged or was made with another tokenizer");
 }
 
-// A glob that matches exactly these characters.
-std::string glob_escape(const std::string& text) {
-    std::string escaped;
-    for (const char c : text) {
-        if (std::strchr("*?[\\", c) && c) escaped += '\\';
-        escaped += c;
-    }
-    return escaped;
-}
-
 }  // namespace
 
 TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {

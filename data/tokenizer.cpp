@@ -636,9 +636,12 @@ std::string Tokenizer::decode(const std::vector<int32_t>& tokens) const {
 }
 
 std::string Tokenizer::decode(int32_t token) const {
-    require(token >= 0 && size_t(token) < impl->bytes.size() && impl->known[size_t(token)], impl->file, ": token ",
-            token, " is not in the vocabulary of ", vocab_size());
+    require(contains(token), impl->file, ": token ", token, " is not in the vocabulary of ", vocab_size());
     return impl->bytes[size_t(token)];
+}
+
+bool Tokenizer::contains(int32_t token) const {
+    return token >= 0 && size_t(token) < impl->known.size() && impl->known[size_t(token)];
 }
 
 int64_t Tokenizer::vocab_size() const {

@@ -26,6 +26,7 @@ class Tokenizer {
     // Special tokens are written out.
     std::string decode(const std::vector<int32_t>& tokens) const;
     std::string decode(int32_t token) const;  // the token's own bytes (may be part of a UTF-8 character)
+    bool contains(int32_t token) const;       // a model's vocabulary may be larger, and ids may have gaps
 
     int64_t vocab_size() const;   // largest id + 1
     int32_t end_of_text() const;  // id of <|endoftext|>, else of </s> or <|end_of_text|>; -1 if there is none

@@ -35,7 +35,6 @@ struct Values {
 };
 
 // --- embedding, norms, linear, activations, loss, optimizer
-// -------------------------------------------------------------
 
 // out[N, C]
 inline Values embedding_forward(const int32_t* tokens, const int32_t* positions, const double* wte, const double* wpe,

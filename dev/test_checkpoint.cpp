@@ -294,6 +294,8 @@ TEST(Json, DamageIsOneClearError) {
     }
     put_file(path, "{\"a\": 1e999}");
     expect_error([&] { read_json(path); }, {path, "out of range"});
+    put_file(path, std::string(1000000, '['));
+    expect_error([&] { read_json(path); }, {path, "nested more than 100 deep"});
 }
 
 // A run directory: what a training run writes, in the same order.

@@ -218,6 +218,7 @@ TEST(ModelConfig, RefusesRopeThatWeDoNotCompute) {
     refused(R"("rope_scaling": {"rope_type": "linear"})", {"rope_scaling.factor", "missing"});
     refused(R"("rope_scaling": {"rope_type": "linear", "factor": "2"})", {"rope_scaling.factor", "a number"});
     refused(R"("rope_scaling": {"rope_type": "linear", "factor": 0})", {"factor is 0", "positive"});
+    refused(R"("rope_scaling": {"rope_type": "linear", "factor": 0.5})", {"factor is 0.5", "at least 1"});
     refused(R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4})", {"low_freq_factor"});
     refused(R"("rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4})",
             {"low_freq_factor 4"});

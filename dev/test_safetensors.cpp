@@ -122,6 +122,7 @@ TEST(Safetensors, RefusesBrokenFiles) {
     expect_refused(file_of(good + "x", data), {"broken JSON at byte"});
     expect_refused(with("[2]", "[1e999]"), {"out of range"});
     expect_refused(file_of("{\"a\":" + std::string(100000, '['), ""), {"broken JSON at byte"});
+    expect_refused(with("\"F32\"", std::string(100000, '[') + std::string(100000, ']')), {"nested too deeply"});
     expect_refused(file_of("{" + good.substr(1, good.size() - 2) + "," + good.substr(1), data), {"\"a\" twice"});
     expect_refused(with("\"shape\"", "\"dtype\":\"F32\",\"shape\""), {"\"dtype\" twice"});
 

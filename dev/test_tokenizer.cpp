@@ -161,6 +161,8 @@ TEST(Tokenizer, EndOfTextAndVocabulary) {
     for (const int32_t id : tokenizer.encode("<|endoftext|>")) EXPECT_NE(id, end);
     EXPECT_THROW(tokenizer.decode(-1), Error);
     EXPECT_THROW(tokenizer.decode(500), Error);
+    EXPECT_TRUE(tokenizer.contains(0) && tokenizer.contains(499));
+    EXPECT_FALSE(tokenizer.contains(-1) || tokenizer.contains(500));
     EXPECT_THROW(tokenizer.decode(std::vector<int32_t>{1, 2, 2147483647}), Error);
 
     json renamed = description("bytes");

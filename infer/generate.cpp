@@ -17,7 +17,8 @@ Generated generate(LanguageModel& model, const Tokenizer* tokenizer, const std::
         }
         context.push_back(token);
         out.tokens.push_back(token);
-        if (!tokenizer) continue;
+        // A model's vocabulary may be larger than the tokenizer's (padded): such tokens have no text.
+        if (!tokenizer || !tokenizer->contains(token)) continue;
         out.text += tokenizer->decode(token);
         size_t end = std::string::npos;
         for (const std::string& stop : options.stop) {

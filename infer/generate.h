@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -13,7 +12,7 @@
 class LanguageModel {
   public:
     virtual ~LanguageModel() = default;
-    // Draws the token that follows `tokens` (at least one; only the last max_context() of them are seen).
+    // Draws the token that follows `tokens` (at least one; only the last of them are seen where the context is full).
     // (sequence, step) key the draw.
     virtual int32_t next_token(const std::vector<int32_t>& tokens, const SamplingOptions& sampling, int64_t sequence,
                                int64_t step) = 0;

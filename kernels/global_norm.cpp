@@ -7,7 +7,6 @@
 
 namespace {
 
-typedef float vec8 __attribute__((vector_size(32)));
 typedef double dvec8 __attribute__((vector_size(64)));
 
 // Σ x² of one block, in fp64: squares of fp32 are exact in it and neither overflow nor vanish.

@@ -7,7 +7,7 @@
 #include <vector>
 
 #ifdef USE_ONEDNN
-#include <oneapi/dnnl/dnnl.h>
+#include <oneapi/dnnl/dnnl.hpp>
 #endif
 
 #include "kernels/check.h"
@@ -17,6 +17,42 @@
 #endif
 
 namespace {
+
+#ifdef USE_ONEDNN
+// a·bᵀ, the forward pass of a linear layer, for long rows: there oneDNN's matmul primitive packs b better than its
+// sgemm does (docs/performance.md); for shorter rows sgemm is as good or better. The primitives are cached by the
+// library.
+constexpr int64_t LONG_ROWS = 2048;
+
+void product_of_rows(const char* op, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b,
+                     int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+    using dnnl::memory;
+    try {
+        const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
+        dnnl::stream stream(engine);
+        const auto f32 = memory::data_type::f32;
+        const memory::desc a_desc({M, K}, f32, memory::dims{lda, 1}), b_desc({K, N}, f32, memory::dims{1, ldb}),
+            c_desc({M, N}, f32, memory::dims{ldc, 1});
+        dnnl::primitive_attr attributes;
+        if (accumulate) {
+            dnnl::post_ops sum;
+            sum.append_sum(1.0f);
+            attributes.set_post_ops(sum);
+        }
+#if DNNL_VERSION_MAJOR >= 3
+        const dnnl::matmul::primitive_desc product(engine, a_desc, b_desc, c_desc, attributes);
+#else
+        const dnnl::matmul::primitive_desc product(dnnl::matmul::desc(a_desc, b_desc, c_desc), attributes, engine);
+#endif
+        dnnl::matmul(product).execute(stream, {{DNNL_ARG_SRC, memory(a_desc, engine, const_cast<float*>(a))},
+                                               {DNNL_ARG_WEIGHTS, memory(b_desc, engine, const_cast<float*>(b))},
+                                               {DNNL_ARG_DST, memory(c_desc, engine, c)}});
+        stream.wait();
+    } catch (const dnnl::error& e) {
+        throw Error(str(op, ": oneDNN's matmul failed (", e.what(), ") for M = ", M, ", N = ", N, ", K = ", K));
+    }
+}
+#endif
 
 void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
               bool accumulate) {
@@ -29,6 +65,10 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         return;
     }
 #ifdef USE_ONEDNN
+    if (!transpose_a && transpose_b && K >= LONG_ROWS) {
+        product_of_rows(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
+        return;
+    }
     // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
     const dnnl_status_t status =
         dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, pa, row_stride(a), pb,

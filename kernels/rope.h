@@ -13,15 +13,8 @@
 #pragma once
 
 #include "runtime/device.h"
+#include "runtime/rope_scaling.h"
 #include "runtime/tensor.h"
-
-struct RopeScaling {
-    enum class Kind : uint8_t { None, Linear, Llama3, Dynamic };
-    Kind kind = Kind::None;
-    double factor = 1;
-    double low_freq_factor = 1, high_freq_factor = 4;  // llama3 only
-    int64_t original_max_position = 0;                 // llama3 and dynamic: the length L0 trained for
-};
 
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);

@@ -28,9 +28,10 @@ Arena& Arena::operator=(Arena&& other) noexcept {
 }
 
 Tensor Arena::at(int64_t offset, DType dtype, const std::vector<int64_t>& shape) const {
-    const Tensor t = make_tensor(base + offset, dtype, backend_device(), shape.data(), static_cast<int>(shape.size()));
-    require(offset >= 0 && offset + t.bytes() <= size, "arena of ", size, " bytes asked for [", offset, ", ",
-            offset + t.bytes(), ")");
+    Tensor t = make_tensor(nullptr, dtype, backend_device(), shape.data(), static_cast<int>(shape.size()));
+    require(offset >= 0 && offset <= size && t.bytes() <= size - offset, "arena of ", size, " bytes asked for ",
+            t.bytes(), " bytes at ", offset);
+    t.data = base + offset;
     return t;
 }
 

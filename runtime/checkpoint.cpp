@@ -267,7 +267,8 @@ void load_weights(const std::string& directory, const ParamTable& table, Tensor 
     std::vector<float> staging;
     for (const Param& p : table.params) {
         for (const Piece& piece : p.pieces) {
-            const Tensor stored = weights.places.at(bare_name(piece.name)).tensor();
+            const WeightFiles::Place& place = weights.places.at(bare_name(piece.name));
+            const Tensor stored = place.tensor();
             float* dst = piece_data(p, piece, arena);
             if (piece.transposed && p.cols) {
                 staging.resize(size_t(stored.numel()));
@@ -276,6 +277,7 @@ void load_weights(const std::string& directory, const ParamTable& table, Tensor 
             } else {
                 convert_to_float(dst, stored.data, stored.dtype, stored.numel());
             }
+            place.file->release(place.name);
         }
         zero_padding(p, arena);
     }
@@ -366,6 +368,7 @@ void load_state(const std::string& path, const ParamTable& table, const Training
         for (const Param& p : table.params) {
             const Tensor stored = file.tensor(prefix + p.name);
             convert_to_float(param_tensor(p, arena).as<float>(), stored.data, DType::F32, stored.numel());
+            file.release(prefix + p.name);
             zero_padding(p, arena);
         }
     }
@@ -430,8 +433,12 @@ void write_json(const std::string& path, const json& value) {
 
 json read_json(const std::string& path) {
     const std::string text = read_file(path, int64_t(1) << 28);
+    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // what walks the values later is recursive
+        require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
+        return true;
+    };
     try {
-        return json::parse(text);
+        return json::parse(text, limit_depth);
     } catch (const json::parse_error& e) {
         throw Error(str(path, ": broken JSON at byte ", e.byte, "; the file is damaged"));
     } catch (const json::exception&) {

@@ -10,7 +10,6 @@
 // read are checked before use; nothing that was there before is overwritten by a failure.
 #pragma once
 
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -81,8 +80,7 @@ void load_state(const std::string& path, const ParamTable& table, const Training
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
 
-// Removes the oldest checkpoints but the newest `keep` ≥ 1 and `spare` (a name; may be empty). Each is renamed away
-// first
-// (".old-step_…"), so that a half-removed checkpoint is never taken for a complete one. What a killed process left of a
+// Removes the oldest checkpoints but the newest `keep` ≥ 1 and `spare` (a name; may be empty). Each is first renamed to
+// ".old-step_…", so that a half-removed checkpoint is never taken for a complete one. What a killed process left of a
 // save or of a removal is removed too.
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare);

@@ -143,6 +143,12 @@ MappedFile::~MappedFile() {
     if (bytes) ::munmap(bytes, size_t(length));
 }
 
+void MappedFile::release(int64_t begin, int64_t count) const {
+    const int64_t page = ::sysconf(_SC_PAGESIZE), first = begin / page * page;
+    // Advice: where it is not taken, nothing is lost but memory.
+    if (count > 0) (void)::madvise(bytes + first, size_t(begin + count - first), MADV_DONTNEED);
+}
+
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : name(std::move(other.name)), bytes(std::exchange(other.bytes, nullptr)), length(std::exchange(other.length, 0)) {}
 
@@ -234,6 +240,15 @@ std::vector<std::string> glob_files(const std::string& pattern) {
     require(status == 0 || status == GLOB_NOMATCH, pattern, ": cannot list the files that match");
     std::sort(paths.begin(), paths.end());  // by bytes: glob's own order depends on the locale
     return paths;
+}
+
+std::string glob_escape(const std::string& text) {
+    std::string escaped;
+    for (const char c : text) {
+        if (std::strchr("*?[\\", c) && c) escaped += '\\';
+        escaped += c;
+    }
+    return escaped;
 }
 
 // .npy: "\x93NUMPY", version 1.0, u16 header length, a Python dictionary padded with spaces so that the data starts at

@@ -26,6 +26,8 @@ class MappedFile {
     const char* data() const { return bytes; }
     int64_t size() const { return length; }
     const std::string& path() const { return name; }
+    // Whoever is done with these bytes lets the system have their memory; reading them again is only slower.
+    void release(int64_t begin, int64_t count) const;
 
   private:
     std::string name;
@@ -57,6 +59,7 @@ bool is_directory(const std::string& path);
 std::string join_path(const std::string& directory, const std::string& name);
 std::vector<std::string> list_directory(const std::string& path);  // names, sorted, without . and ..
 std::vector<std::string> glob_files(const std::string& pattern);   // paths, sorted; empty if none match
+std::string glob_escape(const std::string& text);                  // a pattern that matches exactly these characters
 
 // .npy version 1.0, little endian, C order; fp32, fp64 and int32. The tensor is on the host.
 void write_npy(const std::string& path, const Tensor& t);

@@ -32,7 +32,7 @@ RunLog::~RunLog() {
 void RunLog::write(const nlohmann::ordered_json& line) {
     const std::string text = line.dump() + "\n";
     const bool ok = std::fwrite(text.data(), 1, text.size(), file) == text.size() && std::fflush(file) == 0;
-    require(ok, path, ": cannot write: ", std::strerror(errno));
+    require(ok, path, ": cannot write: ", std::strerror(errno), "; make room, then go on with --resume");
 }
 
 Progress::Progress(int64_t total, int64_t first)

@@ -24,7 +24,10 @@ class RunLog {
 // Progress on stderr. On a terminal one line that is redrawn; piped, plain lines, at most one a second.
 class Progress {
   public:
-    explicit Progress(int64_t total_steps, int64_t first_step);
+    Progress(int64_t total_steps, int64_t first_step);
+    ~Progress() { finish(); }  // so that an error's line stands by itself
+    Progress(const Progress&) = delete;
+    Progress& operator=(const Progress&) = delete;
     // text: what is known of this step; rate and time to go are added.
     void step(int64_t step, const std::string& text);
     // A line of its own, above the progress line.

@@ -28,11 +28,11 @@ void check_rope(const ModelConfig& c, const std::string& where) {
     const RopeScaling& s = c.rope_scaling;
     if (s.kind == RopeScaling::Kind::None) return;
     check_positive(where, "RoPE scaling factor", s.factor);
+    require(s.factor >= 1, where, ": RoPE scaling factor is ", s.factor, "; it must be at least 1");
     if (s.kind == RopeScaling::Kind::Linear) return;
     check_size(where, "RoPE's original length", s.original_max_position);
     if (s.kind == RopeScaling::Kind::Dynamic) {
         require(c.head_size > 2, where, ": dynamic RoPE scaling needs a head size above 2");
-        require(s.factor >= 1, where, ": dynamic RoPE scaling needs a factor of at least 1, it is ", s.factor);
         return;
     }
     check_positive(where, "RoPE low_freq_factor", s.low_freq_factor);

@@ -5,7 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels/rope.h"
+#include "runtime/error.h"
+#include "runtime/rope_scaling.h"
 
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };

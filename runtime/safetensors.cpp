@@ -43,7 +43,10 @@ int64_t read_length(const std::string& path, const MappedFile& file) {
 json parse_header(const std::string& path, const char* begin, const char* end) {
     require(begin != end && *begin == '{', path, ": safetensors header does not start with '{'; the file is corrupt");
     std::vector<std::set<std::string>> keys;  // of the objects that are open
-    const auto on_event = [&](int, json::parse_event_t event, json& value) {
+    const auto on_event = [&](int depth, json::parse_event_t event, json& value) {
+        // Deeper values mean nothing here, and what would show them in an error is recursive.
+        const bool closed = event == json::parse_event_t::array_end || event == json::parse_event_t::object_end;
+        require(!closed || depth <= 4, path, ": safetensors header is nested too deeply; the file is corrupt");
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
         if (event == json::parse_event_t::key) {
@@ -153,6 +156,11 @@ Tensor SafetensorsFile::tensor(const std::string& name) const {
     const SafetensorsEntry& entry = found->second;
     char* data = const_cast<char*>(file.data()) + data_start + entry.begin;  // a read-only map: writing faults
     return make_tensor(data, entry.dtype, Device::CPU, entry.shape.data(), int(entry.shape.size()));
+}
+
+void SafetensorsFile::release(const std::string& name) const {
+    const auto found = table.find(name);
+    if (found != table.end()) file.release(data_start + found->second.begin, found->second.end - found->second.begin);
 }
 
 void SafetensorsWriter::declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape) {

@@ -27,6 +27,7 @@ class SafetensorsFile {
     const std::string& path() const { return file.path(); }
     // View into the map (dtype as in the file; valid while this object lives). Throws Error if there is no such tensor.
     Tensor tensor(const std::string& name) const;
+    void release(const std::string& name) const;  // its memory, once it was read (MappedFile::release)
 
   private:
     MappedFile file;

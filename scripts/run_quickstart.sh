@@ -5,6 +5,9 @@
 #
 #   scripts/run_quickstart.sh [DRIVER]      STEPS=1200 OUT=runs/quickstart
 set -euo pipefail
+# Threads spin a few microseconds for the next loop, then sleep: as fast on an idle machine, and many times faster on a
+# busy one than the milliseconds that GNU OpenMP spins by itself.
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
 
 driver=${1:-./train_gpt}
 steps=${STEPS:-1200}

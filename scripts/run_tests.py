@@ -27,8 +27,10 @@ class Outcome:
 
 def run(command, timeout):
     """The command's output, standard error included, and how it ended (None: normally)."""
+    # Threads that wait must not spin: tests are short, and on a busy machine spinning starves the threads waited for.
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout)
     except subprocess.TimeoutExpired as expired:
         return (expired.stdout or b"").decode(errors="replace"), f"no end after {timeout} s"
