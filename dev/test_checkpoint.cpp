@@ -196,6 +196,9 @@ TEST(Weights, WrongFilesAreErrorsAndChangeNothing) {
     const auto without_norm = [](const std::string& name) { return name == "transformer.ln_f.weight" ? "" : name; };
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F32, {2, 2}, std::string(16, 'x')}});
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "[2, 2]", "expected [4]"});
+    rewrite(plain, path, without_norm,
+            {{"ln_f.weight", DType::F32, {5}, std::string(20, 'x')}});  // the rank alone is right
+    expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "[5]", "expected [4]"});
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::I32, {4}, std::string(16, 'x')}});
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "int32", "F32, BF16 or F16"});
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F64, {4}, std::string(32, '\0')}});
