@@ -7,18 +7,21 @@ SHELL := /bin/bash
 .SECONDARY:
 
 ## Variables, all optional:
-## BACKEND=cpu|cuda             cuda: tests of the kernels only, so far
-## DEBUG=1                      no optimisation, debug symbols
-## SANITIZE=address|undefined   run under a sanitizer
+## BACKEND=cpu|cuda             cuda where there are a GPU and nvcc, else cpu
+## ARCH="80 90a"                GPU architectures, or all; by default the GPUs' here, else 90a
+## NVCC= CUDA_HOME= CUBLAS_HOME= NCCL_HOME=   where these are, if they are not found (make cuda-info)
+## DEBUG=1                      no optimisation, debug symbols, a check after every kernel
+## SANITIZE=address|undefined   run the CPU build under a sanitizer
 ## WERROR=1                     warnings are errors
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv format check-format,$(GOALS))
+BUILDING := $(filter-out help clean deps venv cuda-toolkit cuda-info release format check-format,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
+COMMA := ,
 
 # ---- what the machine has ---------------------------------------------------------------------------------------------
 # Looked at before anything else, because installing a library changes how the rest is compiled. Nothing is installed by
@@ -32,14 +35,22 @@ $(error stopped: see above)
 endif
 endif
 
-CUDA_SOURCES := $(wildcard kernels/*.cu)
-NVCC ?= $(or $(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 # nvidia-smi takes most of a second on some machines, so it is asked only where no device file answers (as under WSL).
 GPU := $(or $(firstword $(wildcard /dev/nvidia[0-9]*)),$(shell command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null))
-# The driver does not run on a GPU yet, so the CPU is the default everywhere.
-BACKEND ?= cpu
-ifneq ($(and $(GPU),$(filter cpu,$(BACKEND)),$(BUILDING)),)
-  $(info There is a GPU here, but so far only the kernels have a CUDA half (make test BACKEND=cuda): building for the CPU.)
+FIND_CUDA := NVCC="$(NVCC)" CUDA_HOME="$(CUDA_HOME)" CUBLAS_HOME="$(CUBLAS_HOME)" NCCL_HOME="$(NCCL_HOME)" ARCH="$(ARCH)" scripts/find_cuda.sh
+
+# Where nobody asked for a backend, `make test` runs the tests of the CPU as well as those of the GPU.
+TEST_CPU_TOO := $(if $(BACKEND),,yes)
+ifeq ($(BACKEND),)
+  BACKEND := cpu
+  ifneq ($(and $(GPU),$(BUILDING)),)
+    ifneq ($(SANITIZE),)
+    else ifneq ($(shell $(FIND_CUDA) nvcc 2>/dev/null),)
+      BACKEND := cuda
+    else
+      $(info There is a GPU here but no nvcc: building for the CPU (`make cuda-toolkit` installs it from Python wheels).)
+    endif
+  endif
 endif
 
 # ---- how it is compiled -----------------------------------------------------------------------------------------------
@@ -53,30 +64,34 @@ WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(filter undefined,$(SANITIZE)),-DNO_AVX512))
 CPPFLAGS += -I. -MMD -MP
-COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) -fopenmp -fno-math-errno -fno-trapping-math $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
+HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math
+COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 LDLIBS += -lpcre2-8 -pthread -ldl
 
-# kernels/x.cu replaces kernels/x.cpp in a CUDA build, likewise in runtime/; nothing above these rooms asks.
+# In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these rooms asks.
 SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp data/*.cpp infer/*.cpp commands/*.cpp)
+source = $(1).cpp
 ifeq ($(BACKEND),cuda)
-  ifneq ($(filter all train_gpt train bench ladder mutants,$(GOALS)),)
-    $(error BACKEND=cuda: so far only the kernels have a CUDA half; make test BACKEND=cuda tests them, BACKEND=cpu builds the driver)
-  endif
-  ifeq ($(NVCC),)
-    $(error BACKEND=cuda: no nvcc found; install the CUDA Toolkit (12.4 or newer) or set NVCC=/path/to/nvcc)
-  endif
+  $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))
   CU := $(wildcard kernels/*.cu runtime/*.cu)
   SOURCES := $(filter-out $(CU:.cu=.cpp),$(SOURCES)) $(CU)
-  ifneq ($(shell $(NVCC) --version | grep -q 'release \(12\.[4-9]\|1[3-9]\)' || echo old),)
-    $(error BACKEND=cuda: $(NVCC) is older than CUDA 12.4)
+  source = $(or $(wildcard $(1).cu),$(1).cpp)
+  ifneq ($(BUILDING),)
+    CUDA := $(shell $(FIND_CUDA))
+    $(if $(CUDA),,$(error stopped: see above))
   endif
-  CUDA_HOME := $(abspath $(dir $(NVCC))/..)
-  ARCH ?= $(or $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n1 | tr -d .),90a)
-  CPPFLAGS += -DUSE_CUDA -isystem $(CUDA_HOME)/include
-  LDLIBS += -L$(CUDA_HOME)/lib64 -lcublasLt -lcublas -lcudart
-  NVCC_FLAGS := -std=c++17 $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) -arch=sm_$(ARCH) --expt-relaxed-constexpr \
-                -Xcompiler -fopenmp,-Wall,-Wextra $(if $(WERROR),-Werror all-warnings)
-  COMPILE_CU := $(NVCC) -ccbin $(CXX) $(NVCC_FLAGS)
+  cuda = $(patsubst $(1)=%,%,$(filter $(1)=%,$(CUDA)))
+  ARCHS := $(call cuda,arch)
+  # Several architectures: newer GPUs translate the PTX of the newest one that is not a GPU's own dialect (as 90a is).
+  PTX := $(if $(word 2,$(ARCHS)),$(lastword $(filter-out %a %f,$(ARCHS))))
+  GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) $(PTX:%=-gencode arch=compute_%,code=compute_%)
+  CPPFLAGS += -DUSE_CUDA $(addprefix -isystem ,$(call cuda,include))
+  # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
+  LDLIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
+  # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
+  # of its own in declarations, which -Wparentheses would take for the author's.
+  COMPILE_CU := $(call cuda,nvcc) -ccbin $(CXX) -std=c++17 $(GENCODE) $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) --expt-relaxed-constexpr \
+                $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings)
 else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
   ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++17 -E -P -x c++ - 2>/dev/null)
@@ -120,21 +135,24 @@ LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@
 $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 	$(LINK)
 
-$(BUILD)/test_gpt: $(BUILD)/test_gpt.cu.o $(BUILD)/dev/test_util.cpp.o $(LIB)
+# Objects of the sources that the backend picks.
+object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
+
+$(BUILD)/test_gpt: $(BUILD)/test_gpt.cu.o $(call object,dev/test_util) $(LIB)
 	$(LINK) -lgtest -lgtest_main
 
-$(BUILD)/dev/test_%: $(BUILD)/dev/test_%.cpp.o $(BUILD)/dev/test_util.cpp.o $(LIB)
+.SECONDEXPANSION:
+$(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
 	$(LINK) -lgtest -lgtest_main
 
-$(BUILD)/dev/bench_%: $(BUILD)/dev/bench_%.cpp.o $(BUILD)/dev/bench_util.cpp.o $(BUILD)/dev/machine_limits.cpp.o $(LIB)
+$(BUILD)/dev/bench_%: $$(call object,dev/bench_$$* dev/bench_util dev/machine_limits) $(LIB)
 	$(LINK) -lbenchmark
+
+$(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
+	$(LINK)
 
 # The checkpoint tests preload this library into themselves.
 $(BUILD)/dev/test_checkpoint: | $(BUILD)/dev/crash_shim.so
-
-LADDER_SUFFIX := $(if $(filter cuda,$(BACKEND)),cu,cpp)
-$(BUILD)/dev/ladder/%: $(BUILD)/dev/ladder/%.$(LADDER_SUFFIX).o $(BUILD)/dev/machine_limits.cpp.o $(LIB)
-	$(LINK)
 
 $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -143,14 +161,19 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt train data test bench ladder mutants deps venv format check-format clean help FORCE test-binaries bench-binaries
+.PHONY: all train_gpt release train data test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+        test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
-# All of an op's kind in dev/, or the one that OP names.
-in_dev = $(patsubst dev/%.$(2),$(BUILD)/dev/%,$(wildcard dev/$(1)$(or $(OP),*).$(2)))
+# All programs of a kind in dev/ that the backend has a source for, or the one that OP names.
+in_dev = $(filter-out $(BUILD)/dev/test_util $(BUILD)/dev/bench_util,$(addprefix $(BUILD)/,$(sort $(basename \
+         $(wildcard $(foreach suffix,$(or $(2),cpp $(if $(filter cuda,$(BACKEND)),cu)),dev/$(1)$(or $(OP),*).$(suffix)))))))
 
 all train_gpt: $(DRIVER)  ## build the driver; ./train_gpt links to it
 	@ln -sfn $(DRIVER) train_gpt && echo "./train_gpt -> $(DRIVER)"
+
+release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-release
+	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
 train: all $(PYTHON)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
 	@scripts/run_quickstart.sh $(DRIVER)
@@ -164,36 +187,41 @@ else
 	@$(PYTHON) data/quickstart.py
 endif
 
-# Python tests may run the driver, so it is built as well; they find it as TRAIN_GPT.
-TEST_BINARIES := $(filter-out %/test_util,$(call in_dev,test_,cpp)) $(if $(filter gpt,$(or $(OP),gpt)),$(patsubst %.cu,$(BUILD)/%,$(wildcard test_gpt.cu)))
+# Python tests find the driver as TRAIN_GPT, and those that compare the backends the CPU's as TRAIN_GPT_CPU.
+TEST_BINARIES := $(call in_dev,test_) $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt)
 TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif
-ifeq ($(BACKEND),cuda)
-# Only kernels have a CUDA half so far: the tests of the ops with a kernels/<op>.cu.
-TEST_BINARIES := $(filter $(patsubst kernels/%.cu,$(BUILD)/dev/test_%,$(CUDA_SOURCES)),$(TEST_BINARIES))
-TEST_SCRIPTS :=
-test-binaries: $(TEST_BINARIES)
-else
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(BUILD)/dev/crash_shim.so
+
+TESTS := TRAIN_GPT=$(DRIVER) $(TEST_BINARIES) $(TEST_SCRIPTS)
+ifeq ($(BACKEND),cuda)
+  CPU_BUILD := $(if $(filter build/cuda%,$(BUILD)),$(BUILD:build/cuda%=build/cpu%),$(BUILD)-cpu)
+  TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)
+  ifneq ($(TEST_CPU_TOO),)
+    TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_CPU= $(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%) $(filter dev/%,$(TEST_SCRIPTS))
+  endif
+test-binaries: test-binaries-cpu
+test-binaries-cpu:
+	@$(MAKE) --no-print-directory BACKEND=cpu BUILD=$(CPU_BUILD) $(if $(TEST_CPU_TOO),test-binaries,$(CPU_BUILD)/train_gpt)
 endif
 
 test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernorm for one op
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU),,echo "BACKEND=cuda: no GPU found, so its tests cannot run." >&2; exit 1)
 endif
-	@TRAIN_GPT=$(DRIVER) $(PYTHON) scripts/run_tests.py $(TEST_BINARIES) $(TEST_SCRIPTS)
+	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
-BENCHES := $(filter-out %/bench_util,$(call in_dev,bench_,cpp))
-bench-binaries: $(BENCHES) $(call in_dev,ladder/,$(LADDER_SUFFIX))
+BENCHES := $(call in_dev,bench_)
+LADDERS := $(call in_dev,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))
+bench-binaries: $(BENCHES) $(LADDERS)
 
 bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul for one op
 	@$(if $(BENCHES),,echo "There is no benchmark dev/bench_$(or $(OP),*).cpp." >&2; exit 1;) for bench in $(BENCHES); do $$bench; done
 
-LADDERS := $(call in_dev,ladder/,$(LADDER_SUFFIX))
 ladder: $(LADDERS)  ## the kernel ladders, checked and timed rung by rung; OP=matmul for one
-	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*).$(LADDER_SUFFIX)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done
+	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*) for BACKEND=$(BACKEND)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done
 
 mutants: $(PYTHON)  ## break the code one line at a time (dev/mutants/): every break must fail a test
 	@$(PYTHON) scripts/run_mutants.py $(OP)
@@ -201,6 +229,12 @@ mutants: $(PYTHON)  ## break the code one line at a time (dev/mutants/): every b
 deps:  ## install what is missing: distribution packages (as root or with sudo), then the Python packages
 	@DEPS="$(DEPS)" CXX="$(CXX)" scripts/deps.sh install
 	@DEPS="$(DEPS)" scripts/venv.sh
+
+cuda-toolkit:  ## install CUDA's compiler and libraries from Python wheels into .venv, where there is no toolkit
+	@DEPS="$(DEPS)" scripts/cuda_toolkit.sh
+
+cuda-info:  ## what a CUDA build takes from where
+	@$(FIND_CUDA)
 
 venv: $(PYTHON)  ## the Python environment .venv with the packages of scripts/requirements.txt
 

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cinttypes>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <iostream>
 #include <nlohmann/json.hpp>
@@ -35,21 +36,29 @@
 #include "kernels/swiglu.h"
 #include "runtime/arena.h"
 #include "runtime/checkpoint.h"
+#include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
 #include "runtime/log.h"
 #include "runtime/model_config.h"
 #include "runtime/params.h"
+#include "runtime/peaks.h"
 #include "runtime/rng.h"
 #include "runtime/signals.h"
+#include "runtime/staging.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-// What every part of a run needs to know of its surroundings; passed, never global.
+// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream.
 struct Context {
-    Stream stream;
+    Stream stream = create_stream();
     int64_t rank = 0, world = 1;
+
+    Context() = default;
+    ~Context() { destroy_stream(stream); }
+    Context(const Context&) = delete;
+    Context& operator=(const Context&) = delete;
 };
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -75,6 +84,11 @@ enum Slot {
     HEAD_W  // final norm, output head (absent when tied to WTE)
 };
 
+bool is_norm(Slot slot) {
+    return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
+           slot == NORMF_B;
+}
+
 ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     const std::string family = model_family(c);
     const bool gpt2 = family == "gpt2", llama = family == "llama";
@@ -87,7 +101,8 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
         if (pieces.empty()) pieces = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
-                                static_cast<float>(std), static_cast<float>(value), cols > 0, std::move(pieces)});
+                                static_cast<float>(std), static_cast<float>(value), cols > 0, is_norm(slot),
+                                std::move(pieces)});
     };
     const double std = c.init_std;
     // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
@@ -155,34 +170,57 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     return table;
 }
 
-// The model: its knobs, its table and one arena of weights.
+// What the weights and activations of a model are, and what trains them.
+struct Precision {
+    DType dtype = DType::F32;
+    bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
+};
+
+// The model: its knobs, its table and its weights.
 struct Model {
     ModelConfig config;
     ParamTable table;
-    Arena memory;
-    Tensor params;  // the arena, [table.total]
+    Precision precision;
+    Arena memory, master_memory;
+    WeightArenas arenas;
 
     // The table only; allocate() gets the memory.
-    Model(const ModelConfig& model_config, int64_t world)
-        : config(model_config), table(parameter_table(config, world)) {}
+    Model(const ModelConfig& model_config, int64_t world, Precision p = {})
+        : config(model_config), table(parameter_table(config, world)), precision(p) {}
+
+    int64_t weight_bytes() const { return table.total * dtype_size(precision.dtype); }
+    // fp32 beside 16-bit weights: all of them as master weights, or the few that stay fp32.
+    int64_t fp32_elements() const {
+        return precision.dtype == DType::F32 ? 0 : precision.master ? table.total : table.fp32_total;
+    }
     void allocate() {
-        memory = Arena(table.total * 4, "weights");
-        params = memory.at(0, DType::F32, {table.total});
+        memory = Arena(weight_bytes(), "weights");
+        arenas = memory.at(0, precision.dtype, {table.total});
+        if (!fp32_elements()) return;
+        master_memory = Arena(fp32_elements() * 4, "fp32 weights");
+        (precision.master ? arenas.master : arenas.fp32) = master_memory.at(0, DType::F32, {fp32_elements()});
     }
 
-    // The parameter's part of an arena that is laid out by the table; null where this model has none.
+    // The parameter's part of the weights or of another arena that is laid out by the table; null where this model has
+    // none.
+    Tensor weight(Slot slot, int64_t layer = -1) const {
+        const Param* p = table.find(slot, static_cast<int>(layer));
+        return p ? arenas.tensor(*p) : Tensor{};
+    }
     Tensor part(Tensor arena, Slot slot, int64_t layer = -1) const {
         const Param* p = table.find(slot, static_cast<int>(layer));
         return p ? param_tensor(*p, arena) : Tensor{};
     }
-    Tensor weight(Slot slot, int64_t layer = -1) const { return part(params, slot, layer); }
     Slot head() const { return config.tied ? WTE : HEAD_W; }
 };
 
 // Each weight depends on (seed, its name, its index) alone. Block by block: a copy of the whole model would be the
 // largest thing in memory.
 void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
-    device_fill(model.params.data, 0, static_cast<size_t>(model.params.bytes()), ctx.stream);
+    const WeightArenas& w = model.arenas;
+    for (const Tensor& arena : {w.weights, w.master, w.fp32}) {
+        if (arena) device_fill(arena.data, 0, static_cast<size_t>(arena.bytes()), ctx.stream);
+    }
     std::vector<float> block(1 << 20);
     for (const Param& p : model.table.params) {
         const uint64_t stream = name_hash(p.name);
@@ -195,8 +233,7 @@ void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
                         ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(begin + i)))
                         : p.init_value;
             }
-            copy_to_device(model.params.as<float>() + p.offset + begin, block.data(),
-                           static_cast<size_t>(n) * sizeof(float), ctx.stream);
+            w.store(p, block.data(), begin, n);
         }
     }
 }
@@ -222,6 +259,8 @@ struct RunShape {
     Recompute recompute = Recompute::None;
     bool overlap = true;  // tensors whose lifetimes don't meet share memory
     int64_t world = 1;    // ranks that the gradient arena is padded for
+    DType dtype = DType::F32;
+    bool gelu_epilogue = false;  // GELU inside the matrix products around it, where the model and `recompute` let it
 };
 
 struct LayerActs {
@@ -268,7 +307,11 @@ class Activations {
     Tensor scratch;                    // bytes
     Tensor loss_sum, scalars;          // [1] fp64; StepScalars
     Tensor sample_id, sample_key;      // [1] int32, [2] int64: the drawn token, and (sequence, step)
+    std::unique_ptr<Staging> staging;  // what the inputs pass through
 
+    // Three numbers for each token, the sequences' ends, and room for the scalars of a step.
+    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4 + 64; }
+    static constexpr int STAGING_SLOTS = 4;
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
 
   private:
@@ -285,9 +328,20 @@ void Activations::place(std::initializer_list<Tensor*> fields, const std::string
     for (Tensor* t : fields) bindings.emplace_back(t, entry);
 }
 
+// GELU computed inside a product rounds otherwise than the kernel that recomputes it alone.
+RunShape effective(const ModelConfig& c, RunShape shape) {
+    const bool alone = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
+    shape.gelu_epilogue = shape.gelu_epilogue && shape.training && c.mlp == Mlp::GELU && !alone;
+    return shape;
+}
+
 Activations::Activations(const ModelConfig& model_config, const RunShape& run_shape)
-    : config(model_config), shape(run_shape), forward(static_cast<size_t>(config.layers)), backward(forward.size()) {
+    : config(model_config),
+      shape(effective(model_config, run_shape)),
+      forward(static_cast<size_t>(config.layers)),
+      backward(forward.size()) {
     const ModelConfig& c = config;
+    const DType dtype = shape.dtype;
     int64_t N;
     require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
     require(c.positions != Positions::Learned || shape.T <= c.max_positions, "a sequence of ", shape.T,
@@ -317,25 +371,29 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         const std::string layer = str("layers.", l, ".");
         // A tensor of the forward pass: born at one phase, last read at moment last_forward of the forward pass and at
         // phase last_backward of the backward pass, which finds it kept, or computed again from some level on.
-        auto keep = [&](Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born,
-                        int64_t last_forward, int last_backward, bool again) {
+        auto keep_as = [&](DType type, Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born,
+                           int64_t last_forward, int last_backward, bool again) {
             if (!training)
-                place({&(f.*field)}, layer + name, DType::F32, dims, F(l, born), last_forward);
+                place({&(f.*field)}, layer + name, type, dims, F(l, born), last_forward);
             else if (!again)
-                place({&(f.*field), &(b.*field)}, layer + name, DType::F32, dims, F(l, born), G(l, last_backward));
+                place({&(f.*field), &(b.*field)}, layer + name, type, dims, F(l, born), G(l, last_backward));
             else {
-                place({&(f.*field)}, layer + name, DType::F32, dims, F(l, born), last_forward);
-                place({&(b.*field)}, layer + name + " (again)", DType::F32, dims, R(l), G(l, last_backward));
+                place({&(f.*field)}, layer + name, type, dims, F(l, born), last_forward);
+                place({&(b.*field)}, layer + name + " (again)", type, dims, R(l), G(l, last_backward));
             }
         };
+        auto keep = [&](Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born,
+                        int64_t last_forward, int last_backward, bool again) {
+            keep_as(dtype, field, name, std::move(dims), born, last_forward, last_backward, again);
+        };
         auto gradient = [&](Tensor LayerActs::*field, const char* name, std::vector<int64_t> dims, int born, int last) {
-            if (training) place({&(b.*field)}, layer + name, DType::F32, dims, G(l, born), G(l, last));
+            if (training) place({&(b.*field)}, layer + name, dtype, dims, G(l, born), G(l, last));
         };
         const bool again_act = shape.recompute >= Recompute::Activation,
                    again_norms = shape.recompute >= Recompute::Norms, again_block = shape.recompute >= Recompute::Block;
         // Means and 1/σ are only kept for the backward pass.
         auto statistic = [&](Tensor LayerActs::*field, const char* name, int phase) {
-            if (training) keep(field, name, {N}, phase, F(l, phase), phase, again_block);
+            if (training) keep_as(DType::F32, field, name, {N}, phase, F(l, phase), phase, again_block);
         };
         keep(&LayerActs::res1, "res1", {N, C}, l == 0 ? -1 : NORM1, F(l, NORM2), NORM1, false);
         if (c.norm == Norm::LayerNorm) statistic(&LayerActs::mean1, "mean1", NORM1);
@@ -343,9 +401,12 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         keep(&LayerActs::norm1, "norm1", {N, C}, NORM1, F(l, QKV), QKV, again_norms);
         keep(&LayerActs::qkv, "qkv", {N, c.qkv_channels()}, QKV, F(l, ATTENTION), ATTENTION, again_block);
         keep(&LayerActs::att, "att", {N, c.heads * c.head_size}, ATTENTION, F(l, PROJ), ATTENTION, again_block);
-        if (training) keep(&LayerActs::lse, "lse", {c.heads, N}, ATTENTION, F(l, ATTENTION), ATTENTION, again_block);
-        place({&f.proj}, layer + "proj", DType::F32, {N, C}, F(l, PROJ), F(l, NORM2));
-        if (training && again_block) place({&b.proj}, layer + "proj (again)", DType::F32, {N, C}, R(l), R(l));
+        if (training) {
+            keep_as(DType::F32, &LayerActs::lse, "lse", {c.heads, N}, ATTENTION, F(l, ATTENTION), ATTENTION,
+                    again_block);
+        }
+        place({&f.proj}, layer + "proj", dtype, {N, C}, F(l, PROJ), F(l, NORM2));
+        if (training && again_block) place({&b.proj}, layer + "proj (again)", dtype, {N, C}, R(l), R(l));
         keep(&LayerActs::res2, "res2", {N, C}, NORM2, F(l + 1, NORM1), NORM2, again_block);
         if (c.norm == Norm::LayerNorm) statistic(&LayerActs::mean2, "mean2", NORM2);
         statistic(&LayerActs::rstd2, "rstd2", NORM2);
@@ -353,7 +414,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         // SwiGLU's backward pass writes its gradient over its input, which then lives until fc's gradient is done.
         keep(&LayerActs::fc, "fc", {N, c.fc_channels()}, FC, F(l, ACT), FC, again_block);
         keep(&LayerActs::act, "act", {N, c.ffn}, ACT, F(l, FCPROJ), FCPROJ, again_act);
-        place({&f.fcproj}, layer + "fcproj", DType::F32, {N, C}, F(l, FCPROJ), F(l + 1, NORM1));
+        place({&f.fcproj}, layer + "fcproj", dtype, {N, C}, F(l, FCPROJ), F(l + 1, NORM1));
 
         gradient(&LayerActs::dact, "dact", {N, c.ffn}, FCPROJ, FC);
         gradient(&LayerActs::dnorm2, "dnorm2", {N, C}, FC, NORM2);
@@ -362,12 +423,14 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         gradient(&LayerActs::dnorm1, "dnorm1", {N, C}, QKV, NORM1);
     }
 
-    // The classifier works on chunks of tokens whose logits take about 64 MiB, so that no [N, Vp] buffer exists.
+    // The classifier works on chunks of tokens, so that no [N, Vp] buffer exists: a power of two of them, whose logits
+    // fill a temporary of the device's liking.
     const int64_t Vp = c.padded_vocab();
-    const int64_t chunk = std::max<int64_t>((int64_t(1) << 24) / Vp / 64 * 64, 64);
-    place({&resf}, "resf", DType::F32, {N, C}, HEAD, HEAD);
-    place({&normf}, "normf", DType::F32, {N, C}, HEAD, HEAD);
-    place({&logits}, "logits", DType::F32, {std::min(chunk, N), Vp}, HEAD, HEAD);
+    int64_t chunk = 64;
+    while (2 * chunk * Vp * dtype_size(dtype) <= device_chunk_bytes()) chunk *= 2;
+    place({&resf}, "resf", dtype, {N, C}, HEAD, HEAD);
+    place({&normf}, "normf", dtype, {N, C}, HEAD, HEAD);
+    place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
     place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
@@ -375,8 +438,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     if (training) {
         if (c.norm == Norm::LayerNorm) place({&meanf}, "meanf", DType::F32, {N}, HEAD, HEAD);
         place({&rstdf}, "rstdf", DType::F32, {N}, HEAD, HEAD);
-        place({&dnormf}, "dnormf", DType::F32, {N, C}, HEAD, HEAD);
-        place({&dx}, "dx", DType::F32, {N, C}, HEAD, UPDATE);
+        place({&dnormf}, "dnormf", dtype, {N, C}, HEAD, HEAD);
+        place({&dx}, "dx", dtype, {N, C}, HEAD, UPDATE);
         place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
         const int64_t scratch_bytes =
             std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
@@ -389,6 +452,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
 
 void Activations::allocate(const Context& ctx) {
     memory = Arena(plan.bytes(), "activations");
+    staging = std::make_unique<Staging>(staging_bytes(), STAGING_SLOTS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     if (rope_table) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
@@ -421,9 +485,10 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch) {
     const int64_t n = static_cast<int64_t>(batch.tokens.size()), S = static_cast<int64_t>(batch.cum_seqlens.size());
     auto put = [&](Tensor planned, const std::vector<int32_t>& host) {
         const Tensor t = planned.rows(0, static_cast<int64_t>(host.size()));
-        copy_to_device(t.data, host.data(), host.size() * sizeof(int32_t), ctx.stream);
+        acts.staging->put(t.data, host.data(), t.bytes(), ctx.stream);
         return t;
     };
+    acts.staging->next();
     Input in{n, put(acts.tokens, batch.tokens), {}, put(acts.positions, batch.positions), {}};
     if (!batch.targets.empty()) in.targets = put(acts.targets, batch.targets);
     in.sequences.cum_q = in.sequences.cum_k = put(acts.cum_seqlens, batch.cum_seqlens);
@@ -489,8 +554,12 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(), ctx.stream);
     matmul_forward(a.proj, a.att, model.weight(PROJ_W, l), model.weight(PROJ_B, l), ctx.stream);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
-    matmul_forward(a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
-    mlp_forward(ctx, model, a);
+    if (acts.shape.gelu_epilogue) {
+        matmul_forward_gelu(a.act, a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+    } else {
+        matmul_forward(a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+        mlp_forward(ctx, model, a);
+    }
 }
 
 // Tokens to the final norm's output (acts.normf).
@@ -569,10 +638,15 @@ void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot sl
 }
 
 // A linear layer: gradients of its weight and bias, and of its input.
-void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
-                     Tensor dout, Tensor inp, bool accumulate) {
+void weight_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dout,
+                     Tensor inp, bool accumulate) {
     const Slot bias = static_cast<Slot>(slot + 1);
     matmul_backward_weight(model.part(grads, slot, l), model.part(grads, bias, l), dout, inp, accumulate, ctx.stream);
+}
+
+void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
+                     Tensor dout, Tensor inp, bool accumulate) {
+    weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
     matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
 }
 
@@ -606,8 +680,14 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
 void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
     const ModelConfig& c = model.config;
-    linear_backward(ctx, model, grads, FCPROJ_W, l, a.dact, dx, a.act, accumulate);
-    const Tensor dfc = mlp_backward(ctx, model, a);
+    Tensor dfc = a.dact;
+    if (acts.shape.gelu_epilogue) {
+        weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
+        matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
+    } else {
+        linear_backward(ctx, model, grads, FCPROJ_W, l, a.dact, dx, a.act, accumulate);
+        dfc = mlp_backward(ctx, model, a);
+    }
     linear_backward(ctx, model, grads, FC_W, l, a.dnorm2, dfc, a.norm2, accumulate);
     norm_backward(ctx, model, grads, NORM2_W, l, dx, a.dnorm2, dx, a.res2, a.mean2, a.rstd2, acts.scratch, accumulate);
 
@@ -651,16 +731,23 @@ struct Optimizer {
     std::vector<AdamWSegment> segments;
     AdamWOptions options;
 
-    void allocate(const Context& ctx, const ParamTable& table, const AdamWOptions& adamw, double weight_decay) {
+    void allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay) {
+        const ParamTable& table = model.table;
         const int64_t bytes = table.total * 4;
         memory = Arena(3 * bytes, "gradients and optimizer");
         device_fill(memory.at(0, DType::U8, {3 * bytes}).data, 0, static_cast<size_t>(3 * bytes), ctx.stream);
         Tensor* const arenas[] = {&grads, &m, &v};
         for (int i = 0; i < 3; i++) *arenas[i] = memory.at(i * bytes, DType::F32, {table.total});
         options = adamw;
+        // Which of the updated fp32 parameters lie where: all of them as in the other arenas, or a few of their own.
+        const bool compact = model.precision.dtype != DType::F32 && !model.precision.master;
         for (const Param& p : table.params) {
-            segments.push_back(
-                {p.offset, p.offset + p.padded_numel(), p.decay ? static_cast<float>(weight_decay) : 0.0f});
+            segments.push_back({p.offset, p.offset + p.padded_numel(),
+                                p.decay ? static_cast<float>(weight_decay) : 0.0f,
+                                !compact ? p.offset
+                                : p.fp32 ? p.fp32_offset
+                                         : -1,
+                                name_hash(p.name)});
         }
     }
 };
@@ -668,7 +755,12 @@ struct Optimizer {
 // Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
     step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
-    adamw_update(model.params, Tensor{}, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
+    const WeightArenas& w = model.arenas;
+    const bool fp32 = w.weights.dtype == DType::F32;
+    adamw_update(fp32       ? w.weights
+                 : w.master ? w.master
+                            : w.fp32,
+                 fp32 ? Tensor{} : w.weights, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
                  static_cast<int64_t>(optimizer.segments.size()), optimizer.options, acts.scalars, ctx.stream);
 }
 
@@ -774,13 +866,15 @@ struct MemoryPlan {
     int64_t total = 0;
 };
 
-MemoryPlan memory_plan(const ParamTable& table, const Activations& acts) {
-    const int64_t weights = table.total * 4;
+MemoryPlan memory_plan(const Model& model, const Activations& acts) {
+    const int64_t fp32 = model.table.total * 4;
     MemoryPlan plan;
-    plan.lines.emplace_back("weights", weights);
+    plan.lines.emplace_back("weights", model.weight_bytes());
+    if (model.fp32_elements())
+        plan.lines.emplace_back(model.precision.master ? "master weights" : "fp32 weights", model.fp32_elements() * 4);
     if (acts.shape.training) {
-        plan.lines.emplace_back("gradients", weights);
-        plan.lines.emplace_back("optimizer (m, v)", 2 * weights);
+        plan.lines.emplace_back("gradients", fp32);
+        plan.lines.emplace_back("optimizer (m, v)", 2 * fp32);
     }
     plan.lines.emplace_back("activations", acts.plan.bytes());
     plan.lines.emplace_back("program and libraries", device_overhead_bytes());
@@ -792,18 +886,48 @@ std::string plan_text(const MemoryPlan& plan) {
     std::string text;
     for (const auto& [what, bytes] : plan.lines)
         text += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
-    return text + str("  ", "total", std::string(19, ' '), human_bytes(plan.total), "\n");
+    text += str("  ", "total", std::string(19, ' '), human_bytes(plan.total), "\n");
+    if (device_context_bytes())
+        text += str("  ", "besides, in use before", std::string(2, ' '), human_bytes(device_context_bytes()), "\n");
+    return text;
+}
+
+// The options that would make a training run fit: first what costs time, then what needs more micro-steps.
+std::string what_fits(const Model& model, RunShape shape, int64_t available) {
+    const std::pair<Recompute, const char*> levels[] = {
+        {Recompute::Activation, "activation"}, {Recompute::Norms, "norms"}, {Recompute::Block, "block"}};
+    auto needed = [&](const RunShape& s) { return memory_plan(model, Activations(model.config, s)).total; };
+    for (const auto& [level, name] : levels) {
+        if (level <= shape.recompute) continue;
+        RunShape s = shape;
+        s.recompute = level;
+        if (needed(s) <= available) return str("--recompute ", name, " fits: it needs ", human_bytes(needed(s)));
+    }
+    for (const Recompute level : {shape.recompute, Recompute::Block}) {
+        for (RunShape s = shape; s.B > 1;) {
+            do s.B--;
+            while (shape.B % s.B);  // so that the same number of tokens makes a step
+            s.recompute = level;
+            if (needed(s) > available) continue;
+            return str("--batch-size ", s.B, level == shape.recompute ? "" : " --recompute block", " fits: it needs ",
+                       human_bytes(needed(s)));
+        }
+    }
+    return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
 }
 
 // Refuses what can't fit before it starts.
-void check_memory(const MemoryPlan& plan, bool training) {
+void check_memory(const Model& model, const Activations& acts) {
+    const MemoryPlan plan = memory_plan(model, acts);
     const int64_t available = device_memory_available();
-    require(plan.total <= available, "this run needs ", human_bytes(plan.total), " and ", human_bytes(available),
-            " are free; ",
-            training ? "lower --batch-size or --seq-len, use --recompute block, or take a smaller model ('train_gpt "
-                       "plan' shows the parts)"
-                     : "give it fewer tokens at a time, or take a smaller model ('train_gpt plan --inference' shows "
-                       "the parts)");
+    if (plan.total <= available) return;
+    std::string parts;
+    for (const auto& [what, bytes] : plan.lines) parts += str(parts.empty() ? "" : ", ", what, " ", human_bytes(bytes));
+    throw Error(str(
+        "this run needs ", human_bytes(plan.total), " (", parts, ") and ", human_bytes(available), " are free; ",
+        acts.shape.training ? what_fits(model, acts.shape, available)
+                            : "give it fewer tokens at a time, a --dtype of 16 bits where this backend has one, or a "
+                              "smaller model"));
 }
 
 std::string describe(const Model& model) {
@@ -873,6 +997,22 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
             source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
 }
 
+// The cache of GEMM choices only saves time: where it can't be read or written, the algorithms are timed again.
+void load_gemm_choices(const Context& ctx, const std::string& path) {
+    try {
+        if (!path.empty() && path_exists(path)) matmul_use_choices(read_file(path), ctx.stream);
+    } catch (const Error&) {
+    }
+}
+void store_gemm_choices(const std::string& path, const std::string& choices) {
+    if (path.empty()) return;
+    try {
+        make_directories(path.substr(0, path.find_last_of('/')));
+        write_file(path, choices);
+    } catch (const Error&) {
+    }
+}
+
 // What a run is made of, checked before anything is allocated or written.
 struct TrainSetup {
     TrainOptions o;  // with the defaults that depend on other options filled in
@@ -883,6 +1023,7 @@ struct TrainSetup {
     std::string data_fingerprint;
     std::string checkpoint;                  // to go on from; empty: start at step 0
     int64_t first_step = 0, adam_steps = 0;  // of its trainer.json
+    std::string gemm_choices;                // likewise: the algorithms that its products used
     int64_t micro_steps = 1;
 };
 
@@ -923,6 +1064,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
                  "",
                  0,
                  0,
+                 "",
                  1};
     s.data_fingerprint = fingerprint(s.train_files);
     if (!checkpoints.empty()) {
@@ -944,6 +1086,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
             s.first_step = t.at("step");
             s.adam_steps = t.at("adam_steps");
+            s.gemm_choices = t.value("gemm", "");
             require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
         } catch (const json::exception& e) {
             throw Error(
@@ -964,11 +1107,24 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
 class Trainer {
   public:
     Trainer(const Context& context, TrainSetup setup);
+    ~Trainer();
     void run();
+    void queue_step(Loader& loader);
+    LoaderOptions loader_options() const;
 
   private:
-    void start();  // weights, optimizer and step: fresh, or from the checkpoint
-    StepScalars train_step(Loader& loader);
+    // A step that the device works on. The host looks at its scalars one step later, so that it never waits for a
+    // device that has nothing else to do.
+    struct QueuedStep {
+        int64_t step = 0;
+        Event begin, end;
+        StepScalars* scalars = nullptr;  // in memory that the device copies to
+    };
+
+    void start();    // weights, optimizer and step: fresh, or from the checkpoint
+    void warm_up();  // algorithms and graphs
+    void micro_step(const Batch& batch, bool accumulate);
+    void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
     void save(Progress& progress);
@@ -977,6 +1133,7 @@ class Trainer {
     const Context& ctx;
     const TrainSetup s;
     const TrainOptions& o;
+    const DType dtype;
     std::unique_ptr<Tokenizer> tokenizer;  // null: no samples of text
     int64_t val_bytes;
 
@@ -986,60 +1143,140 @@ class Trainer {
     int64_t step = 0, saved_step = -1;
     double val_loss = NAN;         // at this step, if it was evaluated
     std::vector<Batch> one_batch;  // for --overfit-one-batch
+    Graph graphs[2];               // a micro-step, the first of a step and the others
+    QueuedStep queue[2];
+    int64_t queued = 0, finished = 0;  // steps of this process
+    int64_t skips_in_a_row = 0;
+    double peak_flops = 0, measured_flops = 0;  // 0: not asked for
 };
 
 Trainer::Trainer(const Context& context, TrainSetup setup)
     : ctx(context),
       s(std::move(setup)),
       o(s.o),
+      dtype(o.model.type()),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
-      model(s.source.config, ctx.world),
-      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world}) {
+      model(s.source.config, ctx.world, {dtype, dtype != DType::F32 && o.master_weights}),
+      acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
+                             o.gelu_epilogue && dtype != DType::F32}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
-    const MemoryPlan plan = memory_plan(model.table, acts);
-    check_memory(plan, true);
+    check_memory(model, acts);
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
-    std::cerr << s.source.name << ": " << describe(model) << "\n"
+    std::cerr << s.source.name << ": " << describe(model) << ", " << dtype_name(dtype) << "\n"
               << device_description() << ", " << matmul_library() << "\nmemory plan\n"
-              << plan_text(plan);
+              << plan_text(memory_plan(model, acts));
+    for (QueuedStep& q : queue) q.scalars = static_cast<StepScalars*>(host_alloc(sizeof(StepScalars)));
     model.allocate();
     acts.allocate(ctx);
-    optimizer.allocate(ctx, model.table, {static_cast<float>(o.beta1), static_cast<float>(o.beta2)}, o.weight_decay);
+    optimizer.allocate(ctx, model, {static_cast<float>(o.beta1), static_cast<float>(o.beta2), 1e-8f, o.seed},
+                       o.weight_decay);
     start();
+    warm_up();
     write_file(join_path(o.out, "run.toml"), o.toml);
+}
+
+Trainer::~Trainer() {
+    for (QueuedStep& q : queue) host_free(q.scalars);
 }
 
 void Trainer::start() {
     StepScalars scalars{};
-    scalars.grad_clip = static_cast<float>(o.grad_clip);
     if (!s.checkpoint.empty()) {
-        load_state(join_path(s.checkpoint, "state.safetensors"), model.table, {model.params, optimizer.m, optimizer.v});
+        load_state(join_path(s.checkpoint, "state.safetensors"), model.table, {model.arenas, optimizer.m, optimizer.v});
         step = saved_step = s.first_step;
         scalars.t = s.adam_steps;
     } else if (!s.source.directory.empty()) {
-        load_weights(s.source.directory, model.table, model.params);
+        load_weights(s.source.directory, model.table, model.arenas);
     } else {
         initialise_weights(ctx, model, o.seed);
     }
     write_scalars(ctx, acts, scalars);
 }
 
-// One optimizer step: micro-steps of forward and backward whose gradients add up, then the update.
-StepScalars Trainer::train_step(Loader& loader) {
-    StepScalars scalars = read_scalars(ctx, acts);
-    scalars.lr = static_cast<float>(learning_rate(o, step));
-    write_scalars(ctx, acts, scalars);
-    const double scale = 1.0 / double(o.total_batch_tokens);
+// Picks the algorithms of the matrix products and records the graphs, so that all steps are alike. Every number that
+// this computes is overwritten by the first step.
+void Trainer::warm_up() {
+    if (!graphs_replay()) return;
+    const std::string cache = matmul_cache_path(ctx.stream);
+    if (o.gemm_tune) {
+        load_gemm_choices(ctx, cache);
+        if (!s.gemm_choices.empty() && !matmul_use_choices(s.gemm_choices, ctx.stream)) {
+            std::cerr << "the checkpoint's GEMM choices are of another GPU or cuBLASLt: timing them again, so results "
+                         "may differ in the last digit from those of a run on that one\n";
+        }
+        matmul_tuning(true, ctx.stream);
+    }
+    Batch batch;
+    const size_t N = static_cast<size_t>(o.batch_size * o.seq_len);
+    batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
+    for (int64_t b = 0; b <= o.batch_size; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * o.seq_len));
+    batch.max_seqlen = o.seq_len;
+    micro_step(batch, false);
+    if (s.micro_steps > 1) micro_step(batch, true);
+    matmul_tuning(false, ctx.stream);
+    if (o.gemm_tune) store_gemm_choices(cache, matmul_choices(ctx.stream));
+}
+
+// Forward and backward over one batch, whose gradients are added to those that are there or take their place.
+void Trainer::micro_step(const Batch& batch, bool accumulate) {
+    const Input in = upload(ctx, acts, batch);
+    auto work = [&] {
+        forward(ctx, model, acts, in);
+        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)),
+                 accumulate);
+    };
+    // With documents the number of sequences changes from batch to batch, and the kernels' grids with it.
+    if (o.document_mask)
+        work();
+    else
+        graphs[accumulate].run(ctx.stream, work);
+}
+
+// One optimizer step: micro-steps whose gradients add up, then the update. Nothing here waits for the device.
+void Trainer::queue_step(Loader& loader) {
+    QueuedStep& q = queue[queued % 2];
+    q.begin.record(ctx.stream);
+    StepScalars settings{};
+    settings.lr = static_cast<float>(learning_rate(o, step));
+    settings.grad_clip = static_cast<float>(o.grad_clip);
+    acts.staging->next();
+    acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
-        const Input in = upload(ctx, acts, o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next());
-        forward(ctx, model, acts, in);
-        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(scale), micro > 0);
+        micro_step(o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next(), micro > 0);
     }
-    update(ctx, model, optimizer, acts, scale);
-    step++;
-    return read_scalars(ctx, acts);
+    update(ctx, model, optimizer, acts, 1.0 / double(o.total_batch_tokens));
+    copy_to_host_async(q.scalars, acts.scalars.data, sizeof(StepScalars), ctx.stream);
+    q.end.record(ctx.stream);
+    q.step = ++step;
+    queued++;
+    val_loss = NAN;
+}
+
+// Waits for the oldest queued step and tells of it.
+void Trainer::finish_step(RunLog& log, Progress& progress) {
+    const QueuedStep& q = queue[finished++ % 2];
+    q.end.wait();
+    const StepScalars& r = *q.scalars;
+    const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
+    const double flops = tokens_per_s * flop_per_token(model, o.seq_len);
+    ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
+                         {"grad_norm", r.grad_norm}, {"ms", ms},       {"tokens_per_s", tokens_per_s},
+                         {"mfu", flops / peak_flops}};
+    if (measured_flops > 0) line["of_measured"] = flops / measured_flops;
+    if (r.skip) line["skipped"] = true;
+    log.write(line);
+    char text[160];
+    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
+                  tokens_per_s);
+    progress.step(q.step, text);
+
+    skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
+    if (r.skip) progress.note(str("step ", q.step, ": the loss or the gradient is not finite; update skipped"));
+    require(skips_in_a_row < o.max_skips, "stopped at step ", q.step, ": loss or gradient not finite ", skips_in_a_row,
+            " times in a row; the weights are those of step ", q.step - skips_in_a_row,
+            "; lower --lr or raise --warmup, and start from the last checkpoint");
 }
 
 void Trainer::evaluate_split(RunLog& log, Progress& progress) {
@@ -1083,8 +1320,8 @@ void Trainer::save(Progress& progress) {
     const std::string path = join_path(o.out, name);
     AtomicDirectory directory(path);
     save_model_files(directory.path(), model.config, s.source.original_config, {s.source.directory, s.data.path});
-    save_weights(join_path(directory.path(), "model.safetensors"), model.table, model.params, DType::F32);
-    save_state(join_path(directory.path(), "state.safetensors"), model.table, {model.params, optimizer.m, optimizer.v});
+    save_weights(join_path(directory.path(), "model.safetensors"), model.table, model.arenas, DType::F32);
+    save_state(join_path(directory.path(), "state.safetensors"), model.table, {model.arenas, optimizer.m, optimizer.v});
     const json trainer = {{"step", step},
                           {"adam_steps", read_scalars(ctx, acts).t},
                           {"samples", step * (o.total_batch_tokens / o.seq_len)},
@@ -1092,6 +1329,8 @@ void Trainer::save(Progress& progress) {
                           {"seq_len", o.seq_len},
                           {"total_batch_tokens", o.total_batch_tokens},
                           {"data", s.data_fingerprint},
+                          {"dtype", dtype_name(dtype)},
+                          {"gemm", matmul_choices(ctx.stream)},
                           {"val_loss", val_loss}};
     write_json(join_path(directory.path(), "trainer.json"), trainer);
     directory.commit();
@@ -1100,9 +1339,7 @@ void Trainer::save(Progress& progress) {
     progress.note("saved " + path);
 }
 
-void Trainer::run() {
-    RunLog log(join_path(o.out, "log.jsonl"), step);
-    Progress progress(o.steps, step);
+LoaderOptions Trainer::loader_options() const {
     LoaderOptions options;
     options.B = o.batch_size;
     options.T = o.seq_len;
@@ -1113,42 +1350,41 @@ void Trainer::run() {
     options.documents = o.document_mask;
     options.end_of_text = s.data.end_of_text;
     options.vocab_size = model.config.vocab_size;
-    Loader loader(s.train_files, options, o.overfit_one_batch ? 0 : step);  // a resumed run has the same one batch
+    return options;
+}
+
+void Trainer::run() {
+    RunLog log(join_path(o.out, "log.jsonl"), step);
+    Progress progress(o.steps, step);
+    Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
     progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_windows()), " windows (", loader.dropped_tokens(),
                       " tokens at the end left out), ", with_commas(o.total_batch_tokens), " a step"));
-    const double flops = flop_per_token(model, o.seq_len), peak = measured_peak_flops(ctx.stream);
+    peak_flops = dense_peak_flops(device_name(), dtype);
+    const bool known = peak_flops > 0;
+    if (!known || o.measure_peak) measured_flops = measured_peak_flops(ctx.stream, dtype);
+    if (!known) peak_flops = measured_flops;
+    progress.note(str("MFU is a fraction of ", std::llround(peak_flops / 1e9), " GFLOP/s, ",
+                      known ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
+                            : str("a matrix product measured now in ", dtype_name(dtype))));
 
     catch_stop_signals();
-    int64_t skips_in_a_row = 0;
     while (step < o.steps && !stop_requested()) {
-        const auto begin = std::chrono::steady_clock::now();
-        const StepScalars r = train_step(loader);
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-        const double tokens_per_s = double(o.total_batch_tokens) / seconds, mfu = tokens_per_s * flops / peak;
-        val_loss = NAN;
-        ordered_json line = {{"step", step},        {"loss", r.loss},
-                             {"lr", r.lr},          {"grad_norm", r.grad_norm},
-                             {"ms", seconds * 1e3}, {"tokens_per_s", tokens_per_s},
-                             {"mfu", mfu}};
-        if (r.skip) line["skipped"] = true;
-        log.write(line);
-        char text[160];
-        std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
-                      tokens_per_s);
-        progress.step(step, text);
-
-        skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
-        if (r.skip) progress.note(str("step ", step, ": the loss or the gradient is not finite; update skipped"));
-        require(skips_in_a_row < o.max_skips, "stopped at step ", step, ": loss or gradient not finite ",
-                skips_in_a_row, " times in a row; the weights are those of step ", step - skips_in_a_row,
-                "; lower --lr or raise --warmup, and start from the last checkpoint");
-
-        const bool last = step == o.steps;
-        if (s.val_files && (last || (o.eval_every && step % o.eval_every == 0))) evaluate_split(log, progress);
-        if (tokenizer && o.sample_every && step % o.sample_every == 0) sample_text(progress);
-        if (last || (o.save_every && step % o.save_every == 0)) save(progress);
+        queue_step(loader);
+        const bool last = step == o.steps,
+                   evaluating = s.val_files && (last || (o.eval_every && step % o.eval_every == 0)),
+                   sampling = tokenizer && o.sample_every && step % o.sample_every == 0,
+                   saving = last || (o.save_every && step % o.save_every == 0);
+        // The step before is finished, this one where it is already done or something is about to look at the model.
+        while (finished < queued &&
+               (queued - finished > 1 || evaluating || sampling || saving || queue[finished % 2].end.reached())) {
+            finish_step(log, progress);
+        }
+        if (evaluating) evaluate_split(log, progress);
+        if (sampling) sample_text(progress);
+        if (saving) save(progress);
     }
+    while (finished < queued) finish_step(log, progress);
     progress.finish();
     save(progress);
     if (step < o.steps) progress.note(str("stopped at step ", step, "; 'train --resume --out ", o.out, "' goes on"));
@@ -1158,8 +1394,9 @@ void Trainer::run() {
 // The commands.
 
 void run_train(const Args& args) {
+    TrainOptions options = parse_train(args);
     const Context ctx;
-    TrainSetup setup = check_training(parse_train(args), ctx.world);
+    TrainSetup setup = check_training(std::move(options), ctx.world);
     if (setup.first_step >= setup.o.steps) {
         std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps
                   << "; raise --steps to go on\n";
@@ -1176,18 +1413,25 @@ struct LoadedModel {
 
     LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape, bool random_weights,
                 uint64_t seed = 0)
-        : source(from), model(source.config, 1), acts(source.config, shape) {
+        : source(from), model(source.config, 1, {shape.dtype}), acts(source.config, shape) {
         require(random_weights || !source.directory.empty(), "--model ", source.name,
                 " is a preset without weights; name a model directory or a run");
-        check_memory(memory_plan(model.table, acts), false);
+        check_memory(model, acts);
         model.allocate();
         if (random_weights)
             initialise_weights(ctx, model, seed);
         else
-            load_weights(source.directory, model.table, model.params);
+            load_weights(source.directory, model.table, model.arenas);
         acts.allocate(ctx);
     }
 };
+
+// A forward pass over B sequences of T tokens.
+RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
+    RunShape shape{B, T};
+    shape.dtype = dtype;
+    return shape;
+}
 
 void run_eval(const Args& args) {
     const EvalOptions o = parse_eval(args);
@@ -1201,7 +1445,7 @@ void run_eval(const Args& args) {
     const std::string trainer = join_path(source.directory, "trainer.json");
     if (!T && !source.directory.empty() && path_exists(trainer)) T = read_json(trainer).value("seq_len", int64_t(0));
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
-    const LoadedModel m(ctx, source, {o.batch_size, T}, false);
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()), false);
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
     const ordered_json result = {{"tokens", e.tokens},
@@ -1240,7 +1484,7 @@ void run_sample(const Args& args) {
 
     int64_t T = static_cast<int64_t>(prompt.size()) + o.max_tokens;
     if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
-    const LoadedModel m(ctx, source, {1, T}, o.random_weights, o.seed);
+    const LoadedModel m(ctx, source, inference_shape(1, T, o.model.type()), o.random_weights, o.seed);
     TextModel text_model(ctx, m.model, m.acts);
     GenerateOptions options;
     options.max_tokens = o.max_tokens;
@@ -1265,6 +1509,15 @@ void run_sample(const Args& args) {
     if (o.json) std::cout << json{{"samples", samples}}.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
 }
 
+// A tensor of any of the float dtypes on the host.
+std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
+    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
+    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
+    std::vector<float> values(static_cast<size_t>(t.numel()));
+    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
+    return values;
+}
+
 void run_logits(const Args& args) {
     const LogitsOptions o = parse_logits(args);
     const Context ctx;
@@ -1273,36 +1526,36 @@ void run_logits(const Args& args) {
     for (const int32_t id : o.tokens) {
         require(id < V, "--tokens: ", id, " is beyond the model's vocabulary of ", V);
     }
-    RunShape shape{1, T};
+    RunShape shape = inference_shape(1, T, o.model.type());
     shape.overlap = o.dump.empty();  // every activation survives until it is dumped
     const LoadedModel m(ctx, source, shape, false);
     const Input in = upload(ctx, m.acts, single_sequence(o.tokens.data(), T));
     forward(ctx, m.model, m.acts, in);
 
-    std::vector<float> host(static_cast<size_t>(T * V)), row(static_cast<size_t>(source.config.padded_vocab()));
+    std::vector<float> host(static_cast<size_t>(T * V));
     for (int64_t t = 0; t < T; t++) {
-        const Tensor logits = head_logits(ctx, m.model, m.acts, t, t + 1);
-        copy_to_host(row.data(), logits.data, row.size() * sizeof(float), ctx.stream);
+        const std::vector<float> row = fetch_floats(ctx, head_logits(ctx, m.model, m.acts, t, t + 1));
         std::copy_n(row.begin(), V, host.begin() + t * V);
     }
     write_npy(o.output, host_tensor(host.data(), {T, V}));
     if (o.dump.empty()) return;
     make_directories(o.dump);
     for (const ArenaPlan::Entry& e : m.acts.plan.entries()) {
-        if (e.dtype != DType::F32 || e.name == "logits" || e.name == "losses") continue;
-        std::string bytes(static_cast<size_t>(m.acts.at(e).bytes()), '\0');
-        copy_to_host(bytes.data(), m.acts.at(e).data, bytes.size(), ctx.stream);
+        const bool floats = e.dtype == DType::F32 || e.dtype == m.acts.shape.dtype;
+        if (!floats || e.name == "logits" || e.name == "losses") continue;
+        std::vector<float> values = fetch_floats(ctx, m.acts.at(e));
         write_npy(join_path(o.dump, e.name + ".npy"),
-                  make_tensor(bytes.data(), e.dtype, Device::CPU, e.shape.data(), int(e.shape.size())));
+                  make_tensor(values.data(), DType::F32, Device::CPU, e.shape.data(), int(e.shape.size())));
     }
 }
 
 void run_plan(const Args& args) {
     const PlanOptions o = parse_plan(args);
     const ModelSource source = o.model.resolve(0);
-    const Model model(source.config, 1);
-    const Activations acts(source.config, {o.batch_size, o.seq_len, !o.inference, o.recompute});
-    const MemoryPlan plan = memory_plan(model.table, acts);
+    const DType dtype = o.model.type();
+    const Model model(source.config, 1, {dtype, dtype != DType::F32 && !o.inference && o.master_weights});
+    const Activations acts(source.config, {o.batch_size, o.seq_len, !o.inference, o.recompute, true, 1, dtype});
+    const MemoryPlan plan = memory_plan(model, acts);
     const double flops = flop_per_token(model, o.seq_len);
     if (o.json) {
         json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};

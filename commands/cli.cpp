@@ -138,6 +138,24 @@ CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
         ->default_str("none");
 }
 
+CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description) {
+    return app
+        .add_option_function<std::string>(
+            name, [&on](const std::string& value) { on = value == "on"; }, description)
+        ->check(CLI::IsMember({"on", "off"}))
+        ->default_str(on ? "on" : "off");
+}
+
+CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
+    return add_switch(app, "--master-weights", master_weights,
+                      "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates bf16 "
+                      "weights and rounds stochastically, which saves 4 bytes a weight");
+}
+
+DType ModelOptions::type() const {
+    return dtype == "bf16" ? DType::BF16 : dtype == "fp16" ? DType::F16 : DType::F32;
+}
+
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     ModelSource source = find_model(model);
     ModelConfig& c = source.config;

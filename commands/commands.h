@@ -10,6 +10,7 @@
 
 #include "runtime/checkpoint.h"
 #include "runtime/model_config.h"
+#include "runtime/tensor.h"
 
 using Args = std::vector<std::string>;
 
@@ -37,6 +38,7 @@ struct ModelOptions {
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
     // Throws Error: unknown model, knobs given for a checkpoint, a contradicting config, a dtype the backend lacks.
     ModelSource resolve(int64_t data_vocab) const;
+    DType type() const;  // of --dtype
 };
 
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
@@ -57,6 +59,7 @@ struct TrainOptions {
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
+    bool master_weights = true, gemm_tune = true, gelu_epilogue = true, measure_peak = false;
     std::string toml;  // every option, as `--config` reads it
 };
 
@@ -87,7 +90,7 @@ struct PlanOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
-    bool inference = false, json = false;
+    bool inference = false, json = false, master_weights = true;
 };
 
 struct InfoOptions {

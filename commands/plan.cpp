@@ -8,7 +8,8 @@ PlanOptions parse_plan(const Args& args) {
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* recompute = add_recompute_option(app, o.recompute);
-    app.add_flag("--inference", o.inference, "plan a forward pass only")->excludes(recompute);
+    auto* master_weights = add_master_weights_option(app, o.master_weights);
+    app.add_flag("--inference", o.inference, "plan a forward pass only")->excludes(recompute)->excludes(master_weights);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;

@@ -51,6 +51,16 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
     add_recompute_option(*app, o.recompute);
+    add_master_weights_option(*app, o.master_weights);
+    add_switch(
+        *app, "--gemm-tune", o.gemm_tune,
+        "time the GPU library's algorithms for each matrix product and take the fastest; off: take its guess. The "
+        "CPU has none to choose from");
+    add_switch(*app, "--gelu-epilogue", o.gelu_epilogue,
+               "with --dtype bf16: GELU and its gradient inside the matrix products around them (not with --recompute "
+               "activation or norms)");
+    app->add_flag("--measure-peak", o.measure_peak,
+                  "time a large matrix product at the start and log each step's FLOP/s as a fraction of its too");
     app->add_flag("--document-mask", o.document_mask, "attention and positions don't cross end-of-text tokens");
     app->add_flag("--overfit-one-batch", o.overfit_one_batch,
                   "train on the first batch again and again: a model that learns gets its loss to 0");
@@ -104,6 +114,9 @@ TrainOptions parse_train(const Args& args) {
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
+    if (o.model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with bf16");
+    if (!o.master_weights && o.model.type() == DType::F32)
+        throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
     for (const std::string& path : {o.model.model, o.data, o.out}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(

@@ -29,7 +29,7 @@ ParamTable small_table() {
     const auto add = [&](Slot slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
                          int64_t padded_rows, std::vector<Piece> pieces) {
         table.params.push_back(
-            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, std::move(pieces)});
+            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, slot == NORM, std::move(pieces)});
     };
     add(WTE, -1, 0, "wte", 5, 4, 8, {{"transformer.wte.weight", 0, 5, false}});
     add(WPE, -1, 0, "wpe", 3, 4, 3, {{"transformer.wpe.weight", 0, 3, false}});

@@ -19,9 +19,12 @@ SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
 MODEL = ["--model", "gpt2-tiny", "--layers", "2", "--channels", "32", "--heads", "2", "--max-positions", "64"]
 
 
+CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")  # not the user's
+
+
 def run(*args, env=None, timeout=120):
     return subprocess.run([DRIVER, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          env={**os.environ, **(env or {})}, timeout=timeout, text=True, errors="replace")
+                          env={**os.environ, "XDG_CACHE_HOME": CACHE.name, **(env or {})}, timeout=timeout, text=True, errors="replace")
 
 
 def digest(path):

@@ -2,6 +2,7 @@
 #include "runtime/params.h"
 
 #include "dev/temp_dir.h"
+#include "runtime/convert.h"
 
 namespace {
 
@@ -20,6 +21,7 @@ Param matrix(int slot, int layer, int group, const std::string& name, int64_t ro
     p.init_std = 0.02f;
     p.init_value = 0;
     p.decay = cols > 0;
+    p.fp32 = slot == FINAL_NORM;
     p.pieces = {{name, 0, rows, false}};
     return p;
 }
@@ -39,7 +41,7 @@ TEST(Params, Layout) {
         ASSERT_EQ(table.group_begin.size(), 5u);
         int64_t end = 0;
         for (const Param& p : table.params) {
-            EXPECT_EQ(p.offset % 16, 0) << p.name;
+            EXPECT_EQ(p.offset % 128, 0) << p.name;
             EXPECT_GE(p.offset, end) << p.name;  // no overlap
             EXPECT_GE(p.offset, table.group_begin[size_t(p.group)]);
             EXPECT_LE(p.offset + p.padded_numel(), table.group_begin[size_t(p.group) + 1]);
@@ -47,8 +49,8 @@ TEST(Params, Layout) {
         }
         for (size_t g = 0; g < 4; g++) {
             const int64_t size = table.group_begin[g + 1] - table.group_begin[g];
-            EXPECT_EQ(size % (16 * world), 0);
-            EXPECT_LT(size, 64 + 16 * world);  // no more padding than needed
+            EXPECT_EQ(size % (128 * world), 0);
+            EXPECT_LE(size, 256 + 128 * world);  // no more padding than needed
         }
         EXPECT_EQ(table.group_begin.front(), 0);
         EXPECT_EQ(table.group_begin.back(), table.total);
@@ -88,9 +90,49 @@ TEST(Params, TensorsOfAnArena) {
     EXPECT_EQ(bias.data, memory.data() + table.params[2].offset);
     expect_error([&] { param_tensor(table.params[4], host_tensor(memory.data(), {table.params[4].offset + 2})); },
                  {"norm", "too small"});
-    std::vector<double> wrong(size_t(table.total));
-    expect_error([&] { param_tensor(table.params[0], host_tensor(wrong.data(), {table.total})); },
-                 {"embedding", "fp32"});
+    std::vector<bf16> half(size_t(table.total));
+    const Tensor part = param_tensor(table.params[2], host_tensor(half.data(), {table.total}));
+    EXPECT_EQ(part.as<bf16>(), half.data() + table.params[2].offset);
+}
+
+// 16-bit weights with fp32 master weights, and with fp32 for the norm alone: what is stored comes back as exact as the
+// arenas allow, and kernels are given fp32 for the norm.
+TEST(Params, WeightArenas) {
+    ParamTable table = small_table();
+    table.layout(2);
+    const Param &embedding = table.params[0], &norm = table.params[4];
+    EXPECT_EQ(table.fp32_total, 128);
+    std::vector<bf16> half(size_t(table.total));
+    std::vector<float> master(size_t(table.total)), compact(size_t(table.fp32_total)), buffer;
+    WeightArenas arenas = host_tensor(half.data(), {table.total});
+    EXPECT_FALSE(arenas.fits(table));  // no fp32 for the norm
+    const float third = 1.0f / 3, values[] = {third, 1, third, 2};
+    const float rounded = to_float(to_bf16(third));
+
+    arenas.fp32 = host_tensor(compact.data(), {table.fp32_total});
+    EXPECT_TRUE(arenas.fits(table));
+    arenas.store(embedding, values, 5, 4);
+    arenas.store(norm, values, 0, 3);
+    EXPECT_EQ(arenas.tensor(embedding).dtype, DType::BF16);
+    EXPECT_EQ(arenas.tensor(norm).data, compact.data());
+    const float* got = arenas.fetch(embedding, buffer);
+    EXPECT_EQ((std::vector<float>(got + 5, got + 9)), (std::vector<float>{rounded, 1, rounded, 2}));
+    got = arenas.fetch(norm, buffer);
+    EXPECT_EQ((std::vector<float>(got, got + 3)), (std::vector<float>{third, 1, third}));
+
+    arenas.fp32 = {};
+    arenas.master = host_tensor(master.data(), {table.total});
+    EXPECT_TRUE(arenas.fits(table));
+    arenas.store(embedding, values, 5, 4);
+    arenas.store(norm, values, 0, 3);
+    EXPECT_EQ(arenas.tensor(embedding).dtype, DType::BF16);
+    EXPECT_EQ(arenas.tensor(norm).data, master.data() + norm.offset);
+    got = arenas.fetch(embedding, buffer);
+    EXPECT_EQ((std::vector<float>(got + 5, got + 9)), (std::vector<float>{third, 1, third, 2}));
+    EXPECT_EQ(to_float(half[size_t(embedding.offset) + 5]), rounded);
+    EXPECT_EQ(master[size_t(norm.offset)], third);
+    arenas.master = host_tensor(master.data(), {table.total - 1});
+    EXPECT_FALSE(arenas.fits(table));
 }
 
 TEST(Params, RefusesTablesThatContradictThemselves) {

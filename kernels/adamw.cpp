@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/check.h"
+#include "kernels/adamw_check.h"
 #include "kernels/cpu_loops.h"
 
 namespace {
@@ -44,19 +44,8 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream) {
     const char* op = "adamw_update";
     require(!params_T, op, ": params_T is given; the CPU computes with the fp32 parameters themselves");
-    require(params.rank == 1, op, ": params is ", dtype_name(params.dtype), " ", shape_string(params),
-            ", expected fp32 [n]");
-    const int64_t n = params.shape[0];
-    check_tensor(op, "params", params, DType::F32, {n});
-    check_tensor(op, "m", m, DType::F32, {n});
-    check_tensor(op, "v", v, DType::F32, {n});
-    check_tensor(op, "grads", grads, DType::F32, {n});
-    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
-    for (int64_t i = 0; i < num_segments; i++)
-        require((i ? segments[i - 1].end : 0) <= segments[i].begin && segments[i].begin <= segments[i].end &&
-                    segments[i].end <= n,
-                op, ": segment ", i, " is [", segments[i].begin, ", ", segments[i].end,
-                "), expected ascending segments within [0, ", n, ")");
+    check_adamw(op, params, params_T, m, v, grads, segments, num_segments, scalars);
+    const int64_t n = grads.shape[0];
 
     const StepScalars& s = *reinterpret_cast<const StepScalars*>(scalars.as<uint8_t>());
     if (s.skip) return;
@@ -83,7 +72,8 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
         for (int64_t i = 0; i < num_segments; i++) {
             const int64_t begin = std::max(low, segments[i].begin), end = std::min(high, segments[i].end);
             f.decay = s.lr * segments[i].weight_decay;
-            if (begin < end) update(p + begin, pm + begin, pv + begin, g + begin, end - begin, f);
+            const int64_t offset = segments[i].fp32_begin - segments[i].begin;
+            if (begin < end) update(p + begin + offset, pm + begin, pv + begin, g + begin, end - begin, f);
         }
     }
 }

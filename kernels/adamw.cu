@@ -1,20 +1,32 @@
 #include "kernels/adamw.h"
 
+#include "kernels/adamw_check.h"
 #include "kernels/cuda_common.cuh"
+#include "runtime/rng.h"
 
 namespace {
 
 constexpr int THREADS = 256;
 constexpr int64_t TILE = int64_t(THREADS) * 4 * 2;  // elements of a block at a time: two vectors a thread
-constexpr int MAX_SEGMENTS = 256;
+
+// What the threads of a tile need of its segment, 40 bytes.
+struct DeviceSegment {
+    int64_t begin, end;
+    int64_t to_fp32;     // from an element's place in the arena to its place in params; NO_FP32: it has none
+    int64_t to_element;  // likewise to its index within the tensor
+    uint64_t key;
+};
+constexpr int64_t NO_FP32 = INT64_MIN;
 
 // Passed by value with the launch, so that no copy to the device has to be waited for. A block finds the segment of its
-// tile by bisection over first_tile. More segments than fit take another launch.
+// tile by bisection over first_tile. More segments than fit in a kernel's 32764 bytes of parameters (GPT-2 1558M has
+// 580) take another launch.
+constexpr int MAX_SEGMENTS = 672;
 struct SegmentTable {
     int32_t count;
+    int32_t first_tile[MAX_SEGMENTS + 1];  // tiles of the segments before
     float weight_decay[MAX_SEGMENTS];
-    int64_t begin[MAX_SEGMENTS], end[MAX_SEGMENTS];
-    int64_t first_tile[MAX_SEGMENTS + 1];  // tiles of the segments before
+    DeviceSegment segment[MAX_SEGMENTS];
 };
 
 // What one update needs, computed once a block in double: the powers of β and 1 − β would lose digits in fp32.
@@ -24,31 +36,72 @@ struct Factors {
     float step_size;   // lr / (1 − β1^t)
     float root_scale;  // 1 / √(1 − β2^t)
     float lr;
+    uint64_t seed, step;  // of the noise
 };
 
 template <typename T>
 struct Arenas {
     float* params;
-    T* params_T;  // null: not wanted
+    T* params_T;  // T = float: there is none
     float *m, *v;
     const float* grads;
 };
+static_assert(sizeof(SegmentTable) + sizeof(Arenas<float>) + sizeof(void*) + sizeof(AdamWOptions) <= 32764);
+
+// bf16 drops 16 of fp32's 24 digits. 16 random bits added below the last that stays carry into it with a probability
+// that is the dropped part of a unit: exactly unbiased. Sign and magnitude are apart in the bits, so this holds for
+// negative numbers as well; the carry may run into the exponent, where the next number lies; and where nothing is
+// dropped, as in infinities, nothing can carry.
+__device__ __forceinline__ bf16 round_stochastically(float x, uint32_t random) {
+    if (x != x) return from_float<bf16>(x);  // a NaN's payload could carry into the sign
+    return {uint16_t((__float_as_uint(x) + (random >> 16)) >> 16)};
+}
+
+// Four elements of a tensor share one Philox block: counter (t, element/4) and key. Elements take 36 bits of the low
+// half, so t has 28: after 268 million steps noise is used again.
+__device__ __forceinline__ Philox4 noise_block(const Factors& f, uint64_t key, int64_t element) {
+    return philox(f.seed, f.step << 36 | uint64_t(element) / 4, key);
+}
 
 template <int W, typename T>
-__device__ __forceinline__ void update(const Arenas<T>& a, int64_t i, const Factors& f, float decay) {
+__device__ __forceinline__ void update(const Arenas<T>& a, int64_t i, const Factors& f, const DeviceSegment& segment,
+                                       float decay) {
+    static_assert(W == 1 || W == 4, "as many elements as share a Philox block, or one of them");
+    constexpr bool HAS_T = !std::is_same_v<T, float>;
+    const bool in_fp32 = !HAS_T || segment.to_fp32 != NO_FP32;
     const Floats<W> g = load_floats<W>(a.grads + i);
-    Floats<W> p = load_floats<W>(a.params + i), m = load_floats<W>(a.m + i), v = load_floats<W>(a.v + i);
+    Floats<W> m = load_floats<W>(a.m + i), v = load_floats<W>(a.v + i), p;
+    if (in_fp32)
+        p = load_floats<W>(a.params + i + segment.to_fp32);
+    else
+        p = load_floats<W>(a.params_T + i);
 #pragma unroll
     for (int k = 0; k < W; k++) {
+        // Fused by hand: every variant of this kernel computes the same bits.
         const float gk = g[k] * f.grad_scale;
-        m[k] = f.beta1 * m[k] + f.one_minus_beta1 * gk;
-        v[k] = f.beta2 * v[k] + f.one_minus_beta2 * (gk * gk);
-        p[k] -= f.step_size * m[k] / (sqrtf(v[k]) * f.root_scale + f.eps) + decay * p[k];
+        m[k] = fmaf(f.beta1, m[k], f.one_minus_beta1 * gk);
+        v[k] = fmaf(f.beta2, v[k], f.one_minus_beta2 * (gk * gk));
+        const float adam = f.step_size * m[k] / fmaf(sqrtf(v[k]), f.root_scale, f.eps);
+        p[k] -= fmaf(decay, p[k], adam);
     }
     store_floats<W>(a.m + i, m);
     store_floats<W>(a.v + i, v);
-    store_floats<W>(a.params + i, p);
-    if (a.params_T) store_floats<W>(a.params_T + i, p);
+    if (in_fp32) {
+        store_floats<W>(a.params + i + segment.to_fp32, p);
+        if constexpr (HAS_T) store_floats<W>(a.params_T + i, p);
+    } else if constexpr (std::is_same_v<T, bf16>) {
+        const int64_t element = i + segment.to_element;
+        const Philox4 noise = noise_block(f, segment.key, element);
+        Pack<bf16, W> rounded;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            if (W == 4)
+                rounded.v[k % W] = round_stochastically(p[k % W], noise.v[k]);
+            else if (k == element % 4)  // an index known at run time only would put the block into local memory
+                rounded.v[0] = round_stochastically(p[0], noise.v[k]);
+        }
+        store_pack(a.params_T + i, rounded);
+    }
 }
 
 template <int W, typename T>
@@ -67,11 +120,13 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(Arenas<T> a, const StepS
         shared.step_size = float(scalars->lr / (1 - pow(beta1, t)));
         shared.root_scale = float(1 / sqrt(1 - pow(beta2, t)));
         shared.lr = scalars->lr;
+        shared.seed = options.seed;
+        shared.step = uint64_t(scalars->t);
     }
     __syncthreads();
     const Factors f = shared;
-    const int64_t tiles = segments.first_tile[segments.count];
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int32_t tiles = segments.first_tile[segments.count];
+    for (int32_t tile = int32_t(blockIdx.x); tile < tiles; tile += int32_t(gridDim.x)) {
         int low = 0, high = segments.count - 1;  // the last segment that begins at or before the tile
         while (low < high) {
             const int middle = (low + high + 1) / 2;
@@ -80,20 +135,30 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(Arenas<T> a, const StepS
             else
                 high = middle - 1;
         }
-        const int64_t begin = segments.begin[low], end = segments.end[low];
+        const DeviceSegment& segment = segments.segment[low];
+        const int64_t begin = segment.begin, end = segment.end;
         const float decay = f.lr * segments.weight_decay[low];
+        // Vectors need their elements aligned in params, and those of one Philox block together. Tensors that begin at
+        // multiples of four have both.
+        const bool vectors = W == 1 || (segment.to_fp32 % W == 0 && segment.to_element % W == 0);
         // Tiles lie at multiples of TILE in the arena, so that vectors are aligned whatever the segments' ends are.
         const int64_t base = (begin / TILE + tile - segments.first_tile[low]) * TILE;
 #pragma unroll
         for (int64_t part = 0; part < TILE; part += int64_t(THREADS) * W) {
             const int64_t i = base + part + int64_t(threadIdx.x) * W;
-            if (i >= begin && i + W <= end) {
-                update<W>(a, i, f, decay);
+            if (vectors && i >= begin && i + W <= end) {
+                update<W>(a, i, f, segment, decay);
             } else {
-                for (int64_t j = max(i, begin); j < min(i + W, end); j++) update<1>(a, j, f, decay);
+                for (int64_t j = max(i, begin); j < min(i + W, end); j++) update<1>(a, j, f, segment, decay);
             }
         }
     }
+}
+
+int64_t resident_blocks(const char* op, const void* kernel) {
+    int blocks = 0;
+    cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, THREADS, 0), op);
+    return blocks * num_multiprocessors();
 }
 
 template <typename T>
@@ -102,20 +167,24 @@ void launch(const char* op, const Arenas<T>& arenas, const AdamWSegment* segment
     SegmentTable table;
     table.count = 0;
     table.first_tile[0] = 0;
-    for (int64_t s = 0; s < num_segments; s++) {
-        if (segments[s].begin < segments[s].end) {
+    for (int64_t i = 0; i < num_segments; i++) {
+        const AdamWSegment& s = segments[i];
+        if (s.begin < s.end) {
             const int at = table.count++;
-            table.begin[at] = segments[s].begin, table.end[at] = segments[s].end;
-            table.weight_decay[at] = segments[s].weight_decay;
-            table.first_tile[at + 1] =
-                table.first_tile[at] + ceil_div(segments[s].end, TILE) - segments[s].begin / TILE;
+            table.segment[at] = {s.begin, s.end, s.fp32_begin < 0 ? NO_FP32 : s.fp32_begin - s.begin,
+                                 s.first_element - s.begin, s.key};
+            table.weight_decay[at] = s.weight_decay;
+            const int64_t tiles = table.first_tile[at] + ceil_div(s.end, TILE) - s.begin / TILE;
+            require(tiles <= INT32_MAX / 2, op, ": ", s.end, " elements are more than one GPU can hold");
+            table.first_tile[at + 1] = int32_t(tiles);
         }
-        if (table.count == 0 || (table.count < MAX_SEGMENTS && s + 1 < num_segments)) continue;
+        if (table.count == 0 || (table.count < MAX_SEGMENTS && i + 1 < num_segments)) continue;
         // As many blocks as run at once: each computes its factors once and then goes from tile to tile.
-        const int64_t blocks = std::min(table.first_tile[table.count], 8 * num_multiprocessors());
         dispatch_width<float>(aligned, [&](auto width) {
-            adamw_kernel<decltype(width)::value>
-                <<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(arenas, scalars, options, table);
+            const auto kernel = adamw_kernel<decltype(width)::value, T>;
+            static const int64_t resident = resident_blocks(op, reinterpret_cast<const void*>(kernel));
+            const int64_t blocks = std::min<int64_t>(table.first_tile[table.count], resident);
+            kernel<<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(arenas, scalars, options, table);
         });
         check_launch(op, stream);
         table.count = 0;
@@ -127,20 +196,7 @@ void launch(const char* op, const Arenas<T>& arenas, const AdamWSegment* segment
 void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream) {
     const char* op = "adamw_update";
-    require(params.rank == 1, op, ": params is ", dtype_name(params.dtype), " ", shape_string(params),
-            ", expected fp32 [n]");
-    const int64_t n = params.shape[0];
-    check_tensor(op, "params", params, DType::F32, {n});
-    check_tensor(op, "m", m, DType::F32, {n});
-    check_tensor(op, "v", v, DType::F32, {n});
-    check_tensor(op, "grads", grads, DType::F32, {n});
-    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
-    if (params_T) check_tensor(op, "params_T", params_T, check_activation_dtype(op, "params_T", params_T), {n});
-    for (int64_t i = 0; i < num_segments; i++)
-        require((i ? segments[i - 1].end : 0) <= segments[i].begin && segments[i].begin <= segments[i].end &&
-                    segments[i].end <= n,
-                op, ": segment ", i, " is [", segments[i].begin, ", ", segments[i].end,
-                "), expected ascending segments within [0, ", n, ")");
+    check_adamw(op, params, params_T, m, v, grads, segments, num_segments, scalars);
     dispatch_dtype(op, params_T ? params_T.dtype : DType::F32, [&](auto zero) {
         using T = decltype(zero);
         const Arenas<T> arenas{params.as<float>(), params_T ? params_T.as<T>() : nullptr, m.as<float>(), v.as<float>(),

@@ -12,6 +12,7 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu_loops.h"
+#include "kernels/gelu.h"
 #ifndef USE_ONEDNN
 #include "kernels/gemm_blocked.h"
 #endif
@@ -115,6 +116,35 @@ void sum_rows(const Tensor& out, const Tensor& inp, bool accumulate) {
         sum_columns(o + c, in + c, rows, std::min(width, columns - c), stride, accumulate);
 }
 
+void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias) {
+    check_matrix(op, "inp", inp);
+    check_matrix(op, "weight", weight);
+    const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
+    check_matrix(op, "out", out, N, OC);
+    check_matrix(op, "inp", inp, N, C);
+    check_matrix(op, "weight", weight, OC, C);
+    check_tensor(op, "bias", bias, DType::F32, {OC}, Given::Optional);
+    // Filling in the bias first costs one write pass; adding it afterwards would cost a read and a write.
+    if (bias) {
+        float* o = out.as<float>();
+        const float* b = bias.as<float>();
+        const int64_t stride = row_stride(out);
+#pragma omp parallel for schedule(static) if (N * OC > PARALLEL_MIN)
+        for (int64_t n = 0; n < N; n++) std::copy_n(b, OC, o + n * stride);
+    }
+    multiply(op, out, inp, weight, false, true, bool(bias));
+}
+
+void backward_input(const char* op, const Tensor& dinp, const Tensor& dout, const Tensor& weight, bool accumulate) {
+    check_matrix(op, "dout", dout);
+    check_matrix(op, "weight", weight);
+    const int64_t N = dout.shape[0], OC = dout.shape[1], C = weight.shape[1];
+    check_matrix(op, "dinp", dinp, N, C);
+    check_matrix(op, "dout", dout, N, OC);
+    check_matrix(op, "weight", weight, OC, C);
+    multiply(op, dinp, dout, weight, false, false, accumulate);
+}
+
 }  // namespace
 
 void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream) {
@@ -135,34 +165,27 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {
-    const char* op = "matmul_forward";
-    check_matrix(op, "inp", inp);
-    check_matrix(op, "weight", weight);
-    const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
-    check_matrix(op, "out", out, N, OC);
-    check_matrix(op, "inp", inp, N, C);
-    check_matrix(op, "weight", weight, OC, C);
-    check_tensor(op, "bias", bias, DType::F32, {OC}, Given::Optional);
-    // Filling in the bias first costs one write pass; adding it afterwards would cost a read and a write.
-    if (bias) {
-        float* o = out.as<float>();
-        const float* b = bias.as<float>();
-        const int64_t stride = row_stride(out);
-#pragma omp parallel for schedule(static) if (N * OC > PARALLEL_MIN)
-        for (int64_t n = 0; n < N; n++) std::copy_n(b, OC, o + n * stride);
-    }
-    multiply(op, out, inp, weight, false, true, bool(bias));
+    forward("matmul_forward", out, inp, weight, bias);
+}
+
+void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
+    const char* op = "matmul_forward_gelu";
+    check_matrix(op, "pre", pre);
+    check_matrix(op, "out", out, pre.shape[0], pre.shape[1]);
+    forward(op, pre, inp, weight, bias);
+    gelu_forward(out, pre, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream) {
-    const char* op = "matmul_backward_input";
-    check_matrix(op, "dout", dout);
-    check_matrix(op, "weight", weight);
-    const int64_t N = dout.shape[0], OC = dout.shape[1], C = weight.shape[1];
-    check_matrix(op, "dinp", dinp, N, C);
-    check_matrix(op, "dout", dout, N, OC);
-    check_matrix(op, "weight", weight, OC, C);
-    multiply(op, dinp, dout, weight, false, false, accumulate);
+    backward_input("matmul_backward_input", dinp, dout, weight, accumulate);
+}
+
+void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream) {
+    const char* op = "matmul_backward_input_gelu";
+    check_matrix(op, "dinp", dinp);
+    check_matrix(op, "pre", pre, dinp.shape[0], dinp.shape[1]);
+    backward_input(op, dinp, dout, weight, false);
+    gelu_backward(dinp, dinp, pre, stream);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream) {
@@ -176,6 +199,20 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     check_matrix(op, "inp", inp, N, C);
     multiply(op, dweight, dout, inp, true, false, accumulate);
     if (dbias) sum_rows(dbias, dout, accumulate);
+}
+
+void matmul_tuning(bool, Stream) {}
+
+std::string matmul_choices(Stream) {
+    return "";
+}
+
+bool matmul_use_choices(const std::string& text, Stream) {
+    return text.empty();  // any other is a GPU's
+}
+
+std::string matmul_cache_path(Stream) {
+    return "";
 }
 
 #ifdef USE_ONEDNN

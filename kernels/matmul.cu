@@ -1,53 +1,17 @@
 // Matrix products through cuBLASLt, sums always in fp32 (never TF32), and the bias gradient by kernels of our own.
 //
-// cuBLASLt thinks in columns: our row-major out [M, N] is its outᵀ [N, M], so it is asked for outᵀ = op(b)ᵀ·op(a)ᵀ with
-// b as its first operand. A row-major matrix is a column-major one transposed, so the transpose flags stay what they
-// are. The bias goes with columns of out, its rows: the library's bias epilogue.
-//
-// The handle, the workspace and the algorithms chosen so far come with the stream (runtime/blas.h).
+// The handle, the workspace and a plan for each kind of product come with the stream (runtime/blas.h).
 #include "kernels/matmul.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 
 #include "kernels/cuda_common.cuh"
+#include "kernels/gelu.h"
 #include "runtime/blas.h"
 
 namespace {
-
-void blas_check(cublasStatus_t status, const char* op, const char* call) {
-    require(status == CUBLAS_STATUS_SUCCESS, op, ": ", call, ": ", cublasLtGetStatusString(status));
-}
-
-cudaDataType_t cuda_type(DType dtype) {
-    return dtype == DType::BF16 ? CUDA_R_16BF : dtype == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
-}
-
-// cuBLASLt's descriptors are small objects that it wants created and destroyed.
-template <typename Handle, cublasStatus_t (*destroy)(Handle)>
-struct Descriptor {
-    Handle handle = nullptr;
-    Descriptor() = default;
-    Descriptor(const Descriptor&) = delete;
-    ~Descriptor() {
-        if (handle) destroy(handle);
-    }
-};
-using MatmulDesc = Descriptor<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Layout = Descriptor<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Preference = Descriptor<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
-
-void create_layout(Layout& layout, const char* op, const Tensor& t) {
-    blas_check(cublasLtMatrixLayoutCreate(&layout.handle, cuda_type(t.dtype), uint64_t(t.shape[1]),
-                                          uint64_t(t.shape[0]), row_stride(t)),
-               op, "cublasLtMatrixLayoutCreate");
-}
-
-// The largest power of two up to 256 that divides the address; algorithms may rely on it.
-uint32_t alignment(const void* p) {
-    const auto address = reinterpret_cast<uintptr_t>(p);
-    return uint32_t(std::min<uintptr_t>(256, address & (~address + 1)));
-}
 
 // Rows of out become bias, or zeros without one.
 template <typename T>
@@ -66,11 +30,33 @@ void fill_rows(const char* op, const Tensor& out, const Tensor& bias, Stream str
     });
 }
 
-// out = op(a)·op(b) (+ out if accumulate) (+ bias). Shapes are checked; bias is null or of out's dtype.
+void require_library(const char* op, Stream stream) {
+    require(stream.blas, op, ": the stream has no matrix library; make it with create_stream()");
+}
+
+// out = op(a)·op(b) (+ out if accumulate) with its epilogue; false, with nothing done, where the library can't. Shapes
+// are checked and not 0; bias and aux are null or of a's dtype.
+bool try_multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a,
+                  bool transpose_b, bool accumulate, GemmEpilogue epilogue, const Tensor& bias, const Tensor& aux,
+                  Stream stream) {
+    GemmKey key;
+    key.M = out.shape[0], key.N = out.shape[1], key.K = a.shape[transpose_a ? 0 : 1];
+    key.ld_out = row_stride(out), key.ld_a = row_stride(a), key.ld_b = row_stride(b);
+    key.ld_aux = aux ? row_stride(aux) : 0;
+    key.dtype = a.dtype, key.out_dtype = out.dtype;
+    key.transpose_a = transpose_a, key.transpose_b = transpose_b, key.accumulate = accumulate;
+    key.epilogue = epilogue;
+    key.align_out = gemm_alignment(out.data), key.align_a = gemm_alignment(a.data);
+    key.align_b = gemm_alignment(b.data), key.align_bias = gemm_alignment(bias.data);
+    key.align_aux = gemm_alignment(aux.data);
+    return blas_multiply(op, key, {out.data, a.data, b.data, bias.data, aux.data}, stream);
+}
+
+// out = op(a)·op(b) (+ out if accumulate) (+ bias). Shapes are checked; bias is null or of a's dtype.
 void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
               bool accumulate, const Tensor& bias, Stream stream) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
-    require(stream.blas, op, ": the stream has no matrix library; make it with create_stream()");
+    require_library(op, stream);
     if (M == 0 || N == 0) return;
     if (K == 0) {  // an empty sum; the library takes no empty operands
         if (!accumulate) {
@@ -80,80 +66,10 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         }
         return;
     }
-    Blas& blas = *stream.blas;
-
-    MatmulDesc desc;
-    blas_check(cublasLtMatmulDescCreate(&desc.handle, CUBLAS_COMPUTE_32F, CUDA_R_32F), op, "cublasLtMatmulDescCreate");
-    const auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
-        blas_check(cublasLtMatmulDescSetAttribute(desc.handle, attribute, &value, sizeof(value)), op,
-                   "cublasLtMatmulDescSetAttribute");
-    };
-    const cublasOperation_t first = transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
-                            second = transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    set(CUBLASLT_MATMUL_DESC_TRANSA, first);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, second);
-    if (bias) {
-        const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
-        const void* pointer = bias.data;
-        set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-        set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointer);
-    }
-    Layout layout_a, layout_b, layout_out;
-    create_layout(layout_a, op, a);
-    create_layout(layout_b, op, b);
-    create_layout(layout_out, op, out);
-
-    // An algorithm is good for all products of the same sizes, strides, dtypes and alignments.
-    const std::array<int64_t, 16> key = {M,
-                                         N,
-                                         K,
-                                         row_stride(out),
-                                         row_stride(a),
-                                         row_stride(b),
-                                         int64_t(out.dtype),
-                                         int64_t(a.dtype),
-                                         transpose_a,
-                                         transpose_b,
-                                         accumulate,
-                                         bool(bias),
-                                         alignment(out.data),
-                                         alignment(a.data),
-                                         alignment(b.data),
-                                         bias ? alignment(bias.data) : 0};
-    auto found = blas.algorithms.find(key);
-    if (found == blas.algorithms.end()) {
-        Preference preference;
-        blas_check(cublasLtMatmulPreferenceCreate(&preference.handle), op, "cublasLtMatmulPreferenceCreate");
-        const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-            blas_check(cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, &value, sizeof(value)), op,
-                       "cublasLtMatmulPreferenceSetAttribute");
-        };
-        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(blas.workspace_bytes));
-        // Products split along K may sum their parts in fp32 only.
-        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(b.data));
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(a.data));
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(out.data));
-        prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(out.data));
-        cublasLtMatmulHeuristicResult_t result{};
-        int results = 0;
-        const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-            blas.handle, desc.handle, layout_b.handle, layout_a.handle, layout_out.handle, layout_out.handle,
-            preference.handle, 1, &result, &results);
-        require(status == CUBLAS_STATUS_SUCCESS && results > 0, op, ": cuBLASLt has no algorithm for M = ", M,
-                ", N = ", N, ", K = ", K, ", ", dtype_name(a.dtype), " to ", dtype_name(out.dtype), " (",
-                cublasLtGetStatusString(status), ")");
-        found = blas.algorithms.emplace(key, result.algo).first;
-    }
-
-    const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 what out holds is not read, NaN included
-    const cublasStatus_t status =
-        cublasLtMatmul(blas.handle, desc.handle, &alpha, b.data, layout_b.handle, a.data, layout_a.handle, &beta,
-                       out.data, layout_out.handle, out.data, layout_out.handle, &found->second, blas.workspace,
-                       blas.workspace_bytes, cuda_stream(stream));
-    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLtMatmul failed (", cublasLtGetStatusString(status),
-            ") for M = ", M, ", N = ", N, ", K = ", K);
-    check_launch(op, stream);
+    const GemmEpilogue epilogue = bias ? GemmEpilogue::Bias : GemmEpilogue::None;
+    require(try_multiply(op, out, a, b, transpose_a, transpose_b, accumulate, epilogue, bias, Tensor{}, stream), op,
+            ": cuBLASLt has no algorithm for M = ", M, ", N = ", N, ", K = ", K, ", ", dtype_name(a.dtype), " to ",
+            dtype_name(out.dtype));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -235,6 +151,31 @@ void check_out_dtype(const char* op, const char* name, const Tensor& out, DType 
             shape_string(out), ", expected ", dtype_name(dtype), " or fp32");
 }
 
+// The library's GELU is not exact to fp32, and it takes no empty operands.
+bool can_fuse_gelu(const char* op, const Tensor& a, const Tensor& weight, Stream stream) {
+    require_library(op, stream);
+    return a.dtype != DType::F32 && a.numel() > 0 && weight.numel() > 0;
+}
+
+// The arguments of a linear layer's forward pass but out; returns their dtype.
+DType check_forward(const char* op, const Tensor& inp, const Tensor& weight, const Tensor& bias) {
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    check_matrix(op, "inp", inp, dtype);
+    check_matrix(op, "weight", weight, dtype);
+    check_matrix(op, "weight", weight, weight.shape[0], inp.shape[1], Given::Required, dtype);
+    check_tensor(op, "bias", bias, dtype, {weight.shape[0]}, Given::Optional);
+    return dtype;
+}
+
+DType check_backward_input(const char* op, const Tensor& dinp, const Tensor& dout, const Tensor& weight) {
+    const DType dtype = check_activation_dtype(op, "dout", dout);
+    check_matrix(op, "dout", dout, dtype);
+    check_matrix(op, "weight", weight, dtype);
+    check_matrix(op, "dinp", dinp, dout.shape[0], weight.shape[1], Given::Required, dtype);
+    check_matrix(op, "weight", weight, dout.shape[1], weight.shape[1], Given::Required, dtype);
+    return dtype;
+}
+
 }  // namespace
 
 void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream) {
@@ -257,25 +198,40 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
     const char* op = "matmul_forward";
-    const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    check_matrix(op, "weight", weight, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
-    check_matrix(op, "out", out, N, OC, Given::Required, dtype);
-    check_matrix(op, "weight", weight, OC, C, Given::Required, dtype);
-    check_tensor(op, "bias", bias, dtype, {OC}, Given::Optional);
+    const DType dtype = check_forward(op, inp, weight, bias);
+    check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
     multiply(op, out, inp, weight, false, true, false, bias, stream);
+}
+
+// Where the library has no such product (fp32, rows that aren't aligned), product and activation are two kernels.
+void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
+    const char* op = "matmul_forward_gelu";
+    const DType dtype = check_forward(op, inp, weight, bias);
+    check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
+    check_matrix(op, "pre", pre, inp.shape[0], weight.shape[0], Given::Required, dtype);
+    const GemmEpilogue epilogue = bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu;
+    if (can_fuse_gelu(op, inp, weight, stream) &&
+        try_multiply(op, out, inp, weight, false, true, false, epilogue, bias, pre, stream))
+        return;
+    multiply(op, pre, inp, weight, false, true, false, bias, stream);
+    gelu_forward(out, pre, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream) {
     const char* op = "matmul_backward_input";
-    const DType dtype = check_activation_dtype(op, "dout", dout);
-    check_matrix(op, "dout", dout, dtype);
-    check_matrix(op, "weight", weight, dtype);
-    const int64_t N = dout.shape[0], OC = dout.shape[1], C = weight.shape[1];
-    check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
-    check_matrix(op, "weight", weight, OC, C, Given::Required, dtype);
+    check_backward_input(op, dinp, dout, weight);
     multiply(op, dinp, dout, weight, false, false, accumulate, Tensor{}, stream);
+}
+
+void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream) {
+    const char* op = "matmul_backward_input_gelu";
+    const DType dtype = check_backward_input(op, dinp, dout, weight);
+    check_matrix(op, "pre", pre, dinp.shape[0], dinp.shape[1], Given::Required, dtype);
+    if (can_fuse_gelu(op, dout, weight, stream) &&
+        try_multiply(op, dinp, dout, weight, false, false, false, GemmEpilogue::GeluBackward, Tensor{}, pre, stream))
+        return;
+    multiply(op, dinp, dout, weight, false, false, false, Tensor{}, stream);
+    gelu_backward(dinp, dinp, pre, stream);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
@@ -289,6 +245,37 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     check_matrix(op, "inp", inp, N, C, Given::Required, dtype);
     multiply(op, dweight, dout, inp, true, false, accumulate, Tensor{}, stream);
     if (dbias) sum_rows(op, dbias, dout, accumulate, stream);
+}
+
+void matmul_tuning(bool on, Stream stream) {
+    require_library("matmul_tuning", stream);
+    stream.blas->tuning = on;
+}
+
+std::string matmul_choices(Stream stream) {
+    require_library("matmul_choices", stream);
+    return blas_choices(*stream.blas);
+}
+
+bool matmul_use_choices(const std::string& text, Stream stream) {
+    require_library("matmul_use_choices", stream);
+    return blas_use_choices(*stream.blas, text);
+}
+
+// The XDG base directory specification: a relative XDG_CACHE_HOME does not count.
+std::string matmul_cache_path(Stream) {
+    const char *cache = std::getenv("XDG_CACHE_HOME"), *home = std::getenv("HOME");
+    std::string folder;
+    if (cache && cache[0] == '/')
+        folder = cache;
+    else if (home && home[0])
+        folder = std::string(home) + "/.cache";
+    else
+        return "";
+    std::string name = blas_device_and_version();
+    for (char& c : name)
+        if (c == ' ' || c == '/') c = '-';
+    return folder + "/train_gpt/gemm/" + name + ".txt";
 }
 
 const char* matmul_library() {
@@ -332,22 +319,16 @@ double measured_peak_flops(Stream stream, DType dtype) {
         }
     });
 
-    struct Event {
-        cudaEvent_t handle = nullptr;
-        Event() { cuda_check(cudaEventCreate(&handle), "measured_peak_flops"); }
-        ~Event() { cudaEventDestroy(handle); }
-    } begin, end;
+    Event begin, end;
     constexpr int REPEATS = 5;
     double best = 0;
     for (int i = 0; i < 4; i++) {  // the first warms up
-        cuda_check(cudaEventRecord(begin.handle, cuda_stream(stream)), op);
+        begin.record(stream);
         for (int r = 0; r < REPEATS; r++)
             matmul(matrix(out.get()), matrix(a.get()), matrix(b.get()), false, true, false, stream);
-        cuda_check(cudaEventRecord(end.handle, cuda_stream(stream)), op);
-        cuda_check(cudaEventSynchronize(end.handle), op);
-        float milliseconds = 0;
-        cuda_check(cudaEventElapsedTime(&milliseconds, begin.handle, end.handle), op);
-        best = std::max(best, REPEATS * 2.0 * double(n) * double(n) * double(n) / (milliseconds * 1e-3));
+        end.record(stream);
+        end.wait();
+        best = std::max(best, REPEATS * 2.0 * double(n) * double(n) * double(n) / (elapsed_ms(begin, end) * 1e-3));
     }
     return best;
 }

@@ -12,6 +12,8 @@
 // not there. Errors: wrong shape, dtype or inner stride; a GEMM library that reports failure.
 #pragma once
 
+#include <string>
+
 #include "runtime/device.h"
 #include "runtime/tensor.h"
 
@@ -21,11 +23,42 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
 // out [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null.
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
 
+// A linear layer and GELU (kernels/gelu.h): pre = inp·weightᵀ + bias and out = gelu(pre), both stored. pre is what the
+// backward pass needs. out, pre [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null. On a GPU 16-bit products apply
+// GELU before they are rounded, where cuBLASLt can.
+void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream);
+
 // dinp [N, C] (overwritten, or added to if accumulate); dout [N, OC]; weight [OC, C].
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream);
 
+// Back through a linear layer and the GELU before it: dinp = (dout·weight) ⊙ gelu'(pre). dinp, pre [N, C]; dout [N,
+// OC]; weight [OC, C].
+void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream);
+
 // dweight [OC, C]; dbias [OC] or null; dout [N, OC]; inp [N, C]. accumulate: add, else overwrite.
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
+
+// Tuning. cuBLASLt has tens of algorithms for a product, and its guess at the fastest may be off by several percent. A
+// stream's products take that guess, or the fastest of those that were timed. The CPU's library has nothing to choose
+// from: there these functions do nothing, and texts and path are empty.
+//
+// While on, each new kind of product (sizes, strides, dtypes, transposes, accumulate, epilogue) is timed when it is
+// met: up to 32 algorithms, of those that gave the same bits twice the one with the best of three samples. Takes about
+// 0.1 s each and waits for the stream. out is overwritten many times: what products with `accumulate` leave is
+// undefined.
+void matmul_tuning(bool on, Stream stream);
+
+// What was chosen by timing, or adopted, as text: a line with GPU and library version, one for each product, a
+// checksum.
+std::string matmul_choices(Stream stream);
+
+// Adopts such a table, in place of what was chosen for the same products before. False, with nothing changed, if it is
+// another GPU's or another library version's; empty text is a table without products. Error if the text is damaged.
+bool matmul_use_choices(const std::string& text, Stream stream);
+
+// The user's file for choices on this GPU with this library: $XDG_CACHE_HOME (~/.cache)/train_gpt/gemm/<both>.txt;
+// empty without a home.
+std::string matmul_cache_path(Stream stream);
 
 // The library behind the products: "oneDNN 2.6.3", "built-in blocked GEMM" or "cuBLASLt 13.1.0".
 const char* matmul_library();

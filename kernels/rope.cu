@@ -14,8 +14,8 @@ constexpr int HEADS = 4;
 template <int W, typename T>
 __global__ void __launch_bounds__(THREADS, 3)
     rope_kernel(T* x, int64_t token_stride, int64_t head_stride, const int32_t* positions, const float* table,
-                int64_t table_length, int64_t N, int64_t H, int64_t half, int64_t groups, float sign) {
-    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, per_head = half / W;
+                int64_t table_length, int64_t N, int64_t H, int64_t pairs, int64_t groups, float sign) {
+    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, per_head = pairs / W;
     if (i >= N * groups * per_head) return;
     const RowItem head = row_item(i, per_head), token = row_item(head.row, groups);
     const int32_t position = positions[token.row];
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(THREADS, 3)
     Pack<T, W> a[HEADS], b[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
-        if (token.item + h * groups < H) a[h] = load_pack<W>(p + h * step), b[h] = load_pack<W>(p + h * step + half);
-    const Floats<2 * W> turn = load_floats<2 * W>(table + (position * half + head.item * W) * 2);
+        if (token.item + h * groups < H) a[h] = load_pack<W>(p + h * step), b[h] = load_pack<W>(p + h * step + pairs);
+    const Floats<2 * W> turn = load_floats<2 * W>(table + (position * pairs + head.item * W) * 2);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (token.item + h * groups >= H) continue;
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(THREADS, 3)
             turned_b[k] = as_float(b[h].v[k]) * c + as_float(a[h].v[k]) * s;
         }
         store_floats<W>(p + h * step, turned_a);
-        store_floats<W>(p + h * step + half, turned_b);
+        store_floats<W>(p + h * step + pairs, turned_b);
     }
 }
 
@@ -48,23 +48,23 @@ void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream
     const char* op = "rope";
     require(x && x.rank == 3, op, ": x is ", shape_string(x), ", expected [N, H, HS]");
     require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
-    const int64_t N = x.shape[0], H = x.shape[1], HS = x.shape[2], half = table.shape[1];
+    const int64_t N = x.shape[0], H = x.shape[1], HS = x.shape[2], pairs = table.shape[1];
     const DType dtype = check_activation_dtype(op, "x", x);
     check_tensor(op, "x", x, dtype, {N, H, HS});
     check_tensor(op, "positions", positions, DType::I32, {N});
-    check_tensor(op, "table", table, DType::F32, {table.shape[0], half, 2});
+    check_tensor(op, "table", table, DType::F32, {table.shape[0], pairs, 2});
     check_contiguous(op, "table", table);
-    require(2 * half <= HS, op, ": the table rotates ", 2 * half, " channels, the head has ", HS);
-    if (N * H * half == 0) return;
+    require(2 * pairs <= HS, op, ": the table rotates ", 2 * pairs, " channels, the head has ", HS);
+    if (N * H * pairs == 0) return;
     const int64_t groups = ceil_div(H, HEADS);
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        const bool full = half % FULL_WIDTH<T> == 0 && rows_aligned({x, table});
+        const bool full = pairs % FULL_WIDTH<T> == 0 && rows_aligned({x, table});
         dispatch_width<T>(full, [&](auto width) {
             constexpr int W = decltype(width)::value;
-            rope_kernel<W><<<grid_of(ceil_div(N * groups * (half / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
+            rope_kernel<W><<<grid_of(ceil_div(N * groups * (pairs / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
                 x.as<T>(), x.stride[0], x.stride[1], positions.as<int32_t>(), table.as<const float>(), table.shape[0],
-                N, H, half, groups, backward ? -1.0f : 1.0f);
+                N, H, pairs, groups, backward ? -1.0f : 1.0f);
         });
     });
     check_launch(op, stream);

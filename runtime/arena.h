@@ -40,7 +40,9 @@ class ArenaPlan {
         int64_t first, last;  // moments of first and last use, both included
         int64_t bytes, offset;
     };
-    static constexpr int64_t ALIGNMENT = 64;
+    // What GPU kernels and matrix libraries ask for at most: every tensor is aligned alike, so that the choice of an
+    // algorithm doesn't depend on where the plan puts it.
+    static constexpr int64_t ALIGNMENT = 256;
 
     // Returns the entry's index. Bytes are rounded up to ALIGNMENT.
     int64_t add(const std::string& name, DType dtype, const std::vector<int64_t>& shape, int64_t first, int64_t last);

@@ -112,20 +112,9 @@ std::vector<int64_t> piece_shape(const Param& p, const Piece& piece) {
     return {piece.rows, p.cols};
 }
 
-float* piece_data(const Param& p, const Piece& piece, Tensor arena) {
-    return param_tensor(p, arena).as<float>() + piece.row * p.row_size();
-}
-
-void zero_padding(const Param& p, Tensor arena) {
-    float* data = param_tensor(p, arena).as<float>();
-    std::fill(data + p.numel(), data + p.padded_numel(), 0.0f);
-}
-
-void check_arena(const ParamTable& table, const Tensor& arena, const std::string& where) {
-    require(arena && arena.device == Device::CPU && arena.dtype == DType::F32 && arena.rank == 1 &&
-                arena.shape[0] >= table.total,
-            where, ": the arena is ", dtype_name(arena.dtype), " ", shape_string(arena), ", expected fp32 [",
-            table.total, "] on the host");
+void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where) {
+    require(arenas.fits(table), where, ": the arena is ", dtype_name(arenas.weights.dtype), " ",
+            shape_string(arenas.weights), ", expected fp32 [", table.total, "], or 16-bit weights beside fp32 ones");
 }
 
 // dst [cols, rows] = src [rows, cols] transposed, in blocks that stay in the first-level cache.
@@ -234,8 +223,8 @@ ModelSource find_model(const std::string& name) {
 
 // Weights.
 
-void load_weights(const std::string& directory, const ParamTable& table, Tensor arena) {
-    check_arena(table, arena, directory);
+void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
+    check_arenas(table, arenas, directory);
     const WeightFiles weights = open_weights(directory);
 
     // Everything is checked before the first weight is copied.
@@ -264,12 +253,13 @@ void load_weights(const std::string& directory, const ParamTable& table, Tensor 
         check_tied_head(place, weights.places.at(bare_name(table.params[0].pieces[0].name)));
     }
 
-    std::vector<float> staging;
+    std::vector<float> values, staging;
     for (const Param& p : table.params) {
+        values.assign(size_t(p.padded_numel()), 0.0f);
         for (const Piece& piece : p.pieces) {
             const WeightFiles::Place& place = weights.places.at(bare_name(piece.name));
             const Tensor stored = place.tensor();
-            float* dst = piece_data(p, piece, arena);
+            float* dst = values.data() + piece.row * p.row_size();
             if (piece.transposed && p.cols) {
                 staging.resize(size_t(stored.numel()));
                 convert_to_float(staging.data(), stored.data, stored.dtype, stored.numel());
@@ -279,12 +269,12 @@ void load_weights(const std::string& directory, const ParamTable& table, Tensor 
             }
             place.file->release(place.name);
         }
-        zero_padding(p, arena);
+        arenas.store(p, values.data(), 0, p.padded_numel());
     }
 }
 
-void save_weights(const std::string& path, const ParamTable& table, Tensor arena, DType dtype) {
-    check_arena(table, arena, path);
+void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
+    check_arenas(table, arenas, path);
     require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
             dtype_name(dtype), "; use fp32, bf16 or fp16");
     SafetensorsWriter writer(path);
@@ -292,11 +282,12 @@ void save_weights(const std::string& path, const ParamTable& table, Tensor arena
         for (const Piece& piece : p.pieces) writer.declare(piece.name, dtype, piece_shape(p, piece));
     }
     writer.begin();
-    std::vector<float> transposed;
+    std::vector<float> buffer, transposed;
     std::vector<char> converted;
     for (const Param& p : table.params) {
+        const float* const values = arenas.fetch(p, buffer);
         for (const Piece& piece : p.pieces) {
-            const float* src = piece_data(p, piece, arena);
+            const float* src = values + piece.row * p.row_size();
             const int64_t n = piece.rows * p.row_size();
             if (piece.transposed && p.cols) {
                 transposed.resize(size_t(n));
@@ -321,7 +312,7 @@ namespace {
 
 struct StatePart {
     const char* prefix;
-    Tensor arena;
+    WeightArenas arenas;
 };
 
 std::vector<StatePart> state_parts(const TrainingArenas& arenas) {
@@ -337,13 +328,14 @@ std::vector<int64_t> param_shape(const Param& p) {
 void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
     SafetensorsWriter writer(path);
     for (const auto& [prefix, arena] : state_parts(arenas)) {
-        check_arena(table, arena, path);
+        check_arenas(table, arena, path);
         for (const Param& p : table.params) writer.declare(prefix + p.name, DType::F32, param_shape(p));
     }
     writer.begin();
+    std::vector<float> buffer;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
-            writer.write(param_tensor(p, arena).data, p.numel() * dtype_size(DType::F32));
+            writer.write(arena.fetch(p, buffer), p.numel() * dtype_size(DType::F32));
         }
     }
     writer.finish();
@@ -352,7 +344,7 @@ void save_state(const std::string& path, const ParamTable& table, const Training
 void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
     const SafetensorsFile file(path);
     for (const auto& [prefix, arena] : state_parts(arenas)) {
-        check_arena(table, arena, path);
+        check_arenas(table, arena, path);
         for (const Param& p : table.params) {
             const auto entry = file.entries().find(prefix + p.name);
             require(entry != file.entries().end(), path, ": tensor ", prefix, p.name,
@@ -364,12 +356,14 @@ void load_state(const std::string& path, const ParamTable& table, const Training
     }
     require(file.entries().size() == 3 * table.params.size(), path, ": holds ", file.entries().size(),
             " tensors, expected ", 3 * table.params.size(), "; the state is of another model");
+    std::vector<float> values;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
             const Tensor stored = file.tensor(prefix + p.name);
-            convert_to_float(param_tensor(p, arena).as<float>(), stored.data, DType::F32, stored.numel());
+            values.assign(size_t(p.padded_numel()), 0.0f);
+            convert_to_float(values.data(), stored.data, DType::F32, stored.numel());
             file.release(prefix + p.name);
-            zero_padding(p, arena);
+            arena.store(p, values.data(), 0, p.padded_numel());
         }
     }
 }

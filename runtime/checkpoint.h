@@ -34,16 +34,17 @@ std::vector<std::string> list_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 
-// Fills arena (host fp32, table.total elements) from the directory's weights: one file or shards with their index,
-// fp32, bf16, fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every piece
-// present with the right shape. Tensors in the files that the table doesn't name are an Error unless they are known
-// buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a tied model's lm_head.weight that equals the token
+// Fills the arenas, on host or device, from the directory's weights: one file or shards with their index, fp32, bf16,
+// fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every piece present
+// with the right shape. Tensors in the files that the table doesn't name are an Error unless they are known buffers
+// (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a tied model's lm_head.weight that equals the token
 // embedding, which is the table's first parameter. (Where they differ, transformers 4 takes the embedding and
-// transformers 5 the head: an Error.) Padding rows are set to zero. On an Error arena is as it was.
-void load_weights(const std::string& directory, const ParamTable& table, Tensor arena);
+// transformers 5 the head: an Error.) Padding rows are set to zero. On an Error the arenas are as they were.
+void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
-// Writes model.safetensors at path (not atomically: callers write into a temporary directory). dtype F32, BF16 or F16.
-void save_weights(const std::string& path, const ParamTable& table, Tensor arena, DType dtype);
+// Writes model.safetensors at path (not atomically: callers write into a temporary directory), tensor by tensor from
+// the most exact weights there are. dtype F32, BF16 or F16.
+void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype);
 
 // A directory that appears whole or not at all. Files are written into path(); commit() flushes them and the directory,
 // then renames it to its final name and flushes the parent. Destroyed uncommitted, it removes what it wrote.
@@ -70,8 +71,10 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
                       const std::vector<std::string>& carry_from);
 
 // state.safetensors: "params/<name>", "m/<name>", "v/<name>", each as in files (padding rows left out).
+// m and v are fp32; so are the params in the file, which a 16-bit model without master weights widens (nothing is
+// lost).
 struct TrainingArenas {
-    Tensor params, m, v;  // host fp32, table.total elements
+    WeightArenas params, m, v;
 };
 void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
 void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);

@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -15,6 +16,10 @@ Device backend_device() {
 
 const char* backend_name() {
     return "cpu";
+}
+
+std::string device_name() {
+    return "";
 }
 
 std::string device_description() {
@@ -72,6 +77,14 @@ int64_t device_overhead_bytes() {
     return int64_t(32) << 20;
 }
 
+int64_t device_context_bytes() {
+    return 0;
+}
+
+int64_t device_chunk_bytes() {
+    return int64_t(64) << 20;
+}
+
 void* device_alloc(size_t bytes) {
     // Arenas are read and written from end to end: huge pages spare them most page faults and TLB misses.
     constexpr size_t HUGE_PAGE = size_t(2) << 20;
@@ -88,6 +101,14 @@ void device_free(void* data) {
     std::free(data);
 }
 
+void* host_alloc(size_t bytes) {
+    return device_alloc(bytes);
+}
+
+void host_free(void* data) {
+    device_free(data);
+}
+
 void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
     if (bytes) std::memcpy(device, host, bytes);
 }
@@ -96,8 +117,46 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
     if (bytes) std::memcpy(host, device, bytes);
 }
 
+void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
+    copy_to_host(host, device, bytes, stream);
+}
+
 void device_fill(void* device, int byte, size_t bytes, Stream) {
     if (bytes) std::memset(device, byte, bytes);
 }
 
 void synchronize(Stream) {}
+
+Event::Event() = default;
+Event::~Event() = default;
+
+void Event::record(Stream) {
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool Event::reached() const {
+    return true;
+}
+
+void Event::wait() const {}
+
+double elapsed_ms(const Event& from, const Event& to) {
+    return (to.seconds - from.seconds) * 1e3;
+}
+
+Graph::~Graph() = default;
+
+bool Graph::begin(Stream) {
+    return false;
+}
+
+void Graph::end(Stream) {}
+void Graph::abandon(Stream) {}
+void Graph::launch(Stream) {}
+
+bool graphs_replay() {
+    return false;
+}
+
+void profiler_start() {}
+void profiler_stop() {}

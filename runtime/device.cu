@@ -1,5 +1,7 @@
 #include "runtime/device.h"
 
+#include <cuda_profiler_api.h>
+
 #include <algorithm>
 
 #include "runtime/blas.h"
@@ -13,12 +15,28 @@ const char* backend_name() {
     return "cuda";
 }
 
-std::string device_description() {
-    const char* op = "device_description";
+namespace {
+
+cudaDeviceProp properties(const char* op) {
     int device = 0;
     cuda_check(cudaGetDevice(&device), op);
     cudaDeviceProp p;
     cuda_check(cudaGetDeviceProperties(&p, device), op);
+    return p;
+}
+
+cudaEvent_t cuda_event(void* handle) {
+    return static_cast<cudaEvent_t>(handle);
+}
+
+}  // namespace
+
+std::string device_name() {
+    return properties("device_name").name;
+}
+
+std::string device_description() {
+    const cudaDeviceProp p = properties("device_description");
     return str(p.name, ", ", p.multiProcessorCount, " SMs, sm_", p.major, p.minor, ", ", p.totalGlobalMem >> 30,
                " GiB");
 }
@@ -53,6 +71,16 @@ int64_t device_overhead_bytes() {
     return int64_t(64) << 20;
 }
 
+int64_t device_context_bytes() {
+    size_t free_bytes = 0, total_bytes = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "device_context_bytes");
+    return int64_t(total_bytes - free_bytes);
+}
+
+int64_t device_chunk_bytes() {
+    return int64_t(1) << 30;
+}
+
 // cudaMalloc aligns to 256 bytes.
 void* device_alloc(size_t bytes) {
     void* data = nullptr;
@@ -71,6 +99,16 @@ void device_free(void* data) {
     cudaFree(data);
 }
 
+void* host_alloc(size_t bytes) {
+    void* data = nullptr;
+    cuda_check(cudaMallocHost(&data, std::max<size_t>(bytes, 1)), "host_alloc");
+    return data;
+}
+
+void host_free(void* data) {
+    cudaFreeHost(data);
+}
+
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
     if (bytes == 0) return;
     cuda_check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda_stream(stream)), "copy_to_device");
@@ -82,6 +120,11 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
     cuda_check(cudaStreamSynchronize(cuda_stream(stream)), "copy_to_host");
 }
 
+void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host_async");
+}
+
 void device_fill(void* device, int byte, size_t bytes, Stream stream) {
     if (bytes == 0) return;
     cuda_check(cudaMemsetAsync(device, byte, bytes, cuda_stream(stream)), "device_fill");
@@ -89,4 +132,78 @@ void device_fill(void* device, int byte, size_t bytes, Stream stream) {
 
 void synchronize(Stream stream) {
     cuda_check(cudaStreamSynchronize(cuda_stream(stream)), "synchronize");
+}
+
+Event::Event() {
+    cudaEvent_t event = nullptr;
+    cuda_check(cudaEventCreate(&event), "Event");
+    handle = event;
+}
+
+Event::~Event() {
+    if (handle) cudaEventDestroy(cuda_event(handle));
+}
+
+void Event::record(Stream stream) {
+    cuda_check(cudaEventRecord(cuda_event(handle), cuda_stream(stream)), "Event::record");
+}
+
+bool Event::reached() const {
+    const cudaError_t status = cudaEventQuery(cuda_event(handle));
+    if (status != cudaErrorNotReady) cuda_check(status, "Event::reached");
+    return status == cudaSuccess;
+}
+
+void Event::wait() const {
+    cuda_check(cudaEventSynchronize(cuda_event(handle)), "Event::wait");
+}
+
+double elapsed_ms(const Event& from, const Event& to) {
+    float ms = 0;
+    cuda_check(cudaEventElapsedTime(&ms, cuda_event(from.handle), cuda_event(to.handle)), "elapsed_ms");
+    return ms;
+}
+
+Graph::~Graph() {
+    if (executable) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable));
+}
+
+// Other threads (the loader's) may go on calling CUDA while this one records.
+bool Graph::begin(Stream stream) {
+    cuda_check(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeThreadLocal), "Graph::begin");
+    return true;
+}
+
+void Graph::end(Stream stream) {
+    cudaGraph_t graph = nullptr;
+    cuda_check(cudaStreamEndCapture(cuda_stream(stream), &graph), "Graph::end");
+    cudaGraphExec_t exec = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
+    cudaGraphDestroy(graph);
+    cuda_check(status, "Graph::end");
+    executable = exec;
+    cuda_check(cudaGraphUpload(exec, cuda_stream(stream)), "Graph::end");
+}
+
+void Graph::abandon(Stream stream) {
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(cuda_stream(stream), &graph);
+    if (graph) cudaGraphDestroy(graph);
+    cudaGetLastError();  // what broke the recording is already being thrown
+}
+
+void Graph::launch(Stream stream) {
+    cuda_check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), cuda_stream(stream)), "Graph::launch");
+}
+
+bool graphs_replay() {
+    return true;
+}
+
+void profiler_start() {
+    cuda_check(cudaProfilerStart(), "profiler_start");
+}
+
+void profiler_stop() {
+    cuda_check(cudaProfilerStop(), "profiler_stop");
 }

@@ -28,8 +28,10 @@ struct Param {
     float init_std;       // normal(0, init_std); 0: constant
     float init_value;     // the constant
     bool decay;           // weight decay applies (matrices only)
+    bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms)
     std::vector<Piece> pieces;
-    int64_t offset = 0;  // elements from the start of the arena, set by layout()
+    int64_t offset = 0;       // elements from the start of the arena, set by layout()
+    int64_t fp32_offset = 0;  // where `fp32`: from the start of an arena that holds those parameters only
 
     int64_t row_size() const { return cols ? cols : 1; }
     int64_t numel() const { return rows * row_size(); }                // as in files
@@ -40,15 +42,16 @@ struct ParamTable {
     std::vector<Param> params;         // in arena order
     std::vector<int64_t> group_begin;  // elements; group g is [group_begin[g], group_begin[g + 1])
     int64_t total = 0;                 // elements of an arena, padding included
+    int64_t fp32_total = 0;            // elements of an arena of the parameters that stay fp32
 
     int64_t num_weights() const;  // elements as in files
     // The parameter in that role, or nullptr where this model has none (no bias, tied head). After layout().
     const Param* find(int slot, int layer = -1) const;
     const Param& by_name(const std::string& name) const;  // throws Error
 
-    // Sets offsets and groups. Each tensor starts at a multiple of 64 bytes; each group's size is a multiple of
-    // 16·world elements. Throws Error where sizes overflow, groups go backwards, two parameters have one role or pieces
-    // don't cover their parameter's rows in order.
+    // Sets offsets and groups. Each tensor starts at a multiple of 128 elements; each group's size is a multiple of
+    // 128·world elements. Throws Error where sizes overflow, groups go backwards, two parameters have one role or
+    // pieces don't cover their parameter's rows in order.
     void layout(int64_t world);
 
   private:
@@ -56,6 +59,26 @@ struct ParamTable {
     int columns = 0;         // of index
 };
 
-// The parameter's part of an arena (params, grads, m or v) of fp32 on host or device: [padded_rows, cols], or
-// [padded_rows] for a vector.
+// The parameter's part of an arena (weights, grads, m or v) on host or device: [padded_rows, cols], or [padded_rows]
+// for a vector.
 Tensor param_tensor(const Param& p, Tensor arena);
+
+// The memory behind a model's parameters.
+struct WeightArenas {
+    Tensor weights;  // [total] fp32, bf16 or fp16: what the kernels read
+    Tensor master;   // [total] fp32 beside 16-bit weights that are trained, else null
+    Tensor fp32;     // [fp32_total] beside 16-bit weights without master weights, else null
+
+    WeightArenas() = default;
+    WeightArenas(Tensor arena) : weights(arena) {}  // NOLINT: an fp32 arena is all that many callers have
+
+    Tensor tensor(const Param& p) const;       // what kernels read: fp32 for what stays fp32
+    Tensor exact(const Param& p) const;        // the most exact copy: master weights where there are some
+    bool fits(const ParamTable& table) const;  // large enough, dtypes as above
+
+    // values: fp32 on the host, padded_numel() of them, or n from element `begin` of the parameter. 16-bit weights are
+    // rounded to nearest. Copies go through the device's default queue.
+    void store(const Param& p, const float* values, int64_t begin, int64_t n) const;
+    // The exact values on the host: where they lie there as fp32, else a copy in buffer.
+    const float* fetch(const Param& p, std::vector<float>& buffer) const;
+};

@@ -92,7 +92,7 @@ def make_test(op, timeout):
     outputs = []
     for target in ("test-binaries", "test"):
         try:
-            done = subprocess.run(["make", target, f"OP={op}"], cwd=TREE, env=environment, stdin=subprocess.DEVNULL,
+            done = subprocess.run(["make", "BACKEND=cpu", target, f"OP={op}"], cwd=TREE, env=environment, stdin=subprocess.DEVNULL,
                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout)
         except subprocess.TimeoutExpired:
             return "fails", f"no end after {timeout} s"

@@ -3,17 +3,27 @@
 # samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
 # results.
 #
-#   scripts/run_quickstart.sh [DRIVER]      STEPS=1200 OUT=runs/quickstart
+#   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/...
+#
+# On a CPU gpt2-tiny learns into runs/quickstart, on a GPU gpt2-mini into runs/quickstart-gpu.
 set -euo pipefail
 # Threads spin a few microseconds for the next loop, then sleep: as fast on an idle machine, and many times faster on a
 # busy one than the milliseconds that GNU OpenMP spins by itself.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
 
 driver=${1:-./train_gpt}
-steps=${STEPS:-1200}
-out=${OUT:-runs/quickstart}
 data=data/tokens/quickstart
 python=.venv/bin/python
+
+if [[ $("$driver" info) == "backend cuda"* ]]; then
+    steps=${STEPS:-1500}
+    out=${OUT:-runs/quickstart-gpu}
+    options=(--model gpt2-mini --dtype bf16 --batch-size 32 --lr 2e-3)
+else
+    steps=${STEPS:-1200}
+    out=${OUT:-runs/quickstart}
+    options=(--model gpt2-tiny --batch-size 8 --lr 3e-3)
+fi
 
 $python data/quickstart.py
 
@@ -22,8 +32,8 @@ if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
 # The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
 interrupted=
 trap 'interrupted=1' INT TERM
-"$driver" train --model gpt2-tiny --data "$data" --out "$out" --steps "$steps" --batch-size 8 --seq-len 256 \
-    --lr 3e-3 --eval-every 200 --sample-every 400 --save-every 400 "${resume[@]}"
+"$driver" train "${options[@]}" --data "$data" --out "$out" --steps "$steps" --seq-len 256 \
+    --eval-every 200 --sample-every 400 --save-every 400 "${resume[@]}"
 trap - INT TERM
 if [[ $interrupted ]]; then
     echo "Interrupted: the same command goes on from the checkpoint in $out." >&2

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Runs GoogleTest binaries and Python unittest files and closes with one line: N passed, N failed, N skipped.
 
-    scripts/run_tests.py build/cpu/dev/test_layernorm ... data/test_make_data.py ...
+    scripts/run_tests.py TRAIN_GPT=build/cpu/train_gpt build/cpu/dev/test_layernorm ... data/test_make_data.py ...
 
-Each file gets a line with its counts and time. The output of what failed is shown in full, each skipped test with its
+NAME=VALUE sets (and NAME= unsets) an environment variable for the files after it. Each file gets a line with its counts and time. The output of what failed is shown in full, each skipped test with its
 reason. A test that crashes its binary counts as failed, and so do those it kept from running; a binary that runs no test
 has failed. Exit status 1 if anything failed.
 """
@@ -126,7 +126,7 @@ def report_unittest(path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", help="test binaries and test_*.py files")
+    parser.add_argument("files", nargs="+", help="test binaries, test_*.py files and NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -135,6 +135,12 @@ def main():
         return 0
     passed, failed, skipped = 0, [], []
     for path in args.files:
+        variable = re.fullmatch(r"([A-Z_]+)=(.*)", path)
+        if variable:
+            os.environ[variable[1]] = variable[2]
+            if not variable[2]:
+                del os.environ[variable[1]]
+            continue
         start = time.monotonic()
         outcome = (run_python if path.endswith(".py") else run_gtest)(path, args.timeout)
         seconds = time.monotonic() - start

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""The CUDA driver (TRAIN_GPT) against the CPU's (TRAIN_GPT_CPU): the same commands, the same numbers."""
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+GPU, CPU = os.environ.get("TRAIN_GPT", ""), os.environ.get("TRAIN_GPT_CPU", "")
+SHAPES = {
+    "gpt2": ["--model", "gpt2-tiny", "--layers", "2", "--channels", "64", "--heads", "4", "--max-positions", "64"],
+    "llama": ["--model", "llama-tiny", "--layers", "2", "--channels", "64", "--heads", "4", "--kv-heads", "2", "--max-positions", "64"],
+}
+
+
+@unittest.skipUnless(CPU, "compares the CUDA build with the CPU build (make test BACKEND=cuda)")
+class BackendsTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.top = tempfile.mkdtemp(prefix="train_gpt_backends_")
+        cls.env = {**os.environ, "XDG_CACHE_HOME": os.path.join(cls.top, "cache")}
+        text = os.path.join(cls.top, "text.txt")
+        with open(text, "w") as file:  # a small grammar: something to learn
+            for i in range(2000):
+                file.write(f"The {('cat', 'dog', 'owl')[i % 3]} sees {i * 7 % 10} of the {('red', 'blue')[i % 2]} stones.\n")
+        cls.data = os.path.join(cls.top, "data")
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
+                        "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        cls.start = {}  # a checkpoint of each family, a few steps old, that all runs start from
+        for name, shape in SHAPES.items():
+            cls.train(CPU, f"start-{name}", *shape, "--steps", 4)
+            cls.start[name] = os.path.join(cls.top, f"start-{name}")
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.top)
+
+    @classmethod
+    def run_driver(cls, driver, *args):
+        done = subprocess.run([driver, *map(str, args)], env=cls.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise AssertionError(f"{driver} {' '.join(map(str, args))}: {done.stderr}")
+        return done.stdout
+
+    @classmethod
+    def train(cls, driver, name, *args):
+        """Losses of a run, step by step."""
+        out = os.path.join(cls.top, name)
+        cls.run_driver(driver, "train", "--data", cls.data, "--out", out, "--batch-size", 8, "--seq-len", 64, "--lr", 1e-3, "--warmup", 5,
+                       "--eval-every", 0, *args)
+        with open(os.path.join(out, "log.jsonl")) as file:
+            return [line["loss"] for line in map(json.loads, file) if "loss" in line]
+
+    def logits(self, driver, model, *args):
+        # numpy is a dependency of the data tools, so it is there.
+        import numpy
+        path = os.path.join(self.top, "logits.npy")
+        self.run_driver(driver, "logits", "--model", model, "--tokens", " ".join(str((i * 37 + 11) % 256) for i in range(50)), "--output", path,
+                        *args)
+        return numpy.load(path).astype(numpy.float64)
+
+    def test_fifty_steps_agree(self):
+        for family in SHAPES:
+            with self.subTest(family):
+                args = ["--model", self.start[family], "--steps", 50]
+                cpu = self.train(CPU, f"cpu-{family}", *args)
+                gpu = self.train(GPU, f"gpu-{family}", *args)
+                self.assertEqual(len(cpu), 50)
+                self.assertGreater(cpu[0] - cpu[-1], 0.5)
+                self.assertLess(max(abs(a - b) for a, b in zip(cpu, gpu)), 1e-4)
+                again = self.train(GPU, f"again-{family}", *args)
+                self.assertEqual(gpu, again)  # two runs: the same bits
+                bf16 = self.train(GPU, f"bf16-{family}", *args, "--dtype", "bf16")
+                stochastic = self.train(GPU, f"stochastic-{family}", *args, "--dtype", "bf16", "--master-weights", "off")
+                for losses in bf16, stochastic:  # their noise is larger, what they learn is the same
+                    self.assertLess(abs(sum(losses[-10:]) - sum(cpu[-10:])) / 10, 0.05)
+
+    def test_logits_and_scores(self):
+        for family in SHAPES:
+            with self.subTest(family):
+                model = self.start[family]
+                cpu = self.logits(CPU, model)
+                for dtype, bound in ("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 2e-2 / 8):
+                    error = abs(self.logits(GPU, model, "--dtype", dtype) - cpu).max() / abs(cpu).max()
+                    self.assertLess(error, bound, dtype)
+                    self.assertGreater(error, 0, dtype)  # it was another program that ran
+                scores = [json.loads(self.run_driver(driver, "eval", "--model", model, "--data", self.data, "--json")) for driver in (CPU, GPU)]
+                self.assertEqual(scores[0]["tokens"], scores[1]["tokens"])
+                self.assertAlmostEqual(scores[0]["val_loss"], scores[1]["val_loss"], delta=1e-5 * scores[0]["val_loss"])
+
+    def test_samples(self):
+        for family in SHAPES:
+            with self.subTest(family):
+                args = ["sample", "--model", self.start[family], "--prompt", "The ", "--max-tokens", 30, "--ignore-eos", "--seed", 3]
+                for extra in ([], ["--temperature", 0], ["--top-k", 5]):
+                    self.assertEqual(self.run_driver(CPU, *args, *extra), self.run_driver(GPU, *args, *extra))
+
+    def test_a_run_changes_over(self):
+        """A checkpoint of one backend and dtype resumes on the other."""
+        args = [*SHAPES["gpt2"], "--steps", 8, "--save-every", 4]
+        whole = self.train(CPU, "whole", *args)
+        for name, first, second in ("to-gpu", CPU, GPU), ("to-cpu", GPU, CPU):
+            self.train(first, name, *args)
+            shutil.rmtree(os.path.join(self.top, name, "step_00000008"))
+            losses = self.train(second, name, "--resume", *args)
+            self.assertLess(max(abs(a - b) for a, b in zip(whole, losses)), 1e-4)
+
+    def test_plan_names_what_fits(self):
+        too_much = subprocess.run([GPU, "train", "--model", "gpt2-1558M", "--data", self.data, "--out", os.path.join(self.top, "x"),
+                                   "--batch-size", "512", "--seq-len", "1024", "--dtype", "bf16"], capture_output=True, text=True, timeout=300)
+        self.assertEqual(too_much.returncode, 1)
+        self.assertEqual(too_much.stderr.count("\n"), 1)
+        self.assertRegex(too_much.stderr, r"needs .* GiB \(weights .*activations .*are free; (--batch-size|--recompute) .* fits: it needs")
+        self.assertTrue(math.isfinite(float(json.loads(self.run_driver(GPU, "plan", "--model", "gpt2-1558M", "--json"))["total_bytes"])))
+
+
+if __name__ == "__main__":
+    unittest.main()
