@@ -153,6 +153,7 @@ $(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
 
 # The checkpoint tests preload this library into themselves.
 $(BUILD)/dev/test_checkpoint: | $(BUILD)/dev/crash_shim.so
+$(BUILD)/dev/test_alloc_shim $(BUILD)/test_gpt: | $(BUILD)/dev/alloc_shim.so
 
 $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 	@mkdir -p $(@D)

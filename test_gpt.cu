@@ -5,7 +5,10 @@
 
 #include <gtest/gtest.h>
 
+#include <dlfcn.h>
+
 #include "dev/fixtures.h"
+#include "dev/preload.h"
 #include "dev/reference_model.h"
 #include "dev/temp_dir.h"
 
@@ -607,7 +610,7 @@ TEST(Training, PlanIsRight) {
     for (const Recompute level : {Recompute::None, Recompute::Block}) {
         const int64_t before = device_memory_available();
         TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
-                               "--recompute", level == Recompute::None ? "none" : "block"});
+                         "--recompute", level == Recompute::None ? "none" : "block"});
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;
@@ -615,6 +618,38 @@ TEST(Training, PlanIsRight) {
         const Model model(config, 1, {DType::BF16, true});
         const Activations acts(config, {8, 1024, true, level, true, 1, DType::BF16, true});
         EXPECT_NEAR(double(memory_plan(model, acts).total) / used, 1, 0.02) << "used " << used / (1 << 20) << " MiB";
+    }
+}
+
+// Once steps run none of them asks for memory, of the host or the device, in our code or in a library's. This binary
+// runs itself with dev/alloc_shim.c preloaded, which counts.
+TEST(Training, AllocatesNothingAfterTheFirstStep) {
+    if (backend_device() == Device::CPU) GTEST_SKIP() << "oneDNN allocates its packing buffers in every product";
+    if (why_no_preload()) GTEST_SKIP() << why_no_preload();
+    using Counter = long (*)();
+    const auto host = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_host")),
+               device = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_device"));
+    if (!host) {
+        const TempDir dir;
+        const int status = run_self({"--gtest_filter=Training.AllocatesNothingAfterTheFirstStep"},
+                                    {{"LD_PRELOAD", preload_path("alloc_shim")}}, dir.file("output"));
+        EXPECT_TRUE(exited(status, 0)) << read_file(dir.file("output"));
+        return;
+    }
+    const Args small = {"--batch-size", "2", "--seq-len", "32", "--layers", "2", "--channels", "64", "--heads", "2"};
+    for (const Args& args : {Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--total-batch-tokens", "192"},
+                             Args{"--model", "llama-tiny", "--kv-heads", "1", "--recompute", "block"},
+                             Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--master-weights", "off"}}) {
+        Args all = args;
+        all.insert(all.end(), small.begin(), small.end());
+        TrainingRun run(all);
+        run.steps(1);
+        const long host_before = host(), device_before = device();
+        EXPECT_GT(host_before, 0);
+        EXPECT_GT(device_before, 0);
+        run.steps(20);
+        EXPECT_EQ(host(), host_before) << args[1];
+        EXPECT_EQ(device(), device_before) << args[1];
     }
 }
 

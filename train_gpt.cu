@@ -17,6 +17,7 @@
 #include <numeric>
 
 #include "commands/commands.h"
+#include "commands/training.h"
 #include "data/loader.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
@@ -43,6 +44,7 @@
 #include "runtime/model_config.h"
 #include "runtime/params.h"
 #include "runtime/peaks.h"
+#include "runtime/profile.h"
 #include "runtime/rng.h"
 #include "runtime/signals.h"
 #include "runtime/staging.h"
@@ -54,6 +56,7 @@ using nlohmann::ordered_json;
 struct Context {
     Stream stream = create_stream();
     int64_t rank = 0, world = 1;
+    mutable Profiler profiler;  // watches, and changes nothing that is computed
 
     Context() = default;
     ~Context() { destroy_stream(stream); }
@@ -511,6 +514,7 @@ Batch single_sequence(const int32_t* tokens, int64_t n) {
 // out = norm(inp + residual), and the sum is stored; mean, rstd, sum and residual may be null.
 void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, Tensor out, Tensor sum, Tensor mean,
                   Tensor rstd, Tensor inp, Tensor residual) {
+    const Range range(ctx.profiler, "norm");
     const float eps = static_cast<float>(model.config.norm_eps);
     const Tensor weight = model.weight(slot, layer), bias = model.weight(static_cast<Slot>(slot + 1), layer);
     if (model.config.norm == Norm::LayerNorm)
@@ -519,7 +523,18 @@ void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t lay
         rmsnorm_forward(out, sum, rstd, inp, residual, weight, eps, ctx.stream);
 }
 
+// What a linear layer is called in a profile.
+const char* linear_name(Slot weight) {
+    return weight == QKV_W ? "qkv" : weight == PROJ_W ? "proj" : weight == FC_W ? "fc" : "fcproj";
+}
+
+void linear_forward(const Context& ctx, const Model& model, Slot slot, int64_t l, Tensor out, Tensor inp) {
+    const Range range(ctx.profiler, linear_name(slot));
+    matmul_forward(out, inp, model.weight(slot, l), model.weight(static_cast<Slot>(slot + 1), l), ctx.stream);
+}
+
 void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
+    const Range range(ctx.profiler, "activation");
     switch (model.config.mlp) {
         case Mlp::GELU:
             return gelu_forward(a.act, a.fc, ctx.stream);
@@ -540,42 +555,54 @@ QkvHeads split_qkv(const ModelConfig& c, Tensor qkv) {
             split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
 }
 
+// RoPE on q and k where they lie; backward: on their gradients.
+void rotate(const Context& ctx, const Activations& acts, const Input& in, const QkvHeads& x, bool backward) {
+    if (!acts.rope_table) return;
+    const Range range(ctx.profiler, "rope");
+    rope(x.q, in.positions, acts.rope_table, backward, ctx.stream);
+    rope(x.k, in.positions, acts.rope_table, backward, ctx.stream);
+}
+
 // A block from its first norm's output to its activation: what recomputation repeats. The last product is left to the
 // caller, since the backward pass doesn't need it.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                    const Input& in) {
     const ModelConfig& c = model.config;
-    matmul_forward(a.qkv, a.norm1, model.weight(QKV_W, l), model.weight(QKV_B, l), ctx.stream);
+    linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
     const QkvHeads x = split_qkv(c, a.qkv);
-    if (c.positions == Positions::RoPE) {
-        rope(x.q, in.positions, acts.rope_table, false, ctx.stream);
-        rope(x.k, in.positions, acts.rope_table, false, ctx.stream);
+    rotate(ctx, acts, in, x, false);
+    {
+        const Range range(ctx.profiler, "attention");
+        attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
+                          ctx.stream);
     }
-    attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(), ctx.stream);
-    matmul_forward(a.proj, a.att, model.weight(PROJ_W, l), model.weight(PROJ_B, l), ctx.stream);
+    linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
     if (acts.shape.gelu_epilogue) {
+        const Range range(ctx.profiler, "fc");
         matmul_forward_gelu(a.act, a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
     } else {
-        matmul_forward(a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+        linear_forward(ctx, model, FC_W, l, a.fc, a.norm2);
         mlp_forward(ctx, model, a);
     }
 }
 
 // Tokens to the final norm's output (acts.normf).
 void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in) {
+    const Range range(ctx.profiler, "forward");
     const int64_t L = model.config.layers;
     LayerActs before{};
     for (int64_t l = 0; l < L; l++) {
         const LayerActs a = first_tokens(acts.forward[static_cast<size_t>(l)], in.n);
         if (l == 0) {
+            const Range embedding(ctx.profiler, "embedding");
             embedding_forward(a.res1, in.tokens, in.positions, model.weight(WTE), model.weight(WPE), ctx.stream);
             norm_forward(ctx, model, NORM1_W, l, a.norm1, {}, a.mean1, a.rstd1, a.res1, {});
         } else {
             norm_forward(ctx, model, NORM1_W, l, a.norm1, a.res1, a.mean1, a.rstd1, before.res2, before.fcproj);
         }
         block_forward(ctx, model, l, a, acts, in);
-        matmul_forward(a.fcproj, a.act, model.weight(FCPROJ_W, l), model.weight(FCPROJ_B, l), ctx.stream);
+        linear_forward(ctx, model, FCPROJ_W, l, a.fcproj, a.act);
         before = a;
     }
     auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
@@ -585,6 +612,7 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 
 // The head's logits of rows [begin, end) of normf, in the logits buffer.
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
+    const Range range(ctx.profiler, "head");
     const Tensor logits = acts.logits.rows(0, end - begin);
     matmul_forward(logits, acts.normf.rows(begin, end), model.weight(model.head()), {}, ctx.stream);
     return logits;
@@ -615,8 +643,12 @@ void head_forward_backward(const Context& ctx, const Model& model, Tensor grads,
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
         const Tensor logits = head_logits(ctx, model, acts, begin, end);
-        cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
-                                       model.config.vocab_size, dloss, ctx.stream);
+        {
+            const Range range(ctx.profiler, "cross_entropy");
+            cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
+                                           model.config.vocab_size, dloss, ctx.stream);
+        }
+        const Range range(ctx.profiler, "head");
         matmul_backward_weight(dweight, {}, logits, acts.normf.rows(begin, end), accumulate || begin > 0, ctx.stream);
         matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
     }
@@ -627,6 +659,7 @@ void head_forward_backward(const Context& ctx, const Model& model, Tensor grads,
 void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t layer, Tensor dinp,
                    Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd, Tensor scratch,
                    bool accumulate) {
+    const Range range(ctx.profiler, "norm");
     const Tensor weight = model.weight(slot, layer), dweight = model.part(grads, slot, layer);
     const Tensor dbias = model.part(grads, static_cast<Slot>(slot + 1), layer);
     if (model.config.norm == Norm::LayerNorm) {
@@ -640,6 +673,7 @@ void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot sl
 // A linear layer: gradients of its weight and bias, and of its input.
 void weight_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
+    const Range range(ctx.profiler, linear_name(slot));
     const Slot bias = static_cast<Slot>(slot + 1);
     matmul_backward_weight(model.part(grads, slot, l), model.part(grads, bias, l), dout, inp, accumulate, ctx.stream);
 }
@@ -647,11 +681,13 @@ void weight_backward(const Context& ctx, const Model& model, Tensor grads, Slot 
 void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
                      Tensor dout, Tensor inp, bool accumulate) {
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
+    const Range range(ctx.profiler, linear_name(slot));
     matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
 }
 
 // Gradient of the activation's input. It takes the place of its gradient (GELU, ReLU²) or of the input (SwiGLU).
 Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
+    const Range range(ctx.profiler, "activation");
     switch (model.config.mlp) {
         case Mlp::GELU:
             gelu_backward(a.dact, a.dact, a.fc, ctx.stream);
@@ -669,6 +705,7 @@ Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) 
 // What the forward pass didn't keep. The same kernels on the same inputs: bitwise the same.
 void recompute(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                const Input& in) {
+    const Range range(ctx.profiler, "recompute");
     const Recompute level = acts.shape.recompute;
     if (level >= Recompute::Norms) norm_forward(ctx, model, NORM1_W, l, a.norm1, {}, a.mean1, a.rstd1, a.res1, {});
     if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in);
@@ -683,6 +720,7 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
     Tensor dfc = a.dact;
     if (acts.shape.gelu_epilogue) {
         weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
+        const Range range(ctx.profiler, "fcproj");
         matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
     } else {
         linear_backward(ctx, model, grads, FCPROJ_W, l, a.dact, dx, a.act, accumulate);
@@ -693,12 +731,12 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
     const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
-    attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads), a.lse,
-                       in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
-    if (c.positions == Positions::RoPE) {
-        rope(d.q, in.positions, acts.rope_table, true, ctx.stream);
-        rope(d.k, in.positions, acts.rope_table, true, ctx.stream);
+    {
+        const Range range(ctx.profiler, "attention");
+        attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
+                           a.lse, in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
     }
+    rotate(ctx, acts, in, d, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     norm_backward(ctx, model, grads, NORM1_W, l, dx, a.dnorm1, dx, a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }
@@ -706,6 +744,7 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
 // After forward(): the loss (added up in acts.loss_sum) and every gradient.
 void backward(const Context& ctx, const Model& model, Tensor grads, const Activations& acts, const Input& in,
               float dloss, bool accumulate) {
+    const Range range(ctx.profiler, "backward");
     head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
     auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
     const Tensor dx = first(acts.dx);
@@ -716,6 +755,7 @@ void backward(const Context& ctx, const Model& model, Tensor grads, const Activa
         recompute(ctx, model, l, a, acts, in);
         block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
     }
+    const Range embedding(ctx.profiler, "embedding");
     // A tied embedding already holds the head's gradient of this micro-step.
     embedding_backward(model.part(grads, WTE), model.part(grads, WPE), dx, in.tokens, in.positions, acts.scratch,
                        accumulate || model.config.tied, accumulate, ctx.stream);
@@ -754,6 +794,7 @@ struct Optimizer {
 
 // Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
+    const Range range(ctx.profiler, "update");
     step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
     const WeightArenas& w = model.arenas;
     const bool fp32 = w.weights.dtype == DType::F32;
@@ -940,63 +981,6 @@ std::string describe(const Model& model) {
 // --------------------------------------------------------------------------------------------------------------------
 // Training.
 
-double learning_rate(const TrainOptions& o, int64_t step) {
-    if (step < o.warmup) return o.lr * double(step + 1) / double(o.warmup);
-    const double last = double(std::max<int64_t>(o.steps - 1 - o.warmup, 1));
-    const double progress = std::min(1.0, double(step - o.warmup) / last);  // 0 after the warmup, 1 at the last step
-    const double low = o.final_lr;
-    switch (o.schedule) {
-        case Schedule::Constant:
-            return o.lr;
-        case Schedule::Linear:
-            return o.lr * (1 - progress * (1 - low));
-        case Schedule::Cosine:
-            return o.lr * (low + (1 - low) * 0.5 * (1 + std::cos(M_PI * progress)));
-        case Schedule::WSD: {
-            const double decayed = o.decay_fraction > 0 ? std::max(0.0, (progress - 1) / o.decay_fraction + 1) : 0;
-            return o.lr * (1 - decayed * (1 - low));
-        }
-    }
-    return o.lr;
-}
-
-// Names the training tokens: a resumed run must find the same ones.
-std::string fingerprint(const TokenFiles& files) {
-    std::string sample = std::to_string(files.size());
-    const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
-    std::vector<int32_t> tokens(static_cast<size_t>(n));
-    for (const int64_t begin : {int64_t(0), (files.size() - n) / 2, files.size() - n}) {
-        files.read(begin, n, tokens.data(), 0);
-        sample.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
-    }
-    char text[17];
-    std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
-    return text;
-}
-
-// `key = value` in run.toml, in place of the line that is there.
-void set_toml(std::string& toml, const std::string& key, const std::string& value) {
-    size_t begin = 0;
-    while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
-        const size_t end = toml.find('\n', begin);
-        begin = end == std::string::npos ? toml.size() : end + 1;
-    }
-    size_t end = toml.find('\n', begin);
-    end = end == std::string::npos ? toml.size() : end + 1;
-    toml.replace(begin, end - begin, key + "=" + value + "\n");
-}
-
-// A checkpoint reads the tokens of its own tokenizer only.
-void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
-    if (source.directory.empty()) return;
-    const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
-    require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), data.path,
-            " was made with another tokenizer than ", source.directory,
-            " has; make the data with TOKENIZER=", source.directory);
-    require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size, " and ",
-            source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
-}
-
 // The cache of GEMM choices only saves time: where it can't be read or written, the algorithms are timed again.
 void load_gemm_choices(const Context& ctx, const std::string& path) {
     try {
@@ -1011,97 +995,6 @@ void store_gemm_choices(const std::string& path, const std::string& choices) {
         write_file(path, choices);
     } catch (const Error&) {
     }
-}
-
-// What a run is made of, checked before anything is allocated or written.
-struct TrainSetup {
-    TrainOptions o;  // with the defaults that depend on other options filled in
-    DataDirectory data;
-    TokenFiles train_files;
-    std::unique_ptr<TokenFiles> val_files;  // null: the data has no validation split
-    ModelSource source;
-    std::string data_fingerprint;
-    std::string checkpoint;                  // to go on from; empty: start at step 0
-    int64_t first_step = 0, adam_steps = 0;  // of its trainer.json
-    std::string gemm_choices;                // likewise: the algorithms that its products used
-    int64_t micro_steps = 1;
-};
-
-// The nearest totals that a micro-step of so many tokens divides: an error message's remedy.
-std::string nearest_multiples(int64_t wanted, int64_t unit) {
-    const int64_t below = wanted / unit * unit;
-    return below ? str(below, " or ", below + unit) : str(unit);
-}
-
-TrainSetup check_training(TrainOptions o, int64_t world) {
-    DataDirectory data = open_data(o.data);
-    TokenFiles train_files(data.train_pattern());
-    std::unique_ptr<TokenFiles> val_files;
-    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(data.val_pattern());
-    ModelSource source = o.model.resolve(data.vocab_size);
-    check_same_tokenizer(data, source);
-    // A fresh model's special ids are those of the tokenizer that it will be saved with.
-    if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
-    require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
-            " doesn't tell which token ends a document; leave it out");
-
-    require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
-            " is too large; lower one of them");
-    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
-
-    require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
-    const std::vector<std::string> checkpoints =
-        path_exists(o.out) ? list_checkpoints(o.out) : std::vector<std::string>{};
-    require(o.resume || checkpoints.empty(), "--out ", o.out,
-            " already holds checkpoints; add --resume to go on, or name another folder");
-
-    TrainSetup s{std::move(o),
-                 std::move(data),
-                 std::move(train_files),
-                 std::move(val_files),
-                 std::move(source),
-                 "",
-                 "",
-                 0,
-                 0,
-                 "",
-                 1};
-    s.data_fingerprint = fingerprint(s.train_files);
-    if (!checkpoints.empty()) {
-        s.checkpoint = join_path(s.o.out, checkpoints.back());
-        const std::string path = join_path(s.checkpoint, "trainer.json");
-        const json t = read_json(path);
-        try {
-            const int64_t stored_total = t.at("total_batch_tokens");
-            if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
-            auto same = [&](bool ok, const char* what, const json& stored) {
-                require(ok, "--resume: ", what, " was ", stored.dump(), " when ", s.checkpoint,
-                        " was written and can't change; start a new run in another --out");
-            };
-            same(t.at("seed") == s.o.seed, "--seed", t.at("seed"));
-            same(t.at("seq_len") == s.o.seq_len, "--seq-len", t.at("seq_len"));
-            same(stored_total == s.o.total_batch_tokens, "--total-batch-tokens", t.at("total_batch_tokens"));
-            same(t.at("data") == s.data_fingerprint, "the data's fingerprint", t.at("data"));
-            const json model = config_to_json(find_model(s.checkpoint).config, json::object());
-            same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
-            s.first_step = t.at("step");
-            s.adam_steps = t.at("adam_steps");
-            s.gemm_choices = t.value("gemm", "");
-            require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
-        } catch (const json::exception& e) {
-            throw Error(
-                str(path, ": damaged (", e.what(), "); remove ", s.checkpoint, " to go on from the checkpoint before"));
-        }
-    }
-    if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
-    require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
-            " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
-            "; the nearest that are: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
-    s.micro_steps = s.o.total_batch_tokens / micro_tokens;
-    if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
-    set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
-    set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
-    return s;
 }
 
 class Trainer {
@@ -1147,7 +1040,7 @@ class Trainer {
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // steps of this process
     int64_t skips_in_a_row = 0;
-    double peak_flops = 0, measured_flops = 0;  // 0: not asked for
+    double peak_flops = 0, measured_flops = 0;  // what MFU is of; a product measured at the start
 };
 
 Trainer::Trainer(const Context& context, TrainSetup setup)
@@ -1225,8 +1118,9 @@ void Trainer::micro_step(const Batch& batch, bool accumulate) {
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)),
                  accumulate);
     };
-    // With documents the number of sequences changes from batch to batch, and the kernels' grids with it.
-    if (o.document_mask)
+    // With documents the number of sequences changes from batch to batch, and the kernels' grids with it. What a
+    // profiler is to see can't be replayed.
+    if (o.document_mask || ctx.profiler.on())
         work();
     else
         graphs[accumulate].run(ctx.stream, work);
@@ -1264,7 +1158,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
                          {"grad_norm", r.grad_norm}, {"ms", ms},       {"tokens_per_s", tokens_per_s},
                          {"mfu", flops / peak_flops}};
-    if (measured_flops > 0) line["of_measured"] = flops / measured_flops;
+    if (o.measure_peak) line["of_measured"] = flops / measured_flops;
     if (r.skip) line["skipped"] = true;
     log.write(line);
     char text[160];
@@ -1370,7 +1264,12 @@ void Trainer::run() {
 
     catch_stop_signals();
     while (step < o.steps && !stop_requested()) {
+        if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         queue_step(loader);
+        if (ctx.profiler.on()) {
+            ctx.profiler.stop();
+            progress.note(str("step ", step, " by its parts\n", ctx.profiler.report()));
+        }
         const bool last = step == o.steps,
                    evaluating = s.val_files && (last || (o.eval_every && step % o.eval_every == 0)),
                    sampling = tokenizer && o.sample_every && step % o.sample_every == 0,

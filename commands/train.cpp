@@ -61,6 +61,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                "activation or norms)");
     app->add_flag("--measure-peak", o.measure_peak,
                   "time a large matrix product at the start and log each step's FLOP/s as a fraction of its too");
+    app->add_option("--profile", o.profile,
+                    "print where this step's time goes; nsys (-c cudaProfilerApi) and ncu (--profile-from-start off) "
+                    "watch it alone")
+        ->check(positive);
     app->add_flag("--document-mask", o.document_mask, "attention and positions don't cross end-of-text tokens");
     app->add_flag("--overfit-one-batch", o.overfit_one_batch,
                   "train on the first batch again and again: a model that learns gets its loss to 0");

@@ -72,6 +72,12 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
     require(windows > 0, files.pattern(), ": ", files.size(), " tokens are fewer than one window of ", o.T,
             " + 1; use more text or a shorter --seq-len");
     first_micro_batch = first_step * o.micro_steps;
+    // All memory is taken here: no step allocates. With documents there may be as many sequences as tokens.
+    for (Batch* batch : {&ready[0], &ready[1], &current}) {
+        for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
+            numbers->reserve(size_t(o.B * o.T));
+        batch->cum_seqlens.reserve(size_t(o.documents ? o.B * o.T : o.B) + 1);
+    }
     worker = std::thread([this] { run(); });
 }
 

@@ -1,5 +1,8 @@
-// AdamW against the oracle over several steps: segments with and without decay, gaps between them, clipping, skipping.
+// AdamW against the oracle over several steps: segments with and without decay, gaps between them, clipping, skipping;
+// on a GPU the 16-bit copy of the parameters and stochastic rounding.
 #include "kernels/adamw.h"
+
+#include <array>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
@@ -9,6 +12,11 @@ namespace {
 TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
     const StepScalars s = {lr, 1, 2, 3, grad_scale, skip, t};
     return TestArray::bytes(&s, sizeof(s));
+}
+
+// In params at the same place.
+AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay) {
+    return {begin, end, weight_decay, begin};
 }
 
 // v is a mean of squares: never negative.
@@ -62,20 +70,22 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
 TEST(AdamW, MatchesOracle) {
     const AdamWOptions defaults;
     for (const int64_t t : {1, 2, 10, 1000, 1000000}) {
-        check(1, {{0, 1, 0.1f}}, defaults, 3e-4f, 1, t, 1e-2);
-        check(1000, {{0, 1000, 0}}, defaults, 3e-4f, 0.25f, t, 1e-2);
-        check(70003, {{0, 17, 0.1f}, {20, 20, 0.1f}, {21, 500, 0}, {512, 40001, 0.5f}, {40001, 70000, 0}}, defaults,
-              1e-2f, 0.7f, t, 1e-3);
+        check(1, {in_fp32(0, 1, 0.1f)}, defaults, 3e-4f, 1, t, 1e-2);
+        check(1000, {in_fp32(0, 1000, 0)}, defaults, 3e-4f, 0.25f, t, 1e-2);
+        check(70003,
+              {in_fp32(0, 17, 0.1f), in_fp32(20, 20, 0.1f), in_fp32(21, 500, 0), in_fp32(512, 40001, 0.5f),
+               in_fp32(40001, 70000, 0)},
+              defaults, 1e-2f, 0.7f, t, 1e-3);
     }
-    check(500, {{0, 500, 0.1f}}, {0.5f, 0.999f, 1e-3f}, 1, 1, 3, 10);
-    check(500, {{0, 500, 0}}, defaults, 1e-3f, 1, 5, 1e-9);  // eps of the size of √v
+    check(500, {in_fp32(0, 500, 0.1f)}, {0.5f, 0.999f, 1e-3f}, 1, 1, 3, 10);
+    check(500, {in_fp32(0, 500, 0)}, defaults, 1e-3f, 1, 5, 1e-9);  // eps of the size of √v
 }
 
 TEST(AdamW, TenStepsFollowTheOracle) {
     // Errors may add up from step to step but not grow: both sides run on from their own state.
     const int64_t n = 300;
     const AdamWOptions options;
-    const std::vector<AdamWSegment> segments = {{0, n, 0.1f}};
+    const std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::of(std::vector<double>(n, 0), {n});
     const TestArray v = TestArray::of(std::vector<double>(n, 0), {n});
     std::vector<double> p = params.values(), rm(n, 0), rv(n, 0);
@@ -98,7 +108,7 @@ TEST(AdamW, SkippedStepChangesNothing) {
     const int64_t n = 100;
     const TestArray params = TestArray::random({n}, 1), m = TestArray::random({n}, 2), v = squares(n, 3, 1);
     const TestArray grads = TestArray::poisoned({n});
-    const AdamWSegment segment = {0, n, 0.1f};
+    const AdamWSegment segment = in_fp32(0, n, 0.1f);
     adamw_update(params, Tensor{}, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
     expect_same_bits("params", params.values(), params.fetch());
     expect_same_bits("m", m.values(), m.fetch());
@@ -109,7 +119,7 @@ TEST(AdamW, ZeroGradientFromZeroStateMovesNothingButDecay) {
     const TestArray params = TestArray::of({1, -2, 4}, {3}), zero = TestArray::of({0, 0, 0}, {3}),
                     m = TestArray::of({0, 0, 0}, {3});
     const TestArray v = TestArray::of({0, 0, 0}, {3});
-    const AdamWSegment segments[] = {{0, 2, 0}, {2, 3, 0.5f}};
+    const AdamWSegment segments[] = {in_fp32(0, 2, 0), in_fp32(2, 3, 0.5f)};
     adamw_update(params, Tensor{}, m, v, zero, segments, 2, AdamWOptions{}, make_scalars(0.5f, 1, false, 1), Stream{});
     EXPECT_EQ(params.fetch(), (std::vector<double>{1, -2, 3}));
 }
@@ -117,7 +127,7 @@ TEST(AdamW, ZeroGradientFromZeroStateMovesNothingButDecay) {
 TEST(AdamW, BitsDoNotDependOnThreads) {
     const int64_t n = 50001;
     const TestArray grads = TestArray::random({n}, 1);
-    const AdamWSegment segments[] = {{3, 20000, 0.1f}, {20001, n, 0}};
+    const AdamWSegment segments[] = {in_fp32(3, 20000, 0.1f), in_fp32(20001, n, 0)};
     expect_deterministic("params", [&] {
         const TestArray params = TestArray::random({n}, 2), m = TestArray::random({n}, 3), v = squares(n, 4, 1);
         adamw_update(params, Tensor{}, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
@@ -129,20 +139,45 @@ TEST(AdamW, BitsDoNotDependOnThreads) {
 // More segments than one launch takes on a GPU, some of them empty.
 TEST(AdamW, ManySegments) {
     std::vector<AdamWSegment> segments;
-    for (int64_t i = 0; i < 1100; i++) segments.push_back({i * 50, i * 50 + i % 51, i % 3 ? 0.1f : 0});
+    for (int64_t i = 0; i < 1100; i++) segments.push_back(in_fp32(i * 50, i * 50 + i % 51, i % 3 ? 0.1f : 0));
     check(55000, segments, AdamWOptions{}, 1e-2f, 1, 3, 1e-2);
+}
+
+// Parameters may lie elsewhere than their moments: closely packed, or at places that no vector is aligned to.
+TEST(AdamW, WhereParametersLieDoesNotMatter) {
+    const int64_t n = 5000, gap = 64;
+    const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
+                    v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2),
+                    scalars = make_scalars(1e-3f, 1, false, 7);
+    std::vector<double> packed(size_t(n - gap + 3), 0.5);  // [3 of padding, 0 … 2000, 2000 + gap … n)
+    for (int64_t i = 0; i < n; i++)
+        if (i < 2000 || i >= 2000 + gap) packed[size_t(i < 2000 ? i + 3 : i + 3 - gap)] = params.data()[i];
+    const TestArray elsewhere = TestArray::of(packed, {n - gap + 3});
+    const TestArray m2 = TestArray::of(m.values(), {n}), v2 = TestArray::of(v.values(), {n});
+    const AdamWSegment same[] = {in_fp32(0, 2000, 0.1f), in_fp32(2000 + gap, n, 0)};
+    const AdamWSegment other[] = {{0, 2000, 0.1f, 3}, {2000 + gap, n, 0, 2003}};
+    adamw_update(params, Tensor{}, m, v, grads, same, 2, AdamWOptions{}, scalars, Stream{});
+    adamw_update(elsewhere, Tensor{}, m2, v2, grads, other, 2, AdamWOptions{}, scalars, Stream{});
+    const std::vector<double> expected = params.fetch(), got = elsewhere.fetch();
+    for (int64_t i = 0; i < n; i++)
+        if (i < 2000 || i >= 2000 + gap) {
+            ASSERT_EQ(got[size_t(i < 2000 ? i + 3 : i + 3 - gap)], expected[size_t(i)]) << i;
+        }
+    for (int64_t i = 0; i < 3; i++) EXPECT_EQ(got[size_t(i)], 0.5);
+    expect_same_bits("m", m.fetch(), m2.fetch());
+    expect_same_bits("v", v.fetch(), v2.fetch());
 }
 
 #ifdef USE_CUDA
 // What the forward pass reads: the updated parameters rounded to T, in the segments only.
 TEST(AdamW, WritesTheParametersInT) {
     const int64_t n = 10007;
-    for (const DType T : {TEST_DTYPES}) {
+    for (const DType T : {DType::BF16, DType::F16}) {
         SCOPED_TRACE(dtype_name(T));
         const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                         v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2);
         const TestArray params_T = TestArray::poisoned(T, {n});
-        const AdamWSegment segments[] = {{3, 5000, 0.1f}, {5001, n, 0}};
+        const AdamWSegment segments[] = {in_fp32(3, 5000, 0.1f), in_fp32(5001, n, 0)};
         adamw_update(params, params_T, m, v, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
                      Stream{});
         const std::vector<double> p = params.fetch(), copy = params_T.fetch();
@@ -155,31 +190,262 @@ TEST(AdamW, WritesTheParametersInT) {
         }
     }
 }
+
+namespace {
+
+// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise,
+// uniform in [0, 1), lies in the last part(x) of its range, where part is how far between the two x lies.
+double round_by(double x, double noise) {
+    if (x == 0 || !std::isfinite(x)) return x;
+    const double unit = std::ldexp(1, std::max(std::ilogb(x), -126) - 7);  // of bf16 at x
+    const double near_zero = std::trunc(x / unit) * unit, part = std::fabs(x - near_zero) / unit;
+    return near_zero + (noise >= 1 - part ? std::copysign(unit, x) : 0);
+}
+
+// The noise as adamw.h defines it.
+double noise_of(uint64_t seed, int64_t t, uint64_t key, int64_t element) {
+    return (philox(seed, uint64_t(t) << 36 | uint64_t(element / 4), key).v[element % 4] >> 16) * 0x1p-16;
+}
+
+// One update of parameters without master weights; m and v begin anew. Returns the parameters.
+std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& grads,
+                                const std::vector<AdamWSegment>& segments, uint64_t seed, int64_t t) {
+    const int64_t n = int64_t(p.size());
+    const TestArray params_T = TestArray::of(DType::BF16, p, {n}), m = TestArray::random({n}, 2, 1e-3),
+                    v = squares(n, 3, 1e-2);
+    AdamWOptions options;
+    options.seed = seed;
+    adamw_update(Tensor{}, params_T, m, v, grads, segments.data(), int64_t(segments.size()), options,
+                 make_scalars(1e-3f, 1, false, t), Stream{});
+    return params_T.fetch();
+}
+
+// The same in fp32 from the same bf16 numbers: what is to be rounded.
+std::vector<double> update_fp32(const std::vector<double>& p, const TestArray& grads,
+                                const std::vector<AdamWSegment>& segments, int64_t t) {
+    const int64_t n = int64_t(p.size());
+    const TestArray params = TestArray::of(p, {n}), m = TestArray::random({n}, 2, 1e-3), v = squares(n, 3, 1e-2);
+    std::vector<AdamWSegment> fp32 = segments;
+    for (AdamWSegment& s : fp32) s.fp32_begin = s.begin;
+    adamw_update(params, Tensor{}, m, v, grads, fp32.data(), int64_t(fp32.size()), AdamWOptions{},
+                 make_scalars(1e-3f, 1, false, t), Stream{});
+    return params.fetch();
+}
+
+std::vector<double> bf16_parameters(int64_t n) {
+    return TestArray::random(DType::BF16, {n}, 1, 0.02).values();
+}
+
+}  // namespace
+
+// Every bit: the fp32 update, rounded by the noise of (seed, t, key, element), in vectors and in their ragged ends.
+TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
+    const int64_t n = 10007, t = 7;
+    const uint64_t seed = 1234567890123456789, keys[] = {name_hash("a"), name_hash("b"), name_hash("c")};
+    std::vector<double> p = bf16_parameters(n);
+    p[50] = 0, p[51] = 3e38, p[52] = 1e-39, p[53] = 1, p[54] = -1;
+    p[5000] = INFINITY, p[5001] = -INFINITY, p[5002] = std::nan("");  // no decay there, which would make NaN of them
+    p = TestArray::of(DType::BF16, p, {n}).values();
+    const TestArray grads = TestArray::random({n}, 4, 1e-2);
+    // b begins where no vector is aligned; c is a part of a tensor, from its element 1001.
+    const std::vector<AdamWSegment> segments = {
+        {0, 4000, 0.1f, -1, keys[0]}, {4003, 7001, 0, -1, keys[1]}, {7001, n - 6, 0.1f, -1, keys[2], 1001}};
+    const std::vector<double> got = update_bf16(p, grads, segments, seed, t),
+                              exact = update_fp32(p, grads, segments, t);
+    int64_t up = 0, down = 0;
+    for (const AdamWSegment& s : segments)
+        for (int64_t i = s.begin; i < s.end; i++) {
+            const double x = exact[size_t(i)],
+                         expected = round_by(x, noise_of(seed, t, s.key, i - s.begin + s.first_element));
+            if (std::isnan(x)) {
+                ASSERT_TRUE(std::isnan(got[size_t(i)])) << i;
+            } else {
+                ASSERT_EQ(got[size_t(i)], expected) << i << ": from " << x;
+            }
+            if (!std::isfinite(x)) continue;
+            up += std::fabs(got[size_t(i)]) > std::fabs(x), down += std::fabs(got[size_t(i)]) < std::fabs(x);
+        }
+    EXPECT_NEAR(double(up) / double(up + down), 0.5, 0.02);  // 10,000 throws: 4 deviations
+    for (const int64_t i : {4000, 4002, 10001, 10006}) EXPECT_EQ(got[size_t(i)], p[size_t(i)]) << "gap at " << i;
+}
+
+// The same numbers wherever the tensor lies, and in one piece or several.
+TEST(AdamW, RoundingDoesNotDependOnPlaceOrPieces) {
+    const int64_t n = 3001, t = 3;
+    const uint64_t seed = 5, key = name_hash("layers.3.qkv.weight");
+    const std::vector<double> p = bf16_parameters(n);
+    const TestArray grads = TestArray::random({n}, 4, 1e-2);
+    const std::vector<double> whole = update_bf16(p, grads, {{0, n, 0.1f, -1, key}}, seed, t);
+    expect_same_bits("again", whole, update_bf16(p, grads, {{0, n, 0.1f, -1, key}}, seed, t));
+    expect_same_bits(
+        "in three pieces", whole,
+        update_bf16(p, grads,
+                    {{0, 1024, 0.1f, -1, key}, {1024, 1031, 0.1f, -1, key, 1024}, {1031, n, 0.1f, -1, key, 1031}}, seed,
+                    t));
+    for (const int64_t at : {1, 2, 3, 4, 2048, 2050}) {
+        const int64_t size = n + at;
+        const auto moved = [&](const std::vector<double>& values, DType dtype) {
+            std::vector<double> padded(size_t(at), 0.25);
+            padded.insert(padded.end(), values.begin(), values.end());
+            return TestArray::of(dtype, padded, {size});
+        };
+        const TestArray params_T = moved(p, DType::BF16), g = moved(grads.values(), DType::F32),
+                        m = moved(TestArray::random({n}, 2, 1e-3).values(), DType::F32),
+                        v = moved(squares(n, 3, 1e-2).values(), DType::F32);
+        const AdamWSegment segment = {at, size, 0.1f, -1, key};
+        AdamWOptions options;
+        options.seed = seed;
+        adamw_update(Tensor{}, params_T, m, v, g, &segment, 1, options, make_scalars(1e-3f, 1, false, t), Stream{});
+        const std::vector<double> got = params_T.fetch();
+        for (int64_t i = 0; i < at; i++) ASSERT_EQ(got[size_t(i)], 0.25) << at;
+        expect_same_bits("moved", whole, {got.begin() + at, got.end()});
+    }
+}
+
+// Of parameters whose update lies halfway between two bf16 numbers half fall another way when the seed, the step or the
+// tensor is another one.
+TEST(AdamW, RoundingDependsOnSeedStepAndTensor) {
+    const int64_t n = 20000;
+    const TestArray zeros = TestArray::of(std::vector<double>(size_t(n), 0), {n});
+    const auto draw = [&](uint64_t seed, int64_t t, uint64_t key) {
+        // p = 1, and decay takes it to 1 − 2⁻⁹, in the middle of the bf16 numbers 1 and 1 − 2⁻⁸.
+        const TestArray params_T = TestArray::of(DType::BF16, std::vector<double>(size_t(n), 1), {n}),
+                        m = TestArray::of(std::vector<double>(size_t(n), 0), {n}),
+                        v = TestArray::of(std::vector<double>(size_t(n), 0), {n});
+        const AdamWSegment segment = {0, n, 1, -1, key};
+        AdamWOptions options;
+        options.seed = seed;
+        adamw_update(Tensor{}, params_T, m, v, zeros, &segment, 1, options, make_scalars(0x1p-9f, 1, false, t),
+                     Stream{});
+        return params_T.fetch();
+    };
+    const std::vector<double> first = draw(1, 1, 1);
+    for (const auto& [seed, t, key] : std::vector<std::array<int64_t, 3>>{{2, 1, 1}, {1, 2, 1}, {1, 1, 2}}) {
+        const std::vector<double> other = draw(uint64_t(seed), t, uint64_t(key));
+        int64_t differ = 0;
+        for (size_t i = 0; i < size_t(n); i++) {
+            ASSERT_TRUE(other[i] == 1 || other[i] == 1 - 0x1p-8) << other[i];
+            differ += other[i] != first[i];
+        }
+        // A binomial of 20,000 throws has a deviation of √n/2 = 71.
+        EXPECT_NEAR(double(differ), 0.5 * double(n), 5 * std::sqrt(double(n)) / 2) << seed << " " << t << " " << key;
+    }
+}
+
+// The mean over many draws is the fp32 update. A draw x rounds up with probability q to one unit, so the mean of N
+// draws deviates by unit·√(q(1−q)/N) ≤ unit/(2√N).
+TEST(AdamW, RoundingIsUnbiased) {
+    const int64_t n = 200, draws = 2000;
+    const std::vector<double> p = bf16_parameters(n);
+    const TestArray grads = TestArray::random({n}, 4, 1e-2);
+    std::vector<AdamWSegment> segments = {{0, n, 0.1f, -1, 0}};
+    const std::vector<double> exact = update_fp32(p, grads, segments, 9);
+    std::vector<double> sum(size_t(n), 0);
+    for (int64_t draw = 0; draw < draws; draw++) {
+        segments[0].key = name_hash(str("tensor ", draw));
+        const std::vector<double> got = update_bf16(p, grads, segments, 1, 9);
+        for (size_t i = 0; i < size_t(n); i++) sum[i] += got[i];
+    }
+    double z2 = 0;
+    for (size_t i = 0; i < size_t(n); i++) {
+        const double unit = std::ldexp(1, std::ilogb(exact[i]) - 7);
+        const double q = std::fabs(std::fmod(exact[i], unit)) / unit, error = sum[i] / draws - exact[i];
+        ASSERT_LE(std::fabs(error), 4.5 * unit / (2 * std::sqrt(double(draws)))) << i;  // 200 tries: 7e-6 each
+        z2 += q > 0 ? error * error / (unit * unit * q * (1 - q) / draws) : 1;
+    }
+    // Σ z² of n normal numbers: n ± √(2n). Small q are not quite normal, hence 5 deviations.
+    EXPECT_NEAR(z2, double(n), 5 * std::sqrt(2.0 * double(n)));
+}
+
+// Steps of 1/64 of a bf16 unit, which rounding to nearest would lose one and all: after 640 of them the mean has moved
+// by 10 units. The norm weights beside them stay fp32, packed in an arena of their own.
+TEST(AdamW, StepsBelowOneUnitMoveTheMean) {
+    const int64_t n = 8192, norm = 64, steps = 640;
+    const double unit = 0x1p-7, lr = unit / 64;
+    const std::vector<double> ones(size_t(n), 1), zeros(size_t(n), 0);
+    const TestArray params_T = TestArray::of(DType::BF16, ones, {n}), m = TestArray::of(zeros, {n}),
+                    v = TestArray::of(zeros, {n}), grads = TestArray::of(std::vector<double>(size_t(n), -1), {n});
+    const TestArray fp32 = TestArray::of(std::vector<double>(size_t(norm), 1), {norm});
+    const AdamWSegment segments[] = {
+        {0, 4096, 0, -1, name_hash("weight")}, {4096, 4096 + norm, 0, 0}, {4096 + norm, n, 0, -1, name_hash("other")}};
+    // A constant gradient makes Adam's step lr, whatever t is.
+    for (int64_t t = 1; t <= steps; t++)
+        adamw_update(fp32, params_T, m, v, grads, segments, 3, AdamWOptions{}, make_scalars(float(lr), 1, false, t),
+                     Stream{});
+    const std::vector<double> got = params_T.fetch(), exact = fp32.fetch();
+    double mean = 0;
+    for (int64_t i = 0; i < n; i++)
+        if (i < 4096 || i >= 4096 + norm) mean += got[size_t(i)] / double(n - norm);
+    for (int64_t i = 0; i < norm; i++) {
+        ASSERT_NEAR(exact[size_t(i)], 1 + 10 * unit, 1e-4);
+        ASSERT_EQ(got[size_t(4096 + i)], rounded(DType::BF16, exact[size_t(i)]));
+    }
+    // Each step's rounding has a variance of at most unit²·q(1−q), q = 1/64; steps and parameters are independent.
+    const double deviation = unit * std::sqrt(double(steps) / 64 / double(n - norm));
+    EXPECT_NEAR(mean, 1 + 10 * unit, 5 * deviation + 1e-4);
+}
+
+TEST(AdamW, SkippedStepLeavesBf16Parameters) {
+    const int64_t n = 100;
+    const TestArray params_T = TestArray::random(DType::BF16, {n}, 1), m = TestArray::random({n}, 2),
+                    v = squares(n, 3, 1), grads = TestArray::poisoned({n});
+    const AdamWSegment segment = {0, n, 0.1f, -1, 1};
+    adamw_update(Tensor{}, params_T, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5),
+                 Stream{});
+    expect_same_bits("params_T", params_T.values(), params_T.fetch());
+    expect_same_bits("m", m.values(), m.fetch());
+    expect_same_bits("v", v.values(), v.fetch());
+}
 #endif
 
 TEST(AdamW, WrongArgumentsAreErrors) {
     const TestArray a = TestArray::random({10}, 1), b = TestArray::random({9}, 2),
                     scalars = make_scalars(1, 1, false, 1);
-    const AdamWSegment good = {0, 10, 0}, outside = {0, 11, 0}, backwards = {5, 4, 0};
-    const AdamWSegment overlapping[] = {{0, 6, 0}, {5, 10, 0}};
+    const AdamWSegment good = in_fp32(0, 10, 0), outside = in_fp32(0, 11, 0), backwards = in_fp32(5, 4, 0);
+    const AdamWSegment overlapping[] = {in_fp32(0, 6, 0), in_fp32(5, 10, 0)};
+    const AdamWSegment overlapping_params[] = {in_fp32(0, 5, 0), {5, 10, 0, 4}};
+    const AdamWSegment beyond_params = {0, 10, 0, 1}, nowhere = {0, 10, 0};
     const AdamWOptions options;
-    expect_error([&] { adamw_update(a, Tensor{}, b, a, a, &good, 1, options, scalars, Stream{}); },
-                 "adamw_update: m is fp32 [9], expected fp32 [10]");
+    const auto update = [&](Tensor params, Tensor params_T, Tensor m, const AdamWSegment* segments, int64_t count) {
+        adamw_update(params, params_T, m, a, a, segments, count, options, scalars, Stream{});
+    };
+    expect_error([&] { update(a, {}, b, &good, 1); }, "adamw_update: m is fp32 [9], expected fp32 [10]");
+    expect_error([&] { adamw_update(a, Tensor{}, a, a, Tensor{}, &good, 1, options, scalars, Stream{}); },
+                 "adamw_update: grads is fp32 [], expected fp32 [n]");
     expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, a, Stream{}); },
                  str("adamw_update: scalars is fp32 [10], expected uint8 [", sizeof(StepScalars), "]"));
-    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &outside, 1, options, scalars, Stream{}); },
+    expect_error([&] { update(a, {}, a, &outside, 1); },
                  "adamw_update: segment 0 is [0, 11), expected ascending segments within [0, 10)");
-    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &backwards, 1, options, scalars, Stream{}); },
+    expect_error([&] { update(a, {}, a, &backwards, 1); },
                  "adamw_update: segment 0 is [5, 4), expected ascending segments within [0, 10)");
-    expect_error([&] { adamw_update(a, Tensor{}, a, a, a, overlapping, 2, options, scalars, Stream{}); },
+    expect_error([&] { update(a, {}, a, overlapping, 2); },
                  "adamw_update: segment 1 is [5, 10), expected ascending segments within [0, 10)");
+    expect_error([&] { update(a, {}, a, overlapping_params, 2); },
+                 "adamw_update: segment 1 lies at [4, 9) of params, expected ascending segments within [0, 10)");
+    expect_error([&] { update(a, {}, a, &beyond_params, 1); },
+                 "adamw_update: segment 0 lies at [1, 11) of params, expected ascending segments within [0, 10)");
+    expect_error([&] { update({}, {}, a, &good, 1); },
+                 "adamw_update: segment 0 lies at [0, 10) of params, expected ascending segments within [0, 0)");
+    expect_error([&] { update(a, {}, a, &nowhere, 1); },
+                 "adamw_update: segment 0 has no fp32 parameters, and params_T is missing");
 #ifdef USE_CUDA
-    expect_error([&] { adamw_update(a, b, a, a, a, &good, 1, options, scalars, Stream{}); },
-                 "adamw_update: params_T is fp32 [9], expected fp32 [10]");
+    const TestArray bf16_short = TestArray::random(DType::BF16, {9}, 3),
+                    bf16_good = TestArray::random(DType::BF16, {10}, 3),
+                    fp16_good = TestArray::random(DType::F16, {10}, 3);
+    AdamWSegment far = nowhere;
+    far.first_element = int64_t(1) << 38;
+    expect_error([&] { update(a, a, a, &good, 1); }, "adamw_update: params_T is fp32 [10], expected bf16 or fp16");
+    expect_error([&] { update(a, bf16_short, a, &good, 1); }, "adamw_update: params_T is bf16 [9], expected bf16 [10]");
+    expect_error([&] { update({}, fp16_good, a, &nowhere, 1); },
+                 "adamw_update: segment 0 has no fp32 parameters, and params_T is fp16; only bf16 is rounded "
+                 "stochastically");
+    expect_error(
+        [&] { update({}, bf16_good, a, &far, 1); },
+        "adamw_update: segment 0 begins at element 274877906944 of its tensor, expected less than 2^38 elements");
 #else  // where nobody would have to wait for it
     expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, make_scalars(1, 1, false, 0), Stream{}); },
                  "adamw_update: t is 0, expected the number of this update, 1 or more");
-    expect_error([&] { adamw_update(a, a, a, a, a, &good, 1, options, scalars, Stream{}); },
+    expect_error([&] { update(a, a, a, &good, 1); },
                  "adamw_update: params_T is given; the CPU computes with the fp32 parameters themselves");
 #endif
 }

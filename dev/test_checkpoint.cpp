@@ -3,15 +3,13 @@
 #include "runtime/checkpoint.h"
 
 #include <sys/stat.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <functional>
 #include <random>
 
+#include "dev/preload.h"
 #include "dev/temp_dir.h"
 #include "runtime/convert.h"
 #include "runtime/safetensors.h"
@@ -502,40 +500,21 @@ int save_and_clean_up(const std::string& run_dir) {
     }
 }
 
-std::string shim_path() {
-    return std::filesystem::read_symlink("/proc/self/exe").parent_path().string() + "/crash_shim.so";
-}
-
 // Runs the save, broken at the n-th call (0: not at all). Returns waitpid's status.
 int run_save(const TempDir& dir, const char* mode, int n) {
     const std::string run_dir = dir.file("run");
-    const pid_t child = ::fork();
-    if (child == 0) {
-        ::setenv(SAVE_VARIABLE, run_dir.c_str(), 1);
-        if (n > 0) ::setenv("LD_PRELOAD", shim_path().c_str(), 1);
-        ::setenv("CRASH_SHIM_DIR", run_dir.c_str(), 1);
-        ::setenv("CRASH_SHIM_AT", std::to_string(n).c_str(), 1);
-        ::setenv("CRASH_SHIM_MODE", mode, 1);
-        if (!std::freopen(dir.file("stderr").c_str(), "w", stderr)) ::_exit(3);
-        ::execl("/proc/self/exe", "test_checkpoint", static_cast<char*>(nullptr));
-        ::_exit(3);
-    }
-    int status = 0;
-    EXPECT_EQ(::waitpid(child, &status, 0), child);
-    return status;
-}
-
-bool exited(int status, int code) {
-    return WIFEXITED(status) && WEXITSTATUS(status) == code;
+    std::vector<std::pair<std::string, std::string>> variables = {{SAVE_VARIABLE, run_dir},
+                                                                  {"CRASH_SHIM_DIR", run_dir},
+                                                                  {"CRASH_SHIM_AT", std::to_string(n)},
+                                                                  {"CRASH_SHIM_MODE", mode}};
+    if (n > 0) variables.emplace_back("LD_PRELOAD", preload_path("crash_shim"));
+    return run_self({}, variables, dir.file("stderr"));
 }
 
 class BrokenSave : public testing::Test {
   protected:
     void SetUp() override {
-#if defined(__SANITIZE_ADDRESS__)
-        GTEST_SKIP() << "AddressSanitizer must be the first library, so that none can be preloaded";
-#endif
-        ASSERT_TRUE(path_exists(shim_path())) << "build it: make test OP=checkpoint";
+        if (const char* reason = why_no_preload()) GTEST_SKIP() << reason;
     }
 
     // A run with checkpoint 1 and a tokenizer to carry over.

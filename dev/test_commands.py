@@ -211,6 +211,16 @@ class CommandsTest(unittest.TestCase):
             other = self.train("recompute_" + level, "--steps", 8, "--save-every", 4, "--recompute", level)
             self.assertEqual(digests(os.path.join(other, "step_00000008")), expected, level)
 
+    def test_profile(self):
+        args = self.train_args("profile", "--steps", 3, "--profile", 2)
+        done = run(*args)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        table = done.stderr[done.stderr.index("step 2 by its parts"):]
+        for part in ("forward", "backward", "update", "attention", "norm", "qkv", "fcproj", "cross_entropy", "whole"):
+            self.assertRegex(table, rf"\n *{part} +\d+ +\d+\.\d+ +\d+\.\d%")
+        plain = self.train("not_profiled", "--steps", 3)
+        self.assertEqual(losses(os.path.join(self.top, "profile")), losses(plain))
+
     def test_gradient_accumulation(self):
         other = self.train("accumulate", "--steps", 8, "--save-every", 4, "--batch-size", 1, "--total-batch-tokens", 128)
         for step, loss in losses(self.base).items():

@@ -2,11 +2,18 @@
 // row strides, accumulation; the library's products and the built-in GEMM alike.
 #include "kernels/matmul.h"
 
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <limits>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
-#ifndef USE_CUDA
+#ifdef USE_CUDA
+#include <sstream>
+
+#include "kernels/gelu.h"
+#else
 #include "kernels/gemm_blocked.h"
 #endif
 
@@ -50,7 +57,9 @@ void check_product(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t 
     // each time and always in one direction. Where all terms have one sign this shows in an fp32 result.
     if (dtypes.out != dtypes.inp && shift != 0)
         for (double& m : ref.mag) m *= 1 + double(K) / 32;
-    expect_close("matmul", take_columns(got, N + gap, N), ref.value, ref.mag, K, N, dtypes.out);
+    // The library's kernels for Hopper round a product to 16 bits before they add it to what is there.
+    const int roundings = accumulate && dtypes.out != DType::F32 ? 2 : 1;
+    expect_close("matmul", take_columns(got, N + gap, N), ref.value, ref.mag, K, N, dtypes.out, roundings);
     expect_gaps_untouched("matmul", got, N + gap, N);
 }
 
@@ -177,6 +186,300 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                 }
             }
 }
+
+namespace {
+
+// Sizes that the library takes with its GELU, and such that it refuses: then two kernels do the work.
+constexpr int64_t GELU_SIZES[][3] = {{8, 8, 8},      {64, 48, 136},   {200, 96, 80}, {128, 264, 128},
+                                     {130, 64, 264}, {33, 1100, 120}, {3, 5, 7},     {65, 33, 17}};
+
+// What the library's 16-bit GELU adds to mag: it forms ½(1 + tanh u), whose error is a 2u of 1 and not of itself, and
+// expect_close takes 2⁻⁸ (fp16: 2⁻¹¹) of mag for each of two roundings. docs/numerics.md.
+double lost_digits(DType dtype) {
+    return dtype == DType::BF16 ? 4 * UNIT_ROUNDOFF / 0x1p-7 : dtype == DType::F16 ? 4 * UNIT_ROUNDOFF / 0x1p-10 : 0;
+}
+
+// gelu(pre) with what errors of pre add to its own.
+reference::Values gelu_of(const reference::Values& pre, DType T) {
+    reference::Values out(int64_t(pre.value.size()));
+    for (size_t i = 0; i < pre.value.size(); i++) {
+        const double x = pre.value[i];
+        const reference::Value y = reference::gelu(x), slope = reference::gelu_gradient(x);
+        out.set(int64_t(i), {y.value, y.mag + std::fabs(slope.value) * pre.mag[i] + lost_digits(T) * std::fabs(x)});
+    }
+    return out;
+}
+
+// product ⊙ gelu'(x)
+reference::Values times_gelu_gradient(reference::Values product, const std::vector<double>& x, DType T) {
+    for (size_t i = 0; i < x.size(); i++) {
+        const reference::Value slope = reference::gelu_gradient(x[i]);
+        const double du = 2 * reference::ROOT_2_OVER_PI * (1 + 3 * reference::GELU_CUBIC * x[i] * x[i]);
+        product.value[i] *= slope.value;
+        product.mag[i] *= slope.mag + lost_digits(T) * (1 + std::fabs(x[i]) * du);
+    }
+    return product;
+}
+
+}  // namespace
+
+// 16-bit results are rounded once where GELU is part of the product and twice where it follows.
+TEST_P(MatmulDTypes, LinearLayerWithGeluMatchesOracle) {
+    const DType T = activation();
+    for (const auto& s : GELU_SIZES)
+        for (const bool bias_given : {false, true})
+            for (const int64_t gap : {0, 8, 3}) {
+                const int64_t N = s[0], C = s[1], OC = s[2];
+                SCOPED_TRACE(str("N ", N, " C ", C, " OC ", OC, " bias ", bias_given, " gap ", gap));
+                const auto view = [](const TestArray& t, int64_t columns) { return t.tensor().columns(0, columns); };
+                const TestArray inp = TestArray::random(T, {N, C}, 1);
+                const TestArray weight = TestArray::random(T, {OC, C}, 2, 2 / std::sqrt(double(C)));
+                const TestArray bias = TestArray::random(T, {OC}, 3);
+                const TestArray out = TestArray::poisoned(T, {N, OC + gap}),
+                                pre = TestArray::poisoned(T, {N, OC + gap});
+                matmul_forward_gelu(view(out, OC), view(pre, OC), inp, weight, bias_given ? bias.tensor() : Tensor{},
+                                    stream());
+                reference::Values ref =
+                    reference::matmul_forward(inp.data(), weight.data(), bias_given ? bias.data() : nullptr, N, C, OC);
+                expect_close("pre", take_columns(pre.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC, T);
+                expect_gaps_untouched("pre", pre.fetch(), OC + gap, OC);
+                ref = gelu_of(ref, T);
+                expect_close("out", take_columns(out.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC, T, 2);
+                expect_gaps_untouched("out", out.fetch(), OC + gap, OC);
+
+                const TestArray given = TestArray::random(T, {N, C + gap}, 4, 2),
+                                dout = TestArray::random(T, {N, OC}, 5);
+                const TestArray dinp = TestArray::poisoned(T, {N, C + gap});
+                matmul_backward_input_gelu(view(dinp, C), dout, weight, view(given, C), stream());
+                ref =
+                    times_gelu_gradient(reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, C, OC),
+                                        take_columns(given.values(), C + gap, C), T);
+                expect_close("dinp", take_columns(dinp.fetch(), C + gap, C), ref.value, ref.mag, OC, C, T, 2);
+                expect_gaps_untouched("dinp", dinp.fetch(), C + gap, C);
+            }
+}
+
+TEST_P(MatmulDTypes, GeluOfNothingIsFine) {
+    const DType T = activation();
+    const TestArray inp = TestArray::poisoned(T, {3, 0}), weight = TestArray::poisoned(T, {8, 0});
+    const TestArray bias = TestArray::random(T, {8}, 1), none = TestArray::poisoned(T, {0, 8});
+    const TestArray out = TestArray::poisoned(T, {3, 8}), pre = TestArray::poisoned(T, {3, 8});
+    matmul_forward_gelu(out, pre, inp, weight, bias, stream());  // no terms: gelu(bias)
+    std::vector<double> rows;
+    for (int n = 0; n < 3; n++) rows.insert(rows.end(), bias.values().begin(), bias.values().end());
+    expect_same_bits("pre", pre.fetch(), rows);
+    const reference::Values ref = reference::gelu_forward(rows.data(), 24);
+    expect_close("out", out.fetch(), ref.value, ref.mag, 1, 8, T);
+    const TestArray square = TestArray::random(T, {8, 8}, 2);
+    matmul_backward_input_gelu(none, none, square, none, stream());  // no rows: nothing to do
+}
+
+// --- tuning
+
+#ifdef USE_CUDA
+namespace {
+
+struct TunedProduct {
+    int64_t M, N, K;
+    bool transpose_a, transpose_b, accumulate;
+};
+
+std::vector<double> product_bits(DType T, const TunedProduct& p, Stream on) {
+    const TestArray a = TestArray::random(T, {p.transpose_a ? p.K : p.M, p.transpose_a ? p.M : p.K}, 1);
+    const TestArray b = TestArray::random(T, {p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N}, 2);
+    const TestArray out = TestArray::random(T, {p.M, p.N}, 3);
+    matmul(out, a, b, p.transpose_a, p.transpose_b, p.accumulate, on);
+    return out.fetch();
+}
+
+// A stream of a test's own: what it chose stays with it.
+struct OwnStream {
+    Stream stream = create_stream();
+    OwnStream() = default;
+    OwnStream(const OwnStream&) = delete;
+    ~OwnStream() { destroy_stream(stream); }
+    operator Stream() const { return stream; }
+};
+
+int64_t lines(const std::string& text) {
+    return std::count(text.begin(), text.end(), '\n');
+}
+
+}  // namespace
+
+TEST_P(MatmulDTypes, TunedProductsMatchOracleAndRepeat) {
+    const DType T = activation();
+    const OwnStream tuned;
+    std::vector<TunedProduct> products;
+    for (int i = 0; i < 8; i++) products.push_back({264, 136, 520, bool(i & 1), bool(i & 2), bool(i & 4)});
+    const int64_t header = lines(matmul_choices(tuned));
+    matmul_tuning(true, tuned);
+    for (const TunedProduct& p : products) product_bits(T, p, tuned);
+    matmul_tuning(false, tuned);
+    const std::string choices = matmul_choices(tuned);
+    EXPECT_EQ(lines(choices), header + int64_t(products.size())) << choices;
+
+    // Another stream that adopts them gives the same bits, and the same table.
+    const OwnStream other;
+    ASSERT_TRUE(matmul_use_choices(choices, other));
+    EXPECT_EQ(matmul_choices(other), choices);
+    for (const TunedProduct& p : products) {
+        SCOPED_TRACE(str(p.transpose_a, p.transpose_b, p.accumulate));
+        const std::vector<double> bits = product_bits(T, p, tuned);
+        expect_same_bits("again", bits, product_bits(T, p, tuned));
+        expect_same_bits("adopted", bits, product_bits(T, p, other));
+    }
+    EXPECT_EQ(matmul_choices(tuned), choices);  // nothing was timed while tuning was off
+
+    ASSERT_TRUE(matmul_use_choices(choices, stream()));
+    for (const TunedProduct& p : products)
+        check_product(library, {T, T}, p.M, p.N, p.K, p.transpose_a, p.transpose_b, p.accumulate, 0);
+}
+
+// What overwrites is right already in the call that tunes, epilogues included.
+TEST_P(MatmulDTypes, ResultsAreRightWhileTuning) {
+    const DType T = activation();
+    for (const auto& s : std::vector<std::vector<int64_t>>{{64, 128, 256}, {264, 520, 136}, {33, 1100, 120}}) {
+        const int64_t N = s[0], C = s[1], OC = s[2];
+        SCOPED_TRACE(str("N ", N, " C ", C, " OC ", OC));
+        const OwnStream tuned;
+        matmul_tuning(true, tuned);
+        const TestArray inp = TestArray::random(T, {N, C}, 1), dout = TestArray::random(T, {N, OC}, 4);
+        const TestArray weight = TestArray::random(T, {OC, C}, 2, 2 / std::sqrt(double(C)));
+        const TestArray bias = TestArray::random(T, {OC}, 3), pre = TestArray::poisoned(T, {N, OC});
+        const TestArray out = TestArray::poisoned(T, {N, OC}), dinp = TestArray::poisoned(T, {N, C});
+        reference::Values ref = reference::matmul_forward(inp.data(), weight.data(), bias.data(), N, C, OC);
+        matmul_forward(pre, inp, weight, bias, tuned);
+        expect_close("out", pre.fetch(), ref.value, ref.mag, C, OC, T);
+        device_fill(pre.tensor().data, 0xFF, size_t(pre.tensor().bytes()), tuned);
+        matmul_forward_gelu(out, pre, inp, weight, bias, tuned);
+        expect_close("pre", pre.fetch(), ref.value, ref.mag, C, OC, T);
+        ref = gelu_of(ref, T);
+        expect_close("gelu", out.fetch(), ref.value, ref.mag, C, OC, T, 2);
+        matmul_backward_input_gelu(dinp, dout, weight, inp, tuned);
+        ref = times_gelu_gradient(reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, C, OC),
+                                  inp.values(), T);
+        expect_close("dinp", dinp.fetch(), ref.value, ref.mag, OC, C, T, 2);
+        const TestArray dweight = TestArray::poisoned({OC, C}), dbias = TestArray::poisoned({OC});
+        matmul_backward_weight(dweight, dbias, dout, inp, false, tuned);
+        ref = reference::matmul_backward_weight(dout.data(), inp.data(), nullptr, N, C, OC);
+        expect_close("dweight", dweight.fetch(), ref.value, ref.mag, N, C);
+        ref = reference::matmul_backward_bias(dout.data(), nullptr, N, OC);
+        expect_close("dbias", dbias.fetch(), ref.value, ref.mag, N, OC);
+    }
+}
+
+namespace {
+
+// A table's text without its last line, and with a checksum that is right: FNV-1a of all before it.
+std::string without_checksum(const std::string& text) {
+    return text.substr(0, text.rfind("checksum "));
+}
+std::string with_checksum(const std::string& text) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3u;
+    return str(text, "checksum ", std::hex, hash, '\n');
+}
+
+std::string replaced(std::string text, const std::string& from, const std::string& to) {
+    const size_t at = text.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    return at == std::string::npos ? text : text.replace(at, from.size(), to);
+}
+
+}  // namespace
+
+TEST(MatmulTuning, ForeignAndDamagedTablesAreNotAdopted) {
+    const OwnStream own, fresh;
+    matmul_tuning(true, own);
+    product_bits(DType::F32, {64, 64, 64, false, true, false}, own);
+    const std::string choices = matmul_choices(own), empty = matmul_choices(fresh), body = without_checksum(choices);
+    ASSERT_EQ(with_checksum(body), choices);
+
+    EXPECT_TRUE(matmul_use_choices("", fresh));
+    EXPECT_FALSE(matmul_use_choices(with_checksum("another " + body), fresh));
+    EXPECT_FALSE(matmul_use_choices(with_checksum(replaced(body, "cuBLASLt ", "cuBLASLt 1")), fresh));
+    const std::string algorithm = body.substr(body.rfind(' ') - 128, 128);
+    for (const std::string& damaged :
+         {body, choices.substr(0, choices.size() / 2), choices + "x", replaced(choices, "fp32 fp32", "fp32 bf16"),
+          with_checksum(replaced(body, "fp32 fp32", "fp32 fp33")), with_checksum(replaced(body, "fp32 NT", "fp32 NX")),
+          with_checksum(replaced(body, " none ", " some ")), with_checksum(replaced(body, "64 64 64", "64 64 x")),
+          with_checksum(replaced(body, algorithm, algorithm.substr(2))),
+          with_checksum(replaced(body, algorithm, std::string(128, 'f'))), with_checksum(body + "64 64\n")})
+        expect_error([&] { matmul_use_choices(damaged, fresh); },
+                     "matmul_use_choices: the table of GEMM algorithms is damaged; without it they are timed again");
+    EXPECT_EQ(matmul_choices(fresh), empty);
+    EXPECT_TRUE(matmul_use_choices(choices, fresh));
+    EXPECT_EQ(matmul_choices(fresh), choices);
+}
+
+// Where tuning found GELU to be faster as a kernel of its own, that is what runs.
+TEST(MatmulTuning, ProductAndGeluMayStayApart) {
+    const DType T = DType::BF16;
+    const int64_t N = 64, C = 128, OC = 256;
+    const OwnStream own, same, other;
+    const TestArray inp = TestArray::random(T, {N, C}, 1), weight = TestArray::random(T, {OC, C}, 2, 0.1);
+    const TestArray bias = TestArray::random(T, {OC}, 3), dout = TestArray::random(T, {N, OC}, 4);
+    const TestArray out = TestArray::poisoned(T, {N, OC}), pre = TestArray::poisoned(T, {N, OC});
+    const TestArray dinp = TestArray::poisoned(T, {N, C});
+    matmul_tuning(true, own);
+    matmul_forward_gelu(out, pre, inp, weight, bias, own);
+    matmul_backward_input_gelu(dinp, dout, weight, inp, own);
+    std::string table = without_checksum(matmul_choices(own)), apart;
+    std::istringstream in(table);
+    for (std::string line; std::getline(in, line); apart += line + '\n')
+        if (line.find(" gelu") != std::string::npos) {  // the algorithm is the last word but one
+            const size_t end = line.rfind(' '), begin = line.rfind(' ', end - 1) + 1;
+            line.replace(begin, end - begin, "apart");
+        }
+    ASSERT_TRUE(matmul_use_choices(with_checksum(table), same));
+    EXPECT_EQ(without_checksum(matmul_choices(same)), table);
+    ASSERT_TRUE(matmul_use_choices(with_checksum(apart), other));
+    EXPECT_EQ(without_checksum(matmul_choices(other)), apart);
+
+    matmul_forward_gelu(out, pre, inp, weight, bias, other);
+    matmul_backward_input_gelu(dinp, dout, weight, inp, other);
+    const TestArray out2 = TestArray::poisoned(T, {N, OC}), pre2 = TestArray::poisoned(T, {N, OC});
+    const TestArray dinp2 = TestArray::poisoned(T, {N, C});
+    matmul_forward(pre2, inp, weight, bias, other);
+    gelu_forward(out2, pre2, other);
+    matmul_backward_input(dinp2, dout, weight, false, other);
+    gelu_backward(dinp2, dinp2, inp, other);
+    expect_same_bits("pre", pre.fetch(), pre2.fetch());
+    expect_same_bits("out", out.fetch(), out2.fetch());
+    expect_same_bits("dinp", dinp.fetch(), dinp2.fetch());
+}
+
+TEST(MatmulTuning, CacheIsTheUsers) {
+    const char* variables[] = {"XDG_CACHE_HOME", "HOME"};
+    std::vector<std::string> saved;
+    for (const char* name : variables) saved.push_back(std::getenv(name) ? std::getenv(name) : "");
+    setenv("XDG_CACHE_HOME", "/caches", 1);
+    setenv("HOME", "/home/ada", 1);
+    const std::string path = matmul_cache_path(stream());
+    EXPECT_EQ(path.rfind("/caches/train_gpt/gemm/", 0), 0u) << path;
+    EXPECT_NE(path.find("-cuBLASLt-"), std::string::npos) << path;
+    EXPECT_EQ(path.find(' '), std::string::npos) << path;
+    for (const char* ignored : {"", "relative"}) {
+        setenv("XDG_CACHE_HOME", ignored, 1);
+        EXPECT_EQ(matmul_cache_path(stream()), "/home/ada/.cache" + path.substr(7));
+    }
+    setenv("HOME", "", 1);
+    EXPECT_EQ(matmul_cache_path(stream()), "");
+    for (size_t i = 0; i < saved.size(); i++)
+        saved[i].empty() ? unsetenv(variables[i]) : setenv(variables[i], saved[i].c_str(), 1);
+}
+#else
+TEST(MatmulTuning, IsEmptyOnTheCpu) {
+    matmul_tuning(true, stream());
+    check_product(library, {}, 20, 30, 40, false, true, true, 0);
+    matmul_tuning(false, stream());
+    EXPECT_EQ(matmul_choices(stream()), "");
+    EXPECT_EQ(matmul_cache_path(stream()), "");
+    EXPECT_TRUE(matmul_use_choices("", stream()));
+    EXPECT_FALSE(matmul_use_choices("NVIDIA H100 80GB HBM3 cuBLASLt 13.1.0\n", stream()));
+}
+#endif
 
 TEST_P(MatmulDTypes, BiasGradientIsDeterministicAndAccurateOverManyRows) {
     const int64_t N = 5000, OC = 50;

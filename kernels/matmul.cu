@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <vector>
 
 #include "kernels/cuda_common.cuh"
 #include "kernels/gelu.h"
 #include "runtime/blas.h"
+#include "runtime/timing.h"
 
 namespace {
 
@@ -34,11 +36,14 @@ void require_library(const char* op, Stream stream) {
     require(stream.blas, op, ": the stream has no matrix library; make it with create_stream()");
 }
 
-// out = op(a)·op(b) (+ out if accumulate) with its epilogue; false, with nothing done, where the library can't. Shapes
-// are checked and not 0; bias and aux are null or of a's dtype.
-bool try_multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a,
-                  bool transpose_b, bool accumulate, GemmEpilogue epilogue, const Tensor& bias, const Tensor& aux,
-                  Stream stream) {
+// A product that is about to run. Shapes are checked; bias and aux are null or of a's dtype.
+struct Product {
+    GemmKey key;
+    GemmPointers pointers;
+};
+
+Product product(const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
+                bool accumulate, GemmEpilogue epilogue, const Tensor& bias, const Tensor& aux) {
     GemmKey key;
     key.M = out.shape[0], key.N = out.shape[1], key.K = a.shape[transpose_a ? 0 : 1];
     key.ld_out = row_stride(out), key.ld_a = row_stride(a), key.ld_b = row_stride(b);
@@ -49,7 +54,7 @@ bool try_multiply(const char* op, const Tensor& out, const Tensor& a, const Tens
     key.align_out = gemm_alignment(out.data), key.align_a = gemm_alignment(a.data);
     key.align_b = gemm_alignment(b.data), key.align_bias = gemm_alignment(bias.data);
     key.align_aux = gemm_alignment(aux.data);
-    return blas_multiply(op, key, {out.data, a.data, b.data, bias.data, aux.data}, stream);
+    return {key, {out.data, a.data, b.data, bias.data, aux.data}};
 }
 
 // out = op(a)·op(b) (+ out if accumulate) (+ bias). Shapes are checked; bias is null or of a's dtype.
@@ -66,21 +71,54 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         }
         return;
     }
-    const GemmEpilogue epilogue = bias ? GemmEpilogue::Bias : GemmEpilogue::None;
-    require(try_multiply(op, out, a, b, transpose_a, transpose_b, accumulate, epilogue, bias, Tensor{}, stream), op,
-            ": cuBLASLt has no algorithm for M = ", M, ", N = ", N, ", K = ", K, ", ", dtype_name(a.dtype), " to ",
-            dtype_name(out.dtype));
+    const auto [key, pointers] = product(out, a, b, transpose_a, transpose_b, accumulate,
+                                         bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, Tensor{});
+    GemmPlan& plan = blas_plan(op, key, pointers, stream);
+    require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", M, ", N = ", N, ", K = ", K, ", ",
+            dtype_name(a.dtype), " to ", dtype_name(out.dtype));
+    blas_multiply(op, key, plan, pointers, stream);
+}
+
+// What the library asks of a product with GELU is that rows of aux are whole multiples of 16 bytes, and where rows of
+// anything else aren't it takes a kernel that rounds the product before it goes on. Its GELU is not exact to fp32, and
+// it takes no empty operands.
+bool can_fuse_gelu(const char* op, std::initializer_list<Tensor> matrices, Stream stream) {
+    require_library(op, stream);
+    bool whole = rows_aligned(matrices);
+    for (const Tensor& t : matrices)
+        whole = whole && t.dtype != DType::F32 && t.numel() > 0 && t.shape[1] * dtype_size(t.dtype) % 16 == 0;
+    return whole;
+}
+
+// A product with GELU in its epilogue; or `apart`, which does the same in two kernels, where the library has no such
+// product or was found to be slower: for some shapes it has only slow ones.
+template <typename Apart>
+void multiply_fused(const char* op, const Product& p, Stream stream, Apart apart) {
+    GemmPlan& plan = blas_plan(op, p.key, p.pointers, stream);
+    const auto fused = [&] { blas_multiply(op, p.key, plan, p.pointers, stream); };
+    if (stream.blas->tuning && plan.possible && !plan.compared) {
+        apart();  // times its product
+        const std::vector<double> medians = time_in_turns({fused, apart}, stream);
+        plan.possible = medians[1] >= GEMM_TUNING_MARGIN * medians[0];
+        plan.milliseconds = medians[plan.possible ? 0 : 1];
+        plan.compared = true;
+    }
+    if (plan.possible)
+        fused();
+    else
+        apart();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // The bias gradient: sums over the rows of a matrix, in an order that depends on sizes and GPU alone. Blocks sum a
 // chunk of rows each, and a second kernel the chunks.
 
-constexpr int SUM_WARPS = 8;
+constexpr int SUM_WARPS = 16, SUM_LOADS = 8;
 
-// partial [chunks, columns]; a thread owns W columns, a block's warps take its rows in turns.
+// partial [chunks, columns]; a thread owns W columns, a block's warps take its rows in turns, and a warp asks for
+// SUM_LOADS of them at once: two blocks of a multiprocessor then have enough bytes under way to fill the memory's pipe.
 template <typename T, int W>
-__global__ void __launch_bounds__(SUM_WARPS* WARP)
+__global__ void __launch_bounds__(SUM_WARPS* WARP, 2)
     sum_chunks_kernel(float* partial, const T* inp, int64_t stride, int64_t rows, int64_t columns, int64_t chunk) {
     __shared__ float sums[SUM_WARPS][WARP * W];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -88,11 +126,17 @@ __global__ void __launch_bounds__(SUM_WARPS* WARP)
     const int64_t end = min(rows, first + chunk);
     Floats<W> sum = {};
     if (column < columns) {
-#pragma unroll 4
-        for (int64_t row = first + warp; row < end; row += SUM_WARPS) {
-            const Floats<W> x = load_floats<W>(inp + row * stride + column);
+        for (int64_t row = first + warp; row < end; row += SUM_LOADS * SUM_WARPS) {
+            Pack<T, W> x[SUM_LOADS] = {};
 #pragma unroll
-            for (int i = 0; i < W; i++) sum[i] += x[i];
+            for (int i = 0; i < SUM_LOADS; i++)
+                if (row + i * SUM_WARPS < end) x[i] = load_pack<W>(inp + (row + i * SUM_WARPS) * stride + column);
+#pragma unroll
+            for (int i = 0; i < SUM_LOADS; i++) {
+                const Floats<W> y = as_floats(x[i]);
+#pragma unroll
+                for (int k = 0; k < W; k++) sum[k] += y[k];
+            }
         }
     }
 #pragma unroll
@@ -108,12 +152,24 @@ __global__ void __launch_bounds__(SUM_WARPS* WARP)
     }
 }
 
-__global__ void add_chunks_kernel(float* out, const float* partial, int64_t chunks, int64_t columns, bool accumulate) {
-    const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (column >= columns) return;
+// A block sums a warp's width of columns; its warps take the chunks in turns.
+__global__ void __launch_bounds__(SUM_WARPS* WARP)
+    add_chunks_kernel(float* out, const float* partial, int64_t chunks, int64_t columns, bool accumulate) {
+    __shared__ float sums[SUM_WARPS][WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t column = int64_t(blockIdx.x) * WARP + lane;
     float sum = 0;
-    for (int64_t c = 0; c < chunks; c++) sum += partial[c * columns + column];
-    out[column] = accumulate ? out[column] + sum : sum;
+    if (column < columns) {
+#pragma unroll 4
+        for (int64_t c = warp; c < chunks; c += SUM_WARPS) sum += partial[c * columns + column];
+    }
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    float total = 0;
+#pragma unroll
+    for (int w = 0; w < SUM_WARPS; w++) total += sums[w][lane];
+    out[column] = accumulate ? out[column] + total : total;
 }
 
 // The partial sums lie in the library's workspace: the stream orders its uses.
@@ -126,9 +182,9 @@ void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumul
         using T = decltype(zero);
         dispatch_width<T>(rows_aligned({inp}) && columns % FULL_WIDTH<T> == 0, [&](auto width) {
             const int64_t blocks = ceil_div(columns, WARP * width);
-            // Eight blocks for each multiprocessor, but no fewer than 8 rows for each warp.
+            // All blocks at once, two on each multiprocessor, but no fewer than a warp's loads for each warp.
             const int64_t wanted = std::max<int64_t>(
-                1, std::min(ceil_div(num_multiprocessors() * 8, blocks), ceil_div(rows, SUM_WARPS * 8)));
+                1, std::min(num_multiprocessors() * 2 / blocks, ceil_div(rows, SUM_WARPS * SUM_LOADS)));
             const int64_t chunk = std::max<int64_t>(1, ceil_div(rows, std::min({wanted, room, int64_t(65535)})));
             const int64_t chunks = ceil_div(rows, chunk);  // 0 without rows
             float* partial = static_cast<float*>(stream.blas->workspace);
@@ -138,7 +194,7 @@ void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumul
                         partial, inp.as<T>(), row_stride(inp), rows, columns, chunk);
                 check_launch(op, stream);
             }
-            add_chunks_kernel<<<unsigned(ceil_div(columns, 128)), 128, 0, cuda_stream(stream)>>>(
+            add_chunks_kernel<<<unsigned(ceil_div(columns, WARP)), SUM_WARPS * WARP, 0, cuda_stream(stream)>>>(
                 out.as<float>(), partial, chunks, columns, accumulate);
             check_launch(op, stream);
         });
@@ -149,12 +205,6 @@ void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumul
 void check_out_dtype(const char* op, const char* name, const Tensor& out, DType dtype) {
     require(!out || out.dtype == dtype || out.dtype == DType::F32, op, ": ", name, " is ", dtype_name(out.dtype), " ",
             shape_string(out), ", expected ", dtype_name(dtype), " or fp32");
-}
-
-// The library's GELU is not exact to fp32, and it takes no empty operands.
-bool can_fuse_gelu(const char* op, const Tensor& a, const Tensor& weight, Stream stream) {
-    require_library(op, stream);
-    return a.dtype != DType::F32 && a.numel() > 0 && weight.numel() > 0;
 }
 
 // The arguments of a linear layer's forward pass but out; returns their dtype.
@@ -203,18 +253,18 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
     multiply(op, out, inp, weight, false, true, false, bias, stream);
 }
 
-// Where the library has no such product (fp32, rows that aren't aligned), product and activation are two kernels.
 void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
     const char* op = "matmul_forward_gelu";
     const DType dtype = check_forward(op, inp, weight, bias);
     check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
     check_matrix(op, "pre", pre, inp.shape[0], weight.shape[0], Given::Required, dtype);
+    const auto apart = [&] {
+        multiply(op, pre, inp, weight, false, true, false, bias, stream);
+        gelu_forward(out, pre, stream);
+    };
+    if (!can_fuse_gelu(op, {out, pre, inp, weight}, stream)) return apart();
     const GemmEpilogue epilogue = bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu;
-    if (can_fuse_gelu(op, inp, weight, stream) &&
-        try_multiply(op, out, inp, weight, false, true, false, epilogue, bias, pre, stream))
-        return;
-    multiply(op, pre, inp, weight, false, true, false, bias, stream);
-    gelu_forward(out, pre, stream);
+    multiply_fused(op, product(out, inp, weight, false, true, false, epilogue, bias, pre), stream, apart);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream) {
@@ -227,11 +277,13 @@ void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor 
     const char* op = "matmul_backward_input_gelu";
     const DType dtype = check_backward_input(op, dinp, dout, weight);
     check_matrix(op, "pre", pre, dinp.shape[0], dinp.shape[1], Given::Required, dtype);
-    if (can_fuse_gelu(op, dout, weight, stream) &&
-        try_multiply(op, dinp, dout, weight, false, false, false, GemmEpilogue::GeluBackward, Tensor{}, pre, stream))
-        return;
-    multiply(op, dinp, dout, weight, false, false, false, Tensor{}, stream);
-    gelu_backward(dinp, dinp, pre, stream);
+    const auto apart = [&] {
+        multiply(op, dinp, dout, weight, false, false, false, Tensor{}, stream);
+        gelu_backward(dinp, dinp, pre, stream);
+    };
+    if (!can_fuse_gelu(op, {dinp, pre, dout, weight}, stream)) return apart();
+    const GemmEpilogue epilogue = GemmEpilogue::GeluBackward;
+    multiply_fused(op, product(dinp, dout, weight, false, false, false, epilogue, Tensor{}, pre), stream, apart);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
@@ -272,17 +324,14 @@ std::string matmul_cache_path(Stream) {
         folder = std::string(home) + "/.cache";
     else
         return "";
-    std::string name = blas_device_and_version();
+    std::string name = device_name() + " " + blas_version();
     for (char& c : name)
         if (c == ' ' || c == '/') c = '-';
     return folder + "/train_gpt/gemm/" + name + ".txt";
 }
 
 const char* matmul_library() {
-    static const std::string name = [] {
-        const size_t version = cublasLtGetVersion();
-        return str("cuBLASLt ", version / 10000, ".", version / 100 % 100, ".", version % 100);
-    }();
+    static const std::string name = blas_version();
     return name.c_str();
 }
 
@@ -319,16 +368,9 @@ double measured_peak_flops(Stream stream, DType dtype) {
         }
     });
 
-    Event begin, end;
-    constexpr int REPEATS = 5;
+    const auto run = [&] { matmul(matrix(out.get()), matrix(a.get()), matrix(b.get()), false, true, false, stream); };
     double best = 0;
-    for (int i = 0; i < 4; i++) {  // the first warms up
-        begin.record(stream);
-        for (int r = 0; r < REPEATS; r++)
-            matmul(matrix(out.get()), matrix(a.get()), matrix(b.get()), false, true, false, stream);
-        end.record(stream);
-        end.wait();
-        best = std::max(best, REPEATS * 2.0 * double(n) * double(n) * double(n) / (elapsed_ms(begin, end) * 1e-3));
-    }
+    for (int i = 0; i < 4; i++)  // the first warms up
+        best = std::max(best, 2.0 * double(n) * double(n) * double(n) / (timed_ms(run, 5, stream) * 1e-3));
     return best;
 }

@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <limits>
 #include <memory>
 #include <sstream>
 #include <tuple>
 #include <vector>
 
 #include "runtime/cuda_check.h"
+#include "runtime/timing.h"
 
 namespace {
 
@@ -126,8 +129,11 @@ int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& p
                    "cublasLtMatmulPreferenceSetAttribute");
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(blas.workspace_bytes));
-    // Products split along K may sum their parts in fp32 only.
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    // Products split along K may sum their parts in fp32 only, and not at all where an epilogue follows: then the
+    // library rounds the sum to 16 bits before it adds the bias.
+    const bool split = key.out_dtype == DType::F32 || key.epilogue == GemmEpilogue::None;
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t(split ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(key.align_b));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(key.align_a));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(key.align_out));
@@ -142,6 +148,11 @@ cublasStatus_t launch(const Blas& blas, GemmPlan& plan, const GemmPointers& p, b
     const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 what out holds is not read, NaN included
     return cublasLtMatmul(blas.handle, &plan.desc, &alpha, p.b, &plan.b, p.a, &plan.a, &beta, p.out, &plan.out, p.out,
                           &plan.out, &plan.algorithm, blas.workspace, blas.workspace_bytes, cuda_stream(stream));
+}
+
+void require_success(const char* op, const GemmKey& key, cublasStatus_t status) {
+    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLtMatmul failed (", cublasLtGetStatusString(status),
+            ") for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -179,71 +190,47 @@ unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& 
     return value;
 }
 
-// Device time of `runs` products in a row, in milliseconds for each.
-class ProductTimer {
-  public:
-    ProductTimer(const Blas& blas_, const char* op_, Stream stream_) : blas(blas_), op(op_), stream(stream_) {
-        cuda_check(cudaEventCreate(&begin), op);
-        const cudaError_t status = cudaEventCreate(&end);
-        if (status != cudaSuccess) cudaEventDestroy(begin);
-        cuda_check(status, op);
-    }
-    ProductTimer(const ProductTimer&) = delete;
-    ~ProductTimer() {
-        cudaEventDestroy(begin);
-        cudaEventDestroy(end);
-    }
-    // Negative: the library refused.
-    float operator()(GemmPlan& plan, const GemmPointers& p, bool accumulate, int runs) {
-        cuda_check(cudaEventRecord(begin, cuda_stream(stream)), op);
-        for (int i = 0; i < runs; i++)
-            if (launch(blas, plan, p, accumulate, stream) != CUBLAS_STATUS_SUCCESS) return -1;
-        cuda_check(cudaEventRecord(end, cuda_stream(stream)), op);
-        cuda_check(cudaEventSynchronize(end), op);
-        float milliseconds = 0;
-        cuda_check(cudaEventElapsedTime(&milliseconds, begin, end), op);
-        return milliseconds / float(runs);
-    }
-
-  private:
-    const Blas& blas;
-    const char* op;
-    Stream stream;
-    cudaEvent_t begin = nullptr, end = nullptr;
-};
-
 // Leaves the fastest algorithm in the plan; out is overwritten. Inputs stay in the L2 cache from run to run as far as
-// they fit, as they do in training. A later candidate must be faster by 1%: differences below that are noise, and among
-// equals the library's own order decides.
+// they fit, as they do in training.
 void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
-    constexpr float MARGIN = 0.99f, HOPELESS = 1.25f, SAMPLE_MS = 2;
-    constexpr int SAMPLES = 3, MAX_RUNS = 20;
+    constexpr double HOPELESS = 1.25;  // times the fastest single run
     cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
     const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
-    ProductTimer time(blas, op, stream);
-    GemmPlan candidate = plan;
+    std::vector<GemmPlan> runners;
+    double fastest = std::numeric_limits<double>::max();
     for (int i = 0; i < count; i++) {
         if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
-        candidate.algorithm = results[i].algo;
+        plan.algorithm = results[i].algo;
         // Twice without adding, so that both runs must give the same bits. The first one warms up.
-        if (time(candidate, p, false, 1) < 0) continue;
+        bool accepted = true;
+        const auto run = [&] { accepted = launch(blas, plan, p, false, stream) == CUBLAS_STATUS_SUCCESS && accepted; };
+        run();
+        if (!accepted) continue;
         const unsigned long long first = hash_result(blas, op, key, p.out, stream);
-        const float once = time(candidate, p, false, 1);
-        if (once < 0 || hash_result(blas, op, key, p.out, stream) != first) continue;
-        if (plan.milliseconds >= 0 && once > HOPELESS * plan.milliseconds) continue;
-        const int runs = std::clamp(int(SAMPLE_MS / once), 1, MAX_RUNS);
-        float best = time(candidate, p, key.accumulate, runs);
-        for (int sample = 1; sample < SAMPLES && best >= 0; sample++)
-            best = std::min(best, time(candidate, p, key.accumulate, runs));
-        if (best < 0 || (plan.milliseconds >= 0 && best > MARGIN * plan.milliseconds)) continue;
-        plan.algorithm = candidate.algorithm;
-        plan.milliseconds = best;
+        plan.milliseconds = timed_ms(run, 1, stream);
+        if (!accepted || hash_result(blas, op, key, p.out, stream) != first) continue;
+        runners.push_back(plan);
+        fastest = std::min(fastest, plan.milliseconds);
     }
+    require(!runners.empty(), op, ": none of cuBLASLt's ", count,
+            " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+    const auto hopeless = [&](const GemmPlan& r) { return r.milliseconds > HOPELESS * fastest; };
+    runners.erase(std::remove_if(runners.begin(), runners.end(), hopeless), runners.end());
+
+    std::vector<std::function<void()>> work;
+    for (GemmPlan& runner : runners)
+        work.push_back([&] { require_success(op, key, launch(blas, runner, p, key.accumulate, stream)); });
+    const std::vector<double> medians = time_in_turns(work, stream);
+    size_t best = 0;
+    for (size_t i = 1; i < runners.size(); i++)
+        if (medians[i] < GEMM_TUNING_MARGIN * medians[best]) best = i;
+    plan.algorithm = runners[best].algorithm;
+    plan.milliseconds = medians[best];
 }
 
 }  // namespace
 
-bool blas_multiply(const char* op, const GemmKey& key, const GemmPointers& p, Stream stream) {
+GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, Stream stream) {
     Blas& blas = *stream.blas;
     auto found = blas.plans.find(key);
     if (found == blas.plans.end()) {
@@ -254,14 +241,15 @@ bool blas_multiply(const char* op, const GemmKey& key, const GemmPointers& p, St
         found = blas.plans.emplace(key, plan).first;
     }
     GemmPlan& plan = found->second;
-    if (!plan.possible) return false;
     set_pointers(plan, op, p.bias, p.aux);
-    if (blas.tuning && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
-    const cublasStatus_t status = launch(blas, plan, p, key.accumulate, stream);
-    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLtMatmul failed (", cublasLtGetStatusString(status),
-            ") for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+    if (blas.tuning && plan.possible && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
+    return plan;
+}
+
+void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
+    set_pointers(plan, op, p.bias, p.aux);
+    require_success(op, key, launch(*stream.blas, plan, p, key.accumulate, stream));
     check_launch(op, stream);
-    return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -275,6 +263,7 @@ constexpr const char* LEGEND =
     "algorithm, ms";
 constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
+constexpr const char* APART = "apart";  // for an algorithm, where product and activation are faster as two kernels
 constexpr const char* HEX = "0123456789abcdef";
 
 std::string hex(const void* data, size_t bytes) {
@@ -301,20 +290,25 @@ std::string checksum(const std::string& text) {
     return str("checksum ", std::hex, hash);
 }
 
+// What times hold for: the table's first line.
+std::string timed_with() {
+    return device_name() + " " + blas_version();
+}
+
 std::string line_of(const GemmKey& k, const GemmPlan& plan) {
     return str(k.M, ' ', k.N, ' ', k.K, ' ', k.ld_out, ' ', k.ld_a, ' ', k.ld_b, ' ', k.ld_aux, ' ',
                dtype_name(k.dtype), ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ',
                k.accumulate, ' ', EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ',
-               k.align_bias, ' ', k.align_aux, ' ', hex(&plan.algorithm, sizeof(plan.algorithm)), ' ',
-               plan.milliseconds);
+               k.align_bias, ' ', k.align_aux, ' ',
+               plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ', plan.milliseconds);
 }
 
-bool parse_line(const std::string& line, GemmKey& k, cublasLtMatmulAlgo_t& algorithm, float& milliseconds) {
+bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     std::istringstream in(line);
     std::string dtype, out_dtype, transposes, epilogue, bytes;
     in >> k.M >> k.N >> k.K >> k.ld_out >> k.ld_a >> k.ld_b >> k.ld_aux >> dtype >> out_dtype >> transposes >>
         k.accumulate >> epilogue >> k.align_out >> k.align_a >> k.align_b >> k.align_bias >> k.align_aux >> bytes >>
-        milliseconds;
+        plan.milliseconds;
     const auto parse_dtype = [](const std::string& name, DType& to) {
         for (const DType d : DTYPES)
             if (name == dtype_name(d)) return to = d, true;
@@ -322,28 +316,24 @@ bool parse_line(const std::string& line, GemmKey& k, cublasLtMatmulAlgo_t& algor
     };
     const auto found = std::find(EPILOGUES.begin(), EPILOGUES.end(), epilogue);
     if (!in || !(in >> std::ws).eof() || found == EPILOGUES.end() || transposes.size() != 2 ||
-        transposes.find_first_not_of("NT") != std::string::npos || !(milliseconds >= 0))
+        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0))
         return false;
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
     k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
+    plan.possible = bytes != APART;
     return parse_dtype(dtype, k.dtype) && parse_dtype(out_dtype, k.out_dtype) &&
-           parse_hex(bytes, &algorithm, sizeof(algorithm));
+           (!plan.possible || parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm)));
 }
 
 }  // namespace
 
-std::string blas_device_and_version() {
-    const char* op = "matmul_choices";
-    int device = 0;
-    cuda_check(cudaGetDevice(&device), op);
-    cudaDeviceProp properties;
-    cuda_check(cudaGetDeviceProperties(&properties, device), op);
+std::string blas_version() {
     const size_t version = cublasLtGetVersion();
-    return str(properties.name, " cuBLASLt ", version / 10000, ".", version / 100 % 100, ".", version % 100);
+    return str("cuBLASLt ", version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
 std::string blas_choices(const Blas& blas) {
-    std::string text = str(blas_device_and_version(), '\n', LEGEND, '\n');
+    std::string text = str(timed_with(), '\n', LEGEND, '\n');
     for (const auto& [key, plan] : blas.plans)
         if (plan.milliseconds >= 0) text += line_of(key, plan) + '\n';
     return text + checksum(text) + '\n';
@@ -355,7 +345,7 @@ bool blas_use_choices(Blas& blas, const std::string& text) {
     std::istringstream lines(text);
     std::string line;
     std::getline(lines, line);
-    if (line != blas_device_and_version()) return false;
+    if (line != timed_with()) return false;
 
     const char* damaged = ": the table of GEMM algorithms is damaged; without it they are timed again";
     const size_t last = text.rfind("checksum ");
@@ -364,15 +354,17 @@ bool blas_use_choices(Blas& blas, const std::string& text) {
     while (std::getline(lines, line)) {
         if (line[0] == '#' || line.rfind("checksum ", 0) == 0) continue;
         GemmKey key;
-        cublasLtMatmulAlgo_t algorithm;
-        float milliseconds = 0;
-        require(parse_line(line, key, algorithm, milliseconds), op, damaged);
+        GemmPlan listed;
+        require(parse_line(line, key, listed), op, damaged);
         GemmPlan plan = describe(blas, op, key);
-        plan.algorithm = algorithm, plan.milliseconds = milliseconds, plan.possible = true;
+        plan.possible = listed.possible, plan.algorithm = listed.algorithm, plan.milliseconds = listed.milliseconds;
+        plan.compared = true;
         cublasLtMatmulHeuristicResult_t result{};
-        const cublasStatus_t status = cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out,
-                                                              &plan.out, &plan.algorithm, &result);
-        require(status == CUBLAS_STATUS_SUCCESS && result.workspaceSize <= blas.workspace_bytes, op, damaged);
+        if (plan.possible)
+            require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
+                                            &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+                        result.workspaceSize <= blas.workspace_bytes,
+                    op, damaged);
         adopted[key] = plan;
     }
     for (const auto& [key, plan] : adopted) blas.plans[key] = plan;

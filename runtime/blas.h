@@ -44,12 +44,16 @@ struct GemmPointers {
 };
 
 struct GemmPlan {
-    cublasLtMatmulDescOpaque_t desc;
-    cublasLtMatrixLayoutOpaque_t a, b, out;
-    cublasLtMatmulAlgo_t algorithm;
-    bool possible = false;    // false: the library has no algorithm for this
-    float milliseconds = -1;  // as timed; negative: the heuristic's choice
+    cublasLtMatmulDescOpaque_t desc = {};
+    cublasLtMatrixLayoutOpaque_t a = {}, b = {}, out = {};
+    cublasLtMatmulAlgo_t algorithm = {};
+    bool possible = false;     // false: the library has no algorithm for this, or apart from its epilogue it is faster
+    bool compared = false;     // with product and activation as two kernels
+    double milliseconds = -1;  // as timed; negative: not timed, the heuristic's choice
 };
+
+// A later candidate must be faster by more than 1%: less is noise, and among equals the first one stays.
+constexpr double GEMM_TUNING_MARGIN = 0.99;
 
 struct Blas {
     cublasLtHandle_t handle = nullptr;
@@ -65,10 +69,15 @@ void destroy_blas(Blas* blas);
 // The alignment of p as keys have it.
 int64_t gemm_alignment(const void* p);
 
-// out = op(a)·op(b) (+ out), with its epilogue; false, with nothing done, where the library can't. No size may be 0.
-bool blas_multiply(const char* op, const GemmKey& key, const GemmPointers& pointers, Stream stream);
+// The plan of a product, made at the first call and timed while tuning is on, which overwrites out and aux. No size may
+// be 0.
+GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& pointers, Stream stream);
 
-// The table of timed algorithms as text, and back: kernels/matmul.h says how they behave.
+// out = op(a)·op(b) (+ out), with its epilogue, by a plan that is possible.
+void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& pointers, Stream stream);
+
+// The table of timed algorithms as text, and back: kernels/matmul.h says what they promise.
 std::string blas_choices(const Blas& blas);
 bool blas_use_choices(Blas& blas, const std::string& text);
-std::string blas_device_and_version();  // "NVIDIA H100 80GB HBM3 cuBLASLt 13.1.0"
+
+std::string blas_version();  // "cuBLASLt 13.1.0"

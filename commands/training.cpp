@@ -1,0 +1,149 @@
+#include "commands/training.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cmath>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "runtime/files.h"
+#include "runtime/rng.h"
+
+using nlohmann::json;
+
+double learning_rate(const TrainOptions& o, int64_t step) {
+    if (step < o.warmup) return o.lr * double(step + 1) / double(o.warmup);
+    const double last = double(std::max<int64_t>(o.steps - 1 - o.warmup, 1));
+    const double progress = std::min(1.0, double(step - o.warmup) / last);  // 0 after the warmup, 1 at the last step
+    const double low = o.final_lr;
+    switch (o.schedule) {
+        case Schedule::Constant:
+            return o.lr;
+        case Schedule::Linear:
+            return o.lr * (1 - progress * (1 - low));
+        case Schedule::Cosine:
+            return o.lr * (low + (1 - low) * 0.5 * (1 + std::cos(M_PI * progress)));
+        case Schedule::WSD: {
+            const double decayed = o.decay_fraction > 0 ? std::max(0.0, (progress - 1) / o.decay_fraction + 1) : 0;
+            return o.lr * (1 - decayed * (1 - low));
+        }
+    }
+    return o.lr;
+}
+
+void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
+    if (source.directory.empty()) return;
+    const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
+    require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), data.path,
+            " was made with another tokenizer than ", source.directory,
+            " has; make the data with TOKENIZER=", source.directory);
+    require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size, " and ",
+            source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
+}
+
+namespace {
+
+// Names the training tokens: a resumed run must find the same ones.
+std::string fingerprint(const TokenFiles& files) {
+    std::string sample = std::to_string(files.size());
+    const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
+    std::vector<int32_t> tokens(static_cast<size_t>(n));
+    for (const int64_t begin : {int64_t(0), (files.size() - n) / 2, files.size() - n}) {
+        files.read(begin, n, tokens.data(), 0);
+        sample.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
+    }
+    char text[17];
+    std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
+    return text;
+}
+
+// `key = value` in run.toml, in place of the line that is there.
+void set_toml(std::string& toml, const std::string& key, const std::string& value) {
+    size_t begin = 0;
+    while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
+        const size_t end = toml.find('\n', begin);
+        begin = end == std::string::npos ? toml.size() : end + 1;
+    }
+    size_t end = toml.find('\n', begin);
+    end = end == std::string::npos ? toml.size() : end + 1;
+    toml.replace(begin, end - begin, key + "=" + value + "\n");
+}
+
+// The nearest totals that a micro-step of so many tokens divides: an error message's remedy.
+std::string nearest_multiples(int64_t wanted, int64_t unit) {
+    const int64_t below = wanted / unit * unit;
+    return below ? str(below, " or ", below + unit) : str(unit);
+}
+
+}  // namespace
+
+TrainSetup check_training(TrainOptions o, int64_t world) {
+    DataDirectory data = open_data(o.data);
+    TokenFiles train_files(data.train_pattern());
+    std::unique_ptr<TokenFiles> val_files;
+    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(data.val_pattern());
+    ModelSource source = o.model.resolve(data.vocab_size);
+    check_same_tokenizer(data, source);
+    // A fresh model's special ids are those of the tokenizer that it will be saved with.
+    if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
+    require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
+            " doesn't tell which token ends a document; leave it out");
+
+    require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
+            " is too large; lower one of them");
+    const int64_t micro_tokens = o.batch_size * o.seq_len * world;
+
+    require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
+    const std::vector<std::string> checkpoints =
+        path_exists(o.out) ? list_checkpoints(o.out) : std::vector<std::string>{};
+    require(o.resume || checkpoints.empty(), "--out ", o.out,
+            " already holds checkpoints; add --resume to go on, or name another folder");
+
+    TrainSetup s{std::move(o),
+                 std::move(data),
+                 std::move(train_files),
+                 std::move(val_files),
+                 std::move(source),
+                 "",
+                 "",
+                 0,
+                 0,
+                 "",
+                 1};
+    s.data_fingerprint = fingerprint(s.train_files);
+    if (!checkpoints.empty()) {
+        s.checkpoint = join_path(s.o.out, checkpoints.back());
+        const std::string path = join_path(s.checkpoint, "trainer.json");
+        const json t = read_json(path);
+        try {
+            const int64_t stored_total = t.at("total_batch_tokens");
+            if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
+            auto same = [&](bool ok, const char* what, const json& stored) {
+                require(ok, "--resume: ", what, " was ", stored.dump(), " when ", s.checkpoint,
+                        " was written and can't change; start a new run in another --out");
+            };
+            same(t.at("seed") == s.o.seed, "--seed", t.at("seed"));
+            same(t.at("seq_len") == s.o.seq_len, "--seq-len", t.at("seq_len"));
+            same(stored_total == s.o.total_batch_tokens, "--total-batch-tokens", t.at("total_batch_tokens"));
+            same(t.at("data") == s.data_fingerprint, "the data's fingerprint", t.at("data"));
+            const json model = config_to_json(find_model(s.checkpoint).config, json::object());
+            same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
+            s.first_step = t.at("step");
+            s.adam_steps = t.at("adam_steps");
+            s.gemm_choices = t.value("gemm", "");
+            require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
+        } catch (const json::exception& e) {
+            throw Error(
+                str(path, ": damaged (", e.what(), "); remove ", s.checkpoint, " to go on from the checkpoint before"));
+        }
+    }
+    if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
+    require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
+            " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
+            "; the nearest that are: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
+    s.micro_steps = s.o.total_batch_tokens / micro_tokens;
+    if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
+    set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
+    set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
+    return s;
+}

@@ -1,0 +1,175 @@
+// Preloaded into a process to count its allocations (dev/preload.h), those of libraries included. A test asks
+//
+//   long alloc_shim_host(void)     calls of malloc, calloc, realloc, aligned_alloc, posix_memalign and memalign, which
+//                                  new and everything else in the process comes down to
+//   long alloc_shim_device(void)   calls that ask CUDA for memory, of the device or page-locked
+//
+// by dlsym(RTLD_DEFAULT, …) before and after what must not allocate. Counts are of the whole process since its start,
+// from all threads; a call that fails counts too.
+//
+// Calls of the shared CUDA runtime meet the definitions here. Libraries such as cuBLAS carry a static runtime, which
+// takes the driver's functions from dlsym and cuGetProcAddress; so these two are interposed as well, and give out
+// counting functions. A call of the runtime counts once, although the driver is called inside. What the driver
+// itself takes unasked (code that is loaded late, a stack that grows) shows in cudaMemGetInfo, not here.
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+static atomic_long host_calls, device_calls;
+
+long alloc_shim_host(void) {
+    return atomic_load(&host_calls);
+}
+
+long alloc_shim_device(void) {
+    return atomic_load(&device_calls);
+}
+
+// --- the host. glibc's own names need no look-up; dlsym allocates and would come back here.
+
+extern void* __libc_malloc(size_t bytes);
+extern void* __libc_calloc(size_t number, size_t bytes);
+extern void* __libc_realloc(void* data, size_t bytes);
+extern void* __libc_memalign(size_t alignment, size_t bytes);
+
+static void count(atomic_long* calls) {
+    atomic_fetch_add_explicit(calls, 1, memory_order_relaxed);
+}
+
+void* malloc(size_t bytes) {
+    count(&host_calls);
+    return __libc_malloc(bytes);
+}
+
+void* calloc(size_t number, size_t bytes) {
+    count(&host_calls);
+    return __libc_calloc(number, bytes);
+}
+
+void* realloc(void* data, size_t bytes) {
+    count(&host_calls);
+    return __libc_realloc(data, bytes);
+}
+
+void* memalign(size_t alignment, size_t bytes) {
+    count(&host_calls);
+    return __libc_memalign(alignment, bytes);
+}
+
+void* aligned_alloc(size_t alignment, size_t bytes) {
+    return memalign(alignment, bytes);
+}
+
+int posix_memalign(void** data, size_t alignment, size_t bytes) {
+    if (alignment % sizeof(void*) != 0 || alignment == 0 || (alignment & (alignment - 1)) != 0) return EINVAL;
+    void* const p = memalign(alignment, bytes);
+    if (!p) return ENOMEM;
+    *data = p;
+    return 0;
+}
+
+// --- the device. cudaError_t and CUresult are ints, handles are pointers; nothing of CUDA is needed to build this.
+
+enum { NOT_FOUND = 500 };  // cudaErrorSymbolNotFound, CUDA_ERROR_NOT_FOUND
+
+static _Thread_local int inside;  // a call that is counted already
+
+static void* real_dlsym(void* handle, const char* name) {
+    static void* (*volatile found)(void*, const char*);
+    if (!found) {
+        // Its versions: glibc 2.34 and later, x86-64 before, aarch64 before.
+        const char* const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
+        for (int i = 0; i < 3 && !found; i++) *(void* volatile*)&found = dlvsym(RTLD_NEXT, "dlsym", versions[i]);
+    }
+    return found ? found(handle, name) : NULL;
+}
+
+// A counting function and the one behind it: what dlsym or cuGetProcAddress gave, else the next library's.
+#define COUNTED(name, parameters, arguments)                          \
+    static void* volatile name##_real;                                \
+    int name parameters {                                             \
+        if (!name##_real) name##_real = real_dlsym(RTLD_NEXT, #name); \
+        if (!name##_real) return NOT_FOUND;                           \
+        if (!inside) count(&device_calls);                            \
+        inside++;                                                     \
+        const int status = ((int(*) parameters)name##_real)arguments; \
+        inside--;                                                     \
+        return status;                                                \
+    }
+
+COUNTED(cudaMalloc, (void** data, size_t bytes), (data, bytes))
+COUNTED(cudaMallocAsync, (void** data, size_t bytes, void* stream), (data, bytes, stream))
+COUNTED(cudaMallocManaged, (void** data, size_t bytes, unsigned flags), (data, bytes, flags))
+COUNTED(cudaMallocHost, (void** data, size_t bytes), (data, bytes))
+COUNTED(cudaHostAlloc, (void** data, size_t bytes, unsigned flags), (data, bytes, flags))
+
+COUNTED(cuMemAlloc_v2, (uint64_t * data, size_t bytes), (data, bytes))
+COUNTED(cuMemAllocAsync, (uint64_t * data, size_t bytes, void* stream), (data, bytes, stream))
+COUNTED(cuMemAllocFromPoolAsync, (uint64_t * data, size_t bytes, void* pool, void* stream), (data, bytes, pool, stream))
+COUNTED(cuMemAllocManaged, (uint64_t * data, size_t bytes, unsigned flags), (data, bytes, flags))
+COUNTED(cuMemAllocHost_v2, (void** data, size_t bytes), (data, bytes))
+COUNTED(cuMemHostAlloc, (void** data, size_t bytes, unsigned flags), (data, bytes, flags))
+COUNTED(cuMemCreate, (uint64_t * handle, size_t bytes, const void* properties, uint64_t flags),
+        (handle, bytes, properties, flags))
+
+// The driver's functions by the names that dlsym and cuGetProcAddress are asked for.
+#define DRIVER(name, symbol) \
+    { name, #symbol, (void*)symbol, &symbol##_real }
+static const struct {
+    const char *name, *symbol;
+    void* counted;
+    void* volatile* real;
+} driver[] = {
+    DRIVER("cuMemAlloc", cuMemAlloc_v2),
+    DRIVER("cuMemAllocAsync", cuMemAllocAsync),
+    DRIVER("cuMemAllocFromPoolAsync", cuMemAllocFromPoolAsync),
+    DRIVER("cuMemAllocManaged", cuMemAllocManaged),
+    DRIVER("cuMemAllocHost", cuMemAllocHost_v2),
+    DRIVER("cuMemHostAlloc", cuMemHostAlloc),
+    DRIVER("cuMemCreate", cuMemCreate),
+};
+
+// The counting function for a driver's function found under this name; others as they are.
+static void* counted(const char* name, void* found) {
+    for (size_t i = 0; found && i < sizeof(driver) / sizeof(driver[0]); i++) {
+        if (strcmp(name, driver[i].name) != 0 && strcmp(name, driver[i].symbol) != 0) continue;
+        if (found != driver[i].counted) *driver[i].real = found;
+        return driver[i].counted;
+    }
+    return found;
+}
+
+static void* volatile get_address_real;  // cuGetProcAddress_v2, since CUDA 12
+
+static int get_address(const char* name, void** function, int version, uint64_t flags, void* result);
+
+void* dlsym(void* handle, const char* name) {
+    void* const found = real_dlsym(handle, name);
+    if (!found || strncmp(name, "cu", 2) != 0) return found;
+    if (strcmp(name, "cuGetProcAddress_v2") == 0) {
+        get_address_real = found;
+        return (void*)get_address;
+    }
+    return counted(name, found);
+}
+
+static int get_address(const char* name, void** function, int version, uint64_t flags, void* result) {
+    const int status =
+        ((int (*)(const char*, void**, int, uint64_t, void*))get_address_real)(name, function, version, flags, result);
+    if (status != 0 || !function || !*function) return status;
+    // The runtime asks for the asking function itself, too.
+    if (strcmp(name, "cuGetProcAddress") == 0 && version >= 12000) {
+        get_address_real = *function;
+        *function = (void*)get_address;
+    } else if (strcmp(name, "cuGetProcAddress_v2") == 0) {
+        get_address_real = *function;
+        *function = (void*)get_address;
+    } else {
+        *function = counted(name, *function);
+    }
+    return status;
+}

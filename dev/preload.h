@@ -1,0 +1,61 @@
+// Tests that run their own binary once more with a library of dev/ preloaded (crash_shim.c, alloc_shim.c).
+#pragma once
+
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "runtime/error.h"
+
+// The library <name>.so, which the Makefile puts beside the test.
+inline std::string preload_path(const std::string& name) {
+    const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    for (const char* room : {"", "dev/"}) {  // test_gpt lies one folder above
+        const std::filesystem::path path = folder / room / (name + ".so");
+        if (std::filesystem::exists(path)) return path.string();
+    }
+    throw Error(str(name, ".so is not there; build it: make test-binaries"));
+}
+
+// Why no library can be preloaded into this build, or null: for GTEST_SKIP().
+inline const char* why_no_preload() {
+#if defined(__SANITIZE_ADDRESS__)
+    return "AddressSanitizer must be the first library, so that none can be preloaded";
+#else
+    return nullptr;
+#endif
+}
+
+// Runs this binary with these arguments and additional environment variables (LD_PRELOAD among them); stdout and stderr
+// go into a file. Returns waitpid's status.
+inline int run_self(std::vector<std::string> arguments,
+                    const std::vector<std::pair<std::string, std::string>>& variables, const std::string& output_path) {
+    // Everything is made before fork: a child of several threads may call little more than exec.
+    std::vector<std::string> environment;
+    for (const auto& [name, value] : variables) environment.push_back(name + "=" + value);
+    for (char** entry = environ; *entry; entry++) environment.push_back(*entry);
+    arguments.insert(arguments.begin(), "test");
+    std::vector<char*> argv, envp;
+    for (std::string& argument : arguments) argv.push_back(argument.data());
+    for (std::string& entry : environment) envp.push_back(entry.data());
+    argv.push_back(nullptr), envp.push_back(nullptr);
+    const pid_t child = ::fork();
+    if (child == 0) {
+        const int output = ::open(output_path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
+        if (output < 0 || ::dup2(output, 1) < 0 || ::dup2(output, 2) < 0) ::_exit(3);
+        ::execve("/proc/self/exe", argv.data(), envp.data());
+        ::_exit(3);
+    }
+    int status = 0;
+    require(child > 0 && ::waitpid(child, &status, 0) == child, "run_self: fork or waitpid failed");
+    return status;
+}
+
+inline bool exited(int status, int code) {
+    return WIFEXITED(status) && WEXITSTATUS(status) == code;
+}

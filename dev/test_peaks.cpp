@@ -1,0 +1,50 @@
+// runtime/peaks.h: names as drivers print them, and those that look alike.
+#include "runtime/peaks.h"
+
+#include <gtest/gtest.h>
+
+#include "runtime/device.h"
+
+namespace {
+
+double tera(const char* name, DType dtype = DType::BF16) {
+    return dense_peak_flops(name, dtype) * 1e-12;
+}
+
+}  // namespace
+
+TEST(Peaks, NamesAsDriversPrintThem) {
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3"), 989.4);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A100-SXM4-40GB"), 312);
+    EXPECT_DOUBLE_EQ(tera("A100-SXM4-40GB"), 312);  // drivers before 470
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A100 80GB PCIe"), 312);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA GeForce RTX 4090"), 165.2);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA RTX 6000 Ada Generation"), 364.2);
+}
+
+TEST(Peaks, CardsOfOneFamilyAreToldApart) {
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H100 PCIe"), 756);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H100 NVL"), 835.5);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H200"), 989.4);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA L4"), 121);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA L40"), 181.05);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA L40S"), 362.05);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A10"), 125);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A10G"), 70);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A40"), 149.7);
+}
+
+TEST(Peaks, ByDtype) {
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3", DType::F16), 989.4);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3", DType::F32), 66.9);
+    EXPECT_DOUBLE_EQ(tera("NVIDIA A100-SXM4-80GB", DType::F32), 19.5);
+    EXPECT_EQ(tera("NVIDIA H100 80GB HBM3", DType::I32), 0);
+}
+
+// Better no figure than one of another card.
+TEST(Peaks, OtherCardsAreUnknown) {
+    for (const char* name : {"", "NVIDIA ", "H100", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100",
+                             "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA GeForce RTX 4090 Laptop GPU",
+                             "NVIDIA GeForce RTX 4090 D", "NVIDIA H1000", "Tesla T4", "AMD Instinct MI300X"})
+        EXPECT_EQ(tera(name), 0) << name;
+}
