@@ -555,12 +555,13 @@ QkvHeads split_qkv(const ModelConfig& c, Tensor qkv) {
             split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
 }
 
-// RoPE on q and k where they lie; backward: on their gradients.
-void rotate(const Context& ctx, const Activations& acts, const Input& in, const QkvHeads& x, bool backward) {
+// RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
+void rotate(const Context& ctx, const Activations& acts, const Input& in, Tensor qkv, bool backward) {
     if (!acts.rope_table) return;
     const Range range(ctx.profiler, "rope");
-    rope(x.q, in.positions, acts.rope_table, backward, ctx.stream);
-    rope(x.k, in.positions, acts.rope_table, backward, ctx.stream);
+    const int64_t heads = acts.config.heads + acts.config.kv_heads;
+    const Tensor q_and_k = split_heads(qkv.columns(0, heads * acts.config.head_size), heads);
+    rope(q_and_k, in.positions, acts.rope_table, backward, ctx.stream);
 }
 
 // A block from its first norm's output to its activation: what recomputation repeats. The last product is left to the
@@ -569,8 +570,8 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
                    const Input& in) {
     const ModelConfig& c = model.config;
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
+    rotate(ctx, acts, in, a.qkv, false);
     const QkvHeads x = split_qkv(c, a.qkv);
-    rotate(ctx, acts, in, x, false);
     {
         const Range range(ctx.profiler, "attention");
         attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
@@ -736,7 +737,7 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
         attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
                            a.lse, in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
     }
-    rotate(ctx, acts, in, d, true);
+    rotate(ctx, acts, in, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     norm_backward(ctx, model, grads, NORM1_W, l, dx, a.dnorm1, dx, a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }

@@ -5,7 +5,7 @@
 //   long alloc_shim_device(void)   calls that ask CUDA for memory, of the device or page-locked
 //
 // by dlsym(RTLD_DEFAULT, …) before and after what must not allocate. Counts are of the whole process since its start,
-// from all threads; a call that fails counts too.
+// from all threads.
 //
 // Calls of the shared CUDA runtime meet the definitions here. Libraries such as cuBLAS carry a static runtime, which
 // takes the driver's functions from dlsym and cuGetProcAddress; so these two are interposed as well, and give out
@@ -147,6 +147,7 @@ static void* volatile get_address_real;  // cuGetProcAddress_v2, since CUDA 12
 
 static int get_address(const char* name, void** function, int version, uint64_t flags, void* result);
 
+// Found from here, RTLD_NEXT means the library after this one, whoever asks: right for all but other interposers.
 void* dlsym(void* handle, const char* name) {
     void* const found = real_dlsym(handle, name);
     if (!found || strncmp(name, "cu", 2) != 0) return found;

@@ -11,16 +11,11 @@ struct Peak {
 // Datasheets print tensor rates with sparsity, which are twice these. GeForce cards accumulate in fp32 at half their
 // rate for fp16; NVIDIA's architecture whitepapers print both.
 constexpr Peak PEAKS[] = {
-    // Blackwell: HGX B200 and B300 datasheets (an eighth of 8 GPUs), GB200 NVL72 datasheet (a 72nd).
+    // Blackwell: HGX B200 datasheet (an eighth of 8 GPUs), GB200 NVL72 datasheet (a 72nd).
     {"B200", 2250, 75},
-    {"B300 SXM6 AC", 2250, 75},
     {"GB200", 2500, 80},
-    // NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A; RTX PRO Blackwell whitepaper, appendix A.
+    // NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A.
     {"GeForce RTX 5090", 209.5, 104.8},
-    {"GeForce RTX 5080", 112.6, 56.3},
-    {"GeForce RTX 5070 Ti", 87.9, 43.9},
-    {"GeForce RTX 5070", 61.7, 30.9},
-    {"RTX PRO 6000 Blackwell Workstation Edition", 503.8, 126.0},
     // Hopper: H100, H200 and GH200 datasheets. The SXM boards' HBM3 or HBM3e tells them from the PCIe and NVL cards.
     {"H100 80GB HBM3", 989.4, 66.9},
     {"H100 PCIe", 756, 51},
@@ -32,7 +27,6 @@ constexpr Peak PEAKS[] = {
     {"GH200 144G HBM3e", 989.4, 66.9},
     {"H800", 989.4, 66.9},
     {"H800 PCIe", 756, 51},
-    {"H20", 148, 44},
     // Ada: datasheets of L4, L40, L40S, RTX 6000 and 5000 Ada; Ada GPU architecture whitepaper, appendix A.
     {"L4", 121, 30.3},
     {"L40", 181.05, 90.5},
@@ -40,10 +34,7 @@ constexpr Peak PEAKS[] = {
     {"RTX 6000 Ada Generation", 364.2, 91.1},
     {"RTX 5000 Ada Generation", 261.1, 65.3},
     {"GeForce RTX 4090", 165.2, 82.6},
-    {"GeForce RTX 4080 SUPER", 104.4, 52.2},
     {"GeForce RTX 4080", 97.5, 48.7},
-    {"GeForce RTX 4070 Ti", 80.2, 40.1},
-    {"GeForce RTX 4070", 58.3, 29.1},
     // Ampere: datasheets of A100, A800, A30, A10, A40; GA102 whitepaper, appendix A. A10G: the cloud's, by its
     // datasheet.
     {"A100-SXM4-40GB", 312, 19.5},
@@ -61,11 +52,7 @@ constexpr Peak PEAKS[] = {
     {"A40", 149.7, 37.4},
     {"RTX A6000", 154.8, 38.7},
     {"RTX A5000", 111.1, 27.8},
-    {"RTX A4000", 76.7, 19.2},
-    {"GeForce RTX 3090 Ti", 80, 40},
     {"GeForce RTX 3090", 71, 35.6},
-    {"GeForce RTX 3080 Ti", 68.2, 34.1},
-    {"GeForce RTX 3070", 40.6, 20.3},
 };
 
 }  // namespace

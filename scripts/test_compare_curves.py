@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""compare_curves.py: its order of samples against the driver's own, and its tables (no PyTorch needed)."""
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+import compare_curves  # noqa: E402
+
+T, WINDOWS, EPOCHS, SEED, VOCAB = 8, 23, 3, 987654321098, 64
+
+
+class Order(unittest.TestCase):
+    def test_is_the_drivers(self):
+        """With a learning rate of 0 a loss names its window: what the first epoch says of each window, the driver must
+        repeat wherever permute() puts that window in the later epochs."""
+        with tempfile.TemporaryDirectory() as folder:
+            tokens = np.random.default_rng(0).integers(0, VOCAB, T * WINDOWS + 1).astype("<u2")
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240520, 1, len(tokens)
+            with open(os.path.join(folder, "train_000000.bin"), "wb") as file:
+                file.write(header.tobytes() + tokens.tobytes())
+            run = os.path.join(folder, "run")
+            command = [DRIVER, "train", "--model", "gpt2-tiny", "--layers", "1", "--channels", "32", "--vocab-size", VOCAB, "--data",
+                       folder, "--out", run, "--steps", WINDOWS * EPOCHS, "--batch-size", 1, "--seq-len", T, "--lr", 0, "--seed",
+                       SEED]
+            subprocess.run(list(map(str, command)), check=True, stdin=subprocess.DEVNULL)
+            with open(os.path.join(run, "log.jsonl"), encoding="utf-8") as log:
+                losses = [json.loads(line)["loss"] for line in log]
+        self.assertEqual(len(losses), WINDOWS * EPOCHS)
+        order = [compare_curves.window_of_sample(SEED, i, WINDOWS) for i in range(WINDOWS * EPOCHS)]
+        for epoch in range(EPOCHS):
+            self.assertEqual(sorted(order[epoch * WINDOWS:][:WINDOWS]), list(range(WINDOWS)))
+        of_window = dict(zip(order[:WINDOWS], losses))
+        self.assertEqual(len(set(of_window.values())), WINDOWS)
+        self.assertEqual([of_window[window] for window in order], losses)
+
+    def test_covers_other_sizes(self):
+        for n in (1, 2, 3, 4, 5, 16, 17, 1000):
+            self.assertEqual(sorted(compare_curves.permute(7, 1, i, n) for i in range(n)), list(range(n)))
+
+
+class Schedule(unittest.TestCase):
+    def test_ends(self):
+        args = types.SimpleNamespace(lr=2.0, warmup=4, steps=11)
+        self.assertEqual([compare_curves.learning_rate(args, step) for step in range(5)], [0.5, 1.0, 1.5, 2.0, 2.0])
+        self.assertAlmostEqual(compare_curves.learning_rate(args, 7), 2 * (0.1 + 0.9 / 2))
+        self.assertAlmostEqual(compare_curves.learning_rate(args, 10), 0.2)
+
+
+class Report(unittest.TestCase):
+    def judge(self, **losses):
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            good = compare_curves.report({name.replace("_", "-"): values for name, values in losses.items()}, 100, 0.01)
+        return good, text.getvalue()
+
+    def test_bar(self):
+        base = np.linspace(5, 4, 100)
+        tail = np.zeros(100)
+        tail[-5:] = 0.011  # the last twentieth alone
+        self.assertTrue(self.judge(ours_fp32=base, ours_bf16=base + 0.009)[0])
+        for change in (0.011, -0.011, tail):
+            good, text = self.judge(ours_fp32=base, ours_bf16=base + change)
+            self.assertFalse(good)
+            self.assertIn("MISSED", text)
+        # The bar is bf16's: what fp32 does elsewhere is shown, not judged.
+        self.assertTrue(self.judge(ours_fp32=base, torch_fp32=base + 1)[0])
+        self.assertTrue(self.judge(ours_bf16=base, ours_bf16_nudged=base + 1)[0])
+
+
+if __name__ == "__main__":
+    unittest.main()
