@@ -63,10 +63,10 @@ OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g -fno-omit-frame-pointer
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(filter undefined,$(SANITIZE)),-DNO_AVX512))
-CPPFLAGS += -I. -MMD -MP
+PREPROCESS := -I. -MMD -MP
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math
 COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
-LDLIBS += -lpcre2-8 -pthread -ldl
+LIBS := -lpcre2-8 -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these rooms asks.
 SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp data/*.cpp infer/*.cpp commands/*.cpp)
@@ -84,20 +84,22 @@ ifeq ($(BACKEND),cuda)
   ARCHS := $(call cuda,arch)
   # Several architectures: newer GPUs translate the PTX of the newest one that is not a GPU's own dialect (as 90a is).
   PTX := $(if $(word 2,$(ARCHS)),$(lastword $(filter-out %a %f,$(ARCHS))))
-  GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) $(PTX:%=-gencode arch=compute_%,code=compute_%)
-  CPPFLAGS += -DUSE_CUDA $(addprefix -isystem ,$(call cuda,include))
+  GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) \
+             $(foreach arch,$(PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
+  PREPROCESS += -DUSE_CUDA $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
-  LDLIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
+  LIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   COMPILE_CU := $(call cuda,nvcc) -ccbin $(CXX) -std=c++17 $(GENCODE) $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) --expt-relaxed-constexpr \
-                $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings)
+                $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings) \
+                $(NVCCFLAGS)
 else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
   ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++17 -E -P -x c++ - 2>/dev/null)
   ifneq ($(filter 1 yes,$(ONEDNN)),)
-    CPPFLAGS += -DUSE_ONEDNN
-    LDLIBS += -ldnnl
+    PREPROCESS += -DUSE_ONEDNN
+    LIBS += -ldnnl
   else ifneq ($(BUILDING),)
     $(info Building without oneDNN: matrix products use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
@@ -111,7 +113,7 @@ DRIVER := $(BUILD)/train_gpt
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
-$(BUILD)/flags: TEXT = $(COMPILE) $(CPPFLAGS) $(COMPILE_CU) $(LDLIBS) $(shell $(CXX) --version | head -n1)
+$(BUILD)/flags: TEXT = $(COMPILE) $(PREPROCESS) $(CPPFLAGS) $(COMPILE_CU) $(LIBS) $(LDLIBS) $(shell $(CXX) --version | head -n1)
 $(BUILD)/sources: TEXT = $(OBJECTS)
 $(BUILD)/flags $(BUILD)/sources: FORCE
 	@mkdir -p $(@D)
@@ -120,17 +122,17 @@ $(BUILD)/flags $(BUILD)/sources: FORCE
 $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(V),,@echo "  compile $<")
-	$(Q)$(COMPILE) $(CPPFLAGS) -c $< -o $@
+	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(V),,@echo "  compile $<")
-	$(Q)$(COMPILE_CU) $(CPPFLAGS) -c $< -o $@
+	$(Q)$(COMPILE_CU) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
 $(LIB): $(OBJECTS) $(BUILD)/sources
 	$(Q)rm -f $@ && ar rcs $@ $(OBJECTS)
 
-LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LDLIBS)
+LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(LDLIBS)
 
 $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 	$(LINK)

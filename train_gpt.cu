@@ -7,7 +7,6 @@
 // It holds no kernel. Launchers from kernels/ do the mathematics; the same text is compiled by g++ for the CPU and by
 // nvcc for the GPU, and the Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
-#include <chrono>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
@@ -54,6 +53,7 @@ using nlohmann::ordered_json;
 
 // What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream.
 struct Context {
+    int64_t in_use_before = device_bytes_in_use();
     Stream stream = create_stream();
     int64_t rank = 0, world = 1;
     mutable Profiler profiler;  // watches, and changes nothing that is computed
@@ -312,8 +312,8 @@ class Activations {
     Tensor sample_id, sample_key;      // [1] int32, [2] int64: the drawn token, and (sequence, step)
     std::unique_ptr<Staging> staging;  // what the inputs pass through
 
-    // Three numbers for each token, the sequences' ends, and room for the scalars of a step.
-    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4 + 64; }
+    // Three numbers for each token, and the sequences' ends. The scalars of a step take a slot of their own.
+    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
     static constexpr int STAGING_SLOTS = 4;
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
 
@@ -656,27 +656,30 @@ void head_forward_backward(const Context& ctx, const Model& model, Tensor grads,
     sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
 }
 
-// dinp = dresidual + the norm's gradient; dinp and dresidual may be the same tensor.
+// dinp = dresidual + the norm's gradient; dinp and dresidual may be the same tensor. dsum: the bias gradient of the
+// linear layer whose output was added to the residual stream here, which is the sum of dinp over the tokens; null: no
+// bias.
 void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t layer, Tensor dinp,
-                   Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd, Tensor scratch,
+                   Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd, Tensor scratch,
                    bool accumulate) {
     const Range range(ctx.profiler, "norm");
     const Tensor weight = model.weight(slot, layer), dweight = model.part(grads, slot, layer);
     const Tensor dbias = model.part(grads, static_cast<Slot>(slot + 1), layer);
     if (model.config.norm == Norm::LayerNorm) {
-        layernorm_backward(dinp, dweight, dbias, dout, dresidual, inp, weight, mean, rstd, scratch, accumulate,
+        layernorm_backward(dinp, dweight, dbias, dsum, dout, dresidual, inp, weight, mean, rstd, scratch, accumulate,
                            ctx.stream);
     } else {
-        rmsnorm_backward(dinp, dweight, dout, dresidual, inp, weight, rstd, scratch, accumulate, ctx.stream);
+        rmsnorm_backward(dinp, dweight, dsum, dout, dresidual, inp, weight, rstd, scratch, accumulate, ctx.stream);
     }
 }
 
-// A linear layer: gradients of its weight and bias, and of its input.
+// A linear layer: gradients of its weight, of its bias where no norm's backward pass has it, and of its input.
 void weight_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
     const Range range(ctx.profiler, linear_name(slot));
-    const Slot bias = static_cast<Slot>(slot + 1);
-    matmul_backward_weight(model.part(grads, slot, l), model.part(grads, bias, l), dout, inp, accumulate, ctx.stream);
+    const bool before_norm = slot == PROJ_W || slot == FCPROJ_W;
+    const Tensor dbias = before_norm ? Tensor{} : model.part(grads, static_cast<Slot>(slot + 1), l);
+    matmul_backward_weight(model.part(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
 }
 
 void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
@@ -728,7 +731,8 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
         dfc = mlp_backward(ctx, model, a);
     }
     linear_backward(ctx, model, grads, FC_W, l, a.dnorm2, dfc, a.norm2, accumulate);
-    norm_backward(ctx, model, grads, NORM2_W, l, dx, a.dnorm2, dx, a.res2, a.mean2, a.rstd2, acts.scratch, accumulate);
+    norm_backward(ctx, model, grads, NORM2_W, l, dx, model.part(grads, PROJ_B, l), a.dnorm2, dx, a.res2, a.mean2,
+                  a.rstd2, acts.scratch, accumulate);
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
     const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
@@ -739,7 +743,8 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
     }
     rotate(ctx, acts, in, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
-    norm_backward(ctx, model, grads, NORM1_W, l, dx, a.dnorm1, dx, a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
+    norm_backward(ctx, model, grads, NORM1_W, l, dx, l ? model.part(grads, FCPROJ_B, l - 1) : Tensor{}, a.dnorm1, dx,
+                  a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }
 
 // After forward(): the loss (added up in acts.loss_sum) and every gradient.
@@ -749,9 +754,10 @@ void backward(const Context& ctx, const Model& model, Tensor grads, const Activa
     head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
     auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
     const Tensor dx = first(acts.dx);
-    norm_backward(ctx, model, grads, NORMF_W, -1, dx, first(acts.dnormf), {}, first(acts.resf), first(acts.meanf),
-                  first(acts.rstdf), acts.scratch, accumulate);
-    for (int64_t l = model.config.layers - 1; l >= 0; l--) {
+    const int64_t last = model.config.layers - 1;
+    norm_backward(ctx, model, grads, NORMF_W, -1, dx, model.part(grads, FCPROJ_B, last), first(acts.dnormf), {},
+                  first(acts.resf), first(acts.meanf), first(acts.rstdf), acts.scratch, accumulate);
+    for (int64_t l = last; l >= 0; l--) {
         const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
         recompute(ctx, model, l, a, acts, in);
         block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
@@ -826,27 +832,6 @@ struct Evaluation {
     double loss() const { return nats / double(tokens); }
     double bits_per_byte() const { return bytes ? nats / (std::log(2.0) * double(bytes)) : NAN; }
 };
-
-// Bytes of text behind a split: from the data's notes, else by decoding the tokens. 0 if there is no way to know.
-int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split) {
-    const int64_t noted = train_split ? data.train_bytes : data.val_bytes;
-    if (noted || data.tokenizer_path().empty()) return noted;
-    const Tokenizer tokenizer(data.tokenizer_path());
-    std::vector<int64_t> length(static_cast<size_t>(tokenizer.vocab_size()));
-    for (size_t id = 0; id < length.size(); id++) {
-        const int32_t token = static_cast<int32_t>(id);
-        if (tokenizer.contains(token)) length[id] = static_cast<int64_t>(tokenizer.decode(token).size());
-    }
-    if (tokenizer.end_of_text() >= 0) length[static_cast<size_t>(tokenizer.end_of_text())] = 0;
-    int64_t bytes = 0;
-    std::vector<int32_t> block(1 << 16);
-    for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
-        const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
-        files.read(begin, n, block.data(), tokenizer.vocab_size());
-        for (int64_t i = 0; i < n; i++) bytes += length[static_cast<size_t>(block[static_cast<size_t>(i)])];
-    }
-    return bytes;
-}
 
 // Scores the split's tokens once, up to limit of them (0: all). split_bytes: text behind the whole split.
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
@@ -924,42 +909,48 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts) {
     return plan;
 }
 
-std::string plan_text(const MemoryPlan& plan) {
+// in_use_before: on the GPU, by this program's context and by others.
+std::string plan_text(const MemoryPlan& plan, int64_t in_use_before) {
     std::string text;
     for (const auto& [what, bytes] : plan.lines)
         text += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
     text += str("  ", "total", std::string(19, ' '), human_bytes(plan.total), "\n");
-    if (device_context_bytes())
-        text += str("  ", "besides, in use before", std::string(2, ' '), human_bytes(device_context_bytes()), "\n");
+    if (in_use_before) text += str("  besides, in use before  ", human_bytes(in_use_before), "\n");
     return text;
 }
 
-// The options that would make a training run fit: first what costs time, then what needs more micro-steps.
-std::string what_fits(const Model& model, RunShape shape, int64_t available) {
-    const std::pair<Recompute, const char*> levels[] = {
-        {Recompute::Activation, "activation"}, {Recompute::Norms, "norms"}, {Recompute::Block, "block"}};
-    auto needed = [&](const RunShape& s) { return memory_plan(model, Activations(model.config, s)).total; };
-    for (const auto& [level, name] : levels) {
-        if (level <= shape.recompute) continue;
-        RunShape s = shape;
-        s.recompute = level;
-        if (needed(s) <= available) return str("--recompute ", name, " fits: it needs ", human_bytes(needed(s)));
+// The options that would make a training run of so many tokens a step fit: first what costs time, then what needs more
+// micro-steps.
+std::string what_fits(const Model& model, const RunShape& wanted, int64_t step_tokens, int64_t available) {
+    std::string advice;
+    auto fits = [&](int64_t B, Recompute level, const std::string& options) {
+        RunShape shape = wanted;
+        shape.B = B;
+        shape.recompute = level;
+        const int64_t needed = memory_plan(model, Activations(model.config, shape)).total;
+        if (needed <= available) advice = str(options, " fits: it needs ", human_bytes(needed));
+        return needed <= available;
+    };
+    const std::pair<Recompute, const char*> levels[] = {{Recompute::Activation, "--recompute activation"},
+                                                        {Recompute::Norms, "--recompute norms"},
+                                                        {Recompute::Block, "--recompute block"}};
+    for (const auto& [level, option] : levels) {
+        if (level > wanted.recompute && fits(wanted.B, level, option)) return advice;
     }
-    for (const Recompute level : {shape.recompute, Recompute::Block}) {
-        for (RunShape s = shape; s.B > 1;) {
-            do s.B--;
-            while (shape.B % s.B);  // so that the same number of tokens makes a step
-            s.recompute = level;
-            if (needed(s) > available) continue;
-            return str("--batch-size ", s.B, level == shape.recompute ? "" : " --recompute block", " fits: it needs ",
-                       human_bytes(needed(s)));
+    const std::pair<Recompute, const char*> kept = {wanted.recompute, ""},
+                                            most = {Recompute::Block, " --recompute block"};
+    for (const auto& [level, option] : {kept, most}) {
+        for (int64_t B = wanted.B - 1; B >= 1; B--) {
+            const std::string batch = str("--batch-size ", B, " --total-batch-tokens ", step_tokens, option);
+            if (wanted.B % B == 0 && fits(B, level, batch)) return advice;
         }
+        if (wanted.recompute == Recompute::Block) break;
     }
     return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
 }
 
-// Refuses what can't fit before it starts.
-void check_memory(const Model& model, const Activations& acts) {
+// Refuses what can't fit before it starts. step_tokens: of a training step.
+void check_memory(const Model& model, const Activations& acts, int64_t step_tokens = 0) {
     const MemoryPlan plan = memory_plan(model, acts);
     const int64_t available = device_memory_available();
     if (plan.total <= available) return;
@@ -967,7 +958,7 @@ void check_memory(const Model& model, const Activations& acts) {
     for (const auto& [what, bytes] : plan.lines) parts += str(parts.empty() ? "" : ", ", what, " ", human_bytes(bytes));
     throw Error(str(
         "this run needs ", human_bytes(plan.total), " (", parts, ") and ", human_bytes(available), " are free; ",
-        acts.shape.training ? what_fits(model, acts.shape, available)
+        acts.shape.training ? what_fits(model, acts.shape, step_tokens, available)
                             : "give it fewer tokens at a time, a --dtype of 16 bits where this backend has one, or a "
                               "smaller model"));
 }
@@ -982,18 +973,22 @@ std::string describe(const Model& model) {
 // --------------------------------------------------------------------------------------------------------------------
 // Training.
 
-// The cache of GEMM choices only saves time: where it can't be read or written, the algorithms are timed again.
+// The user's cache of GEMM choices: it saves the time to make them again, and keeps runs on one machine bitwise alike.
+// Where it can't be read or written they are made again.
 void load_gemm_choices(const Context& ctx, const std::string& path) {
     try {
         if (!path.empty() && path_exists(path)) matmul_use_choices(read_file(path), ctx.stream);
     } catch (const Error&) {
     }
 }
-void store_gemm_choices(const std::string& path, const std::string& choices) {
+void store_gemm_choices(const Context& ctx, const std::string& path) {
     if (path.empty()) return;
+    const std::string used = matmul_choices(ctx.stream, true);
+    load_gemm_choices(ctx, path);  // what other runs have written since
+    matmul_use_choices(used, ctx.stream);
     try {
         make_directories(path.substr(0, path.find_last_of('/')));
-        write_file(path, choices);
+        write_file(path, matmul_choices(ctx.stream));
     } catch (const Error&) {
     }
 }
@@ -1012,11 +1007,13 @@ class Trainer {
     struct QueuedStep {
         int64_t step = 0;
         Event begin, end;
-        StepScalars* scalars = nullptr;  // in memory that the device copies to
+        HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // that the device copies the scalars to
+        StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
     };
 
     void start();    // weights, optimizer and step: fresh, or from the checkpoint
     void warm_up();  // algorithms and graphs
+    void adopt_checkpoint_choices();
     void micro_step(const Batch& batch, bool accumulate);
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
@@ -1054,12 +1051,20 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
                              o.gelu_epilogue && dtype != DType::F32}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
-    check_memory(model, acts);
+    check_memory(model, acts, o.total_batch_tokens);
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
     std::cerr << s.source.name << ": " << describe(model) << ", " << dtype_name(dtype) << "\n"
               << device_description() << ", " << matmul_library() << "\nmemory plan\n"
-              << plan_text(memory_plan(model, acts));
-    for (QueuedStep& q : queue) q.scalars = static_cast<StepScalars*>(host_alloc(sizeof(StepScalars)));
+              << plan_text(memory_plan(model, acts), ctx.in_use_before);
+    peak_flops = dense_peak_flops(device_name(), dtype);
+    // Before the arenas are there: it takes memory of its own.
+    if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);
+    std::cerr << "MFU is a fraction of " << with_commas(std::llround((peak_flops ? peak_flops : measured_flops) / 1e9))
+              << " GFLOP/s, "
+              << (peak_flops ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
+                             : str("a matrix product in ", dtype_name(dtype), " measured now"))
+              << "\n";
+    if (!peak_flops) peak_flops = measured_flops;
     model.allocate();
     acts.allocate(ctx);
     optimizer.allocate(ctx, model, {static_cast<float>(o.beta1), static_cast<float>(o.beta2), 1e-8f, o.seed},
@@ -1069,8 +1074,12 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
     write_file(join_path(o.out, "run.toml"), o.toml);
 }
 
+// The device may still be at work on a step, and write to its scalars.
 Trainer::~Trainer() {
-    for (QueuedStep& q : queue) host_free(q.scalars);
+    try {
+        synchronize(ctx.stream);
+    } catch (const Error&) {  // a destructor has nobody to tell
+    }
 }
 
 void Trainer::start() {
@@ -1092,14 +1101,9 @@ void Trainer::start() {
 void Trainer::warm_up() {
     if (!graphs_replay()) return;
     const std::string cache = matmul_cache_path(ctx.stream);
-    if (o.gemm_tune) {
-        load_gemm_choices(ctx, cache);
-        if (!s.gemm_choices.empty() && !matmul_use_choices(s.gemm_choices, ctx.stream)) {
-            std::cerr << "the checkpoint's GEMM choices are of another GPU or cuBLASLt: timing them again, so results "
-                         "may differ in the last digit from those of a run on that one\n";
-        }
-        matmul_tuning(true, ctx.stream);
-    }
+    if (o.gemm_tune) load_gemm_choices(ctx, cache);
+    adopt_checkpoint_choices();
+    matmul_tuning(o.gemm_tune, ctx.stream);
     Batch batch;
     const size_t N = static_cast<size_t>(o.batch_size * o.seq_len);
     batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
@@ -1108,7 +1112,23 @@ void Trainer::warm_up() {
     micro_step(batch, false);
     if (s.micro_steps > 1) micro_step(batch, true);
     matmul_tuning(false, ctx.stream);
-    if (o.gemm_tune) store_gemm_choices(cache, matmul_choices(ctx.stream));
+    if (o.gemm_tune) store_gemm_choices(ctx, cache);
+}
+
+// A resumed run takes the algorithms that its checkpoint names, so that it computes the same bits.
+void Trainer::adopt_checkpoint_choices() {
+    bool ours;
+    try {
+        ours = matmul_use_choices(s.gemm_choices, ctx.stream);
+    } catch (const Error&) {
+        throw Error(str(join_path(s.checkpoint, "trainer.json"),
+                        ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
+    }
+    if (!ours) {
+        std::cerr
+            << "the checkpoint's matrix products were chosen on another GPU or library: choosing again, so results "
+               "may differ in the last digits\n";
+    }
 }
 
 // Forward and backward over one batch, whose gradients are added to those that are there or take their place.
@@ -1127,7 +1147,8 @@ void Trainer::micro_step(const Batch& batch, bool accumulate) {
         graphs[accumulate].run(ctx.stream, work);
 }
 
-// One optimizer step: micro-steps whose gradients add up, then the update. Nothing here waits for the device.
+// One optimizer step: micro-steps whose gradients add up, then the update. The host goes ahead of the device, by no
+// more batches than Staging has slots.
 void Trainer::queue_step(Loader& loader) {
     QueuedStep& q = queue[queued % 2];
     q.begin.record(ctx.stream);
@@ -1142,7 +1163,7 @@ void Trainer::queue_step(Loader& loader) {
         micro_step(o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next(), micro > 0);
     }
     update(ctx, model, optimizer, acts, 1.0 / double(o.total_batch_tokens));
-    copy_to_host_async(q.scalars, acts.scalars.data, sizeof(StepScalars), ctx.stream);
+    copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     q.end.record(ctx.stream);
     q.step = ++step;
     queued++;
@@ -1153,7 +1174,7 @@ void Trainer::queue_step(Loader& loader) {
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
     q.end.wait();
-    const StepScalars& r = *q.scalars;
+    const StepScalars& r = *q.scalars();
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
     const double flops = tokens_per_s * flop_per_token(model, o.seq_len);
     ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
@@ -1225,7 +1246,7 @@ void Trainer::save(Progress& progress) {
                           {"total_batch_tokens", o.total_batch_tokens},
                           {"data", s.data_fingerprint},
                           {"dtype", dtype_name(dtype)},
-                          {"gemm", matmul_choices(ctx.stream)},
+                          {"gemm", matmul_choices(ctx.stream, true)},
                           {"val_loss", val_loss}};
     write_json(join_path(directory.path(), "trainer.json"), trainer);
     directory.commit();
@@ -1255,14 +1276,6 @@ void Trainer::run() {
     progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_windows()), " windows (", loader.dropped_tokens(),
                       " tokens at the end left out), ", with_commas(o.total_batch_tokens), " a step"));
-    peak_flops = dense_peak_flops(device_name(), dtype);
-    const bool known = peak_flops > 0;
-    if (!known || o.measure_peak) measured_flops = measured_peak_flops(ctx.stream, dtype);
-    if (!known) peak_flops = measured_flops;
-    progress.note(str("MFU is a fraction of ", std::llround(peak_flops / 1e9), " GFLOP/s, ",
-                      known ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
-                            : str("a matrix product measured now in ", dtype_name(dtype))));
-
     catch_stop_signals();
     while (step < o.steps && !stop_requested()) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
@@ -1460,12 +1473,14 @@ void run_plan(const Args& args) {
     if (o.json) {
         json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
         for (const auto& [what, bytes] : plan.lines) result["bytes"][what] = bytes;
+        result["in_use_before"] = device_bytes_in_use();
         std::cout << result.dump() << "\n";
         return;
     }
     std::cout << source.name << ": " << describe(model) << "\n"
-              << plan_text(plan) << "  FLOP per token          " << str(flops / 1e6) << " MFLOP ("
-              << (o.inference ? "a training step's" : "forward and backward") << ", recomputation not counted)\n";
+              << plan_text(plan, device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6)
+              << " MFLOP (" << (o.inference ? "a training step's" : "forward and backward")
+              << ", recomputation not counted)\n";
     std::cout << "largest activations\n";
     std::vector<ArenaPlan::Entry> entries = acts.plan.entries();
     std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });

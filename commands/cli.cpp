@@ -152,6 +152,12 @@ CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
                       "weights and rounds stochastically, which saves 4 bytes a weight");
 }
 
+void check_training_dtype(const ModelOptions& model, bool master_weights) {
+    if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with bf16");
+    if (!master_weights && model.type() == DType::F32)
+        throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
+}
+
 DType ModelOptions::type() const {
     return dtype == "bf16" ? DType::BF16 : dtype == "fp16" ? DType::F16 : DType::F32;
 }

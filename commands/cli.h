@@ -15,5 +15,7 @@ CLI::Validator number_in(double low, double high);
 void add_model_options(CLI::App& app, ModelOptions& options);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
+// What training can do: throws UsageError.
+void check_training_dtype(const ModelOptions& model, bool master_weights);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);

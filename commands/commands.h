@@ -61,7 +61,7 @@ struct TrainOptions {
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool master_weights = true, gemm_tune = true, gelu_epilogue = true, measure_peak = false;
     int64_t profile = 0;  // the step to profile; 0: none
-    std::string toml;  // every option, as `--config` reads it
+    std::string toml;     // every option, as `--config` reads it
 };
 
 struct EvalOptions {

@@ -12,5 +12,6 @@ PlanOptions parse_plan(const Args& args) {
     app.add_flag("--inference", o.inference, "plan a forward pass only")->excludes(recompute)->excludes(master_weights);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
+    if (!o.inference) check_training_dtype(o.model, o.master_weights);
     return o;
 }

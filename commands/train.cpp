@@ -64,7 +64,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--profile", o.profile,
                     "print where this step's time goes; nsys (-c cudaProfilerApi) and ncu (--profile-from-start off) "
                     "watch it alone")
-        ->check(positive);
+        ->check(positive)
+        ->configurable(false);
     app->add_flag("--document-mask", o.document_mask, "attention and positions don't cross end-of-text tokens");
     app->add_flag("--overfit-one-batch", o.overfit_one_batch,
                   "train on the first batch again and again: a model that learns gets its loss to 0");
@@ -118,9 +119,7 @@ TrainOptions parse_train(const Args& args) {
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
-    if (o.model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with bf16");
-    if (!o.master_weights && o.model.type() == DType::F32)
-        throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
+    check_training_dtype(o.model, o.master_weights);
     for (const std::string& path : {o.model.model, o.data, o.out}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(

@@ -93,6 +93,11 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
+    require(train_files.size() > o.seq_len, train_files.pattern(), ": ", train_files.size(),
+            " tokens are fewer than one window of ", o.seq_len, " + 1; use more text or a shorter --seq-len");
+    require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", o.data,
+            " has no tokenizer.json to write text with; leave it out");
+
     require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
     const std::vector<std::string> checkpoints =
         path_exists(o.out) ? list_checkpoints(o.out) : std::vector<std::string>{};
@@ -142,6 +147,8 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest that are: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
+    require(!s.o.profile || (s.o.profile > s.first_step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
+            ": this run takes steps ", s.first_step + 1, " to ", s.o.steps, "; name one of them");
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));

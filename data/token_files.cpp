@@ -169,3 +169,23 @@ DataDirectory open_data(const std::string& path) {
     }
     return data;
 }
+
+int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split) {
+    const int64_t noted = train_split ? data.train_bytes : data.val_bytes;
+    if (noted || data.tokenizer_path().empty()) return noted;
+    const Tokenizer tokenizer(data.tokenizer_path());
+    std::vector<int64_t> length(static_cast<size_t>(tokenizer.vocab_size()));
+    for (size_t id = 0; id < length.size(); id++) {
+        const int32_t token = static_cast<int32_t>(id);
+        if (tokenizer.contains(token)) length[id] = static_cast<int64_t>(tokenizer.decode(token).size());
+    }
+    if (tokenizer.end_of_text() >= 0) length[static_cast<size_t>(tokenizer.end_of_text())] = 0;
+    int64_t bytes = 0;
+    std::vector<int32_t> block(1 << 16);
+    for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
+        const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
+        files.read(begin, n, block.data(), tokenizer.vocab_size());
+        for (int64_t i = 0; i < n; i++) bytes += length[static_cast<size_t>(block[static_cast<size_t>(i)])];
+    }
+    return bytes;
+}

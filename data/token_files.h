@@ -44,3 +44,6 @@ struct DataDirectory {
     std::string val_pattern() const;
 };
 DataDirectory open_data(const std::string& path);  // checks that it is one; meta.json is optional (llm.c's data sets)
+
+// Bytes of text behind a split: from the data's notes, else by decoding the tokens. 0 if there is no way to know.
+int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split);

@@ -4,21 +4,34 @@
 
 namespace {
 
-void forward(benchmark::State& state) {
-    const int64_t n = state.range(0), V = state.range(1), Vp = (V + 127) / 128 * 128;
-    const BenchArray losses({n}), logits({n, Vp}), targets = BenchArray::ints({n}, int32_t(V));
-    for (auto _ : state) cross_entropy_forward(losses, logits, targets, V, Stream{});
-    report_bytes(state, 4.0 * double(n * Vp));
+// Chunks of n tokens with padded rows, as the driver calls it.
+struct Problem {
+    int64_t n, V, Vp;
+    BenchArray losses, logits, targets;
+
+    Problem(const benchmark::State& state, DType T)
+        : n(state.range(0)),
+          V(state.range(1)),
+          Vp((V + 127) / 128 * 128),
+          losses({n}),
+          logits(T, {n, Vp}),
+          targets(BenchArray::ints({n}, int32_t(V))) {}
+};
+
+void forward(benchmark::State& state, DType T) {
+    const Problem p(state, T);
+    run_bench(state, [&] { cross_entropy_forward(p.losses, p.logits, p.targets, p.V, Stream{}); });
+    report_bytes(state, p.logits.bytes());
 }
 
-void forward_backward(benchmark::State& state) {
-    const int64_t n = state.range(0), V = state.range(1), Vp = (V + 127) / 128 * 128;
-    const BenchArray losses({n}), logits({n, Vp}), targets = BenchArray::ints({n}, int32_t(V));
-    for (auto _ : state) cross_entropy_forward_backward(losses, logits, targets, V, 1e-3f, Stream{});
-    report_bytes(state, 8.0 * double(n * Vp));
+void forward_backward(benchmark::State& state, DType T) {
+    const Problem p(state, T);
+    run_bench(state, [&] { cross_entropy_forward_backward(p.losses, p.logits, p.targets, p.V, 1e-3f, Stream{}); });
+    report_bytes(state, 2 * p.logits.bytes());
 }
 
-BENCH(forward)->ArgNames({"n", "V"})->Args({768, 4096})->Args({1024, 50257});
-BENCH(forward_backward)->ArgNames({"n", "V"})->Args({768, 4096})->Args({1024, 50257});
+const Sizes CPU = {{768, 4096}, {1024, 50257}}, GPU = {{8192, 50257}, {4096, 128256}};
+BENCH(forward, {"n", "V"}, CPU, GPU);
+BENCH(forward_backward, {"n", "V"}, CPU, GPU);
 
 }  // namespace

@@ -4,22 +4,23 @@
 
 namespace {
 
-void forward(benchmark::State& state) {
+void forward(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), C = state.range(1);
-    const BenchArray out({N, C}), inp({N, C}, 2);
-    for (auto _ : state) gelu_forward(out, inp, Stream{});
-    report_bytes(state, 8.0 * double(N * C));
+    const BenchArray out(T, {N, C}), inp(T, {N, C}, 2);
+    run_bench(state, [&] { gelu_forward(out, inp, Stream{}); });
+    report_bytes(state, out.bytes() + inp.bytes());
 }
 
 // In place, as the driver runs it: reads 2 matrices, writes 1.
-void backward(benchmark::State& state) {
+void backward(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), C = state.range(1);
-    const BenchArray dinp({N, C}), inp({N, C}, 2);
-    for (auto _ : state) gelu_backward(dinp, dinp, inp, Stream{});
-    report_bytes(state, 12.0 * double(N * C));
+    const BenchArray dinp(T, {N, C}), inp(T, {N, C}, 2);
+    run_bench(state, [&] { gelu_backward(dinp, dinp, inp, Stream{}); });
+    report_bytes(state, 2 * dinp.bytes() + inp.bytes());
 }
 
-BENCH(forward)->ArgNames({"N", "C"})->Args({256, 3072})->Args({4096, 3072});
-BENCH(backward)->ArgNames({"N", "C"})->Args({256, 3072})->Args({4096, 3072});
+const Sizes CPU = {{256, 3072}, {4096, 3072}}, GPU = {{65536, 3072}};
+BENCH(forward, {"N", "C"}, CPU, GPU);
+BENCH(backward, {"N", "C"}, CPU, GPU);
 
 }  // namespace

@@ -10,10 +10,10 @@ void step_control(benchmark::State& state) {
     const BenchArray scratch = BenchArray::bytes(step_control_scratch(n)), loss = BenchArray::bytes(8);
     Tensor loss_sum = loss;
     loss_sum.dtype = DType::F64, loss_sum.shape[0] = 1;
-    for (auto _ : state) step_control(scalars, grads, loss_sum, 1, scratch, Stream{});
-    report_bytes(state, 4.0 * double(n));
+    run_bench(state, [&] { step_control(scalars, grads, loss_sum, 1, scratch, Stream{}); });
+    report_bytes(state, grads.bytes());
 }
 
-BENCH(step_control)->ArgName("n")->Arg(1000000)->Arg(124000000);
+BENCH(step_control, {"n"}, {{1000000}, {124000000}}, {{124000000}});
 
 }  // namespace

@@ -1,6 +1,9 @@
-// The products of GPT-2 124M at 256 and 1024 rows of tokens, forward and backward, and the built-in GEMM beside the
-// library.
+// The products of linear layers, forward and backward, and on the CPU the built-in GEMM beside the library. On a GPU:
+// the layers of GPT-2 124M, 350M and 1558M and of a LLaMA of 1.2B parameters, heads in chunks of 8,192 tokens, with the
+// algorithms that tuning picks; with GELU as part of the product, and as a kernel of its own (bench_gelu) to compare.
 #include "kernels/matmul.h"
+
+#include <functional>
 
 #include "dev/bench_util.h"
 #ifndef USE_CUDA
@@ -9,45 +12,102 @@
 
 namespace {
 
-void forward(benchmark::State& state) {
-    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
-    const BenchArray out({N, OC}), inp({N, C}), weight({OC, C}), bias({OC});
-    for (auto _ : state) matmul_forward(out, inp, weight, bias, Stream{});
-    report_flops(state, 2.0 * double(N) * double(C) * double(OC));
+// One for all: a stream tunes a product once.
+Stream stream() {
+    static const Stream tuned = [] {
+        const Stream created = create_stream();
+        matmul_tuning(true, created);
+        return created;
+    }();
+    return tuned;
 }
 
-void backward(benchmark::State& state) {
-    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
-    const BenchArray dinp({N, C}), dweight({OC, C}), dbias({OC}), dout({N, OC}), inp({N, C}), weight({OC, C});
-    for (auto _ : state) {
-        matmul_backward_input(dinp, dout, weight, false, Stream{});
-        matmul_backward_weight(dweight, dbias, dout, inp, false, Stream{});
-    }
-    report_flops(state, 4.0 * double(N) * double(C) * double(OC));
+void run(benchmark::State& state, const std::function<void()>& product) {
+    run_bench(state, product, stream());
 }
 
-void shapes(benchmark::internal::Benchmark* b) {
-    b->ArgNames({"N", "C", "OC"})->UseRealTime()->Unit(benchmark::kMillisecond);
-    for (const int64_t N : {256, 1024})
-        for (const auto& s :
-             {std::pair<int64_t, int64_t>{768, 2304}, {768, 768}, {768, 3072}, {3072, 768}, {768, 50304}})
-            if (N == 256 || s.second < 50000) b->Args({N, s.first, s.second});
-    b->Args({768, 128, 512});
+// A linear layer of state's sizes.
+struct Layer {
+    int64_t N, C, OC;
+    explicit Layer(const benchmark::State& state) : N(state.range(0)), C(state.range(1)), OC(state.range(2)) {}
+    double flops() const { return 2.0 * double(N) * double(C) * double(OC); }
+};
+
+void forward(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray out(T, {l.N, l.OC}), inp(T, {l.N, l.C}), weight(T, {l.OC, l.C}), bias(T, {l.OC});
+    run(state, [&] { matmul_forward(out, inp, weight, bias, stream()); });
+    report_flops(state, l.flops(), T);
 }
 
-BENCHMARK(forward)->Apply(shapes);
-BENCHMARK(backward)->Apply(shapes);
+void backward_input(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray dinp(T, {l.N, l.C}), dout(T, {l.N, l.OC}), weight(T, {l.OC, l.C});
+    run(state, [&] { matmul_backward_input(dinp, dout, weight, false, stream()); });
+    report_flops(state, l.flops(), T);
+}
+
+// As in all but the first micro-step: added to what is there.
+void backward_weight(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray dweight({l.OC, l.C}), dout(T, {l.N, l.OC}), inp(T, {l.N, l.C});
+    run(state, [&] { matmul_backward_weight(dweight, Tensor{}, dout, inp, true, stream()); });
+    report_flops(state, l.flops(), T);
+}
+
+void backward_weight_and_bias(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray dweight({l.OC, l.C}), dbias({l.OC}), dout(T, {l.N, l.OC}), inp(T, {l.N, l.C});
+    run(state, [&] { matmul_backward_weight(dweight, dbias, dout, inp, true, stream()); });
+    report_flops(state, l.flops(), T);
+}
+
+void forward_gelu(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray out(T, {l.N, l.OC}), pre(T, {l.N, l.OC}), inp(T, {l.N, l.C}), weight(T, {l.OC, l.C}, 0.05f),
+        bias(T, {l.OC});
+    run(state, [&] { matmul_forward_gelu(out, pre, inp, weight, bias, stream()); });
+    report_flops(state, l.flops(), T);
+}
+
+void backward_input_gelu(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray dinp(T, {l.N, l.C}), dout(T, {l.N, l.OC}), weight(T, {l.OC, l.C}), pre(T, {l.N, l.C}, 2);
+    run(state, [&] { matmul_backward_input_gelu(dinp, dout, weight, pre, stream()); });
+    report_flops(state, l.flops(), T);
+}
+
+const Sizes CPU = {{256, 768, 2304},  {256, 768, 768},  {256, 768, 3072},  {256, 3072, 768},  {256, 768, 50304},
+                   {1024, 768, 2304}, {1024, 768, 768}, {1024, 768, 3072}, {1024, 3072, 768}, {768, 128, 512}};
+const Sizes GPU = {{65536, 768, 2304},  {65536, 768, 768},   {65536, 768, 3072},  {65536, 3072, 768},
+                   {8192, 768, 50304},  {32768, 1024, 3072}, {32768, 1024, 1024}, {32768, 1024, 4096},
+                   {32768, 4096, 1024}, {8192, 1600, 4800},  {8192, 1600, 1600},  {8192, 1600, 6400},
+                   {8192, 6400, 1600},  {8192, 2048, 3072},  {8192, 2048, 2048},  {8192, 2048, 16384},
+                   {8192, 8192, 2048},  {8192, 2048, 128256}};
+const std::vector<std::string> NAMES = {"N", "C", "OC"};
+BENCH(forward, NAMES, CPU, GPU);
+BENCH(backward_input, NAMES, CPU, GPU);
+BENCH(backward_weight, NAMES, CPU, GPU);
+
+const Sizes BIASED = {{65536, 768, 2304}, {65536, 768, 768}, {65536, 768, 3072}, {65536, 3072, 768}};
+BENCH(backward_weight_and_bias, NAMES, (Sizes{{1024, 768, 3072}}), BIASED);
+
+const Sizes FC = {{65536, 768, 3072}, {32768, 1024, 4096}, {8192, 1600, 6400}};
+const Sizes FCPROJ = {{65536, 3072, 768}, {32768, 4096, 1024}, {8192, 6400, 1600}};
+BENCH(forward_gelu, NAMES, (Sizes{{1024, 768, 3072}}), FC);
+BENCH(backward_input_gelu, NAMES, (Sizes{{1024, 3072, 768}}), FCPROJ);
 
 #ifndef USE_CUDA
-void built_in_gemm_forward(benchmark::State& state) {
-    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
-    const BenchArray out({N, OC}), inp({N, C}), weight({OC, C});
-    for (auto _ : state)
-        gemm_blocked(false, true, N, OC, C, inp.tensor().as<float>(), C, weight.tensor().as<float>(), C, false,
-                     out.tensor().as<float>(), OC);
-    report_flops(state, 2.0 * double(N) * double(C) * double(OC));
+void built_in_gemm_forward(benchmark::State& state, DType T) {
+    const Layer l(state);
+    const BenchArray out(T, {l.N, l.OC}), inp(T, {l.N, l.C}), weight(T, {l.OC, l.C});
+    run(state, [&] {
+        gemm_blocked(false, true, l.N, l.OC, l.C, inp.tensor().as<float>(), l.C, weight.tensor().as<float>(), l.C,
+                     false, out.tensor().as<float>(), l.OC);
+    });
+    report_flops(state, l.flops(), T);
 }
-BENCHMARK(built_in_gemm_forward)->Apply(shapes);
+BENCH(built_in_gemm_forward, NAMES, CPU, Sizes{});
 #endif
 
 }  // namespace

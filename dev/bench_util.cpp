@@ -1,8 +1,10 @@
 #include "dev/bench_util.h"
 
+#include <algorithm>
 #include <cstdio>
-#include <vector>
+#include <cstring>
 
+#include "runtime/convert.h"
 #include "runtime/rng.h"
 
 namespace {
@@ -13,25 +15,61 @@ std::shared_ptr<void> device_memory(const void* from, int64_t bytes) {
     return memory;
 }
 
+bool on_gpu() {
+    return backend_device() != Device::CPU;
+}
+
+// Written before each run on a GPU: several times what any L2 holds.
+class CacheFlush {
+  public:
+    void operator()(Stream stream) {
+        if (!memory) memory.reset(device_alloc(BYTES), device_free);
+        device_fill(memory.get(), 1, BYTES, stream);
+    }
+
+  private:
+    static constexpr size_t BYTES = size_t(256) << 20;
+    std::shared_ptr<void> memory;
+};
+
 }  // namespace
 
-BenchArray::BenchArray(std::initializer_list<int64_t> shape, float scale, float shift)
-    : view(make_tensor(nullptr, DType::F32, backend_device(), shape)) {
-    // 64k different numbers are as good as all different ones, and much faster to make.
-    std::vector<float> numbers(1 << 16), values(size_t(view.numel()));
+BenchArray::BenchArray(DType T, std::initializer_list<int64_t> shape, float scale, float shift)
+    : view(make_tensor(nullptr, T, backend_device(), shape)) {
+    // 64k different numbers are as good as all different ones, and much faster to make; so is copying them in large
+    // pieces.
+    constexpr int64_t DIFFERENT = 1 << 16, REPEATS = 128;
+    std::vector<float> numbers(DIFFERENT);
     for (size_t i = 0; i < numbers.size(); i++) numbers[i] = float(normal01(1, 0, i)) * scale + shift;
-    for (size_t i = 0; i < values.size(); i++) values[i] = numbers[i % numbers.size()];
-    memory = device_memory(values.data(), view.bytes());
+    const int64_t period = DIFFERENT * dtype_size(T), piece = std::min(REPEATS * period, view.bytes());
+    const std::shared_ptr<void> host(host_alloc(size_t(std::max(period, piece))), host_free);
+    char* values = static_cast<char*>(host.get());
+    convert_from_float(values, T, numbers.data(), DIFFERENT);
+    for (int64_t at = period; at < piece; at += period)
+        std::memcpy(values + at, values, size_t(std::min(period, piece - at)));
+    memory.reset(device_alloc(size_t(view.bytes())), device_free);
+    for (int64_t at = 0; at < view.bytes(); at += piece)
+        copy_to_device(static_cast<char*>(memory.get()) + at, values, size_t(std::min(piece, view.bytes() - at)),
+                       Stream{});
+    synchronize(Stream{});
     view.data = memory.get();
 }
 
-BenchArray BenchArray::ints(std::initializer_list<int64_t> shape, int32_t below) {
+BenchArray BenchArray::ints(const std::vector<int32_t>& values) {
     BenchArray a;
-    a.view = make_tensor(nullptr, DType::I32, backend_device(), shape);
-    std::vector<int32_t> values(size_t(a.view.numel()));
-    for (size_t i = 0; i < values.size(); i++) values[i] = int32_t(philox(2, i, 0).v[0] % uint32_t(below));
+    a.view = make_tensor(nullptr, DType::I32, backend_device(), {int64_t(values.size())});
     a.memory = device_memory(values.data(), a.view.bytes());
     a.view.data = a.memory.get();
+    return a;
+}
+
+BenchArray BenchArray::ints(std::initializer_list<int64_t> shape, int32_t below) {
+    Tensor shaped = make_tensor(nullptr, DType::I32, backend_device(), shape);
+    std::vector<int32_t> values(size_t(shaped.numel()));
+    for (size_t i = 0; i < values.size(); i++) values[i] = int32_t(philox(2, i, 0).v[0] % uint32_t(below));
+    BenchArray a = ints(values);
+    shaped.data = a.view.data;
+    a.view = shaped;
     return a;
 }
 
@@ -44,16 +82,69 @@ BenchArray BenchArray::bytes(int64_t n) {
     return a;
 }
 
+void run_bench(benchmark::State& state, const std::function<void()>& op, Stream stream) {
+    if (!on_gpu()) {
+        for (auto _ : state) op();
+        return;
+    }
+    constexpr size_t WARM_UP = 3, RUNS = 21;
+    CacheFlush flush;
+    Event start, end;
+    std::vector<double> ms;
+    for (auto _ : state) {  // once
+        for (size_t i = 0; i < WARM_UP + RUNS; i++) {
+            flush(stream);
+            start.record(stream);
+            op();
+            end.record(stream);
+            end.wait();
+            if (i >= WARM_UP) ms.push_back(elapsed_ms(start, end));
+        }
+        std::nth_element(ms.begin(), ms.begin() + RUNS / 2, ms.end());
+        state.SetIterationTime(ms[RUNS / 2] * 1e-3);
+    }
+}
+
 void report_bytes(benchmark::State& state, double bytes) {
     const auto rate = benchmark::Counter::kIsIterationInvariantRate;
     state.counters["GB/s"] = benchmark::Counter(bytes * 1e-9, rate);
     state.counters["of copy"] = benchmark::Counter(bytes / machine_limits().copy, rate);
 }
 
-void report_flops(benchmark::State& state, double flops) {
+void report_flops(benchmark::State& state, double flops, DType T) {
     const auto rate = benchmark::Counter::kIsIterationInvariantRate;
+    const MachineLimits& limits = machine_limits();
     state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, rate);
-    state.counters["of peak"] = benchmark::Counter(flops / machine_limits().flops, rate);
+    state.counters["of peak"] = benchmark::Counter(flops / (T == DType::F32 ? limits.flops : limits.flops_bf16), rate);
+}
+
+namespace {
+
+void configure(benchmark::internal::Benchmark* bench, const std::vector<std::string>& size_names, const Sizes& sizes) {
+    bench->ArgNames(size_names)->Unit(benchmark::kMillisecond);
+    for (const auto& run : sizes) bench->Args(run);
+    if (on_gpu())
+        bench->UseManualTime()->Iterations(1);
+    else
+        bench->UseRealTime();  // several threads work in each iteration
+}
+
+}  // namespace
+
+bool register_bench(const char* name, BenchFunction function, const std::vector<std::string>& size_names,
+                    const Sizes& cpu, const Sizes& gpu) {
+    std::vector<DType> dtypes = {DType::F32};
+    if (on_gpu()) dtypes.insert(dtypes.begin(), DType::BF16);
+    for (const DType T : dtypes)
+        configure(benchmark::RegisterBenchmark(str(name, "/", dtype_name(T)).c_str(), function, T), size_names,
+                  on_gpu() ? gpu : cpu);
+    return true;
+}
+
+bool register_bench(const char* name, BenchFunctionFP32 function, const std::vector<std::string>& size_names,
+                    const Sizes& cpu, const Sizes& gpu) {
+    configure(benchmark::RegisterBenchmark(name, function), size_names, on_gpu() ? gpu : cpu);
+    return true;
 }
 
 namespace {
@@ -63,17 +154,28 @@ class TableReporter : public benchmark::BenchmarkReporter {
   public:
     bool ReportContext(const Context&) override {
         const MachineLimits& limits = machine_limits();
-        std::printf("limits measured now: copy %.1f GB/s, triad %.1f GB/s, %.0f GFLOP/s fp32 (%s)\n",
-                    limits.copy * 1e-9, limits.triad * 1e-9, limits.flops * 1e-9, device_description().c_str());
+        std::printf("limits measured now: copy %.1f GB/s, triad %.1f GB/s, %.0f GFLOP/s fp32", limits.copy * 1e-9,
+                    limits.triad * 1e-9, limits.flops * 1e-9);
+        if (limits.flops_bf16 > 0) std::printf(", %.0f GFLOP/s bf16", limits.flops_bf16 * 1e-9);
+        std::printf(" (%s)\n", device_description().c_str());
         return true;
     }
     void ReportRuns(const std::vector<Run>& runs) override {
         for (const Run& run : runs) {
-            std::printf("%-56s %10.3f ms", run.benchmark_name().c_str(), run.GetAdjustedRealTime());
-            for (const char* name : {"GB/s", "GFLOP/s"})
-                if (run.counters.count(name)) std::printf("%10.1f %s", run.counters.at(name).value, name);
-            for (const char* name : {"of copy", "of peak"})
-                if (run.counters.count(name)) std::printf("%6.0f%% %s", 100 * run.counters.at(name).value, name);
+            // Google Benchmark adds how it was told to measure, which is the same for all.
+            const std::string title =
+                run.run_name.function_name + (run.run_name.args.empty() ? "" : "/") + run.run_name.args;
+            std::printf("%-56s %10.4f ms", title.c_str(), run.GetAdjustedRealTime());
+            const auto value = [&](const char* name) {
+                const auto found = run.counters.find(name);
+                return found == run.counters.end() ? -1.0 : double(found->second.value);
+            };
+            if (value("GB/s") >= 0) std::printf("%10.1f GB/s", value("GB/s"));
+            const double gflops = value("GFLOP/s");
+            if (gflops >= 0)
+                std::printf(gflops < 1e4 ? "%10.1f GFLOP/s" : "%10.1f TFLOP/s", gflops < 1e4 ? gflops : gflops * 1e-3);
+            for (const char* limit : {"of copy", "of peak"})
+                if (value(limit) >= 0) std::printf("%6.0f%% %s", 100 * value(limit), limit);
             std::printf("\n");
         }
         std::fflush(stdout);
@@ -85,7 +187,12 @@ class TableReporter : public benchmark::BenchmarkReporter {
 int main(int argc, char** argv) {
     benchmark::Initialize(&argc, argv);
     if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
-    TableReporter table;
-    benchmark::RunSpecifiedBenchmarks(&table);
+    try {
+        TableReporter table;
+        benchmark::RunSpecifiedBenchmarks(&table);
+    } catch (const Error& error) {
+        std::fprintf(stderr, "error: %s\n", error.what());
+        return 1;
+    }
     return 0;
 }

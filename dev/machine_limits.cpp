@@ -61,7 +61,7 @@ MachineLimits measure() {
         std::fill_n(a + at, piece, 1.0f), std::fill_n(b + at, piece, 1.0f), std::fill_n(c + at, piece, 1.0f);
     });
     const double bytes = double(piece) * threads * 4;
-    MachineLimits limits;
+    MachineLimits limits{};
     limits.copy = 2 * bytes / best_seconds(5, [&] {
                       on_all_threads([&](int64_t at) { std::memcpy(a + at, b + at, size_t(piece) * 4); });
                   });

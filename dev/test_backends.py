@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The CUDA driver (TRAIN_GPT) against the CPU's (TRAIN_GPT_CPU): the same commands, the same numbers."""
 import json
-import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,10 +23,12 @@ class BackendsTest(unittest.TestCase):
     def setUpClass(cls):
         cls.top = tempfile.mkdtemp(prefix="train_gpt_backends_")
         cls.env = {**os.environ, "XDG_CACHE_HOME": os.path.join(cls.top, "cache")}
-        text = os.path.join(cls.top, "text.txt")
-        with open(text, "w") as file:  # a small grammar: something to learn
-            for i in range(2000):
-                file.write(f"The {('cat', 'dog', 'owl')[i % 3]} sees {i * 7 % 10} of the {('red', 'blue')[i % 2]} stones.\n")
+        text = os.path.join(cls.top, "text")
+        os.mkdir(text)
+        for i in range(100):  # documents of a small grammar: something to learn
+            with open(os.path.join(text, f"{i:03}.txt"), "w") as file:
+                for j in range(i % 40 + 1):
+                    file.write(f"The {('cat', 'dog', 'owl')[(i + j) % 3]} sees {(i * 7 + j) % 10} of the {('red', 'blue')[j % 2]} stones.\n")
         cls.data = os.path.join(cls.top, "data")
         subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
                         "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -41,7 +43,8 @@ class BackendsTest(unittest.TestCase):
 
     @classmethod
     def run_driver(cls, driver, *args):
-        done = subprocess.run([driver, *map(str, args)], env=cls.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+        done = subprocess.run([driver, *map(str, args)], env=cls.env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              errors="replace", timeout=300)
         if done.returncode:
             raise AssertionError(f"{driver} {' '.join(map(str, args))}: {done.stderr}")
         return done.stdout
@@ -99,23 +102,40 @@ class BackendsTest(unittest.TestCase):
                 for extra in ([], ["--temperature", 0], ["--top-k", 5]):
                     self.assertEqual(self.run_driver(CPU, *args, *extra), self.run_driver(GPU, *args, *extra))
 
+    def test_documents_agree(self):
+        args = [*SHAPES["llama"], "--steps", 10]
+        cpu = self.train(CPU, "documents-cpu", *args, "--document-mask")
+        gpu = self.train(GPU, "documents-gpu", *args, "--document-mask")
+        across = self.train(GPU, "documents-across", *args)
+        self.assertLess(max(abs(a - b) for a, b in zip(cpu, gpu)), 1e-4)
+        self.assertGreater(max(abs(a - b) for a, b in zip(across, gpu)), 1e-3)  # the mask makes a difference
+
     def test_a_run_changes_over(self):
-        """A checkpoint of one backend and dtype resumes on the other."""
+        """A checkpoint of one backend, or of one dtype, goes on in the other."""
         args = [*SHAPES["gpt2"], "--steps", 8, "--save-every", 4]
         whole = self.train(CPU, "whole", *args)
-        for name, first, second in ("to-gpu", CPU, GPU), ("to-cpu", GPU, CPU):
+        for name, first, second, dtype, bound in (("to-gpu", CPU, GPU, "fp32", 1e-4), ("to-cpu", GPU, CPU, "fp32", 1e-4),
+                                                  ("to-bf16", GPU, GPU, "bf16", 0.02)):
             self.train(first, name, *args)
             shutil.rmtree(os.path.join(self.top, name, "step_00000008"))
-            losses = self.train(second, name, "--resume", *args)
-            self.assertLess(max(abs(a - b) for a, b in zip(whole, losses)), 1e-4)
+            losses = self.train(second, name, "--resume", *args, "--dtype", dtype)
+            self.assertLess(max(abs(a - b) for a, b in zip(whole, losses)), bound, name)
 
     def test_plan_names_what_fits(self):
-        too_much = subprocess.run([GPU, "train", "--model", "gpt2-1558M", "--data", self.data, "--out", os.path.join(self.top, "x"),
-                                   "--batch-size", "512", "--seq-len", "1024", "--dtype", "bf16"], capture_output=True, text=True, timeout=300)
+        model = ["--model", "gpt2-1558M", "--seq-len", "1024", "--dtype", "bf16"]
+        too_much = subprocess.run([GPU, "train", *model, "--data", self.data, "--out", os.path.join(self.top, "x"), "--batch-size", "512"],
+                                  capture_output=True, text=True, timeout=300)
         self.assertEqual(too_much.returncode, 1)
         self.assertEqual(too_much.stderr.count("\n"), 1)
-        self.assertRegex(too_much.stderr, r"needs .* GiB \(weights .*activations .*are free; (--batch-size|--recompute) .* fits: it needs")
-        self.assertTrue(math.isfinite(float(json.loads(self.run_driver(GPU, "plan", "--model", "gpt2-1558M", "--json"))["total_bytes"])))
+        said = re.search(r"needs .*iB \(weights .*activations .* and ([\d.]+) GiB are free; (--batch-size.*|--recompute.*) fits: it needs ([\d.]+) GiB",
+                         too_much.stderr)
+        self.assertIsNotNone(said, too_much.stderr)
+        self.assertLessEqual(float(said.group(3)), float(said.group(1)))
+        # The plan of what is advised says the same.
+        advised = re.sub(r"--total-batch-tokens \d+", "", said.group(2)).split()
+        plan = json.loads(self.run_driver(GPU, "plan", *model, "--vocab-size", 257, *advised, "--json"))
+        self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
+        self.assertAlmostEqual(plan["total_bytes"] / 2**30, float(said.group(3)), delta=0.01)
 
 
 if __name__ == "__main__":

@@ -58,10 +58,10 @@ void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool bias
 }
 
 // In place: dinp is written over dresidual.
-void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool bias_given, bool accumulate, int64_t gap,
-                    bool in_place) {
-    SCOPED_TRACE(str("N ", N, " C ", C, " residual ", residual_given, " bias ", bias_given, " accumulate ", accumulate,
-                     " in place ", in_place));
+void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool bias_given, bool sum_given,
+                    bool accumulate, int64_t gap, bool in_place) {
+    SCOPED_TRACE(str("N ", N, " C ", C, " residual ", residual_given, " bias ", bias_given, " sum ", sum_given,
+                     " accumulate ", accumulate, " in place ", in_place));
     const int64_t ld = C + gap;
     const TestArray inp = TestArray::random(T, {N, ld}, 1, 1.5, 0.5), dout = TestArray::random(T, {N, ld}, 2);
     const TestArray dresidual = TestArray::random(T, {N, ld}, 3), weight = TestArray::random({C}, 4, 0.2, 1);
@@ -72,10 +72,11 @@ void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool bia
     const TestArray separate = TestArray::poisoned(T, {N, ld});
     const TestArray dweight = accumulate ? TestArray::random({C}, 5) : TestArray::poisoned({C});
     const TestArray dbias = accumulate ? TestArray::random({C}, 6) : TestArray::poisoned({C});
+    const TestArray dsum = accumulate ? TestArray::random({C}, 7) : TestArray::poisoned({C});
     const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
     const TestArray& dinp = in_place ? dresidual : separate;
-    layernorm_backward(view(dinp), dweight, given(dbias, bias_given), view(dout),
+    layernorm_backward(view(dinp), dweight, given(dbias, bias_given), given(dsum, sum_given), view(dout),
                        residual_given ? view(dresidual) : Tensor{}, view(inp), weight, mean, rstd, scratch, accumulate,
                        Stream{});
     const reference::NormGradients ref = reference::norm_backward(
@@ -88,6 +89,10 @@ void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool bia
         expect_close("dbias", dbias.fetch(), ref.dbias.value, ref.dbias.mag, N, C);
     else
         expect_same_bits("dbias", dbias.values(), dbias.fetch());
+    if (sum_given)
+        expect_sum_of_rows("dsum", dsum, take_columns(dinp.fetch(), ld, C), accumulate, N, C);
+    else
+        expect_same_bits("dsum", dsum.values(), dsum.fetch());
 }
 
 }  // namespace
@@ -126,11 +131,11 @@ TEST_P(LayerNorm, SumMayBeInpOrResidual) {
 
 TEST_P(LayerNorm, BackwardMatchesOracle) {
     for (const auto& s : SIZES)
-        for (int options = 0; options < 16; options++)
-            check_backward(activation(), s[0], s[1], options & 1, options & 2, options & 4, gap_of(s[0]),
-                           (options & 9) == 9);
-    check_backward(activation(), 3000, 20, true, true, true, 0, false);  // more rows than partitions
-    check_backward(activation(), 4000, 64, true, true, true, 0, false);
+        for (int options = 0; options < 32; options++)
+            check_backward(activation(), s[0], s[1], options & 1, options & 2, options & 4, options & 8, gap_of(s[0]),
+                           (options & 17) == 17);
+    check_backward(activation(), 3000, 20, true, true, true, true, 0, false);  // more rows than partitions
+    check_backward(activation(), 4000, 64, true, true, true, true, 0, false);
 }
 
 TEST_P(LayerNorm, BackwardIsDeterministic) {
@@ -140,11 +145,12 @@ TEST_P(LayerNorm, BackwardIsDeterministic) {
     const TestArray mean = TestArray::random({N}, 4), rstd = TestArray::random({N}, 5, 0.1, 1);
     expect_deterministic("gradients", [&] {
         const TestArray dinp = TestArray::poisoned(activation(), {N, C}), dweight = TestArray::poisoned({C}),
-                        dbias = TestArray::poisoned({C});
+                        dbias = TestArray::poisoned({C}), dsum = TestArray::poisoned({C});
         const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
-        layernorm_backward(dinp, dweight, dbias, dout, Tensor{}, inp, weight, mean, rstd, scratch, false, Stream{});
+        layernorm_backward(dinp, dweight, dbias, dsum, dout, Tensor{}, inp, weight, mean, rstd, scratch, false,
+                           Stream{});
         std::vector<double> all = dinp.fetch();
-        for (const TestArray* t : {&dweight, &dbias})
+        for (const TestArray* t : {&dweight, &dbias, &dsum})
             for (const double x : t->fetch()) all.push_back(x);
         return all;
     });
@@ -169,9 +175,10 @@ TEST(LayerNormArguments, WrongOnesAreErrors) {
     expect_error([&] { layernorm_forward(out, none, none, none, none, none, weight, none, EPS, Stream{}); },
                  "layernorm_forward: inp is missing");
     expect_error(
-        [&] { layernorm_backward(out, weight, none, b, none, a, weight, rows, rows, scratch, false, Stream{}); },
+        [&] { layernorm_backward(out, weight, none, none, b, none, a, weight, rows, rows, scratch, false, Stream{}); },
         "layernorm_backward: dout is fp32 [4, 64], expected fp32 [4, 128]");
-    expect_error([&] { layernorm_backward(out, weight, none, a, none, a, weight, rows, rows, small, false, Stream{}); },
-                 str("layernorm_backward: scratch is uint8 [100], expected uint8 [", layernorm_backward_scratch(4, 128),
-                     "] or more"));
+    expect_error(
+        [&] { layernorm_backward(out, weight, none, none, a, none, a, weight, rows, rows, small, false, Stream{}); },
+        str("layernorm_backward: scratch is uint8 [100], expected uint8 [", layernorm_backward_scratch(4, 128),
+            "] or more"));
 }

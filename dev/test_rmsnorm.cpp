@@ -49,9 +49,10 @@ void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool stor
 }
 
 // In place: dinp is written over dresidual.
-void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool accumulate, int64_t gap, bool in_place) {
-    SCOPED_TRACE(
-        str("N ", N, " C ", C, " residual ", residual_given, " accumulate ", accumulate, " in place ", in_place));
+void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool sum_given, bool accumulate, int64_t gap,
+                    bool in_place) {
+    SCOPED_TRACE(str("N ", N, " C ", C, " residual ", residual_given, " sum ", sum_given, " accumulate ", accumulate,
+                     " in place ", in_place));
     const int64_t ld = C + gap;
     const TestArray inp = TestArray::random(T, {N, ld}, 1, 1.5, 0.5), dout = TestArray::random(T, {N, ld}, 2);
     const TestArray dresidual = TestArray::random(T, {N, ld}, 3), weight = TestArray::random({C}, 4, 0.2, 1);
@@ -61,17 +62,23 @@ void check_backward(DType T, int64_t N, int64_t C, bool residual_given, bool acc
         TestArray::of(reference::rmsnorm_forward(x.data(), nullptr, weight.data(), EPS, N, C).rstd.value, {N});
     const TestArray separate = TestArray::poisoned(T, {N, ld});
     const TestArray dweight = accumulate ? TestArray::random({C}, 5) : TestArray::poisoned({C});
+    const TestArray dsum = accumulate ? TestArray::random({C}, 6) : TestArray::poisoned({C});
     const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C));
     const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
     const TestArray& dinp = in_place ? dresidual : separate;
-    rmsnorm_backward(view(dinp), dweight, view(dout), residual_given ? view(dresidual) : Tensor{}, view(inp), weight,
-                     rstd, scratch, accumulate, Stream{});
+    rmsnorm_backward(view(dinp), dweight, sum_given ? dsum.tensor() : Tensor{}, view(dout),
+                     residual_given ? view(dresidual) : Tensor{}, view(inp), weight, rstd, scratch, accumulate,
+                     Stream{});
     const reference::NormGradients ref =
         reference::norm_backward(d.data(), residual_given ? dr.data() : nullptr, x.data(), weight.data(), nullptr,
                                  rstd.data(), accumulate ? dweight.data() : nullptr, nullptr, N, C);
     expect_close("dinp", take_columns(dinp.fetch(), ld, C), ref.dinp.value, ref.dinp.mag, C, C, T);
     if (!in_place) expect_gaps_untouched("dinp", dinp.fetch(), ld, C);
     expect_close("dweight", dweight.fetch(), ref.dweight.value, ref.dweight.mag, N, C);
+    if (sum_given)
+        expect_sum_of_rows("dsum", dsum, take_columns(dinp.fetch(), ld, C), accumulate, N, C);
+    else
+        expect_same_bits("dsum", dsum.values(), dsum.fetch());
 }
 
 }  // namespace
@@ -105,10 +112,11 @@ TEST_P(RMSNorm, SumMayBeInpOrResidual) {
 
 TEST_P(RMSNorm, BackwardMatchesOracle) {
     for (const auto& s : SIZES)
-        for (int options = 0; options < 8; options++)
-            check_backward(activation(), s[0], s[1], options & 1, options & 2, gap_of(s[0]), (options & 5) == 5);
-    check_backward(activation(), 3000, 20, true, true, 0, false);  // more rows than partitions
-    check_backward(activation(), 4000, 64, true, true, 0, false);
+        for (int options = 0; options < 16; options++)
+            check_backward(activation(), s[0], s[1], options & 1, options & 2, options & 4, gap_of(s[0]),
+                           (options & 9) == 9);
+    check_backward(activation(), 3000, 20, true, true, true, 0, false);  // more rows than partitions
+    check_backward(activation(), 4000, 64, true, true, true, 0, false);
 }
 
 TEST_P(RMSNorm, BackwardIsDeterministic) {
@@ -117,11 +125,13 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
                     weight = TestArray::random({C}, 3);
     const TestArray rstd = TestArray::random({N}, 5, 0.1, 1);
     expect_deterministic("gradients", [&] {
-        const TestArray dinp = TestArray::poisoned(activation(), {N, C}), dweight = TestArray::poisoned({C});
+        const TestArray dinp = TestArray::poisoned(activation(), {N, C}), dweight = TestArray::poisoned({C}),
+                        dsum = TestArray::poisoned({C});
         const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C));
-        rmsnorm_backward(dinp, dweight, dout, Tensor{}, inp, weight, rstd, scratch, false, Stream{});
+        rmsnorm_backward(dinp, dweight, dsum, dout, Tensor{}, inp, weight, rstd, scratch, false, Stream{});
         std::vector<double> all = dinp.fetch();
-        for (const double x : dweight.fetch()) all.push_back(x);
+        for (const TestArray* t : {&dweight, &dsum})
+            for (const double x : t->fetch()) all.push_back(x);
         return all;
     });
 }
@@ -139,8 +149,8 @@ TEST(RMSNormArguments, WrongOnesAreErrors) {
                  "rmsnorm_forward: weight is fp32 [64], expected fp32 [128]");
     expect_error([&] { rmsnorm_forward(out, none, none, a, b, weight, EPS, Stream{}); },
                  "rmsnorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
-    expect_error([&] { rmsnorm_backward(out, shorter, a, none, a, weight, rows, scratch, false, Stream{}); },
+    expect_error([&] { rmsnorm_backward(out, shorter, none, a, none, a, weight, rows, scratch, false, Stream{}); },
                  "rmsnorm_backward: dweight is fp32 [64], expected fp32 [128]");
-    expect_error([&] { rmsnorm_backward(out, weight, a, none, a, weight, rows, none, false, Stream{}); },
+    expect_error([&] { rmsnorm_backward(out, weight, none, a, none, a, weight, rows, none, false, Stream{}); },
                  str("rmsnorm_backward: scratch is missing, expected uint8 [", rmsnorm_backward_scratch(4, 128), "]"));
 }

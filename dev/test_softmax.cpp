@@ -58,7 +58,7 @@ void check(DType T, int64_t batch, int64_t Q, int64_t K, double scale, bool caus
 }
 
 TEST_P(Softmax, Lengths) {
-    for (const int64_t K : {1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 1023, 5000}) {
+    for (const int64_t K : {1, 2, 3, 15, 16, 17, 31, 32, 33, 100, 1023, 1536, 5000, 9000}) {
         check(activation(), 2, 3, K, 1, false, false);
         check(activation(), 1, 3, K, -0.3, false, true);
     }
@@ -92,6 +92,15 @@ TEST_P(Softmax, UnseenKeysDoNotCount) {
     const std::vector<double> r = out.fetch();
     for (size_t i = 0; i < 3; i++) EXPECT_TRUE(std::isnan(r[i])) << i;  // it sees the NaN
     for (size_t i = 3; i < 8; i++) EXPECT_EQ(r[i], 0) << i;
+    // The same in a row that is read in vectors.
+    std::vector<double> row(32, 1);
+    row[3] = NOT_A_NUMBER, row[16 + 12] = INF;
+    const TestArray wide = TestArray::of(activation(), row, {2, 16}),
+                    wide_out = TestArray::poisoned(activation(), {2, 16});
+    softmax_forward(wide_out, wide, Tensor{}, 2, 1, true, Stream{});  // row 0 sees 15 keys, row 1 all
+    for (size_t i = 0; i < 15; i++) EXPECT_TRUE(std::isnan(wide_out.fetch()[i])) << i;
+    EXPECT_EQ(wide_out.fetch()[15], 0);
+    EXPECT_TRUE(std::isnan(wide_out.fetch()[31]));
     const TestArray square = TestArray::of(activation(), {1, NOT_A_NUMBER, 1, 2}, {2, 2}),
                     result = TestArray::poisoned(activation(), {2, 2});
     softmax_forward(result, square, Tensor{}, 2, 1, true, Stream{});

@@ -194,6 +194,20 @@ void expect_close(const char* what, const std::vector<double>& got, const std::v
                                        << ", limit " << std::sqrt(limit2 / double(got.size()));
 }
 
+void expect_sum_of_rows(const char* what, const TestArray& sum, const std::vector<double>& rows, bool accumulate,
+                        int64_t N, int64_t C) {
+    std::vector<double> ref(static_cast<size_t>(C)), mag(ref.size());
+    for (int64_t c = 0; c < C; c++) {
+        const size_t i = size_t(c);
+        if (accumulate) ref[i] = sum.data()[c], mag[i] = std::abs(ref[i]);
+        for (int64_t n = 0; n < N; n++) {
+            const double x = rows[size_t(n * C + c)];
+            ref[i] += x, mag[i] += std::abs(x);
+        }
+    }
+    expect_close(what, sum.fetch(), ref, mag, N, C);
+}
+
 void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b) {
     ASSERT_EQ(a.size(), b.size()) << what;
     for (size_t i = 0; i < a.size(); i++)

@@ -89,6 +89,10 @@ void expect_close(const char* what, const std::vector<double>& got, const std::v
 void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
                   const std::vector<double>& mag, int64_t K, int64_t row_size, DType dtype, int roundings = 1);
 
+// sum[c] is Σ_n rows[n, c] in fp32, added to what it was given with if `accumulate`. rows [N, C]: as fetched.
+void expect_sum_of_rows(const char* what, const TestArray& sum, const std::vector<double>& rows, bool accumulate,
+                        int64_t N, int64_t C);
+
 // The same bits, NaN included.
 void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b);
 

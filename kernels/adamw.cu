@@ -92,15 +92,15 @@ __device__ __forceinline__ void update(const Arenas<T>& a, int64_t i, const Fact
     } else if constexpr (std::is_same_v<T, bf16>) {
         const int64_t element = i + segment.to_element;
         const Philox4 noise = noise_block(f, segment.key, element);
-        Pack<bf16, W> rounded;
+        Floats<W> rounded;  // which bf16 holds exactly
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             if (W == 4)
-                rounded.v[k % W] = round_stochastically(p[k % W], noise.v[k]);
+                rounded[k % W] = as_float(round_stochastically(p[k % W], noise.v[k]));
             else if (k == element % 4)  // an index known at run time only would put the block into local memory
-                rounded.v[0] = round_stochastically(p[0], noise.v[k]);
+                rounded[0] = as_float(round_stochastically(p[0], noise.v[k]));
         }
-        store_pack(a.params_T + i, rounded);
+        store_floats<W>(a.params_T + i, rounded);
     }
 }
 

@@ -6,44 +6,46 @@
 
 namespace {
 
-constexpr int THREADS = 512;
+// exp(x − max): by the special function unit for 16-bit logits, which don't see its error. (__expf would spend three
+// more instructions on results below the smallest normal number; here they are 0.)
+template <typename T>
+__device__ __forceinline__ float exp_below(float x, float max) {
+    if constexpr (std::is_same_v<T, float>) return expf(x - max);
+    constexpr float LOG2_E = 1.4426950408889634f;
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"((x - max) * LOG2_E));
+    return y;
+}
 
 // Σ exp(x − max) under the largest x so far (Milakov, Gimelshein 2018). It starts at the lowest number instead of −∞,
-// so that logits of −∞ meet no ∞ − ∞.
+// so that logits of −∞ meet no ∞ − ∞. The maximum passes over NaN, the sum does not.
+template <typename T>
 struct RunningSum {
     float max = -FLT_MAX, sum = 0;
+
+    template <int W>
+    __device__ __forceinline__ void add(const Floats<W>& x) {
+        float next = max;
+#pragma unroll
+        for (int k = 0; k < W; k++) next = fmaxf(next, x[k]);
+        sum *= exp_below<T>(max, next);
+        max = next;
+#pragma unroll
+        for (int k = 0; k < W; k++) sum += exp_below<T>(x[k], max);
+    }
 };
 
-template <typename T, int W>
-__device__ __forceinline__ void add(RunningSum& s, const Floats<W>& x) {
-    float max = s.max;
-#pragma unroll
-    for (int k = 0; k < W; k++) max = nan_max(max, x[k]);
-    s.sum *= exp_for<T>(s.max - max);
-    s.max = max;
-#pragma unroll
-    for (int k = 0; k < W; k++) s.sum += exp_for<T>(x[k] - max);
-}
-
-// Columns [c, c + W) of which those below V count.
-template <int W, typename T>
-__device__ __forceinline__ Floats<W> load_logits(const T* row, int64_t c, int64_t V) {
-    Floats<W> x = load_floats<W>(row + c);
-    if (c + W > V)
-#pragma unroll
-        for (int k = 0; k < W; k++)
-            if (c + k >= V) x[k] = -INFINITY;
-    return x;
-}
-
-// A block per row. The row is read from memory once: the second pass finds it in L2 and takes it from the end, where it
-// is freshest. dloss is looked at only where GRADIENT.
-template <bool GRADIENT, int W, typename T>
-__global__ void __launch_bounds__(THREADS, 2)
+// A block per row, which is read from memory once: the first pass leaves its first `kept` vectors in shared memory for
+// the second. What doesn't fit there is read again from L2. A thread reads back what it has stored itself. dloss and
+// kept are looked at only where GRADIENT.
+template <bool GRADIENT, int THREADS, int W, typename T>
+__global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     cross_entropy_kernel(float* losses, T* logits, int64_t stride, const int32_t* targets, int64_t V, int64_t Vp,
-                         float dloss) {
+                         int64_t kept, float dloss) {
     constexpr int UNROLL = 4;
-    const int64_t n = blockIdx.x, packs = Vp / W, used = (V + W - 1) / W;
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    auto* row_start = reinterpret_cast<Pack<T, W>*>(dynamic_shared);
+    const int64_t n = blockIdx.x, packs = Vp / W, whole = V / W;  // whole: vectors without padding
     const int32_t target = targets[n];
     T* row = logits + n * stride;
     if (target == IGNORE_TARGET) {
@@ -53,18 +55,30 @@ __global__ void __launch_bounds__(THREADS, 2)
         return;
     }
 
-    RunningSum mine;
+    RunningSum<T> mine;
     int64_t i = threadIdx.x;
-    for (; i + (UNROLL - 1) * THREADS < used; i += UNROLL * THREADS) {
-        Floats<W> x[UNROLL];
+    for (; i + (UNROLL - 1) * THREADS < whole; i += UNROLL * THREADS) {
+        Pack<T, W> x[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) x[u] = load_logits<W>(row, (i + u * THREADS) * W, V);
+        for (int u = 0; u < UNROLL; u++) x[u] = load_pack<W>(row + (i + u * THREADS) * W);
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) add<T>(mine, x[u]);
+        for (int u = 0; u < UNROLL; u++) {
+            if (GRADIENT && i + u * THREADS < kept) row_start[i + u * THREADS] = x[u];
+            mine.add(as_floats(x[u]));
+        }
     }
-    for (; i < used; i += THREADS) add<T>(mine, load_logits<W>(row, i * W, V));
+    for (; i < packs; i += THREADS) {
+        const Pack<T, W> pack = load_pack<W>(row + i * W);
+        if (GRADIENT && i < kept) row_start[i] = pack;
+        Floats<W> x = as_floats(pack);
+        if (i >= whole)
+#pragma unroll
+            for (int k = 0; k < W; k++)
+                if (i * W + k >= V) x[k] = -INFINITY;
+        mine.add(x);
+    }
     const float max = block_max<THREADS>(mine.max);
-    const float sum = block_sum<THREADS>(mine.sum * exp_for<T>(mine.max - max));
+    const float sum = block_sum<THREADS>(mine.sum * exp_below<T>(mine.max, max));
 
     const bool inside = target >= 0 && target < V;
     if (threadIdx.x == 0) {
@@ -75,18 +89,30 @@ __global__ void __launch_bounds__(THREADS, 2)
     if constexpr (GRADIENT) {
         __syncthreads();  // logits[target] has been read
         const float scale = dloss / sum;
-        for (int64_t j = packs - 1 - int64_t(threadIdx.x); j >= 0; j -= THREADS) {
-            const int64_t c = j * W;
-            Floats<W> d = load_logits<W>(row, c, V);
+        for (int64_t j = threadIdx.x; j < packs; j += THREADS) {
+            Floats<W> d = as_floats(j < kept ? row_start[j] : load_pack<W>(row + j * W));
 #pragma unroll
-            for (int k = 0; k < W; k++) {
-                d[k] = exp_for<T>(d[k] - max) * scale;
-                if (c + k == target) d[k] -= dloss;
-                if (c + k >= V) d[k] = 0;  // NaN − NaN in the row must not reach the padding
+            for (int k = 0; k < W; k++) d[k] = exp_below<T>(d[k], max) * scale;
+            if (j == target / W || j >= whole) {
+#pragma unroll
+                for (int k = 0; k < W; k++) {
+                    if (j * W + k == target) d[k] -= dloss;
+                    if (j * W + k >= V) d[k] = 0;
+                }
             }
-            store_floats<W>(row + c, d);
+            store_floats<W>(row + j * W, d);
         }
     }
+}
+
+template <bool GRADIENT, int THREADS, int W, typename T>
+void launch_rows(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_t V, int64_t kept, float dloss,
+                 Stream stream) {
+    const auto kernel = cross_entropy_kernel<GRADIENT, THREADS, W, T>;
+    const int shared = int(kept * int64_t(sizeof(Pack<T, W>)));
+    if (shared) cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), op);
+    kernel<<<grid_of(logits.shape[0]), THREADS, size_t(shared), cuda_stream(stream)>>>(
+        losses.as<float>(), logits.as<T>(), row_stride(logits), targets.as<int32_t>(), V, logits.shape[1], kept, dloss);
 }
 
 template <bool GRADIENT>
@@ -101,8 +127,18 @@ void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         dispatch_width<T>(Vp % FULL_WIDTH<T> == 0 && rows_aligned({logits}), [&](auto width) {
-            cross_entropy_kernel<GRADIENT, decltype(width)::value><<<grid_of(N), THREADS, 0, cuda_stream(stream)>>>(
-                losses.as<float>(), logits.as<T>(), row_stride(logits), targets.as<int32_t>(), V, Vp, dloss);
+            constexpr int W = decltype(width)::value;
+            // Two blocks on a multiprocessor, of which one reads while the other writes, where two rows fit; else one
+            // block with as many threads. Beside its row a block has 1 KiB for the system and some for its sums.
+            // Without the gradient nothing is kept, but the number of threads, and so the loss's bits, are the same.
+            constexpr int64_t RESERVED = 2048;
+            const int64_t row = Vp * int64_t(sizeof(T));
+            const int64_t room = GRADIENT ? std::min(row, max_shared_bytes() - RESERVED) : 0;
+            const int64_t kept = room / int64_t(sizeof(Pack<T, W>));
+            if (row <= shared_bytes_per_multiprocessor() / 2 - RESERVED)
+                launch_rows<GRADIENT, 512, W, T>(op, losses, logits, targets, V, kept, dloss, stream);
+            else
+                launch_rows<GRADIENT, 1024, W, T>(op, losses, logits, targets, V, kept, dloss, stream);
         });
     });
     check_launch(op, stream);

@@ -67,9 +67,12 @@ __device__ __forceinline__ float reciprocal_for(float x) {
 template <typename T>
 constexpr int FULL_WIDTH = 16 / int(sizeof(T));
 
+// W elements as they lie in memory, 16-bit ones in pairs: an array of single ones takes a register for each, which
+// doubles what loads in flight cost.
 template <typename T, int W>
 struct alignas(sizeof(T) * W < 16 ? sizeof(T) * W : 16) Pack {
-    T v[W];
+    static constexpr bool PAIRS = sizeof(T) == 2 && W % 2 == 0;
+    std::conditional_t<PAIRS, uint32_t, T> word[PAIRS ? W / 2 : W];
 };
 
 template <int W>
@@ -86,17 +89,66 @@ __device__ __forceinline__ Pack<T, W> load_pack(const T* p) {
     return *reinterpret_cast<const Pack<T, W>*>(p);
 }
 
+// Vectors of 16 bytes or more: to global memory only, and in assembly, because the compiler stores the words one by one
+// where they come from conversions.
 template <int W, typename T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T, W>& x) {
-    *reinterpret_cast<Pack<T, W>*>(p) = x;
+    if constexpr (sizeof(x) % sizeof(uint4) == 0) {
+#pragma unroll
+        for (size_t i = 0; i < sizeof(x) / sizeof(uint4); i++) {
+            const uint4 v = reinterpret_cast<const uint4*>(&x)[i];
+            asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(
+                             __cvta_generic_to_global(reinterpret_cast<uint4*>(p) + i)),
+                         "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                         : "memory");
+        }
+    } else {
+        *reinterpret_cast<Pack<T, W>*>(p) = x;
+    }
 }
 
 template <typename T, int W>
 __device__ __forceinline__ Floats<W> as_floats(const Pack<T, W>& pack) {
     Floats<W> x;
+    if constexpr (Pack<T, W>::PAIRS) {
 #pragma unroll
-    for (int i = 0; i < W; i++) x[i] = as_float(pack.v[i]);
+        for (int i = 0; i < W / 2; i++) {
+            const uint32_t word = pack.word[i];
+            if constexpr (std::is_same_v<T, bf16>) {
+                x[2 * i] = __uint_as_float(word << 16);
+                x[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
+            } else {
+                x[2 * i] = as_float(fp16{uint16_t(word)});
+                x[2 * i + 1] = as_float(fp16{uint16_t(word >> 16)});
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < W; i++) x[i] = as_float(pack.word[i]);
+    }
     return x;
+}
+
+// Round to nearest even.
+template <typename T, int W>
+__device__ __forceinline__ Pack<T, W> as_pack(const Floats<W>& x) {
+    Pack<T, W> pack;
+    if constexpr (Pack<T, W>::PAIRS) {
+#pragma unroll
+        for (int i = 0; i < W / 2; i++) {
+            if constexpr (std::is_same_v<T, bf16>) {
+                const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+                pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
+            } else {
+                const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+                pack.word[i] = reinterpret_cast<const uint32_t&>(pair);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < W; i++) pack.word[i] = from_float<T>(x[i]);
+    }
+    return pack;
 }
 
 template <int W, typename T>
@@ -106,10 +158,7 @@ __device__ __forceinline__ Floats<W> load_floats(const T* p) {
 
 template <int W, typename T>
 __device__ __forceinline__ void store_floats(T* p, const Floats<W>& x) {
-    Pack<T, W> pack;
-#pragma unroll
-    for (int i = 0; i < W; i++) pack.v[i] = from_float<T>(x[i]);
-    *reinterpret_cast<Pack<T, W>*>(p) = pack;
+    store_pack(p, as_pack<T>(x));
 }
 
 // --- sums and maxima of a warp and of a block, the same bits in every thread. The order is a tree of fixed shape.
@@ -248,6 +297,12 @@ inline int64_t num_multiprocessors() {
 // Bytes of shared memory that a block may ask for.
 inline int64_t max_shared_bytes() {
     static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    return bytes;
+}
+
+// Of which as many blocks run side by side as fit, each with 1 KiB for the system.
+inline int64_t shared_bytes_per_multiprocessor() {
+    static const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
     return bytes;
 }
 

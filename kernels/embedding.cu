@@ -8,50 +8,71 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// A row of zeros where the index lies outside the table.
+// Zeros where the index lies outside the table.
 template <int W, typename T>
-__device__ __forceinline__ Floats<W> load_row(const T* table, int64_t stride, int64_t rows, int32_t index, int64_t c) {
-    return index >= 0 && index < rows ? load_floats<W>(table + index * stride + c) : Floats<W>{};
+__device__ __forceinline__ Pack<T, W> load_row(const T* table, int64_t stride, int64_t rows, int32_t index, int64_t c) {
+    return index >= 0 && index < rows ? load_pack<W>(table + index * stride + c) : Pack<T, W>{};
 }
+
+// A thread takes the same columns of TOKENS tokens, N/TOKENS apart: ids, then rows, are that many loads in flight.
+constexpr int TOKENS = 2;
 
 template <int W, typename T>
 __global__ void __launch_bounds__(THREADS)
     forward_kernel(T* out, int64_t out_stride, const int32_t* tokens, const int32_t* positions, const T* wte,
                    int64_t wte_stride, int64_t V, const T* wpe, int64_t wpe_stride, int64_t P, int64_t N, int64_t C) {
-    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
-    if (i >= N * (C / W)) return;
+    const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, step = ceil_div(N, TOKENS);
+    if (i >= step * (C / W)) return;
     const RowItem at = row_item(i, C / W);
     const int64_t c = at.item * W;
-    Floats<W> x = load_row<W>(wte, wte_stride, V, tokens[at.row], c);
-    if (wpe) {
-        const Floats<W> p = load_row<W>(wpe, wpe_stride, P, positions[at.row], c);
+    int32_t token[TOKENS], position[TOKENS];
 #pragma unroll
-        for (int k = 0; k < W; k++) x[k] += p[k];
+    for (int t = 0; t < TOKENS; t++) {
+        const int64_t n = at.row + t * step;
+        token[t] = n < N ? tokens[n] : -1;
+        position[t] = wpe && n < N ? positions[n] : -1;
     }
-    store_floats<W>(out + at.row * out_stride + c, x);
+    Pack<T, W> e[TOKENS], p[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        e[t] = load_row<W>(wte, wte_stride, V, token[t], c);
+        p[t] = load_row<W>(wpe, wpe_stride, P, position[t], c);
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        const int64_t n = at.row + t * step;
+        if (n >= N) continue;
+        Floats<W> x = as_floats(e[t]);
+        const Floats<W> added = as_floats(p[t]);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] += added[k];
+        store_floats<W>(out + n * out_stride + c, x);
+    }
 }
 
 // --- backward
 //
-// The tokens n are sorted by the row that they add to (a stable radix sort of integers). The sorted list is cut into
-// pieces of PIECE; a block adds up the runs of one row in its piece, in order. A run that lies within the piece is
-// added to the table right away. What a run has in a piece where it does not both begin and end goes to scratch, and a
-// second kernel adds it up over the pieces, in order. So no two blocks write one row, a frequent token's work is shared
-// among many blocks, and every sum has a fixed order.
+// The rows of both tables are numbered through, the positions' first. Each token n is entered for the one or two rows
+// that it adds to; the entries are sorted by row (a stable radix sort of integers). The sorted list is cut into pieces
+// of PIECE; a block adds up the runs of one row in its piece, in order. A run that lies within the piece is added to
+// the table right away. What a run has in a piece where it does not both begin and end goes to scratch, and a second
+// kernel adds it up over the pieces, in order. So no two blocks write one row, a frequent token's work is shared among
+// many blocks, and every sum has a fixed order.
 
 constexpr int PIECE = 32;
 constexpr int SUM_THREADS = 128;  // columns of a block, in vectors
 
 struct Scratch {
-    int32_t *keys, *sorted_keys, *order, *sorted_order;  // [N] each
+    int32_t *keys, *sorted_keys, *order, *sorted_order;  // [entries] each
     float* partials;                                     // [pieces, 2, C]: a piece's first run, its last run
     void* sort;
     size_t sort_bytes;
     int64_t bytes;
 };
 
-// Where things lie, from a base that may be null.
+// Where things lie, from a base that may be null. Room for both tables' entries, whether both are asked for or not.
 Scratch scratch_layout(uint8_t* base, int64_t N, int64_t C) {
+    const int64_t entries = 2 * N;
     Scratch s{};
     const auto take = [&](int64_t bytes) {
         uint8_t* at = base + s.bytes;
@@ -59,32 +80,45 @@ Scratch scratch_layout(uint8_t* base, int64_t N, int64_t C) {
         return at;
     };
     for (int32_t** list : {&s.keys, &s.sorted_keys, &s.order, &s.sorted_order})
-        *list = reinterpret_cast<int32_t*>(take(N * int64_t(sizeof(int32_t))));
-    s.partials = reinterpret_cast<float*>(take(ceil_div(N, PIECE) * 2 * C * int64_t(sizeof(float))));
-    cuda_check(
-        cub::DeviceRadixSort::SortPairs(nullptr, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order, int(N)),
-        "embedding_backward");
+        *list = reinterpret_cast<int32_t*>(take(entries * int64_t(sizeof(int32_t))));
+    s.partials = reinterpret_cast<float*>(take(ceil_div(entries, PIECE) * 2 * C * int64_t(sizeof(float))));
+    cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
+                                               int(entries)),
+               "embedding_backward");
     s.sort = take(int64_t(s.sort_bytes));
     return s;
-}
-
-// Key `rows` is behind all others and stands for indices outside the table.
-__global__ void __launch_bounds__(THREADS)
-    make_keys_kernel(int32_t* keys, int32_t* order, const int32_t* index, int64_t rows, int64_t N) {
-    const int64_t n = blockIdx.x * int64_t(THREADS) + threadIdx.x;
-    if (n >= N) return;
-    keys[n] = index[n] >= 0 && index[n] < rows ? index[n] : int32_t(rows);
-    order[n] = int32_t(n);
 }
 
 struct Table {
     float* data;
     int64_t stride, rows;
+    const int32_t* index;  // [N]: the row that each token adds to
     bool accumulate;
 };
 
+// One or two, whose rows are numbered through; the second may have none.
+struct Tables {
+    Table first, second;
+};
+
+// Entry e stands for token e mod N and its row in table e / N. The key behind all rows is for indices outside a table.
+__global__ void __launch_bounds__(THREADS)
+    make_keys_kernel(int32_t* keys, int32_t* order, Tables tables, int64_t N, int64_t entries) {
+    const int64_t e = blockIdx.x * int64_t(THREADS) + threadIdx.x;
+    if (e >= entries) return;
+    const bool second = e >= N;
+    const Table table = second ? tables.second : tables.first;
+    const int64_t n = second ? e - N : e, row = table.index[n];
+    const int64_t before = second ? tables.first.rows : 0, none = tables.first.rows + tables.second.rows;
+    keys[e] = int32_t(row >= 0 && row < table.rows ? before + row : none);
+    order[e] = int32_t(n);
+}
+
 template <int W>
-__device__ __forceinline__ void add_to_row(const Table& table, int32_t row, int64_t c, const Floats<W>& sum) {
+__device__ __forceinline__ void add_to_row(const Tables& tables, int32_t key, int64_t c, const Floats<W>& sum) {
+    const bool second = key >= tables.first.rows;
+    const Table table = second ? tables.second : tables.first;
+    const int64_t row = second ? key - tables.first.rows : key;
     if (row >= table.rows) return;
     float* to = table.data + row * table.stride + c;
     Floats<W> x = sum;
@@ -99,11 +133,11 @@ __device__ __forceinline__ void add_to_row(const Table& table, int32_t row, int6
 // Block (piece, columns).
 template <int W, typename T>
 __global__ void __launch_bounds__(SUM_THREADS)
-    sum_pieces_kernel(Table table, float* partials, const T* dout, int64_t stride, const int32_t* keys,
-                      const int32_t* order, int64_t N, int64_t C) {
+    sum_pieces_kernel(Tables tables, float* partials, const T* dout, int64_t stride, const int32_t* keys,
+                      const int32_t* order, int64_t entries, int64_t C) {
     constexpr int BATCH = 8;  // rows in flight
     const int64_t begin = blockIdx.x * int64_t(PIECE), c = (blockIdx.y * int64_t(SUM_THREADS) + threadIdx.x) * W;
-    const int size = int(min(int64_t(PIECE), N - begin));
+    const int size = int(min(int64_t(PIECE), entries - begin));
     __shared__ int32_t key[PIECE], token[PIECE];
     if (int(threadIdx.x) < size) {
         key[threadIdx.x] = keys[begin + threadIdx.x];
@@ -112,7 +146,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
     __syncthreads();
     if (c >= C) return;
     const bool goes_on_before = begin > 0 && keys[begin - 1] == key[0];
-    const bool goes_on_behind = begin + size < N && keys[begin + size] == key[size - 1];
+    const bool goes_on_behind = begin + size < entries && keys[begin + size] == key[size - 1];
     float* partial = partials + blockIdx.x * 2 * C + c;
     Floats<W> sum{};
     bool first_run = true;
@@ -124,8 +158,9 @@ __global__ void __launch_bounds__(SUM_THREADS)
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             if (i + b >= size) continue;
+            const Floats<W> x = as_floats(d[b]);
 #pragma unroll
-            for (int k = 0; k < W; k++) sum[k] += as_float(d[b].v[k]);
+            for (int k = 0; k < W; k++) sum[k] += x[k];
             const bool last = i + b + 1 == size;
             if (!last && key[i + b + 1] == key[i + b]) continue;
             if (first_run && goes_on_before)
@@ -133,7 +168,7 @@ __global__ void __launch_bounds__(SUM_THREADS)
             else if (last && goes_on_behind)
                 store_floats<W>(partial + C, sum);
             else
-                add_to_row<W>(table, key[i + b], c, sum);
+                add_to_row<W>(tables, key[i + b], c, sum);
             first_run = false;
             sum = Floats<W>{};
         }
@@ -143,16 +178,16 @@ __global__ void __launch_bounds__(SUM_THREADS)
 // Block (piece, columns): adds up the run that begins in this piece and goes on behind it, if there is one.
 template <int W>
 __global__ void __launch_bounds__(SUM_THREADS)
-    join_pieces_kernel(Table table, const float* partials, const int32_t* keys, int64_t N, int64_t C) {
+    join_pieces_kernel(Tables tables, const float* partials, const int32_t* keys, int64_t entries, int64_t C) {
     const int64_t begin = blockIdx.x * int64_t(PIECE), end = begin + PIECE;
-    if (end >= N) return;
+    if (end >= entries) return;
     const int32_t row = keys[end];
     const bool began_before = keys[begin] == row && begin > 0 && keys[begin - 1] == row;
     if (keys[end - 1] != row || began_before) return;
     int64_t pieces = 0;  // that the run goes on in: its key is their first one
     for (int more = SUM_THREADS; more == SUM_THREADS; pieces += more) {
         const int64_t at = end + (pieces + threadIdx.x) * PIECE;
-        more = __syncthreads_count(at < N && keys[at] == row);
+        more = __syncthreads_count(at < entries && keys[at] == row);
     }
     const int64_t c = (blockIdx.y * int64_t(SUM_THREADS) + threadIdx.x) * W;
     if (c >= C) return;
@@ -164,43 +199,47 @@ __global__ void __launch_bounds__(SUM_THREADS)
 #pragma unroll
         for (int k = 0; k < W; k++) sum[k] += next[k];
     }
-    add_to_row<W>(table, row, c, sum);
+    add_to_row<W>(tables, row, c, sum);
 }
 
-// dtable[index[n]] (+)= dout[n]
-void scatter_add(const char* op, const Tensor& dtable, const Tensor& dout, const Tensor& index, const Tensor& scratch,
-                 bool accumulate, Stream stream) {
-    const int64_t N = dout.shape[0], C = dout.shape[1], rows = dtable.shape[0];
-    const Table table{dtable.as<float>(), row_stride(dtable), rows, accumulate};
-    if (!accumulate && rows * C > 0) {
-        cuda_check(cudaMemset2DAsync(table.data, size_t(table.stride) * sizeof(float), 0, size_t(C) * sizeof(float),
-                                     size_t(rows), cuda_stream(stream)),
-                   op);
-    }
+// dtable[index[n]] (+)= dout[n] for both tables
+void scatter_add(const char* op, const Tables& tables, const Tensor& dout, const Tensor& scratch, bool aligned,
+                 Stream stream) {
+    const int64_t N = dout.shape[0], C = dout.shape[1], rows = tables.first.rows + tables.second.rows;
+    for (const Table& table : {tables.first, tables.second})
+        if (!table.accumulate && table.rows * C > 0)
+            cuda_check(cudaMemset2DAsync(table.data, size_t(table.stride) * sizeof(float), 0, size_t(C) * sizeof(float),
+                                         size_t(table.rows), cuda_stream(stream)),
+                       op);
     if (N * C == 0) return;
+    const int64_t entries = tables.second.data ? 2 * N : N;
     Scratch s = scratch_layout(scratch.as<uint8_t>(), N, C);
-    make_keys_kernel<<<grid_of(ceil_div(N, THREADS)), THREADS, 0, cuda_stream(stream)>>>(s.keys, s.order,
-                                                                                         index.as<int32_t>(), rows, N);
+    make_keys_kernel<<<grid_of(ceil_div(entries, THREADS)), THREADS, 0, cuda_stream(stream)>>>(s.keys, s.order, tables,
+                                                                                               N, entries);
     check_launch(op, stream);
     int bits = 1;
     while (rows >> bits) bits++;  // of the largest key
     cuda_check(cub::DeviceRadixSort::SortPairs(s.sort, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
-                                               int(N), 0, bits, cuda_stream(stream)),
+                                               int(entries), 0, bits, cuda_stream(stream)),
                op);
     dispatch_dtype(op, dout.dtype, [&](auto zero) {
         using T = decltype(zero);
-        const bool full = C % FULL_WIDTH<T> == 0 && rows_aligned({dtable, dout, scratch});
-        dispatch_width<T>(full, [&](auto width) {
+        dispatch_width<T>(C % FULL_WIDTH<T> == 0 && aligned, [&](auto width) {
             constexpr int W = decltype(width)::value;
-            const dim3 grid(unsigned(ceil_div(N, PIECE)), unsigned(ceil_div(C, SUM_THREADS * W)));
+            const dim3 grid(unsigned(ceil_div(entries, PIECE)), unsigned(ceil_div(C, SUM_THREADS * W)));
             sum_pieces_kernel<W><<<grid, SUM_THREADS, 0, cuda_stream(stream)>>>(
-                table, s.partials, dout.as<const T>(), row_stride(dout), s.sorted_keys, s.sorted_order, N, C);
+                tables, s.partials, dout.as<const T>(), row_stride(dout), s.sorted_keys, s.sorted_order, entries, C);
             check_launch(op, stream);
             join_pieces_kernel<W>
-                <<<grid, SUM_THREADS, 0, cuda_stream(stream)>>>(table, s.partials, s.sorted_keys, N, C);
+                <<<grid, SUM_THREADS, 0, cuda_stream(stream)>>>(tables, s.partials, s.sorted_keys, entries, C);
             check_launch(op, stream);
         });
     });
+}
+
+Table table_of(const Tensor& dtable, const Tensor& index, bool accumulate) {
+    if (!dtable) return {};
+    return {dtable.as<float>(), row_stride(dtable), dtable.shape[0], index.as<int32_t>(), accumulate};
 }
 
 }  // namespace
@@ -223,10 +262,11 @@ void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, 
         using T = decltype(zero);
         dispatch_width<T>(C % FULL_WIDTH<T> == 0 && rows_aligned({out, wte, wpe}), [&](auto width) {
             constexpr int W = decltype(width)::value;
-            forward_kernel<W><<<grid_of(ceil_div(N * (C / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
-                out.as<T>(), row_stride(out), tokens.as<int32_t>(), wpe ? positions.as<int32_t>() : nullptr,
-                wte.as<const T>(), row_stride(wte), V, wpe ? wpe.as<const T>() : nullptr, wpe ? row_stride(wpe) : 0,
-                wpe ? wpe.shape[0] : 0, N, C);
+            forward_kernel<W>
+                <<<grid_of(ceil_div(ceil_div(N, TOKENS) * (C / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
+                    out.as<T>(), row_stride(out), tokens.as<int32_t>(), wpe ? positions.as<int32_t>() : nullptr,
+                    wte.as<const T>(), row_stride(wte), V, wpe ? wpe.as<const T>() : nullptr, wpe ? row_stride(wpe) : 0,
+                    wpe ? wpe.shape[0] : 0, N, C);
         });
     });
     check_launch(op, stream);
@@ -237,7 +277,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     const char* op = "embedding_backward";
     check_matrix(op, "dout", dout, check_activation_dtype(op, "dout", dout));
     const int64_t N = dout.shape[0], C = dout.shape[1];
-    require(N <= INT32_MAX, op, ": dout has ", N, " rows, expected at most ", INT32_MAX);
+    require(N <= INT32_MAX / 2, op, ": dout has ", N, " rows, expected at most ", INT32_MAX / 2);
     // Both are checked before either is written.
     if (dwte) {
         check_matrix(op, "dwte", dwte);
@@ -249,12 +289,17 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
         check_matrix(op, "dwpe", dwpe, dwpe.shape[0], C);
         check_tensor(op, "positions", positions, DType::I32, {N});
     }
-    if (dwte || dwpe) check_scratch(op, scratch, embedding_backward_scratch(N, 0, C));
-    if (dwte) scatter_add(op, dwte, dout, tokens, scratch, accumulate_wte, stream);
-    if (dwpe) scatter_add(op, dwpe, dout, positions, scratch, accumulate_wpe, stream);
+    if (!dwte && !dwpe) return;
+    check_scratch(op, scratch, embedding_backward_scratch(N, 0, C));
+    const Table of_tokens = table_of(dwte, tokens, accumulate_wte),
+                of_positions = table_of(dwpe, positions, accumulate_wpe);
+    const Tables tables = dwpe ? Tables{of_positions, of_tokens} : Tables{of_tokens, {}};
+    require(tables.first.rows + tables.second.rows <= INT32_MAX, op, ": ", tables.first.rows + tables.second.rows,
+            " rows of tables, expected at most ", INT32_MAX);
+    scatter_add(op, tables, dout, scratch, rows_aligned({dwte, dwpe, dout, scratch}), stream);
 }
 
-// The sort's share does not depend on V: it is asked for with all bits of the key.
+// The sort's share does not depend on the number of rows: it is asked for with all bits of the key.
 int64_t embedding_backward_scratch(int64_t N, int64_t, int64_t C) {
     return scratch_layout(nullptr, N, C).bytes;
 }

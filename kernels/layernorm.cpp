@@ -51,9 +51,10 @@ MULTIARCH RowStatistics forward_row(float* out, float* sum, const float* inp, co
     return {mean, rstd};
 }
 
-// dweight and dbias are this partition's partial sums.
-MULTIARCH void backward_row(float* dinp, float* dweight, float* dbias, const float* dout, const float* dresidual,
-                            const float* inp, const float* weight, float mean, float rstd, int64_t C) {
+// dweight, dbias and dsum (null: not wanted) are this partition's partial sums.
+MULTIARCH void backward_row(float* dinp, float* dweight, float* dbias, float* dsum, const float* dout,
+                            const float* dresidual, const float* inp, const float* weight, float mean, float rstd,
+                            int64_t C) {
     vec16 sum_d = {}, sum_dx = {};
     for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
         const vec16 d = vec_load_lanes(dout + c, lanes) * vec_load_lanes(weight + c, lanes);
@@ -69,6 +70,7 @@ MULTIARCH void backward_row(float* dinp, float* dweight, float* dbias, const flo
         vec_store_lanes(dinp + c, dx, lanes);
         vec_store_lanes(dweight + c, vec_load_lanes(dweight + c, lanes) + g * x_hat, lanes);
         vec_store_lanes(dbias + c, vec_load_lanes(dbias + c, lanes) + g, lanes);
+        if (dsum) vec_store_lanes(dsum + c, vec_load_lanes(dsum + c, lanes) + dx, lanes);
     });
 }
 
@@ -99,17 +101,18 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
 }
 
 int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_partials_bytes(N, 2 * C);
+    return norm_partials_bytes(N, 3 * C);
 }
 
-void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp,
-                        Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, Tensor dout, Tensor dresidual,
+                        Tensor inp, Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
     const char* op = "layernorm_backward";
     check_matrix(op, "inp", inp);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C);
     check_tensor(op, "dweight", dweight, DType::F32, {C});
     check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
+    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C);
     check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
     check_tensor(op, "weight", weight, DType::F32, {C});
@@ -120,9 +123,13 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     const Rows<const float> g(dout), dr(dresidual), x(inp);
     const float *w = weight.as<float>(), *m = mean.as<float>(), *rs = rstd.as<float>();
     float* partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
-    norm_partials(partials, N, 2 * C, [=](int64_t n, float* partial) {
-        backward_row(dx[n], partial, partial + C, g[n], dr[n], x[n], w, m[n], rs[n], C);
+    const bool sum = bool(dsum);
+    const int64_t width = (sum ? 3 : 2) * C;
+    norm_partials(partials, N, width, [=](int64_t n, float* partial) {
+        backward_row(dx[n], partial, partial + C, sum ? partial + 2 * C : nullptr, g[n], dr[n], x[n], w, m[n], rs[n],
+                     C);
     });
-    norm_partials_sum(dweight.as<float>(), partials, N, 2 * C, 0, C, accumulate);
-    if (dbias) norm_partials_sum(dbias.as<float>(), partials, N, 2 * C, C, C, accumulate);
+    norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
+    if (dbias) norm_partials_sum(dbias.as<float>(), partials, N, width, C, C, accumulate);
+    if (dsum) norm_partials_sum(dsum.as<float>(), partials, N, width, 2 * C, C, accumulate);
 }

@@ -30,11 +30,12 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
 }
 
 int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_backward_scratch(N, 2 * C);
+    return norm_backward_scratch(N, C, 3);
 }
 
-void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp,
-                        Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, Tensor dout, Tensor dresidual,
+                        Tensor inp, Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate,
+                        Stream stream) {
     const char* op = "layernorm_backward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
     check_matrix(op, "inp", inp, dtype);
@@ -42,6 +43,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
     check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
     check_tensor(op, "dweight", dweight, DType::F32, {C});
     check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
+    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C, Given::Required, dtype);
     check_matrix(op, "dresidual", dresidual, N, C, Given::Optional, dtype);
     check_tensor(op, "weight", weight, DType::F32, {C});
@@ -58,7 +60,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, 
         a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
         a.weight = weight.as<float>(), a.mean = mean.as<float>(), a.rstd = rstd.as<float>();
         a.N = N, a.C = C;
-        launch_norm_backward<true>(op, a, dweight.as<float>(), dbias.as<float>(), accumulate,
-                                   rows_aligned({dinp, dout, dresidual, inp, weight, scratch}), stream);
+        launch_norm_backward<true>(op, a, dweight.as<float>(), dbias.as<float>(), dsum.as<float>(), accumulate,
+                                   rows_aligned({dinp, dout, dresidual, inp, weight}), stream);
     });
 }

@@ -5,7 +5,10 @@
 //
 //   backward, with x̂ = (x − mean)·rstd and d = dout·weight:
 //   dinp = dresidual + rstd·(d − Σd/C − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
-//   dweight (+)= Σ_n dout·x̂,  dbias (+)= Σ_n dout
+//   dweight (+)= Σ_n dout·x̂,  dbias (+)= Σ_n dout,  dsum (+)= Σ_n dinp
+//
+// dsum, which no parameter of the norm needs, is the bias gradient of the linear layer whose output was added to the
+// residual stream here: asked for, it saves that layer a pass over dinp. It sums dinp as rounded to T.
 //
 // N rows of C channels. Ba, Kiros, Hinton 2016, eq. 3-4. Errors: wrong shape or dtype.
 // T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16. Weights, statistics,
@@ -21,9 +24,10 @@
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
                        Tensor bias, float eps, Stream stream);
 
-// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight, dbias [C] (dbias may be null);
-// dout [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; mean, rstd [N].
-// scratch: layernorm_backward_scratch bytes (U8). accumulate: add to dweight and dbias, else overwrite.
-void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dout, Tensor dresidual, Tensor inp,
-                        Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
+// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight, dbias, dsum [C] (dbias and dsum may be
+// null); dout [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; mean, rstd [N].
+// scratch: layernorm_backward_scratch bytes (U8). accumulate: add to dweight, dbias and dsum, else overwrite.
+void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, Tensor dout, Tensor dresidual,
+                        Tensor inp, Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate,
+                        Stream stream);
 int64_t layernorm_backward_scratch(int64_t N, int64_t C);

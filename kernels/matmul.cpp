@@ -203,7 +203,7 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 
 void matmul_tuning(bool, Stream) {}
 
-std::string matmul_choices(Stream) {
+std::string matmul_choices(Stream, bool) {
     return "";
 }
 

@@ -304,9 +304,9 @@ void matmul_tuning(bool on, Stream stream) {
     stream.blas->tuning = on;
 }
 
-std::string matmul_choices(Stream stream) {
+std::string matmul_choices(Stream stream, bool used_only) {
     require_library("matmul_choices", stream);
-    return blas_choices(*stream.blas);
+    return blas_choices(*stream.blas, used_only);
 }
 
 bool matmul_use_choices(const std::string& text, Stream stream) {

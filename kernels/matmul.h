@@ -49,9 +49,9 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
 // stream. out and pre are overwritten many times: what products with `accumulate` leave is undefined.
 void matmul_tuning(bool on, Stream stream);
 
-// What was chosen by timing, or adopted, as text: a line with GPU and library version, one for each product, a
-// checksum.
-std::string matmul_choices(Stream stream);
+// What was chosen by timing, or adopted, as text: a line with GPU and library version, one for each product (used_only:
+// of those that this stream has multiplied), a checksum.
+std::string matmul_choices(Stream stream, bool used_only = false);
 
 // Adopts such a table, in place of what was chosen for the same products before. False, with nothing changed, if it is
 // another GPU's or another library version's; empty text is a table without products. Error if the text is damaged.

@@ -1,13 +1,13 @@
 // LayerNorm and RMSNorm are one kernel: RMSNorm is the one that is not centred, without mean and bias.
 //
-// A group of GROUP threads (a warp, or a whole block for long rows) holds a row, so that memory is read once: thread i
-// of the group owns the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them. The forward pass has them in
-// registers, the backward pass in shared memory. Rows that are longer, not aligned or of an odd length take the loops
-// below, which read the row again from the cache.
+// A group of threads holds a row, so that memory is read once. In the forward pass it is a warp, or a whole block for
+// long rows: thread i owns the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them, in registers. In the
+// backward pass it is as many warps as the row has vectors for, which wait in shared memory. Rows that are longer, not
+// aligned or of an odd length take the loops below, which read the row again from the cache.
 //
-// Gradients of weight and bias are sums over all rows. Blocks stay for many rows and keep their sums in registers; what
-// each block has summed goes to scratch, and a second kernel adds the blocks up in order. The number of blocks is a
-// property of the GPU, so that bits are the same for the same GPU.
+// Gradients of weight and bias, and dsum, are sums over all rows. Blocks stay for many rows and keep their sums in
+// registers; what each block has summed goes to scratch, and a second kernel adds the blocks up in order. The number of
+// blocks is a property of the GPU, so that bits are the same for the same GPU.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -37,7 +37,7 @@ struct ForwardArguments {
 template <typename T>
 struct BackwardArguments {
     T* dinp;
-    float* partials;  // [blocks, 2·C] (dweight, dbias), or [blocks, C]
+    float* partials;  // [blocks, sums, C]: dweight, dbias if centred, dsum if wanted
     const T* dout;
     const T* dresidual;
     const T* inp;
@@ -61,9 +61,11 @@ template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64_t n, int64_t c) {
     Pack<T, W> x = load_pack<W>(a.inp + n * a.inp_stride + c);
     if (a.residual) {
-        const Pack<T, W> r = load_pack<W>(a.residual + n * a.residual_stride + c);
+        const Floats<W> r = load_floats<W>(a.residual + n * a.residual_stride + c);
+        Floats<W> sum = as_floats(x);
 #pragma unroll
-        for (int k = 0; k < W; k++) x.v[k] = from_float<T>(as_float(x.v[k]) + as_float(r.v[k]));
+        for (int k = 0; k < W; k++) sum[k] += r[k];
+        x = as_pack<T>(sum);
     }
     return x;
 }
@@ -73,9 +75,9 @@ __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t 
                                           float mean, float rstd) {
     if (a.sum) store_pack(a.sum + n * a.sum_stride + c, x);
     const Floats<W> weight = load_floats<W>(a.weight + c);
-    Floats<W> y;
+    Floats<W> y = as_floats(x);
 #pragma unroll
-    for (int k = 0; k < W; k++) y[k] = (as_float(x.v[k]) - mean) * rstd * weight[k];
+    for (int k = 0; k < W; k++) y[k] = (y[k] - mean) * rstd * weight[k];
     if (a.bias) {
         const Floats<W> bias = load_floats<W>(a.bias + c);
 #pragma unroll
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
         for (int p = 0; p < PACKS; p++)
             if (first + p * (GROUP * W) < a.C)
 #pragma unroll
-                for (int k = 0; k < W; k++) mean += as_float(x[p].v[k]);
+                for (int k = 0; k < W; k++) mean += as_floats(x[p])[k];
         mean = block_sum<GROUP>(mean) / float(a.C);
     }
     float squares = 0;
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
         if (first + p * (GROUP * W) < a.C)
 #pragma unroll
             for (int k = 0; k < W; k++) {
-                const float d = as_float(x[p].v[k]) - mean;
+                const float d = as_floats(x[p])[k] - mean;
                 squares += d * d;
             }
     const float rstd = 1 / sqrtf(block_sum<GROUP>(squares) / float(a.C) + a.eps);
@@ -133,12 +135,12 @@ __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T
     const int64_t n = blockIdx.x;
     float mean = 0;
     if constexpr (CENTRED) {
-        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean += as_float(load_x<1>(a, n, c).v[0]);
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean += as_floats(load_x<1>(a, n, c))[0];
         mean = block_sum<THREADS>(mean) / float(a.C);
     }
     float squares = 0;
     for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
-        const float d = as_float(load_x<1>(a, n, c).v[0]) - mean;
+        const float d = as_floats(load_x<1>(a, n, c))[0] - mean;
         squares += d * d;
     }
     const float rstd = 1 / sqrtf(block_sum<THREADS>(squares) / float(a.C) + a.eps);
@@ -163,123 +165,147 @@ __device__ __forceinline__ Floats<W> norm_gradient(const Floats<W>& dout, const 
     return dx;
 }
 
-// While a row is computed, the next one is on its way into shared memory (cp.async), so that registers are left for the
-// sums over rows. A thread reads back only what it has copied itself, so that nobody waits for anybody.
-template <typename T, int PACKS>
-struct Stage {
-    Pack<T, WIDTH> pack[3][PACKS][THREADS];  // dout, x, dresidual
+// How a block of the backward pass is laid out, dim3(threads, groups): a group of `threads` holds a row, a vector of it
+// each. What a thread keeps of its columns over all rows (weight and up to three sums) then takes 32 registers whatever
+// the row's length; a thread with more columns would keep so much that too few of them run at once.
+struct BackwardShape {
+    int threads, groups, blocks_per_multiprocessor;
 };
-constexpr int STAGES = 2;
+constexpr int BACKWARD_THREADS = 384, BACKWARD_BLOCKS = 2;  // 80 registers a thread
+constexpr int MAX_THREADS = 1024;
 
-template <bool CENTRED, int GROUP, int PACKS, typename T>
-__global__ void __launch_bounds__(THREADS, 2) backward_kernel(BackwardArguments<T> a) {
-    constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
+inline BackwardShape backward_shape(int64_t C) {
+    const int threads = int(std::min<int64_t>(MAX_THREADS, ceil_div(ceil_div(C, WIDTH), WARP) * WARP));
+    const int groups = std::max(1, BACKWARD_THREADS / threads);
+    return {threads, groups, std::max(1, BACKWARD_THREADS * BACKWARD_BLOCKS / (threads * groups))};
+}
+
+// x (where BOTH) and y summed over the threads of a group, the same bits in each of them. `partial` has a place for
+// each warp of the block; it must be another one in the next call, so that no thread overwrites what another has yet to
+// read.
+template <bool BOTH>
+__device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
+    if (BOTH) x = warp_sum(x);
+    y = warp_sum(y);
+    const int warps = int(blockDim.x) / WARP;
+    if (warps == 1) return;
+    partial += threadIdx.y * warps;
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = {x, y};
+    // The group's own barrier: other groups are elsewhere in their rows.
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+    x = y = 0;
+    for (int w = 0; w < warps; w++) {
+        if (BOTH) x += partial[w].x;
+        y += partial[w].y;
+    }
+}
+
+// While a row is computed, the next one is on its way into shared memory (cp.async), so that registers are left for the
+// sums over rows. A thread reads back only what it has copied itself, so that nobody waits for anybody. SUM: dsum too.
+template <bool CENTRED, bool SUM, int THREADS_BOUND, typename T>
+__global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREADS ? BACKWARD_BLOCKS : 1)
+    backward_kernel(BackwardArguments<T> a) {
+    constexpr int W = WIDTH;
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    auto* stages = reinterpret_cast<Stage<T, PACKS>*>(dynamic_shared);
-    const int group = int(threadIdx.x) / GROUP, lane = int(threadIdx.x) % GROUP;
-    const int C = int(a.C), first = lane * W;
-    Floats<W> dweight[PACKS], dbias[PACKS];
-#pragma unroll
-    for (int p = 0; p < PACKS; p++)
-#pragma unroll
-        for (int k = 0; k < W; k++) dweight[p][k] = dbias[p][k] = 0;
-
+    __shared__ float2 partial[2][MAX_THREADS / WARP];
+    const int threads = int(blockDim.x * blockDim.y), thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    const int C = int(a.C), c = int(threadIdx.x) * W;
+    const bool inside = c < C;
+    enum { DOUT, X, DRESIDUAL, MATRICES };
+    const auto staged = [&](int stage, int matrix) -> Pack<T, W>& {
+        return reinterpret_cast<Pack<T, W>*>(dynamic_shared)[(stage * MATRICES + matrix) * threads + thread];
+    };
     const auto fetch = [&](int64_t n, int stage) {
-        if (n < a.N) {
-#pragma unroll
-            for (int p = 0; p < PACKS; p++) {
-                const int c = first + p * (GROUP * W);
-                if (c >= C) continue;
-                copy_async(&stages[stage].pack[0][p][threadIdx.x], a.dout + n * a.dout_stride + c);
-                copy_async(&stages[stage].pack[1][p][threadIdx.x], a.inp + n * a.inp_stride + c);
-                if (a.dresidual)
-                    copy_async(&stages[stage].pack[2][p][threadIdx.x], a.dresidual + n * a.dresidual_stride + c);
-            }
+        if (n < a.N && inside) {
+            copy_async(&staged(stage, DOUT), a.dout + n * a.dout_stride + c);
+            copy_async(&staged(stage, X), a.inp + n * a.inp_stride + c);
+            if (a.dresidual) copy_async(&staged(stage, DRESIDUAL), a.dresidual + n * a.dresidual_stride + c);
         }
         __pipeline_commit();
     };
 
-    const int64_t stride = int64_t(gridDim.x) * GROUPS;
-    int64_t n = blockIdx.x * int64_t(GROUPS) + group;
+    Floats<W> weight{}, dweight{}, dbias{}, dsum{};
+    if (inside) weight = load_floats<W>(a.weight + c);
+    const float inverse_C = 1 / float(C);
+    const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+    int64_t n = blockIdx.x * int64_t(blockDim.y) + threadIdx.y;
     fetch(n, 0);
+    float next_mean = 0, next_rstd = 0;
+    const auto fetch_statistics = [&](int64_t m) {
+        if (m >= a.N) return;
+        if (CENTRED) next_mean = a.mean[m];
+        next_rstd = a.rstd[m];
+    };
+    fetch_statistics(n);
     for (int stage = 0; n < a.N; n += stride, stage ^= 1) {
         fetch(n + stride, stage ^ 1);
-        const float mean = CENTRED ? a.mean[n] : 0, rstd = a.rstd[n];
+        const float mean = next_mean, rstd = next_rstd;
+        fetch_statistics(n + stride);
         __pipeline_wait_prior(1);
-        const Stage<T, PACKS>& row = stages[stage];
-        float sum_d = 0, sum_dx = 0;
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            const int c = first + p * (GROUP * W);
-            if (c >= C) continue;
-            const Floats<W> dout = as_floats(row.pack[0][p][threadIdx.x]), x = as_floats(row.pack[1][p][threadIdx.x]);
-            const Floats<W> weight = load_floats<W>(a.weight + c);
+        float mean_d = 0, mean_dx = 0;
+        if (inside) {
+            const Floats<W> dout = as_floats(staged(stage, DOUT)), x = as_floats(staged(stage, X));
 #pragma unroll
             for (int k = 0; k < W; k++) {
-                const float x_hat = (x[k] - mean) * rstd;
-                sum_d += dout[k] * weight[k];
-                sum_dx += dout[k] * weight[k] * x_hat;
-                dweight[p][k] += dout[k] * x_hat;
-                dbias[p][k] += dout[k];
+                const float x_hat = (x[k] - mean) * rstd, d = dout[k] * weight[k];
+                if (CENTRED) mean_d += d;
+                mean_dx += d * x_hat;
+                dweight[k] += dout[k] * x_hat;
+                if (CENTRED) dbias[k] += dout[k];
             }
         }
-        block_sum<GROUP>(sum_d, sum_dx);
-        const float mean_d = sum_d / float(C), mean_dx = sum_dx / float(C);
+        group_sum<CENTRED>(mean_d, mean_dx, partial[stage]);
+        mean_d *= inverse_C, mean_dx *= inverse_C;
         asm volatile("" ::: "memory");  // reads the row again instead of keeping it in registers
+        if (!inside) continue;
+        Floats<W> dx = norm_gradient<CENTRED>(as_floats(staged(stage, DOUT)), as_floats(staged(stage, X)), weight, mean,
+                                              rstd, mean_d, mean_dx);
+        if (a.dresidual) {
+            const Floats<W> r = as_floats(staged(stage, DRESIDUAL));
 #pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            const int c = first + p * (GROUP * W);
-            if (c >= C) continue;
-            Floats<W> dx =
-                norm_gradient<CENTRED>(as_floats(row.pack[0][p][threadIdx.x]), as_floats(row.pack[1][p][threadIdx.x]),
-                                       load_floats<W>(a.weight + c), mean, rstd, mean_d, mean_dx);
-            if (a.dresidual) {
-                const Floats<W> r = as_floats(row.pack[2][p][threadIdx.x]);
+            for (int k = 0; k < W; k++) dx[k] += r[k];
+        }
+        const Pack<T, W> stored = as_pack<T>(dx);
+        store_pack(a.dinp + n * a.dinp_stride + c, stored);
+        if constexpr (SUM) {
+            const Floats<W> rounded = as_floats(stored);
 #pragma unroll
-                for (int k = 0; k < W; k++) dx[k] += r[k];
-            }
-            store_floats<W>(a.dinp + n * a.dinp_stride + c, dx);
+            for (int k = 0; k < W; k++) dsum[k] += rounded[k];
         }
     }
 
-    float* partial = a.partials + blockIdx.x * (CENTRED ? 2 : 1) * a.C;
-    if constexpr (GROUPS == 1) {
+    // The block's groups are added up in order.
+    __pipeline_wait_prior(0);
+    auto* groups = reinterpret_cast<float*>(dynamic_shared);  // [groups, C]
+    float* out = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * C;
+    const auto add_groups = [&](const Floats<W>& sum) {
+        __syncthreads();
+        if (inside)
 #pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            const int c = first + p * (GROUP * W);
-            if (c >= C) continue;
-            store_floats<W>(partial + c, dweight[p]);
-            if (CENTRED) store_floats<W>(partial + a.C + c, dbias[p]);
+            for (int k = 0; k < W; k++) groups[threadIdx.y * C + c + k] = sum[k];
+        __syncthreads();
+        for (int i = thread; i < C; i += threads) {
+            float total = 0;
+            for (int g = 0; g < int(blockDim.y); g++) total += groups[g * C + i];
+            out[i] = total;
         }
-    } else {
-        // The block's groups are added up in order, GROUP vectors at a time.
-        __shared__ float shared[GROUPS][GROUP * W];
-        const auto add_groups = [&](const Floats<W>& mine, float* out, int64_t begin) {
-            __syncthreads();
-            store_floats<W>(&shared[group][first], mine);
-            __syncthreads();
-            for (int i = int(threadIdx.x); i < GROUP * W; i += THREADS) {
-                float sum = 0;
-#pragma unroll
-                for (int g = 0; g < GROUPS; g++) sum += shared[g][i];
-                if (begin + i < a.C) out[begin + i] = sum;
-            }
-        };
-#pragma unroll
-        for (int p = 0; p < PACKS; p++) {
-            add_groups(dweight[p], partial, p * (GROUP * W));
-            if (CENTRED) add_groups(dbias[p], partial + a.C, p * (GROUP * W));
-        }
-    }
+        out += C;
+    };
+    add_groups(dweight);
+    if (CENTRED) add_groups(dbias);
+    if (SUM) add_groups(dsum);
 }
 
 // Any row, one block for each at a time; the block's sums lie in scratch, where each thread owns its columns.
-template <bool CENTRED, typename T>
+template <bool CENTRED, bool SUM, typename T>
 __global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments<T> a) {
-    float *dweight = a.partials + blockIdx.x * (CENTRED ? 2 : 1) * a.C, *dbias = dweight + a.C;
+    float* dweight = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * a.C;
+    float *dbias = dweight + a.C, *dsum = dweight + (1 + CENTRED) * a.C;
     for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
         dweight[c] = 0;
         if (CENTRED) dbias[c] = 0;
+        if (SUM) dsum[c] = 0;
     }
     for (int64_t n = blockIdx.x; n < a.N; n += gridDim.x) {
         const T *dout_row = a.dout + n * a.dout_stride, *x_row = a.inp + n * a.inp_stride;
@@ -300,19 +326,27 @@ __global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments
                                                   load_floats<1>(a.weight + c), mean, rstd, mean_d, mean_dx);
             if (a.dresidual) dx[0] += as_float(a.dresidual[n * a.dresidual_stride + c]);
             store_floats<1>(a.dinp + n * a.dinp_stride + c, dx);
+            if (SUM) dsum[c] += rounded_to<T>(dx[0]);
         }
     }
 }
 
-// out[c] (+)= Σ_b partials[b·width + offset + c] in a fixed order: SLICES interleaved running sums, then those in turn.
+// outs[s][c] (+)= Σ_b partials[b, s, c] in a fixed order: SLICES interleaved running sums, then those in turn.
 constexpr int SUM_COLUMNS = 32, SUM_SLICES = 32;
+struct SumOutputs {
+    float* data[3];  // null: not wanted
+};
 static __global__ void __launch_bounds__(SUM_COLUMNS* SUM_SLICES)
-    sum_partials_kernel(float* out, const float* partials, int64_t blocks, int64_t width, int64_t C, bool accumulate) {
+    sum_partials_kernel(SumOutputs outs, const float* partials, int64_t blocks, int64_t C, bool accumulate) {
     __shared__ float shared[SUM_SLICES][SUM_COLUMNS];
+    float* out = outs.data[blockIdx.y];
+    if (!out) return;
     const int64_t c = blockIdx.x * int64_t(SUM_COLUMNS) + threadIdx.x;
     float sum = 0;
     if (c < C)
-        for (int64_t b = threadIdx.y; b < blocks; b += SUM_SLICES) sum += partials[b * width + c];
+#pragma unroll 8
+        for (int64_t b = threadIdx.y; b < blocks; b += SUM_SLICES)
+            sum += partials[(b * gridDim.y + blockIdx.y) * C + c];
     shared[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y != 0 || c >= C) return;
@@ -359,40 +393,57 @@ void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>&
     check_launch(op, stream);
 }
 
-// As many blocks as run at once (THREADS threads, two on a multiprocessor), or as there are rows.
-inline int64_t norm_backward_blocks(int64_t N) {
-    return std::max<int64_t>(1, std::min(2 * num_multiprocessors(), N));
+// As many blocks as run at once, or as there are rows for.
+inline int64_t norm_backward_blocks(int64_t N, int64_t C) {
+    const norm_detail::BackwardShape shape = norm_detail::backward_shape(C);
+    return std::max<int64_t>(
+        1, std::min(shape.blocks_per_multiprocessor * num_multiprocessors(), ceil_div(N, shape.groups)));
 }
-inline int64_t norm_backward_scratch(int64_t N, int64_t width) {
-    return norm_backward_blocks(N) * width * int64_t(sizeof(float));
+// Room for `sums` sums over rows.
+inline int64_t norm_backward_scratch(int64_t N, int64_t C, int64_t sums) {
+    return norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
 }
 
-// dbias null: not wanted.
+namespace norm_detail {
+
+template <bool CENTRED, bool SUM, typename T>
+void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOutputs& sums, bool accumulate,
+                     bool aligned, Stream stream) {
+    const BackwardShape shape = backward_shape(a.C);
+    const int64_t blocks = norm_backward_blocks(a.N, a.C);
+    const auto kernel = shape.threads <= BACKWARD_THREADS ? backward_kernel<CENTRED, SUM, BACKWARD_THREADS, T>
+                                                          : backward_kernel<CENTRED, SUM, MAX_THREADS, T>;
+    // Two stages of three matrices; at the end a vector of sums, which is less.
+    const int64_t shared = 2 * 3 * int64_t(sizeof(Pack<T, WIDTH>)) * shape.threads * shape.groups;
+    constexpr int64_t STATIC_SHARED = 1024;
+    if (aligned && a.C % WIDTH == 0 && a.C <= MAX_THREADS * WIDTH && shared + STATIC_SHARED <= max_shared_bytes()) {
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)), op);
+        kernel<<<grid_of(blocks), dim3(unsigned(shape.threads), unsigned(shape.groups)), size_t(shared),
+                 cuda_stream(stream)>>>(a);
+    } else {
+        backward_any_kernel<CENTRED, SUM><<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(a);
+    }
+    check_launch(op, stream);
+    const dim3 grid(unsigned(ceil_div(a.C, SUM_COLUMNS)), 1 + CENTRED + SUM);
+    sum_partials_kernel<<<grid, dim3(SUM_COLUMNS, SUM_SLICES), 0, cuda_stream(stream)>>>(sums, a.partials, blocks, a.C,
+                                                                                         accumulate);
+    check_launch(op, stream);
+}
+
+}  // namespace norm_detail
+
+// dbias and dsum null: not wanted.
 template <bool CENTRED, typename T>
 void launch_norm_backward(const char* op, const norm_detail::BackwardArguments<T>& a, float* dweight, float* dbias,
-                          bool accumulate, bool aligned, Stream stream) {
+                          float* dsum, bool accumulate, bool aligned, Stream stream) {
     using namespace norm_detail;
     if (a.C == 0) return;
-    const int64_t blocks = norm_backward_blocks(a.N), width = (CENTRED ? 2 : 1) * a.C;
-    bool launched = false;
-    dispatch_row(a.C, aligned, [&](auto group, auto packs) {
-        constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
-        constexpr int SHARED = STAGES * int(sizeof(Stage<T, PACKS>));
-        const auto kernel = backward_kernel<CENTRED, GROUP, PACKS, T>;
-        cudaFuncAttributes attributes;
-        cuda_check(cudaFuncGetAttributes(&attributes, kernel), op);
-        if (SHARED + int64_t(attributes.sharedSizeBytes) > max_shared_bytes()) return;  // a smaller GPU
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED), op);
-        kernel<<<grid_of(blocks), THREADS, SHARED, cuda_stream(stream)>>>(a);
-        launched = true;
-    });
-    if (!launched) backward_any_kernel<CENTRED><<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(a);
-    check_launch(op, stream);
-    for (float* out : {dweight, dbias}) {
-        if (!out) continue;
-        sum_partials_kernel<<<grid_of(ceil_div(a.C, SUM_COLUMNS)), dim3(SUM_COLUMNS, SUM_SLICES), 0,
-                              cuda_stream(stream)>>>(out, a.partials + (out == dbias ? a.C : 0), blocks, width, a.C,
-                                                     accumulate);
-        check_launch(op, stream);
+    SumOutputs sums{{dweight}};
+    if (CENTRED) sums.data[1] = dbias;
+    if (dsum) {
+        sums.data[1 + CENTRED] = dsum;
+        launch_backward<CENTRED, true>(op, a, sums, accumulate, aligned, stream);
+    } else {
+        launch_backward<CENTRED, false>(op, a, sums, accumulate, aligned, stream);
     }
 }

@@ -34,9 +34,9 @@ MULTIARCH float forward_row(float* out, float* sum, const float* inp, const floa
     return rstd;
 }
 
-// dweight is this partition's partial sum.
-MULTIARCH void backward_row(float* dinp, float* dweight, const float* dout, const float* dresidual, const float* inp,
-                            const float* weight, float rstd, int64_t C) {
+// dweight and dsum (null: not wanted) are this partition's partial sums.
+MULTIARCH void backward_row(float* dinp, float* dweight, float* dsum, const float* dout, const float* dresidual,
+                            const float* inp, const float* weight, float rstd, int64_t C) {
     vec16 sum_dx = {};
     for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
         const vec16 d = vec_load_lanes(dout + c, lanes) * vec_load_lanes(weight + c, lanes);
@@ -49,6 +49,7 @@ MULTIARCH void backward_row(float* dinp, float* dweight, const float* dout, cons
         if (dresidual) dx += vec_load_lanes(dresidual + c, lanes);
         vec_store_lanes(dinp + c, dx, lanes);
         vec_store_lanes(dweight + c, vec_load_lanes(dweight + c, lanes) + g * x_hat, lanes);
+        if (dsum) vec_store_lanes(dsum + c, vec_load_lanes(dsum + c, lanes) + dx, lanes);
     });
 }
 
@@ -76,16 +77,17 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 }
 
 int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_partials_bytes(N, C);
+    return norm_partials_bytes(N, 2 * C);
 }
 
-void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
-                      Tensor rstd, Tensor scratch, bool accumulate, Stream) {
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
+                      Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
     const char* op = "rmsnorm_backward";
     check_matrix(op, "inp", inp);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C);
     check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C);
     check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
     check_tensor(op, "weight", weight, DType::F32, {C});
@@ -95,7 +97,11 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual
     const Rows<const float> g(dout), dr(dresidual), x(inp);
     const float *w = weight.as<float>(), *rs = rstd.as<float>();
     float* partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
-    norm_partials(partials, N, C,
-                  [=](int64_t n, float* partial) { backward_row(dx[n], partial, g[n], dr[n], x[n], w, rs[n], C); });
-    norm_partials_sum(dweight.as<float>(), partials, N, C, 0, C, accumulate);
+    const bool sum = bool(dsum);
+    const int64_t width = (sum ? 2 : 1) * C;
+    norm_partials(partials, N, width, [=](int64_t n, float* partial) {
+        backward_row(dx[n], partial, sum ? partial + C : nullptr, g[n], dr[n], x[n], w, rs[n], C);
+    });
+    norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
+    if (dsum) norm_partials_sum(dsum.as<float>(), partials, N, width, C, C, accumulate);
 }

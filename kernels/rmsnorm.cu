@@ -28,17 +28,18 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 }
 
 int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_backward_scratch(N, C);
+    return norm_backward_scratch(N, C, 2);
 }
 
-void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
-                      Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
+                      Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
     const char* op = "rmsnorm_backward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
     check_matrix(op, "inp", inp, dtype);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
     check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C, Given::Required, dtype);
     check_matrix(op, "dresidual", dresidual, N, C, Given::Optional, dtype);
     check_tensor(op, "weight", weight, DType::F32, {C});
@@ -54,7 +55,7 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual
         a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
         a.weight = weight.as<float>(), a.rstd = rstd.as<float>();
         a.N = N, a.C = C;
-        launch_norm_backward<false>(op, a, dweight.as<float>(), static_cast<float*>(nullptr), accumulate,
-                                    rows_aligned({dinp, dout, dresidual, inp, weight, scratch}), stream);
+        launch_norm_backward<false>(op, a, dweight.as<float>(), static_cast<float*>(nullptr), dsum.as<float>(),
+                                    accumulate, rows_aligned({dinp, dout, dresidual, inp, weight}), stream);
     });
 }

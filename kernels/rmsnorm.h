@@ -5,7 +5,10 @@
 //
 //   backward, with x̂ = x·rstd and d = dout·weight:
 //   dinp = dresidual + rstd·(d − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
-//   dweight (+)= Σ_n dout·x̂
+//   dweight (+)= Σ_n dout·x̂,  dsum (+)= Σ_n dinp
+//
+// dsum is the bias gradient of the linear layer whose output was added to the residual stream here: asked for, it saves
+// that layer a pass over dinp. It sums dinp as rounded to T.
 //
 // N rows of C channels. Zhang, Sennrich 2019, eq. 4. Errors: wrong shape or dtype.
 // T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16. Weights, rstd, parameter
@@ -21,9 +24,9 @@
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream);
 
-// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight [C]; dout [N, C] T; dresidual [N, C] T or
-// null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch bytes (U8).
-// accumulate: add to dweight, else overwrite.
-void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dout, Tensor dresidual, Tensor inp, Tensor weight,
-                      Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
+// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight, dsum [C] (dsum may be null); dout [N, C]
+// T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch
+// bytes (U8). accumulate: add to dweight and dsum, else overwrite.
+void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
+                      Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
 int64_t rmsnorm_backward_scratch(int64_t N, int64_t C);

@@ -6,13 +6,12 @@ namespace {
 constexpr int THREADS = 256;
 
 // A thread turns W pairs, channels i … i + W − 1 of a head against those R/2 further on, of up to HEADS heads, for
-// which it reads the table once: in fp32 that is as much as four bf16 heads. Its heads lie `groups` apart, so that
-// neighbours in memory are turned by neighbouring threads. Tokens whose position lies outside the table stay as they
-// are.
-constexpr int HEADS = 4;
+// which it reads the table once. Its heads lie `groups` apart, so that neighbours in memory are turned by neighbouring
+// threads. Tokens whose position lies outside the table stay as they are.
+constexpr int HEADS = 2;
 
 template <int W, typename T>
-__global__ void __launch_bounds__(THREADS, 3)
+__global__ void __launch_bounds__(THREADS, 4)
     rope_kernel(T* x, int64_t token_stride, int64_t head_stride, const int32_t* positions, const float* table,
                 int64_t table_length, int64_t N, int64_t H, int64_t pairs, int64_t groups, float sign) {
     const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, per_head = pairs / W;
@@ -30,12 +29,13 @@ __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (token.item + h * groups >= H) continue;
+        const Floats<W> xa = as_floats(a[h]), xb = as_floats(b[h]);
         Floats<W> turned_a, turned_b;
 #pragma unroll
         for (int k = 0; k < W; k++) {
             const float c = turn[2 * k], s = sign * turn[2 * k + 1];
-            turned_a[k] = as_float(a[h].v[k]) * c - as_float(b[h].v[k]) * s;
-            turned_b[k] = as_float(b[h].v[k]) * c + as_float(a[h].v[k]) * s;
+            turned_a[k] = xa[k] * c - xb[k] * s;
+            turned_b[k] = xb[k] * c + xa[k] * s;
         }
         store_floats<W>(p + h * step, turned_a);
         store_floats<W>(p + h * step + pairs, turned_b);

@@ -3,92 +3,172 @@
 
 namespace {
 
-// A row is shared by GROUP threads: a warp where rows are short, a block of 256 where they are long. It is read again
-// for each pass; by then it lies in the cache.
+// GROUP threads share a row: a warp where rows are short, a block of 256 where they are long. Each holds PACKS vectors
+// of it in registers, so that memory is read once. Rows that are longer or not aligned are read again for each pass,
+// from the cache.
 constexpr int THREADS = 256;
-constexpr int64_t LONG_ROW = 2048;
 
-// For GROUP = WARP block_sum and block_max are those of a warp.
-template <int GROUP, int W, typename T>
-__global__ void __launch_bounds__(THREADS)
-    forward_kernel(T* out, int64_t out_stride, const T* inp, int64_t inp_stride, const uint8_t* mask,
-                   int64_t mask_stride, int64_t R, int64_t Q, int64_t K, float scale, bool causal) {
+template <typename T>
+struct ForwardArguments {
+    T* out;
+    const T* inp;
+    const uint8_t* mask;  // null: none
+    int64_t out_stride, inp_stride, mask_stride;
+    int64_t R, Q, K;
+    float scale;
+    bool causal;
+};
+
+// Scores of columns [j, j + W) of row r, −∞ where the query does not see the key.
+template <int W, typename T>
+__device__ __forceinline__ Floats<W> scores(const ForwardArguments<T>& a, const Pack<T, W>& inp, int64_t j, int64_t i,
+                                            int64_t seen) {
+    Floats<W> s = as_floats(inp);
+#pragma unroll
+    for (int k = 0; k < W; k++)
+        s[k] = j + k < seen && (!a.mask || a.mask[i * a.mask_stride + j + k]) ? a.scale * s[k] : -INFINITY;
+    return s;
+}
+
+template <typename T>
+__device__ __forceinline__ int64_t keys_seen(const ForwardArguments<T>& a, int64_t i) {
+    return a.causal ? min(max(i + a.K - a.Q + 1, int64_t(0)), a.K) : a.K;
+}
+
+template <int GROUP, int PACKS, int W, typename T>
+__global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     const int64_t r = blockIdx.x * int64_t(THREADS / GROUP) + threadIdx.x / GROUP;
-    if (r >= R) return;  // a whole group
-    const int64_t first = threadIdx.x % GROUP * W;
-    const int64_t i = r % Q, seen = causal ? min(max(i + K - Q + 1, int64_t(0)), K) : K;
-    const T* x = inp + r * inp_stride;
-    T* y = out + r * out_stride;
-    const auto scores = [&](int64_t j) {
-        Floats<W> s = load_floats<W>(x + j);
+    if (r >= a.R) return;  // a whole group
+    const int64_t first = threadIdx.x % GROUP * W, i = r % a.Q, seen = keys_seen(a, i);
+    Pack<T, W> inp[PACKS];
 #pragma unroll
-        for (int k = 0; k < W; k++)
-            s[k] = j + k < seen && (!mask || mask[i * mask_stride + j + k]) ? scale * s[k] : -INFINITY;
-        return s;
-    };
-
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t j = first + p * (GROUP * W);
+        if (j < seen) inp[p] = load_pack<W>(a.inp + r * a.inp_stride + j);
+    }
+    Floats<W> x[PACKS];
     float max = -INFINITY;
-    for (int64_t j = first; j < seen; j += GROUP * W) {
-        const Floats<W> s = scores(j);
 #pragma unroll
-        for (int k = 0; k < W; k++) max = nan_max(max, s[k]);
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t j = first + p * (GROUP * W);
+        if (j >= seen) continue;
+        x[p] = scores<W>(a, inp[p], j, i, seen);
+#pragma unroll
+        for (int k = 0; k < W; k++) max = nan_max(max, x[p][k]);
     }
     max = block_max<GROUP>(max);
-    if (max == -INFINITY) {  // the row sees nothing
-        for (int64_t j = first; j < K; j += GROUP * W) store_floats<W>(y + j, Floats<W>{});
-        return;
-    }
+    if (max == -INFINITY) max = 0;  // the row sees nothing: exp(−∞ − 0) = 0 everywhere
     float sum = 0;
-    for (int64_t j = first; j < seen; j += GROUP * W) {
-        const Floats<W> s = scores(j);
 #pragma unroll
-        for (int k = 0; k < W; k++) sum += j + k < seen ? exp_for<T>(s[k] - max) : 0;
-    }
-    const float inverse = 1 / block_sum<GROUP>(sum);
-    for (int64_t j = first; j < K; j += GROUP * W) {
-        Floats<W> p{};
-        if (j < seen) {
-            p = scores(j);
+    for (int p = 0; p < PACKS; p++) {
+        if (first + p * (GROUP * W) >= seen) continue;
 #pragma unroll
-            for (int k = 0; k < W; k++) p[k] = j + k < seen ? exp_for<T>(p[k] - max) * inverse : 0;
+        for (int k = 0; k < W; k++) {
+            x[p][k] = exp_for<T>(x[p][k] - max);
+            sum += x[p][k];
         }
-        store_floats<W>(y + j, p);
+    }
+    sum = block_sum<GROUP>(sum);
+    const float inverse = sum == 0 ? 0 : 1 / sum;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t j = first + p * (GROUP * W);
+        if (j >= a.K) continue;
+        Floats<W> y;
+#pragma unroll
+        for (int k = 0; k < W; k++) y[k] = j + k < seen ? x[p][k] * inverse : 0;  // 0 in a row of NaN too
+        store_floats<W>(a.out + r * a.out_stride + j, y);
     }
 }
 
-template <int GROUP, int W, typename T>
-__global__ void __launch_bounds__(THREADS)
-    backward_kernel(T* dinp, int64_t dinp_stride, const T* dout, int64_t dout_stride, const T* out, int64_t out_stride,
-                    int64_t R, int64_t K, float scale) {
+template <typename T>
+__global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T> a) {
+    const int64_t r = blockIdx.x, i = r % a.Q, seen = keys_seen(a, i);
+    const auto score = [&](int64_t j) {
+        return scores<1>(a, load_pack<1>(a.inp + r * a.inp_stride + j), j, i, seen)[0];
+    };
+    float max = -INFINITY;
+    for (int64_t j = threadIdx.x; j < seen; j += THREADS) max = nan_max(max, score(j));
+    max = block_max<THREADS>(max);
+    if (max == -INFINITY) max = 0;
+    float sum = 0;
+    for (int64_t j = threadIdx.x; j < seen; j += THREADS) sum += exp_for<T>(score(j) - max);
+    sum = block_sum<THREADS>(sum);
+    const float inverse = sum == 0 ? 0 : 1 / sum;
+    for (int64_t j = threadIdx.x; j < a.K; j += THREADS)
+        a.out[r * a.out_stride + j] = from_float<T>(j < seen ? exp_for<T>(score(j) - max) * inverse : 0);
+}
+
+template <typename T>
+struct BackwardArguments {
+    T* dinp;
+    const T *dout, *out;
+    int64_t dinp_stride, dout_stride, out_stride;
+    int64_t R, K;
+    float scale;
+};
+
+template <int GROUP, int PACKS, int W, typename T>
+__global__ void __launch_bounds__(THREADS) backward_kernel(BackwardArguments<T> a) {
     const int64_t r = blockIdx.x * int64_t(THREADS / GROUP) + threadIdx.x / GROUP;
-    if (r >= R) return;
+    if (r >= a.R) return;
     const int64_t first = threadIdx.x % GROUP * W;
-    const T *dout_row = dout + r * dout_stride, *out_row = out + r * out_stride;
-    float dot = 0;
-    for (int64_t j = first; j < K; j += GROUP * W) {
-        const Floats<W> g = load_floats<W>(dout_row + j), p = load_floats<W>(out_row + j);
+    Pack<T, W> dout[PACKS], out[PACKS];
 #pragma unroll
-        for (int k = 0; k < W; k++) dot += g[k] * p[k];
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t j = first + p * (GROUP * W);
+        if (j >= a.K) continue;
+        dout[p] = load_pack<W>(a.dout + r * a.dout_stride + j);
+        out[p] = load_pack<W>(a.out + r * a.out_stride + j);
+    }
+    float dot = 0;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (first + p * (GROUP * W) >= a.K) continue;
+        const Floats<W> g = as_floats(dout[p]), y = as_floats(out[p]);
+#pragma unroll
+        for (int k = 0; k < W; k++) dot += g[k] * y[k];
     }
     dot = block_sum<GROUP>(dot);
-    for (int64_t j = first; j < K; j += GROUP * W) {
-        const Floats<W> g = load_floats<W>(dout_row + j), p = load_floats<W>(out_row + j);
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t j = first + p * (GROUP * W);
+        if (j >= a.K) continue;
+        const Floats<W> g = as_floats(dout[p]), y = as_floats(out[p]);
         Floats<W> d;
 #pragma unroll
-        for (int k = 0; k < W; k++) d[k] = scale * p[k] * (g[k] - dot);
-        store_floats<W>(dinp + r * dinp_stride + j, d);
+        for (int k = 0; k < W; k++) d[k] = a.scale * y[k] * (g[k] - dot);
+        store_floats<W>(a.dinp + r * a.dinp_stride + j, d);
     }
 }
 
-// f(GROUP, W) as integral constants.
-template <typename T, typename F>
-void dispatch_row(int64_t K, bool aligned, F f) {
-    dispatch_width<T>(aligned && K % FULL_WIDTH<T> == 0, [&](auto width) {
-        if (K < LONG_ROW)
-            f(std::integral_constant<int, WARP>{}, width);
-        else
-            f(std::integral_constant<int, THREADS>{}, width);
-    });
+template <typename T>
+__global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments<T> a) {
+    const int64_t r = blockIdx.x;
+    const T *dout = a.dout + r * a.dout_stride, *out = a.out + r * a.out_stride;
+    float dot = 0;
+    for (int64_t j = threadIdx.x; j < a.K; j += THREADS) dot += as_float(dout[j]) * as_float(out[j]);
+    dot = block_sum<THREADS>(dot);
+    for (int64_t j = threadIdx.x; j < a.K; j += THREADS)
+        a.dinp[r * a.dinp_stride + j] = from_float<T>(a.scale * as_float(out[j]) * (as_float(dout[j]) - dot));
+}
+
+// f(GROUP, PACKS) as integral constants: what holds a row of K columns in vectors of W. False if nothing does.
+template <int W, typename F>
+bool dispatch_row(int64_t K, bool aligned, F f) {
+    constexpr int64_t WARP_VECTOR = WARP * W, BLOCK_VECTOR = THREADS * W;
+    const std::integral_constant<int, WARP> warp;
+    const std::integral_constant<int, THREADS> block;
+    if (!aligned || K % W != 0 || K > 4 * BLOCK_VECTOR) return false;
+    if (K <= WARP_VECTOR)
+        f(warp, std::integral_constant<int, 1>{});
+    else if (K <= 4 * WARP_VECTOR)
+        f(warp, std::integral_constant<int, 4>{});
+    else if (K <= BLOCK_VECTOR)
+        f(block, std::integral_constant<int, 1>{});
+    else
+        f(block, std::integral_constant<int, 4>{});
+    return true;
 }
 
 }  // namespace
@@ -105,12 +185,18 @@ void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale
     if (R * K == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        dispatch_row<T>(K, rows_aligned({out, inp}), [&](auto group, auto width) {
-            constexpr int GROUP = decltype(group)::value, W = decltype(width)::value;
-            forward_kernel<GROUP, W><<<grid_of(ceil_div(R, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(
-                out.as<T>(), out.stride[0], inp.as<const T>(), inp.stride[0], mask ? mask.as<const uint8_t>() : nullptr,
-                mask ? mask.stride[0] : 0, R, Q, K, scale, causal);
+        constexpr int W = FULL_WIDTH<T>;
+        ForwardArguments<T> a{};
+        a.out = out.as<T>(), a.out_stride = out.stride[0];
+        a.inp = inp.as<const T>(), a.inp_stride = inp.stride[0];
+        if (mask) a.mask = mask.as<const uint8_t>(), a.mask_stride = mask.stride[0];
+        a.R = R, a.Q = Q, a.K = K, a.scale = scale, a.causal = causal;
+        const bool in_registers = dispatch_row<W>(K, rows_aligned({out, inp}), [&](auto group, auto packs) {
+            constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
+            forward_kernel<GROUP, PACKS, W>
+                <<<grid_of(ceil_div(R, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
         });
+        if (!in_registers) forward_any_kernel<<<grid_of(R), THREADS, 0, cuda_stream(stream)>>>(a);
     });
     check_launch(op, stream);
 }
@@ -126,12 +212,18 @@ void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream 
     if (R * K == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        dispatch_row<T>(K, rows_aligned({dinp, dout, out}), [&](auto group, auto width) {
-            constexpr int GROUP = decltype(group)::value, W = decltype(width)::value;
-            backward_kernel<GROUP, W><<<grid_of(ceil_div(R, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(
-                dinp.as<T>(), dinp.stride[0], dout.as<const T>(), dout.stride[0], out.as<const T>(), out.stride[0], R,
-                K, scale);
+        constexpr int W = FULL_WIDTH<T>;
+        BackwardArguments<T> a{};
+        a.dinp = dinp.as<T>(), a.dinp_stride = dinp.stride[0];
+        a.dout = dout.as<const T>(), a.dout_stride = dout.stride[0];
+        a.out = out.as<const T>(), a.out_stride = out.stride[0];
+        a.R = R, a.K = K, a.scale = scale;
+        const bool in_registers = dispatch_row<W>(K, rows_aligned({dinp, dout, out}), [&](auto group, auto packs) {
+            constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
+            backward_kernel<GROUP, PACKS, W>
+                <<<grid_of(ceil_div(R, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
         });
+        if (!in_registers) backward_any_kernel<<<grid_of(R), THREADS, 0, cuda_stream(stream)>>>(a);
     });
     check_launch(op, stream);
 }

@@ -241,6 +241,7 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, S
         found = blas.plans.emplace(key, plan).first;
     }
     GemmPlan& plan = found->second;
+    plan.used = true;
     set_pointers(plan, op, p.bias, p.aux);
     if (blas.tuning && plan.possible && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
     return plan;
@@ -332,10 +333,10 @@ std::string blas_version() {
     return str("cuBLASLt ", version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
-std::string blas_choices(const Blas& blas) {
+std::string blas_choices(const Blas& blas, bool used_only) {
     std::string text = str(timed_with(), '\n', LEGEND, '\n');
     for (const auto& [key, plan] : blas.plans)
-        if (plan.milliseconds >= 0) text += line_of(key, plan) + '\n';
+        if (plan.milliseconds >= 0 && (plan.used || !used_only)) text += line_of(key, plan) + '\n';
     return text + checksum(text) + '\n';
 }
 
@@ -367,6 +368,11 @@ bool blas_use_choices(Blas& blas, const std::string& text) {
                     op, damaged);
         adopted[key] = plan;
     }
-    for (const auto& [key, plan] : adopted) blas.plans[key] = plan;
+    for (const auto& [key, plan] : adopted) {
+        GemmPlan& place = blas.plans[key];
+        const bool used = place.used;
+        place = plan;
+        place.used = used;
+    }
     return true;
 }

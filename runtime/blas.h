@@ -49,6 +49,7 @@ struct GemmPlan {
     cublasLtMatmulAlgo_t algorithm = {};
     bool possible = false;     // false: the library has no algorithm for this, or apart from its epilogue it is faster
     bool compared = false;     // with product and activation as two kernels
+    bool used = false;         // by a product of this process, not only listed in a table
     double milliseconds = -1;  // as timed; negative: not timed, the heuristic's choice
 };
 
@@ -77,7 +78,7 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& poin
 void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& pointers, Stream stream);
 
 // The table of timed algorithms as text, and back: kernels/matmul.h says what they promise.
-std::string blas_choices(const Blas& blas);
+std::string blas_choices(const Blas& blas, bool used_only);
 bool blas_use_choices(Blas& blas, const std::string& text);
 
 std::string blas_version();  // "cuBLASLt 13.1.0"

@@ -12,6 +12,9 @@ inline void cuda_check(cudaError_t status, const char* operation) {
     if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver)
         throw Error(str(operation, ": no usable NVIDIA GPU (", cudaGetErrorString(status),
                         "); this is the CUDA build: `make BACKEND=cpu` builds the one for the CPU"));
+    if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion)
+        throw Error(str(operation, ": this program was not built for this GPU (", cudaGetErrorString(status),
+                        "); build it here, or name the architecture: `make BACKEND=cuda ARCH=80`"));
     throw Error(str(operation, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"));
 }
 
@@ -20,11 +23,13 @@ inline cudaStream_t cuda_stream(Stream stream) {
 }
 
 // Right after every launch. A debug build (make DEBUG=1) waits for the kernel, so that what it did wrong is reported
-// under its own name; otherwise that comes with some later call.
+// under its own name; otherwise that comes with some later call. What a graph records is not waited for.
 inline void check_launch(const char* op, Stream stream) {
     cuda_check(cudaGetLastError(), op);
 #ifdef __CUDACC_DEBUG__
-    cuda_check(cudaStreamSynchronize(cuda_stream(stream)), op);
+    cudaStreamCaptureStatus recording = cudaStreamCaptureStatusNone;
+    cuda_check(cudaStreamIsCapturing(cuda_stream(stream), &recording), op);
+    if (recording == cudaStreamCaptureStatusNone) cuda_check(cudaStreamSynchronize(cuda_stream(stream)), op);
 #else
     (void)stream;
 #endif

@@ -77,7 +77,7 @@ int64_t device_overhead_bytes() {
     return int64_t(32) << 20;
 }
 
-int64_t device_context_bytes() {
+int64_t device_bytes_in_use() {
     return 0;
 }
 

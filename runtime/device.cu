@@ -71,9 +71,9 @@ int64_t device_overhead_bytes() {
     return int64_t(64) << 20;
 }
 
-int64_t device_context_bytes() {
+int64_t device_bytes_in_use() {
     size_t free_bytes = 0, total_bytes = 0;
-    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "device_context_bytes");
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "device_bytes_in_use");
     return int64_t(total_bytes - free_bytes);
 }
 
@@ -101,7 +101,14 @@ void device_free(void* data) {
 
 void* host_alloc(size_t bytes) {
     void* data = nullptr;
-    cuda_check(cudaMallocHost(&data, std::max<size_t>(bytes, 1)), "host_alloc");
+    const cudaError_t status = cudaMallocHost(&data, std::max<size_t>(bytes, 1));
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw Error(str("host_alloc: cannot allocate ", bytes,
+                        " bytes of page-locked host memory; lower --batch-size or "
+                        "--seq-len, or free memory of the host"));
+    }
+    cuda_check(status, "host_alloc");
     return data;
 }
 
@@ -168,7 +175,7 @@ Graph::~Graph() {
     if (executable) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable));
 }
 
-// Other threads (the loader's) may go on calling CUDA while this one records.
+// Only this thread's calls are held to what a recording allows.
 bool Graph::begin(Stream stream) {
     cuda_check(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeThreadLocal), "Graph::begin");
     return true;

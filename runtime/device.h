@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -33,8 +34,8 @@ void device_free(void* data);
 int64_t device_memory_available();
 // What the program itself takes beside the arenas: code, libraries and their buffers (docs/performance.md: measured).
 int64_t device_overhead_bytes();
-// In use on the GPU before this program allocates anything: its context, and what other programs hold. 0 on the CPU.
-int64_t device_context_bytes();
+// In use on the GPU now: this program's context and memory, and what other programs hold. 0 on the CPU.
+int64_t device_bytes_in_use();
 // A temporary large enough to keep the device busy, small beside its memory: 64 MiB, on a GPU 1 GiB.
 int64_t device_chunk_bytes();
 
@@ -42,6 +43,7 @@ int64_t device_chunk_bytes();
 // first, and the call waits for that.
 void* host_alloc(size_t bytes);
 void host_free(void* data);
+using HostMemory = std::unique_ptr<void, void (*)(void*)>;  // (host_alloc(n), host_free)
 
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream);
 void copy_to_host(void* host, const void* device, size_t bytes, Stream stream);        // waits until the copy is done

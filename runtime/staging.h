@@ -21,8 +21,9 @@ class Staging {
 
   private:
     const int64_t slot_bytes;
-    char* memory;
+    HostMemory memory;
     std::vector<Event> read;  // by slot: after its last copy
     size_t slot = 0;
     int64_t used = 0;
+    Stream stream;  // of the slot's copies
 };

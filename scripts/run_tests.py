@@ -12,9 +12,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import unittest
 from dataclasses import dataclass, field
+
+
+CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")
 
 
 @dataclass
@@ -28,7 +32,8 @@ class Outcome:
 def run(command, timeout):
     """The command's output, standard error included, and how it ended (None: normally)."""
     # Threads that wait must not spin: tests are short, and on a busy machine spinning starves the threads waited for.
-    env = {"OMP_WAIT_POLICY": "passive", **os.environ}
+    # Nor may they find or leave anything in the user's cache.
+    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "XDG_CACHE_HOME": CACHE.name}
     try:
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout)

@@ -2,6 +2,7 @@
 // Every rung is checked against the float64 oracle and timed; what it gains, and why, stands beside its time.
 //
 //     make ladder OP=matmul
+//     build/cpu/dev/ladder/matmul --csv matmul.csv && scripts/plot_ladder.py matmul.csv
 //
 // Read the rungs from top to bottom: each keeps what the one before it won. The last of ours is
 // kernels/gemm_blocked.cpp.
@@ -14,8 +15,8 @@
 #include <cstdio>
 #include <vector>
 
+#include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "dev/reference.h"
 #include "kernels/cpu.h"
 #include "kernels/gemm_blocked.h"
 
@@ -89,34 +90,27 @@ struct Rung {
 
 const Rung RUNGS[] = {
     {"naive", naive, false,
-     "Three loops. b is read down its columns: each number sits in another cache line, and each sum waits for its "
-     "last\n"
+     "Three loops. b is read down its columns: each number sits in another cache line, and each sum waits for its last "
      "addition, so that nothing overlaps and nothing is vectorised."},
     {"reordered", reordered, false,
      "The two inner loops swapped: b and c are read along rows, the additions of a row are independent, and the "
-     "compiler\n"
-     "turns them into vector instructions. But each multiply-add now loads and stores c."},
+     "compiler turns them into vector instructions. But each multiply-add now loads and stores c."},
     {"blocked", blocked, false,
      "The same in blocks of k, so that a block of b stays in the second-level cache while all rows of a pass by; "
-     "before, all\n"
-     "of b passed by for each row. Here b (2.4 MB) fits into a third-level cache, and the gain is small while that one "
-     "is\n"
-     "near and idle; it grows with the matrices, and the next rungs need it."},
+     "before, all of b passed by for each row. Here b (2.4 MB) fits into a third-level cache, and the gain is small "
+     "while that one is near and idle; it grows with the matrices, and the next rungs need it."},
     {"register tiles", register_tiles, false,
      "6 x 16 sums stay in vector registers for 256 terms: per step one load of b and six broadcasts of a feed six "
-     "vector\n"
-     "multiply-adds; c is touched once in 256 steps. Now the multiply-add units are the limit, not the loads."},
+     "vector multiply-adds; c is touched once in 256 steps. Now the multiply-add units are the limit, not the loads."},
     {"packed", packed, false,
      "a and b are copied into the order in which the inner loop reads them: contiguous whatever the sizes and "
-     "transposes,\n"
-     "no conflicts in cache sets, few pages at a time. With AVX-512 the tile grows to 12 x 32."},
-    {"packed, threads", packed, true,
+     "transposes, no conflicts in cache sets, few pages at a time. With AVX-512 the tile grows to 12 x 32."},
+    {"packed", packed, true,
      "The same on all cores, each with a rectangle of c of its own: no sums are shared, so the bits are those of one "
      "thread."},
     {"library", library, true,
      "What matmul() uses. Where that is oneDNN: the same structure, its inner loops generated at run time for this "
-     "very\n"
-     "processor, with loads prefetched and scheduled by hand."},
+     "very processor, with loads prefetched and scheduled by hand."},
 };
 
 double seconds(const Rung& rung, float* c, const float* a, const float* b) {
@@ -130,49 +124,36 @@ double seconds(const Rung& rung, float* c, const float* a, const float* b) {
     return best;
 }
 
-// The bound of docs/numerics.md, over the whole matrix.
-bool correct(const std::vector<float>& c, const reference::Values& ref) {
-    double error2 = 0, mag2 = 0;
-    for (size_t i = 0; i < c.size(); i++) {
-        error2 += (c[i] - ref.value[i]) * (c[i] - ref.value[i]);
-        mag2 += ref.mag[i] * ref.mag[i];
-    }
-    return error2 <= 16 * 0x1p-48 * (1 + K / 4096.0) * mag2;  // false for NaN too
-}
-
 }  // namespace
 
-int main() {
-    std::vector<float> a(M * K), b(K * N), c(M * N);
-    for (size_t i = 0; i < a.size(); i++) a[i] = float(normal01(1, 0, i));
-    for (size_t i = 0; i < b.size(); i++) b[i] = float(normal01(2, 0, i));
-    const reference::Values ref =
-        reference::matmul(std::vector<double>(a.begin(), a.end()).data(),
-                          std::vector<double>(b.begin(), b.end()).data(), false, false, nullptr, nullptr, M, N, K);
-
-    const int threads = omp_get_max_threads();
-    const double peak = machine_limits().flops;
-    std::printf(
-        "c[%d, %d] = a[%d, %d]·b[%d, %d] in fp32. Peak measured now: %.0f GFLOP/s on %d threads; library: %s\n\n",
-        int(M), int(N), int(M), int(K), int(K), int(N), peak * 1e-9, threads, matmul_library());
-    std::printf("%-16s %7s %10s %9s %8s  %s\n", "rung", "threads", "ms", "GFLOP/s", "of peak",
-                "faster than the one before");
-    bool all_correct = true;
-    double before = 0;
-    for (const Rung& rung : RUNGS) {
-        const int used = rung.all_threads ? threads : 1;
-        omp_set_num_threads(used);
-        std::fill(c.begin(), c.end(), NAN);
-        const double s = seconds(rung, c.data(), a.data(), b.data()), flops = 2.0 * M * N * K / s;
-        std::printf("%-16s %7d %10.2f %9.1f %7.1f%%", rung.name, used, s * 1e3, flops * 1e-9,
-                    100 * flops / (peak * used / threads));
-        if (before > 0) std::printf("  %.1fx", before / s);
-        const bool ok = correct(c, ref);
-        std::printf("%s\n", ok ? "" : "  WRONG RESULT");
-        all_correct = all_correct && ok;
-        before = s;
-    }
-    std::printf("\n");
-    for (const Rung& rung : RUNGS) std::printf("%s\n%s\n\n", rung.name, rung.why);
-    return all_correct ? 0 : 1;
+int main(int argc, char** argv) {
+    return ladder_main([&] {
+        const LadderOptions options = ladder_options(argc, argv);
+        std::vector<float> a(M * K), b(K * N), c(M * N);
+        for (size_t i = 0; i < a.size(); i++) a[i] = float(normal01(1, 0, i));
+        for (size_t i = 0; i < b.size(); i++) b[i] = float(normal01(2, 0, i));
+        const reference::Values ref =
+            reference::matmul(std::vector<double>(a.begin(), a.end()).data(),
+                              std::vector<double>(b.begin(), b.end()).data(), false, false, nullptr, nullptr, M, N, K);
+        const int threads = omp_get_max_threads();
+        const double peak = machine_limits().flops;
+        std::printf("c[%d, %d] = a[%d, %d]·b[%d, %d] in fp32. Peak measured now: %.0f GFLOP/s on %d threads; %s\n\n",
+                    int(M), int(N), int(M), int(K), int(K), int(N), peak * 1e-9, threads, matmul_library());
+        LadderTable table;
+        table.title = "matmul fp32", table.unit = "GFLOP/s", table.unit_size = 1e9, table.limit_name = "peak";
+        for (const Rung& rung : RUNGS) {
+            const int used = rung.all_threads ? threads : 1;
+            omp_set_num_threads(used);
+            std::fill(c.begin(), c.end(), NAN);
+            const double s = seconds(rung, c.data(), a.data(), b.data());
+            ErrorBound bound(DType::F32, K);
+            for (size_t i = 0; i < c.size(); i++) bound.add(double(c[i]), {ref.value[i], ref.mag[i]});
+            table.rows.push_back({str(rung.name, ", ", used, used == 1 ? " thread" : " threads"), s * 1e3,
+                                  2.0 * M * N * K / s, peak * used / threads, bound.holds(), rung.why});
+        }
+        table.print();
+        table.explain();
+        write_ladder_csv(options.csv, {table});
+        return table.correct();
+    });
 }

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Draws the ladders that `build/<backend>/dev/ladder/<op> --csv FILE` has written: a bar for each rung, its limit dashed.
+
+    scripts/plot_ladder.py matmul.csv                     writes matmul.png
+    scripts/plot_ladder.py matmul.csv --output out.png
+
+Without matplotlib it says so in one line and draws nothing (exit status 3, so that callers can tell it from an error).
+"""
+import argparse
+import csv
+import os
+import sys
+
+
+class LadderError(Exception):
+    """One line: which file, and what is wrong with it."""
+
+
+def read_ladders(path):
+    """{title: rows in order}, numbers converted."""
+    ladders = {}
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            for number, row in enumerate(csv.DictReader(file), 2):
+                try:
+                    for key in ("ms", "rate", "limit", "fraction"):
+                        row[key] = float(row[key])
+                    if min(row["rate"], row["limit"]) <= 0:
+                        raise ValueError
+                    ladders.setdefault(row["ladder"], []).append({key: row[key] for key in (
+                        "rung", "ms", "rate", "unit", "limit_name", "limit", "fraction")})
+                except (KeyError, TypeError, ValueError):
+                    raise LadderError(f"{path}:{number}: not a rung of a ladder; write the file by --csv") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LadderError(f"{path}: cannot be read ({error})") from None
+    if not ladders:
+        raise LadderError(f"{path}: holds no rungs; write the file by --csv")
+    return ladders
+
+
+def draw(ladders, output):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, plots = plt.subplots(len(ladders), 1, squeeze=False, constrained_layout=True, figsize=(
+        9, 0.6 * len(ladders) + 0.45 * sum(len(rows) for rows in ladders.values())),
+        gridspec_kw={"height_ratios": [1 + len(rows) for rows in ladders.values()]})
+    for axes, (title, rows) in zip(plots[:, 0], ladders.items()):
+        names = [row["rung"] for row in rows]
+        axes.barh(names, [row["rate"] for row in rows], color="tab:green")
+        axes.invert_yaxis()
+        axes.set_xscale("log")  # the first rung is a hundred times slower than the last
+        left = min(row["rate"] for row in rows) / 2
+        right = max(max(row["rate"], row["limit"]) for row in rows)
+        axes.set_xlim(left, right * (right / left) ** 0.35)  # room for the text
+        for name, row in zip(names, rows):
+            axes.text(row["rate"], name, f"  {row['ms']:.3g} ms, {100 * row['fraction']:.0f}%", va="center", fontsize=9)
+        limit = rows[-1]
+        axes.axvline(limit["limit"], color="black", linestyle="--", linewidth=1)
+        axes.set_title(f"{title}: {limit['unit']}, and % of {limit['limit_name']} ({limit['limit']:.4g})", fontsize=10)
+        axes.grid(axis="x", alpha=0.3)
+    figure.savefig(output, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", help="what a ladder has written by --csv")
+    parser.add_argument("--output", help="the picture to write (default: the same name with .png)")
+    args = parser.parse_args()
+    output = args.output or os.path.splitext(args.csv)[0] + ".png"
+    try:
+        draw(read_ladders(args.csv), output)
+    except LadderError as error:
+        print(f"plot_ladder: {error}", file=sys.stderr)
+        return 1
+    except ImportError:
+        print("plot_ladder: no plot drawn, because matplotlib is not here (make venv installs it).", file=sys.stderr)
+        return 3
+    except (OSError, ValueError) as error:
+        print(f"plot_ladder: {output}: cannot be written ({error})", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
