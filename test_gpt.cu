@@ -389,14 +389,14 @@ TEST_P(MixedKnobs, DirectionalDerivatives) {
 }
 
 // The plan with every tensor in bytes of its own, and the one where tensors share them: the same bits. Likewise for
-// what is computed again in the backward pass; two micro-steps, so that the second finds the memory used. With GELU
-// inside the products the levels that compute GELU alone are left out: they take it out of them.
+// what is computed again in the backward pass; two micro-steps, so that the second finds the memory used. The levels
+// that compute GELU alone take it out of the forward product: they are compared where it is not in there.
 TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
     const std::vector<Batch> batches = {batch, random_batch(config(), B, T, 6)};
     for (const DType dtype : dtypes()) {
-        for (const bool gelu_epilogue : {false, true}) {
+        for (const GeluEpilogue epilogue : {GeluEpilogue::Off, GeluEpilogue::Backward, GeluEpilogue::Both}) {
             auto run = [&](Recompute level, bool overlap, auto check) {
-                Driver d(config(), {B, T, true, level, overlap, 1, dtype, gelu_epilogue});
+                Driver d(config(), {B, T, true, level, overlap, 1, dtype, epilogue});
                 d.randomise(3);
                 const double loss = d.gradients(batches);
                 check(loss, d.grads(), d.acts.plan.bytes());
@@ -409,13 +409,14 @@ TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
             });
             for (const float g : expected) ASSERT_TRUE(std::isfinite(g));
             for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
-                if (gelu_epilogue && (level == Recompute::Activation || level == Recompute::Norms)) continue;
+                const bool alone = level == Recompute::Activation || level == Recompute::Norms;
+                if (alone && epilogue == GeluEpilogue::Both) continue;
                 for (const bool overlap : {true, false}) {
                     run(level, overlap, [&](double loss, const std::vector<float>& grads, int64_t bytes) {
                         EXPECT_EQ(loss, expected_loss);
                         EXPECT_TRUE(same_bits(grads, expected))
                             << "recompute level " << int(level) << ", overlap " << overlap << ", " << dtype_name(dtype)
-                            << ", GELU in products " << gelu_epilogue;
+                            << ", GELU in products " << int(epilogue);
                         if (!overlap)
                             EXPECT_GT(bytes, kept_bytes);
                         else {
@@ -616,7 +617,7 @@ TEST(Training, PlanIsRight) {
         ModelConfig config;
         ASSERT_TRUE(preset("gpt2-124M", config));
         const Model model(config, 1, {DType::BF16, true});
-        const Activations acts(config, {8, 1024, true, level, true, 1, DType::BF16, true});
+        const Activations acts(config, {8, 1024, true, level, true, 1, DType::BF16, GeluEpilogue::Both});
         EXPECT_NEAR(double(memory_plan(model, acts).total) / used, 1, 0.02) << "used " << used / (1 << 20) << " MiB";
     }
 }

@@ -263,7 +263,7 @@ struct RunShape {
     bool overlap = true;  // tensors whose lifetimes don't meet share memory
     int64_t world = 1;    // ranks that the gradient arena is padded for
     DType dtype = DType::F32;
-    bool gelu_epilogue = false;  // GELU inside the matrix products around it, where the model and `recompute` let it
+    GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
 };
 
 struct LayerActs {
@@ -334,7 +334,8 @@ void Activations::place(std::initializer_list<Tensor*> fields, const std::string
 // GELU computed inside a product rounds otherwise than the kernel that recomputes it alone.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool alone = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
-    shape.gelu_epilogue = shape.gelu_epilogue && shape.training && c.mlp == Mlp::GELU && !alone;
+    if (alone && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
+    if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
 
@@ -579,7 +580,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     }
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
-    if (acts.shape.gelu_epilogue) {
+    if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
         const Range range(ctx.profiler, "fc");
         matmul_forward_gelu(a.act, a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
     } else {
@@ -722,7 +723,7 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
     const ModelConfig& c = model.config;
     Tensor dfc = a.dact;
-    if (acts.shape.gelu_epilogue) {
+    if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
         weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
         const Range range(ctx.profiler, "fcproj");
         matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
@@ -985,7 +986,7 @@ void store_gemm_choices(const Context& ctx, const std::string& path) {
     if (path.empty()) return;
     const std::string used = matmul_choices(ctx.stream, true);
     load_gemm_choices(ctx, path);  // what other runs have written since
-    matmul_use_choices(used, ctx.stream);
+    matmul_use_choices(used, ctx.stream, true);
     try {
         make_directories(path.substr(0, path.find_last_of('/')));
         write_file(path, matmul_choices(ctx.stream));
@@ -1049,7 +1050,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, ctx.world, {dtype, dtype != DType::F32 && o.master_weights}),
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
-                             o.gelu_epilogue && dtype != DType::F32}) {
+                             dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     check_memory(model, acts, o.total_batch_tokens);
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
@@ -1119,7 +1120,7 @@ void Trainer::warm_up() {
 void Trainer::adopt_checkpoint_choices() {
     bool ours;
     try {
-        ours = matmul_use_choices(s.gemm_choices, ctx.stream);
+        ours = matmul_use_choices(s.gemm_choices, ctx.stream, true);
     } catch (const Error&) {
         throw Error(str(join_path(s.checkpoint, "trainer.json"),
                         ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));

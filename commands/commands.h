@@ -46,6 +46,9 @@ enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 // What is recomputed in the backward pass instead of kept; each level includes those before it.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 
+// Where GELU is computed inside the matrix products before and after it (16-bit training): its gradient only, or both.
+enum class GeluEpilogue : uint8_t { Off, Backward, Both };
+
 struct TrainOptions {
     ModelOptions model;
     std::string data, out;
@@ -59,7 +62,8 @@ struct TrainOptions {
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
-    bool master_weights = true, gemm_tune = true, gelu_epilogue = true, measure_peak = false;
+    bool master_weights = true, gemm_tune = true, measure_peak = false;
+    GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     int64_t profile = 0;  // the step to profile; 0: none
     std::string toml;     // every option, as `--config` reads it
 };

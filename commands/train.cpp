@@ -56,9 +56,18 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         *app, "--gemm-tune", o.gemm_tune,
         "time the GPU library's algorithms for each matrix product and take the fastest; off: take its guess. The "
         "CPU has none to choose from");
-    add_switch(*app, "--gelu-epilogue", o.gelu_epilogue,
-               "with --dtype bf16: GELU and its gradient inside the matrix products around them (not with --recompute "
-               "activation or norms)");
+    app->add_option_function<std::string>(
+           "--gelu-epilogue",
+           [&o](const std::string& s) {
+               o.gelu_epilogue = s == "both"       ? GeluEpilogue::Both
+                                 : s == "backward" ? GeluEpilogue::Backward
+                                                   : GeluEpilogue::Off;
+           },
+           "with --dtype bf16: GELU and its gradient inside the matrix products around them; --recompute activation "
+           "and "
+           "norms, which compute GELU alone, turn both into backward")
+        ->check(CLI::IsMember({"both", "backward", "off"}))
+        ->default_str("both");
     app->add_flag("--measure-peak", o.measure_peak,
                   "time a large matrix product at the start and log each step's FLOP/s as a fraction of its too");
     app->add_option("--profile", o.profile,

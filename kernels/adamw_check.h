@@ -1,7 +1,6 @@
 // The checks of adamw_update's arguments for both backends.
 #pragma once
 
-
 #include "kernels/adamw.h"
 #include "kernels/check.h"
 

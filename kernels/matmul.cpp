@@ -207,7 +207,7 @@ std::string matmul_choices(Stream, bool) {
     return "";
 }
 
-bool matmul_use_choices(const std::string& text, Stream) {
+bool matmul_use_choices(const std::string& text, Stream, bool) {
     return text.empty();  // any other is a GPU's
 }
 

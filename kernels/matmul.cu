@@ -309,9 +309,9 @@ std::string matmul_choices(Stream stream, bool used_only) {
     return blas_choices(*stream.blas, used_only);
 }
 
-bool matmul_use_choices(const std::string& text, Stream stream) {
+bool matmul_use_choices(const std::string& text, Stream stream, bool used) {
     require_library("matmul_use_choices", stream);
-    return blas_use_choices(*stream.blas, text);
+    return blas_use_choices(*stream.blas, text, used);
 }
 
 // The XDG base directory specification: a relative XDG_CACHE_HOME does not count.

@@ -53,9 +53,10 @@ void matmul_tuning(bool on, Stream stream);
 // of those that this stream has multiplied), a checksum.
 std::string matmul_choices(Stream stream, bool used_only = false);
 
-// Adopts such a table, in place of what was chosen for the same products before. False, with nothing changed, if it is
+// Adopts such a table, in place of what was chosen for the same products before; used: as if the stream had multiplied
+// them, so that a resumed run hands its table on whole. False, with nothing changed, if it is
 // another GPU's or another library version's; empty text is a table without products. Error if the text is damaged.
-bool matmul_use_choices(const std::string& text, Stream stream);
+bool matmul_use_choices(const std::string& text, Stream stream, bool used = false);
 
 // The user's file for choices on this GPU with this library: $XDG_CACHE_HOME (~/.cache)/train_gpt/gemm/<both>.txt;
 // empty without a home.

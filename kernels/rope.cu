@@ -8,10 +8,10 @@ constexpr int THREADS = 256;
 // A thread turns W pairs, channels i … i + W − 1 of a head against those R/2 further on, of up to HEADS heads, for
 // which it reads the table once. Its heads lie `groups` apart, so that neighbours in memory are turned by neighbouring
 // threads. Tokens whose position lies outside the table stay as they are.
-constexpr int HEADS = 2;
+constexpr int HEADS = 4;
 
 template <int W, typename T>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, 3)
     rope_kernel(T* x, int64_t token_stride, int64_t head_stride, const int32_t* positions, const float* table,
                 int64_t table_length, int64_t N, int64_t H, int64_t pairs, int64_t groups, float sign) {
     const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, per_head = pairs / W;

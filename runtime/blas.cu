@@ -340,7 +340,7 @@ std::string blas_choices(const Blas& blas, bool used_only) {
     return text + checksum(text) + '\n';
 }
 
-bool blas_use_choices(Blas& blas, const std::string& text) {
+bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
     const char* op = "matmul_use_choices";
     if (text.empty()) return true;
     std::istringstream lines(text);
@@ -370,9 +370,9 @@ bool blas_use_choices(Blas& blas, const std::string& text) {
     }
     for (const auto& [key, plan] : adopted) {
         GemmPlan& place = blas.plans[key];
-        const bool used = place.used;
+        const bool was_used = place.used;
         place = plan;
-        place.used = used;
+        place.used = was_used || used;
     }
     return true;
 }

@@ -79,6 +79,6 @@ void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const Gem
 
 // The table of timed algorithms as text, and back: kernels/matmul.h says what they promise.
 std::string blas_choices(const Blas& blas, bool used_only);
-bool blas_use_choices(Blas& blas, const std::string& text);
+bool blas_use_choices(Blas& blas, const std::string& text, bool used);
 
 std::string blas_version();  // "cuBLASLt 13.1.0"

@@ -6,7 +6,7 @@
 #
 # Taken from the environment:
 #   NVCC, CUDA_HOME, CUDA_PATH    the compiler, or the toolkit that holds it as bin/nvcc; else PATH, the usual folders, wheels
-#   CUBLAS_HOME, NCCL_HOME        folders with include/ and lib/ of libraries that don't come with the toolkit
+#   CUBLAS_HOME, NCCL_HOME        folders with include/ and lib/; else the toolkit, wheels
 #   ARCH                          architectures, as in "80 90a", or all: those of a release that this nvcc knows. Else those
 #                                 of the GPUs here, else 90a
 # Wheels are the nvidia-* packages in the Python environment that is active, or in .venv (`make cuda-toolkit`).
@@ -34,9 +34,12 @@ find_nvcc() {
         command -v "$NVCC" || fail "there is no compiler NVCC=$NVCC."
         return
     fi
-    for home in ${CUDA_HOME:+"$CUDA_HOME"} ${CUDA_PATH:+"$CUDA_PATH"}; do
-        [[ ! -x $home/bin/nvcc ]] || { echo "$home/bin/nvcc"; return; }
-    done
+    home=${CUDA_HOME:-${CUDA_PATH:-}}
+    if [[ -n $home ]]; then
+        [[ -x $home/bin/nvcc ]] || fail "there is no bin/nvcc in $home, which CUDA_HOME or CUDA_PATH names."
+        echo "$home/bin/nvcc"
+        return
+    fi
     command -v nvcc && return
     for candidate in /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc "${wheels[@]/%//bin/nvcc}"; do
         [[ ! -x $candidate ]] || { echo "$candidate"; return; }
@@ -66,6 +69,9 @@ gpu_archs() {
 }
 
 nvcc=$(find_nvcc)
+# nvcc does not find its own parts through a link to it; a link to ccache under its name must stay.
+target=$(realpath "$nvcc")
+[[ ${target##*/} != nvcc ]] || nvcc=$target
 if [[ ${1:-} == nvcc ]]; then
     echo "nvcc=$nvcc"
     exit
@@ -95,15 +101,17 @@ done
 
 # Where nvcc itself looks; a distribution's own package spreads over /usr.
 top=$("$nvcc" --dryrun none.cu 2>&1 | sed -n 's/^#\$ TOP=//p')
-toolkit=("$(realpath "${top:-$(dirname "$nvcc")/..}")" "$(realpath "$(dirname "$nvcc")/..")")
+toolkit=(${top:+"$(realpath "$top")"} "$(realpath "$(dirname "$nvcc")/..")")
 [[ $nvcc != /usr/bin/* ]] || toolkit+=(/usr)
 
 includes=() libs=()
 find_library cudart cuda_runtime.h "$major" "${toolkit[@]}" "${wheels[@]}" ||
     fail "no CUDA runtime (cuda_runtime.h and libcudart) beside $nvcc: install the whole toolkit, or set NVCC to another one."
 includes+=("$include") libs+=("$lib")
-find_library cublasLt cublasLt.h "$major" ${CUBLAS_HOME:+"$CUBLAS_HOME"} "${toolkit[@]}" "${wheels[@]}" ||
-    fail "no cuBLAS for CUDA $major (cublasLt.h and libcublasLt): install it with the toolkit or as the wheel nvidia-cublas, or set CUBLAS_HOME."
+places=("${toolkit[@]}" "${wheels[@]}")
+[[ -z ${CUBLAS_HOME:-} ]] || places=("$CUBLAS_HOME")
+find_library cublasLt cublasLt.h "$major" "${places[@]}" ||
+    fail "no cuBLAS for CUDA $major (cublasLt.h and libcublasLt)${CUBLAS_HOME:+ in CUBLAS_HOME=$CUBLAS_HOME}: install it with the toolkit or as the wheel nvidia-cublas, or set CUBLAS_HOME."
 includes+=("$include") libs+=("$lib")
 
 echo "nvcc=$nvcc"
@@ -111,4 +119,6 @@ echo "version=$release"
 printf 'arch=%s\n' "${archs[@]}"
 printf 'include=%s\n' "${includes[@]}" | awk '!seen[$0]++ && $0 != "include=/usr/include"'
 printf 'lib=%s\n' "${libs[@]}"
-if find_library nccl nccl.h 2 ${NCCL_HOME:+"$NCCL_HOME"} "${toolkit[@]}" /usr "${wheels[@]}"; then echo "nccl=$lib"; else echo "nccl="; fi
+places=("${toolkit[@]}" /usr "${wheels[@]}")
+[[ -z ${NCCL_HOME:-} ]] || places=("$NCCL_HOME")
+if find_library nccl nccl.h 2 "${places[@]}"; then echo "nccl=$lib"; else echo "nccl="; fi

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""The CUDA driver (TRAIN_GPT) where there is no GPU: one line that names the CPU build. TRAIN_GPT_CPU says that it is the CUDA
+driver. Needs no GPU: where there is one it is hidden. `make test BACKEND=cuda OP=no_gpu` runs on any machine."""
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DRIVER = os.environ.get("TRAIN_GPT", "")
+MODEL = os.path.join(ROOT, "dev", "fixtures", "models", "gpt2-plain")
+
+
+@unittest.skipUnless(os.environ.get("TRAIN_GPT_CPU"), "about the CUDA build (make test BACKEND=cuda)")
+class NoGpuTest(unittest.TestCase):
+    def run_driver(self, *args):
+        return subprocess.run([DRIVER, *args], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=60)
+
+    def assert_refused(self, *args):
+        done = self.run_driver(*args)
+        self.assertEqual(done.returncode, 1, done)
+        self.assertEqual(done.stdout, "")
+        self.assertRegex(done.stderr, r"\A[^\n]*no usable NVIDIA GPU[^\n]*BACKEND=cpu[^\n]*\n\Z")
+
+    def test_commands_name_the_cpu_build_in_one_line(self):
+        with tempfile.TemporaryDirectory(prefix="train_gpt_no_gpu_") as top:
+            text, data, out = (os.path.join(top, name) for name in ("text.txt", "data", "out"))
+            with open(text, "w") as file:
+                file.write("The cat sees the red stones.\n" * 400)
+            subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte",
+                            "--val", "0.1", "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.assert_refused("train", "--model", "gpt2-tiny", "--data", data, "--out", out, "--steps", "2", "--seq-len", "64")
+            self.assertFalse(os.path.exists(out), "a run that never began left its directory")
+            self.assert_refused("eval", "--model", MODEL, "--data", data)
+            self.assert_refused("logits", "--model", MODEL, "--tokens", "1 2 3", "--output", os.path.join(top, "logits.npy"))
+
+    def test_help_and_files_need_no_gpu(self):
+        for args in (["--help"], ["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["info", MODEL]):
+            done = self.run_driver(*args)
+            self.assertEqual(done.returncode, 0, done)
+            self.assertEqual(done.stderr, "")
+            self.assertNotEqual(done.stdout, "")
+
+
+if __name__ == "__main__":
+    unittest.main()
