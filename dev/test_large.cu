@@ -270,7 +270,8 @@ TEST(Large, LayerNorm) {
 
     const TestArray dweight = TestArray::poisoned({C}), dbias = TestArray::poisoned({C});
     const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
-    layernorm_backward(out, dweight, dbias, Tensor{}, dout, Tensor{}, inp, weight, mean, rstd, scratch, false, Stream{});
+    layernorm_backward(out, dweight, dbias, Tensor{}, dout, Tensor{}, inp, weight, mean, rstd, scratch, false,
+                       Stream{});
     for (const int64_t row : sampled_rows(N, C, 16)) {
         const std::vector<double> x = inp.filled(row * C, C), d = dout.filled(row * C, C), m = mean.fetch(row, 1),
                                   r = rstd.fetch(row, 1);
