@@ -459,9 +459,9 @@ const std::vector<Rung<bf16>> BF16_RUNGS = {
      "thread."},
     {"mma.sync, pipelined", pipelined,
      "64 x 64 sums for each warp, so that shared memory is read less often for the same products, tiles copied two "
-     "steps ahead, and operands fetched by ldmatrix one mma.sync ahead: the tensor cores wait less. On Hopper mma.sync "
-     "itself reaches about 60% of what wgmma does (Luo et al. 2024, Benchmarking and Dissecting the Nvidia Hopper GPU "
-     "Architecture)."},
+     "steps ahead, and operands fetched by ldmatrix one mma.sync ahead: the tensor cores wait less. What is left of "
+     "the "
+     "gap asks for wgmma, which only Hopper has."},
     {"cuBLASLt", library<bf16>,
      "What matmul_forward() uses. On Hopper its kernels use wgmma: a warpgroup multiplies straight from shared memory, "
      "with tiles brought by the copy engine (TMA). The limit here."},
