@@ -40,7 +40,7 @@ check_one() {
     log=$out/$tool-$(basename "$program").log
     timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 9 "$program" --gtest_filter="$filter" >"$log" 2>&1
     case $? in
-        0) echo "$tool $(basename "$program"): clean ($(grep -o '[0-9]* tests\? ran' "$log" | tail -n 1))" ;;
+        0) echo "$tool $(basename "$program"): clean ($(grep -c '\[       OK' "$log") tests)" ;;
         124) echo "$tool $(basename "$program"): no error in $limit s ($(grep -c '\[       OK' "$log") tests)" ;
              ! grep -q 'ERROR SUMMARY: [1-9]\|========= \(Invalid\|Race\|Uninit\)' "$log" ;;
         *) echo "$tool $(basename "$program"): FAILED, see $log"; grep -m 5 '=========' "$log"; return 1 ;;
