@@ -11,6 +11,8 @@ import csv
 import os
 import sys
 
+from plot_main import plot_main
+
 
 class LadderError(Exception):
     """One line: which file, and what is wrong with it."""
@@ -70,19 +72,7 @@ def main():
     parser.add_argument("--output", help="the picture to write (default: the same name with .png)")
     args = parser.parse_args()
     output = args.output or os.path.splitext(args.csv)[0] + ".png"
-    try:
-        draw(read_ladders(args.csv), output)
-    except LadderError as error:
-        print(f"plot_ladder: {error}", file=sys.stderr)
-        return 1
-    except ImportError:
-        print("plot_ladder: no plot drawn, because matplotlib is not here (make venv installs it).", file=sys.stderr)
-        return 3
-    except (OSError, ValueError) as error:
-        print(f"plot_ladder: {output}: cannot be written ({error})", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
+    return plot_main("plot_ladder", output, lambda: draw(read_ladders(args.csv), output), LadderError)
 
 
 if __name__ == "__main__":

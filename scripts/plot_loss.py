@@ -12,6 +12,8 @@ import json
 import os
 import sys
 
+from plot_main import plot_main
+
 
 class LogError(Exception):
     """One line: which log, and what is wrong with it."""
@@ -86,19 +88,7 @@ def main():
     args = parser.parse_args()
     first = args.runs[0] if os.path.isdir(args.runs[0]) else os.path.dirname(args.runs[0])
     output = args.output or os.path.join(first, "loss.png")
-    try:
-        draw(args.runs, [read_log(run) for run in args.runs], output)
-    except LogError as error:
-        print(f"plot_loss: {error}", file=sys.stderr)
-        return 1
-    except ImportError:
-        print("plot_loss: no plot drawn, because matplotlib is not here (make venv installs it).", file=sys.stderr)
-        return 3
-    except (OSError, ValueError) as error:
-        print(f"plot_loss: {output}: cannot be written ({error})", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
+    return plot_main("plot_loss", output, lambda: draw(args.runs, [read_log(run) for run in args.runs], output), LogError)
 
 
 if __name__ == "__main__":

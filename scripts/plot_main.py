@@ -1,0 +1,20 @@
+"""How the plotting scripts end: draws, and says in one line what kept it from that."""
+import sys
+
+
+def plot_main(name, output, draw, input_error):
+    """draw() writes output; input_error is what it raises for input that can't be drawn. Returns the exit status: 0, 1,
+    or 3 where matplotlib is not installed."""
+    try:
+        draw()
+    except input_error as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except ImportError:
+        print(f"{name}: no plot drawn, because matplotlib is not here (make venv installs it).", file=sys.stderr)
+        return 3
+    except (OSError, ValueError) as error:
+        print(f"{name}: {output}: cannot be written ({error})", file=sys.stderr)
+        return 1
+    print(output)
+    return 0
