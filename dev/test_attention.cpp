@@ -1,5 +1,6 @@
-// Attention against the oracle over packed, grouped, causal and degenerate shapes, and the mistakes known from others:
-// a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the past.
+// Attention against the oracle over packed, grouped, causal, windowed and degenerate shapes, and the mistakes known
+// from others: a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the
+// past.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -16,6 +17,7 @@ constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 struct Shape {
     std::vector<int64_t> qlens, klens;  // of each sequence
     int64_t NH, NKV, HS;
+    reference::AttentionMask mask = {};
 };
 
 std::vector<int32_t> cumulative(const std::vector<int64_t>& lengths) {
@@ -62,7 +64,7 @@ struct Result {
 
 // extra: tokens after the last sequence.
 Result run(const Problem& p, int64_t extra = 0) {
-    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const int64_t Nq = p.Nq + extra, Nk = p.Nk + extra, S = int64_t(qlens.size());
     auto padded = [&](std::vector<double> values, int64_t n) {
         values.resize(size_t(n), NOT_A_NUMBER);
@@ -76,7 +78,7 @@ Result run(const Problem& p, int64_t extra = 0) {
     const TestArray dq = TestArray::poisoned(p.dtype, {Nq, NH, HS});
     const TestArray dk = TestArray::poisoned(p.dtype, {Nk, NKV, HS}), dv = TestArray::poisoned(p.dtype, {Nk, NKV, HS});
     const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
-    const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens)};
+    const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window};
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
     attention_forward(out, lse, q, k, v, sequences, p.scale, Stream{});
     attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{});
@@ -96,13 +98,13 @@ void expect_within_magnitude(const char* what, const std::vector<double>& got, c
 // cancels: problems whose dS sum to nearly nothing over keys that are alike. dq and dk are then small beside their
 // terms, and in 16 bits, where each term is rounded, only the terms' magnitudes bound their errors.
 void check(const Problem& p, bool cancels = false) {
-    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const Result got = run(p);
     reference::Attention ref = reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH,
-                                                            NKV, HS, double(p.scale));
+                                                            NKV, HS, double(p.scale), mask);
     const reference::AttentionGradients grad =
         reference::attention_backward(p.dout.data(), p.q.data(), p.k.data(), p.v.data(), got.out.data(), got.lse.data(),
-                                      p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale));
+                                      p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), mask);
     // A query that sees nothing has lse = −∞ exactly; the others are compared.
     std::vector<double> lse = got.lse;
     for (size_t i = 0; i < lse.size(); i++) {
@@ -135,7 +137,8 @@ void check(const Problem& p, bool cancels = false) {
 
 void check(DType dtype, const Shape& shape, double q_scale = 1, bool cancels = false) {
     SCOPED_TRACE(str("qlen ", shape.qlens.empty() ? 0 : shape.qlens[0], " klen ",
-                     shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS));
+                     shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS,
+                     shape.mask.causal ? " causal" : " full", " window ", shape.mask.window));
     check(Problem(dtype, shape, 1, q_scale), cancels);
 }
 
@@ -180,6 +183,20 @@ TEST_P(Attention, QueriesThatSeeNothing) {
     for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.out[i], 0) << i;
     for (size_t i = 0; i < 4 * 4; i++) EXPECT_EQ(r.dq[i], 0) << i;
     for (size_t i = 0; i < 7; i++) EXPECT_EQ(std::isinf(r.lse[i]), i < 4) << i;
+}
+
+// Windows below, at and above the steps and tiles of the kernels, beside sequences without a key or a query.
+TEST_P(Attention, Masks) {
+    for (const bool causal : {true, false})
+        for (const int64_t window : {0, 1, 2, 15, 64, 65, 1000}) {
+            if (causal && window == 0) continue;  // all the other tests
+            const reference::AttentionMask mask{causal, window};
+            check(activation(), {{150, 0, 1, 33}, {150, 0, 1, 33}, 2, 1, 16, mask});
+            check(activation(), {{40, 3, 0, 1}, {190, 0, 5, 66}, 4, 2, 20, mask});  // a past
+            check(activation(), {{120, 80}, {90, 3}, 2, 2, 8, mask});               // queries before all keys
+        }
+    for (const int64_t HS : {64, 128})
+        for (const int64_t window : {0, 100}) check(activation(), {{191}, {193}, 2, 1, HS, {window == 0, window}});
 }
 
 // A running maximum that starts at 0, or an epsilon in the sum, would show in rows whose logits are all −20 or −80.

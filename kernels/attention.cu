@@ -41,7 +41,9 @@ struct Attention {
     int64_t lse_stride;
     const int32_t *cum_q, *cum_k;
     int64_t S, Nq, Nk, NH, NKV;
-    int tiles;  // of the longest sequence
+    bool causal;
+    int window;  // 0: none
+    int tiles;   // of the longest sequence
     int HS;
     float scale;
     bool aligned;  // all rows to 16 bytes
@@ -67,7 +69,18 @@ __device__ __forceinline__ float row_max(float x) {
 struct Sequence {
     int64_t q0, k0;
     int qlen, klen;
-    __device__ __forceinline__ int offset() const { return klen - qlen; }  // query i sees keys j ≤ i + offset
+    int first, last;  // query i sees the keys i + first … i + last, as far as they exist
+
+    __device__ __forceinline__ bool sees(int i, int j) const {
+        return unsigned(j - i - first) <= unsigned(last - first) && j < klen;
+    }
+    // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
+    __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
+        return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
+    }
+    __device__ __forceinline__ bool all_seen(int i, int queries, int j, int keys) const {
+        return j + keys - 1 <= min(i + last, klen - 1) && j >= i + queries - 1 + first;
+    }
 };
 
 // Whatever cum_q and cum_k hold, a sequence lies within the tensors.
@@ -77,8 +90,16 @@ __device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s
         return max(int64_t(0), min(int64_t(cum[i]), n));
     };
     const int64_t q0 = begin(a.cum_q, s, a.Nq), k0 = begin(a.cum_k, s, a.Nk);
-    return {q0, k0, int(max(int64_t(0), begin(a.cum_q, s + 1, a.Nq) - q0)),
-            int(max(int64_t(0), begin(a.cum_k, s + 1, a.Nk) - k0))};
+    const int qlen = int(max(int64_t(0), begin(a.cum_q, s + 1, a.Nq) - q0)),
+              klen = int(max(int64_t(0), begin(a.cum_k, s + 1, a.Nk) - k0)), offset = klen - qlen;
+    return {q0,
+            k0,
+            qlen,
+            klen,
+            a.window ? offset - a.window + 1 : -qlen,
+            a.causal   ? offset
+            : a.window ? offset + a.window - 1
+                       : klen};
 }
 
 struct Task {
@@ -169,7 +190,8 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
-    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.offset());  // that the last query sees
+    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.last);  // end of those that the last query sees
+    const int first_key = max(0, i0 + seq.first) / BN * BN;             // that the first query sees, to whole steps
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = i0 + warp_row + lane / 4;
 
     load_tile<T, D, BM, THREADS>(q_tile, a.q.at(seq.q0 + i0, task.head), a.q.token_stride, seq.qlen - i0, a.HS,
@@ -180,8 +202,9 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const auto load_v = [&](T* tile, int j0) {
         load_tile<T, D, BN, THREADS>(tile, v + j0 * a.v.token_stride, a.v.token_stride, keys - j0, a.HS, a.aligned);
     };
-    if (keys > 0) load_k(stages, 0);
-    if (keys > 0 && STAGES == 2) load_v(stages + TILE, 0);
+    const auto stage_of = [&](int j0) { return stages + j0 / BN % STAGES * 2 * TILE; };
+    if (first_key < keys) load_k(stage_of(first_key), first_key);
+    if (first_key < keys && STAGES == 2) load_v(stage_of(first_key) + TILE, first_key);
     wait_for_copies();
     __syncthreads();
     const LeftTile<T, MT, D, Sizes::KEEP_Q> q(q_tile + warp_row * PITCH<T, D>);
@@ -192,19 +215,18 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
     for (int m = 0; m < MT; m++) largest[m][0] = largest[m][1] = -INF;
 
-    for (int j0 = 0; j0 < keys; j0 += BN) {
-        T *k_tile = stages + j0 / BN % STAGES * 2 * TILE, *v_tile = k_tile + TILE;
+    for (int j0 = first_key; j0 < keys; j0 += BN) {
+        T *k_tile = stage_of(j0), *v_tile = k_tile + TILE;
         if (STAGES == 1) load_v(v_tile, j0);
         if (STAGES == 2 && j0 + BN < keys) {
-            T* next = stages + (j0 / BN + 1) % STAGES * 2 * TILE;
-            load_k(next, j0 + BN);
-            load_v(next + TILE, j0 + BN);
+            load_k(stage_of(j0 + BN), j0 + BN);
+            load_v(stage_of(j0 + BN) + TILE, j0 + BN);
         }
-        const bool seen = j0 <= i0 + warp_row + MT * 16 - 1 + seq.offset();  // by any query of this warp
+        const bool seen = seq.any_seen(i0 + warp_row, MT * 16, j0, BN);  // by this warp
         float s[MT][BN / 8][4] = {};
         if (seen) {
             product_nt(s, q, k_tile);
-            if (j0 + BN - 1 > i0 + warp_row + seq.offset()) {
+            if (!seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -212,7 +234,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                            if (j > i + seq.offset()) s[m][n][e] = -INF;
+                            if (!seq.sees(i, j)) s[m][n][e] = -INF;
                         }
             }
 #pragma unroll
@@ -314,7 +336,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
-    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.offset());
+    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.last), first_key = max(0, i0 + seq.first) / BN * BN;
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = i0 + warp_row + lane / 4;
     const auto load_keys = [&](int j0) {
         T* stage = stages + j0 / BN % 2 * STAGE;
@@ -327,7 +349,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                                  a.aligned);
     load_tile<T, D, BM, THREADS>(dout_tile, a.dout.at(seq.q0 + i0, task.head), a.dout.token_stride, seq.qlen - i0, a.HS,
                                  a.aligned);
-    if (keys > 0) load_keys(0);
+    if (first_key < keys) load_keys(first_key);
     wait_for_copies();
     __syncthreads();
     const LeftTile<T, MT, D, false> q(q_tile + warp_row * PITCH<T, D>), dout(dout_tile + warp_row * PITCH<T, D>);
@@ -348,15 +370,15 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
 
     const float c = a.scale * LOG2E;
     float dq[MT][D / 8][4] = {};
-    for (int j0 = 0; j0 < keys; j0 += BN) {
-        if (j0 > 0) {
+    for (int j0 = first_key; j0 < keys; j0 += BN) {
+        if (j0 > first_key) {
             wait_for_copies();
             __syncthreads();  // this step's keys have come, and nobody needs the other stage any more
         }
         if (j0 + BN < keys) load_keys(j0 + BN);
-        if (j0 > i0 + warp_row + MT * 16 - 1 + seq.offset()) continue;  // no query of this warp sees them
+        if (!seq.any_seen(i0 + warp_row, MT * 16, j0, BN)) continue;  // by this warp
         const T *k_tile = stages + j0 / BN % 2 * STAGE, *v_tile = k_tile + BN * PITCH<T, D>;
-        const bool masked = j0 + BN - 1 > i0 + warp_row + seq.offset();
+        const bool masked = !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
         float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
         product_nt(s, q, k_tile);
         product_nt(dp, dout, v_tile);
@@ -370,7 +392,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                     dp[m][n][e] = p * (dp[m][n][e] - delta[m][e / 2]);
                     if (masked) {
                         const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                        if (j > i + seq.offset()) dp[m][n][e] = 0;
+                        if (!seq.sees(i, j)) dp[m][n][e] = 0;
                     }
                 }
         product_nn<T, D>(dq, dp, k_tile);
@@ -409,8 +431,9 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
     const int j0 = task.tile * BN;  // the first keys are seen by the most queries
     if (j0 >= seq.klen) return;
     const int64_t group = a.NH / a.NKV, first_head = task.head * group;
-    const int first_query = max(0, j0 - seq.offset()) / BQ * BQ;  // that sees key j0, to whole steps
-    const int steps = max(0, (seq.qlen - first_query + BQ - 1) / BQ), all_steps = int(group) * steps;
+    const int first_query = max(0, j0 - seq.last) / BQ * BQ;                // that sees key j0, to whole steps
+    const int queries = min(seq.qlen, min(j0 + BN, seq.klen) - seq.first);  // end of those that see the last key
+    const int steps = max(0, (queries - first_query + BQ - 1) / BQ), all_steps = int(group) * steps;
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = j0 + warp_row + lane / 4;
     const auto load_queries = [&](int step) {
         const int64_t head = first_head + step / steps;
@@ -446,10 +469,10 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
         }
         if (step + 1 < all_steps) load_queries(step + 1);
         const int i0 = first_query + step % steps * BQ;
-        if (j0 + warp_row > i0 + BQ - 1 + seq.offset()) continue;  // no query sees this warp's keys
+        if (!seq.any_seen(i0, BQ, j0 + warp_row, MT * 16)) continue;  // of this warp
         const T *q_tile = stages + step % 2 * STAGE, *dout_tile = q_tile + BQ * PITCH<T, D>;
         const float *lse = stats + step % 2 * 2 * BQ, *delta = lse + BQ;
-        const bool masked = j0 + warp_row + MT * 16 - 1 > i0 + seq.offset();
+        const bool masked = !seq.all_seen(i0, BQ, j0 + warp_row, MT * 16);
         float p[MT][BQ / 8][4] = {}, ds[MT][BQ / 8][4] = {};
         product_nt(p, k, q_tile);
 #pragma unroll
@@ -462,7 +485,7 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
                     p[m][n][e] = exp2_fast(fmaf(p[m][n][e], c, -l[e % 2] * LOG2E));
                     if (masked) {
                         const int i = i0 + n * 8 + lane % 4 * 2 + e % 2, j = row0 + m * 16 + e / 2 * 8;
-                        if (j > i + seq.offset()) p[m][n][e] = 0;
+                        if (!seq.sees(i, j)) p[m][n][e] = 0;
                     }
                 }
         }
@@ -533,6 +556,9 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     a.q = heads_of<T>(q), a.k = heads_of<T>(k), a.v = heads_of<T>(v), a.out = heads_of<T>(out);
     a.lse = lse.as<float>(), a.lse_stride = lse.stride[0];
     a.cum_q = sequences.cum_q.as<int32_t>(), a.cum_k = sequences.cum_k.as<int32_t>();
+    a.causal = sequences.causal;
+    // One that reaches past the longest sequence is as good as none, and sums with it stay within int.
+    a.window = int(std::min(sequences.window, std::max(sequences.max_q, sequences.max_k)));
     a.S = z.S, a.Nq = z.Nq, a.Nk = z.Nk, a.NH = z.NH, a.NKV = z.NKV;
     a.HS = int(z.HS);
     a.scale = scale;
