@@ -381,26 +381,34 @@ void forward_edge(ForwardTile& t, Rows k, Rows v, int64_t begin, int64_t end, co
     auto of_vector = [&](int64_t u, int64_t j) {  // the band as vector u sees it, with key j as key 0
         return Band{u * LANES + band.first - j, u * LANES + band.last - j};
     };
+    // Of the keys from … to − 1 those that some lane of vector u sees: the others have no P.
+    auto clamp_to_seen = [&](int64_t u, int64_t& from, int64_t& to) {
+        from = std::clamp(u * LANES + band.first, from, to);
+        to = std::clamp(u * LANES + LANES + band.last, from, to);
+    };
     for (int64_t u = 0; u < vecs; u++) {
-        const int64_t from = std::clamp(u * LANES + band.first, begin, end),
-                      to = std::clamp(u * LANES + LANES + band.last, begin, end), at = u * LANES;
+        int64_t from = begin, to = end;
+        clamp_to_seen(u, from, to);
+        const int64_t at = u * LANES;
         if (from < to)
             softmax_lanes(t.s + (from - begin) * MAX_TILE + at, to - from, of_vector(u, from), t.max + at, t.sum + at,
                           t.ot + at, ld, HS);
     }
     for_each_step([&](int64_t j, int64_t n, int64_t first, int64_t last) {
-        const float* p = t.s + (j - begin) * MAX_TILE;
         auto whole = [&](int64_t u) {
             const Band b = of_vector(u, j);
             return n - 1 <= b.last && LANES - 1 + b.first <= 0;
         };
         for (int64_t u = first, next; u < last; u = next) {
             for (next = u; next < last && whole(next); next++) continue;
-            const int64_t at = u * LANES;
+            int64_t from = j, to = j + n;
+            if (next == u) clamp_to_seen(u, from, to);
+            float* ot = t.ot + u * LANES;
+            const float* p = t.s + (from - begin) * MAX_TILE + u * LANES;
             if (next > u) {
-                product_t(t.ot + at, ld, v[j], v.stride, p + at, MAX_TILE, HS, next - u, n, true);
+                product_t(ot, ld, v[from], v.stride, p, MAX_TILE, HS, next - u, to - from, true);
             } else {
-                product_edge(t.ot + at, ld, v[j], v.stride, p + at, MAX_TILE, HS, n, of_vector(u, j));
+                product_edge(ot, ld, v[from], v.stride, p, MAX_TILE, HS, to - from, of_vector(u, from));
                 next = u + 1;
             }
         }

@@ -72,14 +72,14 @@ struct Sequence {
     int first, last;  // query i sees the keys i + first … i + last, as far as they exist
 
     __device__ __forceinline__ bool sees(int i, int j) const {
-        return unsigned(j - i - first) <= unsigned(last - first) && j < klen;
+        return unsigned(j - i - first) <= unsigned(last - first);
     }
     // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
     __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
         return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
     }
     __device__ __forceinline__ bool all_seen(int i, int queries, int j, int keys) const {
-        return j + keys - 1 <= min(i + last, klen - 1) && j >= i + queries - 1 + first;
+        return j + keys - 1 <= i + last && j >= i + queries - 1 + first;
     }
 };
 
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
         float s[MT][BN / 8][4] = {};
         if (seen) {
             product_nt(s, q, k_tile);
-            if (!seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
+            if (j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                            if (!seq.sees(i, j)) s[m][n][e] = -INF;
+                            if (j >= keys || !seq.sees(i, j)) s[m][n][e] = -INF;
                         }
             }
 #pragma unroll
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
         if (j0 + BN < keys) load_keys(j0 + BN);
         if (!seq.any_seen(i0 + warp_row, MT * 16, j0, BN)) continue;  // by this warp
         const T *k_tile = stages + j0 / BN % 2 * STAGE, *v_tile = k_tile + BN * PITCH<T, D>;
-        const bool masked = !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
+        const bool masked = j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
         float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
         product_nt(s, q, k_tile);
         product_nt(dp, dout, v_tile);
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                     dp[m][n][e] = p * (dp[m][n][e] - delta[m][e / 2]);
                     if (masked) {
                         const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                        if (!seq.sees(i, j)) dp[m][n][e] = 0;
+                        if (j >= keys || !seq.sees(i, j)) dp[m][n][e] = 0;
                     }
                 }
         product_nn<T, D>(dq, dp, k_tile);
