@@ -321,16 +321,14 @@ void zero_rows(Rows rows, int64_t begin, int64_t end, int64_t HS) {
 // maximum is rescaled. Lane l sees row r if l + band.first ≤ r ≤ l + band.last.
 MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, float* sum, float* ot, int64_t ldo,
                              int64_t HS) {
+    const int64_t whole_begin = LANES - 1 + band.first, whole_end = band.last + 1;  // the rows that all lanes see
+    for (int64_t r = 0; r < n; r++) {
+        if (r >= whole_begin && r < whole_end) continue;
+        vec_store(s + r * MAX_TILE, blend(lanes_seeing(r, band), vec_load(s + r * MAX_TILE), vec_set(-INF)));
+    }
     const vec16 old = vec_load(max);
     vec16 m = old;
-    for (int64_t r = 0; r < n; r++) {
-        vec16 x = vec_load(s + r * MAX_TILE);
-        if (r > band.last || r < LANES - 1 + band.first) {
-            x = blend(lanes_seeing(r, band), x, vec_set(-INF));
-            vec_store(s + r * MAX_TILE, x);
-        }
-        m = vec_max(m, x);
-    }
+    for (int64_t r = 0; r < n; r++) m = vec_max(m, vec_load(s + r * MAX_TILE));
     const vec16 base = vec_max(vec_set(-FLT_MAX), m);  // −∞ − −∞ would be NaN in a lane that has seen nothing yet
     vec16 total = {};
     for (int64_t r = 0; r < n; r++) {
