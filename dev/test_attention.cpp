@@ -80,7 +80,8 @@ Result run(const Problem& p, int64_t extra = 0) {
     const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
     const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window};
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
-    attention_forward(out, lse, q, k, v, sequences, p.scale, Stream{});
+    const TestArray forward_scratch = TestArray::scratch(attention_forward_scratch());
+    attention_forward(out, lse, q, k, v, sequences, p.scale, forward_scratch, Stream{});
     attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{});
     return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
 }
@@ -391,7 +392,7 @@ TEST_P(Attention, PackedQKV) {
     auto k = [&](const Tensor& t) { return split_heads(t.columns(NH * HS, (NH + NKV) * HS), NKV); };
     auto v = [&](const Tensor& t) { return split_heads(t.columns((NH + NKV) * HS, width), NKV); };
     const AttentionSequences sequences{cum, cum, 50, 50};
-    attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences, p.scale, scratch, Stream{});
     attention_backward(q(dqkv), k(dqkv), v(dqkv), dout, q(qkv), k(qkv), v(qkv), out, lse, sequences, p.scale, scratch,
                        Stream{});
     const std::vector<double> got = dqkv.fetch();
@@ -408,7 +409,7 @@ TEST_P(Attention, PackedQKV) {
     }
 
     const TestArray again = TestArray::poisoned(activation(), {N, NH, HS});
-    attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, scratch, Stream{});
     expect_same_bits("out without lse", expected.out, again.fetch());
 }
 
@@ -474,7 +475,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
     const TestArray cum = TestArray::ints({0, 10}, {2}), scratch = TestArray::scratch(100);
     auto forward = [&](Tensor q_, Tensor k_, Tensor v_, const std::vector<int32_t>& cum_q, int64_t max_q) {
         const TestArray c = TestArray::ints(cum_q, {int64_t(cum_q.size())});
-        attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, Stream{});
+        attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, scratch, Stream{});
     };
     const TestArray three = TestArray::random({10, 3, 8}, 2),
                     wide = TestArray::random({1, 1, attention_max_head_size() + 1}, 2);
@@ -504,27 +505,28 @@ TEST(AttentionErrors, NameWhatIsWrong) {
         [&] {
             attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, scratch, Stream{});
         },
-        "attention_backward: scratch is uint8 [100], expected uint8 [160] or more");
+        str("attention_backward: scratch is uint8 [100], expected uint8 [", attention_backward_scratch(10, 4, 8),
+            "] or more"));
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, Stream{});
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, scratch, Stream{});
         },
         "attention_forward: scale is 0; it must be positive");
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10, true, -1}, 1, Stream{});
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10, true, -1}, 1, scratch, Stream{});
         },
         "attention_forward: window is -1; it must be 0 (none) or positive");
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {cum, cum, 10, (int64_t(1) << 30) + 1}, 1, Stream{});
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, (int64_t(1) << 30) + 1}, 1, scratch, Stream{});
         },
         "attention_forward: a sequence of 1073741825 tokens; 1073741824 is the most");
 #ifdef USE_CUDA
     const TestArray half = TestArray::random(DType::BF16, {10, 2, 8}, 2);
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, half, {cum, cum, 10, 10}, 1, Stream{});
+            attention_forward(out, lse, q, k, half, {cum, cum, 10, 10}, 1, scratch, Stream{});
         },
         "attention_forward: v is bf16 [10, 2, 8], expected fp32 [10, 2, 8]");
 #else
@@ -543,7 +545,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
     const TestArray falling = TestArray::ints({0, 6, 4}, {3});
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, Stream{});
+            attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, scratch, Stream{});
         },
         "attention_forward: cum_q decreases after sequence 1");
 #endif

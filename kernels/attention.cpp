@@ -654,8 +654,12 @@ int64_t attention_max_head_size() {
     return MAX_HS;
 }
 
+int64_t attention_forward_scratch() {
+    return 0;
+}
+
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream) {
+                       float scale, Tensor, Stream) {
     const char* op = "attention_forward";
     const Sizes z = check_sizes(op, q, k, v, sequences, scale);
     check_tensor(op, "out", out, DType::F32, {z.Nq, z.NH, z.HS});
