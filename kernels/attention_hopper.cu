@@ -4,11 +4,10 @@
 // or three warpgroups of 64 rows each multiply them (wgmma), and one computes exponentials while another multiplies
 // (FlashAttention-3, Shah et al. 2024, section 3).
 //
-//   forward   a warpgroup owns 64 queries. S of the next keys is multiplied before P·V of these, so that the
+//   forward   A warpgroup owns 64 queries. S of the next keys is multiplied before P·V of these, so that the
 //             exponentials of the one run beside the products of the other within the warpgroup too.
-//   backward  twice, as on older GPUs (attention.cu): nothing is added across blocks, so there are no atomics, no order
-//   to
-//             wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
+//   backward  Twice, as on older GPUs (attention.cu): nothing is added across blocks, so there are no atomics, no order
+//             to wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
 //             Pᵀ, dS and dSᵀ all stay in registers.
 //
 // Heads narrower than D = 64 or 128 get columns of zeros from the copies. Rows of a tile past the end of their sequence
@@ -45,8 +44,15 @@ struct Range {
     int begin, end;
 };
 
+// Tiles of queries are laid from the end of a sequence, so that the one that is cut short by its beginning, with
+// numbers below 0, is the one with the fewest keys to see.
+__device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
+    return seq.qlen - (rank + 1) * rows;
+}
+
 // The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
 __device__ __forceinline__ Range keys_seen(const Sequence& seq, int begin, int end) {
+    begin = max(0, begin);
     if (begin >= end) return {0, 0};
     return {max(0, begin + seq.first), min(seq.klen, end + seq.last)};
 }
@@ -196,13 +202,12 @@ class TaskSink {
     RingPosition<TaskRing::STAGES> at_;
 };
 
-// Threads and registers of a block of WARPGROUPS computing warpgroups and one that loads, which gives registers up;
-// BLOCKS share a multiprocessor.
-template <int WARPGROUPS, int BLOCKS>
+// Threads and registers of a block: WARPGROUPS that compute and one that loads and gives registers up.
+template <int WARPGROUPS>
 struct Roles {
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
     static constexpr int LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
-    static constexpr int REGISTERS = BLOCKS == 2 ? 104 : WARPGROUPS == 3 ? 160 : 240;
+    static constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 240;  // 65,536 in all
 
     template <typename Load, typename Compute>
     static __device__ __forceinline__ void run(Load load, Compute compute) {
@@ -222,12 +227,9 @@ struct Roles {
 
 template <int D>
 struct ForwardSizes {
-    static constexpr int WARPGROUPS = 2, BLOCKS = D <= 64 ? 2 : 1, BM = WARPGROUPS * 64, BN = D <= 64 ? 64 : 128;
-    static constexpr int STAGES = 2;
-    // Whether a warpgroup multiplies P·V of some keys while it computes the exponentials of the next, and whether
-    // warpgroups issue products in turns. Four warpgroups on a multiprocessor hide each other's waits without either.
-    static constexpr bool OVERLAP = BLOCKS == 1, TURNS = BLOCKS == 1;
-    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BM = WARPGROUPS * 64, BN = 128;
+    static constexpr int STAGES = D <= 64 ? 3 : 2;
+    using Roles = ::Roles<WARPGROUPS>;
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[2][BM * D * 2], out[BM * D * 2];  // q: of this task and the next
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
@@ -250,8 +252,8 @@ __device__ __forceinline__ void forward_load(const Attention<T>& a, const Maps& 
     for (Task task; tasks.next(task);) {
         if (task.sequence == a.S) continue;
         const Sequence& seq = task.seq;
-        const int i0 = (schedule.tiles - 1 - task.rank) * BM;
-        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const int i0 = first_query(seq, task.rank, BM);
+        const Blocks<BN> blocks(keys_seen(seq, i0, i0 + BM));
         const int kv_head = task.head / int(a.NH / a.NKV);
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             shared.k_ring.wait_empty(at);
@@ -320,22 +322,17 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
     const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16;
     const int turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;  // named barriers
     // Products are issued in turns, a warpgroup's exponentials then run beside the products of the next.
-    const auto take_turn = [&] {
-        if constexpr (Sizes::TURNS) named_barrier_sync(turn, TURN_THREADS);
-    };
-    const auto give_turn = [&] {
-        if constexpr (Sizes::TURNS) named_barrier_arrive(next_turn, TURN_THREADS);
-    };
+    const auto take_turn = [&] { named_barrier_sync(turn, TURN_THREADS); };
+    const auto give_turn = [&] { named_barrier_arrive(next_turn, TURN_THREADS); };
     if (warpgroup == WARPGROUPS - 1) give_turn();
 
     RingPosition<2> q_at;
     RingPosition<Sizes::STAGES> k_at, v_at;
     TaskSink tasks(shared.tasks);
     for (Task task; tasks.next(task);) {
-        const int tile = schedule.tiles - 1 - task.rank;
         if (task.sequence == a.S) {
             const int64_t first = max(0, a.cum_q[a.S]);
-            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
+            const int part = task.rank * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
             zero_tail(a.out, task.head, first, a.Nq, a.HS, part, parts, WARPGROUP);
             for (int64_t i = first + part * WARPGROUP + threadIdx.x % WARPGROUP; a.lse && i < a.Nq;
                  i += parts * WARPGROUP)
@@ -343,10 +340,10 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
             continue;
         }
         const Sequence& seq = task.seq;
-        const int i0 = tile * BM, r0 = i0 + warpgroup * 64;
-        if (i0 >= seq.qlen) continue;
-        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
-        const Blocks<BN> mine(keys_seen(seq, r0, min(r0 + 64, seq.qlen)));
+        const int i0 = first_query(seq, task.rank, BM), r0 = i0 + warpgroup * 64;
+        if (i0 + BM <= 0) continue;
+        const Blocks<BN> blocks(keys_seen(seq, i0, i0 + BM));
+        const Blocks<BN> mine(keys_seen(seq, r0, r0 + 64));
         const int row = r0 + warp_row + lane / 4;  // and row + 8
 
         float s[BN / 8][4], o[D / 8][4], factor[2];
@@ -418,23 +415,15 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
             finish_scores(n);
             round_to_left<T>(p, s);
             for (; n > mine.begin; n--) {
-                if constexpr (Sizes::OVERLAP) {
-                    take_turn();
-                    turns--;
-                    issue_scores();
-                    issue_sums();
-                    give_turn();
-                    product_wait<1>();
-                    const bool moved = finish_scores(n - 1);
-                    finish_sums();
-                    rescale(moved);
-                } else {
-                    issue_sums();
-                    finish_sums();
-                    issue_scores();
-                    product_wait<0>();
-                    rescale(finish_scores(n - 1));
-                }
+                take_turn();
+                turns--;
+                issue_scores();
+                issue_sums();
+                give_turn();
+                product_wait<1>();
+                const bool moved = finish_scores(n - 1);
+                finish_sums();
+                rescale(moved);
                 round_to_left<T>(p, s);
             }
             shared.q_ring.release(q_at);
@@ -453,18 +442,18 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
 #pragma unroll
             for (int t = 0; t < D / 8; t++) o[t][2 * half] *= scale, o[t][2 * half + 1] *= scale;
             const int i = row + half * 8;
-            if (a.lse && lane % 4 == 0 && i < seq.qlen)
+            if (a.lse && lane % 4 == 0 && i >= 0)
                 a.lse[task.head * a.lse_stride + seq.q0 + i] =
                     total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
         }
         const int first = r0 + warp_row;
-        store_rows<T, BM>(a.out.at(seq.q0 + first, task.head), a.out.token_stride, seq.qlen - first, a.HS, shared.out,
+        store_rows<T, BM>(a.out.at(seq.q0 + first, task.head), a.out.token_stride, -first, 16, a.HS, shared.out,
                           warpgroup * 64 + warp_row, o);
     }
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, ForwardSizes<D>::BLOCKS)
+__global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                           const __grid_constant__ Schedule schedule) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -490,13 +479,13 @@ __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, ForwardSizes<
 
 template <int D>
 struct QueryPassSizes {
-    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BLOCKS = 1, BM = WARPGROUPS * 64, BN = 64;
-    static constexpr int STAGES = D <= 64 ? 4 : 3, Q_STAGES = D <= 64 ? 2 : 1;  // what shared memory holds
-    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BM = WARPGROUPS * 64, BN = 64;
+    static constexpr int STAGES = D <= 64 ? 4 : 3;
+    using Roles = ::Roles<WARPGROUPS>;
     struct Shared {
-        alignas(SWIZZLE_ALIGNMENT) unsigned char q[Q_STAGES][BM * D * 2], dout[Q_STAGES][BM * D * 2], dq[BM * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char q[BM * D * 2], dout[BM * D * 2], dq[BM * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
-        Ring<Q_STAGES> q_ring;
+        Ring<1> q_ring;
         Ring<STAGES> kv_ring;
         TaskRing tasks;
         Barrier loader;
@@ -509,20 +498,20 @@ __device__ __forceinline__ void query_pass_load(const Attention<T>& a, const Map
     using Sizes = QueryPassSizes<D>;
     constexpr int BM = Sizes::BM, BN = Sizes::BN;
     Loader loader(&shared.loader);
-    RingPosition<Sizes::Q_STAGES> q_at;
+    RingPosition<1> q_at;
     RingPosition<Sizes::STAGES> at;
     TaskSource<T> tasks(a, schedule, shared.tasks);
     for (Task task; tasks.next(task);) {
         if (task.sequence == a.S) continue;
         const Sequence& seq = task.seq;
-        const int i0 = (schedule.tiles - 1 - task.rank) * BM;
-        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const int i0 = first_query(seq, task.rank, BM);
+        const Blocks<BN> blocks(keys_seen(seq, i0, i0 + BM));
         const int kv_head = task.head / int(a.NH / a.NKV);
         for (int n = blocks.begin; n < blocks.end; n++) {
             if (n == blocks.begin) {
                 shared.q_ring.wait_empty(q_at);
-                loader.load<BM, D, 2>({shared.q[q_at.stage], shared.dout[q_at.stage]}, {&maps.q, &maps.dout}, task.head,
-                                      seq.q0 + i0, EVERY_ROW, &shared.q_ring.full[q_at.stage]);
+                loader.load<BM, D, 2>({shared.q, shared.dout}, {&maps.q, &maps.dout}, task.head, seq.q0 + i0, EVERY_ROW,
+                                      shared.q_ring.full);
                 q_at.advance();
             }
             shared.kv_ring.wait_empty(at);
@@ -539,28 +528,27 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
     using Sizes = QueryPassSizes<D>;
     constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
     const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16;
-    RingPosition<Sizes::Q_STAGES> q_at;
+    RingPosition<1> q_at;
     RingPosition<Sizes::STAGES> at;
     TaskSink tasks(shared.tasks);
     for (Task task; tasks.next(task);) {
-        const int tile = schedule.tiles - 1 - task.rank;
         if (task.sequence == a.S) {
-            zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, tile * WARPGROUPS + warpgroup,
+            zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.rank * WARPGROUPS + warpgroup,
                       schedule.tiles * WARPGROUPS, WARPGROUP);
             continue;
         }
         const Sequence& seq = task.seq;
-        const int i0 = tile * BM, r0 = i0 + warpgroup * 64;
-        if (i0 >= seq.qlen) continue;
-        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
-        const Blocks<BN> mine(keys_seen(seq, r0, min(r0 + 64, seq.qlen)));
+        const int i0 = first_query(seq, task.rank, BM), r0 = i0 + warpgroup * 64;
+        if (i0 + BM <= 0) continue;
+        const Blocks<BN> blocks(keys_seen(seq, i0, i0 + BM));
+        const Blocks<BN> mine(keys_seen(seq, r0, r0 + 64));
         const int row = r0 + warp_row + lane / 4;
 
         float lse[2], delta[2];  // of this thread's rows, lse in units of ln 2
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = row + half * 8;
-            const bool exists = i < seq.qlen;
+            const bool exists = i >= 0;
             const int64_t token = seq.q0 + (exists ? i : 0);
             lse[half] = exists ? a.lse[task.head * a.lse_stride + token] * LOG2E : 0.0f;
             float sum = 0;
@@ -583,8 +571,8 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
             for (int e = 0; e < 4; e++) dq[t][e] = 0;
         if (blocks.end > blocks.begin) {
             shared.q_ring.wait_full(q_at);
-            const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW,
-                           dout = shared_address(shared.dout[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+            const uint32_t q = shared_address(shared.q) + warpgroup * 64 * CHUNK_ROW,
+                           dout = shared_address(shared.dout) + warpgroup * 64 * CHUNK_ROW;
             RingPosition<Sizes::STAGES> unreleased;
             bool running = false;  // products that read stage `unreleased`
             const auto finish = [&] {
@@ -639,13 +627,13 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
 #pragma unroll
             for (int e = 0; e < 4; e++) dq[t][e] *= a.scale;
         const int first = r0 + warp_row;
-        store_rows<T, BM>(a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, seq.qlen - first, a.HS, shared.dq,
+        store_rows<T, BM>(a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, -first, 16, a.HS, shared.dq,
                           warpgroup * 64 + warp_row, dq);
     }
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, QueryPassSizes<D>::BLOCKS)
+__global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
     query_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                              const __grid_constant__ Schedule schedule) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -670,16 +658,16 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, QueryPassSi
 
 template <int D>
 struct KeyPassSizes {
-    static constexpr int WARPGROUPS = 2, BLOCKS = 1, BN = WARPGROUPS * 64, BQ = 64;
-    static constexpr int STAGES = D <= 64 ? 4 : 3, KV_STAGES = D <= 64 ? 2 : 1;  // what shared memory holds
-    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
+    static constexpr int STAGES = D <= 64 ? 4 : 3;
+    using Roles = ::Roles<WARPGROUPS>;
     // Whether P and dS are still being multiplied while the next scores are: registers for that are there at D = 64.
     static constexpr bool OVERLAP = D <= 64;
     struct Shared {
-        alignas(SWIZZLE_ALIGNMENT) unsigned char k[KV_STAGES][BN * D * 2], v[KV_STAGES][BN * D * 2], sums[BN * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
         float lse[STAGES][BQ], delta[STAGES][BQ];
-        Ring<KV_STAGES> kv_ring;
+        Ring<1> kv_ring;
         Ring<STAGES> q_ring;
         TaskRing tasks;
         Barrier loader;
@@ -700,7 +688,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
     constexpr int BN = Sizes::BN, BQ = Sizes::BQ;
     const int group = int(a.NH / a.NKV);
     Loader loader(&shared.loader);
-    RingPosition<Sizes::KV_STAGES> kv_at;
+    RingPosition<1> kv_at;
     RingPosition<Sizes::STAGES> at;
     TaskSource<T> tasks(a, schedule, shared.tasks);
     for (Task task; tasks.next(task);) {
@@ -710,8 +698,8 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
         if (blocks.end <= blocks.begin) continue;
         shared.kv_ring.wait_empty(kv_at);
-        loader.load<BN, D, 2>({shared.k[kv_at.stage], shared.v[kv_at.stage]}, {&maps.k, &maps.v}, task.head,
-                              seq.k0 + j0, EVERY_ROW, &shared.kv_ring.full[kv_at.stage]);
+        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, EVERY_ROW,
+                              shared.kv_ring.full);
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
             shared.q_ring.wait_empty(at);
@@ -736,7 +724,7 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
     using Sizes = KeyPassSizes<D>;
     constexpr int BN = Sizes::BN, BQ = Sizes::BQ, WARPGROUPS = Sizes::WARPGROUPS;
     const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16, group = int(a.NH / a.NKV);
-    RingPosition<Sizes::KV_STAGES> kv_at;
+    RingPosition<1> kv_at;
     RingPosition<Sizes::STAGES> at;
     TaskSink tasks(shared.tasks);
     for (Task task; tasks.next(task);) {
@@ -764,8 +752,8 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
             for (int e = 0; e < 4; e++) dk[t][e] = dv[t][e] = 0;
         if (blocks.end > blocks.begin) {
             shared.kv_ring.wait_full(kv_at);
-            const uint32_t k = shared_address(shared.k[kv_at.stage]) + warpgroup * 64 * CHUNK_ROW,
-                           v = shared_address(shared.v[kv_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+            const uint32_t k = shared_address(shared.k) + warpgroup * 64 * CHUNK_ROW,
+                           v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
             RingPosition<Sizes::STAGES> unreleased;
             bool running = false;  // products that read stage `unreleased`
             const auto finish = [&] {
@@ -837,15 +825,15 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
 #pragma unroll
             for (int e = 0; e < 4; e++) dk[t][e] *= a.scale;
         const int first = r0 + warp_row, count = seq.klen - first;
-        store_rows<T, BN>(a.dv.at(seq.k0 + first, task.head), a.dv.token_stride, count, a.HS, shared.sums,
+        store_rows<T, BN>(a.dv.at(seq.k0 + first, task.head), a.dv.token_stride, 0, count, a.HS, shared.sums,
                           warpgroup * 64 + warp_row, dv);
-        store_rows<T, BN>(a.dk.at(seq.k0 + first, task.head), a.dk.token_stride, count, a.HS, shared.sums,
+        store_rows<T, BN>(a.dk.at(seq.k0 + first, task.head), a.dk.token_stride, 0, count, a.HS, shared.sums,
                           warpgroup * 64 + warp_row, dk);
     }
 }
 
 template <typename T, int D>
-__global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, KeyPassSizes<D>::BLOCKS)
+__global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
     key_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                            const __grid_constant__ Schedule schedule) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -917,8 +905,7 @@ __global__ void first_task_kernel(uint32_t* next) {
 template <typename Sizes, typename T>
 void launch(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const Attention<T>& a, const Maps& maps,
             const Schedule& schedule, Stream stream) {
-    const int64_t tasks = schedule.pairs * schedule.tiles,
-                  blocks = std::min(tasks, num_multiprocessors() * Sizes::BLOCKS);
+    const int64_t tasks = schedule.pairs * schedule.tiles, blocks = std::min(tasks, num_multiprocessors());
     require(tasks < int64_t(1) << 31, op, ": ", a.S, " sequences of up to ", schedule.tiles, " tiles and ",
             schedule.heads, " heads are more than one launch can hold");
     constexpr int bytes = sizeof(typename Sizes::Shared);
@@ -939,13 +926,13 @@ void dispatch_head_size(int HS, F f) {
 }  // namespace
 
 template <typename T>
-bool hopper_attention_takes(const Attention<T>& a) {
+bool hopper_attention_takes([[maybe_unused]] const Attention<T>& a) {
 #ifdef HAVE_SM90A
     static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
                                device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return hopper && a.aligned && a.HS <= 128;
 #else
-    return a.HS < 0;
+    return false;
 #endif
 }
 

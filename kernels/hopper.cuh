@@ -269,9 +269,9 @@ __device__ __forceinline__ void product_of_rounded(float (&c)[NT][4], const uint
 }
 
 // A warp's 16 rows of sums, rounded, through its rows of a tile of ROWS rows in shared memory to rows of global memory
-// `stride` apart, of which there are `count`; columns below HS, which 8 divides.
+// `stride` apart, those from `begin` to `end` of the 16; columns below HS, which 8 divides.
 template <typename T, int ROWS, int NT>
-__device__ __forceinline__ void store_rows(T* dst, int64_t stride, int count, int HS, unsigned char* tile,
+__device__ __forceinline__ void store_rows(T* dst, int64_t stride, int begin, int end, int HS, unsigned char* tile,
                                            int first_row, const float (&c)[NT][4]) {
     const int lane = lane_id();
     __syncwarp();  // the rows may have been read
@@ -286,7 +286,7 @@ __device__ __forceinline__ void store_rows(T* dst, int64_t stride, int count, in
 #pragma unroll
     for (int i = lane; i < 16 * NT; i += WARP) {
         const int row = i / NT, column = i % NT * 8;
-        if (row < count && column < HS)
+        if (row >= begin && row < end && column < HS)
             *reinterpret_cast<uint4*>(dst + row * stride + column) =
                 *reinterpret_cast<const uint4*>(tile + tile_offset<ROWS>(first_row + row, column));
     }
