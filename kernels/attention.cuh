@@ -87,6 +87,28 @@ __device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s
                        : klen};
 }
 
+// Rows of a sequence, end excluded.
+struct RowRange {
+    int begin, end;
+};
+
+// Tiles of queries are laid from the end of a sequence, so that the one that is cut short by its beginning, with
+// numbers below 0, is the one with the fewest keys to see.
+__device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
+    return seq.qlen - (rank + 1) * rows;
+}
+
+// The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
+__device__ __forceinline__ RowRange keys_seen(const Sequence& seq, int begin, int end) {
+    begin = max(0, begin);
+    if (begin >= end) return {0, 0};
+    return {max(0, begin + seq.first), min(seq.klen, end + seq.last)};
+}
+__device__ __forceinline__ RowRange queries_seeing(const Sequence& seq, int begin, int end) {
+    if (begin >= end) return {0, 0};
+    return {max(0, begin - seq.last), min(seq.qlen, end - seq.first)};
+}
+
 // Zeros for one head of the tokens [first, n): one part of `parts`, by `threads` threads.
 template <typename T>
 __device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, int64_t n, int HS, int part, int parts,

@@ -39,33 +39,11 @@ __device__ __forceinline__ int uniform(int x) {
     return __shfl_sync(ALL_LANES, x, 0);
 }
 
-// Rows of a sequence, end excluded.
-struct Range {
-    int begin, end;
-};
-
-// Tiles of queries are laid from the end of a sequence, so that the one that is cut short by its beginning, with
-// numbers below 0, is the one with the fewest keys to see.
-__device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
-    return seq.qlen - (rank + 1) * rows;
-}
-
-// The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
-__device__ __forceinline__ Range keys_seen(const Sequence& seq, int begin, int end) {
-    begin = max(0, begin);
-    if (begin >= end) return {0, 0};
-    return {max(0, begin + seq.first), min(seq.klen, end + seq.last)};
-}
-__device__ __forceinline__ Range queries_seeing(const Sequence& seq, int begin, int end) {
-    if (begin >= end) return {0, 0};
-    return {max(0, begin - seq.last), min(seq.qlen, end - seq.first)};
-}
-
 // Numbers of blocks of BLOCK rows, end excluded.
 template <int BLOCK>
 struct Blocks {
     int begin, end;
-    __device__ __forceinline__ explicit Blocks(Range rows)
+    __device__ __forceinline__ explicit Blocks(RowRange rows)
         : begin(rows.begin / BLOCK), end(rows.end > rows.begin ? (rows.end + BLOCK - 1) / BLOCK : rows.begin / BLOCK) {}
     __device__ __forceinline__ bool contains(int block) const { return block >= begin && block < end; }
 };
@@ -80,6 +58,7 @@ struct Maps {
 // zeros: such tiles, the last of their sequence, arrive at a barrier of the loading warp's own first.
 class Loader {
   public:
+    static constexpr int EVERY_ROW = std::numeric_limits<int>::max();  // count for tiles whose rows stay apart
     __device__ explicit Loader(Barrier* own) : own_(own) {}
 
     template <int ROWS, int D, int N>
@@ -111,8 +90,6 @@ class Loader {
     Barrier* own_;
     int parity_ = 0;
 };
-
-constexpr int EVERY_ROW = std::numeric_limits<int>::max();  // count of tiles whose rows stay apart
 
 // A ring's barriers: `full` is the loading warp's, `empty` has an arrival of each computing warp.
 template <int STAGES>
@@ -257,11 +234,11 @@ __device__ __forceinline__ void forward_load(const Attention<T>& a, const Maps& 
         const int kv_head = task.head / int(a.NH / a.NKV);
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             shared.k_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN, EVERY_ROW,
+            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN, Loader::EVERY_ROW,
                                   &shared.k_ring.full[at.stage]);
             if (n == blocks.end - 1) {
                 shared.q_ring.wait_empty(q_at);
-                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0, EVERY_ROW,
+                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0, Loader::EVERY_ROW,
                                       &shared.q_ring.full[q_at.stage]);
                 q_at.advance();
             }
@@ -510,8 +487,8 @@ __device__ __forceinline__ void query_pass_load(const Attention<T>& a, const Map
         for (int n = blocks.begin; n < blocks.end; n++) {
             if (n == blocks.begin) {
                 shared.q_ring.wait_empty(q_at);
-                loader.load<BM, D, 2>({shared.q, shared.dout}, {&maps.q, &maps.dout}, task.head, seq.q0 + i0, EVERY_ROW,
-                                      shared.q_ring.full);
+                loader.load<BM, D, 2>({shared.q, shared.dout}, {&maps.q, &maps.dout}, task.head, seq.q0 + i0,
+                                      Loader::EVERY_ROW, shared.q_ring.full);
                 q_at.advance();
             }
             shared.kv_ring.wait_empty(at);
@@ -698,7 +675,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
         if (blocks.end <= blocks.begin) continue;
         shared.kv_ring.wait_empty(kv_at);
-        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, EVERY_ROW,
+        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, Loader::EVERY_ROW,
                               shared.kv_ring.full);
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
