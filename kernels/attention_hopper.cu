@@ -58,7 +58,8 @@ struct Maps {
 // zeros: such tiles, the last of their sequence, arrive at a barrier of the loading warp's own first.
 class Loader {
   public:
-    static constexpr int EVERY_ROW = std::numeric_limits<int>::max();  // count for tiles whose rows stay apart
+    [[maybe_unused]] static constexpr int EVERY_ROW =
+        std::numeric_limits<int>::max();  // count for tiles whose rows stay apart
     __device__ explicit Loader(Barrier* own) : own_(own) {}
 
     template <int ROWS, int D, int N>
