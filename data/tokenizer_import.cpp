@@ -239,8 +239,3 @@ std::string import_tokenizer(const std::string& path) {
     if (first != std::string::npos && file.content[first] == '{') return file.content;
     return (has_llmc_magic(file.content) ? import_llmc(file) : import_llama2c(file)).dump(1) + "\n";
 }
-
-bool is_llmc_tokenizer(const std::string& path) {
-    const MappedFile file(path);
-    return has_llmc_magic(std::string_view(file.data(), size_t(file.size())));
-}

@@ -16,6 +16,3 @@
 // Throws Error naming the file: neither of these, truncated, damaged, tokens that are there twice or are made of
 // tokens that aren't.
 std::string import_tokenizer(const std::string& path);
-
-// Whether the file starts as one of llm.c's tokenizers does.
-bool is_llmc_tokenizer(const std::string& path);

@@ -190,7 +190,7 @@ class CommandsTest(unittest.TestCase):
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
-        for command in ("train", "eval", "sample", "logits", "plan", "info"):
+        for command in ("train", "eval", "sample", "logits", "plan", "convert", "info"):
             self.assertIn(command, overview)
             done = run(command, "--help")
             self.assertEqual((done.returncode, done.stderr), (0, ""))

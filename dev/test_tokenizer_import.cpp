@@ -156,8 +156,6 @@ TEST_F(TokenizerImport, LlmcGivesTheMergesBack) {
                   gpt2["special"][i].get<std::vector<int32_t>>());
     }
     EXPECT_EQ(tokenizer.end_of_text(), 0);
-    EXPECT_TRUE(is_llmc_tokenizer(write(llmc_file())));
-    EXPECT_FALSE(is_llmc_tokenizer(write(llama2c_file(scored_vocabulary()))));
 }
 
 TEST_F(TokenizerImport, Llama2cEncodesByScore) {
