@@ -45,13 +45,19 @@ ordered_json build_info() {
 ordered_json token_info(const std::string& pattern) {
     const TokenFiles files(pattern);
     int32_t largest = 0;
+    int64_t learnt = 0;
     std::vector<int32_t> block(1 << 16);
+    std::vector<uint8_t> mask(block.size());
     for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
         const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
         files.read(begin, n, block.data(), 0);
         largest = std::max(largest, *std::max_element(block.begin(), block.begin() + n));
+        files.read_mask(begin, n, mask.data());
+        learnt += std::count(mask.begin(), mask.begin() + n, 1);
     }
-    return {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
+    ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
+    if (files.masked()) info["learnt_tokens"] = learnt;
+    return info;
 }
 
 ordered_json data_info(const std::string& path) {
