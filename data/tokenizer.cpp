@@ -20,11 +20,19 @@ namespace {
 
 using nlohmann::json;
 
-// Ids index tables in memory; no vocabulary in use is near this.
-constexpr int64_t MAX_VOCAB = 1 << 22;
+// Ids index tables in memory. Vocabularies in use have few gaps.
+constexpr int64_t MAX_GAPS = 100000;
 
 // How GPT-2 cuts text into words before merging (Radford et al. 2019; the published regular expression).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+// For a message of one line: files may hold any text.
+std::string printable(std::string_view text) {
+    std::string out(text.substr(0, 200));
+    std::replace_if(
+        out.begin(), out.end(), [](char c) { return uint8_t(c) < 32; }, '?');
+    return out;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Cutting text into words
@@ -77,8 +85,8 @@ class Splitter {
         const uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP);
         code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(source.data()), source.size(), options, &error, &offset,
                                  nullptr));
-        require(code != nullptr, file, ": pre_tokenizer: the regular expression '", pattern, "' is not supported (",
-                error ? pcre2_message(error) : "out of memory", ")");
+        require(code != nullptr, file, ": pre_tokenizer: the regular expression '", printable(pattern),
+                "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
         pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // where that can't be had, matching is only slower
     }
 
@@ -210,6 +218,7 @@ struct Tokenizer::Impl {
     std::string file;
     std::vector<std::string> bytes;                        // by id
     std::vector<bool> known;                               // by id
+    int64_t id_end = 0;                                    // no id may reach this
     std::array<int32_t, 256> byte_id;                      // −1: not in the vocabulary
     std::unordered_map<std::string, int32_t> whole_words;  // filled if ignore_merges
     bool ignore_merges = false;
@@ -252,7 +261,7 @@ struct Tokenizer::Impl {
 
     template <typename... Parts>
     [[noreturn]] void unsupported(const Parts&... parts) const {
-        throw Error(str(file, ": ", parts...,
+        throw Error(str(file, ": ", printable(str(parts...)),
                         " is not supported; byte-level BPE as GPT-2's and LLaMA-3's and SentencePiece's BPE as "
                         "LLaMA-2's are"));
     }
@@ -366,7 +375,8 @@ struct Tokenizer::Impl {
     }
 
     void add_token(const std::string& token_bytes, int64_t id) {
-        require(0 <= id && id < MAX_VOCAB, file, ": token id ", id, " is outside [0, ", MAX_VOCAB, ")");
+        require(0 <= id && id < id_end, file, ": token id ", id, " is outside [0, ", id_end,
+                "), too large for so few tokens");
         if (size_t(id) >= bytes.size()) {
             bytes.resize(size_t(id) + 1);
             known.resize(size_t(id) + 1);
@@ -386,11 +396,12 @@ struct Tokenizer::Impl {
 
         const json& vocab = model.at("vocab");
         require(vocab.is_object() && !vocab.empty(), file, ": model.vocab must be an object of tokens and ids");
+        id_end = int64_t(vocab.size()) + MAX_GAPS;
         const ByteAlphabet alphabet;
         Ids ids;
         ids.reserve(vocab.size());
         for (const auto& [token, id] : vocab.items()) {
-            require(id.is_number_integer(), file, ": the id of token '", token, "' is not a whole number");
+            require(id.is_number_integer(), file, ": the id of token '", printable(token), "' is not a whole number");
             std::string token_bytes;
             const bool is_text = sentencepiece ? sentencepiece_bytes(model, token, id.get<int32_t>(), token_bytes)
                                                : alphabet.bytes(token, token_bytes);
@@ -430,7 +441,7 @@ struct Tokenizer::Impl {
         require(list.is_array(), file, ": model.merges must be a list");
         const auto id_of = [&](const std::string& token) {
             const auto found = ids.find(token);
-            require(found != ids.end(), file, ": model.merges makes or uses '", token,
+            require(found != ids.end(), file, ": model.merges makes or uses '", printable(token),
                     "', which is not in model.vocab");
             return found->second;
         };
@@ -444,7 +455,7 @@ struct Tokenizer::Impl {
                 const std::string& both = entry.get_ref<const std::string&>();
                 const size_t space = both.find(' ');
                 require(space != std::string::npos && both.find(' ', space + 1) == std::string::npos, file,
-                        ": model.merges: '", both, "' is not a pair of tokens");
+                        ": model.merges: '", printable(both), "' is not a pair of tokens");
                 left = both.substr(0, space), right = both.substr(space + 1);
             } else {  // ["a", "b"], which allows spaces in tokens
                 require(entry.is_array() && entry.size() == 2, file, ": model.merges: entry ", all.size(),
@@ -479,15 +490,17 @@ struct Tokenizer::Impl {
     Ids read_added_tokens(const json& root, const Ids& ids) {
         Ids all_ids = ids;
         if (given(root, "added_tokens")) {
+            id_end += int64_t(root["added_tokens"].size());
             for (const json& token : root["added_tokens"]) {
                 const std::string content = token.at("content").get<std::string>();
                 const int64_t id = token.at("id").get<int64_t>();
                 require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
                 for (const char* key : {"single_word", "lstrip", "rstrip"})
-                    if (flag(token, key, false)) unsupported("added token '", content, "' with ", key);
+                    if (flag(token, key, false)) unsupported("added token '", printable(content), "' with ", key);
                 const auto in_vocab = ids.find(content);
-                require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", content, "' has the id ",
-                        in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab, ", id, " in added_tokens");
+                require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
+                        "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab, ", id,
+                        " in added_tokens");
                 const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
                 AddedTokens* const sets = in_normalized ? normalized : verbatim;
                 // What is looked for in normalized text is normalized itself, with its space in front.
@@ -649,8 +662,8 @@ class Tokenizer::Impl::Encoder {
                 for (const char c : character) to.push_back(id_of(c));
                 continue;
             }
-            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary has neither the character '", character,
-                    "' nor its bytes nor a token for what is unknown");
+            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary lacks the character at byte ", i, " of '",
+                    printable(text), "', its bytes and a token for what is unknown");
             pending++;
         }
         flush();
