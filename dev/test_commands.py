@@ -458,7 +458,8 @@ class CommandsTest(unittest.TestCase):
             (["/nonexistent/x.npy"], ["logits", "--model", base, "--tokens", "1", "--output", "/nonexistent/x.npy"]),
             (["neither a config.json", "gpt2-124M"], ["sample", "--model", top, "--prompt", "x"]),
             (["tokenizer.json"], ["sample", "--model", "gpt2-tiny", "--prompt", "x"]),
-            (["not a token file"], ["info", os.path.join(checkpoint, "tokenizer.json")]),
+            (["a token file"], ["info", os.path.join(base, "run.toml")]),
+            (["not a tokenizer.json"], ["info", os.path.join(checkpoint, "config.json")]),
         ):
             self.refused(1, words, *args)
 

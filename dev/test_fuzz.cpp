@@ -60,6 +60,16 @@ void* operator new(size_t n) {
 void* operator new[](size_t n) {
     return operator new(n);
 }
+void* operator new(size_t n, const std::nothrow_t&) noexcept {
+    try {
+        return operator new(n);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+void* operator new[](size_t n, const std::nothrow_t& nothrow) noexcept {
+    return operator new(n, nothrow);
+}
 void operator delete(void* memory) noexcept {
     counted_free(memory);
 }
