@@ -265,5 +265,5 @@ clean:  ## remove what was built (not data/, runs/ or .venv)
 	rm -rf build train_gpt
 
 help:  ## this list
-	@awk -F':.*  ## ' '/^[a-z_ -]+:.*  ## / {sub(/ .*/, "", $$1); printf "make %-13s %s\n", $$1, $$2} /^## / {sub(/^## /, ""); vars = vars $$0 "\n"} \
+	@awk -F':.*  ## ' '/^[a-z0-9_ -]+:.*  ## / {sub(/ .*/, "", $$1); printf "make %-13s %s\n", $$1, $$2} /^## / {sub(/^## /, ""); vars = vars $$0 "\n"} \
 	    END {printf "\n%s", vars}' $(firstword $(MAKEFILE_LIST))
