@@ -802,10 +802,12 @@ struct Optimizer {
     }
 };
 
-// Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
-void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
+// Global norm, clipping, AdamW. scale: 1/(scored tokens of the step), which makes loss_sum a mean. grad_unit: what
+// makes the gradients that mean's, where they were divided by more tokens.
+void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
+            double grad_unit = 1) {
     const Range range(ctx.profiler, "update");
-    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
+    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, grad_unit, acts.scratch, ctx.stream);
     const WeightArenas& w = model.arenas;
     const bool fp32 = w.weights.dtype == DType::F32;
     adamw_update(fp32       ? w.weights
@@ -841,16 +843,19 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
                     int32_t end_of_text, int64_t limit, int64_t split_bytes) {
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
     require(batches.num_tokens() > 0, files.pattern(), ": too few tokens to score; give a longer validation text");
+    Evaluation e;
     for (int64_t b = 0; b < batches.num_batches(); b++) {
-        const Input in = upload(ctx, acts, batches.batch(b));
+        const Batch batch = batches.batch(b);
+        const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
         evaluate_loss(ctx, model, acts, in, b > 0);
+        e.tokens += batch.scored;
     }
-    Evaluation e;
-    e.tokens = batches.num_tokens();
+    require(e.tokens > 0, files.pattern(), ": its mask leaves no token to score");
     copy_to_host(&e.nats, acts.loss_sum.data, sizeof e.nats, ctx.stream);
-    // A part of the split is taken to have the whole's bytes per token.
-    e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
+    // A part of the split is taken to have the whole's bytes per token. How much text a mask leaves is not known.
+    if (!files.masked())
+        e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
     return e;
 }
 
@@ -1160,12 +1165,18 @@ void Trainer::queue_step(Loader& loader) {
     settings.grad_clip = static_cast<float>(o.grad_clip);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
+    int64_t scored = 0;
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
-        micro_step(o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next(), micro > 0);
+        const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
+        micro_step(batch, micro > 0);
+        scored += batch.scored;
     }
-    update(ctx, model, optimizer, acts, 1.0 / double(o.total_batch_tokens));
+    // The gradients are those of a sum over total_batch_tokens: recorded graphs hold that number. A step whose tokens
+    // are all masked has none.
+    const double count = double(std::max<int64_t>(scored, 1));
+    update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     q.end.record(ctx.stream);
     q.step = ++step;
@@ -1494,6 +1505,10 @@ void run_plan(const Args& args) {
     }
 }
 
+void run_convert(const Args& args) {
+    convert_model(parse_convert(args), [](const ModelConfig& config) { return parameter_table(config, 1); });
+}
+
 void run_info(const Args& args) {
     show_info(parse_info(args));
 }
@@ -1506,6 +1521,7 @@ int main(int argc, char** argv) {
                         {"sample", "continue a prompt", run_sample},
                         {"logits", "write the logits of given tokens", run_logits},
                         {"plan", "show the memory that a run needs", run_plan},
+                        {"convert", "turn a model into another format", run_convert},
                         {"info", "show what a file, a checkpoint or this program is", run_info}});
 }
 #endif

@@ -499,8 +499,10 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out});
         a.next_task = static_cast<uint32_t*>(scratch.data);
+#ifdef HAVE_SM90A
         if constexpr (!std::is_same_v<T, float>)
             if (hopper_attention_takes(a)) return hopper_attention_forward(op, a, sequences, stream);
+#endif
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Sizes = ForwardSizes<T, head_size>;
             a.tiles = tiles_of(sequences.max_q, Sizes::BM);
@@ -533,8 +535,10 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         a.delta = static_cast<float*>(scratch.data);
         a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});
+#ifdef HAVE_SM90A
         if constexpr (!std::is_same_v<T, float>)
             if (hopper_attention_takes(a)) return hopper_attention_backward(op, a, sequences, stream);
+#endif
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Queries = QueryPassSizes<T, head_size>;
             using Keys = KeyPassSizes<T, head_size>;

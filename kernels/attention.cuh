@@ -117,9 +117,10 @@ __device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, in
         for (int c = int(threadIdx.x) % threads; c < HS; c += threads) heads.at(token, head)[c] = T{};
 }
 
-// ---- the kernels for Hopper GPUs (attention_hopper.cu), which take 16-bit heads of up to 128 columns
+// ---- the kernels for Hopper GPUs (attention_hopper.cu), which take 16-bit heads of up to 128 columns. Builds that
+// have them define HAVE_SM90A.
 
-// Whether this GPU and this build have them and rows are fit for tensor copies.
+// Whether this is such a GPU and rows are fit for tensor copies.
 template <typename T>
 bool hopper_attention_takes(const Attention<T>& a);
 

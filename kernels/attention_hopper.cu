@@ -10,6 +10,8 @@
 //             to wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
 //             Pᵀ, dS and dSᵀ all stay in registers.
 //
+// Only builds for sm_90a have this file, and it is compiled for nothing else.
+//
 // Heads narrower than D = 64 or 128 get columns of zeros from the copies. Rows of a tile past the end of their sequence
 // hold the next one's: harmless where rows stay apart; where they are summed over, the loading warp zeroes them.
 #include "kernels/attention.cuh"
@@ -55,16 +57,15 @@ struct Maps {
 };
 
 // N tiles of ROWS rows of the same head from the same token on, for one phase of `full`. Rows from `count` on become
-// zeros: such tiles, the last of their sequence, arrive at a barrier of the loading warp's own first.
+// zeros: such tiles, the last of their sequence, arrive at a barrier of the loading warp's own first. Where rows stay
+// apart, all may come.
 class Loader {
   public:
-    [[maybe_unused]] static constexpr int EVERY_ROW =
-        std::numeric_limits<int>::max();  // count for tiles whose rows stay apart
     __device__ explicit Loader(Barrier* own) : own_(own) {}
 
     template <int ROWS, int D, int N>
     __device__ __forceinline__ void load(unsigned char* const (&tiles)[N], const CUtensorMap* const (&maps)[N],
-                                         int head, int token, int count, Barrier* full) {
+                                         int head, int token, Barrier* full, int count = ROWS) {
         const bool whole = count >= ROWS;
         Barrier* arrival = whole ? full : own_;
         if (lane_id() == 0) {
@@ -235,17 +236,17 @@ __device__ __forceinline__ void forward_load(const Attention<T>& a, const Maps& 
         const int kv_head = task.head / int(a.NH / a.NKV);
         for (int n = blocks.end - 1; n >= blocks.begin; n--) {
             shared.k_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN, Loader::EVERY_ROW,
+            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN,
                                   &shared.k_ring.full[at.stage]);
             if (n == blocks.end - 1) {
                 shared.q_ring.wait_empty(q_at);
-                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0, Loader::EVERY_ROW,
+                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0,
                                       &shared.q_ring.full[q_at.stage]);
                 q_at.advance();
             }
             shared.v_ring.wait_empty(at);
-            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, seq.k0 + n * BN, seq.klen - n * BN,
-                                  &shared.v_ring.full[at.stage]);
+            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, seq.k0 + n * BN,
+                                  &shared.v_ring.full[at.stage], seq.klen - n * BN);
             at.advance();
         }
     }
@@ -434,7 +435,6 @@ template <typename T, int D>
 __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                           const __grid_constant__ Schedule schedule) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Sizes = ForwardSizes<D>;
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
@@ -449,7 +449,6 @@ __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     __syncthreads();
     Sizes::Roles::run([&] { forward_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { forward_compute<T, D>(a, schedule, shared, w); });
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -489,12 +488,12 @@ __device__ __forceinline__ void query_pass_load(const Attention<T>& a, const Map
             if (n == blocks.begin) {
                 shared.q_ring.wait_empty(q_at);
                 loader.load<BM, D, 2>({shared.q, shared.dout}, {&maps.q, &maps.dout}, task.head, seq.q0 + i0,
-                                      Loader::EVERY_ROW, shared.q_ring.full);
+                                      shared.q_ring.full);
                 q_at.advance();
             }
             shared.kv_ring.wait_empty(at);
             loader.load<BN, D, 2>({shared.k[at.stage], shared.v[at.stage]}, {&maps.k, &maps.v}, kv_head,
-                                  seq.k0 + n * BN, seq.klen - n * BN, &shared.kv_ring.full[at.stage]);
+                                  seq.k0 + n * BN, &shared.kv_ring.full[at.stage], seq.klen - n * BN);
             at.advance();
         }
     }
@@ -614,7 +613,6 @@ template <typename T, int D>
 __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
     query_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                              const __grid_constant__ Schedule schedule) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Sizes = QueryPassSizes<D>;
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
@@ -628,7 +626,6 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
     __syncthreads();
     Sizes::Roles::run([&] { query_pass_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { query_pass_compute<T, D>(a, schedule, shared, w); });
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -676,8 +673,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
         if (blocks.end <= blocks.begin) continue;
         shared.kv_ring.wait_empty(kv_at);
-        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, Loader::EVERY_ROW,
-                              shared.kv_ring.full);
+        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, shared.kv_ring.full);
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
             shared.q_ring.wait_empty(at);
@@ -690,7 +686,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
             }
             barrier_arrive_after_copies(full);
             loader.load<BQ, D, 2>({shared.q[at.stage], shared.dout[at.stage]}, {&maps.q, &maps.dout}, head,
-                                  seq.q0 + m * BQ, seq.qlen - m * BQ, full);
+                                  seq.q0 + m * BQ, full, seq.qlen - m * BQ);
             at.advance();
         });
     }
@@ -814,7 +810,6 @@ template <typename T, int D>
 __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
     key_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                            const __grid_constant__ Schedule schedule) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
     using Sizes = KeyPassSizes<D>;
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
@@ -828,7 +823,6 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
     __syncthreads();
     Sizes::Roles::run([&] { key_pass_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { key_pass_compute<T, D>(a, schedule, shared, w); });
-#endif
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -904,14 +898,10 @@ void dispatch_head_size(int HS, F f) {
 }  // namespace
 
 template <typename T>
-bool hopper_attention_takes([[maybe_unused]] const Attention<T>& a) {
-#ifdef HAVE_SM90A
+bool hopper_attention_takes(const Attention<T>& a) {
     static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
                                device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return hopper && a.aligned && a.HS <= 128;
-#else
-    return false;
-#endif
 }
 
 template <typename T>
