@@ -89,17 +89,18 @@ void run_bench(benchmark::State& state, const std::function<void()>& op, Stream 
     }
     constexpr size_t WARM_UP = 3, RUNS = 21;
     CacheFlush flush;
-    Event start, end;
+    std::vector<Event> starts(WARM_UP + RUNS), ends(WARM_UP + RUNS);
     std::vector<double> ms;
     for (auto _ : state) {  // once
+        // All are launched before one is waited for: the device never waits for the host.
         for (size_t i = 0; i < WARM_UP + RUNS; i++) {
             flush(stream);
-            start.record(stream);
+            starts[i].record(stream);
             op();
-            end.record(stream);
-            end.wait();
-            if (i >= WARM_UP) ms.push_back(elapsed_ms(start, end));
+            ends[i].record(stream);
         }
+        ends.back().wait();
+        for (size_t i = WARM_UP; i < WARM_UP + RUNS; i++) ms.push_back(elapsed_ms(starts[i], ends[i]));
         std::nth_element(ms.begin(), ms.begin() + RUNS / 2, ms.end());
         state.SetIterationTime(ms[RUNS / 2] * 1e-3);
     }
