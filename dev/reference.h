@@ -774,7 +774,12 @@ class LinearAttentionPairs {
         Value sum = extra;
         const double *x = &a.value[size_t(a_at * n)], *y = &b.value[size_t(b_at * n)],
                      *x_mag = &a.mag[size_t(a_at * n)], *y_mag = &b.mag[size_t(b_at * n)];
-        for (int64_t i = 0; i < n; i++) sum.value += x[i] * y[i], sum.mag += x_mag[i] * y_mag[i];
+        constexpr int64_t W = 4;  // sums side by side: long sequences are made of such products
+        double value[W] = {}, mag[W] = {};
+        for (int64_t i = 0; i + W <= n; i += W)
+            for (int64_t j = 0; j < W; j++) value[j] += x[i + j] * y[i + j], mag[j] += x_mag[i + j] * y_mag[i + j];
+        for (int64_t i = n / W * W; i < n; i++) value[0] += x[i] * y[i], mag[0] += x_mag[i] * y_mag[i];
+        for (int64_t j = 0; j < W; j++) sum.add(value[j], mag[j]);
         const double w = decay.value[size_t(t * p.NKV + kv)] - decay.value[size_t(s * p.NKV + kv)];
         return {sum.value * exp(w), (sum.mag + fabs(w * sum.value)) * exp(w)};
     }
