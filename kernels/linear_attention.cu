@@ -86,9 +86,10 @@ __device__ __forceinline__ Task task_of(int parts, int64_t heads, int segments) 
     return task;
 }
 
+// elu + 1: exp(0) + x above 0, exp(x) + 0 below.
 template <typename T>
 __device__ __forceinline__ float feature(float x) {
-    return x > 0 ? x + 1 : exp_for<T>(x);
+    return exp_for<T>(fminf(x, 0.0f)) + fmaxf(x, 0.0f);
 }
 
 // The four lanes of a row.
@@ -104,7 +105,8 @@ constexpr bool state_only(Role role) {
     return role == Role::KeyState || role == Role::QueryState;
 }
 
-// Tile sizes. Shared memory stays within the 99 KiB that every GPU from sm_80 on has.
+// Tile sizes. Shared memory stays within the 99 KiB that every GPU from sm_80 on has, but for heads of 128: where there
+// is less than they ask for, the kernels for 256 take them.
 template <typename T, int E>
 constexpr int COLUMNS = std::is_same_v<T, float> ? 4096 / E
                         : E <= 128               ? 64
@@ -115,72 +117,87 @@ struct Sizes {
     static constexpr bool FP32 = std::is_same_v<T, float>;
     static constexpr int WARPS = FP32 && E > 128 ? 2 : 4;
     static constexpr int CHUNK = WARPS * 16;
-    static constexpr int M = COLUMNS<T, E> < 16 ? 16 : COLUMNS<T, E>;
-    static constexpr int STAGES = !FP32 && E <= 64 ? 2 : 1;
+    // Each WARPS warps have M columns of the result; of heads of 128 two such groups share the tiles.
+    static constexpr int M = COLUMNS<T, E>, GROUPS = !FP32 && E == 128 ? 2 : 1, BLOCK_M = GROUPS * M;
+    static constexpr int THREADS = GROUPS * WARPS * WARP;
+    static constexpr int STAGES = !FP32 && E <= 128 ? 2 : 1;
     static constexpr bool STATE_ONLY = state_only(ROLE);
     // Elements of T, then floats.
-    static constexpr int A = STATE_ONLY ? 0 : CHUNK * PITCH<T, E>, B = CHUNK * PITCH<T, E>, C = CHUNK * PITCH<T, M>;
+    static constexpr int A = STATE_ONLY ? 0 : CHUNK * PITCH<T, E>, B = CHUNK * PITCH<T, E>,
+                         C = CHUNK * PITCH<T, BLOCK_M>;
     // The result of the forward pass comes to shared memory too, but for large heads.
     static constexpr bool COPY_FORWARD_OUT = ROLE == Role::DQ && E <= (FP32 ? 64 : 128);
     static constexpr int STAGE = A + B + C, FORWARD_OUT = COPY_FORWARD_OUT ? CHUNK * PITCH<T, E> : 0,
-                         STATE = STATE_ONLY ? 0 : E * PITCH<T, M>;
-    static constexpr int STAGE_FLOATS = 3 * CHUNK;           // norm, δ and gate of the rows
-    static constexpr int VECTOR = E;                         // of each warp
+                         STATE = STATE_ONLY ? 0 : E * PITCH<T, BLOCK_M>;
+    static constexpr int STAGE_FLOATS = 3 * CHUNK;  // norm, δ and gate of the rows
+    static constexpr int VECTOR = (E > BLOCK_M ? E : BLOCK_M) * WARPS;
     static constexpr int GATE_FLOATS = 2 * (4 * CHUNK + 2);  // Γ (as double), what decays into and within, the whole
-    static constexpr int BYTES = (STAGES * STAGE + FORWARD_OUT + STATE) * int(sizeof(T)) +
-                                 (GATE_FLOATS + STAGES * STAGE_FLOATS + WARPS * VECTOR) * int(sizeof(float));
-    static constexpr int BLOCKS = FP32 ? 1 : E <= 64 ? (ROLE == Role::DQ ? 2 : 3) : E <= 128 ? 2 : 1;
-    static_assert(BYTES <= 99 * 1024);
+    static constexpr int BLOCKS = FP32 || E > 64 ? 1 : 3;
+    // What the dynamic shared memory holds, in this order; the last two only where they are needed.
+    static constexpr int BASE_BYTES = (STAGES * STAGE + STATE) * int(sizeof(T)) +
+                                      (STAGES * STAGE_FLOATS + VECTOR) * int(sizeof(float)),
+                         GATE_BYTES = GATE_FLOATS * int(sizeof(float)), OUT_BYTES = FORWARD_OUT * int(sizeof(T));
+    static_assert(E == 128 || BASE_BYTES + GATE_BYTES + OUT_BYTES <= 99 * 1024);
+    static int bytes(bool gate, bool normalise) {
+        return BASE_BYTES + (gate ? GATE_BYTES : 0) + (normalise ? OUT_BYTES : 0);
+    }
 };
 
-// f(row, column) for the first element of each pack of 16 bytes that load_tile gives this thread.
-template <typename T, int D, int ROWS, int THREADS, typename F>
-__device__ __forceinline__ void for_own_packs(F f) {
+// f(step, row, column) for each pack of 16 bytes that load_tile gives this thread: its first element.
+template <typename T, int D, int ROWS, int THREADS, int STEPS, typename F>
+__device__ __forceinline__ void for_own_packs(int first_step, F f) {
     constexpr int W = FULL_WIDTH<T>, PACKS = D / W;
+    static_assert(ROWS * PACKS % THREADS == 0);
 #pragma unroll
-    for (int i = 0; i < (ROWS * PACKS + THREADS - 1) / THREADS; i++) {
-        const int pack = i * THREADS + int(threadIdx.x);
-        if (ROWS * PACKS % THREADS != 0 && pack >= ROWS * PACKS) break;
-        f(pack / PACKS, pack % PACKS * W);
+    for (int i = 0; i < STEPS; i++) {
+        const int pack = (first_step + i) * THREADS + int(threadIdx.x);
+        f(i, pack / PACKS, pack % PACKS * W);
+    }
+}
+
+// x becomes f(x, row, column): in place, the packs of this thread, four at a time so that they don't wait for each
+// other.
+template <typename T, int D, int ROWS, int THREADS, typename F>
+__device__ __forceinline__ void transform_tile(T* tile, F f) {
+    constexpr int W = FULL_WIDTH<T>, STEPS = ROWS * (D / W) / THREADS, BATCH = STEPS < 4 ? STEPS : 4;
+    static_assert(STEPS % BATCH == 0);
+#pragma unroll
+    for (int first = 0; first < STEPS; first += BATCH) {
+        Pack<T, W> packs[BATCH];
+        for_own_packs<T, D, ROWS, THREADS, BATCH>(
+            first, [&](int i, int row, int column) { packs[i] = load_pack<W>(tile + row * PITCH<T, D> + column); });
+        for_own_packs<T, D, ROWS, THREADS, BATCH>(first, [&](int i, int row, int column) {
+            Floats<W> x = as_floats(packs[i]);
+#pragma unroll
+            for (int j = 0; j < W; j++) x[j] = f(x[j], row, column + j);
+            const Pack<T, W> pack = as_pack<T>(x);
+            *reinterpret_cast<uint4*>(tile + row * PITCH<T, D> + column) = reinterpret_cast<const uint4&>(pack);
+        });
     }
 }
 
 // φ of a tile's elements that exist; the others stay 0.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void apply_features(T* tile, int count, int columns) {
-    constexpr int W = FULL_WIDTH<T>;
-    for_own_packs<T, D, ROWS, THREADS>([&](int row, int column) {
-        if (row >= count || column >= columns) return;
-        T* at = tile + row * PITCH<T, D> + column;
-        Floats<W> x = load_floats<W>(at);
-#pragma unroll
-        for (int i = 0; i < W; i++) x[i] = column + i < columns ? feature<T>(x[i]) : 0.0f;
-        const Pack<T, W> pack = as_pack<T>(x);
-        *reinterpret_cast<uint4*>(at) = reinterpret_cast<const uint4&>(pack);
-    });
+    if (count >= ROWS && columns >= D)
+        transform_tile<T, D, ROWS, THREADS>(tile, [](float x, int, int) { return feature<T>(x); });
+    else
+        transform_tile<T, D, ROWS, THREADS>(
+            tile, [&](float x, int row, int column) { return row < count && column < columns ? feature<T>(x) : 0.0f; });
 }
 
-// Rows divided by their d.
+// Rows divided by their d; rows that don't exist stay 0.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void divide_rows(T* tile, int count, const float* norm) {
-    constexpr int W = FULL_WIDTH<T>;
-    for_own_packs<T, D, ROWS, THREADS>([&](int row, int column) {
-        if (row >= count) return;
-        T* at = tile + row * PITCH<T, D> + column;
-        Floats<W> x = load_floats<W>(at);
-        const float factor = 1 / norm[row];
-#pragma unroll
-        for (int i = 0; i < W; i++) x[i] *= factor;
-        const Pack<T, W> pack = as_pack<T>(x);
-        *reinterpret_cast<uint4*>(at) = reinterpret_cast<const uint4&>(pack);
-    });
+    transform_tile<T, D, ROWS, THREADS>(
+        tile, [&](float x, int row, int) { return row < count ? x * reciprocal_for<T>(norm[row]) : 0.0f; });
 }
 
 // The numbers that divide_rows of this thread needs: each thread copies its own, so that it need not wait for others.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_norm(float* dst, const float* src, int count) {
-    for_own_packs<T, D, ROWS, THREADS>(
-        [&](int row, int) { copy_async_4(dst + row, row < count ? src + row : src, row < count); });
+    for_own_packs<T, D, ROWS, THREADS, ROWS*(D / FULL_WIDTH<T>) / THREADS>(
+        0, [&](int, int row, int) { copy_async_4(dst + row, row < count ? src + row : src, row < count); });
 }
 
 // 16 rows of scores with 16 columns of B: of fp32 in blocks of 32 terms.
@@ -200,31 +217,32 @@ __device__ __forceinline__ void score_product(float (&s)[1][2][4], const LeftTil
 }
 
 template <typename T, int E, Role ROLE>
-__global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, ROLE>::BLOCKS))
+__global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROLE>::BLOCKS))
     product_kernel(const __grid_constant__ Product<T> p) {
     using Z = Sizes<T, E, ROLE>;
     // Differences of sums of gates: of fp32 they must hold digits where the sums are large.
     using Gamma = std::conditional_t<Z::FP32, double, float>;
-    constexpr int WARPS = Z::WARPS, THREADS = WARPS * WARP, CHUNK = Z::CHUNK, M = Z::M, STAGES = Z::STAGES;
+    constexpr int WARPS = Z::WARPS, THREADS = Z::THREADS, CHUNK = Z::CHUNK, M = Z::M, BLOCK_M = Z::BLOCK_M,
+                  STAGES = Z::STAGES;
     constexpr int ROW_TILES = E / WARPS / 16, COLUMN_TILES = M / 8, KEY_BLOCKS = CHUNK / 16, TOKENS = CHUNK / WARP;
     constexpr bool REVERSED = is_reversed(ROLE), STATE_ONLY = Z::STATE_ONLY;
     // What the vector sums up, and over which of the tiles.
     constexpr bool VECTOR_OF_C = ROLE == Role::DQ || ROLE == Role::DK, HAS_VECTOR = ROLE != Role::DV,
                    WEIGHTED_VECTOR = ROLE == Role::DK || ROLE == Role::QueryState;
-    constexpr int VECTOR_COLUMNS = VECTOR_OF_C ? M : E, VECTOR_STEPS = (VECTOR_COLUMNS + 63) / 64;
+    constexpr int VECTOR_COLUMNS = VECTOR_OF_C ? BLOCK_M : E, VECTOR_STEPS = (VECTOR_COLUMNS + 63) / 64;
     constexpr bool KEEP = !Z::FP32 && E <= 128;
 
     extern __shared__ __align__(16) unsigned char memory[];
-    T *stages = reinterpret_cast<T*>(memory), *forward_out = stages + STAGES * Z::STAGE,
-      *state_tile = forward_out + Z::FORWARD_OUT;
-    Gamma* gammas = reinterpret_cast<Gamma*>(state_tile + Z::STATE);              // [2][CHUNK]
-    float* decays = reinterpret_cast<float*>(state_tile + Z::STATE) + 4 * CHUNK;  // [2][2·CHUNK + 2]
-    float* stage_floats = decays + 2 * (2 * CHUNK + 2);                           // [STAGES][3][CHUNK]
-    float* vectors = stage_floats + STAGES * Z::STAGE_FLOATS;                     // [WARPS][VECTOR]
+    T *stages = reinterpret_cast<T*>(memory), *state_tile = stages + STAGES * Z::STAGE;
+    float* stage_floats = reinterpret_cast<float*>(state_tile + Z::STATE);         // [STAGES][3][CHUNK]
+    float* vectors = stage_floats + STAGES * Z::STAGE_FLOATS;                      // [columns][WARPS]
+    Gamma* gammas = reinterpret_cast<Gamma*>(memory + Z::BASE_BYTES);              // [2][CHUNK]
+    float* decays = reinterpret_cast<float*>(memory + Z::BASE_BYTES) + 4 * CHUNK;  // [2][2·CHUNK + 2]
+    T* forward_out = reinterpret_cast<T*>(memory + Z::BASE_BYTES + (p.gate ? Z::GATE_BYTES : 0));
 
     const int64_t row_heads = REVERSED || STATE_ONLY ? p.NKV : p.NH;
     const Task task = task_of(p.parts, row_heads, p.segments);
-    const int first_column = task.part * M, columns = min(M, p.M - first_column);
+    const int first_column = task.part * BLOCK_M, columns = min(BLOCK_M, p.M - first_column);
     if (!STATE_ONLY && task.sequence == p.S) {  // tokens after the last sequence
         const int64_t first = max(0, p.cum[p.S]);
         for (int64_t token = first + task.segment; token < p.N; token += p.segments) {
@@ -242,7 +260,8 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
     const int group = int(p.NH / p.NKV), steps_per_chunk = REVERSED ? group : 1, steps = chunks * steps_per_chunk;
     const int64_t kv = REVERSED || STATE_ONLY ? task.head : task.head / group;
     const int64_t first_key_head = REVERSED ? kv * group : kv;
-    const int warp = threadIdx.x / WARP, lane = lane_id();
+    const int lane = lane_id(), warp = int(threadIdx.x) / WARP % WARPS;  // of its group
+    const int group_column = int(threadIdx.x) / (WARPS * WARP) * M;      // the group's first, of the block's
     // Warps with many keys to see and with few take turns on the multiprocessor's four parts.
     const int row_block = int((warp + blockIdx.x) % WARPS), row0 = row_block * 16 + lane / 4;
 
@@ -259,14 +278,14 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
             load_tile<T, E, CHUNK, THREADS>(a, p.a.at(token, task.head), p.a.token_stride, count, p.E, p.aligned);
         }
         load_tile<T, E, CHUNK, THREADS>(b, p.b.at(token, key_head), p.b.token_stride, count, p.E, p.aligned);
-        load_tile<T, M, CHUNK, THREADS>(c, p.c.at(token, key_head) + first_column, p.c.token_stride, count, columns,
-                                        p.aligned);
+        load_tile<T, BLOCK_M, CHUNK, THREADS>(c, p.c.at(token, key_head) + first_column, p.c.token_stride, count,
+                                              columns, p.aligned);
         if (p.normalise) {
             const float* norm = p.norm + (ROLE == Role::DQ ? task.head : key_head) * p.norm_stride + token;
             if constexpr (ROLE == Role::DQ || ROLE == Role::DK) {
                 load_norm<T, E, CHUNK, THREADS>(floats, norm, count);
             } else if constexpr (ROLE == Role::DV || ROLE == Role::QueryState) {
-                load_norm<T, M, CHUNK, THREADS>(floats, norm, count);
+                load_norm<T, BLOCK_M, CHUNK, THREADS>(floats, norm, count);
             }
             if constexpr (WEIGHTED_VECTOR) {
                 const float* delta = p.delta + key_head * p.N + token;
@@ -275,7 +294,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                 }
             }
         }
-        if (p.gate && warp == 0) {
+        if (p.gate && threadIdx.x < WARP) {
 #pragma unroll
             for (int j = 0; j < TOKENS; j++) {
                 const int i = lane * TOKENS + j;
@@ -306,7 +325,8 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
             for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const int row = state_row0 + m * 16 + e / 2 * 8, column = n * 8 + lane % 4 * 2 + e % 2;
+                    const int row = state_row0 + m * 16 + e / 2 * 8,
+                              column = group_column + n * 8 + lane % 4 * 2 + e % 2;
                     if (row < p.E && column < columns)
                         f(state[m][n][e], state_memory[row * p.state_row + (first_column + column) * p.state_column]);
                 }
@@ -323,6 +343,21 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                         vector[r][i] = state_memory[p.state_vector + (VECTOR_OF_C ? first_column : 0) + column];
                 }
     }
+    // The warps' sums of a column lie side by side. Of several groups the first sums up the vector.
+    const auto store_vector = [&] {
+#pragma unroll
+        for (int i = 0; i < VECTOR_STEPS * 2; i++) {
+            const int column = i / 2 * 64 + lane * 2 + i % 2;
+            if (column < VECTOR_COLUMNS && group_column == 0) vectors[column * WARPS + warp] = vector[i / 2][i % 2];
+        }
+    };
+    const auto vector_at = [&](int column) {
+        const Floats<WARPS> x = load_floats<WARPS>(vectors + column * WARPS);
+        float sum = x[0];
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) sum += x[w];
+        return sum;
+    };
     Gamma all_gates = 0;
     float o[1][COLUMN_TILES][4], norm[2];
 
@@ -344,15 +379,15 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
             if constexpr (ROLE == Role::Out || ROLE == Role::DV || STATE_ONLY)
                 apply_features<T, E, CHUNK, THREADS>(b_tile, count, p.E);
             if constexpr (ROLE == Role::DQ || ROLE == Role::DK)
-                apply_features<T, M, CHUNK, THREADS>(c_tile, count, columns);
+                apply_features<T, BLOCK_M, CHUNK, THREADS>(c_tile, count, columns);
         }
         if (p.normalise) {
             if constexpr (ROLE == Role::DQ) divide_rows<T, E, CHUNK, THREADS>(a_tile, count, floats);
             if constexpr (ROLE == Role::DK) divide_rows<T, E, CHUNK, THREADS>(b_tile, count, floats);
             if constexpr (ROLE == Role::DV || ROLE == Role::QueryState)
-                divide_rows<T, M, CHUNK, THREADS>(c_tile, count, floats);
+                divide_rows<T, BLOCK_M, CHUNK, THREADS>(c_tile, count, floats);
         }
-        if (p.gate && warp == 0) {
+        if (p.gate && threadIdx.x < WARP) {
             Gamma sum[TOKENS];
 #pragma unroll
             for (int i = 0; i < TOKENS; i++)
@@ -386,16 +421,12 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                 for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
                     for (int n = 0; n < COLUMN_TILES; n++) {
-                        T* at = state_tile + (state_row0 + m * 16) * PITCH<T, M> + n * 8 + lane % 4 * 2;
+                        T* at = state_tile + (state_row0 + m * 16) * PITCH<T, BLOCK_M> + group_column + n * 8 +
+                                lane % 4 * 2;
                         store_floats<2>(at, {state[m][n][0], state[m][n][1]});
-                        store_floats<2>(at + 8 * PITCH<T, M>, {state[m][n][2], state[m][n][3]});
+                        store_floats<2>(at + 8 * PITCH<T, BLOCK_M>, {state[m][n][2], state[m][n][3]});
                     }
-                if (HAS_VECTOR && p.normalise)
-#pragma unroll
-                    for (int r = 0; r < VECTOR_STEPS; r++)
-                        if (r * 64 + lane * 2 < VECTOR_COLUMNS)
-                            store_floats<2>(vectors + warp * Z::VECTOR + r * 64 + lane * 2,
-                                            {vector[r][0], vector[r][1]});
+                if (HAS_VECTOR && p.normalise) store_vector();
             }
             const LeftTile<T, 1, E, KEEP> a(a_tile + row_block * 16 * PITCH<T, E>);
             const T* a_rows = a_tile + row0 * PITCH<T, E>;
@@ -423,7 +454,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                             for (int i = 0; i < W; i++) delta[half] = fmaf(x[i], -y[i], delta[half]);
                         }
                         delta[half] = row_sum(delta[half]);
-                        if (task.part == 0 && lane % 4 == 0 && row < count)
+                        if (task.part == 0 && group_column == 0 && lane % 4 == 0 && row < count)
                             p.delta[task.head * p.N + token + row] = delta[half];
                     }
                 }
@@ -448,7 +479,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                         if (p.gate)
                             x *=
                                 exp_for<T>(float(REVERSED ? gamma[j] - row_gamma[e / 2] : row_gamma[e / 2] - gamma[j]));
-                        if (REVERSED ? j < i : j > i) x = 0;
+                        if (block == row_block && (REVERSED ? j < i : j > i)) x = 0;
                         if (ROLE == Role::Out) score_sum[e / 2] += x;
                     }
             }
@@ -463,7 +494,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                 for (int half = 0; half < 2; half++)
 #pragma unroll
                     for (int n = 0; n < COLUMN_TILES; n++) {
-                        const int row = row0 + half * 8, column = n * 8 + lane % 4 * 2;
+                        const int row = row0 + half * 8, column = group_column + n * 8 + lane % 4 * 2;
                         const T* at = p.inputs.at(token + row, task.head) + first_column + column;
                         if (row < count && column + 1 < columns && p.aligned) {
                             inputs[half][n] = load_pack<2>(at);
@@ -481,20 +512,14 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                 for (int i = 0; i < COLUMN_TILES * 4; i++) o[0][i / 4][i % 4] = 0;
                 norm[0] = norm[1] = 0;
                 if (carried) {
-                    product_nn<T, M>(o, a, state_tile);
+                    product_nn<T, BLOCK_M>(o, a, state_tile + group_column);
                     if (HAS_VECTOR && p.normalise) {
-                        const auto vector_at = [&](int column) {
-                            float sum = 0;
-#pragma unroll
-                            for (int w = 0; w < WARPS; w++) sum += vectors[w * Z::VECTOR + column];
-                            return sum;
-                        };
                         if constexpr (VECTOR_OF_C) {
 #pragma unroll
                             for (int n = 0; n < COLUMN_TILES; n++)
 #pragma unroll
                                 for (int e = 0; e < 2; e++) {
-                                    const float z = vector_at(n * 8 + lane % 4 * 2 + e);
+                                    const float z = vector_at(group_column + n * 8 + lane % 4 * 2 + e);
 #pragma unroll
                                     for (int half = 0; half < 2; half++)
                                         o[0][n][half * 2 + e] =
@@ -533,7 +558,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
 #pragma unroll
             for (int block = 0; block < KEY_BLOCKS; block++) {
                 if (REVERSED ? block < row_block : block > row_block) continue;
-                product_nn<T, M>(o, s[block], c_tile + block * 16 * PITCH<T, M>);
+                product_nn<T, BLOCK_M>(o, s[block], c_tile + block * 16 * PITCH<T, BLOCK_M> + group_column);
             }
 
             if (last_head) {
@@ -541,7 +566,7 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const float d = row_sum(norm[half]) + LINEAR_ATTENTION_EPS, factor = 1 / d;
-                        if (p.norm && task.part == 0 && lane % 4 == 0 && row0 + half * 8 < count)
+                        if (p.norm && task.part == 0 && group_column == 0 && lane % 4 == 0 && row0 + half * 8 < count)
                             p.norm[task.head * p.norm_stride + token + row0 + half * 8] = d;
 #pragma unroll
                         for (int n = 0; n < COLUMN_TILES; n++) {
@@ -570,11 +595,15 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
                         for (int half = 0; half < 2; half++) {
                             const float sum = row_sum(dot[half]);
                             if (lane % 4 == 0 && row0 + half * 8 < count)
-                                p.dots[(task.part * row_heads + task.head) * p.N + token + row0 + half * 8] = sum;
+                                p.dots[((task.part * Z::GROUPS + group_column / M) * row_heads + task.head) * p.N +
+                                       token + row0 + half * 8] = sum;
                         }
                 }
-                store_tile<T, E>(p.out.at(token + row_block * 16, task.head) + first_column, p.out.token_stride,
-                                 count - row_block * 16, columns, p.aligned, a_tile + row_block * 16 * PITCH<T, E>, o);
+                // By way of A's rows, which nobody needs any more: of several groups, when all are that far.
+                if (Z::GROUPS > 1) __syncthreads();
+                store_tile<T, E>(p.out.at(token + row_block * 16, task.head) + first_column + group_column,
+                                 p.out.token_stride, count - row_block * 16, columns - group_column, p.aligned,
+                                 a_tile + row_block * 16 * PITCH<T, E> + group_column, o);
             }
         }
 
@@ -587,13 +616,14 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
 #pragma unroll
                 for (int i = 0; i < VECTOR_STEPS * 2; i++) vector[i / 2][i % 2] *= factor;
             }
-            product_tn<T, E, M, CHUNK>(state, b_tile + warp * (E / WARPS), c_tile, p.gate ? within : nullptr);
-            if (HAS_VECTOR && p.normalise) {
+            product_tn<T, E, BLOCK_M, CHUNK>(state, b_tile + warp * (E / WARPS), c_tile + group_column,
+                                             p.gate ? within : nullptr);
+            if (HAS_VECTOR && p.normalise && group_column == 0) {
 #pragma unroll
                 for (int r = 0; r < VECTOR_STEPS; r++) {
                     const int column = r * 64 + lane * 2;
                     if (column >= VECTOR_COLUMNS) continue;
-                    constexpr int D = VECTOR_OF_C ? M : E;
+                    constexpr int D = VECTOR_OF_C ? BLOCK_M : E;
                     const T* at = (VECTOR_OF_C ? c_tile : b_tile) + warp * 16 * PITCH<T, D> + column;
                     float sum[2] = {};
 #pragma unroll
@@ -620,16 +650,9 @@ __global__ void __launch_bounds__(Sizes<T, E, ROLE>::WARPS* WARP, (Sizes<T, E, R
         if (p.gate && threadIdx.x == 0)
             p.decays[(task.sequence * (p.segments + 1) + task.segment) * p.NKV + kv] = exp_for<T>(float(all_gates));
         if (!p.normalise) return;
-#pragma unroll
-        for (int r = 0; r < VECTOR_STEPS; r++)
-            if (r * 64 + lane * 2 < VECTOR_COLUMNS)
-                store_floats<2>(vectors + warp * Z::VECTOR + r * 64 + lane * 2, {vector[r][0], vector[r][1]});
+        store_vector();
         __syncthreads();
-        for (int e = threadIdx.x; e < p.E; e += THREADS) {
-            float sum = 0;
-            for (int w = 0; w < WARPS; w++) sum += vectors[w * Z::VECTOR + e];
-            state_memory[p.state_vector + e] = sum;
-        }
+        for (int e = threadIdx.x; e < p.E; e += THREADS) state_memory[p.state_vector + e] = vector_at(e);
     }
 }
 
@@ -1047,7 +1070,8 @@ struct Segments {
 
 Segments segments_of(const LinearAttentionSizes& z) {
     const int64_t blocks = num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
-    const int64_t wanted = std::max(ceil_div(z.N * z.NH, blocks), MIN_SEGMENT);
+    // dk and dv have a block for each KV head.
+    const int64_t wanted = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SEGMENT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted / 2) / wanted);
     const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), MAX_CHUNK)) * MAX_CHUNK;
     return {std::max<int64_t>(1, ceil_div(z.max_length, length)), length};
@@ -1059,7 +1083,7 @@ struct Layout {
     int passes = 1;
 
     Layout(const LinearAttentionSizes& z, bool backward) {
-        const int64_t slots = z.S * (segments_of(z).count + 1) * z.NKV, parts = ceil_div(z.E, 16);  // at most
+        const int64_t slots = z.S * (segments_of(z).count + 1) * z.NKV, parts = ceil_div(z.E, 16) + 1;  // at most
         states = slots * (z.E * z.M + z.E), decays = slots;
         if (!backward) return;
         passes = 2;
@@ -1146,13 +1170,16 @@ struct Pass {
     template <typename F>
     static auto dispatch_size(int64_t E, F f) {
         if (E <= 64) return f(std::integral_constant<int, 64>{});
-        if (E <= 128) return f(std::integral_constant<int, 128>{});
+        constexpr int LARGEST = Sizes<T, 128, Role::DQ>::BASE_BYTES + Sizes<T, 128, Role::DQ>::GATE_BYTES +
+                                Sizes<T, 128, Role::DQ>::OUT_BYTES;
+        if (E <= 128 && LARGEST <= max_shared_bytes()) return f(std::integral_constant<int, 128>{});
         return f(std::integral_constant<int, 256>{});
     }
-    // Blocks that share out the columns of a result.
-    int64_t parts(Role role) const {
+    // Blocks that share out the columns of a result, and parts of the dots that they write.
+    int64_t parts(Role role, bool of_dots = false) const {
         return dispatch_size(transposed(role) ? z.M : z.E, [&](auto size) {
-            return ceil_div(transposed(role) ? z.E : z.M, Sizes<T, size, Role::Out>::M);
+            using Z = Sizes<T, size, Role::Out>;
+            return ceil_div(transposed(role) ? z.E : z.M, Z::BLOCK_M) * (of_dots ? Z::GROUPS : 1);
         });
     }
 
@@ -1166,7 +1193,7 @@ struct Pass {
                                (is_reversed(ROLE) || state_only(ROLE) ? z.NKV : z.NH) * p.parts;
         dispatch_size(p.E, [&](auto size) {
             using Z = Sizes<T, size, ROLE>;
-            launch(product_kernel<T, size, ROLE>, p, blocks, Z::WARPS * WARP, Z::BYTES);
+            launch(product_kernel<T, size, ROLE>, p, blocks, Z::THREADS, Z::bytes(bool(gate), kind.normalise));
         });
     }
 
@@ -1319,7 +1346,9 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
             const bool query_states = p.template run_states<Role::QueryState>(dfinal, dinitial, false);
             p.template run_product<Role::DV>(query_states);
             p.template run_product<Role::DK>(query_states);
-            if (gate) p.run_gate(dgate, p.segments().count > 1 || to_the_end, p.parts(Role::DQ), p.parts(Role::DK));
+            if (gate)
+                p.run_gate(dgate, p.segments().count > 1 || to_the_end, p.parts(Role::DQ, true),
+                           p.parts(Role::DK, true));
         }
     });
 }
