@@ -318,6 +318,12 @@ TEST_P(LinearAttentionTest, VeryLong) {
     for (const Kind& kind : {L, G}) check_samples(Problem(activation(), {{65536}, 1, 1, 64, 64}, kind));
 }
 
+// Enough tokens and heads for a GPU to cut sequences into long segments, whose states are made of two halves.
+TEST_P(LinearAttentionTest, ManyHeads) {
+    for (const Kind& kind : {L, G})
+        check_samples(Problem(activation(), {{900, 2200, 2100, 2200}, 30, 30, 16, 16}, kind));
+}
+
 TEST_P(LinearAttentionTest, Kinds) {
     for (const Kind& kind : {L, G, RAW, FEATURES, GATED_L})
         for (const Form form : {Form::Recurrent, Form::Chunked}) {

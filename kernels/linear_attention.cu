@@ -46,16 +46,16 @@ struct Product {
     int64_t norm_stride;
     float* delta;  // [NH, N]
     float* dots;   // [parts, heads, N] or null: sums of φ·dφ over a block's columns
-    // [S, segments + 1, NKV, state_size]: s [E, M] of the pass, then z [E] or r. Element (e, m) of this product's state
-    // lies at e·state_row + m·state_column, its vector at state_vector.
-    float *states, *decays;  // decays [S, segments + 1, NKV]: of whole segments
+    // [S, slots + 1, NKV, state_size], for each slot_length tokens one: s [E, M] of the pass, then z [E] or r. Element
+    // (e, m) of this product's state lies at e·state_row + m·state_column, its vector at state_vector.
+    float *states, *decays;  // decays [S, slots + 1, NKV]: of a slot's tokens
     int64_t state_size, state_row, state_column, state_vector;
     const int32_t* cum;
     int64_t S, N, NH, NKV;
     int E, M;
-    int segments, segment_length, parts;
+    int segments, segment_length, slots, slot_length, parts;
     bool elu, normalise, aligned;
-    bool has_states;    // each segment begins with states[segment], else with zeros
+    bool has_states;    // each segment begins with the state of its first slot, else with zeros
     bool all_segments;  // KeyState, QueryState: also the last one, which no other begins with
 };
 
@@ -315,8 +315,8 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 
     // The state: a warp has E/WARPS rows of it, and of the vector what the tokens add that it looks at.
     const int state_row0 = warp * (E / WARPS) + lane / 4;
-    float* const state_memory =
-        p.states + ((task.sequence * (p.segments + 1) + task.segment) * p.NKV + kv) * p.state_size;
+    const int64_t slot = (task.sequence * (p.slots + 1) + (REVERSED ? end - 1 : begin) / p.slot_length) * p.NKV + kv;
+    float* const state_memory = p.states + slot * p.state_size;
     float state[ROW_TILES][COLUMN_TILES][4] = {}, vector[VECTOR_STEPS][2] = {};
     const auto for_state = [&](auto f) {  // f(number in registers, number in memory)
 #pragma unroll
@@ -647,8 +647,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
     if constexpr (STATE_ONLY) {
         for_state([](float x, float& y) { y = x; });
         if (task.part > 0) return;
-        if (p.gate && threadIdx.x == 0)
-            p.decays[(task.sequence * (p.segments + 1) + task.segment) * p.NKV + kv] = exp_for<T>(float(all_gates));
+        if (p.gate && threadIdx.x == 0) p.decays[slot] = exp_for<T>(float(all_gates));
         if (!p.normalise) return;
         store_vector();
         __syncthreads();
@@ -662,23 +661,23 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 constexpr int PREFIX_THREADS = 256;
 
 struct Prefix {
-    float* states;        // [S, segments + 1, NKV, size]: sums of single segments become what a segment begins with
-    const float* decays;  // [S, segments + 1, NKV], or null
+    float* states;        // [S, slots + 1, NKV, size]: sums of single slots become what a slot begins with
+    const float* decays;  // [S, slots + 1, NKV], or null
     const float *initial, *initial_z;
     float *final, *final_z;
     const int32_t* cum;
     int64_t N, NKV, size, matrix;  // size: matrix E·M, and E more where there is a vector
-    int segments, segment_length;
+    int slots, slot_length;
     bool reversed;
-    bool sums, last_sum;  // of segments: present; present also of the last one in walking order
+    bool sums, last_sum;  // of slots: present; present also of the last one in walking order
 };
 
 __global__ void __launch_bounds__(PREFIX_THREADS) prefix_kernel(const __grid_constant__ Prefix p) {
     const int64_t blocks = ceil_div(p.size, PREFIX_THREADS), at = blockIdx.x / blocks, s = at / p.NKV, kv = at % p.NKV;
     const int64_t i = blockIdx.x % blocks * PREFIX_THREADS + threadIdx.x;
     if (i >= p.size) return;
-    const int count = min(p.segments, (sequence_of(p.cum, s, p.N).length + p.segment_length - 1) / p.segment_length);
-    const auto slot = [&](int n) { return (s * (p.segments + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
+    const int count = min(p.slots, (sequence_of(p.cum, s, p.N).length + p.slot_length - 1) / p.slot_length);
+    const auto slot = [&](int n) { return (s * (p.slots + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
     const bool in_matrix = i < p.matrix;
     float x = 0;
     if (p.initial) x = in_matrix ? p.initial[at * p.matrix + i] : p.initial_z[at * (p.size - p.matrix) + i - p.matrix];
@@ -698,7 +697,7 @@ __global__ void __launch_bounds__(PREFIX_THREADS) prefix_kernel(const __grid_con
             x = fmaf(x, decay[b], sum[b]);
         }
     }
-    if (!p.reversed) p.states[((s * (p.segments + 1) + count) * p.NKV + kv) * p.size + i] = x;
+    if (!p.reversed) p.states[((s * (p.slots + 1) + count) * p.NKV + kv) * p.size + i] = x;
     if (in_matrix && p.final) p.final[at * p.matrix + i] = x;
     if (!in_matrix && p.final_z) p.final_z[at * (p.size - p.matrix) + i - p.matrix] = x;
 }
@@ -715,7 +714,7 @@ struct GateGradient {
     const float *key_states, *query_states;  // or null: nothing flows through a segment's end
     const int32_t* cum;
     int64_t S, N, NH, NKV, size;
-    int segments, segment_length, query_parts, key_parts;
+    int segments, segment_length, slots, slot_length, query_parts, key_parts;
     bool through_the_end;  // of the sequence
 };
 
@@ -756,8 +755,11 @@ __global__ void __launch_bounds__(GATE_THREADS) gate_kernel(const __grid_constan
     if (begin >= end) return;
     float through = 0;
     if (p.key_states && (end < seq.length || p.through_the_end)) {
-        const int64_t slot = (task.sequence * (p.segments + 1) + task.segment) * p.NKV + kv;
-        const float *key = p.key_states + (slot + p.NKV) * p.size, *query = p.query_states + slot * p.size;
+        const auto state = [&](const float* states, int slot) {
+            return states + ((task.sequence * (p.slots + 1) + slot) * p.NKV + kv) * p.size;
+        };
+        const float *key = state(p.key_states, (end + p.slot_length - 1) / p.slot_length),
+                    *query = state(p.query_states, (end - 1) / p.slot_length);
         float sum = 0;
         for (int64_t i = threadIdx.x; i < p.size; i += GATE_THREADS) sum = fmaf(key[i], query[i], sum);
         through = block_sum<GATE_THREADS>(sum);
@@ -1063,18 +1065,22 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const __grid_con
 // ---------------------------------------------------------------------------------------------------------------------
 // Launch
 
-// How many segments, of how many tokens, a sequence is cut into: as few as fill the GPU with blocks.
+// How many segments, of how many tokens, a sequence is cut into: as few as fill the GPU with blocks. Their sums are
+// made of two halves, slots, because the blocks that make them are smaller and run side by side in greater number.
 struct Segments {
-    int64_t count, length;
+    int64_t count, length, slots, slot_length;
 };
 
 Segments segments_of(const LinearAttentionSizes& z) {
+    constexpr int64_t UNIT = 2 * MAX_CHUNK;
     const int64_t blocks = num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
     // dk and dv have a block for each KV head.
     const int64_t wanted = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SEGMENT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted / 2) / wanted);
-    const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), MAX_CHUNK)) * MAX_CHUNK;
-    return {std::max<int64_t>(1, ceil_div(z.max_length, length)), length};
+    const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), UNIT)) * UNIT;
+    const int64_t slot_length = length >= 2 * MIN_SEGMENT ? length / 2 : length;
+    const auto pieces = [&](int64_t n) { return std::max<int64_t>(1, ceil_div(z.max_length, n)); };
+    return {pieces(length), length, pieces(slot_length), slot_length};
 }
 
 // The parts of the scratch, in floats, in the order in which they lie.
@@ -1083,7 +1089,7 @@ struct Layout {
     int passes = 1;
 
     Layout(const LinearAttentionSizes& z, bool backward) {
-        const int64_t slots = z.S * (segments_of(z).count + 1) * z.NKV, parts = ceil_div(z.E, 16) + 1;  // at most
+        const int64_t slots = z.S * (segments_of(z).slots + 1) * z.NKV, parts = ceil_div(z.E, 16) + 1;  // at most
         states = slots * (z.E * z.M + z.E), decays = slots;
         if (!backward) return;
         passes = 2;
@@ -1110,7 +1116,10 @@ struct Pass {
         using Form = LinearAttention::Form;
         return kind.form == Form::Recurrent || std::max(z.E, z.M) > LINEAR_ATTENTION_MAX_CHUNKED_SIZE;
     }
-    Segments segments() const { return recurrent() ? Segments{1, std::max<int64_t>(1, z.max_length)} : segments_of(z); }
+    Segments segments() const {
+        const int64_t all = std::max<int64_t>(1, z.max_length);
+        return recurrent() ? Segments{1, all, 1, all} : segments_of(z);
+    }
     int64_t state_size() const { return z.E * z.M + (kind.normalise ? z.E : 0); }
     bool elu() const { return kind.features == FeatureMap::EluPlusOne; }
     static constexpr bool transposed(Role role) { return role == Role::DQ || role == Role::DK; }
@@ -1151,7 +1160,10 @@ struct Pass {
         p.state_row = transposed(role) ? 1 : z.M, p.state_column = transposed(role) ? z.M : 1;
         p.cum = cum.as<int32_t>();
         p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV;
-        p.segments = int(segments().count), p.segment_length = int(segments().length);
+        const Segments g = segments();
+        p.segments = int(state_only(role) ? g.slots : g.count);
+        p.segment_length = int(state_only(role) ? g.slot_length : g.length);
+        p.slots = int(g.slots), p.slot_length = int(g.slot_length);
         p.elu = elu(), p.normalise = kind.normalise, p.aligned = aligned;
         return p;
     }
@@ -1207,7 +1219,7 @@ struct Pass {
         p.initial = data(from.s), p.initial_z = data(from.z), p.final = data(to.s), p.final_z = data(to.z);
         p.cum = cum.as<int32_t>();
         p.N = z.N, p.NKV = z.NKV, p.size = state_size(), p.matrix = z.E * z.M;
-        p.segments = int(segments().count), p.segment_length = int(segments().length);
+        p.slots = int(segments().slots), p.slot_length = int(segments().slot_length);
         p.reversed = reversed, p.sums = sums, p.last_sum = last;
         launch(prefix_kernel, p, z.S * z.NKV * ceil_div(p.size, PREFIX_THREADS), PREFIX_THREADS, 0);
     }
@@ -1242,6 +1254,7 @@ struct Pass {
         p.cum = cum.as<int32_t>();
         p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV, p.size = state_size();
         p.segments = int(segments().count), p.segment_length = int(segments().length);
+        p.slots = int(segments().slots), p.slot_length = int(segments().slot_length);
         p.query_parts = int(query_parts), p.key_parts = int(key_parts);
         p.through_the_end = bool(dfinal.s);
         launch(gate_kernel, p, (z.S + 1) * z.NKV * p.segments, GATE_THREADS, 0);
