@@ -527,6 +527,289 @@ inline AttentionGradients attention_backward(const double* dout, const double* q
     return g;
 }
 
+// Linear attention, token by token as its header defines it.
+struct LinearAttentionInputs {
+    const double *q, *k, *v, *gate, *initial, *initial_z;  // as in kernels/linear_attention.h; the last three or null
+    std::vector<int32_t> cum;
+    int64_t NH, NKV, E, M;
+    bool elu, normalise;
+};
+
+// φ: rounded once, whatever x is.
+HOST_DEVICE inline Value feature(double x, bool elu) {
+    const double y = !elu ? x : x > 0 ? x + 1 : exp(x);
+    return {y, fabs(y) + (elu && x <= 0 ? UNDERFLOW_MAG : 0)};
+}
+
+// S [E, M] (or R) and z [E] (or r) of one sequence and KV head.
+struct LinearAttentionSums {
+    Values s, z;
+    LinearAttentionSums(int64_t E, int64_t M, const double* from, const double* from_z) : s(E * M), z(E) {
+        for (size_t i = 0; from && i < s.value.size(); i++) s.value[i] = from[i], s.mag[i] = fabs(from[i]);
+        for (size_t i = 0; from_z && i < z.value.size(); i++) z.value[i] = from_z[i], z.mag[i] = fabs(from_z[i]);
+    }
+    // exp(g) moves by |g|·exp(g) when g does by a relative error.
+    void decay(double g) {
+        for (Values* x : {&s, &z})
+            for (size_t i = 0; i < x->value.size(); i++)
+                x->value[i] *= exp(g), x->mag[i] = x->mag[i] * exp(g) + fabs(g * x->value[i]);
+    }
+    // s += b cᵀ, z += w·b
+    void add(const std::vector<Value>& b, const std::vector<Value>& c, Value w) {
+        for (size_t e = 0; e < b.size(); e++) {
+            for (size_t m = 0; m < c.size(); m++) {
+                s.value[e * c.size() + m] += b[e].value * c[m].value;
+                s.mag[e * c.size() + m] += b[e].mag * c[m].mag;
+            }
+            z.value[e] += b[e].value * w.value, z.mag[e] += b[e].mag * w.mag;
+        }
+    }
+    // Σ_e a_e·s_em for column m; Σ_m s_em·c_m for row e.
+    Value column(const std::vector<Value>& a, size_t m, size_t M) const {
+        Value sum;
+        for (size_t e = 0; e < a.size(); e++) sum.add(a[e].value * s.value[e * M + m], a[e].mag * s.mag[e * M + m]);
+        return sum;
+    }
+    Value row(const std::vector<Value>& c, size_t e) const {
+        Value sum;
+        for (size_t m = 0; m < c.size(); m++)
+            sum.add(c[m].value * s.value[e * c.size() + m], c[m].mag * s.mag[e * c.size() + m]);
+        return sum;
+    }
+};
+
+inline std::vector<Value> features_of(const double* x, int64_t n, bool elu) {
+    std::vector<Value> f;
+    for (int64_t i = 0; i < n; i++) f.push_back(feature(x[i], elu));
+    return f;
+}
+
+struct LinearAttentionResult {
+    Values out, norm, final, final_z;  // [N, NH, M], [NH, N], [S, NKV, E, M], [S, NKV, E]
+};
+
+inline LinearAttentionResult linear_attention_forward(const LinearAttentionInputs& p) {
+    const int64_t N = p.cum.back(), S = int64_t(p.cum.size()) - 1, group = p.NH / p.NKV, E = p.E, M = p.M;
+    LinearAttentionResult r{Values(N * p.NH * M), Values(p.NH * N), Values(S * p.NKV * E * M), Values(S * p.NKV * E)};
+    for (int64_t at = 0; at < S * p.NKV; at++) {
+        const int64_t s = at / p.NKV, kv = at % p.NKV;
+        LinearAttentionSums sums(E, M, p.initial ? p.initial + at * E * M : nullptr,
+                                 p.initial_z ? p.initial_z + at * E : nullptr);
+        for (int64_t t = p.cum[size_t(s)]; t < p.cum[size_t(s) + 1]; t++) {
+            if (p.gate) sums.decay(p.gate[t * p.NKV + kv]);
+            sums.add(features_of(p.k + (t * p.NKV + kv) * E, E, p.elu),
+                     features_of(p.v + (t * p.NKV + kv) * M, M, false), {1, 1});
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+                const std::vector<Value> q = features_of(p.q + (t * p.NH + h) * E, E, p.elu);
+                Value d;
+                for (size_t e = 0; e < q.size(); e++) d.add(q[e].value * sums.z.value[e], q[e].mag * sums.z.mag[e]);
+                d.add(1e-6);
+                if (p.normalise) r.norm.set(h * N + t, d);
+                for (int64_t m = 0; m < M; m++) {
+                    Value x = sums.column(q, size_t(m), size_t(M));
+                    if (p.normalise)
+                        x = {x.value / d.value, x.mag / d.value + fabs(x.value) * d.mag / (d.value * d.value)};
+                    r.out.set((t * p.NH + h) * M + m, x);
+                }
+            }
+        }
+        for (int64_t i = 0; i < E * M; i++)
+            r.final.set(at * E * M + i, {sums.s.value[size_t(i)], sums.s.mag[size_t(i)]});
+        for (int64_t e = 0; e < E; e++) r.final_z.set(at * E + e, {sums.z.value[size_t(e)], sums.z.mag[size_t(e)]});
+    }
+    return r;
+}
+
+struct LinearAttentionGradients {
+    Values dq, dk, dv, dgate, dinitial, dinitial_z;
+};
+
+// out and norm are those of the forward pass, as the kernel is given them; dfinal and dfinal_z or null.
+inline LinearAttentionGradients linear_attention_backward(const LinearAttentionInputs& p, const double* dout,
+                                                          const double* out, const double* norm, const double* dfinal,
+                                                          const double* dfinal_z) {
+    const int64_t N = p.cum.back(), S = int64_t(p.cum.size()) - 1, group = p.NH / p.NKV, E = p.E, M = p.M;
+    LinearAttentionGradients r{Values(N * p.NH * E), Values(N * p.NKV * E),     Values(N * p.NKV * M),
+                               Values(N * p.NKV),    Values(S * p.NKV * E * M), Values(S * p.NKV * E)};
+    struct Gradient {
+        std::vector<Value> g;  // dout/d
+        Value delta;           // −g·out
+    };
+    auto gradient_of = [&](int64_t t, int64_t h) {
+        const int64_t at = (t * p.NH + h) * M;
+        Gradient x{features_of(dout + at, M, false), {}};
+        if (!p.normalise) return x;
+        for (int64_t m = 0; m < M; m++) {
+            x.g[size_t(m)].value /= norm[h * N + t], x.g[size_t(m)].mag /= norm[h * N + t];
+            x.delta.add(-x.g[size_t(m)].value * out[at + m]);
+        }
+        return x;
+    };
+    // d of a feature becomes d of its input; returns feature·d for the gate.
+    auto set = [&](Values& to, int64_t at, double x, Value d) {
+        const Value f = feature(x, p.elu);
+        const double slope = p.elu ? std::min(f.value, 1.0) : 1;
+        to.set(at, {d.value * slope, d.mag * slope + (p.elu ? UNDERFLOW_MAG : 0)});
+        return Value{f.value * d.value, f.mag * d.mag};
+    };
+    for (int64_t at = 0; at < S * p.NKV; at++) {
+        const int64_t s = at / p.NKV, kv = at % p.NKV, begin = p.cum[size_t(s)], end = p.cum[size_t(s) + 1];
+        LinearAttentionSums state(E, M, p.initial ? p.initial + at * E * M : nullptr,
+                                  p.initial_z ? p.initial_z + at * E : nullptr);
+        std::vector<Value> query_dot(size_t(end - begin)), key_dot(size_t(end - begin));
+        for (int64_t t = begin; t < end; t++) {
+            if (p.gate) state.decay(p.gate[t * p.NKV + kv]);
+            state.add(features_of(p.k + (t * p.NKV + kv) * E, E, p.elu),
+                      features_of(p.v + (t * p.NKV + kv) * M, M, false), {1, 1});
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+                const Gradient x = gradient_of(t, h);
+                for (int64_t e = 0; e < E; e++) {
+                    Value d = state.row(x.g, size_t(e));
+                    d.add(x.delta.value * state.z.value[size_t(e)], x.delta.mag * state.z.mag[size_t(e)]);
+                    const Value dot = set(r.dq, (t * p.NH + h) * E + e, p.q[(t * p.NH + h) * E + e], d);
+                    query_dot[size_t(t - begin)].add(dot.value, dot.mag);
+                }
+            }
+        }
+        LinearAttentionSums grad(E, M, dfinal ? dfinal + at * E * M : nullptr, dfinal_z ? dfinal_z + at * E : nullptr);
+        Value through;  // what flows through the state at a token's end
+        for (size_t i = 0; i < grad.s.value.size(); i++)
+            through.add(grad.s.value[i] * state.s.value[i], grad.s.mag[i] * state.s.mag[i]);
+        for (size_t i = 0; i < grad.z.value.size(); i++)
+            through.add(grad.z.value[i] * state.z.value[i], grad.z.mag[i] * state.z.mag[i]);
+        double squares = through.mag * through.mag;
+        for (int64_t t = end - 1; t >= begin; t--) {
+            if (p.gate && t + 1 < end) grad.decay(p.gate[(t + 1) * p.NKV + kv]);
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+                const Gradient x = gradient_of(t, h);
+                grad.add(features_of(p.q + (t * p.NH + h) * E, E, p.elu), x.g, x.delta);
+            }
+            const std::vector<Value> k = features_of(p.k + (t * p.NKV + kv) * E, E, p.elu),
+                                     v = features_of(p.v + (t * p.NKV + kv) * M, M, false);
+            for (int64_t e = 0; e < E; e++) {
+                Value d = grad.row(v, size_t(e));
+                d.add(grad.z.value[size_t(e)], grad.z.mag[size_t(e)]);
+                const int64_t i = (t * p.NKV + kv) * E + e;
+                const Value dot = set(r.dk, i, p.k[i], d);
+                key_dot[size_t(t - begin)].add(dot.value, dot.mag);
+            }
+            for (int64_t m = 0; m < M; m++) r.dv.set((t * p.NKV + kv) * M + m, grad.column(k, size_t(m), size_t(M)));
+            // A running sum, whose terms' errors add up as squares.
+            const Value &q = query_dot[size_t(t - begin)], &dot = key_dot[size_t(t - begin)];
+            through.value += q.value - dot.value;
+            squares += q.mag * q.mag + dot.mag * dot.mag;
+            if (p.gate) r.dgate.set(t * p.NKV + kv, {through.value, fabs(through.value) + sqrt(squares)});
+        }
+        if (p.gate && begin < end) grad.decay(p.gate[begin * p.NKV + kv]);
+        for (int64_t i = 0; i < E * M; i++)
+            r.dinitial.set(at * E * M + i, {grad.s.value[size_t(i)], grad.s.mag[size_t(i)]});
+        for (int64_t e = 0; e < E; e++) r.dinitial_z.set(at * E + e, {grad.z.value[size_t(e)], grad.z.mag[size_t(e)]});
+    }
+    return r;
+}
+
+// The same as sums over pairs of tokens, for single rows of long sequences without states: a second way to say what
+// linear attention is.
+class LinearAttentionPairs {
+  public:
+    LinearAttentionPairs(const LinearAttentionInputs& inputs, const double* dout, const double* out, const double* norm)
+        : p(inputs),
+          group(inputs.NH / inputs.NKV),
+          q(elementwise([&](double x) { return feature(x, p.elu); }, p.q, p.cum.back() * p.NH * p.E)),
+          k(elementwise([&](double x) { return feature(x, p.elu); }, p.k, p.cum.back() * p.NKV * p.E)),
+          v(elementwise([](double x) { return feature(x, false); }, p.v, p.cum.back() * p.NKV * p.M)),
+          g(elementwise([](double x) { return feature(x, false); }, dout, p.cum.back() * p.NH * p.M)),
+          delta(p.cum.back() * p.NH),
+          decay(p.cum.back() * p.NKV) {
+        for (int64_t i = 0; i < p.cum.back() * p.NH && p.normalise; i++) {
+            const double d = norm[i % p.NH * p.cum.back() + i / p.NH];
+            for (int64_t at = i * p.M; at < (i + 1) * p.M; at++) {
+                g.value[size_t(at)] /= d, g.mag[size_t(at)] /= d;
+                delta.value[size_t(i)] -= g.value[size_t(at)] * out[at];
+                delta.mag[size_t(i)] += fabs(g.value[size_t(at)] * out[at]);
+            }
+        }
+        for (int64_t i = 0; i < p.cum.back() * p.NKV && p.gate; i++)
+            decay.value[size_t(i)] = p.gate[i] + (i < p.NKV ? 0 : decay.value[size_t(i - p.NKV)]);
+    }
+    // Row t of head h: of out [M] and dq [E], where begin is the first token of its sequence; of dk [E] and dv [M] of
+    // a KV head, where end is that of the next sequence.
+    Values out_row(int64_t t, int64_t h, int64_t begin) const {
+        Values row(p.M);
+        Value d;
+        for (int64_t s = begin; s <= t; s++) {
+            const Value x = score(t, s, h);
+            d.add(x.value, x.mag);
+            add(row, x, v, s * p.NKV + h / group);
+        }
+        d.add(1e-6);
+        for (size_t m = 0; m < row.value.size() && p.normalise; m++) {
+            row.value[m] /= d.value;
+            row.mag[m] = (row.mag[m] + fabs(row.value[m]) * d.mag) / d.value;
+        }
+        return row;
+    }
+    Values dq_row(int64_t t, int64_t h, int64_t begin) const {
+        Values row(p.E);
+        for (int64_t s = begin; s <= t; s++) add(row, score_gradient(t, s, h), k, s * p.NKV + h / group);
+        return through_features(row, q, t * p.NH + h);
+    }
+    Values dk_row(int64_t s, int64_t kv, int64_t end) const {
+        Values row(p.E);
+        for (int64_t t = s; t < end; t++)
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) add(row, score_gradient(t, s, h), q, t * p.NH + h);
+        return through_features(row, k, s * p.NKV + kv);
+    }
+    Values dv_row(int64_t s, int64_t kv, int64_t end) const {
+        Values row(p.M);
+        for (int64_t t = s; t < end; t++)
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) add(row, score(t, s, h), g, t * p.NH + h);
+        return row;
+    }
+
+  private:
+    // w_ts·(a·b + extra), w_ts = exp(Σ of the gates after s, up to t): rows a_at and b_at of n numbers.
+    Value weighted(int64_t t, int64_t s, int64_t kv, const Values& a, int64_t a_at, const Values& b, int64_t b_at,
+                   int64_t n, Value extra) const {
+        Value sum = extra;
+        const double *x = &a.value[size_t(a_at * n)], *y = &b.value[size_t(b_at * n)],
+                     *x_mag = &a.mag[size_t(a_at * n)], *y_mag = &b.mag[size_t(b_at * n)];
+        constexpr int64_t W = 4;  // sums side by side: long sequences are made of such products
+        double value[W] = {}, mag[W] = {};
+        for (int64_t i = 0; i + W <= n; i += W)
+            for (int64_t j = 0; j < W; j++) value[j] += x[i + j] * y[i + j], mag[j] += x_mag[i + j] * y_mag[i + j];
+        for (int64_t i = n / W * W; i < n; i++) value[0] += x[i] * y[i], mag[0] += x_mag[i] * y_mag[i];
+        for (int64_t j = 0; j < W; j++) sum.add(value[j], mag[j]);
+        const double w = decay.value[size_t(t * p.NKV + kv)] - decay.value[size_t(s * p.NKV + kv)];
+        return {sum.value * exp(w), (sum.mag + fabs(w * sum.value)) * exp(w)};
+    }
+    Value score(int64_t t, int64_t s, int64_t h) const {
+        return weighted(t, s, h / group, q, t * p.NH + h, k, s * p.NKV + h / group, p.E, {});
+    }
+    Value score_gradient(int64_t t, int64_t s, int64_t h) const {
+        const size_t i = size_t(t * p.NH + h);
+        return weighted(t, s, h / group, g, int64_t(i), v, s * p.NKV + h / group, p.M, {delta.value[i], delta.mag[i]});
+    }
+    static void add(Values& row, Value score, const Values& x, int64_t at) {
+        const size_t n = row.value.size();
+        for (size_t i = 0; i < n; i++) {
+            row.value[i] += score.value * x.value[size_t(at) * n + i];
+            row.mag[i] += score.mag * x.mag[size_t(at) * n + i];
+        }
+    }
+    Values through_features(Values row, const Values& features, int64_t at) const {
+        for (size_t e = 0; e < row.value.size() && p.elu; e++) {
+            const double slope = std::min(features.value[size_t(at) * row.value.size() + e], 1.0);
+            row.value[e] *= slope, row.mag[e] = row.mag[e] * slope + UNDERFLOW_MAG;
+        }
+        return row;
+    }
+
+    const LinearAttentionInputs& p;
+    int64_t group;
+    Values q, k, v, g, delta, decay;  // features; ĝ; δ [N, NH]; sums of the gates [N, NKV]
+};
+
 // Radians per position of each of the R/2 pairs in a table of T positions.
 inline std::vector<double> rope_frequencies(int64_t T, int64_t R, double theta, const RopeScaling& scaling) {
     std::vector<double> f(size_t(R / 2));

@@ -19,11 +19,11 @@
 #include <limits>
 
 #include "kernels/attention_check.h"
-#include "kernels/cpu.h"
+#include "kernels/cpu_tile.h"
+#include "kernels/cumulative_check.h"
 
 namespace {
 
-constexpr int64_t LANES = 16;
 constexpr int64_t MAX_TILE = 64;           // queries and keys of a tile
 constexpr int64_t TILE_FLOATS = 64 * 256;  // tile · head size: 64 KiB, several of them on the stack
 constexpr int64_t MAX_HS = 1024;
@@ -32,10 +32,6 @@ constexpr float INF = std::numeric_limits<float>::infinity();
 // Tiles of large heads are narrower, so that the buffers stay on the stack.
 int64_t tile_size(int64_t HS) {
     return HS * MAX_TILE <= TILE_FLOATS ? MAX_TILE : LANES;
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
 }
 
 // Which keys the queries of a sequence see: query i the keys i + first … i + last, as far as they exist. Without a
@@ -60,89 +56,7 @@ int64_t step_end(int64_t x, int64_t origin) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tile products
-
-// The products are templates over the vector, vec16 for AVX-512 and vec8 for AVX2: GCC keeps no sums in registers when
-// they are vec16 and the registers are half as wide.
-template <typename V>
-ALWAYS_INLINE V load(const float* p) {
-    V v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-}
-
-template <typename V>
-ALWAYS_INLINE void store(float* p, V v) {
-    std::memcpy(p, &v, sizeof(v));
-}
-
-template <typename V>
-constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
-
-// c [R, NV vectors] (+)= a·b: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV vectors].
-template <typename V, int R, int NV, bool TRANSPOSED>
-ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                 int64_t K, bool accumulate) {
-    V sum[R][NV];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? load<V>(c + r * ldc + v * WIDTH<V>) : V{};
-    }
-    for (int64_t k = 0; k < K; k++) {
-        V row[NV];
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) row[v] = load<V>(b + k * ldb + v * WIDTH<V>);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const float x = TRANSPOSED ? a[k * lda + r] : a[r * lda + k];
-#pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) sum[r][v] += x * row[v];
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-#pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) store(c + r * ldc + v * WIDTH<V>, sum[r][v]);
-    }
-}
-
-template <typename V, int R, int NV, bool TRANSPOSED>
-ALWAYS_INLINE void product_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t K, bool accumulate) {
-    const int64_t step = TRANSPOSED ? 1 : lda;
-    int64_t m = 0;
-    for (; m + R <= M; m += R) {
-        product_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
-    }
-    for (; m < M; m++) {
-        product_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
-    }
-}
-
-// c [M, vecs·16] (+)= a [M, K] · b [K, vecs·16]. Each element of c is summed in the order of k, whatever the blocking.
-// With the 32 registers of AVX-512 a block is 4×4 or 8×2 vectors, with AVX2's 16 registers of half the width 4×2.
-template <typename V, bool TRANSPOSED>
-ALWAYS_INLINE void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                           int64_t vecs, int64_t K, bool accumulate) {
-    int64_t v = 0;
-    if constexpr (WIDTH<V> == LANES) {
-        for (; v + 4 <= vecs; v += 4) {
-            product_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
-        }
-        if (v + 3 == vecs) {
-            product_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
-            return;
-        }
-        for (; v + 2 <= vecs; v += 2) {
-            product_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
-        }
-    }
-    constexpr int NV = LANES / WIDTH<V>;
-    for (; v < vecs; v++) {
-        product_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
-    }
-}
+// Products on the edges of the band
 
 // All bits set in the lanes from `first` on; 0 ≤ first ≤ 16. Masks come from a table and are applied with & and |:
 // vector comparisons would not survive in the AVX2 version (see vec_max).
@@ -206,29 +120,6 @@ ALWAYS_INLINE void edge(float* ot, int64_t ldo, const float* v, int64_t ldv, con
     for (; c < HS; c++) edge_block<V, 1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, seen);
 }
 
-// The products as the rest of this file calls them: a is [M, K] for product_n, stored as [K, M] for product_t.
-template <bool TRANSPOSED>
-WITH_AVX512 void product_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-template <bool TRANSPOSED>
-void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                  int64_t vecs, int64_t K, bool accumulate) {
-    product<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate) {
-    (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
-void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate) {
-    (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
-}
-
 WITH_AVX512 void edge_avx512(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
                              int64_t HS, int64_t keys, const Band& band) {
     edge<vec16>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
@@ -240,78 +131,6 @@ void product_edge(float* ot, int64_t ldo, const float* v, int64_t ldv, const flo
         edge_avx512(ot, ldo, v, ldv, p, ldp, HS, keys, band);
     else
         edge<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Packing
-
-// dst [cols, rows] = scale · src [rows, cols] transposed, in 8×8 blocks.
-MULTIARCH void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols,
-                         float scale) {
-    const int64_t rows8 = rows / 8 * 8, cols8 = cols / 8 * 8;
-    for (int64_t r = 0; r < rows8; r += 8) {
-        for (int64_t c = 0; c < cols8; c += 8) {
-            vec8 a[8], b[8];
-            for (int i = 0; i < 8; i++) std::memcpy(&a[i], src + (r + i) * lds + c, sizeof(vec8));
-            for (int i = 0; i < 8; i += 2) {  // pairs of rows: elements 0, 1, 4, 5 and 2, 3, 6, 7 interleaved
-                b[i] = __builtin_shufflevector(a[i], a[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-                b[i + 1] = __builtin_shufflevector(a[i], a[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-            }
-            for (int i = 0; i < 8; i += 4) {  // columns 0 … 3 of four rows in the low half, 4 … 7 in the high half
-                a[i] = __builtin_shufflevector(b[i], b[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-                a[i + 1] = __builtin_shufflevector(b[i], b[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-                a[i + 2] = __builtin_shufflevector(b[i + 1], b[i + 3], 0, 1, 8, 9, 4, 5, 12, 13);
-                a[i + 3] = __builtin_shufflevector(b[i + 1], b[i + 3], 2, 3, 10, 11, 6, 7, 14, 15);
-            }
-            for (int i = 0; i < 4; i++) {
-                b[i] = __builtin_shufflevector(a[i], a[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-                b[i + 4] = __builtin_shufflevector(a[i], a[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-            }
-            for (int i = 0; i < 8; i++) {
-                b[i] *= scale;
-                std::memcpy(dst + (c + i) * ldd + r, &b[i], sizeof(vec8));
-            }
-        }
-        for (int64_t c = cols8; c < cols; c++) {
-            for (int64_t i = r; i < r + 8; i++) dst[c * ldd + i] = src[i * lds + c] * scale;
-        }
-    }
-    for (int64_t i = rows8; i < rows; i++) {
-        for (int64_t c = 0; c < cols; c++) dst[c * ldd + i] = src[i * lds + c] * scale;
-    }
-}
-
-// dst [HS, round16(rows)] = scale · srcᵀ, the lanes beyond rows zero.
-void pack_lanes(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t HS, float scale) {
-    transpose(dst, ldd, src, lds, rows, HS, scale);
-    const int64_t padded = ceil_div(rows, LANES) * LANES;
-    if (padded > rows) {
-        for (int64_t c = 0; c < HS; c++) std::fill(dst + c * ldd + rows, dst + c * ldd + padded, 0.0f);
-    }
-}
-
-// dst [rows, round16(HS)] = scale · src, the columns beyond HS zero.
-void pack_rows(float* dst, const float* src, int64_t lds, int64_t rows, int64_t HS, float scale) {
-    const int64_t padded = ceil_div(HS, LANES) * LANES;
-    for (int64_t r = 0; r < rows; r++) {
-        for (int64_t c = 0; c < HS; c++) dst[r * padded + c] = src[r * lds + c] * scale;
-        std::fill(dst + r * padded + HS, dst + (r + 1) * padded, 0.0f);
-    }
-}
-
-// Row i of one head: data + i·stride.
-struct Rows {
-    float* data = nullptr;
-    int64_t stride = 0;
-    float* operator[](int64_t i) const { return data + i * stride; }
-};
-
-Rows head_rows(const Tensor& t, int64_t first_token, int64_t head) {
-    return {static_cast<float*>(t.data) + first_token * t.stride[0] + head * t.stride[1], t.stride[0]};
-}
-
-void zero_rows(Rows rows, int64_t begin, int64_t end, int64_t HS) {
-    for (int64_t i = begin; i < end; i++) std::fill(rows[i], rows[i] + HS, 0.0f);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -350,7 +169,7 @@ struct ForwardTile {
 };
 
 // Keys j … j + n − 1, all of which are seen by all queries of the tile.
-void forward_full(ForwardTile& t, Rows k, Rows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
+void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
     const int64_t ld = tile_size(HS);
     const Band all{-MAX_TILE, MAX_TILE};
     product_n(t.s, MAX_TILE, k[j], k.stride, t.qt, ld, n, vecs, HS, false);
@@ -360,7 +179,7 @@ void forward_full(ForwardTile& t, Rows k, Rows v, int64_t j, int64_t n, int64_t 
 }
 
 // Keys begin … end − 1 on an edge of the band, where lane l sees the keys l + band.first … l + band.last.
-void forward_edge(ForwardTile& t, Rows k, Rows v, int64_t begin, int64_t end, const Band& band, int64_t vecs,
+void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t end, const Band& band, int64_t vecs,
                   int64_t HS) {
     const int64_t ld = tile_size(HS);
     // f(j, n, first, last) for the steps of keys: j … j + n − 1 are seen by vectors first … last − 1, at least in part.
@@ -414,8 +233,8 @@ void forward_edge(ForwardTile& t, Rows k, Rows v, int64_t begin, int64_t end, co
 }
 
 // out [nq, HS] and lse [nq] (or null) of queries i0 … i0 + nq − 1 of one head.
-void forward_tile(Rows out, float* lse, Rows q, Rows k, Rows v, int64_t i0, int64_t nq, int64_t klen, const Band& band,
-                  int64_t HS, float scale) {
+void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, int64_t i0, int64_t nq, int64_t klen,
+                  const Band& band, int64_t HS, float scale) {
     ForwardTile t;
     float *ot = t.ot, *max = t.max, *sum = t.sum;
     const int64_t ld = tile_size(HS), vecs = ceil_div(nq, LANES);
@@ -461,7 +280,7 @@ struct BackwardTile {
 
 // One query head of one sequence.
 struct BackwardHead {
-    Rows q, dout, dq;
+    HeadRows q, dout, dq;
     const float *lse, *delta;
 };
 
@@ -472,7 +291,7 @@ struct BackwardShape {
     bool want_dq, want_dkv;
 };
 
-void load_keys(BackwardTile& t, Rows k, Rows v, int64_t j0, int64_t nk, const BackwardShape& shape) {
+void load_keys(BackwardTile& t, HeadRows k, HeadRows v, int64_t j0, int64_t nk, const BackwardShape& shape) {
     const int64_t ld = tile_size(shape.HS);
     pack_lanes(t.kt, ld, k[j0], k.stride, nk, shape.HS, shape.scale);
     pack_lanes(t.vt, ld, v[j0], v.stride, nk, shape.HS, 1);
@@ -495,7 +314,7 @@ MULTIARCH void softmax_gradient(float* p, float* ds, int64_t vecs, float lse, fl
     }
 }
 
-void add_query_gradient(Rows dq, int64_t i0, const float* tile, int64_t n, int64_t HS) {
+void add_query_gradient(HeadRows dq, int64_t i0, const float* tile, int64_t n, int64_t HS) {
     const int64_t padded = ceil_div(HS, LANES) * LANES;
     for (int64_t i = 0; i < n; i++) {
         float* row = dq[i0 + i];
@@ -626,23 +445,11 @@ struct Sizes : AttentionSizes {
     const int32_t *cum_q, *cum_k;
 };
 
-void check_cum(const char* op, const char* name, const Tensor& cum, int64_t tokens, int64_t max) {
-    const int32_t* c = cum.as<int32_t>();
-    const int64_t S = cum.shape[0] - 1;
-    require(c[0] == 0, op, ": ", name, "[0] is ", c[0], ", expected 0");
-    for (int64_t s = 0; s < S; s++) {
-        require(c[s] <= c[s + 1], op, ": ", name, " decreases after sequence ", s);
-        require(c[s + 1] - c[s] <= max, op, ": sequence ", s, " of ", name, " has ", c[s + 1] - c[s],
-                " tokens, more than the maximum given, ", max);
-    }
-    require(c[S] <= tokens, op, ": ", name, " ends at ", c[S], ", past the ", tokens, " tokens of the tensor");
-}
-
 Sizes check_sizes(const char* op, const Tensor& q, const Tensor& k, const Tensor& v,
                   const AttentionSequences& sequences, float scale) {
     Sizes z{check_attention(op, DType::F32, q, k, v, sequences, scale), nullptr, nullptr};
-    check_cum(op, "cum_q", sequences.cum_q, z.Nq, sequences.max_q);
-    check_cum(op, "cum_k", sequences.cum_k, z.Nk, sequences.max_k);
+    check_cumulative(op, "cum_q", sequences.cum_q, z.Nq, sequences.max_q);
+    check_cumulative(op, "cum_k", sequences.cum_k, z.Nk, sequences.max_k);
     z.cum_q = sequences.cum_q.as<int32_t>();
     z.cum_k = sequences.cum_k.as<int32_t>();
     return z;
@@ -725,7 +532,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
             backward_queries(t, head(s, h), 0, qlen(s), j0, nk, shape);
         }
-        const Rows dk_rows = head_rows(dk, z.cum_k[s], kv), dv_rows = head_rows(dv, z.cum_k[s], kv);
+        const HeadRows dk_rows = head_rows(dk, z.cum_k[s], kv), dv_rows = head_rows(dv, z.cum_k[s], kv);
         for (int64_t j = 0; j < nk; j++) {
             for (int64_t c = 0; c < z.HS; c++) {
                 dk_rows[j0 + j][c] = t.dk[j * width + c] * scale;

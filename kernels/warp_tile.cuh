@@ -3,10 +3,11 @@
 // A warp's sums c [16·MT, 8·NT] are laid out as mma.sync's m16n8 tiles lay them out: of tile (m, n) lane 4g + t holds
 //   c[m][n][0..1] = (row 16m + g,     columns 8n + 2t, 8n + 2t + 1)
 //   c[m][n][2..3] = (row 16m + g + 8, the same columns).
-// Two products are enough. Operands in shared memory are tiles of rows of D elements, PITCH apart:
+// Operands in shared memory are tiles of rows of D elements, PITCH apart:
 //   product_nt   c += A·Bᵀ   A [16·MT, D], B [8·NT, D] in shared memory
 //   product_nn   c += P·B    P [16·MT, 8·NK] the sums of an earlier product, rounded to T; B [8·NK, ≥ 8·NT] in shared
-//   memory
+//                            memory. Or A·B, A [16·MT, D] in shared memory
+//   product_tn   c += Aᵀ·B   A [ROWS, ≥ 16·MT], B [ROWS, ≥ 8·NT] in shared memory, rows of A weighted
 // The layout of the sums is that of mma.sync's left operand too, so P never leaves the registers (FlashAttention-2,
 // Dao 2023). bf16 and fp16 run on tensor cores (mma.sync.m16n8k16, sm_80), sums in fp32. fp32 takes the same layout
 // with fused multiply-adds: exact fp32, at the speed of the ordinary units.
@@ -148,7 +149,8 @@ class LeftTile {
     uint32_t kept[IN_REGISTERS ? D / 16 : 1][MT][4];
 };
 
-template <typename T, int MT, int NT, int D, bool IN_REGISTERS>
+// K: in fp32, how many of the columns are multiplied.
+template <typename T, int MT, int NT, int D, bool IN_REGISTERS, int K = D>
 __device__ __forceinline__ void product_nt(float (&c)[MT][NT][4], const LeftTile<T, MT, D, IN_REGISTERS>& left,
                                            const T* b) {
     static_assert(NT % 2 == 0 && D % 16 == 0);
@@ -156,7 +158,7 @@ __device__ __forceinline__ void product_nt(float (&c)[MT][NT][4], const LeftTile
     if constexpr (std::is_same_v<T, float>) {
         const float *a_row = left.rows + lane / 4 * PITCH<T, D>, *b_row = b + lane % 4 * 2 * PITCH<T, D>;
 #pragma unroll 1
-        for (int k = 0; k < D; k += 4) {
+        for (int k = 0; k < K; k += 4) {
 #pragma unroll
             for (int m = 0; m < MT; m++) {
                 const Floats<4> low = load_floats<4>(a_row + m * 16 * PITCH<T, D> + k),
@@ -241,6 +243,126 @@ __device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const float (&
                 for (int m = 0; m < MT; m++) {
                     mma<T>(c[m][n], a[m], right[0], right[1]);
                     mma<T>(c[m][n + 1], a[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+}
+
+// DB: the row of B's tile. In fp32 sums are made in blocks of 32 terms.
+template <typename T, int DB, int MT, int NT, int D, bool IN_REGISTERS>
+__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const LeftTile<T, MT, D, IN_REGISTERS>& left,
+                                           const T* b) {
+    static_assert(NT % 2 == 0 && D % 32 == 0);
+    const int lane = lane_id();
+    if constexpr (std::is_same_v<T, float>) {
+        const float *a_row = left.rows + lane / 4 * PITCH<T, D>, *b_row = b + lane % 4 * 2;
+#pragma unroll 1
+        for (int begin = 0; begin < D; begin += 32) {
+            float sum[MT][NT][4] = {};
+#pragma unroll 4
+            for (int k = begin; k < begin + 32; k++) {
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    const float low = a_row[m * 16 * PITCH<T, D> + k], high = a_row[(m * 16 + 8) * PITCH<T, D> + k];
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        const Floats<2> right = load_floats<2>(b_row + k * PITCH<T, DB> + n * 8);
+                        sum[m][n][0] = fmaf(low, right[0], sum[m][n][0]);
+                        sum[m][n][1] = fmaf(low, right[1], sum[m][n][1]);
+                        sum[m][n][2] = fmaf(high, right[0], sum[m][n][2]);
+                        sum[m][n][3] = fmaf(high, right[1], sum[m][n][3]);
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < MT * NT * 4; i++)
+                c[i / 4 / NT][i / 4 % NT][i % 4] += sum[i / 4 / NT][i / 4 % NT][i % 4];
+        }
+    } else {
+        const uint32_t at = shared_address(b + lane % 16 * PITCH<T, DB> + lane / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < D / 16; k++) {
+            uint32_t a[MT][4];
+            left.fragment(a, k);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                uint32_t right[4];
+                load_matrix_transposed(right, at + (k * 16 * PITCH<T, DB> + n * 8) * int(sizeof(T)));
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma<T>(c[m][n], a[m], right[0], right[1]);
+                    mma<T>(c[m][n + 1], a[m], right[2], right[3]);
+                }
+            }
+        }
+    }
+}
+
+// Two numbers of T times two floats, rounded again.
+template <typename T>
+__device__ __forceinline__ uint32_t scale_two(uint32_t x, float low, float high) {
+    Pack<T, 2> pack;
+    pack.word[0] = x;
+    const Floats<2> y = as_floats(pack);
+    return pack_two<T>(y[0] * low, y[1] * high);
+}
+
+// DA, DB: the rows of the tiles; weights [ROWS] in shared memory, or null for ones. In fp32 the sum over ROWS is made
+// by itself before it is added.
+template <typename T, int DA, int DB, int ROWS, int MT, int NT>
+__device__ __forceinline__ void product_tn(float (&c)[MT][NT][4], const T* a, const T* b, const float* weights) {
+    static_assert(NT % 2 == 0 && ROWS % 16 == 0);
+    const int lane = lane_id();
+    if constexpr (std::is_same_v<T, float>) {
+        const float *a_column = a + lane / 4, *b_row = b + lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            float sum[NT][4] = {};
+#pragma unroll 4
+            for (int k = 0; k < ROWS; k++) {
+                const float weight = weights ? weights[k] : 1.0f;
+                const float low = weight * a_column[k * PITCH<T, DA> + m * 16],
+                            high = weight * a_column[k * PITCH<T, DA> + m * 16 + 8];
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const Floats<2> right = load_floats<2>(b_row + k * PITCH<T, DB> + n * 8);
+                    sum[n][0] = fmaf(low, right[0], sum[n][0]);
+                    sum[n][1] = fmaf(low, right[1], sum[n][1]);
+                    sum[n][2] = fmaf(high, right[0], sum[n][2]);
+                    sum[n][3] = fmaf(high, right[1], sum[n][3]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < NT * 4; i++) c[m][i / 4][i % 4] += sum[i / 4][i % 4];
+        }
+    } else {
+        const uint32_t a_at = shared_address(a + (lane % 8 + lane / 16 * 8) * PITCH<T, DA> + lane / 8 % 2 * 8),
+                       b_at = shared_address(b + lane % 16 * PITCH<T, DB> + lane / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < ROWS / 16; k++) {
+            uint32_t left[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+                load_matrix_transposed(left[m], a_at + (k * 16 * PITCH<T, DA> + m * 16) * int(sizeof(T)));
+            if (weights) {
+                const Floats<2> first = load_floats<2>(weights + k * 16 + lane % 4 * 2),
+                                second = load_floats<2>(weights + k * 16 + 8 + lane % 4 * 2);
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        left[m][i] = i < 2 ? scale_two<T>(left[m][i], first[0], first[1])
+                                           : scale_two<T>(left[m][i], second[0], second[1]);
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                uint32_t right[4];
+                load_matrix_transposed(right, b_at + (k * 16 * PITCH<T, DB> + n * 8) * int(sizeof(T)));
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma<T>(c[m][n], left[m], right[0], right[1]);
+                    mma<T>(c[m][n + 1], left[m], right[2], right[3]);
                 }
             }
         }

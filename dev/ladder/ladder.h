@@ -69,9 +69,9 @@ int ladder_main(Body body) {
 // allowance for being a sample, and for 16-bit results for each element too.
 class ErrorBound {
   public:
-    // Results of `dtype` whose sums are K terms long; bf16: rounded `roundings` times on the way.
+    // Results of `dtype` whose sums are K terms long, of 16 bits after so many roundings.
     ErrorBound(DType dtype, int64_t K, int roundings = 1) : sum_bound(4 * 0x1p-24 * std::sqrt(1 + double(K) / 4096)) {
-        if (dtype == DType::BF16) storage_rms = 2e-3 * std::sqrt(roundings), storage_largest = 0x1p-8;
+        if (dtype == DType::BF16) storage_rms = 2e-3 * std::sqrt(roundings), storage_largest = 0x1p-8 * roundings;
     }
 
     void add(double got, const reference::Value& ref) {

@@ -1,0 +1,113 @@
+// What both backends share: the checks of linear attention's arguments that need no look at what tensors hold, and the
+// six causal products that it is made of.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/linear_attention.h"
+
+constexpr float LINEAR_ATTENTION_EPS = 1e-6f;
+constexpr int64_t LINEAR_ATTENTION_MAX_SIZE = 512;          // of a head: E and M
+constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunked can
+
+// Forward and backward pass are the same product of rows a, b (E numbers) and c (M numbers) with other operands:
+//
+//   out_i = Σ_j w_ij·(a_i·b_j + α_i + β_j)·c_j     over j ≤ i or, reversed, j ≥ i;  w_ij = exp of the gates between
+//   them
+//
+//             a       b       c       α    β    order
+//   Out       φ(q)    φ(k)    v                          and d from the sums of its scores
+//   DQ        ĝ       v       φ(k)    δ
+//   DV        φ(k)    φ(q)    ĝ                 reversed, summed over the query heads of a KV head
+//   DK        v       ĝ       φ(q)         δ    reversed, likewise
+//
+// and what a product carries along is the state Σ_j w_j b_j c_jᵀ, with the vector Σ_j w_j b_j (Out), Σ_j w_j c_j (DQ),
+// Σ_j w_j δ_j c_j (DK). KeyState and QueryState compute that alone: S and z, R and r.
+enum class LinearAttentionRole : uint8_t { Out, DQ, DV, DK, KeyState, QueryState };
+
+inline void check_state(const char* op, const std::string& name, const LinearAttentionState& state,
+                        const LinearAttentionSizes& z, bool normalise, Given given) {
+    check_tensor(op, (name + ".s").c_str(), state.s, DType::F32, {z.S, z.NKV, z.E, z.M}, given);
+    check_contiguous(op, (name + ".s").c_str(), state.s);
+    require(!state.z || normalise, op, ": ", name, ".z is given, but nothing is normalised");
+    if (!state.s || !normalise) {
+        require(!state.z, op, ": ", name, ".z is given without ", name, ".s");
+        return;
+    }
+    check_tensor(op, (name + ".z").c_str(), state.z, DType::F32, {z.S, z.NKV, z.E});
+    check_contiguous(op, (name + ".z").c_str(), state.z);
+}
+
+inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& gate, const LinearAttention& kind) {
+    require(q && q.rank == 3, op, ": q is ", shape_string(q), ", expected [N, NH, E]");
+    require(k && k.rank == 3, op, ": k is ", shape_string(k), ", expected [N, NKV, E]");
+    require(v && v.rank == 3, op, ": v is ", shape_string(v), ", expected [N, NKV, M]");
+    LinearAttentionSizes z{q.shape[0], 0, q.shape[1], k.shape[1], q.shape[2], v.shape[2], 0};
+    check_tensor(op, "q", q, dtype, {z.N, z.NH, z.E});
+    check_tensor(op, "k", k, dtype, {z.N, z.NKV, z.E});
+    check_tensor(op, "v", v, dtype, {z.N, z.NKV, z.M});
+    check_tensor(op, "gate", gate, DType::F32, {z.N, z.NKV}, Given::Optional);
+    require(z.NKV > 0 && z.NH % z.NKV == 0, op, ": ", z.NKV, " KV heads do not divide ", z.NH, " heads");
+    const int64_t limit =
+        kind.form == LinearAttention::Form::Chunked ? LINEAR_ATTENTION_MAX_CHUNKED_SIZE : LINEAR_ATTENTION_MAX_SIZE;
+    require(z.E >= 1 && z.E <= limit && z.M >= 1 && z.M <= limit, op, ": heads of ", z.E, " x ", z.M,
+            " lie outside [1, ", limit, "]");
+    require(!kind.normalise || kind.features == FeatureMap::EluPlusOne, op,
+            ": the normaliser needs positive features, those of elu + 1");
+    return z;
+}
+
+inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& gate,
+                                                   const LinearAttentionState& initial,
+                                                   const LinearAttentionSequences& sequences,
+                                                   const LinearAttention& kind) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+    z.S = sequences.cum.rank == 1 ? sequences.cum.shape[0] - 1 : -1;
+    require(z.S >= 0, op, ": cum is ", shape_string(sequences.cum), ", expected [sequences + 1]");
+    check_tensor(op, "cum", sequences.cum, DType::I32, {z.S + 1});
+    z.max_length = sequences.max_length;
+    check_state(op, "initial", initial, z, kind.normalise, Given::Optional);
+    return z;
+}
+
+// The arguments of the two passes beyond those.
+inline void check_linear_attention_forward(const char* op, DType dtype, const LinearAttentionSizes& z,
+                                           const Tensor& out, const Tensor& norm, const LinearAttentionState& final,
+                                           const LinearAttention& kind, const Tensor& scratch) {
+    check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
+    if (kind.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
+    check_state(op, "final", final, z, kind.normalise, Given::Optional);
+    check_scratch(op, scratch, linear_attention_forward_scratch(z));
+}
+
+inline void check_linear_attention_backward(const char* op, DType dtype, const LinearAttentionSizes& z,
+                                            const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dgate,
+                                            const LinearAttentionState& dinitial, const Tensor& dout,
+                                            const LinearAttentionState& dfinal, const Tensor& gate, const Tensor& out,
+                                            const Tensor& norm, const LinearAttention& kind, const Tensor& scratch) {
+    check_tensor(op, "dq", dq, dtype, {z.N, z.NH, z.E});
+    check_tensor(op, "dk", dk, dtype, {z.N, z.NKV, z.E});
+    check_tensor(op, "dv", dv, dtype, {z.N, z.NKV, z.M});
+    check_tensor(op, "dout", dout, dtype, {z.N, z.NH, z.M});
+    require(bool(gate) == bool(dgate), op, ": gate and dgate are given together or not at all");
+    check_tensor(op, "dgate", dgate, DType::F32, {z.N, z.NKV}, Given::Optional);
+    if (kind.normalise) {
+        check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
+        check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N});
+    }
+    check_state(op, "dinitial", dinitial, z, kind.normalise, Given::Optional);
+    check_state(op, "dfinal", dfinal, z, kind.normalise, Given::Optional);
+    check_scratch(op, scratch, linear_attention_backward_scratch(z));
+}
+
+inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType dtype, const Tensor& out,
+                                                          const LinearAttentionState& state, const Tensor& q,
+                                                          const Tensor& k, const Tensor& v, const Tensor& gate,
+                                                          const LinearAttention& kind) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+    z.S = z.N;
+    check_tensor(op, "out", out, dtype, {z.S, z.NH, z.M});
+    check_state(op, "state", state, z, kind.normalise, Given::Required);
+    return z;
+}
