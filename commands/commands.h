@@ -75,14 +75,22 @@ struct EvalOptions {
     bool json = false;
 };
 
+// How tokens are drawn: kernels/sampling.h has the order in which these are applied.
+struct DrawOptions {
+    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
+    int64_t top_k = 0;
+    uint64_t seed = 42;
+};
+
 struct SampleOptions {
     ModelOptions model;
+    DrawOptions draw;
     std::string prompt, prompt_file;
-    int64_t max_tokens = 256, top_k = 0, num_samples = 1;
-    double temperature = 1;
-    uint64_t seed = 42;
+    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep = 0;
+    int64_t context = 0;  // 0: as long as the longest prompt and its answer, up to the rows of a position table
     std::vector<std::string> stop;
-    bool ignore_eos = false, random_weights = false, json = false;
+    bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
+         json = false;
 };
 
 struct LogitsOptions {
