@@ -1026,9 +1026,8 @@ TEST(Generation, CacheOfEarlierRoundsIsUsedAgain) {
         Generation other(driver.model, engine_options(1, 60));
         generate(other.engine, fresh.requests, {});
         EXPECT_EQ(texts.answers[0].tokens(), fresh.answers[0].tokens()) << "round " << round;
-        held = texts.requests[0].context;
-        conversation = held;
-        conversation.push_back(texts.answers[0].tokens().back());
+        held = conversation = texts.requests[0].context;
+        held.resize(size_t(std::min<int64_t>(g.engine.length(0), int64_t(held.size()))));
         for (const int32_t id : random_tokens(driver.model.config, 4, 20 + uint64_t(round))) conversation.push_back(id);
     }
 }

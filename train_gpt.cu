@@ -18,8 +18,10 @@
 #include "commands/commands.h"
 #include "commands/training.h"
 #include "data/loader.h"
+#include "data/multiple_choice.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
+#include "infer/chat.h"
 #include "infer/engine.h"
 #include "infer/generate.h"
 #include "infer/sample_output.h"
@@ -1393,8 +1395,101 @@ RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
     return shape;
 }
 
+// A tensor of any of the float dtypes on the host.
+std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
+    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
+    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
+    std::vector<float> values(static_cast<size_t>(t.numel()));
+    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
+    return values;
+}
+
+// One "key value" a line, or a JSON object.
+void print_result(const ordered_json& result, bool as_json) {
+    if (as_json) std::cout << result.dump() << "\n";
+    for (const auto& [key, value] : result.items())
+        if (!as_json) std::cout << key << " " << value << "\n";
+}
+
+// Nats of each choice's ending, packed into as few passes as they fit in. Of what is too long the end is scored.
+std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, const std::vector<Choice>& choices,
+                                  int32_t start) {
+    std::vector<double> nats(choices.size(), 0);
+    const int64_t T = m.acts.shape.T, room = m.acts.shape.B * T;
+    for (size_t begin = 0, end; begin < choices.size(); begin = end) {
+        Batch batch;
+        batch.cum_seqlens = {0};
+        std::vector<size_t> owner;  // of each token
+        for (end = begin; end < choices.size(); end++) {
+            // A text that is scored from its first token on begins with the token that texts start from.
+            const Choice& c = choices[end];
+            std::vector<int32_t> tokens = c.tokens;
+            if (c.first == 0) tokens.insert(tokens.begin(), start);
+            const int64_t ending = int64_t(c.tokens.size()) - c.first, n = std::min(int64_t(tokens.size()) - 1, T);
+            if (batch.cum_seqlens.back() + n > room) break;
+            const size_t from = tokens.size() - size_t(n) - 1;
+            for (int64_t i = 0; i < n; i++) {
+                batch.tokens.push_back(tokens[from + size_t(i)]);
+                batch.targets.push_back(i >= n - ending ? tokens[from + size_t(i) + 1] : Batch::NO_TARGET);
+                batch.positions.push_back(static_cast<int32_t>(i));
+                owner.push_back(end);
+            }
+            batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
+            batch.max_seqlen = std::max(batch.max_seqlen, n);
+        }
+        const Input in = upload(ctx, m.acts, batch);
+        forward(ctx, m.model, m.acts, in);
+        evaluate_loss(ctx, m.model, m.acts, in, false);
+        const std::vector<float> losses = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
+    }
+    return nats;
+}
+
+void run_multiple_choice(const EvalOptions& o) {
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::vector<Question> questions = read_questions(o.multiple_choice);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    std::vector<Choice> choices;
+    int64_t longest = 1;
+    for (const Question& q : questions) {
+        for (const std::string& ending : q.endings) {
+            choices.push_back(make_choice(tokenizer, q.context, ending));
+            longest = std::max(longest, int64_t(choices.back().tokens.size()));
+            for (const int32_t id : choices.back().tokens)
+                require(id < source.config.vocab_size, "token ", id,
+                        " of a question is beyond the model's vocabulary of ", source.config.vocab_size);
+        }
+    }
+    int64_t T = o.seq_len ? o.seq_len : longest;
+    if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    const std::vector<double> nats = score_choices(ctx, m, choices, start_token(source.config, &tokenizer));
+
+    int64_t right = 0, right_by_byte = 0;
+    size_t at = 0;
+    for (const Question& q : questions) {
+        size_t best = 0, best_by_byte = 0;
+        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
+        for (size_t e = 1; e < q.endings.size(); e++) {
+            if (nats[at + e] < nats[at + best]) best = e;
+            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
+        }
+        right += best == q.label;
+        right_by_byte += best_by_byte == q.label;
+        at += q.endings.size();
+    }
+    const double count = double(questions.size());
+    print_result({{"accuracy", double(right) / count},
+                  {"accuracy_norm", double(right_by_byte) / count},
+                  {"count", questions.size()}},
+                 o.json);
+}
+
 void run_eval(const Args& args) {
     const EvalOptions o = parse_eval(args);
+    if (!o.multiple_choice.empty()) return run_multiple_choice(o);
     const Context ctx;
     const DataDirectory data = open_data(o.data);
     const bool train_split = o.split == "train";
@@ -1408,16 +1503,12 @@ void run_eval(const Args& args) {
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
-    const ordered_json result = {{"tokens", e.tokens},
-                                 {"bytes", e.bytes},
-                                 {"val_loss", e.loss()},
-                                 {"perplexity", std::exp(e.loss())},
-                                 {"bits_per_byte", e.bits_per_byte()}};
-    if (o.json)
-        std::cout << result.dump() << "\n";
-    else {
-        for (const auto& [key, value] : result.items()) std::cout << key << " " << value << "\n";
-    }
+    print_result({{"tokens", e.tokens},
+                  {"bytes", e.bytes},
+                  {"val_loss", e.loss()},
+                  {"perplexity", std::exp(e.loss())},
+                  {"bits_per_byte", e.bits_per_byte()}},
+                 o.json);
 }
 
 SamplingOptions sampling_options(const DrawOptions& o) {
@@ -1515,13 +1606,28 @@ void run_sample(const Args& args) {
     std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
 }
 
-// A tensor of any of the float dtypes on the host.
-std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
-    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
-    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
-    std::vector<float> values(static_cast<size_t>(t.numel()));
-    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
-    return values;
+void run_chat(const Args& args) {
+    const ChatCommandOptions o = parse_chat(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+    const ChatTemplate format = find_chat_template(source.directory);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    EngineOptions engine_options;
+    engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
+    engine_options.dtype = o.model.type();
+    engine_options.sampling = sampling_options(o.draw);
+    LoadedEngine m(ctx, source, engine_options, false);
+    ChatOptions options;
+    options.system = o.system_given ? o.system : format.default_system;
+    options.answer.max_tokens = o.max_tokens;
+    options.answer.eos = end_tokens(source, &tokenizer);
+    options.slide = o.slide;
+    std::cerr << source.name << ", " << chat_format_name(format.format) << ", a context of " << engine_options.context
+              << " tokens; /reset begins anew, /exit ends, Ctrl-C stops an answer\n";
+    const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
+                                               stop_requested, catch_interrupt, release_interrupt);
+    std::cerr << statistics_text(statistics, statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0);
 }
 
 void run_logits(const Args& args) {
@@ -1593,7 +1699,8 @@ int main(int argc, char** argv) {
     return run_program(argc, argv,
                        {{"train", "train a model", run_train},
                         {"eval", "score a split of a data set", run_eval},
-                        {"sample", "continue a prompt", run_sample},
+                        {"sample", "continue prompts", run_sample},
+                        {"chat", "hold a conversation", run_chat},
                         {"logits", "write the logits of given tokens", run_logits},
                         {"plan", "show the memory that a run needs", run_plan},
                         {"info", "show what a file, a checkpoint or this program is", run_info}});

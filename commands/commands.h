@@ -70,7 +70,7 @@ struct TrainOptions {
 
 struct EvalOptions {
     ModelOptions model;
-    std::string data, split = "val";
+    std::string data, multiple_choice, split = "val";
     int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
     bool json = false;
 };
@@ -91,6 +91,15 @@ struct SampleOptions {
     std::vector<std::string> stop;
     bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
          json = false;
+};
+
+struct ChatCommandOptions {
+    ModelOptions model;
+    DrawOptions draw;
+    std::string system;
+    bool system_given = false;  // else the template's own
+    int64_t max_tokens = 1024, context = 0;
+    bool slide = true;
 };
 
 struct LogitsOptions {
@@ -114,6 +123,7 @@ struct InfoOptions {
 TrainOptions parse_train(const Args& args);
 EvalOptions parse_eval(const Args& args);
 SampleOptions parse_sample(const Args& args);
+ChatCommandOptions parse_chat(const Args& args);
 LogitsOptions parse_logits(const Args& args);
 PlanOptions parse_plan(const Args& args);
 InfoOptions parse_info(const Args& args);

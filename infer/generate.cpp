@@ -60,6 +60,12 @@ bool Answer::add(int32_t token, float logprob) {
     return reason != nullptr;
 }
 
+void GenerateStatistics::add(const GenerateStatistics& s) {
+    prompt_tokens += s.prompt_tokens, answer_tokens += s.answer_tokens;
+    steps += s.steps, step_texts += s.step_texts, step_bytes += s.step_bytes;
+    prefill_seconds += s.prefill_seconds, decode_seconds += s.decode_seconds;
+}
+
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -160,8 +166,10 @@ class Generator {
             Request* r = at_work[size_t(s.slots[i])];
             if (!r) continue;  // finished while this step was on its way
             stats.answer_tokens += decoding;
-            r->context.push_back(s.tokens[i]);
-            if (!r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i])) continue;
+            const size_t before = r->answer->tokens().size();
+            const bool ended = r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
+            if (r->answer->tokens().size() > before) r->context.push_back(s.tokens[i]);
+            if (!ended) continue;
             engine.retire(s.slots[i]);
             finish(size_t(s.slots[i]));
         }
@@ -172,9 +180,7 @@ class Generator {
     }
 
     void finish(size_t slot) {
-        Request& r = *at_work[slot];
-        const size_t held = size_t(engine.length(int64_t(slot)));
-        if (r.context.size() > held) r.context.resize(held);
+        const Request& r = *at_work[slot];
         at_work[slot] = nullptr;
         if (done) done(r);
     }

@@ -60,13 +60,16 @@ struct Request {
     int64_t cached = 0;           // so many of them are in the cache already (of an engine with one slot)
     int64_t sequence = 0;         // keys its draws
     Answer* answer = nullptr;
-    std::vector<int32_t> context;  // when it is done: the tokens that the cache holds
+    std::vector<int32_t> context;  // when it is done: the text with its answer, as far as it has not slid away. The
+                                   // cache holds its first engine.length() tokens at most
 };
 
 struct GenerateStatistics {
     int64_t prompt_tokens = 0, answer_tokens = 0;       // drawn by a step, that is all but the first of each text
     int64_t steps = 0, step_texts = 0, step_bytes = 0;  // decode steps, and texts and bytes summed over them
     double prefill_seconds = 0, decode_seconds = 0;
+
+    void add(const GenerateStatistics& other);
 };
 
 // Answers all requests, as many at a time as the engine has slots; those that wait take the slots of finished ones.
