@@ -1384,7 +1384,10 @@ struct LoadedEngine {
             initialise_weights(ctx, model, options.sampling.seed);
         else
             load_weights(source.directory, model.table, model.arenas);
+        const std::string cache = matmul_cache_path(ctx.stream);
+        load_gemm_choices(ctx, cache);
         engine.allocate(inference_weights(model));
+        store_gemm_choices(ctx, cache);
     }
 };
 
@@ -1665,9 +1668,13 @@ void run_plan(const Args& args) {
     const PlanOptions o = parse_plan(args);
     const ModelSource source = o.model.resolve(0);
     const DType dtype = o.model.type();
-    const Model model(source.config, 1, {dtype, dtype != DType::F32 && !o.inference && o.master_weights});
-    const Activations acts(source.config, {o.batch_size, o.seq_len, !o.inference, o.recompute, true, 1, dtype});
-    const MemoryPlan plan = memory_plan(model, acts);
+    const bool training = !o.inference && !o.generate;
+    const Model model(source.config, 1, {dtype, dtype != DType::F32 && training && o.master_weights});
+    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, 1, dtype});
+    EngineOptions generation;
+    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
+    const MemoryPlan plan =
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts);
     const double flops = flop_per_token(model, o.seq_len);
     if (o.json) {
         json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
@@ -1678,8 +1685,9 @@ void run_plan(const Args& args) {
     }
     std::cout << source.name << ": " << describe(model) << "\n"
               << plan_text(plan, device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6)
-              << " MFLOP (" << (o.inference ? "a training step's" : "forward and backward")
+              << " MFLOP (" << (training ? "forward and backward" : "a training step's")
               << ", recomputation not counted)\n";
+    if (o.generate) return;
     std::cout << "largest activations\n";
     std::vector<ArenaPlan::Entry> entries = acts.plan.entries();
     std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });

@@ -112,7 +112,7 @@ struct PlanOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
-    bool inference = false, json = false, master_weights = true;
+    bool inference = false, generate = false, json = false, master_weights = true;
 };
 
 struct InfoOptions {

@@ -181,6 +181,28 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
     expect_deterministic("decode_attention", [&] { return run(slots, positions, 703); });
 }
 
+// One scratch for calls of any size, one after the other, as a batch that shrinks and grows makes them.
+TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
+    const Shape z{4, 2, 16, 400};
+    const DType T = activation();
+    const TestArray scratch = TestArray::scratch(decode_attention_scratch(6, z.NH, z.HS, 400));
+    device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
+    for (const int64_t N : {6, 1, 6, 2, 5, 6}) {
+        std::vector<int32_t> slot, position;
+        for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(399 - 60 * n);
+        const auto run = [&](const Tensor& memory) {
+            const Cache cache(T, z, 6, slot, position);
+            Call call(T, cache, 16);
+            call.place.max_length = 400;
+            const TestArray out = TestArray::poisoned(T, {N, z.NH * z.HS});
+            decode_attention(out, call.qkv, cache.k, cache.v, call.place, call.scale, memory ? memory : call.scratch,
+                             Stream{});
+            return out.fetch();
+        };
+        expect_same_bits("out", run({}), run(scratch));
+    }
+}
+
 INSTANTIATE_DTYPES(DecodeAttention);
 
 class KvAppend : public DTypeTest {};

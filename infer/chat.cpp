@@ -33,6 +33,14 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         if (line == "/reset") reset();
         if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
         append(said, writer->question(line));
+        const auto give_up = [&] {
+            out << "(the context is full and begins anew)\n";
+            reset();
+        };
+        if (!options.slide && int64_t(said.size()) >= engine.options.context) {
+            give_up();
+            continue;
+        }
 
         Answer answer(&tokenizer, answer_options, [&](std::string_view piece) { out << piece << std::flush; });
         const auto common = std::mismatch(held.begin(), held.end(), said.begin(), said.end()).first;
@@ -46,8 +54,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         held = said = requests[0].context;
         if (int64_t(held.size()) > engine.length(0)) held.resize(size_t(engine.length(0)));
         if (answer.finish() == std::string("context")) {
-            out << "(the context is full; /reset begins anew)\n";
-            reset();
+            give_up();
             continue;
         }
         append(said, writer->end_of_answer());

@@ -151,6 +151,19 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj}) count_bytes(w.weight), count_bytes(w.bias);
     }
     count_bytes(weights.head);
+    tune();
+}
+
+// Products of many rows take the library's fastest algorithms, found by timing them on a step of texts that are all
+// finished. What it computes means nothing, and prefill() overwrites it.
+void Engine::tune() {
+    const int64_t B = options.slots;
+    if (!graphs_replay() || options.batch_invariant || B <= LINEAR_SMALL_N) return;
+    device_fill(step_positions.data, 0xFF, size_t(step_positions.bytes()), stream);  // −1
+    for (const Tensor& t : {ids, slot_ids}) device_fill(t.data, 0, size_t(t.bytes()), stream);
+    matmul_tuning(true, stream);
+    decode_step(B, bucket(1, options.context));
+    matmul_tuning(false, stream);
 }
 
 // x [N, C] through all blocks. attend(l) computes att from qkv and the cache.

@@ -254,6 +254,10 @@ int64_t counter_bytes(int64_t N, int64_t NH) {
     return (N * NH * int64_t(sizeof(unsigned)) + 255) / 256 * 256;
 }
 
+int64_t partial_bytes(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
+    return N * decode_max_pieces(max_length) * NH * (HS + 2) * int64_t(sizeof(float));
+}
+
 template <int W, int V, typename T>
 void launch(const char* op, Decode<T> a, int64_t N, Stream stream) {
     const int group = a.NH / a.NKV;
@@ -272,7 +276,7 @@ void launch(const char* op, Decode<T> a, int64_t N, Stream stream) {
 }  // namespace
 
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
-    return counter_bytes(N, NH) + N * decode_max_pieces(max_length) * NH * (HS + 2) * int64_t(sizeof(float));
+    return counter_bytes(N, NH) + partial_bytes(N, NH, HS, max_length);
 }
 
 void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodePlace& place, float scale,
@@ -291,7 +295,9 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         a.angles = {place.angles.as<int32_t>(), place.table.as<float>(), place.table ? place.table.shape[0] : 0,
                     int(z.half)};
         a.counters = static_cast<unsigned*>(scratch.data);
-        a.partials = reinterpret_cast<float*>(static_cast<char*>(scratch.data) + counter_bytes(z.N, z.NH));
+        // At the end of scratch, so that a call with fewer sequences writes no other call's counters.
+        const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, place.max_length);
+        a.partials = reinterpret_cast<float*>(static_cast<char*>(scratch.data) + (scratch.bytes() - bytes) / 4 * 4);
         a.out_stride = row_stride(out), a.qkv_stride = row_stride(qkv);
         a.num_slots = z.slots, a.capacity = z.capacity;
         a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS);

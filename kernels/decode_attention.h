@@ -27,7 +27,8 @@ struct DecodePlace {
 };
 
 // out [N, NH·HS]; qkv [N, (NH + 2·NKV)·HS] (may be overwritten); k_cache, v_cache [slots, capacity, NKV, HS].
-// scratch: decode_attention_scratch bytes (U8), zeroed once before the first call, and left as the next call needs it.
+// scratch: decode_attention_scratch bytes (U8) or more, zeroed once before the first call, and left as the next call
+// needs it, whatever that one's N and max_length.
 void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodePlace& place, float scale,
                       Tensor scratch, Stream stream);
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length);
