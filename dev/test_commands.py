@@ -212,6 +212,15 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(len(answers), 6, twice.stdout)
         self.assertEqual(answers[1], answers[4])  # after a reset the same question has the same answer
         self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # slides
+        with subprocess.Popen([DRIVER, "chat", "--model", model, "--max-tokens", "1000000", "--temperature", "0"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            process.stdin.write(b"Hi\n")
+            process.stdin.flush()
+            process.stdout.read(8)
+            process.send_signal(signal.SIGINT)  # stops the answer, and the next line is read
+            rest, _ = process.communicate(b"/exit\n", timeout=120)
+            self.assertEqual(process.returncode, 0)
+            self.assertIn(b"\n> ", rest)
         full = chat("Hi\n" * 4, "--context-full", "stop")
         self.assertIn("the context is full", full.stdout)
 

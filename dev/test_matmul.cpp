@@ -168,7 +168,8 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                 matmul_forward_add(added, inp, weight, bias_given ? bias.tensor() : Tensor{}, stream());
                 ref = reference::matmul(inp.data(), weight.data(), false, true, added.data(),
                                         bias_given ? bias.data() : nullptr, N, OC, C);
-                expect_close("added to out", added.fetch(), ref.value, ref.mag, C, OC, T);
+                // Where rows are no multiples of 16 bytes the library rounds the product before it adds.
+                expect_close("added to out", added.fetch(), ref.value, ref.mag, C, OC, T, 2);
 
                 const auto start = [&](DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
                     return accumulate ? TestArray::random(dtype, shape, seed) : TestArray::poisoned(dtype, shape);

@@ -29,7 +29,11 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
     reset();
     for (std::string line;;) {
         if (options.prompts) out << "> " << std::flush;
-        if (!std::getline(in, line) || line == "/exit") break;
+        if (!std::getline(in, line)) {
+            if (options.prompts) out << "\n";
+            break;
+        }
+        if (line == "/exit") break;
         if (line == "/reset") reset();
         if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
         append(said, writer->question(line));

@@ -3,8 +3,8 @@
 KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType type)
     : slots(num_slots), capacity(tokens), layers(c.layers), kv_heads(c.kv_heads), head_size(c.head_size), dtype(type) {
     int64_t rows;
-    require(!__builtin_mul_overflow(slots, capacity, &rows) && rows <= INT32_MAX, "a cache for ", slots, " texts of ",
-            capacity, " tokens has more than 2^31 - 1 rows; use fewer texts at a time or shorter ones");
+    require(!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30, "a cache for ", slots,
+            " texts of ", capacity, " tokens has more than 2^30 rows; use fewer texts at a time or shorter ones");
 }
 
 int64_t KvCache::layer_bytes() const {

@@ -7,7 +7,8 @@
 
 class KvCache {
   public:
-    // Plans only. Throws Error where the rows of a layer are more than 2³¹ − 1 (kernels name rows in 32 bits).
+    // Plans only. Throws Error where the rows of a layer are more than attention takes as one sequence
+    // (2³⁰; a gap between two texts is one).
     KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, DType dtype);
     void allocate();
 

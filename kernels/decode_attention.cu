@@ -292,8 +292,8 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         Decode<T> a{};
         a.out = out.as<T>(), a.k_cache = k_cache.as<T>(), a.v_cache = v_cache.as<T>(), a.qkv = qkv.as<T>();
         a.slots = place.slots.as<int32_t>(), a.positions = place.positions.as<int32_t>();
-        a.angles = {place.angles.as<int32_t>(), place.table.as<float>(), place.table ? place.table.shape[0] : 0,
-                    int(z.half)};
+        if (place.table)
+            a.angles = {place.angles.as<int32_t>(), place.table.as<float>(), place.table.shape[0], int(z.half)};
         a.counters = static_cast<unsigned*>(scratch.data);
         // At the end of scratch, so that a call with fewer sequences writes no other call's counters.
         const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, place.max_length);

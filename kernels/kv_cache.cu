@@ -57,7 +57,8 @@ void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor a
     check_tensor(op, "rows", rows, DType::I32, {N});
     const int64_t pairs = check_angles(op, angles, table, N, HS);
     if (N == 0) return;
-    const Angles turn{angles.as<int32_t>(), table.as<float>(), table ? table.shape[0] : 0, int(pairs)};
+    Angles turn{};
+    if (table) turn = {angles.as<int32_t>(), table.as<float>(), table.shape[0], int(pairs)};
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         launch_dependent(op, kv_append_kernel<T>, grid_of(N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),

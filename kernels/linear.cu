@@ -4,7 +4,7 @@
 // A unit is a pair of rows of weight (for SwiGLU a row of gate and its row of up); warps own units, WK of them sharing
 // one by parts of C where there are too few units to fill the GPU. A block begins by asking for its first weights,
 // which no other kernel writes, and only then waits for the kernel before it (dependent_launch.cuh), brings the rows of
-// inp to shared memory and normalises them there, one warp a row: by the time the products can start, the weights have
+// inp to shared memory and normalises them there: by the time the products can start, the weights have
 // come.
 //
 // Every sum has one order, which follows from C and OC alone: lanes over C, a tree over lanes, the WK parts in order.
@@ -43,60 +43,95 @@ __device__ __forceinline__ float gelu(float x) {
     return x / (1 + expf(-2 * u));
 }
 
-// Row n of inp as T in shared memory, normalised if there is a norm; a warp's work. x is read again by the lane that
-// wrote it.
-template <int W, typename T>
-__device__ __forceinline__ void stage_row(T* x, const Layer<T>& a, int n, int lane) {
-    const T* inp = a.inp + n * a.inp_stride;
-    float sum = 0;
-    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
+// The rows of inp as T in shared memory, normalised if there is a norm: NB teams of warps, a row each. Every lane reads
+// again what it has written itself.
+//
+// A row's sums are those of 256 lanes, eight warps, added up in order: a team of fewer warps does the work of all
+// eight, so that the bits don't depend on how many rows there are.
+template <int W, int NB, typename T>
+__device__ __forceinline__ void stage_rows(T* rows, const Layer<T>& a) {
+    constexpr int TEAM = WARPS / NB;
+    __shared__ float partial[NB][WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n = warp / TEAM;
+    const T* const inp = a.inp + n * a.inp_stride;
+    T* const x = rows + n * a.C;
+    const int64_t end = n < a.N ? a.C : 0;
+    // f(c, i) for this lane's vectors, as the lane of each of the NB warps that it stands for.
+    const auto each = [&](auto f) {
+        for (int64_t base = 0; base < end; base += THREADS * W) {
+#pragma unroll
+            for (int i = 0; i < NB; i++) {
+                const int64_t c = base + ((warp % TEAM + i * TEAM) * WARP + lane) * W;
+                if (c < end) f(c, i);
+            }
+        }
+    };
+    const auto total = [&](const float(&sums)[NB]) {
+#pragma unroll
+        for (int i = 0; i < NB; i++) {
+            const float sum = warp_sum(sums[i]);
+            if (lane == 0) partial[n][warp % TEAM + i * TEAM] = sum;
+        }
+        __syncthreads();
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += partial[n][w];
+        __syncthreads();
+        return sum;
+    };
+    const auto staged = [&](int64_t c) { return as_floats(*reinterpret_cast<const Pack<T, W>*>(x + c)); };
+
+    float sums[NB] = {};
+    each([&](int64_t c, int i) {
         const Pack<T, W> p = load_pack<W>(inp + c);
         *reinterpret_cast<Pack<T, W>*>(x + c) = p;
         const Floats<W> v = as_floats(p);
 #pragma unroll
-        for (int k = 0; k < W; k++) sum += v[k];
-    }
+        for (int k = 0; k < W; k++) sums[i] += v[k];
+    });
     if (!a.norm_weight) return;
-    const float mean = a.centred ? warp_sum(sum) / float(a.C) : 0;
-    float squares = 0;
-    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
-        const Floats<W> v = as_floats(*reinterpret_cast<const Pack<T, W>*>(x + c));
+    const float mean = a.centred ? total(sums) / float(a.C) : 0;
+    float squares[NB] = {};
+    each([&](int64_t c, int i) {
+        const Floats<W> v = staged(c);
 #pragma unroll
-        for (int k = 0; k < W; k++) squares += (v[k] - mean) * (v[k] - mean);
-    }
-    const float rstd = 1 / sqrtf(warp_sum(squares) / float(a.C) + a.eps);
-    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
-        Floats<W> v = as_floats(*reinterpret_cast<const Pack<T, W>*>(x + c));
+        for (int k = 0; k < W; k++) squares[i] += (v[k] - mean) * (v[k] - mean);
+    });
+    const float rstd = 1 / sqrtf(total(squares) / float(a.C) + a.eps);
+    each([&](int64_t c, int) {
+        Floats<W> v = staged(c);
         const Floats<W> w = load_floats<W>(a.norm_weight + c);
 #pragma unroll
         for (int k = 0; k < W; k++) v[k] = (v[k] - mean) * rstd * w[k];
         if (a.norm_bias) {
-            const Floats<W> b = load_floats<W>(a.norm_bias + c);
+            const Floats<W> shift = load_floats<W>(a.norm_bias + c);
 #pragma unroll
-            for (int k = 0; k < W; k++) v[k] += b[k];
+            for (int k = 0; k < W; k++) v[k] += shift[k];
         }
         *reinterpret_cast<Pack<T, W>*>(x + c) = as_pack<T>(v);
-    }
+    });
 }
 
-// y: the unit's two sums for row n, without bias.
+__device__ __forceinline__ void prefetch(const float* data, int64_t n) {
+    if (!data) return;
+    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(data + i)));
+}
+
+// y: the unit's two sums for row n with their biases; residual: what is added to them.
 template <typename T>
-__device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, float y0, float y1) {
-    const auto store = [&](int64_t o, float y) { a.out[n * a.out_stride + o] = from_float<T>(y); };
-    if (a.activation == Activation::SwiGLU) {
-        if (a.bias) y0 += as_float(a.bias[unit]), y1 += as_float(a.bias[a.columns + unit]);
-        return store(unit, y0 / (1 + expf(-y0)) * y1);
-    }
+__device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, const float (&y)[UNIT],
+                                       const float (&residual)[UNIT]) {
+    const auto store = [&](int64_t o, float x) { a.out[n * a.out_stride + o] = from_float<T>(x); };
+    if (a.activation == Activation::SwiGLU) return store(unit, y[0] / (1 + expf(-y[0])) * y[1]);
 #pragma unroll
     for (int r = 0; r < UNIT; r++) {
         const int64_t o = unit * UNIT + r;
         if (o >= a.columns) return;
-        float y = r == 0 ? y0 : y1;
-        if (a.bias) y += as_float(a.bias[o]);
-        if (a.activation == Activation::GELU) y = gelu(y);
-        if (a.activation == Activation::ReLU2) y = y > 0 ? y * y : 0;
-        if (a.residual) y += as_float(a.residual[n * a.residual_stride + o]);
-        store(o, y);
+        float x = y[r];
+        if (a.activation == Activation::GELU) x = gelu(x);
+        if (a.activation == Activation::ReLU2) x = x > 0 ? x * x : 0;
+        store(o, x + residual[r]);
     }
 }
 
@@ -114,10 +149,9 @@ __global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
     for (int64_t base = int64_t(blockIdx.x) * groups; base < a.units; base += int64_t(gridDim.x) * groups) {
         const int64_t unit = min(base + group, a.units - 1);
         const bool swiglu = a.activation == Activation::SwiGLU;
-        const T* const row0 = a.weight + (swiglu ? unit : unit * UNIT) * a.weight_stride;
-        const T* const row1 = swiglu                        ? row0 + a.columns * a.weight_stride
-                              : unit * UNIT + 1 < a.columns ? row0 + a.weight_stride
-                                                            : row0;
+        // The unit's two rows of weight; an odd last one is its own partner.
+        const int64_t o0 = swiglu ? unit : unit * UNIT, o1 = swiglu ? a.columns + unit : min(o0 + 1, a.columns - 1);
+        const T *const row0 = a.weight + o0 * a.weight_stride, *const row1 = a.weight + o1 * a.weight_stride;
         Pack<T, W> w0[AHEAD] = {}, w1[AHEAD] = {};
         const auto load = [&](int64_t c) {
 #pragma unroll
@@ -128,11 +162,20 @@ __global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
             }
         };
         load(first);
+        const float bias[UNIT] = {a.bias ? as_float(a.bias[o0]) : 0.0f, a.bias ? as_float(a.bias[o1]) : 0.0f};
         if (!staged) {
+            prefetch(a.norm_weight, a.C);
+            prefetch(a.norm_bias, a.C);
             wait_for_previous();
-            for (int n = warp; n < a.N; n += WARPS) stage_row<W>(x + n * a.C, a, n, lane);
+            stage_rows<W, NB>(x, a);
             __syncthreads();
             staged = true;
+        }
+        const bool finishes = part == 0 && lane < a.N && base + group < a.units;
+        float residual[UNIT] = {};
+        if (finishes && a.residual) {
+            residual[0] = as_float(a.residual[lane * a.residual_stride + o0]);
+            residual[1] = as_float(a.residual[lane * a.residual_stride + o1]);
         }
 
         float sum0[NB] = {}, sum1[NB] = {};
@@ -165,10 +208,11 @@ __global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
             __syncthreads();
         else
             __syncwarp();
-        if (part == 0 && lane < a.N && base + group < a.units) {
-            float y0 = 0, y1 = 0;
-            for (int p = 0; p < a.parts; p++) y0 += partial[warp + p][0][lane], y1 += partial[warp + p][1][lane];
-            finish(a, unit, lane, y0, y1);
+        if (finishes) {
+            float y[UNIT] = {};
+            for (int p = 0; p < a.parts; p++) y[0] += partial[warp + p][0][lane], y[1] += partial[warp + p][1][lane];
+            y[0] += bias[0], y[1] += bias[1];
+            finish(a, unit, lane, y, residual);
         }
         if (a.parts > 1)
             __syncthreads();  // partial is written again
@@ -217,7 +261,7 @@ void few_rows(const char* op, const LinearSizes& z, const Tensor& out, const Ten
     Layer<T> a{};
     a.inp_stride = row_stride(inp), a.weight_stride = row_stride(weight), a.out_stride = row_stride(out);
     a.residual_stride = residual ? row_stride(residual) : 0;
-    a.weight = weight.as<T>(), a.bias = bias.as<T>();
+    a.weight = weight.as<T>(), a.bias = bias ? bias.as<T>() : nullptr;
     a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
     a.C = z.C, a.columns = z.columns;
     a.units = activation == Activation::SwiGLU ? z.columns : ceil_div(z.OC, UNIT);

@@ -632,7 +632,7 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
         using T = decltype(zero);
         const Draw<T> draw{ids.as<int32_t>(),
                            logits.as<const T>(),
-                           seen.as<int32_t>(),
+                           seen ? seen.as<int32_t>() : nullptr,
                            sequences.as<int64_t>(),
                            steps.as<int64_t>(),
                            logits.stride[0],
