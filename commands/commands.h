@@ -115,6 +115,11 @@ struct PlanOptions {
     bool inference = false, generate = false, json = false, master_weights = true;
 };
 
+struct ConvertOptions {
+    std::string source, target, tokenizer;
+    std::string dtype;  // empty: as in the source, in a .bin fp32
+};
+
 struct InfoOptions {
     std::string path;  // empty: the build
     bool json = false;
@@ -126,7 +131,13 @@ SampleOptions parse_sample(const Args& args);
 ChatCommandOptions parse_chat(const Args& args);
 LogitsOptions parse_logits(const Args& args);
 PlanOptions parse_plan(const Args& args);
+ConvertOptions parse_convert(const Args& args);
 InfoOptions parse_info(const Args& args);
 
-// What a checkpoint, a model directory, a run or a token file holds, or the build: prints to stdout.
+// The driver's list of a model's tensors.
+using TableOf = std::function<ParamTable(const ModelConfig&)>;
+// Reads a model in any form and writes it in another, one tensor at a time.
+void convert_model(const ConvertOptions& options, const TableOf& table_of);
+
+// What a model, a run, a tokenizer or a token file holds, or the build: prints to stdout.
 void show_info(const InfoOptions& options);

@@ -3,7 +3,9 @@
 
 #include "commands/cli.h"
 #include "data/token_files.h"
+#include "data/tokenizer.h"
 #include "kernels/matmul.h"
+#include "runtime/bin_models.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
 #include "runtime/log.h"
@@ -16,13 +18,22 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app("Shows what a token file, a data folder, a model or a run holds; without a path, the build.",
                  "train_gpt info");
     app.add_option("path", o.path,
-                   "token file (.bin), data folder, model directory, run directory, .safetensors file or preset");
+                   "token file or model (.bin), data folder, model directory, run directory, .safetensors file, "
+                   "tokenizer.json or preset");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;
 }
 
 namespace {
+
+bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+ordered_json config_object(const ModelConfig& config) {
+    return ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump());
+}
 
 ordered_json build_info() {
     return {{"backend", backend_name()},
@@ -34,13 +45,19 @@ ordered_json build_info() {
 ordered_json token_info(const std::string& pattern) {
     const TokenFiles files(pattern);
     int32_t largest = 0;
+    int64_t learnt = 0;
     std::vector<int32_t> block(1 << 16);
+    std::vector<uint8_t> mask(block.size());
     for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
         const int64_t n = std::min(int64_t(block.size()), files.size() - begin);
         files.read(begin, n, block.data(), 0);
         largest = std::max(largest, *std::max_element(block.begin(), block.begin() + n));
+        files.read_mask(begin, n, mask.data());
+        learnt += std::count(mask.begin(), mask.begin() + n, 1);
     }
-    return {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
+    ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
+    if (files.masked()) info["learnt_tokens"] = learnt;
+    return info;
 }
 
 ordered_json data_info(const std::string& path) {
@@ -70,10 +87,34 @@ ordered_json safetensors_info(const std::string& path) {
     return {{"kind", "safetensors"}, {"elements", elements}, {"tensors", tensors}};
 }
 
+ordered_json bin_info(const std::string& path) {
+    const BinModel model(path);
+    return {{"kind", "model"},
+            {"format", model.format()},
+            {"dtype", dtype_name(model.dtype())},
+            {"config", config_object(model.config())}};
+}
+
+ordered_json tokenizer_info(const Tokenizer& tokenizer) {
+    return {{"kind", "tokenizer"},
+            {"vocab_size", tokenizer.vocab_size()},
+            {"end_of_text", tokenizer.end_of_text()},
+            {"start_of_text", tokenizer.start_of_text()}};
+}
+
+ordered_json file_info(const std::string& path) {
+    if (ends_with(path, ".safetensors")) return safetensors_info(path);
+    if (ends_with(path, ".json")) return tokenizer_info(Tokenizer(path));
+    if (bin_model_kind(path) != BinKind::Other) return bin_info(path);
+    ordered_json info = {{"kind", "tokens"}};
+    info.update(token_info(glob_escape(path)));
+    return info;
+}
+
 ordered_json model_info(const std::string& path) {
     const ModelSource source = find_model(path);
     ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
-    info["config"] = ordered_json::parse(config_to_json(source.config, nlohmann::json::object()).dump());
+    info["config"] = config_object(source.config);
     const std::string trainer = join_path(source.directory, "trainer.json");
     if (path_exists(trainer)) info["trainer"] = ordered_json::parse(read_json(trainer).dump());
     if (source.directory != path) info["checkpoints"] = list_checkpoints(path);
@@ -93,9 +134,6 @@ void print(const ordered_json& value, const std::string& prefix) {
 }  // namespace
 
 void show_info(const InfoOptions& o) {
-    auto ends_with = [&](const std::string& end) {
-        return o.path.size() >= end.size() && o.path.compare(o.path.size() - end.size(), end.size(), end) == 0;
-    };
     ordered_json info;
     if (o.path.empty()) {
         info = build_info();
@@ -103,13 +141,9 @@ void show_info(const InfoOptions& o) {
         ModelConfig config;
         require(path_exists(o.path) || preset(o.path, config), o.path, ": no such file or directory");
         if (!path_exists(o.path)) {
-            info = {{"kind", "preset"},
-                    {"config", ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump())}};
-        } else if (ends_with(".safetensors")) {
-            info = safetensors_info(o.path);
+            info = {{"kind", "preset"}, {"config", config_object(config)}};
         } else {
-            info = {{"kind", "tokens"}};
-            info.update(token_info(glob_escape(o.path)));
+            info = file_info(o.path);
         }
     } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
         info = data_info(o.path);

@@ -51,6 +51,10 @@ std::string fingerprint(const TokenFiles& files) {
     for (const int64_t begin : {int64_t(0), (files.size() - n) / 2, files.size() - n}) {
         files.read(begin, n, tokens.data(), 0);
         sample.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
+        if (!files.masked()) continue;
+        std::vector<uint8_t> learnt(tokens.size());
+        files.read_mask(begin, n, learnt.data());
+        sample.append(learnt.begin(), learnt.end());
     }
     char text[17];
     std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));

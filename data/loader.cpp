@@ -113,7 +113,23 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
         std::copy(tokens + 1, tokens + T, targets);
         files.read(begin + T, 1, targets + T - 1, options.vocab_size);
     }
+    batch.scored = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
     find_sequences(batch, T, options.documents ? options.end_of_text : -1);
+}
+
+int64_t Loader::apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const {
+    const int64_t B = options.B, T = options.T, rank_begin = first_sample - options.rank * B;
+    std::vector<uint8_t> learnt(static_cast<size_t>(T));
+    int64_t scored = 0;
+    for (int64_t i = 0; i < options.world * B; i++) {
+        files.read_mask(window_of_sample(uint64_t(rank_begin + i)) * T + 1, T, learnt.data());
+        scored += std::count(learnt.begin(), learnt.end(), 1);
+        const int64_t b = i - options.rank * B;
+        if (b < 0 || b >= B) continue;
+        for (int64_t t = 0; t < T; t++)
+            if (!learnt[size_t(t)]) targets[size_t(b * T + t)] = Batch::NO_TARGET;
+    }
+    return scored;
 }
 
 void Loader::run() {
@@ -178,6 +194,14 @@ Batch EvalBatches::batch(int64_t b) const {
     else
         batch.tokens[0] = end_of_text;
     std::copy_n(batch.targets.data(), count - 1, batch.tokens.data() + 1);
+    batch.scored = count;
+    if (files.masked()) {
+        std::vector<uint8_t> learnt(static_cast<size_t>(count));
+        files.read_mask(begin + shift, count, learnt.data());
+        for (int64_t k = 0; k < count; k++)
+            if (!learnt[size_t(k)]) batch.targets[size_t(k)] = Batch::NO_TARGET;
+        batch.scored = std::count(learnt.begin(), learnt.end(), 1);
+    }
     find_sequences(batch, T, -1);
     return batch;
 }

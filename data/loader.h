@@ -24,6 +24,8 @@ struct Batch {
     static constexpr int32_t NO_TARGET = -1;
 
     std::vector<int32_t> tokens, targets;  // [B·T]
+    // Targets that are scored: of all ranks' parts of the micro-batch, so that every rank divides by the same number.
+    int64_t scored = 0;
     // Document boundaries, if asked for: a sequence starts at each of cum_seqlens[0..], which ends with B·T. Otherwise
     // one sequence per window: 0, T, 2T, … B·T. A document ends with its end-of-text token as an input, whose target is
     // the first token of the next document; a window that starts inside a document starts a sequence too.
@@ -64,6 +66,8 @@ class Loader {
 
   private:
     void fill(Batch& batch, int64_t micro_batch) const;
+    // Sets what the mask of the files leaves out of targets; returns how many targets of all ranks are left.
+    int64_t apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const;
     void run();
 
     const TokenFiles& files;
@@ -83,8 +87,8 @@ class Loader {
 };
 
 // The split in order, each token scored once: batch b holds windows b·B …; the last window may be short, and unused
-// rows and positions have target NO_TARGET. The token before the first is end_of_text; where that is unknown (−1), the
-// split's first token is only an input.
+// rows and positions have target NO_TARGET, and so have tokens that the files' mask leaves out. The token before the
+// first is end_of_text; where that is unknown (−1), the split's first token is only an input.
 struct EvalBatches {
     const TokenFiles& files;
     int64_t B, T, vocab_size;

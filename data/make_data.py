@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
 
-Reads .txt and .md (a file is a document), .jsonl (a line's field "text") and .parquet (a row's field "text"), files or
-folders of them. Byte tokens need nothing but Python; other tokenizers need the package tokenizers, .parquet needs pyarrow.
+Reads .txt and .md (a file is a document), .jsonl (a line's field "text", or its fields "prompt" and "response") and .parquet (a
+row's field "text"), files or folders of them. Of a prompt and its response only the response is learnt: *.mask beside *.bin says
+which tokens are. Byte tokens need nothing but Python; other tokenizers need the package tokenizers, .parquet needs pyarrow, a
+model's chat template jinja2.
 
 How it works: the input is planned as pieces of about 8 MB (byte ranges, row groups). Processes read and encode pieces, at
 most a few of them in memory at once, and the parent writes their tokens in order, so that the result does not depend on
@@ -34,6 +36,7 @@ CHUNK = 64 << 10           # bytes that the tokenizers package encodes at once: 
 EXACT_SPLIT = 100_000      # up to this many documents the split is chosen among all of them, beyond by hash alone
 BPE_TEXT = 1 << 30         # bytes of text that a BPE vocabulary is trained on at most
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
+MASK_MAGIC = (20261121, 1)
 
 
 class DataError(Exception):
@@ -158,8 +161,18 @@ def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+class Exchange:
+    """A prompt, which is only read, and the response, which is learnt. len() is its bytes."""
+
+    def __init__(self, prompt, response):
+        self.prompt, self.response = (text.encode("utf-8", "replace").decode("utf-8") for text in (prompt, response))
+
+    def __len__(self):
+        return len(self.prompt.encode()) + len(self.response.encode())
+
+
 def documents(piece):
-    """(key, bytes, last) of a piece: documents, or for long texts parts of one, of which the last has `last` set."""
+    """(key, bytes or Exchange, last) of a piece: documents, or for long texts parts of one, of which the last has `last` set."""
     if piece.kind == "text":
         with open(piece.path, "rb") as f:
             f.seek(piece.begin)
@@ -169,6 +182,10 @@ def documents(piece):
         yield piece.key, data, piece.last
         return
     for offset, text in (jsonl_texts if piece.kind == "jsonl" else parquet_texts)(piece):
+        if isinstance(text, Exchange):
+            if text.response:  # else there is nothing to learn
+                yield f"{piece.key}:{offset}", text, True
+            continue
         if text is not None and not isinstance(text, str):
             raise DataError(f"{piece.path}: a field 'text' holds {type(text).__name__}, not text")
         if text:
@@ -187,12 +204,21 @@ def jsonl_texts(piece):
                     record = json.loads(line)
                 except (ValueError, RecursionError) as e:
                     raise DataError(f"{piece.path}: the line at byte {offset} is not JSON ({first_line(e)})") from None
-                if not isinstance(record, dict) or "text" not in record:
-                    raise DataError(f"{piece.path}: the line at byte {offset} has no field 'text'")
-                yield offset, record["text"]
+                yield offset, jsonl_document(piece, offset, record)
             if not line:
                 raise DataError(f"{piece.path}: became shorter while it was read")
             offset += len(line)
+
+
+def jsonl_document(piece, offset, record):
+    if isinstance(record, dict) and "text" in record:
+        return record["text"]
+    if not isinstance(record, dict) or not {"prompt", "response"} <= set(record):
+        raise DataError(f"{piece.path}: the line at byte {offset} has no field 'text', nor 'prompt' and 'response'")
+    prompt, response = record["prompt"], record["response"]
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise DataError(f"{piece.path}: the line at byte {offset} has a 'prompt' or a 'response' that is no text")
+    return Exchange(prompt, response)
 
 
 def parquet_texts(piece):
@@ -279,6 +305,8 @@ def train_bpe(pieces, split, vocab_size):
         for piece in pieces[::step]:
             for key, data, _ in documents(piece):
                 if not split.is_val(key):
+                    if isinstance(data, Exchange):
+                        data = (data.prompt + data.response).encode()
                     for begin, end in chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
 
@@ -298,6 +326,28 @@ def folder_tokenizer(path):
     if not os.path.isfile(path):
         raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a folder with a tokenizer.json")
     return read_text(path)
+
+
+def chat_template(folder):
+    """(text, special tokens by role) of the template in a model directory; None if there is none."""
+    config = {}
+    path = os.path.join(folder, "tokenizer_config.json")
+    if os.path.isfile(path):
+        try:
+            config = json.loads(read_text(path))
+        except ValueError as e:
+            raise DataError(f"{path}: not JSON ({first_line(e)})") from None
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    path = os.path.join(folder, "chat_template.jinja")
+    if os.path.isfile(path):
+        template = read_text(path)
+    if not isinstance(template, str):
+        return None
+    special = {}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = config.get(role) if isinstance(config, dict) else None
+        special[role] = token.get("content", "") if isinstance(token, dict) else token or ""
+    return template, special
 
 
 def read_text(path):
@@ -345,11 +395,16 @@ class ByteEncoder:
         tokens[::2] = data  # little-endian uint16
         return tokens, len(data), 0
 
+    def exchange(self, exchange):
+        """(tokens as bytes of the file with all that ends the document, how many of the first are not learnt, and of the last)"""
+        prompt, response = exchange.prompt.encode(), exchange.response.encode()
+        return self.encode(prompt + response)[0] + self.end, len(prompt), 0
+
 
 class PackageEncoder:
     """Any tokenizer.json, through the tokenizers package. Special tokens written out in the text stay text."""
 
-    def __init__(self, description, end_of_text, width):
+    def __init__(self, description, end_of_text, width, template=None):
         tokenizers = import_tokenizers()
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(description)
@@ -358,7 +413,13 @@ class PackageEncoder:
         self.tokenizer.encode_special_tokens = True
         self.batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         self.type = "H" if width == 2 else "I"
+        self.end_of_text = end_of_text
         self.end = array(self.type, [end_of_text]).tobytes()
+        self.template = ChatTemplate(self.tokenizer, *template) if template else None
+        # What the tokenizer's post-processor puts in front of a text: LLaMA's <s>.
+        whole, text = self.tokenizer.encode("a").ids, self.tokenizer.encode("a", add_special_tokens=False).ids
+        starts = [i for i in range(len(whole)) if whole[i:i + len(text)] == text]
+        self.start = whole[:starts[0]] if starts else []
         # A tokenizer whose tokens go beyond words, or that treats the start of a text specially, must see texts whole.
         sample = "It was the best of times,\nit was the worst of times"
         words = re.split(r"(?=[ \n])", sample)
@@ -381,6 +442,63 @@ class PackageEncoder:
                 replaced += len(part) - len(part.decode("utf-8", "ignore").encode("utf-8"))
             tokens += array(self.type, self.ids([text])).tobytes()
         return tokens, size, replaced
+
+    def exchange(self, exchange):
+        if self.template:
+            ids, read = self.template.encode(exchange)
+            closed = ids[-1:] == [self.end_of_text]
+            ids += [] if closed else [self.end_of_text]
+            return array(self.type, ids).tobytes(), read, int(not closed)
+        # As the whole is cut into tokens, up to the first token that is not the prompt's own.
+        prompt, ids = self.ids([exchange.prompt]), self.ids([exchange.prompt + exchange.response])
+        read = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
+        return array(self.type, self.start + ids + [self.end_of_text]).tobytes(), len(self.start) + read, 0
+
+
+class ChatTemplate:
+    """A model's own way to write a conversation, as transformers renders it."""
+
+    def __init__(self, tokenizer, text, special):
+        import_package("jinja2", "the model's chat template", "`make deps` installs it (or give --no-chat-template)")
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        self.errors, self.tokenizer, self.special = TemplateError, tokenizer, special
+        environment.globals["raise_exception"] = self.refuse
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            self.template = environment.from_string(text)
+        except TemplateError as e:
+            raise DataError(f"the chat template can't be read ({first_line(e)})") from None
+        self.tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+
+    @staticmethod
+    def refuse(message):
+        raise DataError(f"the chat template refuses a prompt: {first_line(message)}")
+
+    def render(self, messages, add_generation_prompt):
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
+        except self.errors as e:
+            raise DataError(f"the chat template fails ({first_line(e)})") from None
+
+    def encode(self, exchange):
+        """(ids, how many of the first are the prompt's)"""
+        for text in (exchange.prompt, exchange.response):
+            for token in self.tokens:
+                if token in text:
+                    raise DataError(f"a prompt or response holds the special token {token}, which the chat template uses; remove it, "
+                                    "or give --no-chat-template")
+        messages = [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.response}]
+        prompt, whole = self.render(messages[:1], True), self.render(messages, False)
+        if not whole.startswith(prompt):
+            raise DataError("the chat template does not write a prompt alone as it writes one with its response")
+        # The response is encoded by itself, as it is generated.
+        self.tokenizer.encode_special_tokens = False
+        first, rest = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, whole[len(prompt):]))
+        self.tokenizer.encode_special_tokens = True
+        return first + rest, len(first)
 
 
 # ---- the split --------------------------------------------------------------------------------------------------------
@@ -446,6 +564,8 @@ def split_single(pieces, fraction, folder):
         with open(path, "wb") as f:
             for piece in pieces:
                 for _, data, _ in documents(piece):
+                    if isinstance(data, Exchange):
+                        raise DataError(f"{piece.path}: a single prompt with its response can't be split; give more, or --val 0")
                     f.write(data)
         end = os.path.getsize(path)
     target = max(1, int(end * (1 - fraction)))
@@ -506,25 +626,41 @@ def start_process(start, *arguments):
 worker = None  # (encoder, split) of this process
 
 
-def start_encoding(description, end_of_text, width, is_byte, split):
+def start_encoding(description, end_of_text, width, is_byte, split, template):
     global worker
-    encoder = ByteEncoder(end_of_text) if is_byte else PackageEncoder(description, end_of_text, width)
+    encoder = ByteEncoder(end_of_text) if is_byte else PackageEncoder(description, end_of_text, width, template)
     worker = encoder, split
 
 
-# What a task became: tokens, and counts of text bytes, documents and replaced bytes; [0]: train, [1]: val.
-Encoded = collections.namedtuple("Encoded", "tokens bytes documents replaced")
+# What a task became: tokens, runs of tokens that are learnt or not as [count, learnt], and counts of text bytes, documents and
+# replaced bytes; [0]: train, [1]: val.
+Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents replaced")
+
+
+def add_run(runs, count, learnt):
+    if runs and runs[-1][1] == learnt:
+        runs[-1][0] += count
+    elif count:
+        runs.append([count, learnt])
 
 
 def encode_task(task):
     encoder, split = worker
-    result = Encoded([bytearray(), bytearray()], [0, 0], [0, 0], [0, 0])
+    width = len(encoder.end)
+    result = Encoded([bytearray(), bytearray()], [[], []], [0, 0], [0, 0], [0, 0])
     for key, data, last in (document for piece in task for document in documents(piece)):
         side = int(split.is_val(key))
-        tokens, size, replaced = encoder.encode(data)
+        if isinstance(data, Exchange):
+            tokens, not_first, not_last = encoder.exchange(data)
+            size, replaced, count = len(data), 0, len(tokens) // width
+            for n, learnt in ((not_first, 0), (count - not_first - not_last, 1), (not_last, 0)):
+                add_run(result.runs[side], n, learnt)
+        else:
+            tokens, size, replaced = encoder.encode(data)
+            if last:
+                tokens = tokens + encoder.end
+            add_run(result.runs[side], len(tokens) // width, 1)
         result.tokens[side].extend(tokens)
-        if last:
-            result.tokens[side].extend(encoder.end)
         result.bytes[side] += size
         result.documents[side] += last
         result.replaced[side] += replaced
@@ -534,14 +670,17 @@ def encode_task(task):
 # ---- output -----------------------------------------------------------------------------------------------------------
 
 class ShardWriter:
-    """<prefix>_000000.bin … of at most shard_tokens tokens each."""
+    """<prefix>_000000.bin … of at most shard_tokens tokens each, with .mask beside those that hold tokens not to be learnt."""
 
     def __init__(self, prefix, width, shard_tokens):
         self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
-        self.file, self.in_shard, self.shards, self.tokens = None, 0, 0, 0
+        self.file, self.in_shard, self.shards, self.tokens, self.learnt = None, 0, 0, 0, 0
+        self.runs = []  # of the tokens from the shard's first on, perhaps beyond its end
 
-    def write(self, data):
+    def write(self, data, runs):
         data = memoryview(data)
+        for count, learnt in runs:
+            add_run(self.runs, count, learnt)
         while len(data):
             if self.file is None:
                 self.file = open(f"{self.prefix}_{self.shards:06d}.bin", "wb")
@@ -558,13 +697,31 @@ class ShardWriter:
     def finish(self):
         if self.file is None:
             return
-        header = array("i", [*MAGIC[self.width], self.in_shard] + [0] * 253)
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
+        self.close(self.file, MAGIC[self.width])
+        left, runs = self.in_shard, []
+        while left:
+            count, learnt = self.runs[0]
+            part = min(count, left)
+            runs.append((part, learnt))
+            self.learnt += part * learnt
+            left -= part
+            self.runs[0][0] -= part
+            if not self.runs[0][0]:
+                del self.runs[0]
+        if not all(learnt for _, learnt in runs):
+            mask = open(f"{self.prefix}_{self.shards - 1:06d}.mask", "wb")
+            mask.write(bytes(1024))
+            for count, learnt in runs:
+                mask.write(bytes([learnt]) * count)
+            self.close(mask, MASK_MAGIC)
         self.file, self.in_shard = None, 0
+
+    def close(self, file, magic):
+        file.seek(0)
+        file.write(array("i", [*magic, self.in_shard] + [0] * 253).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
 
 
 def write_whole(path, text):
@@ -630,15 +787,17 @@ def make(options, folder):
         description = gpt2_tokenizer() if kind == "gpt2" else folder_tokenizer(kind)
     vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if kind in ("byte", "bpe", "gpt2") else kind)
     width = 2 if vocab_size < 65536 else 4
+    from_folder = kind not in ("byte", "bpe", "gpt2") and os.path.isdir(kind)
+    template = chat_template(kind) if from_folder and options.chat_template else None
 
     writers = [ShardWriter(os.path.join(folder, side), width, options.shard_tokens) for side in ("train", "val")]
     counts = [collections.Counter(), collections.Counter()]
     progress = Progress(sum(piece.size for piece in pieces))
     tasks = list(group(pieces))
-    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, kind == "byte", split)
+    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, kind == "byte", split, template)
     for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
         for side in (0, 1):
-            writers[side].write(encoded.tokens[side])
+            writers[side].write(encoded.tokens[side], encoded.runs[side])
             counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side], replaced=encoded.replaced[side])
         progress.add(sum(piece.size for piece in task))
     progress.finish()
@@ -659,6 +818,8 @@ def make(options, folder):
     meta = {"name": options.name, "tokenizer": kind, "vocab_size": vocab_size, "end_of_text": end_of_text}
     for side, writer, count in zip(("train", "val"), writers, counts):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens, "shards": writer.shards}
+        if writer.learnt < writer.tokens:
+            meta[side]["learnt_tokens"] = writer.learnt
     meta.update(replaced_bytes=replaced, source=options.text, val_source=options.val_text or [],
                 options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})
     write_whole(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
@@ -719,6 +880,8 @@ def parse(arguments):
     parser.add_argument("--vocab", type=count(257), default=4096, help="tokens of a bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05, help="part of the text that is validation text (default 0.05)")
     parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
+    parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
+                        help="write a prompt and its response one after the other even where the tokenizer's folder has a chat template")
     parser.add_argument("--out", metavar="DIR", help="folder to write (default: data/tokens/<name> beside this script)")
     parser.add_argument("--jobs", type=count(1), help="processes (default: one a core)")
     parser.add_argument("--shard-tokens", type=count(1), default=100_000_000, help="tokens of a shard (default 100000000)")

@@ -64,7 +64,23 @@ class DataTest(unittest.TestCase):
         return meta
 
     def shards(self, side):
-        return sorted(n for n in os.listdir(self.out) if n.startswith(side))
+        return sorted(n for n in os.listdir(self.out) if n.startswith(side) and n.endswith(".bin"))
+
+    def mask(self, side):
+        """Of all shards: what is learnt. Without a mask file all of it is."""
+        mask = []
+        for name in self.shards(side):
+            count, path = len(self.tokens(side, [name])), os.path.join(self.out, name[:-4] + ".mask")
+            if not os.path.exists(path):
+                mask += [1] * count
+                continue
+            with open(path, "rb") as f:
+                self.assertEqual(list(array.array("i", f.read(1024)))[:5], [20261121, 1, count, 0, 0])
+                payload = list(f.read())
+            self.assertEqual(len(payload), count)
+            self.assertIn(0, payload)
+            mask += payload
+        return mask
 
     def tokens(self, side, shards=None):
         tokens = []
@@ -198,6 +214,33 @@ class ByteTokens(DataTest):
         path = self.write("a.jsonl", b'{"text": "\\u00e9\\n\\ud83d\\ude00"}\n\n{"text": ""}\n{"text": null}\r\n{"text": "\\ud800!", "x": [1]}')
         self.make("--text", path, "--tokenizer", "byte", "--val", "0")
         self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
+
+    def test_prompts_are_not_learnt(self):
+        pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("ü?", " \u00fc!")]
+        lines = [{"prompt": p, "response": r, "id": 1} for p, r in pairs]
+        lines.insert(1, {"text": "as ever"})
+        path = self.write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(self.documents("train"), [b"1+1=2", b"as ever", b"no prompt", "ü? ü!".encode()])
+        self.assertEqual(self.mask("train"), [0] * 4 + [1] * (1 + 1 + 8 + 10) + [0] * 3 + [1] * (4 + 1))
+        self.assertEqual(meta["train"]["learnt_tokens"], sum(self.mask("train")))
+        # Masks are cut with their shards; a shard that is learnt whole has none.
+        whole = self.mask("train")
+        self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "7")
+        self.assertEqual(self.mask("train"), whole)
+        self.assertEqual(sorted(n for n in os.listdir(self.out) if n.endswith(".mask")),
+                         ["train_000000.mask", "train_000003.mask"])
+        # The split takes whole exchanges.
+        lines = [{"prompt": f"{i} ", "response": "is " + "x" * (i % 9)} for i in range(300)]
+        path = self.write("b.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self.make("--text", path, "--tokenizer", "byte", "--val", "0.1")
+        self.assertEqual(sorted(self.documents("train") + self.documents("val")),
+                         sorted(f"{i} is {'x' * (i % 9)}".encode() for i in range(300)))
+        self.assertGreater(len(self.documents("val")), 10)
+        self.assertEqual(len(self.mask("val")) - sum(self.mask("val")), sum(d.index(b"is") for d in self.documents("val")))
+        for line, part in ((b'{"prompt": "x"}', "no field 'text'"), (b'{"prompt": "x", "response": 1}', "no text")):
+            self.refused(part, "--text", self.write("bad.jsonl", line + b"\n"), "--tokenizer", "byte", "--val", "0")
+        self.refused("can't be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()), "--tokenizer", "byte")
 
     def test_parquet(self):
         path = self.path("a.parquet")
@@ -334,6 +377,58 @@ class OtherTokenizers(DataTest):
         self.refused("not a tokenizer.json", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
         self.refused("can't read it", "--text", path, "--tokenizer", folder)
+
+
+    def test_prompts_of_a_folder(self):
+        with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
+            cases = {case["name"]: case["tokenizer"] for case in json.load(f)["cases"]}
+        pairs = [("it was", " the best"), ("the ", "worst of times"), ("a", "b")]
+        path = self.write("a.jsonl", "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs).encode())
+        start = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                 "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                 "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}
+        for name, first in (("gpt2", []), ("llama2", [1])):
+            folder = os.path.dirname(self.write(name + "/tokenizer.json", json.dumps({**cases[name], "post_processor": first and start or None}).encode()))
+            meta = self.make("--text", path, "--tokenizer", folder, "--val", "0")
+            tokenizer = self.tokenizer()
+            expected, mask = [], []
+            for prompt, response in pairs:
+                ids = tokenizer.encode(prompt + response, add_special_tokens=False).ids
+                alone = tokenizer.encode(prompt, add_special_tokens=False).ids
+                read = 0
+                while read < len(alone) and alone[read] == ids[read]:
+                    read += 1
+                expected += first + ids + [meta["end_of_text"]]
+                mask += [0] * (len(first) + read) + [1] * (len(ids) - read + 1)
+            self.assertEqual(self.tokens("train"), expected)
+            self.assertEqual(self.mask("train"), mask)
+
+    @unittest.skipUnless(importlib.util.find_spec("jinja2"), "the Python package jinja2 is missing")
+    def test_chat_template(self):
+        root = json.loads(make_data.byte_tokenizer())
+        for i, token in enumerate(("<|im_start|>", "<|im_end|>"), 257):
+            root["added_tokens"].append({**root["added_tokens"][0], "id": i, "content": token})
+        folder = os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
+        self.write("tok/tokenizer_config.json", json.dumps({"bos_token": {"content": "<|im_start|>"}, "chat_template": "old"}).encode())
+        self.write("tok/chat_template.jinja", b"""
+{%- for m in messages %}{{ bos_token + m.role }}|{{ m.content | trim }}<|im_end|>{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant|{% endif %}""")
+        path = self.write("a.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n{"prompt": "<|endoftext", "response": "|>"}\n')
+        self.make("--text", path, "--tokenizer", folder, "--val", "0")
+        def chat(prompt, response):
+            first = [257, *b"user|", *prompt, 258, 257, *b"assistant|"]
+            return first + [*response, 258, 256], [0] * len(first) + [1] * (len(response) + 1) + [0]
+        one, two = chat(b"1+1", b"2"), chat(b"<|endoftext", b"|>")
+        self.assertEqual(self.tokens("train"), one[0] + two[0])
+        self.assertEqual(self.mask("train"), one[1] + two[1])
+        self.make("--text", path, "--tokenizer", folder, "--val", "0", "--no-chat-template")
+        self.assertEqual(self.documents("train"), [b" 1+12 ", b"<|endoftext|>"])
+        self.refused("special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
+                     self.write("b.jsonl", b'{"prompt": "x<|im_end|>", "response": "y"}\n'))
+        for template, part in ((b"{% for %}", "can't be read"), (b"{{ x.y.z }}", "fails"), (b"{{ messages | length }}", "as it writes one with"),
+                               (b"{{ raise_exception('no system') }}", "no system")):
+            self.write("tok/chat_template.jinja", template)
+            self.refused(part, "--tokenizer", folder, "--val", "0", "--text", path)
 
 
 class WithoutTokenizers(DataTest):

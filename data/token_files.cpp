@@ -16,6 +16,7 @@ struct Format {
     int width;  // bytes per token
 };
 constexpr Format FORMATS[] = {{20240520, 1, 2}, {20240801, 7, 4}};
+constexpr uint32_t MASK_MAGIC = 20261121, MASK_VERSION = 1;
 
 const char* const REMEDY = "; make it again with `make data`";
 
@@ -50,6 +51,21 @@ Header read_header(const MappedFile& file) {
     return {int64_t(count), format->width};
 }
 
+// The mask of a file of so many tokens, if there is one.
+std::optional<MappedFile> open_mask(const std::string& tokens, int64_t count) {
+    const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
+    const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
+    if (!is_bin || !path_exists(path)) return {};
+    MappedFile file(path);
+    uint32_t header[4] = {};
+    std::memcpy(header, file.data(), size_t(std::min<int64_t>(file.size(), sizeof header)));
+    require(header[0] == MASK_MAGIC && header[1] == MASK_VERSION, path, ": not a mask file of version ", MASK_VERSION,
+            REMEDY);
+    require((uint64_t(header[3]) << 32 | header[2]) == uint64_t(count) && file.size() == HEADER_BYTES + count, path,
+            ": does not have one byte for each of the ", count, " tokens of ", tokens, REMEDY);
+    return file;
+}
+
 template <typename T>
 void copy_checked(const char* src, int64_t count, int32_t* dst, uint32_t limit, const std::string& path,
                   int64_t offset) {
@@ -78,22 +94,45 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
         require(shards.empty() || shards[0].width == header.width, path, ": holds tokens of ", header.width,
                 " bytes but ", found[0], " of ", shards.empty() ? 0 : shards[0].width,
                 ": shards of one data set must have one format", REMEDY);
-        shards.push_back({std::move(file), total, header.count, header.width});
+        shards.push_back({std::move(file), total, header.count, header.width, open_mask(path, header.count)});
+        any_mask = any_mask || shards.back().mask;
         require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
     }
 }
 
-void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const {
+void TokenFiles::check_range(int64_t begin, int64_t count) const {
     require(begin >= 0 && count >= 0 && begin <= total - count, name, ": tokens [", begin, ", +", count,
             ") asked for, ", total, " are there");
+}
+
+const TokenFiles::Shard* TokenFiles::shard_of(int64_t token) const {
+    const auto after =
+        std::upper_bound(shards.begin(), shards.end(), token, [](int64_t t, const Shard& s) { return t < s.begin; });
+    return &*(after - 1);
+}
+
+void TokenFiles::read_mask(int64_t begin, int64_t count, uint8_t* dst) const {
+    check_range(begin, count);
+    for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
+        const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
+        if (shard->mask) {
+            std::memcpy(dst, shard->mask->data() + HEADER_BYTES + offset, size_t(n));
+            const bool valid = std::all_of(dst, dst + n, [](uint8_t m) { return m <= 1; });
+            require(valid, shard->mask->path(), ": holds bytes that are neither 0 nor 1; the file is damaged", REMEDY);
+        } else {
+            std::fill_n(dst, n, uint8_t(1));
+        }
+        begin += n, count -= n, dst += n;
+    }
+}
+
+void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const {
+    check_range(begin, count);
     // Ids are int32 everywhere above the files, so even an unknown vocabulary ends at 2^31.
     const int64_t int32_end = int64_t(std::numeric_limits<int32_t>::max()) + 1;
     const auto limit = uint32_t(vocab_size > 0 ? std::min(vocab_size, int32_end) : int32_end);
 
-    auto shard = std::upper_bound(shards.begin(), shards.end(), begin,
-                                  [](int64_t token, const Shard& s) { return token < s.begin; }) -
-                 1;
-    for (; count > 0; ++shard) {
+    for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
         const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
         const char* src = shard->file.data() + HEADER_BYTES + offset * shard->width;
         if (shard->width == 2)
@@ -106,7 +145,7 @@ void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_
 
 int64_t TokenFiles::mapped_bytes() const {
     int64_t bytes = 0;
-    for (const Shard& shard : shards) bytes += shard.file.size();
+    for (const Shard& shard : shards) bytes += shard.file.size() + (shard.mask ? shard.mask->size() : 0);
     return bytes;
 }
 

@@ -2,10 +2,13 @@
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
 //   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
 // Shards matched by a glob are one sequence of tokens in the order of their names. Memory-mapped.
+// Beside x.bin there may be x.mask: int32[256] header (20261121, 1, low and high 32 bits of the number of tokens), then
+// one byte a token: 1 if training learns to say it, 0 if it is only read (a prompt). Without it all tokens are learnt.
 // Errors: no match, wrong magic or version, a length that doesn't match the header, an empty shard, shards of a data
 // set that mix formats; each names the file.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,6 +20,9 @@ class TokenFiles {
     int64_t size() const { return total; }
     // dst[i] = token begin + i for i < count. A token ≥ vocab_size (if > 0) is an Error naming file and offset.
     void read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const;
+    bool masked() const { return any_mask; }
+    // dst[i] = 1 where token begin + i is learnt, else 0.
+    void read_mask(int64_t begin, int64_t count, uint8_t* dst) const;
     int64_t mapped_bytes() const;
     const std::string& pattern() const { return name; }
     std::vector<std::string> paths() const;
@@ -26,10 +32,15 @@ class TokenFiles {
         MappedFile file;
         int64_t begin, count;  // tokens
         int width;             // bytes per token
+        std::optional<MappedFile> mask;
     };
+    const Shard* shard_of(int64_t token) const;
+    void check_range(int64_t begin, int64_t count) const;
+
     std::string name;
     std::vector<Shard> shards;
     int64_t total = 0;
+    bool any_mask = false;
 };
 
 // A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/data.md).

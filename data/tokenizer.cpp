@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <deque>
-#include <limits>
 #include <nlohmann/json.hpp>
-#include <queue>
 #include <unordered_map>
 #include <utility>
 
+#include "data/bpe.h"
+#include "data/token_text.h"
 #include "runtime/error.h"
 #include "runtime/files.h"
 
@@ -19,65 +20,19 @@ namespace {
 
 using nlohmann::json;
 
-// Ids index tables in memory; no vocabulary in use is near this.
-constexpr int64_t MAX_VOCAB = 1 << 22;
+// Ids index tables in memory. Vocabularies in use have few gaps.
+constexpr int64_t MAX_GAPS = 100000;
 
 // How GPT-2 cuts text into words before merging (Radford et al. 2019; the published regular expression).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
-// ---------------------------------------------------------------------------------------------------------------------
-// UTF-8 and GPT-2's byte alphabet
-
-// Bytes of the well-formed UTF-8 character at text[i], 0 if there is none (Unicode 15, table 3-7: no overlong forms, no
-// surrogates, nothing above U+10FFFF).
-size_t utf8_length(std::string_view text, size_t i) {
-    const auto at = [&](size_t k) -> unsigned { return i + k < text.size() ? uint8_t(text[i + k]) : 0; };
-    const auto tail = [&](size_t k) { return (at(k) & 0xC0) == 0x80; };
-    const unsigned a = at(0), b = at(1);
-    if (a < 0x80) return 1;
-    if (a >= 0xC2 && a <= 0xDF) return tail(1) ? 2 : 0;
-    if (a >= 0xE0 && a <= 0xEF) {
-        const bool second = tail(1) && (a != 0xE0 || b >= 0xA0) && (a != 0xED || b < 0xA0);
-        return second && tail(2) ? 3 : 0;
-    }
-    if (a >= 0xF0 && a <= 0xF4) {
-        const bool second = tail(1) && (a != 0xF0 || b >= 0x90) && (a != 0xF4 || b < 0x90);
-        return second && tail(2) && tail(3) ? 4 : 0;
-    }
-    return 0;
+// For a message of one line: files may hold any text.
+std::string printable(std::string_view text) {
+    std::string out(text.substr(0, 200));
+    std::replace_if(
+        out.begin(), out.end(), [](char c) { return uint8_t(c) < 32; }, '?');
+    return out;
 }
-
-// tokenizer.json writes bytes as printable characters: those that are printable in Latin-1 as themselves, the others in
-// ascending order as U+0100, U+0101 …
-class ByteAlphabet {
-  public:
-    ByteAlphabet() {
-        byte_of.fill(-1);
-        int other = 256;
-        for (int byte = 0; byte < 256; byte++) {
-            const bool printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
-            byte_of[size_t(printable ? byte : other++)] = int16_t(byte);
-        }
-    }
-
-    // The bytes that a token stands for; false if it has a character outside of the alphabet.
-    bool bytes(const std::string& token, std::string& out) const {
-        out.clear();
-        for (size_t i = 0; i < token.size();) {
-            const size_t n = utf8_length(token, i);
-            const unsigned a = uint8_t(token[i]);
-            // The alphabet ends at U+0143: one or two bytes of UTF-8.
-            const unsigned code = n == 1 ? a : n == 2 ? (a & 0x1F) << 6 | (uint8_t(token[i + 1]) & 0x3F) : 0xFFFF;
-            if (code >= byte_of.size() || byte_of[code] < 0) return false;
-            out += char(byte_of[code]);
-            i += n;
-        }
-        return true;
-    }
-
-  private:
-    std::array<int16_t, 256 + 68> byte_of;  // by code point; 68 bytes are not printable
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Cutting text into words
@@ -130,8 +85,8 @@ class Splitter {
         const uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP);
         code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(source.data()), source.size(), options, &error, &offset,
                                  nullptr));
-        require(code != nullptr, file, ": pre_tokenizer: the regular expression '", pattern, "' is not supported (",
-                error ? pcre2_message(error) : "out of memory", ")");
+        require(code != nullptr, file, ": pre_tokenizer: the regular expression '", printable(pattern),
+                "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
         pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // where that can't be had, matching is only slower
     }
 
@@ -169,119 +124,6 @@ class Splitter {
   private:
     std::unique_ptr<pcre2_code, CodeFree> code;
 };
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Merging
-
-// The merge of a pair of tokens: which comes first (the lower rank) and the token it makes.
-struct Merge {
-    uint32_t rank;
-    int32_t token;
-};
-
-// Pairs of ids -> Merge. A hash table with open addressing: the look-up is the inner loop of encode.
-class MergeTable {
-  public:
-    void build(const std::vector<std::pair<std::pair<int32_t, int32_t>, Merge>>& merges) {
-        size_t size = 16;
-        while (size < 2 * merges.size()) size *= 2;
-        slots.assign(size, {EMPTY, {}});
-        for (const auto& [ids, merge] : merges) {
-            Slot& slot = slots[find_slot(key(ids.first, ids.second))];
-            slot = {key(ids.first, ids.second), merge};  // a pair that is listed twice has its later rank
-        }
-        count = merges.size();
-    }
-
-    bool empty() const { return count == 0; }
-
-    const Merge* find(int32_t left, int32_t right) const {
-        const Slot& slot = slots[find_slot(key(left, right))];
-        return slot.key == EMPTY ? nullptr : &slot.merge;
-    }
-
-  private:
-    static constexpr uint64_t EMPTY = ~uint64_t(0);  // ids are not negative, so no pair has this key
-    struct Slot {
-        uint64_t key;
-        Merge merge;
-    };
-
-    static uint64_t key(int32_t left, int32_t right) { return uint64_t(uint32_t(left)) << 32 | uint32_t(right); }
-
-    size_t find_slot(uint64_t k) const {
-        const size_t mask = slots.size() - 1;
-        uint64_t h = k * 0x9E3779B97F4A7C15ull;  // 2^64/φ spreads neighbouring keys
-        h ^= h >> 32;
-        size_t i = size_t(h) & mask;
-        while (slots[i].key != EMPTY && slots[i].key != k) i = (i + 1) & mask;
-        return i;
-    }
-
-    std::vector<Slot> slots;
-    size_t count = 0;
-};
-
-// Merges the word ids in place: again and again the pair of the lowest rank, the leftmost of equals. For short words,
-// which are nearly all, a scan for the lowest rank is faster than any queue.
-void merge_short(std::vector<int32_t>& ids, std::vector<Merge>& merges, const MergeTable& table) {
-    constexpr Merge NONE = {std::numeric_limits<uint32_t>::max(), -1};
-    const auto look_up = [&](size_t i) {
-        const Merge* merge = i + 1 < ids.size() ? table.find(ids[i], ids[i + 1]) : nullptr;
-        return merge ? *merge : NONE;
-    };
-    merges.resize(ids.size());  // merges[i]: that of ids[i] and ids[i + 1]
-    for (size_t i = 0; i < ids.size(); i++) merges[i] = look_up(i);
-    for (;;) {
-        size_t best = 0;
-        for (size_t i = 1; i < ids.size(); i++)
-            if (merges[i].rank < merges[best].rank) best = i;
-        if (merges[best].rank == NONE.rank) return;
-        ids[best] = merges[best].token;
-        ids.erase(ids.begin() + int64_t(best) + 1);
-        merges.erase(merges.begin() + int64_t(best) + 1);
-        merges[best] = look_up(best);
-        if (best > 0) merges[best - 1] = look_up(best - 1);
-    }
-}
-
-// The same in O(n log n): a queue of candidate merges over a doubly linked list of symbols.
-void merge_long(std::vector<int32_t>& ids, const MergeTable& table) {
-    struct Symbol {
-        int32_t id;  // −1 once it has been merged into its left neighbour
-        int64_t previous, next;
-    };
-    const int64_t n = int64_t(ids.size());
-    std::vector<Symbol> symbols(ids.size());
-    for (int64_t i = 0; i < n; i++) symbols[size_t(i)] = {ids[size_t(i)], i - 1, i + 1};
-    const auto candidate = [&](int64_t i) -> const Merge* {
-        if (i < 0 || symbols[size_t(i)].id < 0 || symbols[size_t(i)].next >= n) return nullptr;
-        return table.find(symbols[size_t(i)].id, symbols[size_t(symbols[size_t(i)].next)].id);
-    };
-
-    using Candidate = std::pair<uint32_t, int64_t>;  // rank, position of the left symbol
-    std::priority_queue<Candidate, std::vector<Candidate>, std::greater<>> queue;
-    const auto push = [&](int64_t i) {
-        if (const Merge* merge = candidate(i)) queue.push({merge->rank, i});
-    };
-    for (int64_t i = 0; i < n; i++) push(i);
-    while (!queue.empty()) {
-        const auto [rank, i] = queue.top();
-        queue.pop();
-        const Merge* merge = candidate(i);
-        if (!merge || merge->rank != rank) continue;  // a neighbour has been merged since it was queued
-        Symbol& left = symbols[size_t(i)];
-        Symbol& right = symbols[size_t(left.next)];
-        left.id = merge->token;
-        left.next = right.next;
-        right.id = -1;
-        if (left.next < n) symbols[size_t(left.next)].previous = i;
-        push(i);
-        push(left.previous);
-    }
-    ids.clear();
-    for (int64_t i = 0; i < n; i = symbols[size_t(i)].next) ids.push_back(symbols[size_t(i)].id);
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tokens that are found in the text as they are written, before it is cut into words
@@ -342,30 +184,76 @@ bool flag(const json& object, const char* key, bool otherwise) {
     return given(object, key) ? object[key].get<bool>() : otherwise;
 }
 
+// Which pairs of characters a merge may join. Between two that none does the text can be cut and its parts merged one
+// by one, with the same result: what makes words of SentencePiece's text, which nothing else cuts.
+class Joints {
+  public:
+    void build(const std::vector<uint64_t>& keys) {
+        size_t size = 16;
+        while (size < 2 * keys.size()) size *= 2;
+        slots.assign(size, {});
+        for (const uint64_t key : keys) slots[find_slot(slots, key)].key = key;
+    }
+    bool has(int32_t left, int32_t right) const {
+        if (left < 0 || right < 0) return false;
+        const uint64_t key = pair_key(left, right);
+        return slots[find_slot(slots, key)].key == key;
+    }
+
+  private:
+    struct Slot {
+        static constexpr uint64_t EMPTY = ~uint64_t(0);
+        uint64_t key = EMPTY;
+    };
+    std::vector<Slot> slots;
+};
+
 }  // namespace
 
 struct Tokenizer::Impl {
     class Encoder;
+    using Ids = std::unordered_map<std::string, int32_t>;  // by the token as it is written
+    enum class InFront { Never, First, Always };           // Metaspace: where a space is put in front of a text
 
     std::string file;
     std::vector<std::string> bytes;                        // by id
     std::vector<bool> known;                               // by id
+    int64_t id_end = 0;                                    // no id may reach this
     std::array<int32_t, 256> byte_id;                      // −1: not in the vocabulary
     std::unordered_map<std::string, int32_t> whole_words;  // filled if ignore_merges
     bool ignore_merges = false;
     MergeTable merges;
-    std::vector<Splitter> splitters;  // applied one after the other
-    bool add_prefix_space = false;
     // As the tokenizers package does it: first the tokens marked "normalized": false, then, in the rest, the others.
     // [0]: with special tokens, [1]: without.
     AddedTokens verbatim[2], normalized[2];
     int32_t end_of_text = -1;
+    std::vector<int32_t> start_of_text;
+
+    // Byte-level
+    std::vector<Splitter> splitters;  // applied one after the other
+    bool add_prefix_space = false;
+
+    // SentencePiece
+    bool sentencepiece = false;
+    bool prepends = false, marks_spaces = false;  // normalizer: Prepend, Replace
+    bool metaspace = false, metaspace_split = false;
+    InFront in_front = InFront::Never;  // of Metaspace
+    bool strips_first_space = false;
+    std::vector<int32_t> character_id;  // by code point; −1, or beyond the end: not in the vocabulary
+    int32_t unknown = -1;               // id of unk_token
+    bool fuse_unknown = false;
+    bool cuts = false;  // where joints has no pair
+    Joints joints;
 
     explicit Impl(const std::string& path) : file(path) {
         byte_id.fill(-1);
         const std::string text = read_file(path, int64_t(1) << 30);
+        const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // what frees the values is recursive
+            require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
+            return true;
+        };
         try {
-            read(json::parse(text));
+            read(json::parse(text, limit_depth));
         } catch (const json::exception& e) {
             throw Error(str(path, ": not a valid tokenizer.json (", e.what(), ")"));
         }
@@ -373,30 +261,82 @@ struct Tokenizer::Impl {
 
     template <typename... Parts>
     [[noreturn]] void unsupported(const Parts&... parts) const {
-        throw Error(str(file, ": ", parts..., " is not supported; byte-level BPE as GPT-2's and LLaMA-3's is"));
+        throw Error(str(file, ": ", printable(str(parts...)),
+                        " is not supported; byte-level BPE as GPT-2's and LLaMA-3's and SentencePiece's BPE as "
+                        "LLaMA-2's are"));
     }
 
     void read(const json& root) {
         require(root.is_object() && given(root, "model") && root["model"].is_object(), file,
                 ": not a tokenizer.json: it has no object 'model'");
+        read_normalizer(root);
         read_pre_tokenizer(root);
-        const std::unordered_map<std::string, int32_t> ids = read_vocab(root["model"]);
+        const Ids ids = read_vocab(root["model"]);
         read_merges(root["model"], ids);
-        read_added_tokens(root, ids);
+        const Ids all_ids = read_added_tokens(root, ids);
+        read_post_processor(root, all_ids);
+    }
+
+    // The steps of a normalizer, a pre-tokenizer or a decoder: one, or a Sequence of them under `list`.
+    static json steps_of(const json& root, const char* part, const char* list) {
+        if (!given(root, part)) return json::array();
+        const json& step = root[part];
+        return type_of(step) == std::string("Sequence") ? step.at(list) : json::array({step});
+    }
+
+    static bool is_replace(const json& step, const std::string& from, const std::string& to) {
+        return type_of(step) == std::string("Replace") && step.at("pattern").contains("String") &&
+               step["pattern"]["String"] == from && step.at("content") == to;
+    }
+
+    void read_normalizer(const json& root) {
+        for (const json& step : steps_of(root, "normalizer", "normalizers")) {
+            if (type_of(step) == std::string("Prepend") && step.at("prepend") == SPACE_MARK && !prepends)
+                prepends = true;
+            else if (is_replace(step, " ", SPACE_MARK))
+                marks_spaces = true;
+            else
+                unsupported("normalizer ", type_of(step));
+        }
+        const bool fallback = given(root["model"], "byte_fallback") && flag(root["model"], "byte_fallback", false);
+        metaspace = given(root, "pre_tokenizer") && type_of(root["pre_tokenizer"]) == std::string("Metaspace");
+        sentencepiece = prepends || marks_spaces || metaspace || fallback;
+        if (sentencepiece && given(root, "pre_tokenizer") && !metaspace)
+            unsupported("pre_tokenizer ", type_of(root["pre_tokenizer"]), " in a SentencePiece tokenizer");
+        if (!sentencepiece) return;
+
+        const json decoder = steps_of(root, "decoder", "decoders");
+        size_t i = 0;
+        const auto next_is = [&](const char* type) {
+            return i < decoder.size() && type_of(decoder[i]) == std::string(type);
+        };
+        const bool spaces = i < decoder.size() && is_replace(decoder[i], SPACE_MARK, " ");
+        i += spaces;
+        const bool bytes_fall_back = next_is("ByteFallback");
+        i += bytes_fall_back;
+        const bool fuses = next_is("Fuse");
+        i += fuses;
+        if (next_is("Strip") && decoder[i].at("content") == " " && decoder[i].at("start") == 1 &&
+            decoder[i].at("stop") == 0) {
+            strips_first_space = true;
+            i++;
+        }
+        const std::string type = i < decoder.size() ? type_of(decoder[i]) : "";
+        if (!spaces || !fuses || i < decoder.size() || bytes_fall_back != fallback)
+            unsupported("SentencePiece with a decoder other than Replace, ByteFallback, Fuse, Strip",
+                        type.empty() ? "" : " (" + type + ")");
     }
 
     void read_pre_tokenizer(const json& root) {
-        if (given(root, "normalizer")) {
-            const json& normalizer = root["normalizer"];
-            if (type_of(normalizer) != std::string("Sequence") || !normalizer.at("normalizers").empty())
-                unsupported("normalizer ", type_of(normalizer));
+        if (sentencepiece) {
+            if (metaspace) read_metaspace(root["pre_tokenizer"]);
+            return;
         }
         if (given(root, "decoder") && type_of(root["decoder"]) != std::string("ByteLevel"))
             unsupported("decoder ", type_of(root["decoder"]));
         if (!given(root, "pre_tokenizer")) unsupported("a tokenizer without a ByteLevel pre_tokenizer");
 
-        const json& pre = root["pre_tokenizer"];
-        const json steps = type_of(pre) == std::string("Sequence") ? pre.at("pretokenizers") : json::array({pre});
+        const json steps = steps_of(root, "pre_tokenizer", "pretokenizers");
         bool byte_level = false;
         for (const json& step : steps) {
             const std::string type = type_of(step);
@@ -420,11 +360,23 @@ struct Tokenizer::Impl {
                 unsupported("pre_tokenizer ", type);
             }
         }
-        if (!byte_level) unsupported("pre_tokenizer ", type_of(pre), " without ByteLevel");
+        if (!byte_level) unsupported("pre_tokenizer ", type_of(root["pre_tokenizer"]), " without ByteLevel");
+    }
+
+    void read_metaspace(const json& step) {
+        if (step.at("replacement") != SPACE_MARK) unsupported("Metaspace with another replacement than U+2581");
+        if (prepends || marks_spaces) unsupported("Metaspace beside a normalizer");
+        metaspace_split = flag(step, "split", true);
+        const std::string otherwise = flag(step, "add_prefix_space", true) ? "always" : "never";  // the older key
+        const std::string scheme =
+            given(step, "prepend_scheme") ? step["prepend_scheme"].get<std::string>() : otherwise;
+        in_front = scheme == "always" ? InFront::Always : scheme == "first" ? InFront::First : InFront::Never;
+        if (in_front == InFront::Never && scheme != "never") unsupported("Metaspace with prepend_scheme ", scheme);
     }
 
     void add_token(const std::string& token_bytes, int64_t id) {
-        require(0 <= id && id < MAX_VOCAB, file, ": token id ", id, " is outside [0, ", MAX_VOCAB, ")");
+        require(0 <= id && id < id_end, file, ": token id ", id, " is outside [0, ", id_end,
+                "), too large for so few tokens");
         if (size_t(id) >= bytes.size()) {
             bytes.resize(size_t(id) + 1);
             known.resize(size_t(id) + 1);
@@ -434,10 +386,9 @@ struct Tokenizer::Impl {
         known[size_t(id)] = true;
     }
 
-    std::unordered_map<std::string, int32_t> read_vocab(const json& model) {
+    Ids read_vocab(const json& model) {
         const std::string type = given(model, "type") ? type_of(model) : "BPE";  // the key came after the format
         if (type != "BPE") unsupported("model ", type);
-        if (flag(model, "byte_fallback", false)) unsupported("model BPE with byte_fallback (SentencePiece)");
         for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
             if (given(model, key) && !model[key].get<std::string>().empty()) unsupported("model BPE with ", key);
         if (given(model, "dropout") && model["dropout"].get<double>() > 0) unsupported("model BPE with dropout");
@@ -445,40 +396,66 @@ struct Tokenizer::Impl {
 
         const json& vocab = model.at("vocab");
         require(vocab.is_object() && !vocab.empty(), file, ": model.vocab must be an object of tokens and ids");
+        id_end = int64_t(vocab.size()) + MAX_GAPS;
         const ByteAlphabet alphabet;
-        std::unordered_map<std::string, int32_t> ids;  // by the token as it is written
+        Ids ids;
         ids.reserve(vocab.size());
         for (const auto& [token, id] : vocab.items()) {
-            require(id.is_number_integer(), file, ": the id of token '", token, "' is not a whole number");
+            require(id.is_number_integer(), file, ": the id of token '", printable(token), "' is not a whole number");
             std::string token_bytes;
-            const bool is_bytes = alphabet.bytes(token, token_bytes);
-            add_token(is_bytes ? token_bytes : token, id.get<int64_t>());
+            const bool is_text = sentencepiece ? sentencepiece_bytes(model, token, id.get<int32_t>(), token_bytes)
+                                               : alphabet.bytes(token, token_bytes);
+            add_token(is_text ? token_bytes : token, id.get<int64_t>());
             const int32_t checked_id = ids[token] = id.get<int32_t>();
-            if (!is_bytes) continue;  // no text is ever cut into it
-            if (token_bytes.size() == 1) byte_id[uint8_t(token_bytes[0])] = checked_id;
-            if (ignore_merges) whole_words[token_bytes] = checked_id;
+            if (!is_text) continue;  // no text is ever cut into it
+            if (!sentencepiece && token_bytes.size() == 1) byte_id[uint8_t(token_bytes[0])] = checked_id;
+            if (ignore_merges) whole_words[sentencepiece ? token : token_bytes] = checked_id;
+        }
+        if (sentencepiece && given(model, "unk_token")) {
+            const auto found = ids.find(model["unk_token"].get<std::string>());
+            require(found != ids.end(), file, ": model.unk_token is not in model.vocab");
+            unknown = found->second;
+            fuse_unknown = flag(model, "fuse_unk", false);
         }
         return ids;
     }
 
-    void read_merges(const json& model, const std::unordered_map<std::string, int32_t>& ids) {
+    // What a SentencePiece token stands for; notes where characters and fallback bytes are found.
+    bool sentencepiece_bytes(const json& model, const std::string& token, int32_t id, std::string& out) {
+        const int byte = flag(model, "byte_fallback", false) ? fallback_byte(token) : -1;
+        if (byte >= 0) {
+            byte_id[size_t(byte)] = id;
+            out = char(byte);
+            return true;
+        }
+        out = replace_all(token, SPACE_MARK, " ");
+        if (token.empty() || utf8_length(token, 0) != token.size()) return !token.empty();
+        const size_t code = utf8_code_point(token, 0, token.size());
+        if (code >= character_id.size()) character_id.resize(code + 1, -1);
+        character_id[code] = id;
+        return true;
+    }
+
+    void read_merges(const json& model, const Ids& ids) {
         const json& list = model.at("merges");
         require(list.is_array(), file, ": model.merges must be a list");
         const auto id_of = [&](const std::string& token) {
             const auto found = ids.find(token);
-            require(found != ids.end(), file, ": model.merges makes or uses '", token,
+            require(found != ids.end(), file, ": model.merges makes or uses '", printable(token),
                     "', which is not in model.vocab");
             return found->second;
         };
         std::vector<std::pair<std::pair<int32_t, int32_t>, Merge>> all;
         all.reserve(list.size());
+        std::vector<uint64_t> joined;
+        cuts = sentencepiece && !ignore_merges && std::count(byte_id.begin(), byte_id.end(), -1) == 0;
         for (const json& entry : list) {
             std::string left, right;
             if (entry.is_string()) {  // "a b", the older form
                 const std::string& both = entry.get_ref<const std::string&>();
                 const size_t space = both.find(' ');
                 require(space != std::string::npos && both.find(' ', space + 1) == std::string::npos, file,
-                        ": model.merges: '", both, "' is not a pair of tokens");
+                        ": model.merges: '", printable(both), "' is not a pair of tokens");
                 left = both.substr(0, space), right = both.substr(space + 1);
             } else {  // ["a", "b"], which allows spaces in tokens
                 require(entry.is_array() && entry.size() == 2, file, ": model.merges: entry ", all.size(),
@@ -486,37 +463,76 @@ struct Tokenizer::Impl {
                 left = entry[0].get<std::string>(), right = entry[1].get<std::string>();
             }
             all.push_back({{id_of(left), id_of(right)}, {uint32_t(all.size()), id_of(left + right)}});
+            // Merges of fallback bytes are not the merges of the characters that their names are written with.
+            cuts = cuts && !left.empty() && !right.empty() && fallback_byte(left) < 0 && fallback_byte(right) < 0;
+            if (!cuts) continue;
+            size_t last = left.size() - 1;
+            while (last > 0 && (uint8_t(left[last]) & 0xC0) == 0x80) last--;
+            const int32_t l = find_character(left, last), r = find_character(right, 0);
+            if (l >= 0 && r >= 0) joined.push_back(pair_key(l, r));
         }
         merges.build(all);
+        joints.build(joined);
     }
 
-    void read_added_tokens(const json& root, const std::unordered_map<std::string, int32_t>& ids) {
-        std::unordered_map<std::string, int32_t> all_ids = ids;
+    // The id of the character at text[i], −1 if the vocabulary lacks it or there is none.
+    int32_t find_character(std::string_view text, size_t i) const {
+        const size_t n = utf8_length(text, i);
+        const size_t code = n ? utf8_code_point(text, i, n) : character_id.size();
+        return code < character_id.size() ? character_id[code] : -1;
+    }
+
+    std::string normalize(std::string_view text) const {
+        std::string out = prepends && !text.empty() ? SPACE_MARK : "";
+        return out += marks_spaces ? replace_all(text, " ", SPACE_MARK) : std::string(text);
+    }
+
+    Ids read_added_tokens(const json& root, const Ids& ids) {
+        Ids all_ids = ids;
         if (given(root, "added_tokens")) {
+            id_end += int64_t(root["added_tokens"].size());
             for (const json& token : root["added_tokens"]) {
                 const std::string content = token.at("content").get<std::string>();
                 const int64_t id = token.at("id").get<int64_t>();
                 require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
                 for (const char* key : {"single_word", "lstrip", "rstrip"})
-                    if (flag(token, key, false)) unsupported("added token '", content, "' with ", key);
+                    if (flag(token, key, false)) unsupported("added token '", printable(content), "' with ", key);
                 const auto in_vocab = ids.find(content);
-                require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", content, "' has the id ",
-                        in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab, ", id, " in added_tokens");
+                require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
+                        "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab, ", id,
+                        " in added_tokens");
+                const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
+                AddedTokens* const sets = in_normalized ? normalized : verbatim;
+                // What is looked for in normalized text is normalized itself, with its space in front.
+                const std::string written = in_normalized ? normalize(content) : content;
+                const std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
                 if (in_vocab == ids.end())
-                    add_token(content, id);
+                    add_token(text, id);
                 else
-                    bytes[size_t(id)] = content;  // written as it is, not in the byte alphabet
+                    bytes[size_t(id)] = text;  // written as it is, not in the byte alphabet
                 all_ids[content] = int32_t(id);
-                const bool special = flag(token, "special", false);
-                AddedTokens* const sets = flag(token, "normalized", !special) ? normalized : verbatim;
-                sets[0].add(content, int32_t(id));
-                if (!special) sets[1].add(content, int32_t(id));
+                sets[0].add(written, int32_t(id));
+                if (!special) sets[1].add(written, int32_t(id));
             }
         }
         for (AddedTokens* set : {&verbatim[0], &verbatim[1], &normalized[0], &normalized[1]}) set->finish();
         for (const char* name : {"<|endoftext|>", "</s>", "<|end_of_text|>"}) {
             const auto found = all_ids.find(name);
             if (end_of_text < 0 && found != all_ids.end()) end_of_text = found->second;
+        }
+        return all_ids;
+    }
+
+    // Special tokens that a template ("$A" is the text) puts in front.
+    void read_post_processor(const json& root, const Ids& ids) {
+        for (const json& step : steps_of(root, "post_processor", "processors")) {
+            if (type_of(step) != std::string("TemplateProcessing")) continue;  // they put nothing in front
+            for (const json& part : step.at("single")) {
+                if (!part.contains("SpecialToken")) break;
+                const auto found = ids.find(part["SpecialToken"].at("id").get<std::string>());
+                require(found != ids.end(), file, ": post_processor: a special token is not in the vocabulary");
+                start_of_text.push_back(found->second);
+            }
         }
     }
 };
@@ -530,12 +546,16 @@ class Tokenizer::Impl::Encoder {
 
     std::vector<int32_t> out;
 
-    // A stretch of text without added tokens.
-    void plain(std::string_view text) {
-        if (tokenizer.add_prefix_space && text[0] != ' ') {
-            prefixed.push_back(" " + std::string(text));
-            text = prefixed.back();
-        }
+    // Text that lives as long as this: the cache's keys may point into it.
+    std::string_view keep(std::string text) {
+        kept.push_back(std::move(text));
+        return kept.back();
+    }
+
+    // A stretch of normalized text without added tokens. first: it begins the whole text.
+    void plain(std::string_view text, bool first) {
+        if (tokenizer.sentencepiece) return tokenizer.metaspace ? metaspace(text, first) : characters(text);
+        if (tokenizer.add_prefix_space && text[0] != ' ') text = keep(" " + std::string(text));
         if (tokenizer.splitters.empty()) return word(text);
         // The regular expressions see valid UTF-8 only. Bytes that aren't are words of their own, so that what decode
         // gives back is the text, whatever it holds.
@@ -556,11 +576,39 @@ class Tokenizer::Impl::Encoder {
                                         [&](std::string_view piece) { words(piece, step + 1); });
     }
 
-    void word(std::string_view text) {
-        if (tokenizer.merges.empty() && !tokenizer.ignore_merges) {
-            for (const char c : text) out.push_back(id_of(c));
-            return;
+    void metaspace(std::string_view text, bool first) {
+        std::string marked = replace_all(text, " ", SPACE_MARK);
+        const bool wanted = tokenizer.in_front == InFront::Always || (tokenizer.in_front == InFront::First && first);
+        if (wanted && marked.compare(0, SPACE_MARK.size(), SPACE_MARK) != 0) marked.insert(0, SPACE_MARK);
+        text = keep(std::move(marked));
+        while (tokenizer.metaspace_split && !text.empty()) {
+            const size_t end = std::min(text.find(SPACE_MARK, SPACE_MARK.size()), text.size());
+            const bool marked_in_front = text.compare(0, SPACE_MARK.size(), SPACE_MARK) == 0;
+            const size_t cut = marked_in_front ? end : std::min(text.find(SPACE_MARK), text.size());
+            characters(text.substr(0, cut));
+            text.remove_prefix(cut);
         }
+        if (!text.empty()) characters(text);
+    }
+
+    // SentencePiece's text, cut where no merge reaches across.
+    void characters(std::string_view text) {
+        size_t begin = 0;
+        int32_t before = -1;
+        for (size_t i = 0; tokenizer.cuts && i < text.size();) {
+            const int32_t id = tokenizer.find_character(text, i);
+            if (i > begin && !tokenizer.joints.has(before, id)) {
+                word(text.substr(begin, i - begin));
+                begin = i;
+            }
+            before = id;
+            i += std::max<size_t>(utf8_length(text, i), 1);
+        }
+        word(text.substr(begin));
+    }
+
+    void word(std::string_view text) {
+        if (tokenizer.merges.empty() && !tokenizer.ignore_merges) return symbols(text, out);
         const bool cached = text.size() <= 32;  // long words hardly come twice
         if (cached) {
             const auto [entry, is_new] = cache.try_emplace(text, out.size(), 0);
@@ -585,12 +633,40 @@ class Tokenizer::Impl::Encoder {
             if (whole != tokenizer.whole_words.end()) return out.push_back(whole->second);
         }
         ids.clear();
-        for (const char c : text) ids.push_back(id_of(c));
-        if (ids.size() <= 64)
-            merge_short(ids, merges, tokenizer.merges);
-        else
-            merge_long(ids, tokenizer.merges);
+        symbols(text, ids);
+        merge_word(ids, merges, tokenizer.merges);
         out.insert(out.end(), ids.begin(), ids.end());
+    }
+
+    // What merging starts from: bytes, or characters with bytes for those that the vocabulary lacks.
+    void symbols(std::string_view text, std::vector<int32_t>& to) const {
+        if (!tokenizer.sentencepiece) {
+            for (const char c : text) to.push_back(id_of(c));
+            return;
+        }
+        int64_t pending = 0;  // unknown characters that are not written yet
+        const auto flush = [&] {
+            for (; pending > 0; pending = tokenizer.fuse_unknown ? 0 : pending - 1) to.push_back(tokenizer.unknown);
+        };
+        for (size_t i = 0, n; i < text.size(); i += n) {
+            const int32_t id = tokenizer.find_character(text, i);
+            n = std::max<size_t>(utf8_length(text, i), 1);
+            if (id >= 0) {
+                flush();
+                to.push_back(id);
+                continue;
+            }
+            const std::string_view character = text.substr(i, n);
+            const auto has_byte = [&](char c) { return tokenizer.byte_id[uint8_t(c)] >= 0; };
+            if (std::all_of(character.begin(), character.end(), has_byte)) {
+                for (const char c : character) to.push_back(id_of(c));
+                continue;
+            }
+            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary lacks the character at byte ", i, " of '",
+                    printable(text), "', its bytes and a token for what is unknown");
+            pending++;
+        }
+        flush();
     }
 
     int32_t id_of(char c) const {
@@ -604,7 +680,7 @@ class Tokenizer::Impl::Encoder {
 
     const Impl& tokenizer;
     std::vector<MatchData> match_data;
-    std::deque<std::string> prefixed;  // texts with a space in front; the cache's keys may point into them
+    std::deque<std::string> kept;
     // Word -> where its ids stand in out (begin, count). Keys are views of the text.
     std::unordered_map<std::string_view, std::pair<size_t, size_t>> cache;
     std::vector<int32_t> ids;
@@ -622,8 +698,10 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special
     impl->verbatim[set].split(
         text,
         [&](std::string_view rest) {
+            const bool first = rest.data() == text.data();
+            if (impl->prepends || impl->marks_spaces) rest = encoder.keep(impl->normalize(rest));
             impl->normalized[set].split(
-                rest, [&](std::string_view plain) { encoder.plain(plain); }, found);
+                rest, [&](std::string_view part) { encoder.plain(part, first && part.data() == rest.data()); }, found);
         },
         found);
     return std::move(encoder.out);
@@ -632,6 +710,7 @@ std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special
 std::string Tokenizer::decode(const std::vector<int32_t>& tokens) const {
     std::string text;
     for (const int32_t token : tokens) text += decode(token);
+    if (impl->strips_first_space && !text.empty() && text[0] == ' ') text.erase(0, 1);
     return text;
 }
 
@@ -644,9 +723,27 @@ bool Tokenizer::contains(int32_t token) const {
     return token >= 0 && size_t(token) < impl->known.size() && impl->known[size_t(token)];
 }
 
+bool Tokenizer::strips_first_space() const {
+    return impl->strips_first_space;
+}
 int64_t Tokenizer::vocab_size() const {
     return int64_t(impl->bytes.size());
 }
 int32_t Tokenizer::end_of_text() const {
     return impl->end_of_text;
+}
+const std::vector<int32_t>& Tokenizer::start_of_text() const {
+    return impl->start_of_text;
+}
+
+std::string TextStream::put(int32_t token) {
+    if (!tokenizer.contains(token)) return "";
+    std::string text = tokenizer.decode(token);
+    if (text.empty()) return "";
+    if (std::exchange(strip, false) && text[0] == ' ') text.erase(0, 1);
+    return characters.put(text);
+}
+
+std::string TextStream::finish() {
+    return characters.finish();
 }

@@ -10,7 +10,7 @@ void step_control(benchmark::State& state) {
     const BenchArray scratch = BenchArray::bytes(step_control_scratch(n)), loss = BenchArray::bytes(8);
     Tensor loss_sum = loss;
     loss_sum.dtype = DType::F64, loss_sum.shape[0] = 1;
-    run_bench(state, [&] { step_control(scalars, grads, loss_sum, 1, scratch, Stream{}); });
+    run_bench(state, [&] { step_control(scalars, grads, loss_sum, 1, 1, scratch, Stream{}); });
     report_bytes(state, grads.bytes());
 }
 

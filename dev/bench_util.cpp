@@ -171,6 +171,7 @@ class TableReporter : public benchmark::BenchmarkReporter {
                 return found == run.counters.end() ? -1.0 : double(found->second.value);
             };
             if (value("GB/s") >= 0) std::printf("%10.1f GB/s", value("GB/s"));
+            if (value("MB/s") >= 0) std::printf("%10.1f MB/s", value("MB/s"));
             const double gflops = value("GFLOP/s");
             if (gflops >= 0)
                 std::printf(gflops < 1e4 ? "%10.1f GFLOP/s" : "%10.1f TFLOP/s", gflops < 1e4 ? gflops : gflops * 1e-3);

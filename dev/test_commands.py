@@ -284,7 +284,7 @@ class CommandsTest(unittest.TestCase):
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
-        for command in ("train", "eval", "sample", "chat", "logits", "plan", "info"):
+        for command in ("train", "eval", "sample", "chat", "logits", "plan", "convert", "info"):
             self.assertIn(command, overview)
             done = run(command, "--help")
             self.assertEqual((done.returncode, done.stderr), (0, ""))
@@ -552,9 +552,52 @@ class CommandsTest(unittest.TestCase):
             (["/nonexistent/x.npy"], ["logits", "--model", base, "--tokens", "1", "--output", "/nonexistent/x.npy"]),
             (["neither a config.json", "gpt2-124M"], ["sample", "--model", top, "--prompt", "x"]),
             (["tokenizer.json"], ["sample", "--model", "gpt2-tiny", "--prompt", "x"]),
-            (["not a token file"], ["info", os.path.join(checkpoint, "tokenizer.json")]),
+            (["a token file"], ["info", os.path.join(base, "run.toml")]),
+            (["not a tokenizer.json"], ["info", os.path.join(checkpoint, "config.json")]),
         ):
             self.refused(1, words, *args)
+
+    def test_prompts_are_not_learnt(self):
+        # Windows of the same 32 tokens, of which every third is a prompt: what is left has the mean loss and the mean gradient of
+        # a run that learns them all.
+        T, windows = 32, 60
+        tokens = [(7 * i * i + 3) % 50 for i in range(T)] * windows + [3]
+        runs = {}
+        for name in ("all", "some"):
+            data = os.path.join(self.top, "repeated_" + name)
+            os.mkdir(data)
+            header = lambda magic: struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
+            with open(os.path.join(data, "train_000000.bin"), "wb") as file:
+                file.write(header(20240520) + struct.pack(f"<{len(tokens)}H", *tokens))
+            if name == "some":
+                with open(os.path.join(data, "train_000000.mask"), "wb") as file:
+                    file.write(header(20261121) + bytes(int((i - 1) // T % 3 != 0) for i in range(len(tokens))))
+            for micro in (1, 4):
+                out = os.path.join(self.top, f"repeated_{name}_{micro}")
+                done = run("train", *MODEL, "--vocab-size", 50, "--data", data, "--out", out, "--steps", 8, "--seq-len", T, "--batch-size", 4 // micro,
+                           "--total-batch-tokens", 4 * T, "--lr", "1e-3", "--grad-clip", 0.5, "--save-every", 0)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                runs[name, micro] = log(out)
+        for key, lines in runs.items():
+            for line, reference in zip(lines, runs["all", 1]):
+                self.assertAlmostEqual(line["loss"] / reference["loss"], 1, delta=1e-5, msg=key)
+                self.assertAlmostEqual(line["grad_norm"] / reference["grad_norm"], 1, delta=1e-4, msg=key)
+        self.assertLess(runs["some", 1][-1]["loss"], runs["some", 1][0]["loss"] - 0.05)
+
+        # From JSONL: what is scored is the responses.
+        path, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
+        with open(path, "w") as file:
+            for i in range(200):
+                file.write(json.dumps({"prompt": f"{i % 10} + {i // 10 % 10} = ", "response": str(i % 10 + i // 10 % 10)}) + "\n")
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", path, "--tokenizer", "byte", "--val", "0.2",
+                        "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with open(os.path.join(data, "meta.json")) as file:
+            meta = json.load(file)
+        info = json.loads(run("info", data, "--json").stdout)
+        self.assertEqual(info["val"]["learnt_tokens"], meta["val"]["learnt_tokens"])
+        scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
+        self.assertEqual(scores["tokens"], meta["val"]["learnt_tokens"])
+        self.assertIsNone(scores["bits_per_byte"])
 
     def test_damaged_data(self):
         def damaged(name, change):

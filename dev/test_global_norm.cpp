@@ -9,10 +9,11 @@
 namespace {
 
 // Runs one step's control over the gradients and returns the scalars afterwards.
-StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before) {
+StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before,
+                    double grad_unit = 1) {
     const TestArray scalars = TestArray::bytes(&before, sizeof(before)), loss = TestArray::doubles({loss_sum}, {1});
     const TestArray scratch = TestArray::scratch(step_control_scratch(grads.tensor().numel()));
-    step_control(scalars, grads, loss, loss_scale, scratch, Stream{});
+    step_control(scalars, grads, loss, loss_scale, grad_unit, scratch, Stream{});
     StepScalars after;
     scalars.fetch_bytes(&after);
     return after;
@@ -54,6 +55,18 @@ TEST(StepControl, ClipsToTheGivenNormOnly) {
     EXPECT_EQ(control(grads, 1, 1, fresh(0)).grad_scale, 1);
     EXPECT_EQ(control(grads, 1, 1, fresh(-1)).grad_scale, 1);
     EXPECT_EQ(control(TestArray::of({0, 0}, {2}), 1, 1, fresh(1)).grad_scale, 1);
+}
+
+// Gradients of a sum over fewer tokens than they were divided by.
+TEST(StepControl, GradUnitScalesNormAndGradients) {
+    const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5, in truth 10
+    EXPECT_EQ(control(grads, 1, 1, fresh(0), 2).grad_norm, 10);
+    EXPECT_EQ(control(grads, 1, 1, fresh(0), 2).grad_scale, 2);
+    EXPECT_EQ(control(grads, 1, 1, fresh(10), 2).grad_scale, 2);
+    EXPECT_EQ(control(grads, 1, 1, fresh(5), 2).grad_scale, 1);        // 2 · 5/10
+    EXPECT_EQ(control(grads, 1, 1, fresh(2.5f), 2).grad_scale, 0.5f);  // the clipped norm doesn't depend on the unit
+    EXPECT_EQ(control(grads, 1, 1, fresh(2.5f), 1).grad_scale, 0.5f);
+    EXPECT_THROW(control(grads, 1, 1, fresh(1), 0), Error);
 }
 
 TEST(StepControl, AnythingNotFiniteSkipsAndIsNotCounted) {
@@ -98,11 +111,11 @@ TEST(StepControl, WrongArgumentsAreErrors) {
                     short_scalars = TestArray::scratch(3);
     const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
                     scratch = TestArray::scratch(step_control_scratch(40000));
-    expect_error([&] { step_control(short_scalars, grads, loss, 1, scratch, Stream{}); },
+    expect_error([&] { step_control(short_scalars, grads, loss, 1, 1, scratch, Stream{}); },
                  str("step_control: scalars is uint8 [3], expected uint8 [", sizeof(StepScalars), "]"));
-    expect_error([&] { step_control(scalars, loss, loss, 1, scratch, Stream{}); },
+    expect_error([&] { step_control(scalars, loss, loss, 1, 1, scratch, Stream{}); },
                  "step_control: grads is fp64 [1], expected fp32 [1]");
-    expect_error([&] { step_control(scalars, grads, loss, 1, short_scalars, Stream{}); },
+    expect_error([&] { step_control(scalars, grads, loss, 1, 1, short_scalars, Stream{}); },
                  str("step_control: scratch is uint8 [3], expected uint8 [", step_control_scratch(40000), "] or more"));
     expect_error([&] { sum_losses(grads, grads, false, Stream{}); },
                  "sum_losses: loss_sum is fp32 [40000], expected fp64 [1]");

@@ -40,6 +40,21 @@ class LoaderTest : public testing::Test {
         return TokenFiles(folder + "/*.bin");
     }
 
+    // Masks beside the shards: token i is learnt if learnt(i).
+    template <typename Learnt>
+    TokenFiles mask(const TokenFiles& files, const Learnt& learnt) const {
+        int64_t token = 0;
+        for (const std::string& path : files.paths()) {
+            const int64_t n = int64_t(std::filesystem::file_size(path) - 1024) / 4;
+            std::vector<uint32_t> header(256, 0);
+            header[0] = 20261121, header[1] = 1, header[2] = uint32_t(n);
+            std::ofstream out(path.substr(0, path.size() - 4) + ".mask", std::ios::binary);
+            out.write(reinterpret_cast<const char*>(header.data()), 1024);
+            for (int64_t i = 0; i < n; i++) out.put(char(learnt(token++)));
+        }
+        return TokenFiles(files.pattern());
+    }
+
     // 0, 1, 2, …: a token is its own place in the split.
     TokenFiles make_counting(int64_t n, size_t shard_size = 50) const {
         std::vector<int32_t> tokens;
@@ -219,6 +234,54 @@ TEST_F(LoaderTest, SeedsGiveOtherOrders) {
     o.seed = 43;
     Loader b(files, o, 0);
     EXPECT_NE(take_windows(a, 50, 4), take_windows(b, 50, 4));
+}
+
+// The targets are those of the tokens that the mask says; what is left is counted over all ranks alike.
+TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
+    const auto learnt = [](int64_t token) { return token % 3 == 0 || token > 150; };
+    const TokenFiles plain = make_counting(203), files = mask(plain, learnt);
+    for (const int64_t world : {1, 2}) {
+        std::vector<int64_t> scored;
+        int64_t own = 0;
+        for (int64_t rank = 0; rank < world; rank++) {
+            LoaderOptions o = options(4 / world, 5);
+            o.rank = rank;
+            o.world = world;
+            Loader loader(files, o, 0), unmasked(plain, o, 0);
+            for (int64_t i = 0; i < 3; i++) {
+                const Batch& batch = loader.next();
+                const Batch& all = unmasked.next();
+                EXPECT_EQ(all.scored, 20);
+                EXPECT_EQ(batch.tokens, all.tokens);
+                for (size_t t = 0; t < all.targets.size(); t++) {
+                    EXPECT_EQ(batch.targets[t], learnt(all.targets[t]) ? all.targets[t] : Batch::NO_TARGET);
+                    own += batch.targets[t] != Batch::NO_TARGET;
+                }
+                scored.push_back(batch.scored);
+            }
+        }
+        int64_t first = scored[0] + scored[1] + scored[2];
+        EXPECT_EQ(first, own);
+        for (size_t i = 3; i < scored.size(); i++) EXPECT_EQ(scored[i], scored[i - 3]);
+    }
+    for (const int32_t end : {-1, 7}) {
+        const EvalBatches all{plain, 3, 8, 1 << 30, end, 0}, batches{files, 3, 8, 1 << 30, end, 0};
+        ASSERT_EQ(batches.num_batches(), all.num_batches());
+        int64_t counted = 0;
+        for (int64_t b = 0; b < all.num_batches(); b++) {
+            const Batch x = all.batch(b), y = batches.batch(b);
+            EXPECT_EQ(x.tokens, y.tokens);
+            int64_t left = 0;
+            for (size_t t = 0; t < x.targets.size(); t++) {
+                const bool kept = x.targets[t] != Batch::NO_TARGET && learnt(x.targets[t]);
+                EXPECT_EQ(y.targets[t], kept ? x.targets[t] : Batch::NO_TARGET);
+                left += kept;
+            }
+            EXPECT_EQ(y.scored, left);
+            counted += x.scored;
+        }
+        EXPECT_EQ(counted, all.num_tokens());
+    }
 }
 
 TEST_F(LoaderTest, DocumentsSplitWindows) {

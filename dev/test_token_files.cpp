@@ -61,6 +61,36 @@ void expect_contains(const std::string& text, const std::string& part) {
 
 }  // namespace
 
+TEST_F(TokenFilesTest, MasksSayWhatIsLearnt) {
+    write_tokens<uint16_t>("a.bin", {1, 2, 3});
+    write_tokens<uint16_t>("b.bin", {4, 5});
+    EXPECT_FALSE(TokenFiles(all()).masked());
+    write("a.mask", {20261121, 1, 3}, std::string("\0\1\0", 3));
+    const TokenFiles files(all());
+    EXPECT_TRUE(files.masked());
+    std::vector<uint8_t> mask(5, 9);
+    files.read_mask(0, 5, mask.data());
+    EXPECT_EQ(mask, (std::vector<uint8_t>{0, 1, 0, 1, 1}));  // the shard without a mask is learnt whole
+    files.read_mask(1, 3, mask.data());
+    EXPECT_EQ(mask, (std::vector<uint8_t>{1, 0, 1, 1, 1}));
+    EXPECT_THROW(files.read_mask(3, 3, mask.data()), Error);
+
+    for (const auto& [header, payload] :
+         std::vector<std::pair<std::vector<uint32_t>, std::string>>{{{20261120, 1, 3}, std::string(3, '\1')},
+                                                                    {{20261121, 2, 3}, std::string(3, '\1')},
+                                                                    {{20261121, 1, 2}, std::string(3, '\1')},
+                                                                    {{20261121, 1, 3, 1}, std::string(3, '\1')},
+                                                                    {{20261121, 1, 3}, std::string(2, '\1')},
+                                                                    {{20261121, 1, 4}, std::string(4, '\1')}}) {
+        write("a.mask", header, payload);
+        expect_contains(error_of([&] { TokenFiles{all()}; }), "a.mask");
+    }
+    write("a.mask", {20261121, 1, 3}, "\1\2\1");
+    expect_contains(error_of([&] { TokenFiles(all()).read_mask(0, 5, mask.data()); }), "neither 0 nor 1");
+    std::ofstream(folder + "/a.mask") << "x";
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "a.mask");
+}
+
 TEST_F(TokenFilesTest, ShardsAreOneSequence) {
     write_tokens<uint16_t>("b.bin", {10, 11, 12});
     write_tokens<uint16_t>("a.bin", {0, 65535});

@@ -100,6 +100,8 @@ void Engine::plan_memory() {
                   linear_scratch(N, c.channels, c.fc_channels(), T), linear_scratch(N, c.ffn, c.channels, T),
                   linear_scratch(B, c.channels, c.padded_vocab(), T)});
     kept(&scratch, "scratch", DType::U8, {scratch_bytes});
+    if (attention_forward_scratch() > 0)
+        kept(&attention_scratch, "attention_scratch", DType::U8, {attention_forward_scratch()});
     kept(&decode_scratch, "decode_scratch", DType::U8,
          {decode_attention_scratch(B, c.heads, c.head_size, options.context)});
     kept(&last, "last", T, {B, c.channels});
@@ -251,7 +253,7 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l), heads = qkv.rows(0, N);
         kv_append(k, v, heads, token_rows, table ? angle_rows(N) : Tensor{}, table, c.heads, stream);
         attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
-                          sequences_in, c.attention_scale(), stream);
+                          sequences_in, c.attention_scale(), attention_scratch, stream);
     });
     const int64_t done = int64_t(finished.size());
     if (done > 0) {  // rows of x by their numbers, as of a table

@@ -162,11 +162,11 @@ class Engine {
     std::unique_ptr<Staging> staging;
 
     // A pass over N tokens.
-    Tensor tokens, positions, rows, iota;  // [N] int32; iota: 0 … N − 1
-    Tensor cum_q, cum_k;                   // [2·slots + 1] int32
-    Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor scratch, decode_scratch;        // bytes
-    Tensor table;                          // [context, R/2, 2], or dynamic: the angles of each token of the pass
+    Tensor tokens, positions, rows, iota;               // [N] int32; iota: 0 … N − 1
+    Tensor cum_q, cum_k;                                // [2·slots + 1] int32
+    Tensor x, qkv, att, act;                            // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
+    Tensor scratch, attention_scratch, decode_scratch;  // bytes
+    Tensor table;  // [context, R/2, 2], or dynamic: the angles of each token of the pass
     // A step over B texts.
     Tensor last, last_rows;                // [B, C] what the head reads; [B] int32 where a pass left it
     Tensor logits_out, losses;             // [B, Vp], [B] fp32

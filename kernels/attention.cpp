@@ -321,16 +321,14 @@ void zero_rows(Rows rows, int64_t begin, int64_t end, int64_t HS) {
 // maximum is rescaled. Lane l sees row r if l + band.first ≤ r ≤ l + band.last.
 MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, float* sum, float* ot, int64_t ldo,
                              int64_t HS) {
+    const int64_t whole_begin = LANES - 1 + band.first, whole_end = band.last + 1;  // the rows that all lanes see
+    for (int64_t r = 0; r < n; r++) {
+        if (r >= whole_begin && r < whole_end) continue;
+        vec_store(s + r * MAX_TILE, blend(lanes_seeing(r, band), vec_load(s + r * MAX_TILE), vec_set(-INF)));
+    }
     const vec16 old = vec_load(max);
     vec16 m = old;
-    for (int64_t r = 0; r < n; r++) {
-        vec16 x = vec_load(s + r * MAX_TILE);
-        if (r > band.last || r < LANES - 1 + band.first) {
-            x = blend(lanes_seeing(r, band), x, vec_set(-INF));
-            vec_store(s + r * MAX_TILE, x);
-        }
-        m = vec_max(m, x);
-    }
+    for (int64_t r = 0; r < n; r++) m = vec_max(m, vec_load(s + r * MAX_TILE));
     const vec16 base = vec_max(vec_set(-FLT_MAX), m);  // −∞ − −∞ would be NaN in a lane that has seen nothing yet
     vec16 total = {};
     for (int64_t r = 0; r < n; r++) {
@@ -381,26 +379,34 @@ void forward_edge(ForwardTile& t, Rows k, Rows v, int64_t begin, int64_t end, co
     auto of_vector = [&](int64_t u, int64_t j) {  // the band as vector u sees it, with key j as key 0
         return Band{u * LANES + band.first - j, u * LANES + band.last - j};
     };
+    // Of the keys from … to − 1 those that some lane of vector u sees: the others have no P.
+    auto clamp_to_seen = [&](int64_t u, int64_t& from, int64_t& to) {
+        from = std::clamp(u * LANES + band.first, from, to);
+        to = std::clamp(u * LANES + LANES + band.last, from, to);
+    };
     for (int64_t u = 0; u < vecs; u++) {
-        const int64_t from = std::clamp(u * LANES + band.first, begin, end),
-                      to = std::clamp(u * LANES + LANES + band.last, begin, end), at = u * LANES;
+        int64_t from = begin, to = end;
+        clamp_to_seen(u, from, to);
+        const int64_t at = u * LANES;
         if (from < to)
             softmax_lanes(t.s + (from - begin) * MAX_TILE + at, to - from, of_vector(u, from), t.max + at, t.sum + at,
                           t.ot + at, ld, HS);
     }
     for_each_step([&](int64_t j, int64_t n, int64_t first, int64_t last) {
-        const float* p = t.s + (j - begin) * MAX_TILE;
         auto whole = [&](int64_t u) {
             const Band b = of_vector(u, j);
             return n - 1 <= b.last && LANES - 1 + b.first <= 0;
         };
         for (int64_t u = first, next; u < last; u = next) {
             for (next = u; next < last && whole(next); next++) continue;
-            const int64_t at = u * LANES;
+            int64_t from = j, to = j + n;
+            if (next == u) clamp_to_seen(u, from, to);
+            float* ot = t.ot + u * LANES;
+            const float* p = t.s + (from - begin) * MAX_TILE + u * LANES;
             if (next > u) {
-                product_t(t.ot + at, ld, v[j], v.stride, p + at, MAX_TILE, HS, next - u, n, true);
+                product_t(ot, ld, v[from], v.stride, p, MAX_TILE, HS, next - u, to - from, true);
             } else {
-                product_edge(t.ot + at, ld, v[j], v.stride, p + at, MAX_TILE, HS, n, of_vector(u, j));
+                product_edge(ot, ld, v[from], v.stride, p, MAX_TILE, HS, to - from, of_vector(u, from));
                 next = u + 1;
             }
         }
@@ -648,8 +654,12 @@ int64_t attention_max_head_size() {
     return MAX_HS;
 }
 
+int64_t attention_forward_scratch() {
+    return 0;
+}
+
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream) {
+                       float scale, Tensor, Stream) {
     const char* op = "attention_forward";
     const Sizes z = check_sizes(op, q, k, v, sequences, scale);
     check_tensor(op, "out", out, DType::F32, {z.Nq, z.NH, z.HS});

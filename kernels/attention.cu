@@ -14,93 +14,13 @@
 // tile lies past their sequence's end return. The sequence after the last stands for the tokens that belong to none.
 #include "kernels/attention.h"
 
-#include <limits>
-
+#include "kernels/attention.cuh"
 #include "kernels/attention_check.h"
 #include "kernels/warp_tile.cuh"
 
 namespace {
 
 constexpr int64_t MAX_HS = 256;
-constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float LOG2E = 1.44269504f;
-
-template <typename T>
-struct Heads {  // [tokens, heads, HS]
-    T* data;
-    int64_t token_stride, head_stride;
-    __device__ __forceinline__ T* at(int64_t token, int64_t head) const {
-        return data + token * token_stride + head * head_stride;
-    }
-};
-
-template <typename T>
-struct Attention {
-    Heads<T> q, k, v, out, dout, dq, dk, dv;
-    float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
-    int64_t lse_stride;
-    const int32_t *cum_q, *cum_k;
-    int64_t S, Nq, Nk, NH, NKV;
-    bool causal;
-    int window;  // 0: none
-    int tiles;   // of the longest sequence
-    int HS;
-    float scale;
-    bool aligned;  // all rows to 16 bytes
-};
-
-// 2^x to 2 units in the last place; 0 for −∞.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The four lanes of a row.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
-struct Sequence {
-    int64_t q0, k0;
-    int qlen, klen;
-    int first, last;  // query i sees the keys i + first … i + last, as far as they exist
-
-    __device__ __forceinline__ bool sees(int i, int j) const {
-        return unsigned(j - i - first) <= unsigned(last - first) && j < klen;
-    }
-    // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
-    __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
-        return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
-    }
-    __device__ __forceinline__ bool all_seen(int i, int queries, int j, int keys) const {
-        return j + keys - 1 <= min(i + last, klen - 1) && j >= i + queries - 1 + first;
-    }
-};
-
-// Whatever cum_q and cum_k hold, a sequence lies within the tensors.
-template <typename T>
-__device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s) {
-    const auto begin = [](const int32_t* cum, int64_t i, int64_t n) {
-        return max(int64_t(0), min(int64_t(cum[i]), n));
-    };
-    const int64_t q0 = begin(a.cum_q, s, a.Nq), k0 = begin(a.cum_k, s, a.Nk);
-    const int qlen = int(max(int64_t(0), begin(a.cum_q, s + 1, a.Nq) - q0)),
-              klen = int(max(int64_t(0), begin(a.cum_k, s + 1, a.Nk) - k0)), offset = klen - qlen;
-    return {q0,
-            k0,
-            qlen,
-            klen,
-            a.window ? offset - a.window + 1 : -qlen,
-            a.causal   ? offset
-            : a.window ? offset + a.window - 1
-                       : klen};
-}
 
 struct Task {
     int tile;
@@ -110,13 +30,6 @@ struct Task {
 __device__ __forceinline__ Task task_of(int tiles, int64_t heads) {
     const unsigned rest = blockIdx.x / unsigned(tiles);
     return {int(blockIdx.x % unsigned(tiles)), int64_t(rest % unsigned(heads)), int64_t(rest / unsigned(heads))};
-}
-
-// Zeros for one head of the tokens [first, n): this block's share, of `tiles` blocks.
-template <typename T>
-__device__ void zero_tail(const Heads<T>& heads, const Task& task, int tiles, int64_t first, int64_t n, int HS) {
-    for (int64_t token = first + task.tile; token < n; token += tiles)
-        for (int c = threadIdx.x; c < HS; c += blockDim.x) heads.at(token, task.head)[c] = T{};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -180,7 +93,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const Task task = task_of(a.tiles, a.NH);
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_q[a.S]);
-        zero_tail(a.out, task, a.tiles, first, a.Nq, a.HS);
+        zero_tail(a.out, task.head, first, a.Nq, a.HS, task.tile, a.tiles, THREADS);
         for (int64_t i = first + task.tile * THREADS + threadIdx.x; a.lse && i < a.Nq; i += a.tiles * THREADS)
             a.lse[task.head * a.lse_stride + i] = -INF;
         return;
@@ -226,7 +139,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
         float s[MT][BN / 8][4] = {};
         if (seen) {
             product_nt(s, q, k_tile);
-            if (!seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
+            if (j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -234,7 +147,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                            if (!seq.sees(i, j)) s[m][n][e] = -INF;
+                            if (j >= keys || !seq.sees(i, j)) s[m][n][e] = -INF;
                         }
             }
 #pragma unroll
@@ -330,7 +243,8 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
       *stages = dout_tile + BM * PITCH<T, D>;
 
     const Task task = task_of(a.tiles, a.NH);
-    if (task.sequence == a.S) return zero_tail(a.dq, task, a.tiles, max(0, a.cum_q[a.S]), a.Nq, a.HS);
+    if (task.sequence == a.S)
+        return zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.tile, a.tiles, THREADS);
     const Sequence seq = sequence_of(a, task.sequence);
     const int i0 = (a.tiles - 1 - task.tile) * BM;
     if (i0 >= seq.qlen) return;
@@ -378,7 +292,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
         if (j0 + BN < keys) load_keys(j0 + BN);
         if (!seq.any_seen(i0 + warp_row, MT * 16, j0, BN)) continue;  // by this warp
         const T *k_tile = stages + j0 / BN % 2 * STAGE, *v_tile = k_tile + BN * PITCH<T, D>;
-        const bool masked = !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
+        const bool masked = j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
         float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
         product_nt(s, q, k_tile);
         product_nt(dp, dout, v_tile);
@@ -392,7 +306,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                     dp[m][n][e] = p * (dp[m][n][e] - delta[m][e / 2]);
                     if (masked) {
                         const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                        if (!seq.sees(i, j)) dp[m][n][e] = 0;
+                        if (j >= keys || !seq.sees(i, j)) dp[m][n][e] = 0;
                     }
                 }
         product_nn<T, D>(dq, dp, k_tile);
@@ -424,8 +338,8 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
     task.tile /= Sizes::PARTS;
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_k[a.S]);
-        zero_tail(a.dk, task, a.tiles, first, a.Nk, a.HS);
-        return zero_tail(a.dv, task, a.tiles, first, a.Nk, a.HS);
+        zero_tail(a.dk, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
+        return zero_tail(a.dv, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
     }
     const Sequence seq = sequence_of(a, task.sequence);
     const int j0 = task.tile * BN;  // the first keys are seen by the most queries
@@ -543,11 +457,6 @@ void launch(const char* op, void (*kernel)(Attention<T>), const Attention<T>& a,
     check_launch(op, stream);
 }
 
-template <typename T>
-Heads<T> heads_of(const Tensor& t) {
-    return {t.as<T>(), t.stride[0], t.stride[1]};
-}
-
 // All but the gradients.
 template <typename T>
 Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -565,30 +474,35 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     return a;
 }
 
-// At least one, for the tokens after the last sequence.
-int tiles_of(int64_t longest, int tile) {
-    return int(std::max<int64_t>(1, ceil_div(longest, tile)));
-}
-
 }  // namespace
 
 int64_t attention_max_head_size() {
     return MAX_HS;
 }
 
+int64_t attention_forward_scratch() {
+    return 16;  // the next task's number
+}
+
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream stream) {
+                       float scale, Tensor scratch, Stream stream) {
     const char* op = "attention_forward";
     const DType dtype = check_activation_dtype(op, "q", q);
     const AttentionSizes z = check_attention(op, dtype, q, k, v, sequences, scale);
     check_tensor(op, "out", out, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq}, Given::Optional);
+    check_scratch(op, scratch, attention_forward_scratch());
     if (z.Nq == 0) return;
 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out});
+        a.next_task = static_cast<uint32_t*>(scratch.data);
+#ifdef HAVE_SM90A
+        if constexpr (!std::is_same_v<T, float>)
+            if (hopper_attention_takes(a)) return hopper_attention_forward(op, a, sequences, stream);
+#endif
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Sizes = ForwardSizes<T, head_size>;
             a.tiles = tiles_of(sequences.max_q, Sizes::BM);
@@ -598,7 +512,7 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 }
 
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t) {
-    return Nq * NH * int64_t(sizeof(float));  // delta
+    return Nq * NH * int64_t(sizeof(float)) + attention_forward_scratch();  // delta, the next task's number
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
@@ -619,7 +533,12 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.dq = heads_of<T>(dq), a.dk = heads_of<T>(dk), a.dv = heads_of<T>(dv), a.dout = heads_of<T>(dout);
         a.delta = static_cast<float*>(scratch.data);
+        a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});
+#ifdef HAVE_SM90A
+        if constexpr (!std::is_same_v<T, float>)
+            if (hopper_attention_takes(a)) return hopper_attention_backward(op, a, sequences, stream);
+#endif
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Queries = QueryPassSizes<T, head_size>;
             using Keys = KeyPassSizes<T, head_size>;

@@ -37,9 +37,11 @@ struct AttentionSequences {
 
 int64_t attention_max_head_size();  // of this backend
 
-// out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS].
+// out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS]; scratch:
+// attention_forward_scratch bytes (U8; may be null if that is 0).
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream stream);
+                       float scale, Tensor scratch, Stream stream);
+int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8).

@@ -51,7 +51,8 @@ int64_t step_control_scratch(int64_t n) {
     return num_blocks(n) * int64_t(sizeof(double));
 }
 
-void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, Tensor scratch, Stream) {
+void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, double grad_unit, Tensor scratch,
+                  Stream) {
     const char* op = "step_control";
     check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
     require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
@@ -60,6 +61,7 @@ void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_sca
     check_tensor(op, "grads", grads, DType::F32, {n});
     check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
     check_scratch(op, scratch, step_control_scratch(n));
+    require(grad_unit > 0, op, ": grad_unit is ", grad_unit, "; it must be positive");
 
     const float* g = grads.as<float>();
     double* partial = reinterpret_cast<double*>(scratch.as<uint8_t>());
@@ -70,8 +72,8 @@ void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_sca
 
     StepScalars& s = *reinterpret_cast<StepScalars*>(scalars.as<uint8_t>());
     s.loss = float(*loss_sum.as<double>() * loss_scale);
-    s.grad_norm = float(std::sqrt(sum));
-    s.grad_scale = s.grad_clip > 0 && s.grad_norm > s.grad_clip ? float(s.grad_clip / std::sqrt(sum)) : 1.0f;
+    s.grad_norm = float(grad_unit * std::sqrt(sum));
+    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / std::sqrt(sum) : grad_unit);
     s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm));
     if (!s.skip) s.t++;
 }

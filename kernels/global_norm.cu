@@ -54,15 +54,15 @@ __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, 
 
 // One block.
 __global__ void __launch_bounds__(THREADS) control_kernel(StepScalars* scalars, const double* partials, int64_t blocks,
-                                                          const double* loss_sum, double loss_scale) {
+                                                          const double* loss_sum, double loss_scale, double grad_unit) {
     double mine = 0;
     for (int64_t b = threadIdx.x; b < blocks; b += THREADS) mine += partials[b];
     const double sum = block_sum_fp64<THREADS>(mine);
     if (threadIdx.x != 0) return;
     StepScalars s = *scalars;
     s.loss = float(*loss_sum * loss_scale);
-    s.grad_norm = float(sqrt(sum));
-    s.grad_scale = s.grad_clip > 0 && s.grad_norm > s.grad_clip ? float(s.grad_clip / sqrt(sum)) : 1.0f;
+    s.grad_norm = float(grad_unit * sqrt(sum));
+    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / sqrt(sum) : grad_unit);
     s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm));
     if (!s.skip) s.t++;
     *scalars = s;
@@ -96,7 +96,8 @@ int64_t step_control_scratch(int64_t n) {
     return num_blocks(n) * int64_t(sizeof(double));
 }
 
-void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, Tensor scratch, Stream stream) {
+void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, double grad_unit, Tensor scratch,
+                  Stream stream) {
     const char* op = "step_control";
     check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
     require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
@@ -105,6 +106,7 @@ void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_sca
     check_tensor(op, "grads", grads, DType::F32, {n});
     check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
     check_scratch(op, scratch, step_control_scratch(n));
+    require(grad_unit > 0, op, ": grad_unit is ", grad_unit, "; it must be positive");
     double* partials = reinterpret_cast<double*>(scratch.as<uint8_t>());
     if (blocks > 0) {
         dispatch_width<float>(rows_aligned({grads}), [&](auto width) {
@@ -114,6 +116,7 @@ void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_sca
         check_launch(op, stream);
     }
     control_kernel<<<1, THREADS, 0, cuda_stream(stream)>>>(reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()),
-                                                           partials, blocks, loss_sum.as<double>(), loss_scale);
+                                                           partials, blocks, loss_sum.as<double>(), loss_scale,
+                                                           grad_unit);
     check_launch(op, stream);
 }

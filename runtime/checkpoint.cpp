@@ -223,16 +223,14 @@ ModelSource find_model(const std::string& name) {
 
 // Weights.
 
-void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
-    check_arenas(table, arenas, directory);
-    const WeightFiles weights = open_weights(directory);
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table) {
+    const auto weights = std::make_shared<const WeightFiles>(open_weights(directory));
 
-    // Everything is checked before the first weight is copied.
     std::set<std::string> wanted;
     for (const Param& p : table.params) {
         for (const Piece& piece : p.pieces) {
-            const auto place = weights.places.find(bare_name(piece.name));
-            require(place != weights.places.end(), directory, ": tensor ", piece.name,
+            const auto place = weights->places.find(bare_name(piece.name));
+            require(place != weights->places.end(), directory, ": tensor ", piece.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
             const SafetensorsEntry& entry = place->second.file->entries().at(place->second.name);
             const std::vector<int64_t> expected = piece_shape(p, piece);
@@ -245,21 +243,21 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
             wanted.insert(bare_name(piece.name));
         }
     }
-    for (const auto& [name, place] : weights.places) {
+    for (const auto& [name, place] : weights->places) {
         if (wanted.count(name) || is_buffer(name)) continue;
         const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].pieces.empty();
         require(tied_head, place.where(),
                 ": this model has no such tensor; the file does not belong to this config.json");
-        check_tied_head(place, weights.places.at(bare_name(table.params[0].pieces[0].name)));
+        check_tied_head(place, weights->places.at(bare_name(table.params[0].pieces[0].name)));
     }
 
-    std::vector<float> values, staging;
-    for (const Param& p : table.params) {
-        values.assign(size_t(p.padded_numel()), 0.0f);
+    const auto fetch = [weights](const Param& p, std::vector<float>& buffer) {
+        buffer.assign(size_t(p.padded_numel()), 0.0f);
+        std::vector<float> staging;
         for (const Piece& piece : p.pieces) {
-            const WeightFiles::Place& place = weights.places.at(bare_name(piece.name));
+            const WeightFiles::Place& place = weights->places.at(bare_name(piece.name));
             const Tensor stored = place.tensor();
-            float* dst = values.data() + piece.row * p.row_size();
+            float* dst = buffer.data() + piece.row * p.row_size();
             if (piece.transposed && p.cols) {
                 staging.resize(size_t(stored.numel()));
                 convert_to_float(staging.data(), stored.data, stored.dtype, stored.numel());
@@ -269,12 +267,27 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
             }
             place.file->release(place.name);
         }
-        arenas.store(p, values.data(), 0, p.padded_numel());
-    }
+        return static_cast<const float*>(buffer.data());
+    };
+    const bool any = !table.params.empty() && !table.params[0].pieces.empty();
+    const DType dtype = any ? weights->places.at(bare_name(table.params[0].pieces[0].name)).tensor().dtype : DType::F32;
+    return {fetch, dtype};
+}
+
+void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
+    check_arenas(table, arenas, directory);
+    const WeightSource weights = open_weight_source(directory, table);  // all checked before the first is copied
+    std::vector<float> buffer;
+    for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
 }
 
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
     check_arenas(table, arenas, path);
+    const auto fetch = [&](const Param& p, std::vector<float>& buffer) { return arenas.fetch(p, buffer); };
+    save_weights(path, table, FetchParam(fetch), dtype);
+}
+
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype) {
     require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
             dtype_name(dtype), "; use fp32, bf16 or fp16");
     SafetensorsWriter writer(path);
@@ -285,7 +298,7 @@ void save_weights(const std::string& path, const ParamTable& table, const Weight
     std::vector<float> buffer, transposed;
     std::vector<char> converted;
     for (const Param& p : table.params) {
-        const float* const values = arenas.fetch(p, buffer);
+        const float* const values = fetch(p, buffer);
         for (const Piece& piece : p.pieces) {
             const float* src = values + piece.row * p.row_size();
             const int64_t n = piece.rows * p.row_size();

@@ -10,6 +10,7 @@
 // read are checked before use; nothing that was there before is overwritten by a failure.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -34,6 +35,19 @@ std::vector<std::string> list_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 
+// A parameter's padded_numel() values on the host, rows and columns as in memory, padding rows zero: where they lie
+// already, else in buffer.
+using FetchParam = std::function<const float*(const Param& p, std::vector<float>& buffer)>;
+
+// Weights outside of a model's memory, of which one parameter at a time is read.
+struct WeightSource {
+    FetchParam fetch;
+    DType dtype;  // as stored (of the token embedding)
+};
+
+// The directory's weights, checked as load_weights says.
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table);
+
 // Fills the arenas, on host or device, from the directory's weights: one file or shards with their index, fp32, bf16,
 // fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every piece present
 // with the right shape. Tensors in the files that the table doesn't name are an Error unless they are known buffers
@@ -45,6 +59,7 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
 // Writes model.safetensors at path (not atomically: callers write into a temporary directory), tensor by tensor from
 // the most exact weights there are. dtype F32, BF16 or F16.
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype);
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype);
 
 // A directory that appears whole or not at all. Files are written into path(); commit() flushes them and the directory,
 // then renames it to its final name and flushes the parent. Destroyed uncommitted, it removes what it wrote.

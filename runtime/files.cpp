@@ -326,7 +326,7 @@ NpyArray read_npy(const std::string& path) {
     const std::string descr(npy_value(path, header, "descr").substr(0, 5));
     const auto* known = std::find_if(std::begin(NPY_DTYPES), std::end(NPY_DTYPES),
                                      [&](const NpyDType& d) { return descr == str("'", d.descr, "'"); });
-    require(known != std::end(NPY_DTYPES), path, ": .npy dtype ", descr, "; only '<f4', '<f8' and '<i4' are read");
+    require(known != std::end(NPY_DTYPES), path, ": .npy dtype is none of '<f4', '<f8' and '<i4', which are read");
     array.dtype = known->dtype;
     require(npy_value(path, header, "fortran_order").substr(0, 5) == "False", path,
             ": .npy array in Fortran order; save numpy.ascontiguousarray of it");

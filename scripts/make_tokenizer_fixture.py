@@ -8,7 +8,7 @@ import json
 import os
 import random
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 OUT = os.path.join(os.path.dirname(__file__), "..", "dev", "fixtures", "tokenizer", "tokenizers.json")
 
@@ -79,16 +79,52 @@ def tokenizers():
     yield "llama3", Tokenizer.from_str(json.dumps(unmerged))
 
 
+def sentencepiece(vocab_size, normalizer=None, pre_tokenizer=None, byte_fallback=True, strip=True, cut=True):
+    """LLaMA-2's kind: <unk>, <s>, </s>, then the bytes, then what merges make, then characters."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Metaspace(split=cut)
+    words.train_from_iterator([TRAIN] * 2, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False))
+    learnt = json.loads(words.to_str())["model"]
+    merges = learnt["merges"]
+    made = {left + right for left, right in merges}
+    characters = sorted((t for t in learnt["vocab"] if t not in made and t not in "\n\r日ß"), key=lambda t: learnt["vocab"][t])
+    merges = [m for m in merges if not any(c in "\n\r日ß" for c in m[0] + m[1])]
+    order = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256) if byte_fallback] + [a + b for a, b in merges] + characters
+    vocab = {token: i for i, token in enumerate(dict.fromkeys(order))}
+    tokenizer = Tokenizer(models.BPE(vocab, [tuple(m) for m in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback))
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    if pre_tokenizer:
+        tokenizer.pre_tokenizer = pre_tokenizer
+    steps = [decoders.Replace("\u2581", " ")] + [decoders.ByteFallback()] * byte_fallback + [decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * strip)
+    tokenizer.add_special_tokens([AddedToken("<unk>"), AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)])
+    return tokenizer
+
+
+def sentencepiece_tokenizers():
+    llama2 = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    yield "llama2", sentencepiece(300, normalizer=llama2)
+    # Merges that reach across spaces: the text can't be cut there.
+    yield "llama2-across-spaces", sentencepiece(600, normalizer=llama2, cut=False)
+    yield "metaspace-first", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False))
+    yield "metaspace-always", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always"))
+    yield "metaspace-never", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="never"), strip=False)
+    yield "unknown", sentencepiece(300, normalizer=llama2, byte_fallback=False)
+
+
 def main():
     texts = TEXTS + random_texts(60)
     cases = []
-    for i, (name, tokenizer) in enumerate(tokenizers()):
+    for i, (name, tokenizer) in enumerate([*tokenizers(), *sentencepiece_tokenizers()]):
         ids = {}
         for key, encode_special in (("plain", True), ("special", False)):
             tokenizer.encode_special_tokens = encode_special  # True: as text
             ids[key] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        ids["decoded"] = [tokenizer.decode(i, skip_special_tokens=False) for i in ids["special"]]
         description = json.loads(tokenizer.to_str())
-        if i % 2:  # the older form of merges
+        if i % 2 and "across" not in name:  # the older form of merges, which has no spaces in tokens
             description["model"]["merges"] = [" ".join(pair) for pair in description["model"]["merges"]]
         cases.append({"name": name, "tokenizer": description, **ids})
     os.makedirs(os.path.dirname(OUT), exist_ok=True)

@@ -1,0 +1,59 @@
+// Byte-pair encoding of one word: merging (Sennrich et al. 2016, algorithm 1, applied by rank).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+// The merge of a pair of tokens: which comes first (the lower rank) and the token it makes.
+struct Merge {
+    uint32_t rank;
+    int32_t token;
+};
+
+// Where key k stands, or would stand, in a hash table of a power of two of slots with open addressing.
+template <typename Slot>
+size_t find_slot(const std::vector<Slot>& slots, uint64_t k) {
+    const size_t mask = slots.size() - 1;
+    uint64_t h = k * 0x9E3779B97F4A7C15ull;  // 2^64/φ spreads neighbouring keys
+    h ^= h >> 32;
+    size_t i = size_t(h) & mask;
+    while (slots[i].key != Slot::EMPTY && slots[i].key != k) i = (i + 1) & mask;
+    return i;
+}
+
+// Two ids, which are not negative, as one number.
+inline uint64_t pair_key(int32_t left, int32_t right) {
+    return uint64_t(uint32_t(left)) << 32 | uint32_t(right);
+}
+
+// Pairs of ids -> Merge. The look-up is the inner loop of encoding.
+class MergeTable {
+  public:
+    using Pair = std::pair<int32_t, int32_t>;
+
+    void build(const std::vector<std::pair<Pair, Merge>>& merges);  // a pair that is listed twice has its later rank
+    void add(Pair ids, Merge merge);
+    bool empty() const { return count == 0; }
+    const Merge* find(int32_t left, int32_t right) const {
+        if (empty()) return nullptr;
+        const Slot& slot = slots[find_slot(slots, pair_key(left, right))];
+        return slot.key == Slot::EMPTY ? nullptr : &slot.merge;
+    }
+
+  private:
+    struct Slot {
+        static constexpr uint64_t EMPTY = ~uint64_t(0);
+        uint64_t key = EMPTY;
+        Merge merge{};
+    };
+    void resize(size_t merges);
+
+    std::vector<Slot> slots;
+    size_t count = 0;
+};
+
+// Merges the word ids in place: again and again the pair of the lowest rank, the leftmost of equals. O(n log n).
+// scratch: memory that calls may share.
+void merge_word(std::vector<int32_t>& ids, std::vector<Merge>& scratch, const MergeTable& table);

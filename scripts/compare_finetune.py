@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Finetunes one checkpoint on the same batches in this project and in PyTorch, both in fp32, and compares the losses.
+
+    make smollm2
+    make data TEXT=book.txt TOKENIZER=models/SmolLM2-135M-Instruct
+    scripts/compare_finetune.py --model models/SmolLM2-135M-Instruct --data data/tokens/book --out runs/finetune
+
+needs torch and transformers (4 or 5). Both sides take AdamW, the clipping, the learning rates, the order of samples and, where the data
+has prompts, the mask that `train_gpt train` documents. Demanded: every step's loss within --bar, the result loads in transformers
+and gives our logits (to 1e-5 of their maximum in float64), its tokenizer and chat template are the model's own, and its validation loss is lower
+than the model's. Exit status 1 if not.
+"""
+import argparse
+import filecmp
+import glob
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+from compare_curves import BETAS, EPS, FINAL_LR, CurvesError, learning_rate, losses_of, read_tokens, window_of_sample
+
+CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+def read_mask(folder, split):
+    """1 for each token that is learnt."""
+    parts = []
+    for path in sorted(glob.glob(os.path.join(folder, split + "_*.bin"))):
+        mask = path[:-4] + ".mask"
+        count = int(np.fromfile(path, "<u4", 4)[2])
+        parts.append(np.fromfile(mask, np.uint8, offset=1024) if os.path.exists(mask) else np.ones(count, np.uint8))
+    return np.concatenate(parts)
+
+
+def batches(args):
+    """(inputs, targets), each int64 [B, T], of every step; targets that are not learnt are -100."""
+    tokens, learnt = read_tokens(args.data, "train"), read_mask(args.data, "train")
+    B, T = args.batch_size, args.seq_len
+    windows = (len(tokens) - 1) // T
+    for step in range(args.steps):
+        begins = [window_of_sample(args.seed, step * B + b, windows) * T for b in range(B)]
+        x = np.stack([tokens[begin:begin + T] for begin in begins]).astype(np.int64)
+        y = np.stack([np.where(learnt[begin + 1:begin + T + 1], tokens[begin + 1:begin + T + 1].astype(np.int64), -100) for begin in begins])
+        yield x, y
+
+
+def run(*command, capture=False):
+    command = [str(word) for word in command]
+    print("$", " ".join(command), file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if capture else None, text=True)
+    if done.returncode:
+        raise CurvesError(f"{command[0]} {command[1]} failed; its own message is above")
+    return done.stdout
+
+
+def train_ours(args):
+    run(args.driver, "train", "--model", args.model, "--data", args.data, "--out", args.out, "--steps", args.steps, "--batch-size",
+        args.batch_size, "--seq-len", args.seq_len, "--lr", args.lr, "--final-lr", FINAL_LR, "--warmup", args.warmup, "--weight-decay",
+        args.weight_decay, "--grad-clip", 1, "--beta1", BETAS[0], "--beta2", BETAS[1], "--seed", args.seed, "--eval-every", 0, "--save-every", 0)
+
+
+def train_torch(args):
+    import torch
+    import torch.nn.functional as F
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    model.train()
+    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
+                                   {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}],
+                                  lr=args.lr, betas=BETAS, eps=EPS)
+    losses = []
+    for step, (x, y) in enumerate(batches(args)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        logits = model(torch.from_numpy(x), use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        print(f"torch step {step + 1}  loss {losses[-1]:.6f}", file=sys.stderr, flush=True)
+    return np.array(losses)
+
+
+def val_loss(args, model):
+    return json.loads(run(args.driver, "eval", "--model", model, "--data", args.data, "--seq-len", args.seq_len, "--json", capture=True))["val_loss"]
+
+
+def check(what, good):
+    print(f"{what}: {'yes' if good else 'NO'}")
+    return good
+
+
+def compare(args):
+    train_ours(args)
+    ours, theirs = losses_of(args.out, args.steps), train_torch(args)
+    if ours is None:
+        raise CurvesError(f"{args.out}/log.jsonl does not hold the losses of steps 1 to {args.steps}; name an --out of its own")
+    print(f"\n{'step':>4} {'ours':>11} {'PyTorch':>11} {'difference':>11}")
+    for step, (a, b) in enumerate(zip(ours, theirs), 1):
+        print(f"{step:4} {a:11.6f} {b:11.6f} {a - b:+11.1e}")
+    worst = float(np.abs(ours - theirs).max())
+    good = check(f"losses within {args.bar} (largest difference {worst:.1e})", worst <= args.bar)
+
+    checkpoint = sorted(glob.glob(os.path.join(args.out, "step_*")))[-1]
+    compared = subprocess.run([sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_hf.py"), checkpoint, "--driver",
+                               args.driver], stdout=subprocess.PIPE, text=True)
+    good &= check("transformers loads the result and computes the same", compared.returncode == 0)
+    carried = [name for name in CARRIED if os.path.exists(os.path.join(args.model, name))]
+    good &= check(", ".join(carried) + " carried over",
+                  all(filecmp.cmp(os.path.join(args.model, name), os.path.join(checkpoint, name), False) for name in carried))
+    before, after = val_loss(args, args.model), val_loss(args, checkpoint)
+    return good & check(f"validation loss falls ({before:.4f} to {after:.4f})", after < before)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--driver", default="./train_gpt", help="this project's train_gpt (default %(default)s)")
+    parser.add_argument("--model", required=True, help="the checkpoint to start from")
+    parser.add_argument("--data", required=True, help="a folder that `make data TOKENIZER=MODEL` wrote")
+    parser.add_argument("--out", required=True, help="the run directory to write")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=5e-5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--bar", type=float, default=1e-4, help="largest difference of a step's loss (default %(default)s)")
+    args = parser.parse_args()
+    try:
+        return 0 if compare(args) else 1
+    except (CurvesError, OSError) as error:
+        print(f"compare_finetune: {error}", file=sys.stderr)
+    except ImportError as error:
+        print(f"compare_finetune: {error}; it needs torch and transformers", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

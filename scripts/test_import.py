@@ -1,0 +1,393 @@
+"""scripts/import_gguf.py and scripts/import_pytorch.py on files made here from the fixtures' models and tokenizers."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import numpy as np
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(HERE)
+sys.path.insert(0, HERE)
+
+import tokenizer_json  # noqa: E402
+
+MODELS = os.path.join(ROOT, "dev", "fixtures", "models")
+DTYPES = {"F32": "<f4", "BF16": "<u2", "F16": "<f2"}
+LINEAR = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+          "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+META = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj"}
+
+
+def missing(package):
+    try:
+        __import__(package)
+    except ImportError:
+        return f"the Python package {package} is not installed"
+    return None
+
+
+def read_safetensors(path):
+    with open(path, "rb") as file:
+        blob = file.read()
+    size = int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:8 + size])
+    header.pop("__metadata__", None)
+    return {name: np.frombuffer(blob[8 + size:][slice(*e["data_offsets"])], DTYPES[e["dtype"]]).reshape(e["shape"]) for name, e in header.items()}
+
+
+def read_json(*path):
+    with open(os.path.join(*path), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def interleaved(x, heads):
+    """Rows of q or k from halves of a head to neighbouring channels, as Meta and llama.cpp have them."""
+    return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def bf16_to_float(bits):
+    return (bits.astype("<u4") << 16).view("<f4")
+
+
+def fixture_tokenizer(name):
+    return next(case for case in read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["cases"] if case["name"] == name)
+
+
+class ImportTest(unittest.TestCase):
+    def setUp(self):
+        self.top = tempfile.mkdtemp(prefix="train_gpt_test_")
+        self.addCleanup(shutil.rmtree, self.top)
+        self.weights = read_safetensors(os.path.join(MODELS, "llama-gqa", "model.safetensors"))
+        self.config = read_json(MODELS, "llama-gqa", "config.json")
+
+    def path(self, name):
+        return os.path.join(self.top, name)
+
+    def script(self, name, *args):
+        return subprocess.run([sys.executable, os.path.join(HERE, name), *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True, timeout=120)
+
+    def imported(self, name, *args):
+        done = self.script(name, *args)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+
+    def refused(self, words, name, *args):
+        done = self.script(name, *args)
+        self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)
+
+    def assert_same(self, folder, expected):
+        got = read_safetensors(os.path.join(folder, "model.safetensors"))
+        self.assertEqual(sorted(got), sorted(expected))
+        for name, x in expected.items():
+            self.assertEqual(got[name].dtype, x.dtype)
+            np.testing.assert_array_equal(got[name], x, name)
+
+    def assert_same_shape(self, folder, **changed):
+        config = read_json(folder, "config.json")
+        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
+                    "rms_norm_eps"):
+            self.assertEqual(config[key], changed.get(key, self.config[key]), key)
+        return config
+
+
+@unittest.skipIf(missing("gguf"), missing("gguf"))
+class GgufTest(ImportTest):
+    def write(self, quantise=None, tokenizer=None, change=lambda writer: None, tensors=lambda weights: weights, architecture="llama"):
+        import gguf
+
+        c = self.config
+        writer = gguf.GGUFWriter(self.path("model.gguf"), architecture)
+        writer.add_block_count(c["num_hidden_layers"])
+        writer.add_embedding_length(c["hidden_size"])
+        writer.add_feed_forward_length(c["intermediate_size"])
+        writer.add_head_count(c["num_attention_heads"])
+        writer.add_head_count_kv(c["num_key_value_heads"])
+        writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+        writer.add_context_length(c["max_position_embeddings"])
+        writer.add_rope_freq_base(10000.0)
+        writer.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"])
+        (tokenizer or self.byte_level_tokenizer)(writer)
+        change(writer)
+        w = {"token_embd.weight": self.weights["model.embed_tokens.weight"], "output_norm.weight": self.weights["model.norm.weight"],
+             "output.weight": self.weights["lm_head.weight"]}
+        for layer in range(c["num_hidden_layers"]):
+            ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
+            w[theirs + "attn_norm.weight"] = self.weights[ours + "input_layernorm.weight"]
+            w[theirs + "ffn_norm.weight"] = self.weights[ours + "post_attention_layernorm.weight"]
+            for name, part in LINEAR.items():
+                x = self.weights[f"{ours}{part}.weight"]
+                heads = {"attn_q": c["num_attention_heads"], "attn_k": c["num_key_value_heads"]}.get(name)
+                w[f"{theirs}{name}.weight"] = interleaved(x, heads) if heads else x
+        for name, x in tensors(w).items():
+            x = np.ascontiguousarray(x)
+            if quantise and x.ndim == 2:
+                writer.add_tensor(name, gguf.quants.quantize(x, quantise), raw_dtype=quantise)
+            else:
+                writer.add_tensor(name, x)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return self.path("model.gguf")
+
+    def byte_level_tokenizer(self, writer, pre="smollm"):
+        model = fixture_tokenizer("digits")["tokenizer"]["model"]
+        vocab = sorted(model["vocab"], key=model["vocab"].get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(vocab)
+        writer.add_token_types([3 if token == "<|endoftext|>" else 1 for token in vocab])
+        writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+        writer.add_eos_token_id(0)
+        writer.add_chat_template("{{ messages }}")
+
+    def sentencepiece_tokenizer(self, writer):
+        model = fixture_tokenizer("llama2")["tokenizer"]["model"]
+        vocab = sorted(model["vocab"], key=model["vocab"].get)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(vocab)
+        writer.add_token_scores([float(-i) for i in range(len(vocab))])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * (len(vocab) - 259))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+
+    def test_weights_and_config(self):
+        self.imported("import_gguf.py", self.write(), self.path("out"))
+        self.assert_same(self.path("out"), self.weights)
+        config = self.assert_same_shape(self.path("out"))
+        self.assertEqual((config["rope_theta"], config["rope_scaling"], config["tie_word_embeddings"], config["eos_token_id"]),
+                         (10000.0, None, False, 0))
+        self.assertEqual(read_json(self.path("out"), "tokenizer_config.json")["eos_token"], "<|endoftext|>")
+        with open(self.path("out/chat_template.jinja"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "{{ messages }}")
+        self.imported("import_gguf.py", self.path("model.gguf"), self.path("half"), "--dtype", "fp16")
+        self.assert_same(self.path("half"), {name: x.astype("<f2") for name, x in self.weights.items()})
+        self.refused(["out", "exists"], "import_gguf.py", self.path("model.gguf"), self.path("out"))
+
+    def test_tied(self):
+        def drop(w):
+            return {name: x for name, x in w.items() if name != "output.weight"}
+        self.imported("import_gguf.py", self.write(tensors=drop), self.path("out"))
+        self.assertTrue(read_json(self.path("out"), "config.json")["tie_word_embeddings"])
+        self.assert_same(self.path("out"), {name: x for name, x in self.weights.items() if name != "lm_head.weight"})
+
+    def test_quantised(self):
+        # Blocks of 32: widths that they divide.
+        import gguf
+
+        rng = np.random.default_rng(1)
+        self.config.update(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+        shapes = {"q_proj": (64, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64), "gate_proj": (96, 64), "up_proj": (96, 64),
+                  "down_proj": (64, 96), "embed_tokens": (101, 64), "lm_head": (101, 64), "norm": (64,), "layernorm": (64,)}
+        self.weights = {name: rng.standard_normal(next(s for part, s in shapes.items() if part in name), np.float32)
+                        for name in self.weights if "layers.0" in name or "layers" not in name}
+        for kind, limit in (("Q8_0", 0.02), ("Q4_1", 0.25)):
+            quantise = gguf.GGMLQuantizationType[kind]
+            self.imported("import_gguf.py", self.write(quantise), self.path(kind))
+            got = read_safetensors(os.path.join(self.path(kind), "model.safetensors"))
+            for name, x in self.weights.items():
+                error = np.abs(got[name] - x).max()
+                self.assertLess(error, limit if x.ndim == 2 else 1e-9, name)
+                self.assertEqual(error > 0, x.ndim == 2)
+
+    def test_rope_scaling(self):
+        def linear(writer):
+            import gguf
+
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(4.0)
+        self.imported("import_gguf.py", self.write(change=linear), self.path("linear"))
+        self.assertEqual(read_json(self.path("linear"), "config.json")["rope_scaling"], {"rope_type": "linear", "factor": 4.0})
+        # LLaMA 3.1's factors, written out: wavelengths to 2048 stay, from 8192 on they grow 8 times.
+        head_size = self.config["hidden_size"] // self.config["num_attention_heads"]
+        factors = []
+        for i in range(0, head_size, 2):
+            wavelength = 2 * np.pi * 10000.0 ** (i / head_size)
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 if wavelength < 2048 else 8 if wavelength > 8192 else 1 / ((1 - smooth) / 8 + smooth))
+        self.assertGreater(max(factors), 1)  # else the file would not say how far
+        factors[-1] = 8.0
+        add = lambda w: {**w, "rope_freqs.weight": np.array(factors, np.float32)}
+        wavelength = 2 * np.pi * 10000.0 ** ((head_size - 2) / head_size)
+        if wavelength > 8192:
+            self.imported("import_gguf.py", self.write(tensors=add), self.path("llama3"))
+            self.assertEqual(read_json(self.path("llama3"), "config.json")["rope_scaling"]["factor"], 8.0)
+        factors[0] = 3.0
+        self.refused(["rope_freqs"], "import_gguf.py", self.write(tensors=add), self.path("x"))
+
+    def test_tokenizers(self):
+        texts = read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["texts"]
+        import tokenizers
+
+        self.imported("import_gguf.py", self.write(), self.path("bytes"))
+        case = fixture_tokenizer("digits")
+        got = tokenizers.Tokenizer.from_file(self.path("bytes/tokenizer.json"))
+        self.assertEqual([got.encode(text, add_special_tokens=False).ids for text in texts], case["special"])
+
+        self.imported("import_gguf.py", self.write(tokenizer=self.sentencepiece_tokenizer), self.path("pieces"))
+        written = read_json(self.path("pieces"), "tokenizer.json")
+        theirs = fixture_tokenizer("llama2")["tokenizer"]
+        self.assertEqual(written["model"]["vocab"], theirs["model"]["vocab"])
+        self.assertEqual(written["normalizer"], theirs["normalizer"])
+        self.assertEqual(written["decoder"], theirs["decoder"])
+        got = tokenizers.Tokenizer.from_file(self.path("pieces/tokenizer.json"))
+        self.assertEqual(got.encode("it was").ids[0], 1)
+        self.assertEqual(got.decode(got.encode("it was the best\n\U0001F600").ids), "it was the best\n\U0001F600")
+
+    def test_what_is_refused(self):
+        for words, options in (
+            (["architecture", "qwen2"], {"architecture": "qwen2"}),
+            (["mixture of experts"], {"change": lambda writer: writer.add_expert_count(8)}),
+            (["value_length"], {"change": lambda writer: writer.add_value_length(4)}),
+            (["blk.0.attn_q_norm.weight"], {"tensors": lambda w: {**w, "blk.0.attn_q_norm.weight": np.ones(8, np.float32)}}),
+            (["token_embd"], {"tensors": lambda w: {name: x for name, x in w.items() if name != "token_embd.weight"}}),
+            (["tekken"], {"tokenizer": lambda writer: self.byte_level_tokenizer(writer, "tekken")}),
+        ):
+            self.refused(words, "import_gguf.py", self.write(**options), self.path("x"))
+        with open(self.path("bad.gguf"), "wb") as file:
+            file.write(b"GGUF" + b"\xff" * 100)
+        self.refused(["bad.gguf"], "import_gguf.py", self.path("bad.gguf"), self.path("x"))
+        self.refused(["none.gguf"], "import_gguf.py", self.path("none.gguf"), self.path("x"))
+        self.assertEqual(sorted(os.listdir(self.top)), ["bad.gguf", "model.gguf"])
+
+
+@unittest.skipIf(missing("torch"), missing("torch"))
+class PytorchTest(ImportTest):
+    def test_hugging_face(self):
+        import torch
+
+        source = self.path("source")
+        os.mkdir(source)
+        shutil.copy(os.path.join(MODELS, "llama-gqa", "config.json"), source)
+        with open(os.path.join(source, "tokenizer.json"), "w", encoding="utf-8") as file:
+            file.write("{}")
+        tensors = {name: torch.from_numpy(x.copy()) for name, x in self.weights.items()}
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        torch.save(tensors, os.path.join(source, "pytorch_model.bin"))
+        self.imported("import_pytorch.py", source, self.path("out"))
+        self.assert_same(self.path("out"), self.weights)
+        self.assertIn("tokenizer.json", os.listdir(self.path("out")))
+        # Shards with an index, bf16, the format before 2020.
+        os.remove(os.path.join(source, "pytorch_model.bin"))
+        names, where = list(self.weights), {}
+        for i, part in enumerate((names[::2], names[1::2]), 1):
+            shard = f"pytorch_model-0000{i}-of-00002.bin"
+            torch.save({name: tensors[name].bfloat16() for name in part}, os.path.join(source, shard), _use_new_zipfile_serialization=i == 1)
+            where.update({name: shard for name in part})
+        with open(os.path.join(source, "pytorch_model.bin.index.json"), "w", encoding="utf-8") as file:
+            json.dump({"weight_map": where}, file)
+        self.imported("import_pytorch.py", source, self.path("bf16"))
+        self.assert_same(self.path("bf16"), {name: tensors[name].bfloat16().view(torch.int16).numpy().view("<u2") for name in names})
+
+    def meta(self, shards, columns_embedding, params=None):
+        """Meta's folder: every tensor split over the shards as model parallelism does it."""
+        import torch
+
+        c, source = self.config, self.path(f"meta{shards}{columns_embedding}{bool(params)}")
+        os.mkdir(source)
+        parts = [{} for _ in range(shards)]
+        def add(name, x, dimension):
+            pieces = np.split(x, shards, dimension) if dimension is not None else [x] * shards
+            for part, piece in zip(parts, pieces):
+                part[name] = torch.from_numpy(piece.copy())
+        embedding = self.weights["model.embed_tokens.weight"][:100]
+        add("tok_embeddings.weight", embedding, 1 if columns_embedding else 0)
+        add("output.weight", self.weights["lm_head.weight"][:100], 0)
+        add("norm.weight", self.weights["model.norm.weight"], None)
+        add("rope.freqs", np.ones(4, np.float32), None)
+        for layer in range(c["num_hidden_layers"]):
+            ours, theirs = f"model.layers.{layer}.", f"layers.{layer}."
+            add(theirs + "attention_norm.weight", self.weights[ours + "input_layernorm.weight"], None)
+            add(theirs + "ffn_norm.weight", self.weights[ours + "post_attention_layernorm.weight"], None)
+            for name, part in META.items():
+                x = self.weights[f"{ours}{part}.weight"]
+                heads = {"attention.wq": c["num_attention_heads"], "attention.wk": c["num_key_value_heads"]}.get(name)
+                add(f"{theirs}{name}.weight", interleaved(x, heads) if heads else x, 1 if name in ("attention.wo", "feed_forward.w2") else 0)
+        for i, part in enumerate(parts):
+            torch.save(part, os.path.join(source, f"consolidated.{i:02}.pth"))
+        with open(os.path.join(source, "params.json"), "w", encoding="utf-8") as file:
+            json.dump({"dim": c["hidden_size"], "n_layers": c["num_hidden_layers"], "n_heads": c["num_attention_heads"],
+                       "n_kv_heads": c["num_key_value_heads"], "norm_eps": c["rms_norm_eps"], "vocab_size": -1, **(params or {})}, file)
+        return source
+
+    def test_meta(self):
+        expected = {name: x[:100] if x.shape[0] == 101 else x for name, x in self.weights.items()}
+        for shards, columns in ((1, True), (2, True), (2, False)):
+            out = self.path(f"out{shards}{columns}")
+            self.imported("import_pytorch.py", self.meta(shards, columns), out)
+            self.assert_same(out, expected)
+            self.assert_same_shape(out, vocab_size=100)
+        scaled = {"rope_theta": 500000.0, "use_scaled_rope": True}
+        source = self.meta(1, False, scaled)
+        self.refused(["--rope-factor"], "import_pytorch.py", source, self.path("x"))
+        self.imported("import_pytorch.py", source, self.path("scaled"), "--rope-factor", 32)
+        config = read_json(self.path("scaled"), "config.json")
+        self.assertEqual((config["rope_theta"], config["rope_scaling"]["factor"], config["bos_token_id"]), (500000.0, 32.0, 128000))
+
+    def test_what_is_refused(self):
+        os.mkdir(self.path("empty"))
+        self.refused(["neither"], "import_pytorch.py", self.path("empty"), self.path("x"))
+        with open(self.path("empty/params.json"), "w", encoding="utf-8") as file:
+            file.write("{}")
+        self.refused(["consolidated.00.pth"], "import_pytorch.py", self.path("empty"), self.path("x"))
+        with open(self.path("empty/consolidated.00.pth"), "wb") as file:
+            file.write(b"no checkpoint")
+        self.refused(["consolidated.00.pth"], "import_pytorch.py", self.path("empty"), self.path("x"))
+
+
+class TokenizerModelTest(unittest.TestCase):
+    @unittest.skipIf(missing("tokenizers"), missing("tokenizers"))
+    def test_tiktoken(self):
+        import base64
+
+        import tokenizers
+
+        case = fixture_tokenizer("llama3")
+        model = fixture_tokenizer("gpt2")["tokenizer"]["model"]  # whose ids follow the merges
+        alphabet = {character: byte for byte, character in enumerate(tokenizer_json.byte_alphabet())}
+        tokens = [bytes(alphabet[c] for c in token) for token in sorted(model["vocab"], key=model["vocab"].get) if token != "<|endoftext|>"]
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "tokenizer.model")
+            with open(path, "wb") as file:
+                for rank, token in enumerate(tokens):
+                    file.write(base64.b64encode(token) + b" %d\n" % rank)
+            tokenizer = tokenizer_json.tiktoken_model(path, ["<|begin_of_text|>", "<|end_of_text|>"])
+        merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+        self.assertEqual(tokenizer["model"]["merges"], merges)
+        self.assertEqual(tokenizer["pre_tokenizer"], case["tokenizer"]["pre_tokenizer"])
+        got = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+        self.assertEqual(got.encode("it was").ids[0], len(tokens))
+
+    @unittest.skipIf(missing("sentencepiece"), missing("sentencepiece"))
+    @unittest.skipIf(missing("tokenizers"), missing("tokenizers"))
+    def test_sentencepiece(self):
+        import sentencepiece as spm
+        import tokenizers
+
+        texts = [text for text in read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["texts"] if "\u2581" not in text and "\0" not in text]
+        with tempfile.TemporaryDirectory() as folder:
+            prefix = os.path.join(folder, "tokenizer")
+            spm.SentencePieceTrainer.train(sentence_iterator=iter(texts * 3), model_prefix=prefix, model_type="bpe", vocab_size=600,
+                                           byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+                                           split_digits=True, allow_whitespace_only_pieces=True, hard_vocab_limit=False, minloglevel=2)
+            tokenizer, special = tokenizer_json.sentencepiece_model(prefix + ".model")
+            reference = spm.SentencePieceProcessor(model_file=prefix + ".model")
+            expected = [reference.encode(text) for text in texts]
+        self.assertEqual(special, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+        got = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+        got.encode_special_tokens = True
+        for text, ids in zip(texts, expected):
+            self.assertEqual(got.encode(text, add_special_tokens=False).ids, ids, text)
+
+
+if __name__ == "__main__":
+    unittest.main()

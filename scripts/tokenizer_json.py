@@ -1,0 +1,116 @@
+"""tokenizer.json (docs/formats.md) from the vocabularies that other formats carry."""
+
+SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
+LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def byte_alphabet():
+    """GPT-2's printable characters for the 256 bytes (data/token_text.h)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+def added_token(token_id, content, special=True):
+    return {"id": token_id, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": special}
+
+
+def start_template(token, token_id):
+    """A post-processor that puts a token in front of a text."""
+    start = {"SpecialToken": {"id": token, "type_id": 0}}
+    text = [{"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB")]
+    return {"type": "TemplateProcessing", "single": [start, text[0]], "pair": [start, *text],
+            "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}}}
+
+
+def assemble(model, added, normalizer=None, pre_tokenizer=None, decoder=None, start=None):
+    """start: (token, id) that goes in front of a text."""
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": normalizer,
+            "pre_tokenizer": pre_tokenizer, "post_processor": start_template(*start) if start else None, "decoder": decoder,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                      "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, **model}}
+
+
+def byte_level(vocab, merges, added, words="gpt2", start=None):
+    """words: how text is cut: gpt2, llama3, or smollm (digits one by one, then as gpt2)."""
+    def level(use_regex):
+        return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+    steps = {
+        "gpt2": lambda: level(True),
+        "smollm": lambda: {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level(True)]},
+        "llama3": lambda: {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": LLAMA3_WORDS}, "behavior": "Isolated", "invert": False}, level(False)]},
+    }
+    model = {"vocab": vocab, "merges": merges, "ignore_merges": words == "llama3"}
+    return assemble(model, added, pre_tokenizer=steps[words](), decoder=level(True), start=start)
+
+
+def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, start=None):
+    """pieces in the order of ids. A pair merges where its text is a piece, the best score first; of one piece's pairs the
+    one with the longer left part first."""
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    special = {token["content"] for token in added}
+    byte_fallback = all(f"<0x{b:02X}>" in vocab for b in range(256))
+    merges = []
+    for i in sorted(range(len(pieces)), key=lambda i: -scores[i]):  # stable: equal scores in the order of ids
+        piece = pieces[i]
+        if piece in special or (len(piece) == 6 and piece.startswith("<0x")):
+            continue
+        merges += [[piece[:cut], piece[cut:]] for cut in range(len(piece) - 1, 0, -1) if piece[:cut] in vocab and piece[cut:] in vocab]
+    mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+    steps = [{"type": "Prepend", "prepend": SPACE_MARK}] * space_in_front + [mark]
+    decoders = [{"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "}] + [{"type": "ByteFallback"}] * byte_fallback
+    decoders += [{"type": "Fuse"}] + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * space_in_front
+    model = {"vocab": vocab, "merges": merges, "unk_token": unknown, "fuse_unk": unknown is not None, "byte_fallback": byte_fallback}
+    return assemble(model, added, normalizer={"type": "Sequence", "normalizers": steps},
+                    decoder={"type": "Sequence", "decoders": decoders}, start=start)
+
+
+def merges_of_ranks(tokens):
+    """The merges behind tiktoken's tokens, which are bytes in the order of ranks: the last step of merging a token's bytes
+    by the merges before it."""
+    rank = {token: i for i, token in enumerate(tokens)}
+    alphabet = byte_alphabet()
+    written = lambda token: "".join(alphabet[b] for b in token)
+    merges = []
+    for limit, token in enumerate(tokens):
+        parts = [token[i:i + 1] for i in range(len(token))]
+        while len(parts) > 2:
+            best = min(range(len(parts) - 1), key=lambda i: rank.get(parts[i] + parts[i + 1], limit))
+            if rank.get(parts[best] + parts[best + 1], limit) >= limit:
+                raise ValueError(f"token {limit} is no merge of two tokens before it")
+            parts[best:best + 2] = [parts[best] + parts[best + 1]]
+        if len(parts) == 2:
+            merges.append([written(part) for part in parts])
+    return {written(token): i for i, token in enumerate(tokens)}, merges
+
+
+def sentencepiece_model(path):
+    """From SentencePiece's own tokenizer.model, through its package."""
+    import sentencepiece as spm
+
+    model = spm.SentencePieceProcessor(model_file=path)
+    pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
+    scores = [model.get_score(i) for i in range(len(pieces))]
+    added = [added_token(i, piece) for i, piece in enumerate(pieces) if model.is_control(i) or model.is_unknown(i)]
+    bos = model.bos_id()
+    unknown = pieces[model.unk_id()] if model.unk_id() >= 0 else None
+    tokenizer = sentencepiece(pieces, scores, added, unknown, start=(pieces[bos], bos) if bos >= 0 else None)
+    return tokenizer, {"bos_token": pieces[bos] if bos >= 0 else None,
+                       "eos_token": pieces[model.eos_id()] if model.eos_id() >= 0 else None, "unk_token": unknown}
+
+
+def tiktoken_model(path, special):
+    """From tiktoken's file of LLaMA-3: a line `base64 rank` a token. special: the tokens behind them."""
+    import base64
+
+    with open(path, "rb") as file:
+        ranked = sorted((int(rank), base64.b64decode(token)) for token, rank in (line.split() for line in file if line.strip()))
+    if [rank for rank, _ in ranked] != list(range(len(ranked))):
+        raise ValueError(f"{path}: ranks are not 0, 1, 2 ...; the file is damaged")
+    vocab, merges = merges_of_ranks([token for _, token in ranked])
+    added = [added_token(len(vocab) + i, token) for i, token in enumerate(special)]
+    return byte_level(vocab, merges, added, "llama3", start=(special[0], len(vocab)))
