@@ -11,6 +11,7 @@
 #include "dev/preload.h"
 #include "dev/reference_model.h"
 #include "dev/temp_dir.h"
+#include "dev/test_util.h"
 
 namespace {
 
@@ -468,6 +469,131 @@ TEST_P(MixedKnobs, InferencePlanAgreesBitwise) {
     }
 }
 
+// --------------------------------------------------------------------------------------------------------------------
+// Generation with a cache against forward().
+
+// Texts of a model in memory, as an engine goes on with them.
+struct Generation {
+    Context ctx;
+    Engine engine;
+
+    Generation(const Model& model, EngineOptions options)
+        : engine(model.config, with_dtype(options, model.precision.dtype), ctx.stream) {
+        engine.allocate(inference_weights(model));
+    }
+    static EngineOptions with_dtype(EngineOptions o, DType dtype) {
+        o.dtype = dtype;
+        return o;
+    }
+    // One after the other or together; the logits after each.
+    std::vector<std::vector<float>> prefill(const std::vector<Prompt>& prompts) {
+        engine.prefill(prompts);
+        drawn = engine.next().tokens;
+        return logits(prompts.size());
+    }
+    std::vector<std::vector<float>> decode() {
+        engine.decode();
+        drawn = engine.next().tokens;
+        return logits(drawn.size());
+    }
+    std::vector<std::vector<float>> logits(size_t n) const {
+        std::vector<std::vector<float>> rows;
+        for (size_t i = 0; i < n; i++) rows.push_back(engine.logits(int64_t(i)));
+        return rows;
+    }
+    std::vector<int32_t> drawn;
+};
+
+EngineOptions engine_options(int64_t slots, int64_t context, float temperature = 0) {
+    EngineOptions o;
+    o.slots = slots, o.context = context;
+    o.sampling.temperature = temperature;
+    return o;
+}
+
+std::vector<int32_t> random_tokens(const ModelConfig& config, int64_t n, uint64_t seed) {
+    return random_batch(config, 1, n, seed).tokens;
+}
+
+// The logits after the last token, by forward() over the whole text.
+std::vector<double> logits_after(Driver& driver, const std::vector<int32_t>& text) {
+    Activations acts(driver.model.config, {1, int64_t(text.size())});
+    acts.allocate(driver.ctx);
+    const Input in = upload(driver.ctx, acts, single_sequence(text.data(), int64_t(text.size())));
+    forward(driver.ctx, driver.model, acts, in);
+    const std::vector<float> row =
+        fetch_floats(driver.ctx, head_logits(driver.ctx, driver.model, acts, in.n - 1, in.n));
+    return {row.begin(), row.begin() + driver.model.config.vocab_size};
+}
+
+void expect_same_logits(const std::vector<float>& got, const std::vector<double>& ref, const std::string& where) {
+    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), 1e-5 * max_abs(ref)) << where;
+}
+
+// Prompts of unequal length in one packed pass, then steps at positions of their own.
+TEST_P(MixedKnobs, EngineComputesWhatForwardDoes) {
+    constexpr int64_t CONTEXT = 14;
+    Generation g(driver.model, engine_options(4, CONTEXT));
+    std::vector<std::vector<int32_t>> texts;
+    std::vector<Prompt> prompts;
+    for (const int64_t n : {5, 1, 9, 2}) {
+        texts.push_back(random_tokens(config(), n, uint64_t(n)));
+        prompts.push_back({3 - int64_t(prompts.size()), texts.back(), 0, 0});  // slots in another order
+    }
+    std::vector<std::vector<float>> logits = g.prefill(prompts);
+    for (int step = 0; step < 6; step++) {
+        for (size_t i = 0; i < texts.size(); i++) {
+            const std::vector<double> ref = logits_after(driver, texts[i]);
+            expect_same_logits(logits[i], ref, str("text ", i, " step ", step));
+            EXPECT_EQ(g.drawn[i], std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin());
+            texts[i].push_back(g.drawn[i]);
+        }
+        if (step < 5) logits = g.decode();
+    }
+}
+
+// The same text fed whole, in two halves, and token by token.
+TEST_P(MixedKnobs, PrefillGoesOnFromAPast) {
+    const std::vector<int32_t> text = random_tokens(config(), 11, 3);
+    const std::vector<double> ref = logits_after(driver, text);
+    for (const std::vector<size_t>& cuts :
+         {std::vector<size_t>{11}, {4, 11}, {1, 2, 9, 11}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}) {
+        Generation g(driver.model, engine_options(2, 12));
+        std::vector<std::vector<float>> logits;
+        size_t begin = 0;
+        for (const size_t end : cuts) {
+            if (begin) g.engine.retire(1);
+            logits = g.prefill({{1, {text.begin() + long(begin), text.begin() + long(end)}, 0, 0}});
+            begin = end;
+        }
+        expect_same_logits(logits[0], ref, str(cuts.size(), " pieces"));
+        EXPECT_EQ(g.engine.length(1), 11);
+    }
+}
+
+// Bit for bit: each text of an unequal batch is the text alone, prompts and steps. On a GPU where it is asked for.
+TEST_P(MixedKnobs, TextsDoNotDependOnTheirBatch) {
+    EngineOptions o = engine_options(3, 16, 1);
+    o.batch_invariant = true, o.sampling.repeat_penalty = 1.3f;
+    Generation together(driver.model, o);
+    std::vector<Prompt> prompts;
+    for (const int64_t n : {7, 2, 4})
+        prompts.push_back({int64_t(prompts.size()), random_tokens(config(), n, uint64_t(n)), 10 + n, 0});
+    std::vector<std::vector<std::vector<float>>> steps{together.prefill(prompts)};
+    std::vector<std::vector<int32_t>> drawn{together.drawn};
+    for (int i = 0; i < 8; i++) steps.push_back(together.decode()), drawn.push_back(together.drawn);
+    for (size_t i = 0; i < prompts.size(); i++) {
+        Generation alone(driver.model, o);
+        Prompt p = prompts[i];
+        p.slot = 0;
+        for (size_t step = 0; step < steps.size(); step++) {
+            const std::vector<std::vector<float>> logits = step ? alone.decode() : alone.prefill({p});
+            ASSERT_TRUE(same_bits(logits[0], steps[step][i])) << "text " << i << " step " << step;
+            ASSERT_EQ(alone.drawn[0], drawn[step][i]);
+        }
+    }
+}
+
 // Gradients of micro-steps add up to those of the whole batch.
 TEST_P(MixedKnobs, MicroStepsAddUp) {
     driver.gradients({batch});
@@ -655,6 +781,280 @@ TEST(Training, AllocatesNothingAfterTheFirstStep) {
         EXPECT_EQ(host(), host_before) << args[1];
         EXPECT_EQ(device(), device_before) << args[1];
     }
+}
+
+// --------------------------------------------------------------------------------------------------------------------
+// Generation beyond what small contexts show.
+
+ModelConfig long_config() {
+    ModelConfig c = base_config();
+    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.max_positions = 64;
+    return c;
+}
+
+// Contexts past the pieces of the attention and past the tokens of a pass, which cuts the prompt.
+TEST(Generation, LongContexts) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    for (const int64_t n : {63, 64, 600, 1025, 2047}) {
+        Generation g(driver.model, engine_options(2, n + 4));
+        std::vector<int32_t> text = random_tokens(driver.model.config, n, 4);
+        std::vector<std::vector<float>> logits =
+            g.prefill({{1, text, 0, 0}, {0, random_tokens(driver.model.config, 3, 5), 1, 0}});
+        for (int step = 0; step < 3; step++) {
+            expect_same_logits(logits[0], logits_after(driver, text), str(n, " tokens, step ", step));
+            text.push_back(g.drawn[0]);
+            logits = g.decode();
+        }
+    }
+}
+
+// Texts that end are left out; those that come take their slots; the others don't notice.
+TEST(Generation, TextsComeAndGo) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    const ModelConfig& c = driver.model.config;
+    EngineOptions o = engine_options(4, 40, 1);
+    o.batch_invariant = true;
+    Generation g(driver.model, o), alone(driver.model, engine_options(1, 40, 1));
+    std::vector<Prompt> prompts;
+    for (int64_t i = 0; i < 4; i++) prompts.push_back({i, random_tokens(c, 3 + 2 * i, uint64_t(i)), i, 0});
+    g.prefill(prompts);
+    std::vector<int32_t> third{g.drawn[2]}, last;
+    for (int i = 0; i < 3; i++) g.decode(), third.push_back(g.drawn[2]);
+    g.engine.retire(0), g.engine.retire(3);
+    EXPECT_EQ(g.engine.active(), 2);
+    g.decode();
+    EXPECT_EQ(g.drawn.size(), 2u);
+    third.push_back(g.drawn[1]);
+    g.engine.forget(0);
+    g.prefill({{0, random_tokens(c, 5, 9), 7, 0}});
+    EXPECT_EQ(g.drawn.size(), 1u);
+    last = g.drawn;
+    for (int i = 0; i < 3; i++) {
+        g.engine.decode();
+        const Engine::Step& s = g.engine.next();
+        ASSERT_EQ(s.slots.size(), 3u);
+        for (size_t k = 0; k < 3; k++) {
+            if (s.slots[k] == 2) third.push_back(s.tokens[k]);
+            if (s.slots[k] == 0) last.push_back(s.tokens[k]);
+        }
+    }
+    const auto expected = [&](const Prompt& p, size_t n) {
+        alone.engine.retire(0), alone.engine.forget(0);
+        alone.prefill({{0, p.tokens, p.sequence, 0}});
+        std::vector<int32_t> drawn{alone.drawn[0]};
+        while (drawn.size() < n) alone.decode(), drawn.push_back(alone.drawn[0]);
+        return drawn;
+    };
+    EXPECT_EQ(third, expected(prompts[2], third.size()));
+    EXPECT_EQ(last, expected({0, random_tokens(c, 5, 9), 7, 0}, last.size()));
+}
+
+// Dynamic NTK scaling: a prompt is turned by its own length, as forward() does; a token that follows by the length that
+// it makes, and the cache stays as it was turned, so that a step is what going on with a prompt of one token is.
+TEST(Generation, DynamicAnglesFollowTheLength) {
+    ModelConfig c = long_config();
+    c.rope_scaling.kind = RopeScaling::Kind::Dynamic, c.rope_scaling.factor = 2;
+    c.max_positions = c.rope_scaling.original_max_position = 16;
+    Driver driver(c, {1, 8, true});
+    driver.randomise(3);
+    for (const int64_t n : {5, 16, 17, 30}) {
+        Generation g(driver.model, engine_options(2, 40)), by_prompt(driver.model, engine_options(2, 40));
+        const std::vector<int32_t> text = random_tokens(c, n, 6), other = random_tokens(c, 33, 7);
+        const std::vector<std::vector<float>> logits = g.prefill({{0, text, 0, 0}, {1, other, 1, 0}});
+        expect_same_logits(logits[0], logits_after(driver, text), str(n, " tokens"));
+        expect_same_logits(logits[1], logits_after(driver, other), "33 tokens beside them");
+        by_prompt.prefill({{0, text, 0, 0}});
+        by_prompt.engine.retire(0);
+        const std::vector<std::vector<float>> next = by_prompt.prefill({{0, {g.drawn[0]}, 0, 1}});
+        expect_same_logits(g.decode()[0], {next[0].begin(), next[0].end()}, str("the step after ", n, " tokens"));
+    }
+}
+
+// What is drawn has the probability that the model gives it, whatever penalty, filters and temperature do.
+TEST(Generation, LogprobsAreTheModels) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    EngineOptions o = engine_options(2, 20, 0.7f);
+    o.logprobs = true, o.sampling.top_k = 5, o.sampling.repeat_penalty = 2;
+    Generation g(driver.model, o);
+    g.engine.prefill(
+        {{0, random_tokens(driver.model.config, 3, 1), 0, 0}, {1, random_tokens(driver.model.config, 5, 2), 1, 0}});
+    for (int step = 0; step < 4; step++) {
+        const Engine::Step& s = g.engine.next();
+        for (size_t i = 0; i < 2; i++) {
+            const std::vector<float> logits = g.engine.logits(int64_t(i));
+            double sum = 0;
+            for (const float l : logits) sum += std::exp(double(l));
+            EXPECT_NEAR(s.logprobs[i], double(logits[size_t(s.tokens[i])]) - std::log(sum), 1e-5);
+        }
+        g.engine.decode();
+    }
+}
+
+// What generate() makes of a list of texts, in all its ways to end one.
+struct Texts {
+    std::vector<Answer> answers;
+    std::vector<Request> requests;
+    Texts(const std::vector<std::vector<int32_t>>& prompts, const AnswerOptions& options) {
+        answers.reserve(prompts.size());
+        for (const std::vector<int32_t>& p : prompts) {
+            answers.emplace_back(nullptr, options);
+            requests.push_back({p, 0, int64_t(requests.size()), &answers.back(), {}});
+        }
+    }
+};
+
+TEST(Generation, SlotsAreTakenInTurn) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    std::vector<std::vector<int32_t>> prompts;
+    for (int64_t i = 0; i < 7; i++) prompts.push_back(random_tokens(driver.model.config, 1 + 3 * (i % 4), uint64_t(i)));
+    AnswerOptions options;
+    options.max_tokens = 12;
+    options.eos = {5, 17, 40};  // some texts end early
+    std::vector<std::vector<int32_t>> first;
+    bool ended_early = false;
+    for (const int64_t slots : {7, 3, 1}) {
+        EngineOptions o = engine_options(slots, 30, 1);
+        o.batch_invariant = true;
+        Generation g(driver.model, o);
+        Texts texts(prompts, options);
+        std::vector<int64_t> done;
+        const GenerateStatistics s =
+            generate(g.engine, texts.requests, {}, {}, [&](const Request& r) { done.push_back(r.sequence); });
+        std::vector<std::vector<int32_t>> tokens;
+        for (const Answer& a : texts.answers) {
+            tokens.push_back(a.tokens());
+            EXPECT_TRUE(a.finish() == std::string("eos") ||
+                        (a.finish() == std::string("length") && a.tokens().size() == 12));
+            ended_early |= a.finish() == std::string("eos");
+        }
+        if (first.empty()) first = tokens;
+        EXPECT_EQ(tokens, first) << slots << " slots";
+        EXPECT_EQ(done.size(), prompts.size());
+        EXPECT_GT(s.steps, 0);
+    }
+    EXPECT_TRUE(ended_early) << "choose other end tokens: this test shows little";
+}
+
+// The first token that is drawn may end the text, and then no step follows.
+TEST(Generation, EndOfTextOnTheFirstToken) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    Generation g(driver.model, engine_options(1, 30));
+    const std::vector<int32_t> prompt = random_tokens(driver.model.config, 4, 1);
+    g.prefill({{0, prompt, 0, 0}});
+    AnswerOptions options;
+    options.eos = {g.drawn[0]};
+    g.engine.retire(0), g.engine.forget(0);
+    Texts texts({prompt}, options);
+    generate(g.engine, texts.requests, {});
+    EXPECT_STREQ(texts.answers[0].finish(), "eos");
+    EXPECT_TRUE(texts.answers[0].tokens().empty());
+    EXPECT_EQ(texts.requests[0].context, prompt);
+}
+
+// A full context ends the text, or goes on with its beginning and its later half: what a fresh text of those tokens
+// would give.
+TEST(Generation, FullContexts) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    constexpr int64_t CONTEXT = 12, KEEP = 2;
+    const std::vector<int32_t> prompt = random_tokens(driver.model.config, 7, 1);
+    AnswerOptions options;
+    options.max_tokens = 20;
+    for (const bool slide : {false, true}) {
+        Generation g(driver.model, engine_options(1, CONTEXT));
+        Texts texts({prompt}, options);
+        generate(g.engine, texts.requests, {slide, KEEP});
+        const std::vector<int32_t>& drawn = texts.answers[0].tokens();
+        EXPECT_STREQ(texts.answers[0].finish(), slide ? "length" : "context");
+        ASSERT_EQ(int64_t(drawn.size()), slide ? 20 : CONTEXT - 7 + 1);
+        std::vector<int32_t> context = prompt;
+        for (const int32_t token : drawn) {
+            if (int64_t(context.size()) > CONTEXT) {
+                std::vector<int32_t> cut(context.begin(), context.begin() + KEEP);
+                cut.insert(cut.end(), context.end() - (CONTEXT - KEEP) / 2, context.end());
+                context = cut;
+            }
+            const std::vector<double> ref = logits_after(driver, context);
+            ASSERT_EQ(token, std::max_element(ref.begin(), ref.end()) - ref.begin());
+            context.push_back(token);
+        }
+    }
+    Generation g(driver.model, engine_options(1, CONTEXT));
+    Texts too_long({random_tokens(driver.model.config, 13, 1)}, options);
+    EXPECT_THROW(generate(g.engine, too_long.requests, {false, 0}), Error);
+}
+
+TEST(Generation, InterruptionsEndTheTextsAndNotTheEngine) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    Generation g(driver.model, engine_options(2, 40));
+    AnswerOptions options;
+    const std::vector<std::vector<int32_t>> prompts{
+        random_tokens(driver.model.config, 4, 1), random_tokens(driver.model.config, 6, 2), {3}};
+    int asked = 0;
+    Texts stopped(prompts, options);
+    generate(g.engine, stopped.requests, {}, [&] { return ++asked > 5; });
+    for (const Answer& a : stopped.answers) EXPECT_STREQ(a.finish(), "interrupted");
+    EXPECT_GE(stopped.answers[0].tokens().size(), 5u);
+    EXPECT_TRUE(stopped.answers[2].tokens().empty());  // it never had a slot
+    options.max_tokens = 5;
+    Texts again(prompts, options);
+    generate(g.engine, again.requests, {});
+    for (size_t i = 0; i < 2; i++)
+        EXPECT_TRUE(std::equal(again.answers[i].tokens().begin(), again.answers[i].tokens().end(),
+                               stopped.answers[i].tokens().begin()));
+}
+
+TEST(Generation, CacheOfEarlierRoundsIsUsedAgain) {
+    Driver driver(long_config(), {1, 8, true});
+    driver.randomise(3);
+    Generation g(driver.model, engine_options(1, 60));
+    AnswerOptions options;
+    options.max_tokens = 6;
+    std::vector<int32_t> conversation = random_tokens(driver.model.config, 9, 1), held;
+    for (int round = 0; round < 3; round++) {
+        Texts texts({conversation}, options), fresh({conversation}, options);
+        texts.requests[0].cached = int64_t(held.size());
+        const GenerateStatistics s = generate(g.engine, texts.requests, {});
+        EXPECT_EQ(s.prompt_tokens, int64_t(conversation.size() - held.size()));
+        Generation other(driver.model, engine_options(1, 60));
+        generate(other.engine, fresh.requests, {});
+        EXPECT_EQ(texts.answers[0].tokens(), fresh.answers[0].tokens()) << "round " << round;
+        held = conversation = texts.requests[0].context;
+        held.resize(size_t(std::min<int64_t>(g.engine.length(0), int64_t(held.size()))));
+        for (const int32_t id : random_tokens(driver.model.config, 4, 20 + uint64_t(round))) conversation.push_back(id);
+    }
+}
+
+TEST(Generation, WrongArgumentsAreErrors) {
+    Driver driver(base_config(), {1, 8, true});
+    const auto make = [&](int64_t slots, int64_t context) {
+        Generation g(driver.model, engine_options(slots, context));
+    };
+    expect_error([&] { make(1, 17); },
+                 "a context of 17 tokens is beyond the model's position table of 16 rows; shorten it (--context)");
+    expect_error([&] { make(0, 8); }, "engine: 0 texts of 8 tokens; both must be positive");
+    Generation g(driver.model, engine_options(2, 8));
+    expect_error([&] { g.prefill({{0, {1, 53}, 0, 0}}); }, "token 53 is beyond the model's vocabulary of 53");
+    expect_error([&] { g.prefill({{0, {}, 0, 0}}); }, "a prompt without tokens; give it at least one");
+    expect_error([&] { g.prefill({{2, {1}, 0, 0}}); }, "engine: slot 2 is not one of 2 or is given twice");
+    expect_error(
+        [&] {
+            g.prefill({{1, {1}, 0, 0}, {1, {2}, 0, 0}});
+        },
+        "engine: slot 1 is not one of 2 or is given twice");
+    expect_error(
+        [&] {
+            g.prefill({{0, std::vector<int32_t>(9, 1), 0, 0}});
+        },
+        "a text of 9 tokens is beyond the context of 8; shorten it or raise --context");
+    EXPECT_FALSE(g.engine.ready());
 }
 
 // --------------------------------------------------------------------------------------------------------------------

@@ -18,9 +18,13 @@
 #include "commands/commands.h"
 #include "commands/training.h"
 #include "data/loader.h"
+#include "data/multiple_choice.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
+#include "infer/chat.h"
+#include "infer/engine.h"
 #include "infer/generate.h"
+#include "infer/sample_output.h"
 #include "kernels/adamw.h"
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
@@ -29,6 +33,7 @@
 #include "kernels/global_norm.h"
 #include "kernels/layernorm.h"
 #include "kernels/matmul.h"
+#include "kernels/read_bandwidth.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
@@ -253,6 +258,9 @@ double flop_per_token(const Model& model, int64_t T) {
     return 6 * weights + 6 * double(T) * double(c.layers * c.heads * c.head_size);
 }
 
+// How the samples of a training run are drawn, with the run's seed.
+constexpr SamplingOptions TRAINING_SAMPLES = {0.8f, 50};
+
 // --------------------------------------------------------------------------------------------------------------------
 // Activations: what a pass over N = B·T tokens computes, with the moments of first and last use.
 
@@ -309,7 +317,7 @@ class Activations {
     Tensor dx, dnormf;                 // [N, C] gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
     Tensor loss_sum, scalars;          // [1] fp64; StepScalars
-    Tensor sample_id, sample_key;      // [1] int32, [2] int64: the drawn token, and (sequence, step)
+    Tensor sample_id, sample_key;      // [1] int32, [2] int64, training: the drawn token, and (sequence, step)
     std::unique_ptr<Staging> staging;  // what the inputs pass through
 
     // Three numbers for each token, and the sequences' ends. The scalars of a step take a slot of their own.
@@ -437,11 +445,11 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
-    place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
-    place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
     if (attention_forward_scratch() > 0)
         place({&forward_scratch}, "forward_scratch", DType::U8, {attention_forward_scratch()}, 0, UPDATE);
     if (training) {
+        place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
+        place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
         if (c.norm == Norm::LayerNorm) place({&meanf}, "meanf", DType::F32, {N}, HEAD, HEAD);
         place({&rstdf}, "rstdf", DType::F32, {N}, HEAD, HEAD);
         place({&dnormf}, "dnormf", dtype, {N, C}, HEAD, HEAD);
@@ -450,7 +458,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         const int64_t scratch_bytes =
             std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
                       embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
-                      step_control_scratch(parameter_table(c, shape.world).total)});
+                      step_control_scratch(parameter_table(c, shape.world).total),
+                      sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
     plan.assign_offsets(shape.overlap);
@@ -859,32 +868,24 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
     return e;
 }
 
-// The model as infer/ sees it: it computes the whole context again for each token.
-class TextModel : public LanguageModel {
-  public:
-    TextModel(const Context& context, const Model& gpt, const Activations& activations)
-        : ctx(context), model(gpt), acts(activations) {}
-
-    int32_t next_token(const std::vector<int32_t>& tokens, const SamplingOptions& sampling, int64_t sequence,
-                       int64_t step) override {
-        const int64_t window = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
-        const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(window), window));
-        forward(ctx, model, acts, in);
-        const Tensor logits = head_logits(ctx, model, acts, window - 1, window);
-        const int64_t key[2] = {sequence, step};
-        copy_to_device(acts.sample_key.data, key, sizeof key, ctx.stream);
-        sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
-                      acts.sample_key.rows(1, 2), sampling, ctx.stream);
-        int32_t id;
-        copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
-        return id;
-    }
-
-  private:
-    const Context& ctx;
-    const Model& model;
-    const Activations& acts;
-};
+// Draws the token that follows `tokens` with the memory of a training run, which has no cache: it computes the whole
+// context again, or the last of it that the batch has room for.
+int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
+                   uint64_t seed, int64_t step) {
+    const int64_t window = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
+    const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(window), window));
+    forward(ctx, model, acts, in);
+    const Tensor logits = head_logits(ctx, model, acts, window - 1, window);
+    const int64_t key[2] = {0, step};
+    copy_to_device(acts.sample_key.data, key, sizeof key, ctx.stream);
+    SamplingOptions sampling = TRAINING_SAMPLES;
+    sampling.seed = seed;
+    sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
+                  acts.sample_key.rows(1, 2), sampling, {}, acts.scratch, ctx.stream);
+    int32_t id;
+    copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
+    return id;
+}
 
 // The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
 // Where neither is known, any token will do.
@@ -899,21 +900,35 @@ int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
 struct MemoryPlan {
     std::vector<std::pair<std::string, int64_t>> lines;  // what, bytes
     int64_t total = 0;
+
+    explicit MemoryPlan(const Model& model) {
+        add("weights", model.weight_bytes());
+        if (model.fp32_elements())
+            add(model.precision.master ? "master weights" : "fp32 weights", model.fp32_elements() * 4);
+    }
+    void add(const std::string& what, int64_t bytes) {
+        lines.emplace_back(what, bytes);
+        total += bytes;
+    }
 };
 
 MemoryPlan memory_plan(const Model& model, const Activations& acts) {
     const int64_t fp32 = model.table.total * 4;
-    MemoryPlan plan;
-    plan.lines.emplace_back("weights", model.weight_bytes());
-    if (model.fp32_elements())
-        plan.lines.emplace_back(model.precision.master ? "master weights" : "fp32 weights", model.fp32_elements() * 4);
+    MemoryPlan plan(model);
     if (acts.shape.training) {
-        plan.lines.emplace_back("gradients", fp32);
-        plan.lines.emplace_back("optimizer (m, v)", 2 * fp32);
+        plan.add("gradients", fp32);
+        plan.add("optimizer (m, v)", 2 * fp32);
     }
-    plan.lines.emplace_back("activations", acts.plan.bytes());
-    plan.lines.emplace_back("program and libraries", device_overhead_bytes());
-    for (const auto& line : plan.lines) plan.total += line.second;
+    plan.add("activations", acts.plan.bytes());
+    plan.add("program and libraries", device_overhead_bytes());
+    return plan;
+}
+
+MemoryPlan memory_plan(const Model& model, const Engine& engine) {
+    MemoryPlan plan(model);
+    plan.add("KV cache", engine.cache_bytes());
+    plan.add("activations", engine.activation_bytes());
+    plan.add("program and libraries", device_overhead_bytes());
     return plan;
 }
 
@@ -957,18 +972,15 @@ std::string what_fits(const Model& model, const RunShape& wanted, int64_t step_t
     return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
 }
 
-// Refuses what can't fit before it starts. step_tokens: of a training step.
-void check_memory(const Model& model, const Activations& acts, int64_t step_tokens = 0) {
-    const MemoryPlan plan = memory_plan(model, acts);
+// Refuses what can't fit before it starts. advice(available): what would.
+template <typename Advice>
+void check_memory(const MemoryPlan& plan, Advice advice) {
     const int64_t available = device_memory_available();
     if (plan.total <= available) return;
     std::string parts;
     for (const auto& [what, bytes] : plan.lines) parts += str(parts.empty() ? "" : ", ", what, " ", human_bytes(bytes));
-    throw Error(str(
-        "this run needs ", human_bytes(plan.total), " (", parts, ") and ", human_bytes(available), " are free; ",
-        acts.shape.training ? what_fits(model, acts.shape, step_tokens, available)
-                            : "give it fewer tokens at a time, a --dtype of 16 bits where this backend has one, or a "
-                              "smaller model"));
+    throw Error(str("this run needs ", human_bytes(plan.total), " (", parts, ") and ", human_bytes(available),
+                    " are free; ", advice(available)));
 }
 
 std::string describe(const Model& model) {
@@ -1059,7 +1071,8 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
                              dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
-    check_memory(model, acts, o.total_batch_tokens);
+    check_memory(memory_plan(model, acts),
+                 [&](int64_t available) { return what_fits(model, acts.shape, o.total_batch_tokens, available); });
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
     std::cerr << s.source.name << ": " << describe(model) << ", " << dtype_name(dtype) << "\n"
               << device_description() << ", " << matmul_library() << "\nmemory plan\n"
@@ -1220,12 +1233,14 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
 }
 
 void Trainer::sample_text(Progress& progress) {
-    TextModel text_model(ctx, model, acts);
-    GenerateOptions options;
+    AnswerOptions options;
     options.max_tokens = 64;
-    options.sampling = {0.8f, 50, o.seed};
-    const Generated g = generate(text_model, tokenizer.get(), {start_token(model.config, tokenizer.get())}, options);
-    progress.note(str("step ", step, "  sample: ", g.text));
+    Answer answer(tokenizer.get(), options);
+    std::vector<int32_t> tokens = {start_token(model.config, tokenizer.get())};
+    do {
+        tokens.push_back(next_token(ctx, model, acts, tokens, o.seed, int64_t(tokens.size()) - 1));
+    } while (!answer.add(tokens.back()));
+    progress.note(str("step ", step, "  sample: ", answer.text()));
 }
 
 // The checkpoint with the lowest validation loss; empty if none was evaluated.
@@ -1332,24 +1347,60 @@ void run_train(const Args& args) {
     Trainer(ctx, std::move(setup)).run();
 }
 
-// A model for inference: weights loaded (or random), activations for one pass over B sequences of T tokens.
+constexpr const char* NO_WEIGHTS = " is a preset without weights; name a model directory or a run";
+constexpr const char* SMALLER_INFERENCE =
+    "give it fewer tokens at a time, a --dtype of 16 bits where this backend has one, or a smaller model";
+
+// A model with its weights, and activations for one pass over B sequences of T tokens.
 struct LoadedModel {
     ModelSource source;
     Model model;
     Activations acts;
 
-    LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape, bool random_weights,
-                uint64_t seed = 0)
+    LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape)
         : source(from), model(source.config, 1, {shape.dtype}), acts(source.config, shape) {
-        require(random_weights || !source.directory.empty(), "--model ", source.name,
-                " is a preset without weights; name a model directory or a run");
-        check_memory(model, acts);
+        require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+        check_memory(memory_plan(model, acts), [](int64_t) { return SMALLER_INFERENCE; });
+        model.allocate();
+        load_weights(source.directory, model.table, model.arenas);
+        acts.allocate(ctx);
+    }
+};
+
+// The weights as infer/ knows them.
+InferenceWeights inference_weights(const Model& model) {
+    const auto norm = [&](Slot slot, int64_t l) {
+        return NormWeights{model.weight(slot, l), model.weight(static_cast<Slot>(slot + 1), l)};
+    };
+    const auto linear = [&](Slot slot, int64_t l) {
+        return LinearWeights{model.weight(slot, l), model.weight(static_cast<Slot>(slot + 1), l)};
+    };
+    InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
+    for (int64_t l = 0; l < model.config.layers; l++) {
+        w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
+                            linear(FCPROJ_W, l)});
+    }
+    return w;
+}
+
+// A model with its weights, or random ones, and what generates with it.
+struct LoadedEngine {
+    Model model;
+    Engine engine;
+
+    LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights)
+        : model(source.config, 1, {options.dtype}), engine(source.config, options, ctx.stream) {
+        require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+        check_memory(memory_plan(model, engine), [](int64_t) { return SMALLER_INFERENCE; });
         model.allocate();
         if (random_weights)
-            initialise_weights(ctx, model, seed);
+            initialise_weights(ctx, model, options.sampling.seed);
         else
             load_weights(source.directory, model.table, model.arenas);
-        acts.allocate(ctx);
+        const std::string cache = matmul_cache_path(ctx.stream);
+        load_gemm_choices(ctx, cache);
+        engine.allocate(inference_weights(model));
+        store_gemm_choices(ctx, cache);
     }
 };
 
@@ -1360,8 +1411,104 @@ RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
     return shape;
 }
 
+// A tensor of any of the float dtypes on the host.
+std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
+    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
+    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
+    std::vector<float> values(static_cast<size_t>(t.numel()));
+    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
+    return values;
+}
+
+// One "key value" a line, or a JSON object.
+void print_result(const ordered_json& result, bool as_json) {
+    if (as_json) std::cout << result.dump() << "\n";
+    for (const auto& [key, value] : result.items())
+        if (!as_json) std::cout << key << " " << value << "\n";
+}
+
+// Nats of each choice's ending, packed into as few passes as they fit in. Of what is too long the end is scored.
+std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, const std::vector<Choice>& choices,
+                                  const std::vector<int32_t>& start, int32_t any_start) {
+    std::vector<double> nats(choices.size(), 0);
+    const int64_t T = m.acts.shape.T, room = m.acts.shape.B * T;
+    for (size_t begin = 0, end; begin < choices.size(); begin = end) {
+        Batch batch;
+        batch.cum_seqlens = {0};
+        std::vector<size_t> owner;  // of each token
+        for (end = begin; end < choices.size(); end++) {
+            // What the tokenizer puts in front of a text; where that is nothing, a text scored from its first token
+            // on begins with the token that texts start from.
+            const Choice& c = choices[end];
+            std::vector<int32_t> tokens = c.tokens;
+            const std::vector<int32_t> head = !start.empty() ? start : std::vector<int32_t>(c.first == 0, any_start);
+            tokens.insert(tokens.begin(), head.begin(), head.end());
+            const int64_t ending = int64_t(c.tokens.size()) - c.first, n = std::min(int64_t(tokens.size()) - 1, T);
+            if (batch.cum_seqlens.back() + n > room) break;
+            const size_t from = tokens.size() - size_t(n) - 1;
+            for (int64_t i = 0; i < n; i++) {
+                batch.tokens.push_back(tokens[from + size_t(i)]);
+                batch.targets.push_back(i >= n - ending ? tokens[from + size_t(i) + 1] : Batch::NO_TARGET);
+                batch.positions.push_back(static_cast<int32_t>(i));
+                owner.push_back(end);
+            }
+            batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
+            batch.max_seqlen = std::max(batch.max_seqlen, n);
+        }
+        const Input in = upload(ctx, m.acts, batch);
+        forward(ctx, m.model, m.acts, in);
+        evaluate_loss(ctx, m.model, m.acts, in, false);
+        const std::vector<float> losses = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
+    }
+    return nats;
+}
+
+void run_multiple_choice(const EvalOptions& o) {
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::vector<Question> questions = read_questions(o.multiple_choice);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    std::vector<Choice> choices;
+    int64_t longest = 1;
+    for (const Question& q : questions) {
+        for (const std::string& ending : q.endings) {
+            choices.push_back(make_choice(tokenizer, q.context, ending));
+            longest = std::max(longest, int64_t(choices.back().tokens.size() + tokenizer.start_of_text().size()));
+            for (const int32_t id : choices.back().tokens)
+                require(id < source.config.vocab_size, "token ", id,
+                        " of a question is beyond the model's vocabulary of ", source.config.vocab_size);
+        }
+    }
+    int64_t T = o.seq_len ? o.seq_len : longest;
+    if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    const std::vector<double> nats =
+        score_choices(ctx, m, choices, tokenizer.start_of_text(), start_token(source.config, &tokenizer));
+
+    int64_t right = 0, right_by_byte = 0;
+    size_t at = 0;
+    for (const Question& q : questions) {
+        size_t best = 0, best_by_byte = 0;
+        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
+        for (size_t e = 1; e < q.endings.size(); e++) {
+            if (nats[at + e] < nats[at + best]) best = e;
+            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
+        }
+        right += best == q.label;
+        right_by_byte += best_by_byte == q.label;
+        at += q.endings.size();
+    }
+    const double count = double(questions.size());
+    print_result({{"accuracy", double(right) / count},
+                  {"accuracy_norm", double(right_by_byte) / count},
+                  {"count", questions.size()}},
+                 o.json);
+}
+
 void run_eval(const Args& args) {
     const EvalOptions o = parse_eval(args);
+    if (!o.multiple_choice.empty()) return run_multiple_choice(o);
     const Context ctx;
     const DataDirectory data = open_data(o.data);
     const bool train_split = o.split == "train";
@@ -1372,19 +1519,32 @@ void run_eval(const Args& args) {
     const std::string trainer = join_path(source.directory, "trainer.json");
     if (!T && !source.directory.empty() && path_exists(trainer)) T = read_json(trainer).value("seq_len", int64_t(0));
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
-    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()), false);
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
-    const ordered_json result = {{"tokens", e.tokens},
-                                 {"bytes", e.bytes},
-                                 {"val_loss", e.loss()},
-                                 {"perplexity", std::exp(e.loss())},
-                                 {"bits_per_byte", e.bits_per_byte()}};
-    if (o.json)
-        std::cout << result.dump() << "\n";
-    else {
-        for (const auto& [key, value] : result.items()) std::cout << key << " " << value << "\n";
-    }
+    print_result({{"tokens", e.tokens},
+                  {"bytes", e.bytes},
+                  {"val_loss", e.loss()},
+                  {"perplexity", std::exp(e.loss())},
+                  {"bits_per_byte", e.bits_per_byte()}},
+                 o.json);
+}
+
+SamplingOptions sampling_options(const DrawOptions& o) {
+    return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
+}
+
+// The tokens that end a text: the tokenizer's end of text, the config's, and those of generation_config.json.
+std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer) {
+    std::vector<int32_t> ids;
+    if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());
+    if (source.config.eos >= 0) ids.push_back(source.config.eos);
+    const std::string path = join_path(source.directory, "generation_config.json");
+    if (source.directory.empty() || !path_exists(path)) return ids;
+    const json eos = read_json(path).value("eos_token_id", json());
+    for (const json& id : eos.is_array() ? eos : json::array({eos}))
+        if (id.is_number_integer()) ids.push_back(id.get<int32_t>());
+    return ids;
 }
 
 void run_sample(const Args& args) {
@@ -1398,51 +1558,97 @@ void run_sample(const Args& args) {
     std::unique_ptr<Tokenizer> tokenizer;
     if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
 
-    const std::string prompt_text = o.prompt_file.empty() ? o.prompt : read_file(o.prompt_file);
-    std::vector<int32_t> prompt;
-    if (tokenizer) prompt = tokenizer->encode(prompt_text);
-    require(tokenizer || prompt_text.empty(), source.name,
-            " has no tokenizer.json to read the prompt with; leave the prompt out");
-    for (const int32_t id : prompt) {
-        require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
-                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
+    const std::vector<std::string> prompts =
+        o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
+    std::vector<std::vector<int32_t>> tokens;
+    int64_t longest = 0;
+    for (const std::string& prompt : prompts) {
+        require(tokenizer || prompt.empty(), source.name,
+                " has no tokenizer.json to read the prompt with; leave the prompt out");
+        tokens.push_back(tokenizer ? tokenizer->start_of_text() : std::vector<int32_t>());
+        const std::vector<int32_t> text = tokenizer ? tokenizer->encode(prompt) : std::vector<int32_t>();
+        tokens.back().insert(tokens.back().end(), text.begin(), text.end());
+        if (tokens.back().empty()) tokens.back() = {start_token(source.config, tokenizer.get())};
+        for (const int32_t id : tokens.back()) {
+            require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
+                    " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
+        }
+        longest = std::max(longest, int64_t(tokens.back().size()));
     }
-    if (prompt.empty()) prompt = {start_token(source.config, tokenizer.get())};
 
-    int64_t T = static_cast<int64_t>(prompt.size()) + o.max_tokens;
-    if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
-    const LoadedModel m(ctx, source, inference_shape(1, T, o.model.type()), o.random_weights, o.seed);
-    TextModel text_model(ctx, m.model, m.acts);
-    GenerateOptions options;
-    options.max_tokens = o.max_tokens;
-    options.sampling = {static_cast<float>(o.temperature), o.top_k, o.seed};
-    options.stop = o.stop;
-    if (!o.ignore_eos)
-        options.eos = tokenizer && tokenizer->end_of_text() >= 0 ? tokenizer->end_of_text() : source.config.eos;
-    json samples = json::array();
-    for (options.sequence = 0; options.sequence < o.num_samples; options.sequence++) {
-        const Generated g = generate(text_model, tokenizer.get(), prompt, options);
-        if (o.json) {
-            samples.push_back({{"prompt", prompt_text}, {"text", g.text}, {"tokens", g.tokens}, {"finish", g.finish}});
-            continue;
-        }
-        if (options.sequence) std::cout << "---\n";
-        std::cout << prompt_text << g.text;
-        if (!tokenizer) {
-            for (const int32_t id : g.tokens) std::cout << id << " ";
-        }
-        std::cout << std::endl;
+    const int64_t texts = int64_t(prompts.size()) * o.num_samples;
+    EngineOptions engine_options;
+    engine_options.slots = std::min(texts, o.batch_size);
+    engine_options.context = o.context ? o.context : longest + o.max_tokens;
+    if (!o.context && source.config.positions == Positions::Learned)
+        engine_options.context = std::min(engine_options.context, source.config.max_positions);
+    engine_options.dtype = o.model.type();
+    engine_options.sampling = sampling_options(o.draw);
+    engine_options.batch_invariant = o.batch_invariant;
+    engine_options.logprobs = o.logprobs;
+    LoadedEngine m(ctx, source, engine_options, o.random_weights);
+
+    AnswerOptions answer_options;
+    answer_options.max_tokens = o.max_tokens;
+    answer_options.stop = o.stop;
+    if (!o.ignore_eos) answer_options.eos = end_tokens(source, tokenizer.get());
+    std::ostringstream unseen;  // with --json the whole is printed at the end
+    std::vector<std::string> heads;
+    for (int64_t i = 0; i < texts; i++) heads.push_back(prompts[size_t(i / o.num_samples)]);
+    SampleOutput output(o.json ? unseen : std::cout, heads);
+    std::vector<Answer> answers;
+    std::vector<Request> requests;
+    answers.reserve(size_t(texts));
+    for (int64_t i = 0; i < texts; i++) {
+        answers.emplace_back(tokenizer.get(), answer_options,
+                             [&output, i](std::string_view piece) { output.text(size_t(i), piece); });
+        requests.push_back({tokens[size_t(i / o.num_samples)], 0, i, &answers.back(), {}});
     }
-    if (o.json) std::cout << json{{"samples", samples}}.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
+    const GenerateStatistics statistics = generate(m.engine, requests, {o.slide, o.keep}, {}, [&](const Request& r) {
+        const Answer& answer = *r.answer;
+        std::string ids;
+        for (const int32_t id : answer.tokens()) ids += tokenizer ? "" : str(id, " ");
+        output.text(size_t(r.sequence), ids);
+        output.finish(size_t(r.sequence), o.logprobs ? logprob_lines(answer, tokenizer.get()) : "");
+    });
+    // Shorter runs say little, and would wait longer for the measurement than for the text.
+    const double bandwidth = statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0;
+    if (!o.json) {
+        std::cerr << statistics_text(statistics, bandwidth);
+        return;
+    }
+    json result = {{"samples", json::array()}, {"statistics", statistics_json(statistics, bandwidth)}};
+    for (int64_t i = 0; i < texts; i++) {
+        const Answer& a = answers[size_t(i)];
+        result["samples"].push_back(
+            {{"prompt", heads[size_t(i)]}, {"text", a.text()}, {"tokens", a.tokens()}, {"finish", a.finish()}});
+        if (o.logprobs) result["samples"].back()["logprobs"] = a.logprobs();
+    }
+    std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
 }
 
-// A tensor of any of the float dtypes on the host.
-std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
-    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
-    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
-    std::vector<float> values(static_cast<size_t>(t.numel()));
-    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
-    return values;
+void run_chat(const Args& args) {
+    const ChatCommandOptions o = parse_chat(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+    const ChatTemplate format = find_chat_template(source.directory);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    EngineOptions engine_options;
+    engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
+    engine_options.dtype = o.model.type();
+    engine_options.sampling = sampling_options(o.draw);
+    LoadedEngine m(ctx, source, engine_options, false);
+    ChatOptions options;
+    options.system = o.system_given ? o.system : format.default_system;
+    options.answer.max_tokens = o.max_tokens;
+    options.answer.eos = end_tokens(source, &tokenizer);
+    options.slide = o.slide;
+    std::cerr << source.name << ", " << chat_format_name(format.format) << ", a context of " << engine_options.context
+              << " tokens; /reset begins anew, /exit ends, Ctrl-C stops an answer\n";
+    const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
+                                               stop_requested, catch_interrupt, release_interrupt);
+    std::cerr << statistics_text(statistics, statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0);
 }
 
 void run_logits(const Args& args) {
@@ -1455,7 +1661,7 @@ void run_logits(const Args& args) {
     }
     RunShape shape = inference_shape(1, T, o.model.type());
     shape.overlap = o.dump.empty();  // every activation survives until it is dumped
-    const LoadedModel m(ctx, source, shape, false);
+    const LoadedModel m(ctx, source, shape);
     const Input in = upload(ctx, m.acts, single_sequence(o.tokens.data(), T));
     forward(ctx, m.model, m.acts, in);
 
@@ -1480,9 +1686,13 @@ void run_plan(const Args& args) {
     const PlanOptions o = parse_plan(args);
     const ModelSource source = o.model.resolve(0);
     const DType dtype = o.model.type();
-    const Model model(source.config, 1, {dtype, dtype != DType::F32 && !o.inference && o.master_weights});
-    const Activations acts(source.config, {o.batch_size, o.seq_len, !o.inference, o.recompute, true, 1, dtype});
-    const MemoryPlan plan = memory_plan(model, acts);
+    const bool training = !o.inference && !o.generate;
+    const Model model(source.config, 1, {dtype, dtype != DType::F32 && training && o.master_weights});
+    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, 1, dtype});
+    EngineOptions generation;
+    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
+    const MemoryPlan plan =
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts);
     const double flops = flop_per_token(model, o.seq_len);
     if (o.json) {
         json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
@@ -1493,8 +1703,9 @@ void run_plan(const Args& args) {
     }
     std::cout << source.name << ": " << describe(model) << "\n"
               << plan_text(plan, device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6)
-              << " MFLOP (" << (o.inference ? "a training step's" : "forward and backward")
+              << " MFLOP (" << (training ? "forward and backward" : "a training step's")
               << ", recomputation not counted)\n";
+    if (o.generate) return;
     std::cout << "largest activations\n";
     std::vector<ArenaPlan::Entry> entries = acts.plan.entries();
     std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
@@ -1518,7 +1729,8 @@ int main(int argc, char** argv) {
     return run_program(argc, argv,
                        {{"train", "train a model", run_train},
                         {"eval", "score a split of a data set", run_eval},
-                        {"sample", "continue a prompt", run_sample},
+                        {"sample", "continue prompts", run_sample},
+                        {"chat", "hold a conversation", run_chat},
                         {"logits", "write the logits of given tokens", run_logits},
                         {"plan", "show the memory that a run needs", run_plan},
                         {"convert", "turn a model into another format", run_convert},

@@ -124,6 +124,41 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
     app.add_option("--attention", o.attention, "attention kind, one letter or one per layer: S softmax")->group(knobs);
 }
 
+void add_draw_options(CLI::App& app, DrawOptions& o) {
+    app.add_option("--repeat-penalty", o.repeat_penalty,
+                   "divides the positive and multiplies the negative logits of tokens that the context has already; "
+                   "applied first; 1: none")
+        ->check(number_in(1e-3, 1e3))
+        ->capture_default_str();
+    app.add_option("--temperature", o.temperature, "divides the logits; 0 always takes the likeliest token")
+        ->check(number_in(0.0, 1e6))
+        ->capture_default_str();
+    app.add_option("--top-k", o.top_k, "draw among the k likeliest tokens; 0: among all")
+        ->check(at_least(0))
+        ->capture_default_str();
+    app.add_option("--top-p", o.top_p,
+                   "then among as few of the likeliest as have together this probability; 1: among all")
+        ->check(number_in(1e-6, 1))
+        ->capture_default_str();
+    app.add_option("--min-p", o.min_p, "then among those at least this fraction as likely as the likeliest; 0: all")
+        ->check(number_in(0, 1))
+        ->capture_default_str();
+    app.add_option("--seed", o.seed, "seed of the draws")->check(at_least(0))->capture_default_str();
+}
+
+void add_context_options(CLI::App& app, int64_t& context, bool& slide) {
+    app.add_option(
+           "--context", context,
+           "tokens that the cache has room for, prompt and answer; if not given, what is needed, up to the rows "
+           "of a position table")
+        ->check(at_least(2));
+    app.add_option_function<std::string>(
+           "--context-full", [&slide](const std::string& what) { slide = what == "slide"; },
+           "what happens to a text that fills its context: slide: the later half of it goes on; stop: it ends")
+        ->check(CLI::IsMember({"slide", "stop"}))
+        ->default_str("slide");
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},

@@ -13,6 +13,9 @@ CLI::Validator at_least(int64_t least);
 CLI::Validator number_in(double low, double high);
 
 void add_model_options(CLI::App& app, ModelOptions& options);
+void add_draw_options(CLI::App& app, DrawOptions& options);
+// --context and --context-full.
+void add_context_options(CLI::App& app, int64_t& context, bool& slide);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // What training can do: throws UsageError.

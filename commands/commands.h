@@ -70,19 +70,36 @@ struct TrainOptions {
 
 struct EvalOptions {
     ModelOptions model;
-    std::string data, split = "val";
+    std::string data, multiple_choice, split = "val";
     int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
     bool json = false;
 };
 
+// How tokens are drawn: kernels/sampling.h has the order in which these are applied.
+struct DrawOptions {
+    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
+    int64_t top_k = 0;
+    uint64_t seed = 42;
+};
+
 struct SampleOptions {
     ModelOptions model;
+    DrawOptions draw;
     std::string prompt, prompt_file;
-    int64_t max_tokens = 256, top_k = 0, num_samples = 1;
-    double temperature = 1;
-    uint64_t seed = 42;
+    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep = 0;
+    int64_t context = 0;  // 0: as long as the longest prompt and its answer, up to the rows of a position table
     std::vector<std::string> stop;
-    bool ignore_eos = false, random_weights = false, json = false;
+    bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
+         json = false;
+};
+
+struct ChatCommandOptions {
+    ModelOptions model;
+    DrawOptions draw;
+    std::string system;
+    bool system_given = false;  // else the template's own
+    int64_t max_tokens = 1024, context = 0;
+    bool slide = true;
 };
 
 struct LogitsOptions {
@@ -95,7 +112,7 @@ struct PlanOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
-    bool inference = false, json = false, master_weights = true;
+    bool inference = false, generate = false, json = false, master_weights = true;
 };
 
 struct ConvertOptions {
@@ -111,6 +128,7 @@ struct InfoOptions {
 TrainOptions parse_train(const Args& args);
 EvalOptions parse_eval(const Args& args);
 SampleOptions parse_sample(const Args& args);
+ChatCommandOptions parse_chat(const Args& args);
 LogitsOptions parse_logits(const Args& args);
 PlanOptions parse_plan(const Args& args);
 ConvertOptions parse_convert(const Args& args);

@@ -3,11 +3,16 @@
 EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
     CLI::App app(
-        "Scores every token of a split once: tokens, bytes, val_loss (nats per token), perplexity, bits_per_byte.",
+        "Scores every token of a split once: tokens, bytes, val_loss (nats per token), perplexity, bits_per_byte. Or "
+        "answers multiple-choice questions: accuracy, accuracy_norm (by probability per byte), count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
-    app.add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
+    auto* data = app.add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it");
+    app.add_option("--multiple-choice", o.multiple_choice,
+                   "a file with a question a line: {\"ctx\": text, \"endings\": [text, ...], \"label\": the right one, "
+                   "from 0}")
+        ->excludes(data);
     app.add_option("--split", o.split, "which split")->check(CLI::IsMember({"val", "train"}))->capture_default_str();
     app.add_option("--batch-size", o.batch_size, "sequences at a time")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len,
@@ -15,5 +20,6 @@ EvalOptions parse_eval(const Args& args) {
         ->check(positive);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
+    if (o.data.empty() && o.multiple_choice.empty()) throw UsageError("--data or --multiple-choice is required");
     return o;
 }

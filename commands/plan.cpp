@@ -9,9 +9,15 @@ PlanOptions parse_plan(const Args& args) {
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
-    app.add_flag("--inference", o.inference, "plan a forward pass only")->excludes(recompute)->excludes(master_weights);
+    auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only")
+                          ->excludes(recompute)
+                          ->excludes(master_weights);
+    app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size texts at a time, of --seq-len tokens each")
+        ->excludes(recompute)
+        ->excludes(master_weights)
+        ->excludes(inference);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
-    if (!o.inference) check_training_dtype(o.model, o.master_weights);
+    if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);
     return o;
 }

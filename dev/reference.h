@@ -865,18 +865,34 @@ inline Values rope(const double* x, const int32_t* positions, const double* tabl
     return out;
 }
 
-// Probability of each of V tokens: softmax(logits/temperature) over the top_k largest (0: all), ties to the lower id.
-inline std::vector<double> sampling_probabilities(const double* logits, int64_t V, double temperature, int64_t top_k) {
+// The logits under a repetition penalty.
+inline std::vector<double> penalised(const double* logits, int64_t V, const std::vector<bool>& seen, double penalty) {
+    std::vector<double> out(logits, logits + V);
+    for (size_t v = 0; v < out.size(); v++)
+        if (seen[v]) out[v] = out[v] > 0 ? out[v] / penalty : out[v] * penalty;
+    return out;
+}
+
+// Probability of each of V tokens: softmax(logits/temperature) over the top_k largest (0: all), ties to the lower id;
+// of those as few as have together top_p; of those the ones at least min_p times as likely as the likeliest.
+inline std::vector<double> sampling_probabilities(const double* logits, int64_t V, double temperature, int64_t top_k,
+                                                  double top_p = 1, double min_p = 0) {
     std::vector<int64_t> order(static_cast<size_t>(V));
     for (int64_t v = 0; v < V; v++) order[size_t(v)] = v;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return logits[a] > logits[b]; });
-    const size_t kept = top_k == 0 ? order.size() : std::min(size_t(top_k), order.size());
-    std::vector<double> p(order.size());
-    double sum = 0;
-    for (size_t i = 0; i < kept; i++) {
-        const size_t v = size_t(order[i]);
-        p[v] = temperature == 0 ? double(i == 0) : exp((logits[v] - logits[order[0]]) / temperature);
-        sum += p[v];
+    if (top_k > 0) order.resize(std::min(size_t(top_k), order.size()));
+    std::vector<double> p(static_cast<size_t>(V));
+    const auto probability = [&](int64_t v) { return exp((logits[v] - logits[order[0]]) / temperature); };
+    if (temperature == 0) {
+        p[size_t(order[0])] = 1;
+        return p;
+    }
+    double all = 0, cumulative = 0, sum = 0;
+    for (const int64_t v : order) all += probability(v);
+    for (const int64_t v : order) {
+        if (top_p < 1 && cumulative >= top_p * all) break;
+        cumulative += probability(v);
+        if (probability(v) >= min_p) sum += p[size_t(v)] = probability(v);
     }
     for (double& x : p) x /= sum;
     return p;

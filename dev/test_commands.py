@@ -152,6 +152,97 @@ class CommandsTest(unittest.TestCase):
         beyond = run("sample", "--model", self.base, "--max-tokens", 80, "--ignore-eos")  # past the position table: slides
         self.assertEqual(beyond.returncode, 0, beyond.stderr)
 
+    def test_sample_a_batch(self):
+        """Prompts of a file run together and come out as each alone would."""
+        prompts = ["The ", "It was a", "x", "And then he"]
+        path = os.path.join(self.top, "prompts.txt")
+        with open(path, "w") as file:
+            file.write("\n---\n".join(prompts) + "\n")
+        args = ["sample", "--model", self.base, "--max-tokens", 12, "--ignore-eos", "--temperature", 0]
+        together = run(*args, "--prompt-file", path).stdout
+        alone = "---\n".join(run(*args, "--prompt", prompt).stdout for prompt in prompts)
+        self.assertEqual(together, alone)
+        two_at_a_time = run(*args, "--prompt-file", path, "--batch-size", 2)
+        self.assertEqual(two_at_a_time.stdout, alone)
+        self.assertIn("tokens/s", two_at_a_time.stderr)
+
+    def test_sample_filters(self):
+        args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 16, "--ignore-eos"]
+        greedy = run(*args, "--temperature", 0).stdout
+        for one in (["--top-k", 1], ["--top-p", "0.000001"], ["--min-p", 1]):
+            self.assertEqual(run(*args, *one).stdout, greedy, one)
+        self.assertNotEqual(run(*args, "--temperature", 0, "--repeat-penalty", 50).stdout, greedy)
+        sample = json.loads(run(*args, "--top-p", "0.9", "--logprobs", "--json").stdout)["samples"][0]
+        self.assertEqual(len(sample["logprobs"]), 16)
+        self.assertTrue(all(p < 0 for p in sample["logprobs"]))
+        lines = run(*args, "--logprobs", "--temperature", 0).stdout.splitlines()
+        self.assertEqual(len(lines[-1].split(" ", 2)), 3)
+        stopped = json.loads(run(*args, "--context", 8, "--context-full", "stop", "--json").stdout)["samples"][0]
+        self.assertEqual((stopped["finish"], len(stopped["tokens"])), ("context", 5))
+        slid = json.loads(run(*args, "--context", 8, "--keep", 2, "--json").stdout)["samples"][0]
+        self.assertEqual((slid["finish"], len(slid["tokens"])), ("length", 16))
+
+    def test_chat(self):
+        """A conversation with a model of random words: what is asked is answered, rounds and /reset included."""
+        model = self.train("chat", "--steps", 1, "--vocab-size", 300)
+        model = os.path.join(model, checkpoints(model)[-1])
+        refused = run("chat", "--model", model)
+        self.assertEqual(refused.returncode, 1)
+        self.assertIn("no chat template", refused.stderr)
+        path = os.path.join(model, "tokenizer.json")
+        with open(path) as file:
+            tokenizer = json.load(file)
+        for number, mark in enumerate(("<|im_start|>", "<|im_end|>")):
+            tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257 + number, "content": mark})
+        with open(path, "w") as file:
+            json.dump(tokenizer, file)
+        with open(os.path.join(model, "tokenizer_config.json"), "w") as file:
+            json.dump({"chat_template": "{{ '<|im_start|>' + role }}"}, file)
+
+        def chat(text, *args):
+            return subprocess.run([DRIVER, "chat", "--model", model, "--max-tokens", "6", "--temperature", "0", "--context", "60", *args],
+                                  input=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", timeout=120)
+
+        first = chat("Hi\n")
+        self.assertEqual(first.returncode, 0, first.stderr)
+        self.assertIn("ChatML", first.stderr)
+        self.assertIn("answer: 5 tokens", first.stderr)
+        twice = chat("Hi\n/reset\n\nHi\n/exit\nnever read\n")
+        answers = twice.stdout.split("> ")
+        self.assertEqual(len(answers), 6, twice.stdout)
+        self.assertEqual(answers[1], answers[4])  # after a reset the same question has the same answer
+        self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # slides
+        with subprocess.Popen([DRIVER, "chat", "--model", model, "--max-tokens", "1000000", "--temperature", "0"], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            process.stdin.write(b"Hi\n")
+            process.stdin.flush()
+            process.stdout.read(8)
+            process.send_signal(signal.SIGINT)  # stops the answer, and the next line is read
+            rest, _ = process.communicate(b"/exit\n", timeout=120)
+            self.assertEqual(process.returncode, 0)
+            self.assertIn(b"\n> ", rest)
+        full = chat("Hi\n" * 4, "--context-full", "stop")
+        self.assertIn("the context is full", full.stdout)
+
+    def test_multiple_choice(self):
+        path = os.path.join(self.top, "questions.jsonl")
+        questions = [{"ctx": "The cat", "endings": ["sat on the mat", "zzz zzz zzz zz", "qqqqqqqqqqqqqq"], "label": i % 3} for i in range(6)]
+        with open(path, "w") as file:
+            file.writelines(json.dumps(question) + "\n" for question in questions)
+        result = json.loads(run("eval", "--model", self.base, "--multiple-choice", path, "--json").stdout)
+        self.assertEqual(result["count"], 6)
+        self.assertAlmostEqual(result["accuracy"], 1 / 3)  # the same ending each time, which is right for two of six
+        self.assertAlmostEqual(result["accuracy_norm"], 1 / 3)
+        small = json.loads(run("eval", "--model", self.base, "--multiple-choice", path, "--json", "--batch-size", 1).stdout)
+        self.assertEqual(small, result)
+        both = run("eval", "--model", self.base, "--multiple-choice", path, "--data", self.data)
+        self.assertEqual(both.returncode, 2)
+        with open(path, "a") as file:
+            file.write("{}\n")
+        broken = run("eval", "--model", self.base, "--multiple-choice", path)
+        self.assertEqual((broken.returncode, broken.stderr.count("\n")), (1, 1))
+        self.assertIn("line 7", broken.stderr)
+
     def test_random_weights(self):
         done = run("sample", "--model", "gpt2-tiny", "--random-weights", "--max-tokens", 4)
         self.assertEqual(done.returncode, 0, done.stderr)
@@ -179,6 +270,9 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
         less = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json").stdout)
         self.assertLess(less["bytes"]["activations"], plan["bytes"]["activations"])
+        texts = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
+        self.assertEqual(texts["bytes"]["KV cache"], 2 * 2 * 4 * 64 * 32 * 4)  # k and v, layers, texts, tokens, channels, bytes
+        self.assertEqual(texts["total_bytes"], sum(texts["bytes"].values()))
         big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
         self.assertEqual(big.returncode, 0, big.stderr)
         self.assertIn(json.loads(run("info", "--json").stdout)["backend"], ("cpu", "cuda"))
@@ -190,7 +284,7 @@ class CommandsTest(unittest.TestCase):
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
-        for command in ("train", "eval", "sample", "logits", "plan", "convert", "info"):
+        for command in ("train", "eval", "sample", "chat", "logits", "plan", "convert", "info"):
             self.assertIn(command, overview)
             done = run(command, "--help")
             self.assertEqual((done.returncode, done.stderr), (0, ""))

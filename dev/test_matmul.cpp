@@ -164,6 +164,13 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                 expect_close("out", take_columns(out.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC, T);
                 expect_gaps_untouched("out", out.fetch(), OC + gap, OC);
 
+                const TestArray added = TestArray::random(T, {N, OC}, 6);
+                matmul_forward_add(added, inp, weight, bias_given ? bias.tensor() : Tensor{}, stream());
+                ref = reference::matmul(inp.data(), weight.data(), false, true, added.data(),
+                                        bias_given ? bias.data() : nullptr, N, OC, C);
+                // Where rows are no multiples of 16 bytes the library rounds the product before it adds.
+                expect_close("added to out", added.fetch(), ref.value, ref.mag, C, OC, T, 2);
+
                 const auto start = [&](DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
                     return accumulate ? TestArray::random(dtype, shape, seed) : TestArray::poisoned(dtype, shape);
                 };

@@ -27,11 +27,12 @@ Tensor as_int64(const TestArray& bytes) {
 }
 
 std::vector<int32_t> sample(const TestArray& logits, int64_t V, const std::vector<int64_t>& sequences,
-                            const std::vector<int64_t>& steps, const SamplingOptions& o) {
+                            const std::vector<int64_t>& steps, const SamplingOptions& o, const Tensor& seen = {}) {
     const int64_t B = int64_t(sequences.size());
     const TestArray ids = TestArray::ints(std::vector<int32_t>(sequences.size(), -7), {B});
     const TestArray s = TestArray::bytes(sequences.data(), B * 8), t = TestArray::bytes(steps.data(), B * 8);
-    sample_tokens(ids, logits, V, as_int64(s), as_int64(t), o, Stream{});
+    const TestArray scratch = TestArray::scratch(sampling_scratch(B, V, o));
+    sample_tokens(ids, logits, V, as_int64(s), as_int64(t), o, seen, scratch, Stream{});
     return ids.fetch_ints();
 }
 
@@ -102,8 +103,6 @@ TEST_P(SamplingDTypes, AgainstOracle) {
     }
 }
 
-INSTANTIATE_DTYPES(SamplingDTypes);
-
 // A vocabulary of a real size: every thread has many logits, and most ties are far from the edge.
 TEST_P(SamplingDTypes, LargeVocabulary) {
     constexpr int64_t B = 24, V = 50257, Vp = 50304;
@@ -120,14 +119,97 @@ TEST_P(SamplingDTypes, LargeVocabulary) {
     }
 }
 
-// χ² of 100,000 draws over 8 tokens stays below the 1 − 1e-6 quantile of 7 degrees of freedom, 40.5.
+// Filters one by one and together, over vocabularies below and above what fits into one stretch of a GPU's first round.
+TEST_P(SamplingDTypes, FiltersAgainstOracle) {
+    for (const auto& [V, B] : {std::pair<int64_t, int64_t>{37, 60}, {9000, 12}}) {
+        const int64_t Vp = (V + 127) / 128 * 128;
+        const TestArray logits = TestArray::random(activation(), {B, Vp}, 8, 2.5);
+        std::vector<int64_t> sequences, steps(size_t(B), 3);
+        for (int64_t b = 0; b < B; b++) sequences.push_back(b);
+        for (const float temperature : {0.6f, 1.3f})
+            for (const int64_t k : {0, 20, 1024, 3000})
+                for (const float p : {1.0f, 0.9f, 0.3f, 0.001f})
+                    for (const float min_p : {0.0f, 0.05f, 1.0f}) {
+                        SamplingOptions o = options(temperature, k, 11);
+                        o.top_p = p, o.min_p = min_p;
+                        const std::vector<int32_t> got = sample(logits, V, sequences, steps, o);
+                        for (int64_t b = 0; b < B; b++) {
+                            const Philox4 r = philox(11, uint64_t(b), 3);
+                            const std::vector<double> probabilities = reference::sampling_probabilities(
+                                logits.data() + b * Vp, V, double(temperature), k, double(p), double(min_p));
+                            ASSERT_EQ(got[size_t(b)], reference::sample(probabilities, uniform01(r.v[0], r.v[1])))
+                                << "V " << V << " row " << b << " temperature " << temperature << " top_k " << k
+                                << " top_p " << p << " min_p " << min_p;
+                        }
+                    }
+    }
+}
+
+// Half of four equal tokens are two: the lower ids. A single token may have more than top_p.
+TEST(Sampling, TopPTies) {
+    auto drawn = [](const std::vector<double>& logits, float p, float min_p, int64_t k = 0) {
+        SamplingOptions o = options(1, k);
+        o.top_p = p, o.min_p = min_p;
+        std::vector<bool> seen(logits.size());
+        for (const int32_t id : sample_row(logits, o, 400)) seen[size_t(id)] = true;
+        return seen;
+    };
+    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.5f, 0), (std::vector<bool>{true, true, false, false}));
+    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.51f, 0), (std::vector<bool>{true, true, true, false}));
+    EXPECT_EQ(drawn({-1, 3, -1, -1}, 0.5f, 0), (std::vector<bool>{false, true, false, false}));
+    EXPECT_EQ(drawn({2, 2, 2, 2}, 1, 1),
+              (std::vector<bool>{true, true, true, true}));  // all as likely as the likeliest
+    EXPECT_EQ(drawn({0, 2, 1, 2}, 1, 1), (std::vector<bool>{false, true, false, true}));
+    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.5f, 0, 3), (std::vector<bool>{true, true, false, false}));
+}
+
+// Tokens are marked as they are drawn, and a penalty moves both signs downwards; argmax sees it too.
+TEST_P(SamplingDTypes, RepeatPenalty) {
+    constexpr int64_t B = 40, V = 70, Vp = 128, words = (V + 31) / 32;
+    const TestArray logits = TestArray::random(activation(), {B, Vp}, 21, 2);
+    std::vector<int32_t> marks(B * words);
+    for (size_t i = 0; i < marks.size(); i++) marks[i] = int32_t(philox(5, i, 0).v[0]);
+    std::vector<int64_t> sequences, steps(size_t(B), 9);
+    for (int64_t b = 0; b < B; b++) sequences.push_back(b);
+    for (const float temperature : {0.0f, 0.9f})
+        for (const auto& [k, p] : {std::pair<int64_t, float>{0, 1.0f}, {10, 1.0f}, {0, 0.8f}, {30, 0.8f}}) {
+            SamplingOptions o = options(temperature, k, 4);
+            o.repeat_penalty = 1.7f, o.top_p = p;
+            const TestArray seen = TestArray::ints(marks, {B, words});
+            const std::vector<int32_t> got = sample(logits, V, sequences, steps, o, seen);
+            std::vector<int32_t> expected_marks = marks;
+            for (int64_t b = 0; b < B; b++) {
+                std::vector<bool> of_row(static_cast<size_t>(V));
+                for (int64_t v = 0; v < V; v++)
+                    of_row[size_t(v)] = uint32_t(marks[size_t(b * words + v / 32)]) >> (v % 32) & 1;
+                const std::vector<double> l = reference::penalised(logits.data() + b * Vp, V, of_row, double(1.7f));
+                const Philox4 r = philox(4, uint64_t(b), 9);
+                const std::vector<double> probabilities =
+                    reference::sampling_probabilities(l.data(), V, double(temperature), k, double(p));
+                const int32_t id = got[size_t(b)];
+                ASSERT_EQ(id, reference::sample(probabilities, uniform01(r.v[0], r.v[1])))
+                    << "row " << b << " top_k " << k;
+                expected_marks[size_t(b * words + id / 32)] |= int32_t(1u << (id % 32));
+            }
+            EXPECT_EQ(seen.fetch_ints(), expected_marks);
+        }
+}
+
+// χ² of 100,000 draws over 8 tokens, for each filter: below the 1 − 1e-6 quantile of 7 degrees of freedom, 40.5.
 TEST(Sampling, Distribution) {
     const std::vector<double> logits{-1, 0.5, -2, 1.5, 0, -0.5, -1.5, 1};
-    for (const int64_t k : {0, 5}) {
-        const std::vector<double> p = reference::sampling_probabilities(logits.data(), 8, double(0.8f), k);
+    struct Filter {
+        int64_t k;
+        float p, min_p;
+    };
+    for (const auto& [k, top_p, min_p] : {Filter{0, 1, 0}, {5, 1, 0}, {0, 0.85f, 0}, {0, 1, 0.2f}, {6, 0.9f, 0.15f}}) {
+        const std::vector<double> p =
+            reference::sampling_probabilities(logits.data(), 8, double(0.8f), k, double(top_p), double(min_p));
         constexpr int64_t draws = 100000;
+        SamplingOptions o = options(0.8f, k, 77);
+        o.top_p = top_p, o.min_p = min_p;
         std::vector<int64_t> counts(8);
-        for (const int32_t id : sample_row(logits, options(0.8f, k, 77), draws)) counts[size_t(id)]++;
+        for (const int32_t id : sample_row(logits, o, draws)) counts[size_t(id)]++;
         double chi2 = 0;
         for (size_t v = 0; v < 8; v++) {
             if (p[v] == 0) {
@@ -137,7 +219,7 @@ TEST(Sampling, Distribution) {
             const double expected = p[v] * draws, difference = double(counts[v]) - expected;
             chi2 += difference * difference / expected;
         }
-        EXPECT_LT(chi2, 40.5) << "top_k " << k;
+        EXPECT_LT(chi2, 40.5) << "top_k " << k << " top_p " << top_p << " min_p " << min_p;
     }
 }
 
@@ -165,6 +247,8 @@ TEST(Sampling, IndependentOfTheBatch) {
     EXPECT_GT(differing(sample(logits, V, sequences, steps, options(1, 0, 2))), B / 2);
 }
 
+INSTANTIATE_DTYPES(SamplingDTypes);
+
 TEST(Sampling, Errors) {
     const double nan = std::numeric_limits<double>::quiet_NaN();
     [[maybe_unused]] const std::string bad =
@@ -179,6 +263,15 @@ TEST(Sampling, Errors) {
         }
     expect_error([&] { sample_row({1, 2}, options(-1)); }, "sample_tokens: temperature is -1, expected 0 or more");
     expect_error([&] { sample_row({1, 2}, options(1, -2)); }, "sample_tokens: top_k is -2, expected 0 or more");
+    SamplingOptions o;
+    o.top_p = 0;
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: top_p is 0, expected above 0 and up to 1");
+    o.top_p = 1, o.min_p = 1.5f;
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: min_p is 1.5, expected 0 to 1");
+    o.min_p = 0, o.repeat_penalty = 0;
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: repeat_penalty is 0, expected more than 0");
+    o.repeat_penalty = 2;
+    expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: seen is missing");
     const TestArray logits = TestArray::random({1, 4}, 1);
     expect_error([&] { sample(logits, 5, {0}, {0}, options(1)); }, "sample_tokens: V is 5, expected 1 to 4");
     expect_error(

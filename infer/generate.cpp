@@ -1,34 +1,219 @@
 #include "infer/generate.h"
 
 #include <algorithm>
+#include <chrono>
+#include <deque>
 
-Generated generate(LanguageModel& model, const Tokenizer* tokenizer, const std::vector<int32_t>& prompt,
-                   const GenerateOptions& options) {
-    require(!prompt.empty(), "generate: the prompt has no token to start from; give a prompt");
-    require(tokenizer || options.stop.empty(), "generate: stop strings need a tokenizer");
-    Generated out;
-    out.finish = "length";
-    std::vector<int32_t> context = prompt;
-    for (int64_t step = 0; step < options.max_tokens; step++) {
-        const int32_t token = model.next_token(context, options.sampling, options.sequence, step);
-        if (token == options.eos) {
-            out.finish = "eos";
-            break;
-        }
-        context.push_back(token);
-        out.tokens.push_back(token);
-        // A model's vocabulary may be larger than the tokenizer's (padded): such tokens have no text.
-        if (!tokenizer || !tokenizer->contains(token)) continue;
-        out.text += tokenizer->decode(token);
-        size_t end = std::string::npos;
-        for (const std::string& stop : options.stop) {
-            if (!stop.empty()) end = std::min(end, out.text.find(stop));
-        }
-        if (end != std::string::npos) {
-            out.text.resize(end);
-            out.finish = "stop";
+Answer::Answer(const Tokenizer* t, const AnswerOptions& o, std::function<void(std::string_view)> s)
+    : tokenizer(t), options(o), show(std::move(s)) {
+    require(tokenizer || options.stop.empty(), "stop strings need a tokenizer");
+}
+
+size_t unfinished_utf8(std::string_view text) {
+    for (size_t back = 1; back <= std::min<size_t>(3, text.size()); back++) {
+        const auto byte = static_cast<unsigned char>(text[text.size() - back]);
+        if ((byte & 0xC0) == 0x80) continue;  // inside a character
+        const size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC0 ? 2 : 1;
+        return length > back ? back : 0;
+    }
+    return 0;
+}
+
+void Answer::show_up_to(size_t end) {
+    if (end <= shown) return;
+    if (show) show(std::string_view(shown_text).substr(shown, end - shown));
+    shown = end;
+}
+
+void Answer::end(const char* why) {
+    reason = why;
+    show_up_to(shown_text.size());
+}
+
+bool Answer::add(int32_t token, float logprob) {
+    if (std::find(options.eos.begin(), options.eos.end(), token) != options.eos.end()) {
+        end("eos");
+        return true;
+    }
+    ids.push_back(token);
+    probabilities.push_back(logprob);
+    // A model's vocabulary may be larger than the tokenizer's (padded): such tokens have no text.
+    if (tokenizer && tokenizer->contains(token)) shown_text += tokenizer->decode(token);
+    size_t stop = std::string::npos, safe = shown_text.size() - unfinished_utf8(shown_text);
+    for (const std::string& s : options.stop) {
+        if (s.empty()) continue;
+        stop = std::min(stop, shown_text.find(s, shown));
+        for (size_t n = std::min(s.size() - 1, shown_text.size()); n > 0; n--) {  // the text may end in its beginning
+            if (shown_text.compare(shown_text.size() - n, n, s, 0, n) != 0) continue;
+            safe = std::min(safe, shown_text.size() - n);
             break;
         }
     }
-    return out;
+    if (stop != std::string::npos) {
+        shown_text.resize(stop);
+        end("stop");
+    } else if (int64_t(ids.size()) >= options.max_tokens) {
+        end("length");
+    } else {
+        show_up_to(safe);
+    }
+    return reason != nullptr;
+}
+
+void GenerateStatistics::add(const GenerateStatistics& s) {
+    prompt_tokens += s.prompt_tokens, answer_tokens += s.answer_tokens;
+    steps += s.steps, step_texts += s.step_texts, step_bytes += s.step_bytes;
+    prefill_seconds += s.prefill_seconds, decode_seconds += s.decode_seconds;
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+// The text that takes the place of one that has no room for another token.
+std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, int64_t keep) {
+    const int64_t tail = std::max<int64_t>(1, (context - keep) / 2);
+    std::vector<int32_t> rest(tokens.begin(), tokens.begin() + keep);
+    rest.insert(rest.end(), tokens.end() - tail, tokens.end());
+    return rest;
+}
+
+class Generator {
+  public:
+    Generator(Engine& e, std::vector<Request>& all, const ContextPolicy& p, const std::function<bool()>& stop,
+              const std::function<void(const Request&)>& on_end)
+        : engine(e), policy(p), interrupted(stop), done(on_end), at_work(size_t(e.options.slots), nullptr) {
+        require(!policy.slide || (policy.keep >= 0 && policy.keep + 2 <= engine.options.context), "a context of ",
+                engine.options.context, " tokens cannot keep ", policy.keep, " and slide; raise --context");
+        for (Request& r : all) waiting.push_back(&r);
+    }
+
+    GenerateStatistics run() {
+        while (!waiting.empty() || engine.active() > 0 || engine.pending()) {
+            if (!engine.pending()) start_texts();
+            while (engine.ready()) queue_step();
+            if (engine.pending()) read_step();
+            if (interrupted && interrupted()) stop_all();
+        }
+        return stats;
+    }
+
+  private:
+    // Texts that wait for a slot, and texts that must slide.
+    void start_texts() {
+        std::vector<Prompt> prompts;
+        for (size_t slot = 0; slot < at_work.size(); slot++) {
+            Request* r = at_work[slot];
+            if (r && engine.length(int64_t(slot)) == engine.options.context) {
+                engine.retire(int64_t(slot));
+                if (!policy.slide) {
+                    r->answer->end("context");
+                    finish(slot);
+                    r = nullptr;
+                } else {
+                    engine.forget(int64_t(slot));
+                    r->context = slid(r->context, engine.options.context, policy.keep);
+                    prompts.push_back({int64_t(slot), r->context, r->sequence, int64_t(r->answer->tokens().size())});
+                }
+            }
+        }
+        for (size_t slot = 0; slot < at_work.size() && !waiting.empty(); slot++) {
+            if (at_work[slot]) continue;
+            Request* r = waiting.front();
+            waiting.pop_front();
+            at_work[slot] = r;
+            prompts.push_back(first_prompt(int64_t(slot), *r));
+        }
+        if (prompts.empty()) return;
+        for (const Prompt& p : prompts) stats.prompt_tokens += int64_t(p.tokens.size());
+        const auto begin = Clock::now();
+        engine.prefill(prompts);
+        read_step();
+        stats.prefill_seconds += seconds_since(begin);
+    }
+
+    Prompt first_prompt(int64_t slot, Request& r) {
+        const int64_t room = engine.options.context, n = int64_t(r.tokens.size());
+        require(r.cached == 0 || engine.options.slots == 1, "generate: cached tokens need an engine with one slot");
+        r.context = r.tokens;
+        int64_t cached = std::min({r.cached, n - 1, engine.length(slot)});
+        if (n > room) {
+            require(policy.slide, "a prompt of ", n, " tokens is beyond the context of ", room,
+                    "; shorten it or raise --context");
+            r.context = slid(r.tokens, room, policy.keep);
+            cached = 0;
+        }
+        engine.forget(slot, std::max<int64_t>(cached, 0));
+        return {slot, {r.context.begin() + std::max<int64_t>(cached, 0), r.context.end()}, r.sequence, 0};
+    }
+
+    void queue_step() {
+        stats.step_bytes += engine.step_bytes();
+        stats.step_texts += engine.active();
+        stats.steps++;
+        if (!decoding) decode_begin = Clock::now();
+        decoding = true;
+        engine.decode();
+    }
+
+    void read_step() {
+        const Engine::Step& s = engine.next();
+        for (size_t i = 0; i < s.tokens.size(); i++) {
+            Request* r = at_work[size_t(s.slots[i])];
+            if (!r) continue;  // finished while this step was on its way
+            stats.answer_tokens += decoding;
+            const size_t before = r->answer->tokens().size();
+            const bool ended = r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
+            if (r->answer->tokens().size() > before) r->context.push_back(s.tokens[i]);
+            if (!ended) continue;
+            engine.retire(s.slots[i]);
+            finish(size_t(s.slots[i]));
+        }
+        if (decoding && !engine.pending()) {
+            stats.decode_seconds += seconds_since(decode_begin);
+            decoding = false;
+        }
+    }
+
+    void finish(size_t slot) {
+        const Request& r = *at_work[slot];
+        at_work[slot] = nullptr;
+        if (done) done(r);
+    }
+
+    void stop_all() {
+        while (engine.pending()) read_step();
+        for (size_t slot = 0; slot < at_work.size(); slot++) {
+            if (!at_work[slot]) continue;
+            at_work[slot]->answer->end("interrupted");
+            engine.retire(int64_t(slot));
+            finish(slot);
+        }
+        for (Request* r : waiting) {
+            r->answer->end("interrupted");
+            if (done) done(*r);
+        }
+        waiting.clear();
+    }
+
+    Engine& engine;
+    const ContextPolicy policy;
+    const std::function<bool()>& interrupted;
+    const std::function<void(const Request&)>& done;
+    std::vector<Request*> at_work;  // by slot
+    std::deque<Request*> waiting;
+    GenerateStatistics stats;
+    bool decoding = false;  // steps are on their way since decode_begin
+    Clock::time_point decode_begin;
+};
+
+}  // namespace
+
+GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
+                            const std::function<bool()>& interrupted, const std::function<void(const Request&)>& done) {
+    return Generator(engine, requests, policy, interrupted, done).run();
 }

@@ -1,37 +1,80 @@
-// Text generation from any model that can name the next token.
+// From prompts to texts: what ends a text, what of it may be shown already, and what happens when its context is full.
 #pragma once
 
-#include <cstdint>
+#include <functional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "data/tokenizer.h"
-#include "kernels/sampling.h"
+#include "infer/engine.h"
 
-// What generation asks of a model.
-class LanguageModel {
-  public:
-    virtual ~LanguageModel() = default;
-    // Draws the token that follows `tokens` (at least one; only the last of them are seen where the context is full).
-    // (sequence, step) key the draw.
-    virtual int32_t next_token(const std::vector<int32_t>& tokens, const SamplingOptions& sampling, int64_t sequence,
-                               int64_t step) = 0;
-};
-
-struct GenerateOptions {
+struct AnswerOptions {
     int64_t max_tokens = 256;
-    SamplingOptions sampling;
-    int64_t sequence = 0;           // which of several samples this is
     std::vector<std::string> stop;  // the text ends before the first of these
-    int32_t eos = -1;               // token that ends the text; -1: none
+    std::vector<int32_t> eos;       // tokens that end the text
 };
 
-struct Generated {
-    std::vector<int32_t> tokens;  // drawn after the prompt, without the end-of-text token
-    std::string text;             // decoded, cut before a stop string; empty without a tokenizer
-    const char* finish;           // "length", "eos" or "stop"
+// A text as it grows, token by token.
+class Answer {
+  public:
+    // show receives the text piece by piece as soon as nothing can change it any more: whole UTF-8 characters that are
+    // not the beginning of a stop string. tokenizer may be null: then there must be no stop strings, and there is no
+    // text.
+    Answer(const Tokenizer* tokenizer, const AnswerOptions& options, std::function<void(std::string_view)> show = {});
+
+    // Whether the text ends here. A token of `eos` is not part of it.
+    bool add(int32_t token, float logprob = 0);
+    // Ends it for another reason: "context" or "interrupted".
+    void end(const char* reason);
+
+    const std::vector<int32_t>& tokens() const { return ids; }
+    const std::vector<float>& logprobs() const { return probabilities; }  // of tokens
+    const std::string& text() const { return shown_text; }                // cut before a stop string
+    const char* finish() const { return reason; }  // "length", "eos", "stop", …; null while it goes on
+
+  private:
+    void show_up_to(size_t end);
+
+    const Tokenizer* tokenizer;
+    const AnswerOptions& options;
+    std::function<void(std::string_view)> show;
+    std::vector<int32_t> ids;
+    std::vector<float> probabilities;
+    std::string shown_text;
+    size_t shown = 0;
+    const char* reason = nullptr;
 };
 
-// tokenizer may be null: then stop strings must be empty and no text is made.
-Generated generate(LanguageModel& model, const Tokenizer* tokenizer, const std::vector<int32_t>& prompt,
-                   const GenerateOptions& options);
+// Bytes at the end of text that begin a UTF-8 character whose rest is missing.
+size_t unfinished_utf8(std::string_view text);
+
+// What happens to a text that has filled its context.
+struct ContextPolicy {
+    bool slide = true;  // else the text ends
+    int64_t keep = 0;   // sliding, this many tokens of its beginning stay, and of the rest the later half
+};
+
+struct Request {
+    std::vector<int32_t> tokens;  // the text so far
+    int64_t cached = 0;           // so many of them are in the cache already (of an engine with one slot)
+    int64_t sequence = 0;         // keys its draws
+    Answer* answer = nullptr;
+    std::vector<int32_t> context;  // when it is done: the text with its answer, as far as it has not slid away. The
+                                   // cache holds its first engine.length() tokens at most
+};
+
+struct GenerateStatistics {
+    int64_t prompt_tokens = 0, answer_tokens = 0;       // drawn by a step, that is all but the first of each text
+    int64_t steps = 0, step_texts = 0, step_bytes = 0;  // decode steps, and texts and bytes summed over them
+    double prefill_seconds = 0, decode_seconds = 0;
+
+    void add(const GenerateStatistics& other);
+};
+
+// Answers all requests, as many at a time as the engine has slots; those that wait take the slots of finished ones.
+// interrupted ends all texts at the next step; done is told of each that ends. Throws Error for a prompt that has no
+// room, where it must not slide.
+GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
+                            const std::function<bool()>& interrupted = {},
+                            const std::function<void(const Request&)>& done = {});

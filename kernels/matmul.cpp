@@ -116,7 +116,8 @@ void sum_rows(const Tensor& out, const Tensor& inp, bool accumulate) {
         sum_columns(o + c, in + c, rows, std::min(width, columns - c), stride, accumulate);
 }
 
-void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias) {
+void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias,
+             bool add = false) {
     check_matrix(op, "inp", inp);
     check_matrix(op, "weight", weight);
     const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
@@ -130,9 +131,14 @@ void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor&
         const float* b = bias.as<float>();
         const int64_t stride = row_stride(out);
 #pragma omp parallel for schedule(static) if (N * OC > PARALLEL_MIN)
-        for (int64_t n = 0; n < N; n++) std::copy_n(b, OC, o + n * stride);
+        for (int64_t n = 0; n < N; n++) {
+            if (!add)
+                std::copy_n(b, OC, o + n * stride);
+            else
+                for (int64_t i = 0; i < OC; i++) o[n * stride + i] += b[i];
+        }
     }
-    multiply(op, out, inp, weight, false, true, bool(bias));
+    multiply(op, out, inp, weight, false, true, add || bias);
 }
 
 void backward_input(const char* op, const Tensor& dinp, const Tensor& dout, const Tensor& weight, bool accumulate) {
@@ -166,6 +172,10 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {
     forward("matmul_forward", out, inp, weight, bias);
+}
+
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {
+    forward("matmul_forward_add", out, inp, weight, bias, true);
 }
 
 void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {

@@ -253,6 +253,13 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
     multiply(op, out, inp, weight, false, true, false, bias, stream);
 }
 
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
+    const char* op = "matmul_forward_add";
+    const DType dtype = check_forward(op, inp, weight, bias);
+    check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
+    multiply(op, out, inp, weight, false, true, true, bias, stream);
+}
+
 void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
     const char* op = "matmul_forward_gelu";
     const DType dtype = check_forward(op, inp, weight, bias);

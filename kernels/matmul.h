@@ -23,6 +23,9 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
 // out [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null.
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
 
+// The same, added to what is in out.
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
+
 // A linear layer and GELU (kernels/gelu.h): pre = inp·weightᵀ + bias and out = gelu(pre), both stored. pre is what the
 // backward pass needs. out, pre [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null. On a GPU 16-bit products with
 // rows of whole multiples of 16 bytes apply GELU before they are rounded, in one kernel, unless tuning found two

@@ -19,6 +19,11 @@
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);
 
+// Row n of table [N, R/2, 2] for a token at positions[n] of a text of lengths[n] tokens (only dynamic scaling asks for
+// the length): what rope_table(length)'s row of that position is.
+void rope_rows(Tensor table, const int32_t* positions, const int64_t* lengths, double theta,
+               const RopeScaling& scaling);
+
 // x [N, H, HS] fp32, on CUDA also bf16 or fp16 (any row and head strides, unit inner stride), rotated in place;
 // positions [N] int32; table [T, R/2, 2], R ≤ HS. backward: rotate by the negative angle.
 void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream);

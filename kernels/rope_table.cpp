@@ -35,14 +35,7 @@ double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeS
     throw Error("rope_table: unknown kind of RoPE scaling");
 }
 
-}  // namespace
-
-void rope_table(Tensor table, double theta, const RopeScaling& scaling) {
-    const char* op = "rope_table";
-    require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
-    const int64_t T = table.shape[0], half = table.shape[1];
-    check_tensor(op, "table", table, DType::F32, {T, half, 2});
-    check_contiguous(op, "table", table);
+void check_scaling(const char* op, double theta, const RopeScaling& scaling, int64_t half) {
     require(std::isfinite(theta) && theta > 0, op, ": theta is ", theta, ", expected a positive number");
     if (scaling.kind != RopeScaling::Kind::None) {
         require(std::isfinite(scaling.factor) && scaling.factor >= 1, op, ": factor is ", scaling.factor,
@@ -59,14 +52,46 @@ void rope_table(Tensor table, double theta, const RopeScaling& scaling) {
     }
     require(scaling.kind != RopeScaling::Kind::Dynamic || half > 1, op,
             ": dynamic scaling needs more than 2 rotary channels");
+}
 
+// The table as [rows, R/2, 2], contiguous fp32.
+void check_table(const char* op, const Tensor& table) {
+    require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
+    check_tensor(op, "table", table, DType::F32, {table.shape[0], table.shape[1], 2});
+    check_contiguous(op, "table", table);
+}
+
+void store_angle(float* pair, double angle) {
+    pair[0] = static_cast<float>(std::cos(angle));
+    pair[1] = static_cast<float>(std::sin(angle));
+}
+
+}  // namespace
+
+void rope_table(Tensor table, double theta, const RopeScaling& scaling) {
+    const char* op = "rope_table";
+    check_table(op, table);
+    const int64_t T = table.shape[0], half = table.shape[1];
+    check_scaling(op, theta, scaling, half);
     float* pairs = table.as<float>();
     for (int64_t i = 0; i < half; i++) {
         const double frequency = rope_frequency(i, 2 * half, T, theta, scaling);
-        for (int64_t t = 0; t < T; t++) {
-            const double angle = static_cast<double>(t) * frequency;
-            pairs[(t * half + i) * 2] = static_cast<float>(std::cos(angle));
-            pairs[(t * half + i) * 2 + 1] = static_cast<float>(std::sin(angle));
+        for (int64_t t = 0; t < T; t++) store_angle(pairs + (t * half + i) * 2, static_cast<double>(t) * frequency);
+    }
+}
+
+void rope_rows(Tensor table, const int32_t* positions, const int64_t* lengths, double theta,
+               const RopeScaling& scaling) {
+    const char* op = "rope_rows";
+    check_table(op, table);
+    const int64_t N = table.shape[0], half = table.shape[1];
+    check_scaling(op, theta, scaling, half);
+    float* pairs = table.as<float>();
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        for (int64_t i = 0; i < half; i++) {
+            const double frequency = rope_frequency(i, 2 * half, lengths[n], theta, scaling);
+            store_angle(pairs + (n * half + i) * 2, static_cast<double>(positions[n]) * frequency);
         }
     }
 }

@@ -1,9 +1,10 @@
 #include "kernels/sampling.h"
 
+#include <algorithm>
 #include <cmath>
 
-#include "kernels/check.h"
 #include "kernels/cpu.h"
+#include "kernels/sampling_check.h"
 #include "runtime/rng.h"
 
 namespace {
@@ -55,7 +56,53 @@ void for_each_kept(const float* logits, int64_t V, Kept kept, Visit visit) {
     }
 }
 
-int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& options, uint64_t sequence, uint64_t step) {
+bool marked(const int32_t* seen, int64_t v) {
+    return static_cast<uint32_t>(seen[v / 32]) >> (v % 32) & 1;
+}
+
+// The logits under the penalty. −∞ stays, and so does its sign in a division by less than 1.
+void penalise(float* out, const float* logits, int64_t V, const int32_t* seen, float penalty) {
+    for (int64_t v = 0; v < V; v++) {
+        out[v] = !marked(seen, v) ? logits[v] : logits[v] > 0 ? logits[v] / penalty : logits[v] * penalty;
+    }
+}
+
+// One row's memory: the logits under the penalty, and (key, ~id) of what top_p has to sort.
+struct RowScratch {
+    float* penalised;
+    uint64_t* order;
+};
+
+// What top_p leaves of the kept, whose weights sum to `total`. Tokens of less weight than (1 − top_p)·total/V have
+// together less than (1 − top_p)·total: the nucleus lies among the others, and only those are sorted.
+template <typename Weight>
+Kept nucleus(const float* logits, int64_t V, Kept kept, double total, float top_p, Weight weight, uint64_t* order) {
+    const double enough = double(top_p) * total, cut = (1 - double(top_p)) * total / double(V);
+    int64_t n = 0;
+    for_each_kept(logits, V, kept, [&](int64_t v) {
+        if (weight(v) >= cut) order[n++] = uint64_t(ordered(logits[v])) << 32 | uint32_t(~uint32_t(v));
+        return false;
+    });
+    std::sort(order, order + n, std::greater<uint64_t>());
+    double sum = 0;
+    int64_t last = 0;
+    for (; last < n; last++) {
+        sum += weight(int64_t(~uint32_t(order[last])));
+        if (sum >= enough) break;
+    }
+    last = std::min(last, n - 1);
+    const auto key = [&](int64_t i) { return uint32_t(order[i] >> 32); };
+    Kept result{key(last), 0};
+    for (int64_t i = last; i >= 0 && key(i) == result.edge; i--) result.ties++;
+    return result;
+}
+
+int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& options, uint64_t sequence, uint64_t step,
+                   const int32_t* seen, RowScratch scratch) {
+    if (options.repeat_penalty != 1) {
+        penalise(scratch.penalised, logits, V, seen, options.repeat_penalty);
+        logits = scratch.penalised;
+    }
     int64_t best = 0;
     bool has_nan = false;
     for (int64_t v = 0; v < V; v++) {
@@ -67,10 +114,20 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
 
     const double max = logits[best], temperature = options.temperature;
     auto weight = [&](int64_t v) { return std::exp((logits[v] - max) / temperature); };
-    const Kept kept = top_k(logits, V, options.top_k);
+    Kept kept = top_k(logits, V, options.top_k);
+    if (options.top_p < 1) {
+        double total = 0;
+        for_each_kept(logits, V, kept, [&](int64_t v) {
+            total += weight(v);
+            return false;
+        });
+        kept = nucleus(logits, V, kept, total, options.top_p, weight, scratch.order);
+    }
+    const double least = options.min_p;
     double total = 0;
     for_each_kept(logits, V, kept, [&](int64_t v) {
-        total += weight(v);
+        const double w = weight(v);
+        if (w >= least) total += w;
         return false;
     });
     const Philox4 random = philox(options.seed, sequence, step);
@@ -78,7 +135,9 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
     double sum = 0;
     int64_t chosen = best;  // stays only if rounding keeps the sum from passing the threshold
     for_each_kept(logits, V, kept, [&](int64_t v) {
-        sum += weight(v);
+        const double w = weight(v);
+        if (w < least) return false;
+        sum += w;
         if (sum > threshold) chosen = v;
         return sum > threshold;
     });
@@ -87,28 +146,36 @@ int32_t sample_row(const float* logits, int64_t V, const SamplingOptions& option
 
 }  // namespace
 
+int64_t sampling_scratch(int64_t B, int64_t V, const SamplingOptions& options) {
+    const int64_t order = options.top_p < 1 ? 8 : 0, penalised = options.repeat_penalty != 1 ? 4 : 0;
+    return B * V * (order + penalised);
+}
+
 void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tensor steps, const SamplingOptions& options,
-                   Stream) {
+                   Tensor seen, Tensor scratch, Stream) {
     const char* op = "sample_tokens";
     require(logits && logits.rank == 2, op, ": logits is ", shape_string(logits), ", expected [B, Vp]");
-    const int64_t B = logits.shape[0], Vp = logits.shape[1];
-    check_tensor(op, "logits", logits, DType::F32, {B, Vp});
-    check_tensor(op, "ids", ids, DType::I32, {B});
-    check_tensor(op, "sequences", sequences, DType::I64, {B});
-    check_tensor(op, "steps", steps, DType::I64, {B});
-    require(V > 0 && V <= Vp, op, ": V is ", V, ", expected 1 to ", Vp);
-    require(options.temperature >= 0 && std::isfinite(options.temperature), op, ": temperature is ",
-            options.temperature, ", expected 0 or more");
-    require(options.top_k >= 0, op, ": top_k is ", options.top_k, ", expected 0 or more");
+    check_sampling(op, DType::F32, ids, logits, V, sequences, steps, options, seen, scratch);
+    const int64_t B = logits.shape[0];
 
     int32_t* id = ids.as<int32_t>();
+    // First what has 8 bytes an element, so that both are aligned.
+    const auto row_scratch = [&](int64_t b) {
+        RowScratch r{};
+        char* base = static_cast<char*>(scratch.data);
+        if (options.top_p < 1) r.order = reinterpret_cast<uint64_t*>(base) + b * V, base += B * V * 8;
+        if (options.repeat_penalty != 1) r.penalised = reinterpret_cast<float*>(base) + b * V;
+        return r;
+    };
+    const auto marks = [&](int64_t b) { return seen ? seen.as<int32_t>() + b * seen.stride[0] : nullptr; };
 #pragma omp parallel for schedule(dynamic) if (B > 1)
     for (int64_t b = 0; b < B; b++) {
         id[b] = sample_row(logits.as<float>() + b * logits.stride[0], V, options,
                            static_cast<uint64_t>(sequences.as<int64_t>()[b]),
-                           static_cast<uint64_t>(steps.as<int64_t>()[b]));
+                           static_cast<uint64_t>(steps.as<int64_t>()[b]), marks(b), row_scratch(b));
     }
     for (int64_t b = 0; b < B; b++) {
         require(id[b] != NOT_FINITE, op, ": row ", b, " of the logits holds NaN, or its maximum is not finite");
+        if (seen) marks(b)[id[b] / 32] |= static_cast<int32_t>(1u << (id[b] % 32));
     }
 }

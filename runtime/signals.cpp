@@ -21,3 +21,12 @@ void catch_stop_signals() {
 bool stop_requested() {
     return stop_signal != 0;
 }
+
+void catch_interrupt() {
+    stop_signal = 0;
+    std::signal(SIGINT, on_signal);
+}
+
+void release_interrupt() {
+    std::signal(SIGINT, SIG_DFL);
+}

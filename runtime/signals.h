@@ -3,3 +3,7 @@
 
 void catch_stop_signals();
 bool stop_requested();
+
+// SIGINT alone, for as long as something is done that it should stop and not the program; stop_requested() tells.
+void catch_interrupt();
+void release_interrupt();

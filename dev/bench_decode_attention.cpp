@@ -1,0 +1,36 @@
+// Attention of a decode step: every key and value of the context is read once. GPT-2 124M and a LLaMA of 1.2B
+// parameters, one stream and 64 of them; a context of 32k tokens.
+#include "kernels/decode_attention.h"
+
+#include <numeric>
+
+#include "dev/bench_util.h"
+
+namespace {
+
+void decode(benchmark::State& state, DType T) {
+    const int64_t N = state.range(0), NH = state.range(1), NKV = state.range(2), HS = state.range(3),
+                  length = state.range(4);
+    const BenchArray out(T, {N, NH * HS}), qkv(T, {N, (NH + 2 * NKV) * HS}), k(T, {N, length, NKV, HS}),
+        v(T, {N, length, NKV, HS});
+    std::vector<int32_t> slot_of(static_cast<size_t>(N));
+    std::iota(slot_of.begin(), slot_of.end(), 0);
+    const BenchArray slots = BenchArray::ints(slot_of),
+                     positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1)));
+    const BenchArray scratch = BenchArray::bytes(decode_attention_scratch(N, NH, HS, length));
+    DecodePlace place;
+    place.slots = slots, place.positions = positions, place.max_length = length;
+    run_bench(state, [&] { decode_attention(out, qkv, k, v, place, 0.125f, scratch, Stream{}); });
+    report_bytes(state, k.bytes() + v.bytes());
+}
+
+const std::vector<std::string> NAMES = {"N", "NH", "NKV", "HS", "length"};
+BENCH(decode, NAMES, (Sizes{{1, 12, 12, 64, 1024}, {8, 12, 12, 64, 1024}, {1, 9, 3, 64, 2048}}),
+      (Sizes{{1, 12, 12, 64, 256},
+             {1, 12, 12, 64, 1024},
+             {64, 12, 12, 64, 256},
+             {1, 32, 8, 64, 2048},
+             {1, 32, 8, 64, 32768},
+             {16, 32, 8, 128, 4096}}));
+
+}  // namespace

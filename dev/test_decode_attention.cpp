@@ -1,0 +1,295 @@
+// The KV cache and attention of one new token a sequence: against the oracle over lengths, heads and head sizes, with
+// what belongs to nobody poisoned; and what must not change a bit.
+#include "kernels/decode_attention.h"
+
+#include <algorithm>
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+#include "kernels/kv_cache.h"
+
+namespace {
+
+class DecodeAttention : public DTypeTest {};
+
+struct Shape {
+    int64_t NH, NKV, HS, capacity;
+    int64_t channels() const { return (NH + 2 * NKV) * HS; }
+    int64_t row() const { return NKV * HS; }
+};
+
+constexpr int64_t TABLE_EXTRA = 3;
+
+// A cache whose rows below each sequence's position hold random numbers and all others NaN.
+struct Cache {
+    Shape z;
+    int64_t slots;
+    std::vector<int32_t> slot, position;
+    TestArray k, v;
+
+    static TestArray filled(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& slot,
+                            const std::vector<int32_t>& position, uint64_t seed) {
+        std::vector<double> values = TestArray::random(T, {slots, z.capacity, z.NKV, z.HS}, seed).values();
+        for (int64_t s = 0; s < slots; s++) {
+            const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
+            const int64_t past = owner == slot.end() ? 0 : std::max(0, position[size_t(owner - slot.begin())]);
+            for (int64_t i = std::min(past, z.capacity) * z.row(); i < z.capacity * z.row(); i++)
+                values[size_t(s * z.capacity * z.row() + i)] = NAN;
+        }
+        return TestArray::of(T, values, {slots, z.capacity, z.NKV, z.HS});
+    }
+    Cache(DType T, const Shape& shape, int64_t n, const std::vector<int32_t>& owners, const std::vector<int32_t>& at)
+        : z(shape),
+          slots(n),
+          slot(owners),
+          position(at),
+          k(filled(T, shape, n, owners, at, 11)),
+          v(filled(T, shape, n, owners, at, 12)) {}
+};
+
+std::vector<double> angle_table(int64_t T, int64_t R) {
+    return reference::rope_table(T, R, 10000, {});
+}
+
+struct Call {
+    TestArray qkv, slots, positions, table, scratch;
+    DecodePlace place;
+    float scale;
+    int64_t N;
+    Call(DType T, const Cache& c, int64_t R, int64_t gap = 0)
+        : qkv(TestArray::random(T, {int64_t(c.slot.size()), c.z.channels() + gap}, 13)),
+          slots(TestArray::ints(c.slot, {int64_t(c.slot.size())})),
+          positions(TestArray::ints(c.position, {int64_t(c.slot.size())})),
+          table(TestArray::of(angle_table(c.z.capacity + TABLE_EXTRA, std::max<int64_t>(R, 2)),
+                              {c.z.capacity + TABLE_EXTRA, std::max<int64_t>(R, 2) / 2, 2})),
+          scratch(TestArray::scratch(
+              decode_attention_scratch(int64_t(c.slot.size()), c.z.NH, c.z.HS, c.z.capacity + TABLE_EXTRA))),
+          scale(float(1 / std::sqrt(double(c.z.HS)))),
+          N(int64_t(c.slot.size())) {
+        device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
+        place.slots = slots, place.positions = positions, place.max_length = c.z.capacity + TABLE_EXTRA;
+        if (R) place.angles = positions, place.table = table;
+    }
+};
+
+// Sequences in slots of their own at the given positions; negative: finished.
+void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& slot,
+           const std::vector<int32_t>& position, int64_t R, int64_t gap = 0) {
+    SCOPED_TRACE(str("NH ", z.NH, " NKV ", z.NKV, " HS ", z.HS, " capacity ", z.capacity, " R ", R, " N ", slot.size(),
+                     " first position ", position[0]));
+    const Cache cache(T, z, slots, slot, position);
+    const Call call(T, cache, R, gap);
+    const int64_t Q = z.NH * z.HS;
+    const TestArray out = TestArray::poisoned(T, {call.N, Q});
+    decode_attention(out, call.qkv.tensor().columns(0, z.channels()), cache.k, cache.v, call.place, call.scale,
+                     call.scratch, Stream{});
+    const std::vector<double> got = out.fetch(), k_after = cache.k.fetch(), v_after = cache.v.fetch();
+    const std::vector<double> qkv = take_columns(call.qkv.values(), z.channels() + gap, z.channels());
+
+    reference::Values ref(call.N * Q);
+    for (int64_t n = 0; n < call.N; n++) {
+        const int64_t p = position[size_t(n)], first = slot[size_t(n)] * z.capacity * z.row();
+        if (p < 0 || p >= z.capacity) continue;  // zeros
+        std::vector<double> q(qkv.begin() + n * z.channels(), qkv.begin() + n * z.channels() + Q);
+        std::vector<double> key(qkv.begin() + n * z.channels() + Q, qkv.begin() + n * z.channels() + Q + z.row());
+        if (R) {
+            const int32_t at = int32_t(p);
+            q = reference::rope(q.data(), &at, call.table.data(), 1, z.NH, z.HS, R, false).value;
+            key = reference::rope(key.data(), &at, call.table.data(), 1, z.NKV, z.HS, R, false).value;
+        }
+        // What was appended: k as turned, rounded once, and v as it was.
+        std::vector<double> k(cache.k.values().begin() + first, cache.k.values().begin() + first + p * z.row()),
+            v(cache.v.values().begin() + first, cache.v.values().begin() + first + p * z.row());
+        for (int64_t i = 0; i < z.row(); i++) {
+            const double stored = k_after[size_t(first + p * z.row() + i)],
+                         value = qkv[size_t(n * z.channels() + Q + z.row() + i)];
+            const double tolerance = T == DType::F32 ? 1e-6 : T == DType::F16 ? 2e-3 : 1.6e-2;
+            ASSERT_NEAR(stored, key[size_t(i)], tolerance * (1 + std::fabs(key[size_t(i)]))) << "key " << i;
+            ASSERT_EQ(v_after[size_t(first + p * z.row() + i)], value) << "value " << i;
+            k.push_back(stored), v.push_back(value);
+        }
+        for (int64_t h = 0; h < z.NH; h++) {
+            const int64_t kv = h / (z.NH / z.NKV) * z.HS, to = (n * z.NH + h) * z.HS;
+            reference::attention_query(&ref.value[size_t(to)], &ref.mag[size_t(to)], &q[size_t(h * z.HS)],
+                                       &k[size_t(kv)], &v[size_t(kv)], p + 1, z.row(), z.HS, double(call.scale));
+        }
+    }
+    expect_close("out", got, ref.value, ref.mag, z.HS + *std::max_element(position.begin(), position.end()), z.HS, T,
+                 2);
+
+    // Nothing else was written.
+    for (int64_t s = 0; s < slots; s++)
+        for (int64_t i = 0; i < z.capacity; i++) {
+            const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
+            if (owner != slot.end() && position[size_t(owner - slot.begin())] == i) continue;
+            const size_t at = size_t((s * z.capacity + i) * z.row());
+            ASSERT_TRUE(k_after[at] == cache.k.values()[at] ||
+                        (std::isnan(k_after[at]) && std::isnan(cache.k.values()[at])))
+                << "slot " << s << " row " << i;
+        }
+}
+
+TEST_P(DecodeAttention, Lengths) {
+    // Below, at and beyond the edges of pieces (64 up to 2048 keys, then 256).
+    for (const int32_t p : {0, 1, 62, 63, 64, 65, 127, 200, 1023, 2047, 2048, 2100})
+        check(activation(), {2, 2, 16, 2200}, 1, {0}, {p}, 16);
+    check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
+    check(activation(), {2, 2, 8, 5}, 1, {0}, {4}, 8);  // the last row of the cache
+}
+
+TEST_P(DecodeAttention, HeadSizes) {
+    for (const int64_t HS : {2, 6, 16, 40, 64, 80, 96, 128, 160, 256})
+        check(activation(), {4, 2, HS, 150}, 2, {1, 0}, {100, 7}, HS);
+    check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly turned
+}
+
+TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
+    for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
+    check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
+    check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
+}
+
+// Slots in any order, sequences of any length beside each other, finished ones and those without room skipped; rows of
+// qkv with gaps.
+TEST_P(DecodeAttention, UnequalSequences) {
+    for (const int64_t gap : {0, 8, 5})
+        check(activation(), {4, 2, 32, 300}, 7, {3, 0, 6, 2, 5}, {299, 0, 64, -1, 128}, 32, gap);
+    const Shape z{2, 1, 16, 64};
+    check(activation(), z, 3, {2, 1}, {64, 10}, 16);  // position 64 has no row
+}
+
+// The same bits alone and in a batch, for any bound on the length, called again, and with any number of threads.
+TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
+    const Shape z{4, 2, 64, 700};
+    const std::vector<int32_t> slots{0, 1, 2, 3}, positions{500, 64, 699, 3};
+    const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t max_length) {
+        const Cache cache(activation(), z, 4, slots, positions);
+        const Cache mine(activation(), z, 4, slot, position);
+        Call call(activation(), cache, 64), own(activation(), mine, 64);
+        own.place.max_length = max_length;
+        const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
+        const int64_t first = slot[0];
+        Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
+        decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
+        return out.fetch();
+    };
+    const std::vector<double> together = run(slots, positions, 700);
+    for (int32_t s = 0; s < 4; s++) {
+        const std::vector<double> row(together.begin() + s * 256, together.begin() + (s + 1) * 256);
+        expect_same_bits("alone", row, run({s}, {positions[size_t(s)]}, positions[size_t(s)] + 1));
+    }
+    expect_deterministic("decode_attention", [&] { return run(slots, positions, 703); });
+}
+
+// One scratch for calls of any size, one after the other, as a batch that shrinks and grows makes them.
+TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
+    const Shape z{4, 2, 16, 400};
+    const DType T = activation();
+    const TestArray scratch = TestArray::scratch(decode_attention_scratch(6, z.NH, z.HS, 400));
+    device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
+    for (const int64_t N : {6, 1, 6, 2, 5, 6}) {
+        std::vector<int32_t> slot, position;
+        for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(399 - 60 * n);
+        const auto run = [&](const Tensor& memory) {
+            const Cache cache(T, z, 6, slot, position);
+            Call call(T, cache, 16);
+            call.place.max_length = 400;
+            const TestArray out = TestArray::poisoned(T, {N, z.NH * z.HS});
+            decode_attention(out, call.qkv, cache.k, cache.v, call.place, call.scale, memory ? memory : call.scratch,
+                             Stream{});
+            return out.fetch();
+        };
+        expect_same_bits("out", run({}), run(scratch));
+    }
+}
+
+INSTANTIATE_DTYPES(DecodeAttention);
+
+class KvAppend : public DTypeTest {};
+
+// Tokens of several sequences to rows in any order: q turned in place, k turned on its way, v as it is; row −1 nowhere.
+TEST_P(KvAppend, PacksAnyRows) {
+    const DType T = activation();
+    for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
+                                              {3, 1, 10, 6, 5},
+                                              {2, 2, 8, 0, 0}}) {
+        const int64_t N = 6, total = 9, row = NKV * HS, channels = (NH + 2 * NKV) * HS;
+        const std::vector<int32_t> rows{7, 8, 0, -1, 3, 2}, angles{5, 6, 0, 1, 0, 1};
+        const TestArray k = TestArray::poisoned(T, {total, NKV, HS}), v = TestArray::poisoned(T, {total, NKV, HS});
+        const TestArray qkv = TestArray::random(T, {N, channels + gap}, 3);
+        const TestArray table =
+            TestArray::of(angle_table(8, std::max<int64_t>(R, 2)), {8, std::max<int64_t>(R, 2) / 2, 2});
+        kv_append(k, v, qkv.tensor().columns(0, channels), TestArray::ints(rows, {N}), TestArray::ints(angles, {N}),
+                  R ? table.tensor() : Tensor{}, NH, Stream{});
+        const std::vector<double> before = take_columns(qkv.values(), channels + gap, channels),
+                                  after = take_columns(qkv.fetch(), channels + gap, channels), got_k = k.fetch(),
+                                  got_v = v.fetch();
+        std::vector<bool> written(size_t(total), false);
+        for (int64_t n = 0; n < N; n++) {
+            if (rows[size_t(n)] < 0) continue;
+            written[size_t(rows[size_t(n)])] = true;
+            const double* x = before.data() + n * channels;
+            reference::Values turned(NH * HS + row);
+            turned.value.assign(x, x + NH * HS + row);
+            if (R)
+                turned = reference::rope(x, &angles[size_t(n)], table.data(), 1, NH + NKV, HS, R, false);
+            else
+                std::transform(x, x + NH * HS + row, turned.mag.begin(), [](double a) { return std::fabs(a); });
+            const auto part = [](const std::vector<double>& all, int64_t begin, int64_t count) {
+                return std::vector<double>(all.begin() + begin, all.begin() + begin + count);
+            };
+            expect_close("q", part(after, n * channels, NH * HS), part(turned.value, 0, NH * HS),
+                         part(turned.mag, 0, NH * HS), 2, HS, T);
+            expect_close("k", part(got_k, rows[size_t(n)] * row, row), part(turned.value, NH * HS, row),
+                         part(turned.mag, NH * HS, row), 2, HS, T);
+            expect_same_bits("v", part(got_v, rows[size_t(n)] * row, row),
+                             part(before, n * channels + NH * HS + row, row));
+        }
+        for (int64_t r = 0; r < total; r++) {
+            if (written[size_t(r)]) continue;
+            EXPECT_TRUE(std::isnan(got_k[size_t(r * row)]) && std::isnan(got_v[size_t(r * row)])) << r;
+        }
+    }
+}
+
+INSTANTIATE_DTYPES(KvAppend);
+
+TEST(DecodeAttentionArguments, WrongOnesAreErrors) {
+    const Shape z{4, 2, 8, 10};
+    const Cache cache(DType::F32, z, 2, {0, 1}, {3, 4});
+    Call call(DType::F32, cache, 8);
+    const TestArray out = TestArray::poisoned({2, 32});
+    const auto run = [&] {
+        decode_attention(out, call.qkv, cache.k, cache.v, call.place, call.scale, call.scratch, Stream{});
+    };
+    run();
+    call.scale = 0;
+    expect_error(run, "decode_attention: scale is 0; it must be positive");
+    call.scale = 1;
+    call.place.slots = call.positions.tensor().rows(0, 1);
+    expect_error(run, "decode_attention: slots is int32 [1], expected int32 [2]");
+    call.place.slots = call.slots;
+    const TestArray odd = TestArray::random({2, 60}, 1);
+    expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.place, 1, call.scratch, Stream{}); },
+                 "decode_attention: qkv has rows of 60, expected (NH + 2*NKV)*HS with 2 KV heads of 8 that divide NH");
+#ifndef USE_CUDA
+    const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});
+    call.place.slots = far;
+    expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2");
+    call.place.slots = call.slots, call.place.positions = late;
+    expect_error(run, "decode_attention: position 13 of sequence 1 is not below max_length, 13");
+#endif
+}
+
+TEST(Advance, FinishedSequencesStay) {
+    const TestArray positions = TestArray::ints({0, -1, 41}, {3});
+    const std::vector<int64_t> before{5, 6, 7};
+    const TestArray bytes = TestArray::bytes(before.data(), 24);
+    advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), Stream{});
+    EXPECT_EQ(positions.fetch_ints(), (std::vector<int32_t>{1, -1, 42}));
+    std::vector<int64_t> after(3);
+    bytes.fetch_bytes(after.data());
+    EXPECT_EQ(after, (std::vector<int64_t>{6, 7, 8}));
+}
+
+}  // namespace

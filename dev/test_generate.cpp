@@ -1,0 +1,128 @@
+// What ends a text and what of it may be shown; prompts in a file; how answers of a batch are printed.
+#include "infer/generate.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <sstream>
+
+#include "dev/tokenizer_fixture.h"
+#include "infer/sample_output.h"
+
+namespace {
+
+const Tokenizer& bytes() {
+    static const Tokenizer tokenizer = tokenizer_fixture("bytes");
+    return tokenizer;
+}
+
+// Feeds a text byte by byte; what was shown after each.
+std::vector<std::string> shown(const std::string& text, const AnswerOptions& options, Answer** kept = nullptr) {
+    static std::vector<std::unique_ptr<Answer>> answers;  // `kept` outlives the call
+    std::vector<std::string> after;
+    auto total = std::make_shared<std::string>();
+    answers.push_back(
+        std::make_unique<Answer>(&bytes(), options, [total](std::string_view piece) { *total += piece; }));
+    for (const int32_t id : bytes().encode(text)) {
+        const bool ended = answers.back()->add(id);
+        after.push_back(*total);
+        if (ended) break;
+    }
+    if (kept) *kept = answers.back().get();
+    return after;
+}
+
+TEST(Answers, ShowWholeCharacters) {
+    const AnswerOptions options;
+    EXPECT_EQ(shown("a\u00e9z", options), (std::vector<std::string>{"a", "a", "a\u00e9", "a\u00e9z"}));
+    EXPECT_EQ(shown("\U0001F600", options).back(), "\U0001F600");
+    EXPECT_EQ(shown("\U0001F600", options)[2], "");
+    EXPECT_EQ(shown("x\xff y", options).back(), "x\xff y");  // no UTF-8, but bytes are bytes
+    Answer* answer;
+    std::string end = "ab\xe2\x82";  // the text ends inside a character
+    AnswerOptions four;
+    four.max_tokens = 4;
+    EXPECT_EQ(shown(end, four, &answer).back(), end);
+    EXPECT_EQ(answer->text(), end);
+}
+
+TEST(Answers, UnfinishedCharacters) {
+    EXPECT_EQ(unfinished_utf8(""), 0u);
+    EXPECT_EQ(unfinished_utf8("abc"), 0u);
+    EXPECT_EQ(unfinished_utf8("\u00e9"), 0u);
+    EXPECT_EQ(unfinished_utf8("a\xc3"), 1u);
+    EXPECT_EQ(unfinished_utf8("\xe2\x82"), 2u);
+    EXPECT_EQ(unfinished_utf8("\xf0\x9f\x98"), 3u);
+    EXPECT_EQ(unfinished_utf8("\x80\x80\x80\x80"), 0u);  // no character begins here
+}
+
+TEST(Answers, StopStringsAreNeverShown) {
+    AnswerOptions options;
+    options.stop = {"END", "\n\n"};
+    Answer* answer;
+    EXPECT_EQ(shown("ab ENDxyz", options, &answer).back(), "ab ");
+    EXPECT_STREQ(answer->finish(), "stop");
+    EXPECT_EQ(answer->text(), "ab ");
+    EXPECT_EQ(answer->tokens().size(), 6u);                        // those of the stop string are among them
+    EXPECT_EQ(shown("E EN ENE x", options).back(), "E EN ENE x");  // beginnings that lead nowhere come out later
+    EXPECT_EQ(shown("x EN", options).back(), "x ");
+    EXPECT_EQ(shown("a\nb\n\nc", options, &answer).back(), "a\nb");
+    options.stop = {"aab"};
+    EXPECT_EQ(shown("aaab", options, &answer).back(), "a");  // begins again inside itself
+}
+
+TEST(Answers, EndAtLimitsAndEndTokens) {
+    AnswerOptions options;
+    options.max_tokens = 3;
+    Answer* answer;
+    EXPECT_EQ(shown("abcdef", options, &answer).back(), "abc");
+    EXPECT_STREQ(answer->finish(), "length");
+    options.max_tokens = 10, options.eos = {int32_t('x'), bytes().encode("d")[0]};
+    EXPECT_EQ(shown("abcdef", options, &answer).back(), "abc");
+    EXPECT_STREQ(answer->finish(), "eos");
+    EXPECT_EQ(answer->tokens(), bytes().encode("abc"));
+    options.stop = {"x"};
+    EXPECT_THROW(Answer(nullptr, options), Error);
+    options.stop.clear();
+    Answer without_text(nullptr, options);
+    EXPECT_FALSE(without_text.add(1000));
+    EXPECT_EQ(without_text.text(), "");
+}
+
+TEST(Prompts, LieBetweenLinesOfDashes) {
+    using Texts = std::vector<std::string>;
+    EXPECT_EQ(split_prompts("one\ntwo\n"), (Texts{"one\ntwo\n"}));  // a single prompt is the whole file
+    EXPECT_EQ(split_prompts("one\n---\ntwo\n"), (Texts{"one", "two"}));
+    EXPECT_EQ(split_prompts("one\n\n---\n--- no\n---\n"), (Texts{"one\n", "--- no", ""}));
+    EXPECT_EQ(split_prompts("---\na"), (Texts{"", "a"}));
+    EXPECT_EQ(split_prompts(""), (Texts{""}));
+}
+
+TEST(SampleOutput, PrintsInOrder) {
+    std::ostringstream out;
+    SampleOutput output(out, {"A", "B", "C"});
+    output.text(1, "b");
+    output.text(0, "a");
+    EXPECT_EQ(out.str(), "Aa");
+    output.finish(1);
+    output.text(2, "c");
+    EXPECT_EQ(out.str(), "Aa");
+    output.text(0, "aa");
+    output.finish(0, "0.5\n");
+    EXPECT_EQ(out.str(), "Aaaa\n0.5\n---\nBb\n---\nCc");
+    output.text(2, "c");
+    output.finish(2);
+    EXPECT_EQ(out.str(), "Aaaa\n0.5\n---\nBb\n---\nCcc\n");
+}
+
+TEST(SampleOutput, StatisticsAddUp) {
+    GenerateStatistics s;
+    s.prompt_tokens = 100, s.prefill_seconds = 0.5;
+    EXPECT_EQ(statistics_text(s, 0), "prompt: 100 tokens in 0.500 s, 200 tokens/s\n");
+    s.answer_tokens = 60, s.steps = 20, s.step_texts = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
+    EXPECT_EQ(statistics_text(s, 8e9),
+              "prompt: 100 tokens in 0.500 s, 200 tokens/s\nanswer: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for each "
+              "text, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");
+}
+
+}  // namespace

@@ -1,0 +1,17 @@
+#include "infer/kv_cache.h"
+
+KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType type)
+    : slots(num_slots), capacity(tokens), layers(c.layers), kv_heads(c.kv_heads), head_size(c.head_size), dtype(type) {
+    int64_t rows;
+    require(!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30, "a cache for ", slots,
+            " texts of ", capacity, " tokens has more than 2^30 rows; use fewer texts at a time or shorter ones");
+}
+
+int64_t KvCache::layer_bytes() const {
+    const int64_t bytes = slots * capacity * kv_heads * head_size * dtype_size(dtype);
+    return (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+}
+
+void KvCache::allocate() {
+    memory = Arena(bytes(), "KV cache");
+}

@@ -1,0 +1,36 @@
+// The keys and values that generation keeps: one arena, in which each of `slots` sequences owns `capacity` rows of
+// every layer. Its size is known before anything is allocated; nothing moves and nothing is allocated while texts grow.
+#pragma once
+
+#include "runtime/arena.h"
+#include "runtime/model_config.h"
+
+class KvCache {
+  public:
+    // Plans only. Throws Error where the rows of a layer are more than attention takes as one sequence
+    // (2³⁰; a gap between two texts is one).
+    KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, DType dtype);
+    void allocate();
+
+    int64_t bytes() const { return 2 * layers * layer_bytes(); }
+    // Of one token, over all layers.
+    int64_t bytes_per_token() const { return 2 * layers * kv_heads * head_size * dtype_size(dtype); }
+
+    // [slots, capacity, NKV, HS], and the same seen as rows [slots·capacity, NKV, HS].
+    Tensor k(int64_t layer) const { return view(2 * layer, {slots, capacity, kv_heads, head_size}); }
+    Tensor v(int64_t layer) const { return view(2 * layer + 1, {slots, capacity, kv_heads, head_size}); }
+    Tensor k_rows(int64_t layer) const { return view(2 * layer, {slots * capacity, kv_heads, head_size}); }
+    Tensor v_rows(int64_t layer) const { return view(2 * layer + 1, {slots * capacity, kv_heads, head_size}); }
+
+    const int64_t slots, capacity;
+
+  private:
+    int64_t layer_bytes() const;
+    Tensor view(int64_t part, const std::vector<int64_t>& shape) const {
+        return memory.at(part * layer_bytes(), dtype, shape);
+    }
+
+    const int64_t layers, kv_heads, head_size;
+    const DType dtype;
+    Arena memory;
+};

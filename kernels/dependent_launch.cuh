@@ -1,0 +1,45 @@
+// Kernels that are launched before the one they depend on has ended (programmatic dependent launch, sm_90 and later):
+// what they do until wait_for_previous() overlaps with its end. In a chain of short kernels that is most of a launch.
+//
+// A kernel launched so must call wait_for_previous(), in every thread, before it reads what an earlier kernel wrote or
+// writes what an earlier one might read. Only what no kernel writes (weights) may be read before. Elsewhere both
+// functions do nothing, and launches are ordinary ones.
+#pragma once
+
+#include "kernels/cuda_common.cuh"
+
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel's blocks may start where there is room. They see nothing of this kernel's work before it
+// has ended, so that the best place is the beginning.
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+inline bool has_dependent_launch() {
+    static const bool has = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
+    return has;
+}
+
+template <typename... Parameters>
+void launch_dependent(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
+                      Stream stream, std::common_type_t<Parameters>... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = cuda_stream(stream);
+    config.attrs = &early;
+    config.numAttrs = has_dependent_launch() ? 1 : 0;
+    cuda_check(cudaLaunchKernelEx(&config, kernel, arguments...), op);
+    check_launch(op, stream);
+}

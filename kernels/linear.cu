@@ -1,0 +1,326 @@
+// A few rows against a large matrix: what it costs is reading the weights once, so that everything is arranged around
+// having their loads under way.
+//
+// A unit is a pair of rows of weight (for SwiGLU a row of gate and its row of up); warps own units, WK of them sharing
+// one by parts of C where there are too few units to fill the GPU. A block begins by asking for its first weights,
+// which no other kernel writes, and only then waits for the kernel before it (dependent_launch.cuh), brings the rows of
+// inp to shared memory and normalises them there: by the time the products can start, the weights have
+// come.
+//
+// Every sum has one order, which follows from C and OC alone: lanes over C, a tree over lanes, the WK parts in order.
+#include "kernels/linear.h"
+
+#include "kernels/dependent_launch.cuh"
+#include "kernels/gelu.h"
+#include "kernels/layernorm.h"
+#include "kernels/linear_check.h"
+#include "kernels/matmul.h"
+#include "kernels/relu2.h"
+#include "kernels/rmsnorm.h"
+#include "kernels/swiglu.h"
+
+namespace {
+
+constexpr int WARPS = 8, THREADS = WARPS * WARP, UNIT = 2;
+constexpr int AHEAD = 4;                    // vectors of each row that a lane asks for at once
+constexpr int64_t SHARED_BYTES = 64 << 10;  // for the rows of inp: two blocks fit on every multiprocessor
+
+template <typename T>
+struct Layer {
+    const T *inp, *weight, *bias, *residual;
+    T* out;
+    const float *norm_weight, *norm_bias;
+    int64_t inp_stride, weight_stride, residual_stride, out_stride;
+    int64_t C, columns, units;
+    int N, parts;  // rows of inp; WK
+    float eps;
+    bool centred;
+    Activation activation;
+};
+
+__device__ __forceinline__ float gelu(float x) {
+    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return x / (1 + expf(-2 * u));
+}
+
+// The rows of inp as T in shared memory, normalised if there is a norm: NB teams of warps, a row each. Every lane reads
+// again what it has written itself.
+//
+// A row's sums are those of 256 lanes, eight warps, added up in order: a team of fewer warps does the work of all
+// eight, so that the bits don't depend on how many rows there are.
+template <int W, int NB, typename T>
+__device__ __forceinline__ void stage_rows(T* rows, const Layer<T>& a) {
+    constexpr int TEAM = WARPS / NB;
+    __shared__ float partial[NB][WARPS];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, n = warp / TEAM;
+    const T* const inp = a.inp + n * a.inp_stride;
+    T* const x = rows + n * a.C;
+    const int64_t end = n < a.N ? a.C : 0;
+    // f(c, i) for this lane's vectors, as the lane of each of the NB warps that it stands for.
+    const auto each = [&](auto f) {
+        for (int64_t base = 0; base < end; base += THREADS * W) {
+#pragma unroll
+            for (int i = 0; i < NB; i++) {
+                const int64_t c = base + ((warp % TEAM + i * TEAM) * WARP + lane) * W;
+                if (c < end) f(c, i);
+            }
+        }
+    };
+    const auto total = [&](const float(&sums)[NB]) {
+#pragma unroll
+        for (int i = 0; i < NB; i++) {
+            const float sum = warp_sum(sums[i]);
+            if (lane == 0) partial[n][warp % TEAM + i * TEAM] = sum;
+        }
+        __syncthreads();
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += partial[n][w];
+        __syncthreads();
+        return sum;
+    };
+    const auto staged = [&](int64_t c) { return as_floats(*reinterpret_cast<const Pack<T, W>*>(x + c)); };
+
+    float sums[NB] = {};
+    each([&](int64_t c, int i) {
+        const Pack<T, W> p = load_pack<W>(inp + c);
+        *reinterpret_cast<Pack<T, W>*>(x + c) = p;
+        const Floats<W> v = as_floats(p);
+#pragma unroll
+        for (int k = 0; k < W; k++) sums[i] += v[k];
+    });
+    if (!a.norm_weight) return;
+    const float mean = a.centred ? total(sums) / float(a.C) : 0;
+    float squares[NB] = {};
+    each([&](int64_t c, int i) {
+        const Floats<W> v = staged(c);
+#pragma unroll
+        for (int k = 0; k < W; k++) squares[i] += (v[k] - mean) * (v[k] - mean);
+    });
+    const float rstd = 1 / sqrtf(total(squares) / float(a.C) + a.eps);
+    each([&](int64_t c, int) {
+        Floats<W> v = staged(c);
+        const Floats<W> w = load_floats<W>(a.norm_weight + c);
+#pragma unroll
+        for (int k = 0; k < W; k++) v[k] = (v[k] - mean) * rstd * w[k];
+        if (a.norm_bias) {
+            const Floats<W> shift = load_floats<W>(a.norm_bias + c);
+#pragma unroll
+            for (int k = 0; k < W; k++) v[k] += shift[k];
+        }
+        *reinterpret_cast<Pack<T, W>*>(x + c) = as_pack<T>(v);
+    });
+}
+
+__device__ __forceinline__ void prefetch(const float* data, int64_t n) {
+    if (!data) return;
+    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(data + i)));
+}
+
+// y: the unit's two sums for row n with their biases; residual: what is added to them.
+template <typename T>
+__device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, const float (&y)[UNIT],
+                                       const float (&residual)[UNIT]) {
+    const auto store = [&](int64_t o, float x) { a.out[n * a.out_stride + o] = from_float<T>(x); };
+    if (a.activation == Activation::SwiGLU) return store(unit, y[0] / (1 + expf(-y[0])) * y[1]);
+#pragma unroll
+    for (int r = 0; r < UNIT; r++) {
+        const int64_t o = unit * UNIT + r;
+        if (o >= a.columns) return;
+        float x = y[r];
+        if (a.activation == Activation::GELU) x = gelu(x);
+        if (a.activation == Activation::ReLU2) x = x > 0 ? x * x : 0;
+        store(o, x + residual[r]);
+    }
+}
+
+template <int W, int NB, typename T>
+__global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
+    extern __shared__ uint4 shared[];
+    __shared__ float partial[WARPS][UNIT][NB];
+    T* const x = reinterpret_cast<T*>(shared);  // [NB, C]
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int groups = WARPS / a.parts, group = warp / a.parts, part = warp % a.parts;
+    const int64_t step = int64_t(a.parts) * WARP * W, first = (int64_t(part) * WARP + lane) * W;
+    let_next_start();
+
+    bool staged = false;
+    for (int64_t base = int64_t(blockIdx.x) * groups; base < a.units; base += int64_t(gridDim.x) * groups) {
+        const int64_t unit = min(base + group, a.units - 1);
+        const bool swiglu = a.activation == Activation::SwiGLU;
+        // The unit's two rows of weight; an odd last one is its own partner.
+        const int64_t o0 = swiglu ? unit : unit * UNIT, o1 = swiglu ? a.columns + unit : min(o0 + 1, a.columns - 1);
+        const T *const row0 = a.weight + o0 * a.weight_stride, *const row1 = a.weight + o1 * a.weight_stride;
+        Pack<T, W> w0[AHEAD] = {}, w1[AHEAD] = {};
+        const auto load = [&](int64_t c) {
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++, c += step) {
+                if (c >= a.C) continue;
+                w0[u] = load_pack<W>(row0 + c);
+                w1[u] = load_pack<W>(row1 + c);
+            }
+        };
+        load(first);
+        const float bias[UNIT] = {a.bias ? as_float(a.bias[o0]) : 0.0f, a.bias ? as_float(a.bias[o1]) : 0.0f};
+        if (!staged) {
+            prefetch(a.norm_weight, a.C);
+            prefetch(a.norm_bias, a.C);
+            wait_for_previous();
+            stage_rows<W, NB>(x, a);
+            __syncthreads();
+            staged = true;
+        }
+        const bool finishes = part == 0 && lane < a.N && base + group < a.units;
+        float residual[UNIT] = {};
+        if (finishes && a.residual) {
+            residual[0] = as_float(a.residual[lane * a.residual_stride + o0]);
+            residual[1] = as_float(a.residual[lane * a.residual_stride + o1]);
+        }
+
+        float sum0[NB] = {}, sum1[NB] = {};
+        for (int64_t c = first; c < a.C; c += AHEAD * step) {
+            if (c != first) load(c);
+#pragma unroll
+            for (int u = 0; u < AHEAD; u++) {
+                const int64_t at = c + u * step;
+                if (at >= a.C) continue;
+                const Floats<W> v0 = as_floats(w0[u]), v1 = as_floats(w1[u]);
+#pragma unroll
+                for (int n = 0; n < NB; n++) {
+                    const Floats<W> in =
+                        as_floats(*reinterpret_cast<const Pack<T, W>*>(x + min(n, a.N - 1) * a.C + at));
+#pragma unroll
+                    for (int k = 0; k < W; k++) {
+                        sum0[n] = fmaf(in[k], v0[k], sum0[n]);
+                        sum1[n] = fmaf(in[k], v1[k], sum1[n]);
+                    }
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < NB; n++) {
+            const float y0 = warp_sum(sum0[n]), y1 = warp_sum(sum1[n]);
+            if (lane == 0) partial[warp][0][n] = y0, partial[warp][1][n] = y1;
+        }
+        // A warp that has its unit to itself need not wait for the others.
+        if (a.parts > 1)
+            __syncthreads();
+        else
+            __syncwarp();
+        if (finishes) {
+            float y[UNIT] = {};
+            for (int p = 0; p < a.parts; p++) y[0] += partial[warp + p][0][lane], y[1] += partial[warp + p][1][lane];
+            y[0] += bias[0], y[1] += bias[1];
+            finish(a, unit, lane, y, residual);
+        }
+        if (a.parts > 1)
+            __syncthreads();  // partial is written again
+        else
+            __syncwarp();
+    }
+}
+
+// The least power of two of parts with which there are two blocks for every multiprocessor, but no more than there are
+// vectors in a row.
+int parts_of(int64_t units, int64_t C, int W) {
+    int parts = 1;
+    while (parts < WARPS && ceil_div(units, WARPS / parts) < 2 * num_multiprocessors() && parts * WARP * W < C)
+        parts *= 2;
+    return parts;
+}
+
+template <int W, typename T>
+void launch_few_rows(const char* op, Layer<T> a, Stream stream) {
+    a.parts = parts_of(a.units, a.C, W);
+    const int64_t blocks = std::min(ceil_div(a.units, WARPS / a.parts), 8 * num_multiprocessors());
+    const size_t bytes = size_t(a.N) * size_t(a.C) * sizeof(T);
+    const auto launch = [&](auto rows) {
+        const auto kernel = few_rows_kernel<W, decltype(rows)::value, T>;
+        if (bytes > (48 << 10)) {
+            cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
+        }
+        launch_dependent(op, kernel, grid_of(blocks), THREADS, bytes, stream, a);
+    };
+    if (a.N == 1) return launch(std::integral_constant<int, 1>{});
+    if (a.N == 2) return launch(std::integral_constant<int, 2>{});
+    if (a.N <= 4) return launch(std::integral_constant<int, 4>{});
+    launch(std::integral_constant<int, 8>{});
+}
+
+// Rows of inp that a launch can take; 0 if not even one fits.
+int64_t rows_at_once(int64_t C, DType dtype) {
+    const int64_t bytes = C * dtype_size(dtype);
+    if (bytes <= SHARED_BYTES) return std::min(SHARED_BYTES / bytes, LINEAR_SMALL_N);
+    return bytes + 2048 <= max_shared_bytes() ? 1 : 0;  // beside what the kernel has of its own
+}
+
+template <typename T>
+void few_rows(const char* op, const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
+              const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual, Stream stream) {
+    Layer<T> a{};
+    a.inp_stride = row_stride(inp), a.weight_stride = row_stride(weight), a.out_stride = row_stride(out);
+    a.residual_stride = residual ? row_stride(residual) : 0;
+    a.weight = weight.as<T>(), a.bias = bias ? bias.as<T>() : nullptr;
+    a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
+    a.C = z.C, a.columns = z.columns;
+    a.units = activation == Activation::SwiGLU ? z.columns : ceil_div(z.OC, UNIT);
+    a.eps = norm.eps, a.centred = norm.centred, a.activation = activation;
+    const int64_t step = rows_at_once(z.C, inp.dtype);
+    const bool full = z.C % FULL_WIDTH<T> == 0 && rows_aligned({inp, weight, norm.weight, norm.bias});
+    for (int64_t n = 0; n < z.N; n += step) {
+        a.N = int(std::min(step, z.N - n));
+        a.inp = inp.as<T>() + n * a.inp_stride, a.out = out.as<T>() + n * a.out_stride;
+        a.residual = residual ? residual.as<T>() + n * a.residual_stride : nullptr;
+        dispatch_width<T>(full, [&](auto width) { launch_few_rows<decltype(width)::value>(op, a, stream); });
+    }
+}
+
+}  // namespace
+
+int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
+    return linear_normed_bytes(N, C, dtype) + N * OC * dtype_size(dtype);
+}
+
+void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
+            Tensor residual, Tensor scratch, bool batch_invariant, Stream stream) {
+    const char* op = "linear";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    const LinearSizes z = check_linear(op, dtype, out, inp, norm, weight, bias, activation, residual, scratch);
+    if (z.N == 0 || z.OC == 0) return;
+    if ((z.N <= LINEAR_SMALL_N || batch_invariant) && z.C > 0 && rows_at_once(z.C, dtype) > 0) {
+        dispatch_dtype(op, dtype, [&](auto zero) {
+            few_rows<decltype(zero)>(op, z, out, inp, norm, weight, bias, activation, residual, stream);
+        });
+        return;
+    }
+    Tensor x = inp;
+    if (norm.weight) {
+        x = linear_normed(scratch, z, inp);
+        if (norm.centred)
+            layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
+        else
+            rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
+    }
+    const Tensor y = linear_product(scratch, z, inp);
+    switch (activation) {
+        case Activation::None:
+            if (!residual) return matmul_forward(out, x, weight, bias, stream);
+            if (residual.data != out.data) {
+                const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
+                cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
+                                             size_t(row_stride(residual)) * item, width, size_t(z.N),
+                                             cudaMemcpyDeviceToDevice, cuda_stream(stream)),
+                           op);
+            }
+            return matmul_forward_add(out, x, weight, bias, stream);
+        case Activation::GELU:
+            return matmul_forward_gelu(out, y, x, weight, bias, stream);
+        case Activation::ReLU2:
+            matmul_forward(y, x, weight, bias, stream);
+            return relu2_forward(out, y, stream);
+        case Activation::SwiGLU:
+            matmul_forward(y, x, weight, bias, stream);
+            return swiglu_forward(out, y, stream);
+    }
+}
