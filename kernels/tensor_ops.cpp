@@ -494,9 +494,9 @@ void tensor_matmul(Tensor out, Tensor a, Tensor b, Stream stream) {
         gemm_blocked(p.M, p.N, p.K, {of_matrix(1, i), p.a_row, p.a_column}, {of_matrix(2, i), p.b_row, p.b_column},
                      false, of_matrix(0, i), p.out_row, p.out_column);
     };
-    // Small matrices are shared among threads one by one; on large ones all threads work together.
-    constexpr double SMALL = 1 << 18;
-    if (double(p.M) * double(p.N) * double(p.K) >= SMALL) {
+    // Several matrices that are not large are shared among threads one by one; on others all threads work together.
+    constexpr double SMALL = 1 << 18, LARGE = 1 << 24;
+    if (double(p.M) * double(p.N) * double(p.K) >= (matrices < 4 ? SMALL : LARGE)) {
         for (int64_t i = 0; i < matrices; i++)
             if (!multiply_by_library(p, of_matrix(0, i), of_matrix(1, i), of_matrix(2, i), stream)) multiply(i);
         return;
