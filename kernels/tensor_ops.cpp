@@ -130,7 +130,7 @@ MULTIARCH void apply_to(TensorFunction f, float* out, const float* x, const floa
 
 using Operand = StridedLoop::Operand;
 
-int64_t widened(const uint16_t* from, DType dtype, float* to, int64_t n) {
+void widened(const uint16_t* from, DType dtype, float* to, int64_t n) {
     int64_t i = 0;
 #ifdef __F16C__
     if (dtype == DType::F16)
@@ -138,7 +138,6 @@ int64_t widened(const uint16_t* from, DType dtype, float* to, int64_t n) {
             _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
 #endif
     for (; i < n; i++) to[i] = dtype == DType::BF16 ? to_float(bf16{from[i]}) : to_float(fp16{from[i]});
-    return n;
 }
 
 void narrowed(const float* from, DType dtype, uint16_t* to, int64_t n) {
@@ -168,19 +167,33 @@ void store_one(const Operand& o, int64_t at, float x) {
 
 // n elements from `at` on, `stride` apart, into a buffer.
 void gather(const Operand& o, int64_t at, int64_t stride, int64_t n, float* to) {
-    if (stride == 0)
+    if (stride == 0) {
         std::fill_n(to, n, load_one(o, at));
-    else if (o.dtype != DType::F32 && stride == 1)
+    } else if (o.dtype == DType::F32) {
+        const float* from = static_cast<const float*>(o.data) + at;
+        if (stride == 1)
+            std::copy_n(from, n, to);
+        else
+            for (int64_t i = 0; i < n; i++) to[i] = from[i * stride];
+    } else if (stride == 1) {
         widened(static_cast<const uint16_t*>(o.data) + at, o.dtype, to, n);
-    else
+    } else {
         for (int64_t i = 0; i < n; i++) to[i] = load_one(o, at + i * stride);
+    }
 }
 
 void scatter(const Operand& o, int64_t at, int64_t stride, int64_t n, const float* from) {
-    if (o.dtype != DType::F32 && stride == 1)
+    if (o.dtype == DType::F32) {
+        float* to = static_cast<float*>(o.data) + at;
+        if (stride == 1)
+            std::copy_n(from, n, to);
+        else
+            for (int64_t i = 0; i < n; i++) to[i * stride] = from[i];
+    } else if (stride == 1) {
         narrowed(from, o.dtype, static_cast<uint16_t*>(o.data) + at, n);
-    else
+    } else {
         for (int64_t i = 0; i < n; i++) store_one(o, at + i * stride, from[i]);
+    }
 }
 
 // Where they lie, if they are contiguous fp32.
@@ -214,7 +227,8 @@ class RowOffset {
 
 // --- elementwise
 
-constexpr int64_t PIECE = 2048;  // elements at a time: three buffers stay in L1
+constexpr int64_t PIECE = 2048;     // elements at a time: three buffers stay in L1
+constexpr int64_t SHORT_ROW = 128;  // up to here several rows are gathered, because each call costs as much as a row
 
 // Past the caches: a line that is written whole need not be read first, which ordinary stores do.
 void store_streaming(float* to, const float* from, int64_t n) {
@@ -244,7 +258,7 @@ int64_t last_cache_bytes() {
 // Several short rows at once, or a piece of a long one.
 void run_elementwise(const StridedLoop& loop, TensorFunction f) {
     const int64_t numel = loop.numel(), inner = loop.inner(), rows = numel / inner;
-    const int64_t pieces = (inner + PIECE - 1) / PIECE, rows_at_once = std::max<int64_t>(1, PIECE / inner);
+    const int64_t pieces = (inner + PIECE - 1) / PIECE, rows_at_once = inner <= SHORT_ROW ? PIECE / inner : 1;
     const int64_t groups = (rows + rows_at_once - 1) / rows_at_once;
     int64_t bytes = 0;
     for (int k = 0; k < loop.operands; k++) bytes += numel * dtype_size(loop.operand[k].dtype);
@@ -322,6 +336,30 @@ MULTIARCH float reduce_floats(TensorFunction f, const float* x, int64_t n) {
     return reduce_vectors<TensorFunction::Max>(x, n);
 }
 
+// sum[c] = sum[c] ∘ rows[0][c] ∘ rows[1][c] ∘ …: eight rows for one pass over the sums.
+constexpr int64_t ROWS = 8;
+template <TensorFunction F>
+ALWAYS_INLINE void reduce_row_vectors(float* sum, const float* const* rows, int64_t count, int64_t n) {
+    for_each_vector(n, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        vec16 s = vec_load_lanes(sum + c, lanes);
+        if (count == ROWS)
+#pragma GCC unroll 8
+            for (int r = 0; r < ROWS; r++) s = apply<F>(s, vec_load_lanes(rows[r] + c, lanes));
+        else
+            for (int64_t r = 0; r < count; r++) s = apply<F>(s, vec_load_lanes(rows[r] + c, lanes));
+        vec_store_lanes(sum + c, s, lanes);
+    });
+}
+
+MULTIARCH void reduce_rows(TensorFunction f, float* sum, const float* const* rows, int64_t count, int64_t n) {
+    if (f == TensorFunction::Add)
+        reduce_row_vectors<TensorFunction::Add>(sum, rows, count, n);
+    else if (f == TensorFunction::Mul)
+        reduce_row_vectors<TensorFunction::Mul>(sum, rows, count, n);
+    else
+        reduce_row_vectors<TensorFunction::Max>(sum, rows, count, n);
+}
+
 // Elements [begin, end) of the axis, for the result whose first element lies at `at`.
 double reduce_along(TensorFunction f, const Reduction& r, int64_t at, int64_t begin, int64_t end) {
     const Operand& inp = r.loop.operand[0];
@@ -343,12 +381,17 @@ void reduce_across(double* total, TensorFunction f, const Reduction& r, int64_t 
     const int64_t inner = inp.stride[r.loop.rank - 1];
     std::fill_n(total, n, double(tensor_reduce_start(f)));
     for (int64_t block = begin; block < end; block += BLOCK_ROWS) {
-        alignas(64) float sum[COLUMNS], buffer[COLUMNS];
+        alignas(64) float sum[COLUMNS], buffer[ROWS][COLUMNS];
         std::fill_n(sum, n, tensor_reduce_start(f));
-        for (int64_t i = block; i < std::min(end, block + BLOCK_ROWS); i++) {
-            const float* x = in_place(inp, at + i * r.stride, inner);
-            if (!x) gather(inp, at + i * r.stride, inner, n, buffer), x = buffer;
-            apply_to(f, sum, sum, x, n);
+        const int64_t block_end = std::min(end, block + BLOCK_ROWS);
+        for (int64_t first = block; first < block_end; first += ROWS) {
+            const int64_t count = std::min(ROWS, block_end - first);
+            const float* rows[ROWS];
+            for (int64_t i = 0; i < count; i++) {
+                rows[i] = in_place(inp, at + (first + i) * r.stride, inner);
+                if (!rows[i]) gather(inp, at + (first + i) * r.stride, inner, n, buffer[i]), rows[i] = buffer[i];
+            }
+            reduce_rows(f, sum, rows, count, n);
         }
         for (int64_t c = 0; c < n; c++) total[c] = combined(f, total[c], double(sum[c]));
     }

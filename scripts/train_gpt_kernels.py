@@ -56,34 +56,34 @@ class _Tensor(ctypes.Structure):
                 ("rank", ctypes.c_int32), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32)]
 
 
-# Functions of train_gpt_kernels.h that compute: numbers before the tensors, the tensors in order with what dtype each may
-# have, numbers behind. I, L, F: int32, int64, float32. Tensors: T one of float32, float16 and bfloat16, the same for all
-# of a call; A any of these; f float32, i int32, u uint8; r T or float32.
+# Functions of train_gpt_kernels.h that compute: numbers before the tensors, outputs|inputs with what dtype each may have,
+# numbers behind. I, L, F: int32, int64, float32. Tensors: T one of float32, float16 and bfloat16, the same for all of a
+# call; A any of these; f float32, i int32, u uint8; r T or float32.
 OPERATIONS = {
-    "map": ("I", "AA", ""),
-    "zip": ("I", "AAA", ""),
-    "bin_bcast": ("I", "AAA", ""),
-    "reduce": ("I", "AA", "IF"),
-    "tensor_matmul": ("", "fff", ""),
-    "matmul": ("", "rTT", "III"),
-    "matmul_forward": ("", "TTTT", ""),
-    "matmul_backward_input": ("", "TTT", "I"),
-    "matmul_backward_weight": ("", "ffTT", "I"),
-    "layernorm_forward": ("", "TTffTTff", "F"),
-    "layernorm_backward": ("", "TfffTTTfff", "I"),
-    "rmsnorm_forward": ("", "TTfTTf", "F"),
-    "rmsnorm_backward": ("", "TffTTTff", "I"),
-    "softmax_forward": ("", "TTu", "LFI"),
-    "softmax_backward": ("", "TTT", "F"),
-    "attention_forward": ("", "TfTTTii", "LLF"),
-    "attention_backward": ("", "TTTTTTTTfii", "LLF"),
-    "rope": ("", "Tif", "I"),
-    "gelu_forward": ("", "TT", ""),
-    "gelu_backward": ("", "TTT", ""),
-    "swiglu_forward": ("", "TT", ""),
-    "swiglu_backward": ("", "TTT", ""),
-    "adamw_update": ("", "ffff", "FFFFFFL"),
-    "top_k": ("", "TiT", ""),
+    "map": ("I", "A|A", ""),
+    "zip": ("I", "A|AA", ""),
+    "bin_bcast": ("I", "A|AA", ""),
+    "reduce": ("I", "A|A", "IF"),
+    "tensor_matmul": ("", "f|ff", ""),
+    "matmul": ("", "r|TT", "III"),
+    "matmul_forward": ("", "T|TTT", ""),
+    "matmul_backward_input": ("", "T|TT", "I"),
+    "matmul_backward_weight": ("", "ff|TT", "I"),
+    "layernorm_forward": ("", "TTff|TTff", "F"),
+    "layernorm_backward": ("", "Tfff|TTTfff", "I"),
+    "rmsnorm_forward": ("", "TTf|TTf", "F"),
+    "rmsnorm_backward": ("", "Tff|TTTff", "I"),
+    "softmax_forward": ("", "T|Tu", "LFI"),
+    "softmax_backward": ("", "T|TT", "F"),
+    "attention_forward": ("", "Tf|TTTii", "LLF"),
+    "attention_backward": ("", "TTT|TTTTTfii", "LLF"),
+    "rope": ("", "T|if", "I"),
+    "gelu_forward": ("", "T|T", ""),
+    "gelu_backward": ("", "T|TT", ""),
+    "swiglu_forward": ("", "T|T", ""),
+    "swiglu_backward": ("", "T|TT", ""),
+    "adamw_update": ("", "fff|f", "FFFFFFL"),
+    "top_k": ("", "Ti|T", ""),
 }
 _NUMBERS = {"I": ctypes.c_int32, "L": ctypes.c_int64, "F": ctypes.c_float}
 _FLOATS = ("float32", "float16", "bfloat16")
@@ -128,7 +128,7 @@ def _load(path):
     library = ctypes.CDLL(path)
     signatures = dict(FUNCTIONS)
     for name, (before, tensors, after) in OPERATIONS.items():
-        arguments = [_P, *(_NUMBERS[n] for n in before), *(_TENSOR for _ in tensors), *(_NUMBERS[n] for n in after)]
+        arguments = [_P, *(_NUMBERS[n] for n in before), *(_TENSOR for _ in tensors.replace("|", "")), *(_NUMBERS[n] for n in after)]
         signatures[name] = (arguments, ctypes.c_int)
     for name, (arguments, result) in signatures.items():
         function = getattr(library, "tgk_" + name)
@@ -504,14 +504,16 @@ class Kernels:
         elif isinstance(array, DeviceArray):
             view = _View(name, array.pointer, array.shape, _strides(array.shape), array.dtype.name,
                          CUDA if self.backend == "cuda" else CPU, array)
-        elif isinstance(array, np.ndarray):
+        elif isinstance(array, (np.ndarray, np.generic)):
+            writable = isinstance(array, np.ndarray) and array.flags.writeable
+            array = np.asarray(array)
             if any(stride % array.itemsize for stride in array.strides):
                 raise ValueError(f"{name} has strides of {array.strides} bytes, no multiples of an element's "
                                  f"{array.itemsize}")
             if not array.dtype.isnative:
                 raise TypeError(f"{name} is {array.dtype}, which is not in this machine's byte order")
             view = _View(name, array.ctypes.data, array.shape, [s // array.itemsize for s in array.strides],
-                         array.dtype.name, CPU, array, array.flags.writeable)
+                         array.dtype.name, CPU, array, writable)
         elif hasattr(array, "__dlpack__"):
             view = _view_of_dlpack(name, array)
         elif hasattr(array, "__cuda_array_interface__"):
@@ -596,19 +598,24 @@ class Kernels:
         self._library.tgk_free(self._context, pointer)
 
     def _check_dtypes(self, name, views):
-        rules = OPERATIONS[name][1]
+        outputs, inputs = OPERATIONS[name][1].split("|")
+        # Inputs first: results take their dtype from them.
+        pairs = [*zip(inputs, views[len(outputs):]), *zip(outputs, views)]
         # On the CPU only the operations over tensors of any strides know 16 bits.
         floats = _FLOATS if self.backend == "cuda" else _FLOATS[:1]
-        common = next((v.dtype for v, rule in zip(views, rules) if v is not None and rule == "T"), None)
-        for view, rule in zip(views, rules):
+        common = None  # T
+        for rule, view in pairs:
             if view is None:
                 continue
-            if rule in "Tr":
-                allowed = floats if common not in floats else (common,) if rule == "T" else (common, "float32")
+            if rule == "T":
+                allowed = (common,) if common else floats
+            elif rule == "r":
+                allowed = (common, "float32")
             else:
                 allowed = _ALLOWED.get(rule, _FLOATS)
             if view.dtype not in allowed:
-                raise TypeError(f"{name}: {view.name} is {view.dtype}, expected {' or '.join(allowed)}")
+                raise TypeError(f"{name}: {view.name} is {view.dtype}, expected {' or '.join(dict.fromkeys(allowed))}")
+            common = view.dtype if rule == "T" else common
 
     def _run(self, name, before, views, after, result):
         """Calls tgk_<name>(context, before…, tensors…, after…)."""
