@@ -187,6 +187,7 @@ TEST(TensorFunctions, EveryMagnitudeIsAccurate) {
     for (const F f : {F::Neg, F::Inv, F::Exp, F::Log, F::Sigmoid, F::Tanh, F::Relu}) {
         SCOPED_TRACE(info_of(f).name);
         std::vector<double> kept;
+        for (double x = 1e-44; f == F::Log && x < 1e-37; x *= 1.7) kept.push_back(x);  // subnormal
         for (const double x : points)
             if ((f != F::Log || x > 0) && (f != F::Exp || x < 88)) kept.push_back(x);
         const TestArray x = TestArray::of(kept, {int64_t(kept.size())});
