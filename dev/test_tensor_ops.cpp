@@ -529,7 +529,7 @@ TEST(TensorMatmul, BatchesBroadcast) {
 // Enough tiles of 128 x 128 for any GPU to take them, in every combination of layouts: contiguous along the rows, along
 // the columns, or along neither.
 TEST(TensorMatmul, LargeMatricesInEveryLayout) {
-    constexpr int64_t M = 132, N = 136, K = 36, BATCH = 80;
+    constexpr int64_t M = 132, N = 136, K = 36, BATCH = 40;
     const auto layout = [](const TestArray& memory, int64_t rows, int64_t columns, int kind) {
         Tensor t = shaped(memory, {BATCH, rows, columns});
         t.stride[0] = rows * columns * 2;

@@ -21,7 +21,7 @@ struct Operand {
 // W elements as they lie in memory: fp32 in all words, 16-bit ones in pairs in the first half. Packs of 8 are for
 // 16-bit operands alone.
 template <int W>
-struct Stored {
+struct alignas(W == 1 ? 4 : 16) Stored {
     uint32_t word[W == 8 ? 4 : W];
 };
 
