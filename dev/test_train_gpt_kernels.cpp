@@ -111,7 +111,8 @@ TEST_F(CInterface, SaysWhatIsWrong) {
 
 TEST_F(CInterface, MemoryThatCannotBeHadIsTheDevicesError) {
     void* data = nullptr;
-    EXPECT_EQ(tgk_alloc(context, &data, size_t(1) << 62), TGK_DEVICE_ERROR);
+    const size_t bytes = backend_device() == Device::CPU ? SIZE_MAX - 10 : size_t(1) << 62;
+    EXPECT_EQ(tgk_alloc(context, &data, bytes), TGK_DEVICE_ERROR);
     EXPECT_NE(std::string(tgk_last_error()).find("cannot allocate"), std::string::npos) << tgk_last_error();
 }
 

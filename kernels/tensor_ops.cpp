@@ -39,9 +39,10 @@ ALWAYS_INLINE vec16 vec_log(vec16 x) {
     const auto subnormal = [&](int i) INLINE_LAMBDA { return x[i] < 0x1p-126f; };
     const vec16 normal = vec_select(subnormal, x * 0x1p23f, x),
                 exponent0 = vec_select(subnormal, vec_set(-23), vec16{});
-    const ivec16 bits = reinterpret_cast<ivec16>(normal);
-    const ivec16 k = (bits - 0x3f3504f3) >> 23;  // the bits of √½: m begins there
-    const vec16 m = reinterpret_cast<vec16>(bits - (k << 23));
+    typedef uint32_t uvec16 __attribute__((vector_size(64)));  // wraps for numbers below 0, whose result is NaN anyway
+    const uvec16 bits = reinterpret_cast<uvec16>(normal);
+    const ivec16 k = reinterpret_cast<ivec16>(bits - 0x3f3504f3u) >> 23;  // the bits of √½: m begins there
+    const vec16 m = reinterpret_cast<vec16>(bits - (reinterpret_cast<uvec16>(k) << 23));
     vec16 exponent;
     for (int i = 0; i < 16; i++) exponent[i] = float(k[i]);
     exponent += exponent0;
