@@ -89,7 +89,8 @@ ifeq ($(BACKEND),cuda)
   PTX := $(if $(word 2,$(ARCHS)),$(lastword $(filter-out %a %f,$(ARCHS))))
   GENCODE := $(foreach arch,$(ARCHS),-gencode arch=compute_$(arch),code=sm_$(arch)) \
              $(foreach arch,$(PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
-  PREPROCESS += -DUSE_CUDA $(addprefix -isystem ,$(call cuda,include))
+  # Kernels in Hopper's own dialect are taken at run time where this build has them.
+  PREPROCESS += -DUSE_CUDA $(if $(filter 90a,$(ARCHS)),-DHAVE_SM90A) $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
   LIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses

@@ -307,7 +307,7 @@ class Activations {
     Tensor resf, meanf, rstdf, normf;  // [N, C], [N], [N], [N, C]
     Tensor logits, losses;             // [chunk, Vp], [N]
     Tensor dx, dnormf;                 // [N, C] gradients: of the residual stream, of normf
-    Tensor scratch;                    // bytes
+    Tensor scratch, forward_scratch;   // bytes
     Tensor loss_sum, scalars;          // [1] fp64; StepScalars
     Tensor sample_id, sample_key;      // [1] int32, [2] int64: the drawn token, and (sequence, step)
     std::unique_ptr<Staging> staging;  // what the inputs pass through
@@ -439,6 +439,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
     place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
     place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
+    if (attention_forward_scratch() > 0)
+        place({&forward_scratch}, "forward_scratch", DType::U8, {attention_forward_scratch()}, 0, UPDATE);
     if (training) {
         if (c.norm == Norm::LayerNorm) place({&meanf}, "meanf", DType::F32, {N}, HEAD, HEAD);
         place({&rstdf}, "rstdf", DType::F32, {N}, HEAD, HEAD);
@@ -576,7 +578,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     {
         const Range range(ctx.profiler, "attention");
         attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
-                          ctx.stream);
+                          acts.forward_scratch, ctx.stream);
     }
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);

@@ -36,7 +36,9 @@ struct Problem {
     Tensor v(const Tensor& t) const { return split_heads(t.columns((NH + NKV) * HS, width), NKV); }
     AttentionSequences sequences() const { return {cum, cum, length, length}; }
     float scale() const { return 1 / std::sqrt(float(HS)); }
-    void forward() const { attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences(), scale(), Stream{}); }
+    void forward() const {
+        attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences(), scale(), scratch, Stream{});
+    }
     // Pairs of a query and a key that it sees.
     double pairs() const { return double(B * NH) * double(length * (length + 1) / 2); }
 };

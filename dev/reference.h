@@ -498,15 +498,30 @@ HOST_DEVICE inline Value attention_query(double* out, double* out_mag, const dou
     return softmax.log_sum();
 }
 
+// Which keys a query sees, of those of its sequence.
+struct AttentionMask {
+    bool causal = true;
+    int64_t window = 0;  // 0: none
+
+    // Query i and key j of a sequence with klen − qlen = offset.
+    bool sees(int64_t i, int64_t j, int64_t offset) const {
+        const int64_t ahead = j - (i + offset);
+        return (!causal || ahead <= 0) && (window == 0 || std::abs(ahead) < window);
+    }
+};
+
 // Calls f(i, j0, seen, h, kv) for every query and head: query i sees the keys j0 … j0 + seen − 1.
 template <typename F>
 void for_each_query(const std::vector<int32_t>& cum_q, const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV,
-                    F f) {
+                    const AttentionMask& mask, F f) {
     for (size_t s = 0; s + 1 < cum_q.size(); s++) {
         const int64_t qlen = cum_q[s + 1] - cum_q[s], klen = cum_k[s + 1] - cum_k[s];
-        for (int64_t i = 0; i < qlen; i++)
-            for (int64_t h = 0; h < NH; h++)
-                f(cum_q[s] + i, int64_t(cum_k[s]), std::max<int64_t>(0, i + klen - qlen + 1), h, h / (NH / NKV));
+        for (int64_t i = 0; i < qlen; i++) {
+            int64_t begin = 0, seen = 0;
+            for (int64_t j = 0; j < klen; j++)
+                if (mask.sees(i, j, klen - qlen) && seen++ == 0) begin = j;
+            for (int64_t h = 0; h < NH; h++) f(cum_q[s] + i, cum_k[s] + begin, seen, h, h / (NH / NKV));
+        }
     }
 }
 
@@ -516,11 +531,11 @@ struct Attention {
 
 // q [Nq, NH, HS]; k, v [Nk, NKV, HS]; Nq and Nk are the ends of cum_q and cum_k.
 inline Attention attention_forward(const double* q, const double* k, const double* v, const std::vector<int32_t>& cum_q,
-                                   const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS,
-                                   double scale) {
+                                   const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS, double scale,
+                                   const AttentionMask& mask = {}) {
     const int64_t Nq = cum_q.back();
     Attention r{Values(Nq * NH * HS), Values(NH * Nq)};
-    for_each_query(cum_q, cum_k, NH, NKV, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
+    for_each_query(cum_q, cum_k, NH, NKV, mask, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
         const int64_t at = (i * NH + h) * HS, key = (j0 * NKV + kv) * HS;
         r.lse.set(h * Nq + i, attention_query(&r.out.value[size_t(at)], &r.out.mag[size_t(at)], q + at, k + key,
                                               v + key, seen, NKV * HS, HS, scale));
@@ -550,14 +565,14 @@ struct AttentionGradients {
 inline AttentionGradients attention_backward(const double* dout, const double* q, const double* k, const double* v,
                                              const double* out, const double* lse, const std::vector<int32_t>& cum_q,
                                              const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS,
-                                             double scale) {
+                                             double scale, const AttentionMask& mask = {}) {
     const int64_t Nq = cum_q.back(), Nk = cum_k.back();
     AttentionGradients g{Values(Nq * NH * HS), Values(Nk * NKV * HS), Values(Nk * NKV * HS)};
     auto add = [](Values& d, int64_t i, Value a, double b) {
         d.value[size_t(i)] += a.value * b;
         d.mag[size_t(i)] += a.mag * fabs(b);
     };
-    for_each_query(cum_q, cum_k, NH, NKV, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
+    for_each_query(cum_q, cum_k, NH, NKV, mask, [&](int64_t i, int64_t j0, int64_t seen, int64_t h, int64_t kv) {
         const int64_t at = (i * NH + h) * HS;
         const Value delta = dot(dout + at, 1, out + at, 1, HS);
         for (int64_t j = j0; j < j0 + seen; j++) {

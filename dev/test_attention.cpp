@@ -1,5 +1,6 @@
-// Attention against the oracle over packed, grouped, causal and degenerate shapes, and the mistakes known from others:
-// a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the past.
+// Attention against the oracle over packed, grouped, causal, windowed and degenerate shapes, and the mistakes known
+// from others: a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the
+// past.
 #include "kernels/attention.h"
 
 #include <algorithm>
@@ -16,6 +17,7 @@ constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 struct Shape {
     std::vector<int64_t> qlens, klens;  // of each sequence
     int64_t NH, NKV, HS;
+    reference::AttentionMask mask = {};
 };
 
 std::vector<int32_t> cumulative(const std::vector<int64_t>& lengths) {
@@ -62,7 +64,7 @@ struct Result {
 
 // extra: tokens after the last sequence.
 Result run(const Problem& p, int64_t extra = 0) {
-    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const int64_t Nq = p.Nq + extra, Nk = p.Nk + extra, S = int64_t(qlens.size());
     auto padded = [&](std::vector<double> values, int64_t n) {
         values.resize(size_t(n), NOT_A_NUMBER);
@@ -76,9 +78,10 @@ Result run(const Problem& p, int64_t extra = 0) {
     const TestArray dq = TestArray::poisoned(p.dtype, {Nq, NH, HS});
     const TestArray dk = TestArray::poisoned(p.dtype, {Nk, NKV, HS}), dv = TestArray::poisoned(p.dtype, {Nk, NKV, HS});
     const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
-    const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens)};
+    const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window};
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
-    attention_forward(out, lse, q, k, v, sequences, p.scale, Stream{});
+    const TestArray forward_scratch = TestArray::scratch(attention_forward_scratch());
+    attention_forward(out, lse, q, k, v, sequences, p.scale, forward_scratch, Stream{});
     attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{});
     return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
 }
@@ -96,13 +99,13 @@ void expect_within_magnitude(const char* what, const std::vector<double>& got, c
 // cancels: problems whose dS sum to nearly nothing over keys that are alike. dq and dk are then small beside their
 // terms, and in 16 bits, where each term is rounded, only the terms' magnitudes bound their errors.
 void check(const Problem& p, bool cancels = false) {
-    const auto [qlens, klens, NH, NKV, HS] = p.shape;
+    const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const Result got = run(p);
     reference::Attention ref = reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH,
-                                                            NKV, HS, double(p.scale));
+                                                            NKV, HS, double(p.scale), mask);
     const reference::AttentionGradients grad =
         reference::attention_backward(p.dout.data(), p.q.data(), p.k.data(), p.v.data(), got.out.data(), got.lse.data(),
-                                      p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale));
+                                      p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), mask);
     // A query that sees nothing has lse = −∞ exactly; the others are compared.
     std::vector<double> lse = got.lse;
     for (size_t i = 0; i < lse.size(); i++) {
@@ -135,7 +138,8 @@ void check(const Problem& p, bool cancels = false) {
 
 void check(DType dtype, const Shape& shape, double q_scale = 1, bool cancels = false) {
     SCOPED_TRACE(str("qlen ", shape.qlens.empty() ? 0 : shape.qlens[0], " klen ",
-                     shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS));
+                     shape.klens.empty() ? 0 : shape.klens[0], " NH ", shape.NH, " NKV ", shape.NKV, " HS ", shape.HS,
+                     shape.mask.causal ? " causal" : " full", " window ", shape.mask.window));
     check(Problem(dtype, shape, 1, q_scale), cancels);
 }
 
@@ -144,8 +148,62 @@ INSTANTIATE_DTYPES(Attention);
 
 TEST_P(Attention, Lengths) {
     for (const int64_t T : {1, 2, 15, 16, 17, 63, 64, 65, 127, 129}) check(activation(), {{T}, {T}, 2, 2, 16});
-    check(activation(), {{300}, {300}, 2, 1, 64});
+    for (const int64_t T : {1, 63, 64, 65, 127, 129, 191, 193, 257}) check(activation(), {{T}, {T}, 2, 1, 64});
+    for (const int64_t T : {1, 63, 64, 65, 127, 129, 193}) check(activation(), {{T}, {T}, 2, 1, 128});
     check(activation(), {{257}, {391}, 3, 1, 128});
+    check(activation(), {{640}, {640}, 1, 1, 64});
+}
+
+// Sampled rows of 16k tokens: the first, the last, those at tile edges and some between.
+TEST_P(Attention, LongSequence) {
+#ifdef USE_CUDA
+    constexpr int64_t T = 16384, HS = 64;  // on tensor cores
+#else
+    constexpr int64_t T = 16384, HS = 16;
+#endif
+    const Problem p(activation(), {{T}, {T}, 1, 1, HS});
+    const Result got = run(p);
+    std::vector<int64_t> rows{0, 1, 63, 64, 65, 127, 128, 191, 192, 255, 256, T / 2 - 1, T / 2, T - 64, T - 2, T - 1};
+    while (rows.size() < 64) rows.push_back((rows.back() + 5417) % T);
+
+    std::vector<reference::Value> delta;
+    for (int64_t i = 0; i < T; i++)
+        delta.push_back(reference::dot(p.dout.data() + i * HS, 1, got.out.data() + i * HS, 1, HS));
+    auto pair = [&](int64_t i, int64_t j) {
+        return reference::attention_pair(p.q.data() + i * HS, p.dout.data() + i * HS, got.lse[size_t(i)],
+                                         delta[size_t(i)], p.k.data() + j * HS, p.v.data() + j * HS, HS,
+                                         double(p.scale));
+    };
+    const int64_t n = int64_t(rows.size()) * HS;
+    reference::Values out(n), lse(int64_t(rows.size())), dq(n), dk(n), dv(n);
+    auto add = [&](reference::Values& d, size_t r, reference::Value weight, double factor, const double* row) {
+        for (size_t c = 0; c < HS; c++) {
+            d.value[r * HS + c] += factor * weight.value * row[c];
+            d.mag[r * HS + c] += std::fabs(factor * weight.mag * row[c]);
+        }
+    };
+    for (size_t r = 0; r < rows.size(); r++) {
+        const int64_t row = rows[r];
+        lse.set(int64_t(r), reference::attention_query(&out.value[r * HS], &out.mag[r * HS], p.q.data() + row * HS,
+                                                       p.k.data(), p.v.data(), row + 1, HS, HS, double(p.scale)));
+        for (int64_t j = 0; j <= row; j++) add(dq, r, pair(row, j).ds, double(p.scale), p.k.data() + j * HS);
+        for (int64_t i = row; i < T; i++) {
+            const reference::AttentionPair x = pair(i, row);
+            add(dk, r, x.ds, double(p.scale), p.q.data() + i * HS);
+            add(dv, r, x.p, 1, p.dout.data() + i * HS);
+        }
+    }
+    auto compare = [&](const char* what, const std::vector<double>& x, const reference::Values& ref, int64_t width) {
+        std::vector<double> sampled;
+        for (const int64_t row : rows)
+            sampled.insert(sampled.end(), &x[size_t(row * width)], &x[size_t(row * width)] + width);
+        expect_close(what, sampled, ref.value, ref.mag, T, width, width == 1 ? DType::F32 : p.dtype, 2);
+    };
+    compare("lse", got.lse, lse, 1);
+    compare("out", got.out, out, HS);
+    compare("dq", got.dq, dq, HS);
+    compare("dk", got.dk, dk, HS);
+    compare("dv", got.dv, dv, HS);
 }
 
 TEST_P(Attention, HeadSizes) {
@@ -182,6 +240,20 @@ TEST_P(Attention, QueriesThatSeeNothing) {
     for (size_t i = 0; i < 7; i++) EXPECT_EQ(std::isinf(r.lse[i]), i < 4) << i;
 }
 
+// Windows below, at and above the steps and tiles of the kernels, beside sequences without a key or a query.
+TEST_P(Attention, Masks) {
+    for (const bool causal : {true, false})
+        for (const int64_t window : {0, 1, 2, 15, 64, 65, 1000}) {
+            if (causal && window == 0) continue;  // all the other tests
+            const reference::AttentionMask mask{causal, window};
+            check(activation(), {{150, 0, 1, 33}, {150, 0, 1, 33}, 2, 1, 16, mask});
+            check(activation(), {{40, 3, 0, 1}, {190, 0, 5, 66}, 4, 2, 20, mask});  // a past
+            check(activation(), {{120, 80}, {90, 3}, 2, 2, 8, mask});               // queries before all keys
+        }
+    for (const int64_t HS : {64, 128})
+        for (const int64_t window : {0, 100}) check(activation(), {{191}, {193}, 2, 1, HS, {window == 0, window}});
+}
+
 // A running maximum that starts at 0, or an epsilon in the sum, would show in rows whose logits are all −20 or −80.
 TEST_P(Attention, EqualNegativeLogits) {
     for (const double logit : {-20.0, -80.0}) {
@@ -197,28 +269,30 @@ TEST_P(Attention, EqualNegativeLogits) {
 }
 
 TEST_P(Attention, LargeLogits) {
-    Problem p(activation(), {{90}, {90}, 2, 1, 64}, 5);
-    for (size_t i = 0; i < p.k.size(); i += 64) {  // logits of exactly ±80 beside those of ordinary size
-        if (i / 64 % 3 == 0) continue;
-        for (size_t c = 0; c < 64; c++) p.k[i + c] = i / 64 % 3 == 1 ? 10 : -10;
+    for (const auto& [T, HS, key] : {std::tuple(90, 64, 10.0), std::tuple(200, 128, 7.0625)}) {
+        Problem p(activation(), {{T}, {T}, 2, 1, HS}, 5);
+        for (int64_t j = 0; j < T; j++)  // logits of ±80 beside those of ordinary size
+            if (j % 3 > 0) std::fill_n(p.k.begin() + j * HS, HS, j % 3 == 1 ? key : -key);
+        for (int64_t i = 0; i < T; i++) std::fill_n(p.q.begin() + i * 2 * HS, HS, 1.0);
+        check(p, true);
     }
-    for (size_t i = 0; i < p.q.size(); i += 128)
-        std::fill(p.q.begin() + int64_t(i), p.q.begin() + int64_t(i) + 64, 1.0);
-    check(p, true);
     check(activation(), {{65}, {65}, 1, 1, 32}, 30, true);  // softmax close to a maximum
 }
 
 // What a query must not see cannot change its results by a bit, on the CPU not even NaN (kernels/attention.h).
+std::vector<double> poisons(DType dtype) {
+#ifdef USE_CUDA
+    return {rounded(dtype, dtype == DType::F16 ? 6e4 : 1e30)};
+#else
+    return {rounded(dtype, 1e30), INF, NOT_A_NUMBER};
+#endif
+}
+
 TEST_P(Attention, FutureNeverLeaksIntoThePast) {
     const Shape shape{{130}, {130}, 2, 1, 20};
     const Problem clean(activation(), shape);
     const Result expected = run(clean);
-#ifdef USE_CUDA
-    const std::vector<double> poisons{rounded(activation(), activation() == DType::F16 ? 6e4 : 1e30)};
-#else
-    const std::vector<double> poisons{1e30, INF, NOT_A_NUMBER};
-#endif
-    for (const double poison : poisons) {
+    for (const double poison : poisons(activation())) {
         for (const int64_t t : {1, 8, 16, 17, 63, 64, 65, 100, 129}) {
             SCOPED_TRACE(str("from token ", t, ": ", poison));
             Problem p = clean;
@@ -232,6 +306,29 @@ TEST_P(Attention, FutureNeverLeaksIntoThePast) {
             expect_same_bits("out", head(expected.out, t * 40), head(r.out, t * 40));
             expect_same_bits("lse", head(expected.lse, t), head(r.lse, t));
             expect_same_bits("dq", head(expected.dq, t * 40), head(r.dq, t * 40));
+        }
+    }
+}
+
+// Nor what the window has left behind.
+TEST_P(Attention, WindowForgetsThePast) {
+    constexpr int64_t T = 200, HS = 20;
+    for (const int64_t window : {1, 20, 64, 77}) {
+        const Problem clean(activation(), {{T}, {T}, 2, 1, HS, {true, window}});
+        const Result expected = run(clean);
+        for (const int64_t t : {1, 16, 63, 100}) {
+            SCOPED_TRACE(str("window ", window, ", tokens before ", t));
+            Problem p = clean;
+            std::fill_n(p.q.begin(), t * 2 * HS, poisons(activation()).back());
+            std::fill_n(p.k.begin(), t * HS, poisons(activation()).back());
+            std::fill_n(p.v.begin(), t * HS, poisons(activation()).back());
+            const Result r = run(p);
+            auto tail = [&](const std::vector<double>& x) {
+                return std::vector<double>(x.begin() + (t + window - 1) * 2 * HS, x.end());
+            };
+            expect_same_bits("out", tail(expected.out), tail(r.out));
+            expect_same_bits("dq", tail(expected.dq), tail(r.dq));
+            for (int64_t i = t + window - 1; i < T; i++) EXPECT_EQ(r.lse[size_t(i)], expected.lse[size_t(i)]) << i;
         }
     }
 }
@@ -295,7 +392,7 @@ TEST_P(Attention, PackedQKV) {
     auto k = [&](const Tensor& t) { return split_heads(t.columns(NH * HS, (NH + NKV) * HS), NKV); };
     auto v = [&](const Tensor& t) { return split_heads(t.columns((NH + NKV) * HS, width), NKV); };
     const AttentionSequences sequences{cum, cum, 50, 50};
-    attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    attention_forward(out, lse, q(qkv), k(qkv), v(qkv), sequences, p.scale, scratch, Stream{});
     attention_backward(q(dqkv), k(dqkv), v(dqkv), dout, q(qkv), k(qkv), v(qkv), out, lse, sequences, p.scale, scratch,
                        Stream{});
     const std::vector<double> got = dqkv.fetch();
@@ -312,7 +409,7 @@ TEST_P(Attention, PackedQKV) {
     }
 
     const TestArray again = TestArray::poisoned(activation(), {N, NH, HS});
-    attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, Stream{});
+    attention_forward(again, Tensor{}, q(qkv), k(qkv), v(qkv), sequences, p.scale, scratch, Stream{});
     expect_same_bits("out without lse", expected.out, again.fetch());
 }
 
@@ -320,6 +417,7 @@ TEST_P(Attention, PackedQKV) {
 TEST_P(Attention, Deterministic) {
     for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},
                                Shape{{150}, {119}, 2, 1, 33}, Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64},
+                               Shape{{150}, {181}, 2, 1, 64, {false, 70}}, Shape{{200}, {90}, 1, 1, 128, {true, 40}},
                                Shape{{40}, {50}, 1, 1, std::min<int64_t>(300, attention_max_head_size())}}) {
         const Problem p(activation(), shape);
         expect_deterministic("attention", [&] { return run(p).all(); });
@@ -377,7 +475,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
     const TestArray cum = TestArray::ints({0, 10}, {2}), scratch = TestArray::scratch(100);
     auto forward = [&](Tensor q_, Tensor k_, Tensor v_, const std::vector<int32_t>& cum_q, int64_t max_q) {
         const TestArray c = TestArray::ints(cum_q, {int64_t(cum_q.size())});
-        attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, Stream{});
+        attention_forward(out, lse, q_, k_, v_, {c, cum, max_q, 10}, 1, scratch, Stream{});
     };
     const TestArray three = TestArray::random({10, 3, 8}, 2),
                     wide = TestArray::random({1, 1, attention_max_head_size() + 1}, 2);
@@ -407,17 +505,28 @@ TEST(AttentionErrors, NameWhatIsWrong) {
         [&] {
             attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, scratch, Stream{});
         },
-        "attention_backward: scratch is uint8 [100], expected uint8 [160] or more");
+        str("attention_backward: scratch is uint8 [100], expected uint8 [", attention_backward_scratch(10, 4, 8),
+            "] or more"));
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, Stream{});
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, scratch, Stream{});
         },
         "attention_forward: scale is 0; it must be positive");
+    expect_error(
+        [&] {
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, 10, true, -1}, 1, scratch, Stream{});
+        },
+        "attention_forward: window is -1; it must be 0 (none) or positive");
+    expect_error(
+        [&] {
+            attention_forward(out, lse, q, k, k, {cum, cum, 10, (int64_t(1) << 30) + 1}, 1, scratch, Stream{});
+        },
+        "attention_forward: a sequence of 1073741825 tokens; 1073741824 is the most");
 #ifdef USE_CUDA
     const TestArray half = TestArray::random(DType::BF16, {10, 2, 8}, 2);
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, half, {cum, cum, 10, 10}, 1, Stream{});
+            attention_forward(out, lse, q, k, half, {cum, cum, 10, 10}, 1, scratch, Stream{});
         },
         "attention_forward: v is bf16 [10, 2, 8], expected fp32 [10, 2, 8]");
 #else
@@ -436,7 +545,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
     const TestArray falling = TestArray::ints({0, 6, 4}, {3});
     expect_error(
         [&] {
-            attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, Stream{});
+            attention_forward(out, lse, q, k, k, {falling, falling, 10, 10}, 1, scratch, Stream{});
         },
         "attention_forward: cum_q decreases after sequence 1");
 #endif

@@ -364,8 +364,8 @@ TEST(Large, AttentionInPackedRows) {
     };
     const Tensor q = part(qkv, 0, NH), k = part(qkv, NH, NKV), v = part(qkv, NH + NKV, NKV);
     const Tensor heads_out = split_heads(out, NH), heads_dout = split_heads(dout, NH);
-    attention_forward(heads_out, lse, q, k, v, sequences, scale, Stream{});
     const TestArray scratch = TestArray::scratch(attention_backward_scratch(N, NH, HS));
+    attention_forward(heads_out, lse, q, k, v, sequences, scale, scratch, Stream{});
     attention_backward(part(dqkv, 0, NH), part(dqkv, NH, NKV), part(dqkv, NH + NKV, NKV), heads_dout, q, k, v,
                        heads_out, lse, sequences, scale, scratch, Stream{});
 

@@ -14,72 +14,13 @@
 // tile lies past their sequence's end return. The sequence after the last stands for the tokens that belong to none.
 #include "kernels/attention.h"
 
-#include <limits>
-
+#include "kernels/attention.cuh"
 #include "kernels/attention_check.h"
 #include "kernels/warp_tile.cuh"
 
 namespace {
 
 constexpr int64_t MAX_HS = 256;
-constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float LOG2E = 1.44269504f;
-
-template <typename T>
-struct Heads {  // [tokens, heads, HS]
-    T* data;
-    int64_t token_stride, head_stride;
-    __device__ __forceinline__ T* at(int64_t token, int64_t head) const {
-        return data + token * token_stride + head * head_stride;
-    }
-};
-
-template <typename T>
-struct Attention {
-    Heads<T> q, k, v, out, dout, dq, dk, dv;
-    float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
-    int64_t lse_stride;
-    const int32_t *cum_q, *cum_k;
-    int64_t S, Nq, Nk, NH, NKV;
-    int tiles;  // of the longest sequence
-    int HS;
-    float scale;
-    bool aligned;  // all rows to 16 bytes
-};
-
-// 2^x to 2 units in the last place; 0 for −∞.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The four lanes of a row.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
-struct Sequence {
-    int64_t q0, k0;
-    int qlen, klen;
-    __device__ __forceinline__ int offset() const { return klen - qlen; }  // query i sees keys j ≤ i + offset
-};
-
-// Whatever cum_q and cum_k hold, a sequence lies within the tensors.
-template <typename T>
-__device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s) {
-    const auto begin = [](const int32_t* cum, int64_t i, int64_t n) {
-        return max(int64_t(0), min(int64_t(cum[i]), n));
-    };
-    const int64_t q0 = begin(a.cum_q, s, a.Nq), k0 = begin(a.cum_k, s, a.Nk);
-    return {q0, k0, int(max(int64_t(0), begin(a.cum_q, s + 1, a.Nq) - q0)),
-            int(max(int64_t(0), begin(a.cum_k, s + 1, a.Nk) - k0))};
-}
 
 struct Task {
     int tile;
@@ -89,13 +30,6 @@ struct Task {
 __device__ __forceinline__ Task task_of(int tiles, int64_t heads) {
     const unsigned rest = blockIdx.x / unsigned(tiles);
     return {int(blockIdx.x % unsigned(tiles)), int64_t(rest % unsigned(heads)), int64_t(rest / unsigned(heads))};
-}
-
-// Zeros for one head of the tokens [first, n): this block's share, of `tiles` blocks.
-template <typename T>
-__device__ void zero_tail(const Heads<T>& heads, const Task& task, int tiles, int64_t first, int64_t n, int HS) {
-    for (int64_t token = first + task.tile; token < n; token += tiles)
-        for (int c = threadIdx.x; c < HS; c += blockDim.x) heads.at(token, task.head)[c] = T{};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +93,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const Task task = task_of(a.tiles, a.NH);
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_q[a.S]);
-        zero_tail(a.out, task, a.tiles, first, a.Nq, a.HS);
+        zero_tail(a.out, task.head, first, a.Nq, a.HS, task.tile, a.tiles, THREADS);
         for (int64_t i = first + task.tile * THREADS + threadIdx.x; a.lse && i < a.Nq; i += a.tiles * THREADS)
             a.lse[task.head * a.lse_stride + i] = -INF;
         return;
@@ -169,7 +103,8 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
-    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.offset());  // that the last query sees
+    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.last);  // end of those that the last query sees
+    const int first_key = max(0, i0 + seq.first) / BN * BN;             // that the first query sees, to whole steps
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = i0 + warp_row + lane / 4;
 
     load_tile<T, D, BM, THREADS>(q_tile, a.q.at(seq.q0 + i0, task.head), a.q.token_stride, seq.qlen - i0, a.HS,
@@ -180,8 +115,9 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const auto load_v = [&](T* tile, int j0) {
         load_tile<T, D, BN, THREADS>(tile, v + j0 * a.v.token_stride, a.v.token_stride, keys - j0, a.HS, a.aligned);
     };
-    if (keys > 0) load_k(stages, 0);
-    if (keys > 0 && STAGES == 2) load_v(stages + TILE, 0);
+    const auto stage_of = [&](int j0) { return stages + j0 / BN % STAGES * 2 * TILE; };
+    if (first_key < keys) load_k(stage_of(first_key), first_key);
+    if (first_key < keys && STAGES == 2) load_v(stage_of(first_key) + TILE, first_key);
     wait_for_copies();
     __syncthreads();
     const LeftTile<T, MT, D, Sizes::KEEP_Q> q(q_tile + warp_row * PITCH<T, D>);
@@ -192,19 +128,18 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
     for (int m = 0; m < MT; m++) largest[m][0] = largest[m][1] = -INF;
 
-    for (int j0 = 0; j0 < keys; j0 += BN) {
-        T *k_tile = stages + j0 / BN % STAGES * 2 * TILE, *v_tile = k_tile + TILE;
+    for (int j0 = first_key; j0 < keys; j0 += BN) {
+        T *k_tile = stage_of(j0), *v_tile = k_tile + TILE;
         if (STAGES == 1) load_v(v_tile, j0);
         if (STAGES == 2 && j0 + BN < keys) {
-            T* next = stages + (j0 / BN + 1) % STAGES * 2 * TILE;
-            load_k(next, j0 + BN);
-            load_v(next + TILE, j0 + BN);
+            load_k(stage_of(j0 + BN), j0 + BN);
+            load_v(stage_of(j0 + BN) + TILE, j0 + BN);
         }
-        const bool seen = j0 <= i0 + warp_row + MT * 16 - 1 + seq.offset();  // by any query of this warp
+        const bool seen = seq.any_seen(i0 + warp_row, MT * 16, j0, BN);  // by this warp
         float s[MT][BN / 8][4] = {};
         if (seen) {
             product_nt(s, q, k_tile);
-            if (j0 + BN - 1 > i0 + warp_row + seq.offset()) {
+            if (j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -212,7 +147,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
                             const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                            if (j > i + seq.offset()) s[m][n][e] = -INF;
+                            if (j >= keys || !seq.sees(i, j)) s[m][n][e] = -INF;
                         }
             }
 #pragma unroll
@@ -308,13 +243,14 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
       *stages = dout_tile + BM * PITCH<T, D>;
 
     const Task task = task_of(a.tiles, a.NH);
-    if (task.sequence == a.S) return zero_tail(a.dq, task, a.tiles, max(0, a.cum_q[a.S]), a.Nq, a.HS);
+    if (task.sequence == a.S)
+        return zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.tile, a.tiles, THREADS);
     const Sequence seq = sequence_of(a, task.sequence);
     const int i0 = (a.tiles - 1 - task.tile) * BM;
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
-    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.offset());
+    const int keys = min(seq.klen, min(i0 + BM, seq.qlen) + seq.last), first_key = max(0, i0 + seq.first) / BN * BN;
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = i0 + warp_row + lane / 4;
     const auto load_keys = [&](int j0) {
         T* stage = stages + j0 / BN % 2 * STAGE;
@@ -327,7 +263,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                                  a.aligned);
     load_tile<T, D, BM, THREADS>(dout_tile, a.dout.at(seq.q0 + i0, task.head), a.dout.token_stride, seq.qlen - i0, a.HS,
                                  a.aligned);
-    if (keys > 0) load_keys(0);
+    if (first_key < keys) load_keys(first_key);
     wait_for_copies();
     __syncthreads();
     const LeftTile<T, MT, D, false> q(q_tile + warp_row * PITCH<T, D>), dout(dout_tile + warp_row * PITCH<T, D>);
@@ -348,15 +284,15 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
 
     const float c = a.scale * LOG2E;
     float dq[MT][D / 8][4] = {};
-    for (int j0 = 0; j0 < keys; j0 += BN) {
-        if (j0 > 0) {
+    for (int j0 = first_key; j0 < keys; j0 += BN) {
+        if (j0 > first_key) {
             wait_for_copies();
             __syncthreads();  // this step's keys have come, and nobody needs the other stage any more
         }
         if (j0 + BN < keys) load_keys(j0 + BN);
-        if (j0 > i0 + warp_row + MT * 16 - 1 + seq.offset()) continue;  // no query of this warp sees them
+        if (!seq.any_seen(i0 + warp_row, MT * 16, j0, BN)) continue;  // by this warp
         const T *k_tile = stages + j0 / BN % 2 * STAGE, *v_tile = k_tile + BN * PITCH<T, D>;
-        const bool masked = j0 + BN - 1 > i0 + warp_row + seq.offset();
+        const bool masked = j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
         float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
         product_nt(s, q, k_tile);
         product_nt(dp, dout, v_tile);
@@ -370,7 +306,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                     dp[m][n][e] = p * (dp[m][n][e] - delta[m][e / 2]);
                     if (masked) {
                         const int i = row0 + m * 16 + e / 2 * 8, j = j0 + n * 8 + lane % 4 * 2 + e % 2;
-                        if (j > i + seq.offset()) dp[m][n][e] = 0;
+                        if (j >= keys || !seq.sees(i, j)) dp[m][n][e] = 0;
                     }
                 }
         product_nn<T, D>(dq, dp, k_tile);
@@ -402,15 +338,16 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
     task.tile /= Sizes::PARTS;
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_k[a.S]);
-        zero_tail(a.dk, task, a.tiles, first, a.Nk, a.HS);
-        return zero_tail(a.dv, task, a.tiles, first, a.Nk, a.HS);
+        zero_tail(a.dk, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
+        return zero_tail(a.dv, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
     }
     const Sequence seq = sequence_of(a, task.sequence);
     const int j0 = task.tile * BN;  // the first keys are seen by the most queries
     if (j0 >= seq.klen) return;
     const int64_t group = a.NH / a.NKV, first_head = task.head * group;
-    const int first_query = max(0, j0 - seq.offset()) / BQ * BQ;  // that sees key j0, to whole steps
-    const int steps = max(0, (seq.qlen - first_query + BQ - 1) / BQ), all_steps = int(group) * steps;
+    const int first_query = max(0, j0 - seq.last) / BQ * BQ;                // that sees key j0, to whole steps
+    const int queries = min(seq.qlen, min(j0 + BN, seq.klen) - seq.first);  // end of those that see the last key
+    const int steps = max(0, (queries - first_query + BQ - 1) / BQ), all_steps = int(group) * steps;
     const int lane = lane_id(), warp_row = threadIdx.x / WARP * MT * 16, row0 = j0 + warp_row + lane / 4;
     const auto load_queries = [&](int step) {
         const int64_t head = first_head + step / steps;
@@ -446,10 +383,10 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
         }
         if (step + 1 < all_steps) load_queries(step + 1);
         const int i0 = first_query + step % steps * BQ;
-        if (j0 + warp_row > i0 + BQ - 1 + seq.offset()) continue;  // no query sees this warp's keys
+        if (!seq.any_seen(i0, BQ, j0 + warp_row, MT * 16)) continue;  // of this warp
         const T *q_tile = stages + step % 2 * STAGE, *dout_tile = q_tile + BQ * PITCH<T, D>;
         const float *lse = stats + step % 2 * 2 * BQ, *delta = lse + BQ;
-        const bool masked = j0 + warp_row + MT * 16 - 1 > i0 + seq.offset();
+        const bool masked = !seq.all_seen(i0, BQ, j0 + warp_row, MT * 16);
         float p[MT][BQ / 8][4] = {}, ds[MT][BQ / 8][4] = {};
         product_nt(p, k, q_tile);
 #pragma unroll
@@ -462,7 +399,7 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
                     p[m][n][e] = exp2_fast(fmaf(p[m][n][e], c, -l[e % 2] * LOG2E));
                     if (masked) {
                         const int i = i0 + n * 8 + lane % 4 * 2 + e % 2, j = row0 + m * 16 + e / 2 * 8;
-                        if (j > i + seq.offset()) p[m][n][e] = 0;
+                        if (!seq.sees(i, j)) p[m][n][e] = 0;
                     }
                 }
         }
@@ -520,11 +457,6 @@ void launch(const char* op, void (*kernel)(Attention<T>), const Attention<T>& a,
     check_launch(op, stream);
 }
 
-template <typename T>
-Heads<T> heads_of(const Tensor& t) {
-    return {t.as<T>(), t.stride[0], t.stride[1]};
-}
-
 // All but the gradients.
 template <typename T>
 Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -533,15 +465,13 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     a.q = heads_of<T>(q), a.k = heads_of<T>(k), a.v = heads_of<T>(v), a.out = heads_of<T>(out);
     a.lse = lse.as<float>(), a.lse_stride = lse.stride[0];
     a.cum_q = sequences.cum_q.as<int32_t>(), a.cum_k = sequences.cum_k.as<int32_t>();
+    a.causal = sequences.causal;
+    // One that reaches past the longest sequence is as good as none, and sums with it stay within int.
+    a.window = int(std::min(sequences.window, std::max(sequences.max_q, sequences.max_k)));
     a.S = z.S, a.Nq = z.Nq, a.Nk = z.Nk, a.NH = z.NH, a.NKV = z.NKV;
     a.HS = int(z.HS);
     a.scale = scale;
     return a;
-}
-
-// At least one, for the tokens after the last sequence.
-int tiles_of(int64_t longest, int tile) {
-    return int(std::max<int64_t>(1, ceil_div(longest, tile)));
 }
 
 }  // namespace
@@ -550,19 +480,27 @@ int64_t attention_max_head_size() {
     return MAX_HS;
 }
 
+int64_t attention_forward_scratch() {
+    return 16;  // the next task's number
+}
+
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream stream) {
+                       float scale, Tensor scratch, Stream stream) {
     const char* op = "attention_forward";
     const DType dtype = check_activation_dtype(op, "q", q);
     const AttentionSizes z = check_attention(op, dtype, q, k, v, sequences, scale);
     check_tensor(op, "out", out, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq}, Given::Optional);
+    check_scratch(op, scratch, attention_forward_scratch());
     if (z.Nq == 0) return;
 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out});
+        a.next_task = static_cast<uint32_t*>(scratch.data);
+        if constexpr (!std::is_same_v<T, float>)
+            if (hopper_attention_takes(a)) return hopper_attention_forward(op, a, sequences, stream);
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Sizes = ForwardSizes<T, head_size>;
             a.tiles = tiles_of(sequences.max_q, Sizes::BM);
@@ -572,7 +510,7 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 }
 
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t) {
-    return Nq * NH * int64_t(sizeof(float));  // delta
+    return Nq * NH * int64_t(sizeof(float)) + attention_forward_scratch();  // delta, the next task's number
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
@@ -593,7 +531,10 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.dq = heads_of<T>(dq), a.dk = heads_of<T>(dk), a.dv = heads_of<T>(dv), a.dout = heads_of<T>(dout);
         a.delta = static_cast<float*>(scratch.data);
+        a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});
+        if constexpr (!std::is_same_v<T, float>)
+            if (hopper_attention_takes(a)) return hopper_attention_backward(op, a, sequences, stream);
         dispatch_head_size<T>(z.HS, [&](auto head_size) {
             using Queries = QueryPassSizes<T, head_size>;
             using Keys = KeyPassSizes<T, head_size>;

@@ -1,8 +1,10 @@
-// Causal softmax attention with grouped-query heads over packed sequences of unequal length, forward and backward.
+// Softmax attention with grouped-query heads over packed sequences of unequal length, causal or full, with or without a
+// sliding window, forward and backward.
 //
 //   sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them);
-//   query i of it (from 0) sees keys j ≤ i + klen − qlen; head h reads KV head h / (NH/NKV):
-//   S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
+//   with o = klen − qlen, which puts the last query beside the last key, query i of it (from 0) sees the keys j ≤ i +
+//   o, or all of them if not causal; a window of w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h reads
+//   KV head h / (NH/NKV): S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
 //   a query that sees no key gives out = 0 and lse = −∞.
 //
 //   backward, with D_i = Σ_c dout_ic·out_ic:
@@ -18,9 +20,9 @@
 // numbers don't. Sequences are isolated from each other on both. dtypes: q, k, v, out and their gradients T, one of
 // fp32, bf16 and fp16 (the CPU: fp32); lse fp32. On tensor cores P and dS are rounded to T before they are multiplied;
 // sums are fp32. Errors: wrong shapes or dtypes, NKV not dividing NH, HS > attention_max_head_size(), a scale that is
-// not positive; on the CPU also cum_seqlens that decrease, run past the tensors or have a sequence longer than the
-// maximum given. CUDA does not look at them on the host: it never reads or writes outside the tensors, but the results
-// are then undefined.
+// not positive, a negative window, sequences of more than 2³⁰ tokens; on the CPU also cum_seqlens that decrease, run
+// past the tensors or have a sequence longer than the maximum given. CUDA does not look at them on the host: it never
+// reads or writes outside the tensors, but the results are then undefined.
 #pragma once
 
 #include "runtime/device.h"
@@ -29,13 +31,17 @@
 struct AttentionSequences {
     Tensor cum_q, cum_k;           // [S + 1] int32, cum[0] = 0
     int64_t max_q = 0, max_k = 0;  // longest of each, known to the host
+    bool causal = true;
+    int64_t window = 0;  // keys that a query sees on either side, its own among them; 0: all
 };
 
 int64_t attention_max_head_size();  // of this backend
 
-// out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS].
+// out [Nq, NH, HS]; lse [NH, Nq] fp32 (null: not stored); q [Nq, NH, HS]; k, v [Nk, NKV, HS]; scratch:
+// attention_forward_scratch bytes (U8; may be null if that is 0).
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
-                       float scale, Stream stream);
+                       float scale, Tensor scratch, Stream stream);
+int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8).

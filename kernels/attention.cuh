@@ -1,0 +1,121 @@
+// What the attention kernels of all GPUs share: their arguments and which query sees which keys.
+#pragma once
+
+#include <limits>
+
+#include "kernels/attention.h"
+#include "kernels/cuda_common.cuh"
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+constexpr float LOG2E = 1.44269504f;
+
+template <typename T>
+struct Heads {  // [tokens, heads, HS]
+    T* data;
+    int64_t token_stride, head_stride;
+    __device__ __forceinline__ T* at(int64_t token, int64_t head) const {
+        return data + token * token_stride + head * head_stride;
+    }
+};
+
+// The arguments of a kernel; the forward pass leaves the gradients out.
+template <typename T>
+struct Attention {
+    Heads<T> q, k, v, out, dout, dq, dk, dv;
+    float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
+    int64_t lse_stride;
+    uint32_t* next_task;  // scratch of the kernels for Hopper GPUs
+    const int32_t *cum_q, *cum_k;
+    int64_t S, Nq, Nk, NH, NKV;
+    bool causal;
+    int window;  // 0: none
+    int tiles;   // of the longest sequence
+    int HS;
+    float scale;
+    bool aligned;  // all rows to 16 bytes
+};
+
+// 2^x to 2 units in the last place; 0 for −∞.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// The four lanes of a row.
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+struct Sequence {
+    int q0, k0, qlen, klen;
+    int first, last;  // query i sees the keys i + first … i + last, as far as they exist
+
+    __device__ __forceinline__ bool sees(int i, int j) const {
+        return unsigned(j - i - first) <= unsigned(last - first);
+    }
+    // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
+    __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
+        return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
+    }
+    __device__ __forceinline__ bool all_seen(int i, int queries, int j, int keys) const {
+        return j + keys - 1 <= i + last && j >= i + queries - 1 + first;
+    }
+};
+
+// Whatever cum_q and cum_k hold, a sequence lies within the tensors.
+template <typename T>
+__device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s) {
+    const auto begin = [](const int32_t* cum, int64_t i, int64_t n) {
+        return int(max(int64_t(0), min(int64_t(cum[i]), n)));
+    };
+    const int q0 = begin(a.cum_q, s, a.Nq), k0 = begin(a.cum_k, s, a.Nk),
+              qlen = max(0, begin(a.cum_q, s + 1, a.Nq) - q0), klen = max(0, begin(a.cum_k, s + 1, a.Nk) - k0),
+              offset = klen - qlen;
+    return {q0,
+            k0,
+            qlen,
+            klen,
+            a.window ? offset - a.window + 1 : -qlen,
+            a.causal   ? offset
+            : a.window ? offset + a.window - 1
+                       : klen};
+}
+
+// Zeros for one head of the tokens [first, n): one part of `parts`, by `threads` threads.
+template <typename T>
+__device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, int64_t n, int HS, int part, int parts,
+                          int threads) {
+    for (int64_t token = first + part; token < n; token += parts)
+        for (int c = int(threadIdx.x) % threads; c < HS; c += threads) heads.at(token, head)[c] = T{};
+}
+
+// ---- the kernels for Hopper GPUs (attention_hopper.cu), which take 16-bit heads of up to 128 columns
+
+// Whether this GPU and this build have them and rows are fit for tensor copies.
+template <typename T>
+bool hopper_attention_takes(const Attention<T>& a);
+
+template <typename T>
+void hopper_attention_forward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                              Stream stream);
+template <typename T>
+void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                               Stream stream);
+
+// ---- at launch
+
+template <typename T>
+Heads<T> heads_of(const Tensor& t) {
+    return {t.as<T>(), t.stride[0], t.stride[1]};
+}
+
+// At least one, for the tokens after the last sequence.
+inline int tiles_of(int64_t longest, int tile) {
+    return int(std::max<int64_t>(1, ceil_div(longest, tile)));
+}

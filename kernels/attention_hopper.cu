@@ -1,0 +1,997 @@
+// Attention on Hopper GPUs: bf16 and fp16, heads of up to 128 columns (a multiple of 8).
+//
+// A block owns a multiprocessor and walks over its tasks. One warp copies tiles into rings in shared memory (TMA); two
+// or three warpgroups of 64 rows each multiply them (wgmma), and one computes exponentials while another multiplies
+// (FlashAttention-3, Shah et al. 2024, section 3).
+//
+//   forward   a warpgroup owns 64 queries. S of the next keys is multiplied before P·V of these, so that the
+//             exponentials of the one run beside the products of the other within the warpgroup too.
+//   backward  twice, as on older GPUs (attention.cu): nothing is added across blocks, so there are no atomics, no order
+//   to
+//             wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
+//             Pᵀ, dS and dSᵀ all stay in registers.
+//
+// Heads narrower than D = 64 or 128 get columns of zeros from the copies. Rows of a tile past the end of their sequence
+// hold the next one's: harmless where rows stay apart; where they are summed over, the loading warp zeroes them.
+#include "kernels/attention.cuh"
+#include "kernels/hopper.cuh"
+
+namespace {
+
+// --- which task a block does when
+
+// Tasks are the tiles of pairs of a sequence and a head. Blocks take them one by one as they get done, the longest
+// first, so that all end at the same time: but by sections of pairs whose inner tensors stay in L2 together.
+struct Schedule {
+    int64_t pairs, heads;  // the sequence after the last stands for the tokens that belong to none
+    int tiles;             // of the longest sequence
+    int section;           // pairs
+    uint32_t* next;        // the task to be taken next; 0 at the start
+};
+
+struct Task {
+    int rank;  // of the tile, 0 for the longest of its pair; −1: there are no more tasks
+    int head, sequence;
+    Sequence seq;
+};
+
+// The same in all lanes, so that the compiler keeps it, and what follows from it, in uniform registers.
+__device__ __forceinline__ int uniform(int x) {
+    return __shfl_sync(ALL_LANES, x, 0);
+}
+
+// Rows of a sequence, end excluded.
+struct Range {
+    int begin, end;
+};
+
+// The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
+__device__ __forceinline__ Range keys_seen(const Sequence& seq, int begin, int end) {
+    if (begin >= end) return {0, 0};
+    return {max(0, begin + seq.first), min(seq.klen, end + seq.last)};
+}
+__device__ __forceinline__ Range queries_seeing(const Sequence& seq, int begin, int end) {
+    if (begin >= end) return {0, 0};
+    return {max(0, begin - seq.last), min(seq.qlen, end - seq.first)};
+}
+
+// Numbers of blocks of BLOCK rows, end excluded.
+template <int BLOCK>
+struct Blocks {
+    int begin, end;
+    __device__ __forceinline__ explicit Blocks(Range rows)
+        : begin(rows.begin / BLOCK), end(rows.end > rows.begin ? (rows.end + BLOCK - 1) / BLOCK : rows.begin / BLOCK) {}
+    __device__ __forceinline__ bool contains(int block) const { return block >= begin && block < end; }
+};
+
+// --- the loading warp
+
+struct Maps {
+    CUtensorMap q, k, v, dout;
+};
+
+// N tiles of ROWS rows of the same head from the same token on, for one phase of `full`. Rows from `count` on become
+// zeros: such tiles, the last of their sequence, arrive at a barrier of the loading warp's own first.
+class Loader {
+  public:
+    __device__ explicit Loader(Barrier* own) : own_(own) {}
+
+    template <int ROWS, int D, int N>
+    __device__ __forceinline__ void load(unsigned char* const (&tiles)[N], const CUtensorMap* const (&maps)[N],
+                                         int head, int token, int count, Barrier* full) {
+        const bool whole = count >= ROWS;
+        Barrier* arrival = whole ? full : own_;
+        if (lane_id() == 0) {
+            barrier_arrive_expecting(arrival, N * ROWS * D * 2);
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int c = 0; c < D / CHUNK; c++)
+                    copy_box(tiles[n] + c * ROWS * CHUNK_ROW, maps[n], c * CHUNK, head, token, arrival);
+        }
+        if (whole) return;
+        barrier_wait(own_, parity_);
+        parity_ ^= 1;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+            for (int i = lane_id(); i < (ROWS - count) * (D / 8); i += WARP)
+                *reinterpret_cast<uint4*>(tiles[n] + tile_offset<ROWS>(count + i / (D / 8), i % (D / 8) * 8)) = {};
+        fence_async_proxy();
+        __syncwarp();
+        if (lane_id() == 0) barrier_arrive(full);
+    }
+
+  private:
+    Barrier* own_;
+    int parity_ = 0;
+};
+
+constexpr int EVERY_ROW = std::numeric_limits<int>::max();  // count of tiles whose rows stay apart
+
+// A ring's barriers: `full` is the loading warp's, `empty` has an arrival of each computing warp.
+template <int STAGES>
+struct Ring {
+    Barrier full[STAGES], empty[STAGES];
+    __device__ void init(int warpgroups, int filling = 1) {
+        for (int s = 0; s < STAGES; s++)
+            barrier_init(&full[s], filling), barrier_init(&empty[s], warpgroups * WARPGROUP / WARP);
+    }
+    __device__ __forceinline__ void wait_full(RingPosition<STAGES> at) { barrier_wait(&full[at.stage], at.parity); }
+    __device__ __forceinline__ void wait_empty(RingPosition<STAGES> at) {
+        barrier_wait(&empty[at.stage], at.parity ^ 1);
+    }
+    // By a warp, once it has read the stage and its products too.
+    __device__ __forceinline__ void release(RingPosition<STAGES> at) {
+        __syncwarp();
+        if (lane_id() == 0) barrier_arrive(&empty[at.stage]);
+    }
+};
+
+// Tasks on their way from the loading warp, which is a task ahead, to the others.
+struct TaskRing {
+    static constexpr int STAGES = 2;
+    Ring<STAGES> ring;
+    Task tasks[STAGES];
+};
+
+// The loading warp's end. Asking for a number takes a microsecond, so it asks for the next one early.
+template <typename T>
+class TaskSource {
+  public:
+    __device__ __forceinline__ TaskSource(const Attention<T>& a, const Schedule& schedule, TaskRing& ring)
+        : a_(a), schedule_(schedule), ring_(ring) {
+        ask();
+    }
+    __device__ __forceinline__ bool next(Task& task) {
+        const uint32_t i = uint32_t(uniform(int(number_)));
+        task = {-1, 0, 0, {}};
+        if (i < uint32_t(schedule_.pairs) * uint32_t(schedule_.tiles)) {
+            ask();
+            const uint32_t width = uint32_t(schedule_.section), in_section = width * uint32_t(schedule_.tiles);
+            const uint32_t first = i / in_section * width, rest = i % in_section;
+            const uint32_t here = min(width, uint32_t(schedule_.pairs) - first), pair = first + rest % here;
+            task.rank = int(rest / here);
+            task.head = int(pair % uint32_t(schedule_.heads)), task.sequence = int(pair / uint32_t(schedule_.heads));
+            if (task.sequence < a_.S) task.seq = sequence_of(a_, task.sequence);
+        }
+        ring_.ring.wait_empty(at_);
+        if (lane_id() == 0) {
+            ring_.tasks[at_.stage] = task;
+            barrier_arrive(&ring_.ring.full[at_.stage]);
+        }
+        at_.advance();
+        return task.rank >= 0;
+    }
+
+  private:
+    __device__ __forceinline__ void ask() {
+        if (lane_id() == 0) number_ = atomicAdd(schedule_.next, 1);
+    }
+    const Attention<T>& a_;
+    const Schedule& schedule_;
+    TaskRing& ring_;
+    RingPosition<TaskRing::STAGES> at_;
+    uint32_t number_ = 0;
+};
+
+// The computing warps' end.
+class TaskSink {
+  public:
+    __device__ __forceinline__ explicit TaskSink(TaskRing& ring) : ring_(ring) {}
+    __device__ __forceinline__ bool next(Task& task) {
+        ring_.ring.wait_full(at_);
+        const Task& t = ring_.tasks[at_.stage];
+        task = {uniform(t.rank),
+                uniform(t.head),
+                uniform(t.sequence),
+                {uniform(t.seq.q0), uniform(t.seq.k0), uniform(t.seq.qlen), uniform(t.seq.klen), uniform(t.seq.first),
+                 uniform(t.seq.last)}};
+        ring_.ring.release(at_);
+        at_.advance();
+        return task.rank >= 0;
+    }
+
+  private:
+    TaskRing& ring_;
+    RingPosition<TaskRing::STAGES> at_;
+};
+
+// Threads and registers of a block of WARPGROUPS computing warpgroups and one that loads, which gives registers up;
+// BLOCKS share a multiprocessor.
+template <int WARPGROUPS, int BLOCKS>
+struct Roles {
+    static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
+    static constexpr int LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
+    static constexpr int REGISTERS = BLOCKS == 2 ? 104 : WARPGROUPS == 3 ? 160 : 240;
+
+    template <typename Load, typename Compute>
+    static __device__ __forceinline__ void run(Load load, Compute compute) {
+        const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
+        if (warpgroup == WARPGROUPS) {
+            give_up_registers<LOADER_REGISTERS>();
+            if (warp % 4 == 0) load();
+        } else {
+            claim_registers<REGISTERS>();
+            compute(warpgroup);
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Forward
+
+template <int D>
+struct ForwardSizes {
+    static constexpr int WARPGROUPS = 2, BLOCKS = D <= 64 ? 2 : 1, BM = WARPGROUPS * 64, BN = D <= 64 ? 64 : 128;
+    static constexpr int STAGES = 2;
+    // Whether a warpgroup multiplies P·V of some keys while it computes the exponentials of the next, and whether
+    // warpgroups issue products in turns. Four warpgroups on a multiprocessor hide each other's waits without either.
+    static constexpr bool OVERLAP = BLOCKS == 1, TURNS = BLOCKS == 1;
+    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    struct Shared {
+        alignas(SWIZZLE_ALIGNMENT) unsigned char q[2][BM * D * 2], out[BM * D * 2];  // q: of this task and the next
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
+        Ring<2> q_ring;
+        Ring<STAGES> k_ring, v_ring;
+        TaskRing tasks;
+        Barrier loader;
+    };
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void forward_load(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
+                                             typename ForwardSizes<D>::Shared& shared) {
+    using Sizes = ForwardSizes<D>;
+    constexpr int BM = Sizes::BM, BN = Sizes::BN;
+    Loader loader(&shared.loader);
+    RingPosition<2> q_at;
+    RingPosition<Sizes::STAGES> at;  // k's and v's
+    TaskSource<T> tasks(a, schedule, shared.tasks);
+    for (Task task; tasks.next(task);) {
+        if (task.sequence == a.S) continue;
+        const Sequence& seq = task.seq;
+        const int i0 = (schedule.tiles - 1 - task.rank) * BM;
+        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const int kv_head = task.head / int(a.NH / a.NKV);
+        for (int n = blocks.end - 1; n >= blocks.begin; n--) {
+            shared.k_ring.wait_empty(at);
+            loader.load<BN, D, 1>({shared.k[at.stage]}, {&maps.k}, kv_head, seq.k0 + n * BN, EVERY_ROW,
+                                  &shared.k_ring.full[at.stage]);
+            if (n == blocks.end - 1) {
+                shared.q_ring.wait_empty(q_at);
+                loader.load<BM, D, 1>({shared.q[q_at.stage]}, {&maps.q}, task.head, seq.q0 + i0, EVERY_ROW,
+                                      &shared.q_ring.full[q_at.stage]);
+                q_at.advance();
+            }
+            shared.v_ring.wait_empty(at);
+            loader.load<BN, D, 1>({shared.v[at.stage]}, {&maps.v}, kv_head, seq.k0 + n * BN, seq.klen - n * BN,
+                                  &shared.v_ring.full[at.stage]);
+            at.advance();
+        }
+    }
+}
+
+// Two rows of scores of each thread on their way to probabilities. With c = scale·log₂e: P = 2^(c·S − c·base), and sums
+// of this thread's columns. The base is the largest S so far, but moves only when it is left behind by 8 powers of two
+// (FlashAttention-4's lazy rescaling): until then P stays below 256, as exact as below 1, and nothing need be rescaled.
+struct Softmax {
+    static constexpr float SLACK = 8;
+    float c, base[2] = {-INF, -INF}, sum[2] = {0, 0};
+
+    // s becomes P. Returns whether any row of this warp moved its base: o's rows must then be multiplied by factor.
+    template <int NT>
+    __device__ __forceinline__ bool step(float (&s)[NT][4], float (&factor)[2]) {
+        float next[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float even = s[0][2 * half], odd = s[0][2 * half + 1];  // two chains: half the latency
+#pragma unroll
+            for (int n = 1; n < NT; n++) even = fmaxf(even, s[n][2 * half]), odd = fmaxf(odd, s[n][2 * half + 1]);
+            next[half] = row_max(fmaxf(even, odd));
+            if (!((next[half] - base[half]) * c > SLACK)) next[half] = base[half];
+        }
+        const bool moved = __any_sync(ALL_LANES, next[0] != base[0] || next[1] != base[1]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (moved) {
+                factor[half] = next[half] == base[half] ? 1.0f : exp2_fast((base[half] - next[half]) * c);
+                base[half] = next[half];
+                sum[half] *= factor[half];
+            }
+            const float shift = base[half] == -INF ? 0.0f : base[half] * c;  // nothing seen yet: not −∞ − −∞
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; e++) {
+                    s[n][e] = exp2_fast(fmaf(s[n][e], c, -shift));
+                    sum[half] += s[n][e];
+                }
+        }
+        return moved;
+    }
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void forward_compute(const Attention<T>& a, const Schedule& schedule,
+                                                typename ForwardSizes<D>::Shared& shared, int warpgroup) {
+    using Sizes = ForwardSizes<D>;
+    constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
+    constexpr int TURN_THREADS = 2 * WARPGROUP;
+    const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+    const int turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;  // named barriers
+    // Products are issued in turns, a warpgroup's exponentials then run beside the products of the next.
+    const auto take_turn = [&] {
+        if constexpr (Sizes::TURNS) named_barrier_sync(turn, TURN_THREADS);
+    };
+    const auto give_turn = [&] {
+        if constexpr (Sizes::TURNS) named_barrier_arrive(next_turn, TURN_THREADS);
+    };
+    if (warpgroup == WARPGROUPS - 1) give_turn();
+
+    RingPosition<2> q_at;
+    RingPosition<Sizes::STAGES> k_at, v_at;
+    TaskSink tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        const int tile = schedule.tiles - 1 - task.rank;
+        if (task.sequence == a.S) {
+            const int64_t first = max(0, a.cum_q[a.S]);
+            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
+            zero_tail(a.out, task.head, first, a.Nq, a.HS, part, parts, WARPGROUP);
+            for (int64_t i = first + part * WARPGROUP + threadIdx.x % WARPGROUP; a.lse && i < a.Nq;
+                 i += parts * WARPGROUP)
+                a.lse[task.head * a.lse_stride + i] = -INF;
+            continue;
+        }
+        const Sequence& seq = task.seq;
+        const int i0 = tile * BM, r0 = i0 + warpgroup * 64;
+        if (i0 >= seq.qlen) continue;
+        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const Blocks<BN> mine(keys_seen(seq, r0, min(r0 + 64, seq.qlen)));
+        const int row = r0 + warp_row + lane / 4;  // and row + 8
+
+        float s[BN / 8][4], o[D / 8][4], factor[2];
+#pragma unroll
+        for (int t = 0; t < D / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) o[t][e] = 0;
+        uint32_t p[BN / 16][4];
+        Softmax softmax{a.scale * LOG2E};
+        const auto mask = [&](int n) {
+            if (n * BN + BN <= seq.klen && seq.all_seen(r0, 64, n * BN, BN)) return;
+#pragma unroll
+            for (int t = 0; t < BN / 8; t++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int j = n * BN + t * 8 + lane % 4 * 2 + e % 2;
+                    if (j >= seq.klen || !seq.sees(row + e / 2 * 8, j)) s[t][e] = -INF;
+                }
+        };
+        int turns = blocks.end - blocks.begin - 1;  // every warpgroup takes as many
+        const auto pass_turn = [&] {
+            if (turns-- > 0) {
+                take_turn();
+                give_turn();
+            }
+        };
+        const auto skip = [&](int n) {
+            if (mine.contains(n)) return false;
+            shared.k_ring.wait_full(k_at), shared.k_ring.release(k_at), k_at.advance();
+            shared.v_ring.wait_full(v_at), shared.v_ring.release(v_at), v_at.advance();
+            pass_turn();
+            return true;
+        };
+
+        int n = blocks.end - 1;
+        if (n >= blocks.begin) shared.q_ring.wait_full(q_at);
+#pragma unroll 1
+        while (n >= blocks.begin && skip(n)) n--;
+        if (n >= blocks.begin) {
+            const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+            const auto issue_scores = [&] {
+                shared.k_ring.wait_full(k_at);
+                product_of_rows<T, BM, D>(s, q, shared_address(shared.k[k_at.stage]));
+            };
+            const auto issue_sums = [&] {
+                shared.v_ring.wait_full(v_at);
+                product_of_rounded<T>(o, p, shared_address(shared.v[v_at.stage]));
+            };
+            const auto finish_scores = [&](int block) {
+                pin_registers(s);
+                shared.k_ring.release(k_at), k_at.advance();
+                mask(block);
+                return softmax.step(s, factor);
+            };
+            const auto finish_sums = [&] {
+                product_wait<0>();
+                pin_registers(o);
+                shared.v_ring.release(v_at), v_at.advance();
+            };
+            const auto rescale = [&](bool moved) {
+                if (!moved) return;
+#pragma unroll
+                for (int t = 0; t < D / 8; t++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) o[t][e] *= factor[e / 2];
+            };
+            issue_scores();
+            product_wait<0>();
+            finish_scores(n);
+            round_to_left<T>(p, s);
+            for (; n > mine.begin; n--) {
+                if constexpr (Sizes::OVERLAP) {
+                    take_turn();
+                    turns--;
+                    issue_scores();
+                    issue_sums();
+                    give_turn();
+                    product_wait<1>();
+                    const bool moved = finish_scores(n - 1);
+                    finish_sums();
+                    rescale(moved);
+                } else {
+                    issue_sums();
+                    finish_sums();
+                    issue_scores();
+                    product_wait<0>();
+                    rescale(finish_scores(n - 1));
+                }
+                round_to_left<T>(p, s);
+            }
+            shared.q_ring.release(q_at);
+            issue_sums();
+            finish_sums();
+#pragma unroll 1
+            for (n--; n >= blocks.begin; n--) skip(n);
+        } else if (blocks.end > blocks.begin) {
+            shared.q_ring.release(q_at);
+        }
+        if (blocks.end > blocks.begin) q_at.advance();
+
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float total = row_sum(softmax.sum[half]), scale = total == 0 ? 0.0f : 1 / total;
+#pragma unroll
+            for (int t = 0; t < D / 8; t++) o[t][2 * half] *= scale, o[t][2 * half + 1] *= scale;
+            const int i = row + half * 8;
+            if (a.lse && lane % 4 == 0 && i < seq.qlen)
+                a.lse[task.head * a.lse_stride + seq.q0 + i] =
+                    total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
+        }
+        const int first = r0 + warp_row;
+        store_rows<T, BM>(a.out.at(seq.q0 + first, task.head), a.out.token_stride, seq.qlen - first, a.HS, shared.out,
+                          warpgroup * 64 + warp_row, o);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, ForwardSizes<D>::BLOCKS)
+    forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
+                          const __grid_constant__ Schedule schedule) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Sizes = ForwardSizes<D>;
+    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
+    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.q_ring.init(Sizes::WARPGROUPS);
+        shared.k_ring.init(Sizes::WARPGROUPS);
+        shared.v_ring.init(Sizes::WARPGROUPS);
+        shared.tasks.ring.init(Sizes::WARPGROUPS);
+        barrier_init(&shared.loader, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Sizes::Roles::run([&] { forward_load<T, D>(a, maps, schedule, shared); },
+                      [&](int w) { forward_compute<T, D>(a, schedule, shared, w); });
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward, the pass over queries: delta and dQ
+
+template <int D>
+struct QueryPassSizes {
+    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BLOCKS = 1, BM = WARPGROUPS * 64, BN = 64;
+    static constexpr int STAGES = D <= 64 ? 4 : 3, Q_STAGES = D <= 64 ? 2 : 1;  // what shared memory holds
+    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    struct Shared {
+        alignas(SWIZZLE_ALIGNMENT) unsigned char q[Q_STAGES][BM * D * 2], dout[Q_STAGES][BM * D * 2], dq[BM * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
+        Ring<Q_STAGES> q_ring;
+        Ring<STAGES> kv_ring;
+        TaskRing tasks;
+        Barrier loader;
+    };
+};
+
+template <typename T, int D>
+__device__ __forceinline__ void query_pass_load(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
+                                                typename QueryPassSizes<D>::Shared& shared) {
+    using Sizes = QueryPassSizes<D>;
+    constexpr int BM = Sizes::BM, BN = Sizes::BN;
+    Loader loader(&shared.loader);
+    RingPosition<Sizes::Q_STAGES> q_at;
+    RingPosition<Sizes::STAGES> at;
+    TaskSource<T> tasks(a, schedule, shared.tasks);
+    for (Task task; tasks.next(task);) {
+        if (task.sequence == a.S) continue;
+        const Sequence& seq = task.seq;
+        const int i0 = (schedule.tiles - 1 - task.rank) * BM;
+        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const int kv_head = task.head / int(a.NH / a.NKV);
+        for (int n = blocks.begin; n < blocks.end; n++) {
+            if (n == blocks.begin) {
+                shared.q_ring.wait_empty(q_at);
+                loader.load<BM, D, 2>({shared.q[q_at.stage], shared.dout[q_at.stage]}, {&maps.q, &maps.dout}, task.head,
+                                      seq.q0 + i0, EVERY_ROW, &shared.q_ring.full[q_at.stage]);
+                q_at.advance();
+            }
+            shared.kv_ring.wait_empty(at);
+            loader.load<BN, D, 2>({shared.k[at.stage], shared.v[at.stage]}, {&maps.k, &maps.v}, kv_head,
+                                  seq.k0 + n * BN, seq.klen - n * BN, &shared.kv_ring.full[at.stage]);
+            at.advance();
+        }
+    }
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const Schedule& schedule,
+                                                   typename QueryPassSizes<D>::Shared& shared, int warpgroup) {
+    using Sizes = QueryPassSizes<D>;
+    constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
+    const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+    RingPosition<Sizes::Q_STAGES> q_at;
+    RingPosition<Sizes::STAGES> at;
+    TaskSink tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        const int tile = schedule.tiles - 1 - task.rank;
+        if (task.sequence == a.S) {
+            zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, tile * WARPGROUPS + warpgroup,
+                      schedule.tiles * WARPGROUPS, WARPGROUP);
+            continue;
+        }
+        const Sequence& seq = task.seq;
+        const int i0 = tile * BM, r0 = i0 + warpgroup * 64;
+        if (i0 >= seq.qlen) continue;
+        const Blocks<BN> blocks(keys_seen(seq, i0, min(i0 + BM, seq.qlen)));
+        const Blocks<BN> mine(keys_seen(seq, r0, min(r0 + 64, seq.qlen)));
+        const int row = r0 + warp_row + lane / 4;
+
+        float lse[2], delta[2];  // of this thread's rows, lse in units of ln 2
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = row + half * 8;
+            const bool exists = i < seq.qlen;
+            const int64_t token = seq.q0 + (exists ? i : 0);
+            lse[half] = exists ? a.lse[task.head * a.lse_stride + token] * LOG2E : 0.0f;
+            float sum = 0;
+            for (int col = lane % 4 * 8; exists && col < a.HS; col += 32) {
+                const Floats<8> x = load_floats<8>(a.out.at(token, task.head) + col);
+                const Floats<8> g = load_floats<8>(a.dout.at(token, task.head) + col);
+#pragma unroll
+                for (int e = 0; e < 8; e++) sum = fmaf(g[e], x[e], sum);
+            }
+            delta[half] = row_sum(sum);
+            if (exists && lane % 4 == 0) a.delta[task.head * a.Nq + token] = delta[half];
+        }
+
+        float s[BN / 8][4], dp[BN / 8][4], dq[D / 8][4];
+        uint32_t ds[BN / 16][4];
+        const float c = a.scale * LOG2E;
+#pragma unroll
+        for (int t = 0; t < D / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dq[t][e] = 0;
+        if (blocks.end > blocks.begin) {
+            shared.q_ring.wait_full(q_at);
+            const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW,
+                           dout = shared_address(shared.dout[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+            RingPosition<Sizes::STAGES> unreleased;
+            bool running = false;  // products that read stage `unreleased`
+            const auto finish = [&] {
+                product_wait<0>();
+                pin_registers(dq);
+                if (running) shared.kv_ring.release(unreleased);
+                running = false;
+            };
+            for (int n = blocks.begin; n < blocks.end; n++, at.advance()) {
+                shared.kv_ring.wait_full(at);
+                if (!mine.contains(n)) {
+                    finish();
+                    shared.kv_ring.release(at);
+                    continue;
+                }
+                const uint32_t k = shared_address(shared.k[at.stage]), v = shared_address(shared.v[at.stage]);
+                product_of_rows<T, BM, D>(s, q, k);
+                product_of_rows<T, BM, D>(dp, dout, v);
+                product_wait<1>();
+                pin_registers(s);
+                pin_registers(dq);
+                if (running) shared.kv_ring.release(unreleased);
+#pragma unroll
+                for (int t = 0; t < BN / 8; t++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, -lse[e / 2]));
+                if (n * BN + BN > seq.klen || !seq.all_seen(r0, 64, n * BN, BN)) {
+#pragma unroll
+                    for (int t = 0; t < BN / 8; t++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const int j = n * BN + t * 8 + lane % 4 * 2 + e % 2;
+                            if (j >= seq.klen || !seq.sees(row + e / 2 * 8, j)) s[t][e] = 0;
+                        }
+                }
+                product_wait<0>();
+                pin_registers(dp);
+#pragma unroll
+                for (int t = 0; t < BN / 8; t++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) dp[t][e] = s[t][e] * (dp[t][e] - delta[e / 2]);
+                round_to_left<T>(ds, dp);
+                product_of_rounded<T>(dq, ds, k);
+                unreleased = at, running = true;
+            }
+            finish();
+            shared.q_ring.release(q_at);
+            q_at.advance();
+        }
+#pragma unroll
+        for (int t = 0; t < D / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dq[t][e] *= a.scale;
+        const int first = r0 + warp_row;
+        store_rows<T, BM>(a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, seq.qlen - first, a.HS, shared.dq,
+                          warpgroup * 64 + warp_row, dq);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, QueryPassSizes<D>::BLOCKS)
+    query_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
+                             const __grid_constant__ Schedule schedule) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Sizes = QueryPassSizes<D>;
+    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
+    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.q_ring.init(Sizes::WARPGROUPS);
+        shared.kv_ring.init(Sizes::WARPGROUPS);
+        shared.tasks.ring.init(Sizes::WARPGROUPS);
+        barrier_init(&shared.loader, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Sizes::Roles::run([&] { query_pass_load<T, D>(a, maps, schedule, shared); },
+                      [&](int w) { query_pass_compute<T, D>(a, schedule, shared, w); });
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward, the pass over keys: dK and dV
+
+template <int D>
+struct KeyPassSizes {
+    static constexpr int WARPGROUPS = 2, BLOCKS = 1, BN = WARPGROUPS * 64, BQ = 64;
+    static constexpr int STAGES = D <= 64 ? 4 : 3, KV_STAGES = D <= 64 ? 2 : 1;  // what shared memory holds
+    using Roles = ::Roles<WARPGROUPS, BLOCKS>;
+    // Whether P and dS are still being multiplied while the next scores are: registers for that are there at D = 64.
+    static constexpr bool OVERLAP = D <= 64;
+    struct Shared {
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[KV_STAGES][BN * D * 2], v[KV_STAGES][BN * D * 2], sums[BN * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
+        float lse[STAGES][BQ], delta[STAGES][BQ];
+        Ring<KV_STAGES> kv_ring;
+        Ring<STAGES> q_ring;
+        TaskRing tasks;
+        Barrier loader;
+    };
+};
+
+// The key pass walks over the queries of all heads of a group, one head after another.
+template <int BQ, typename F>
+__device__ __forceinline__ void for_queries(int first_head, int group, const Blocks<BQ>& blocks, F f) {
+    for (int head = first_head; head < first_head + group; head++)
+        for (int m = blocks.begin; m < blocks.end; m++) f(head, m);
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
+                                              typename KeyPassSizes<D>::Shared& shared) {
+    using Sizes = KeyPassSizes<D>;
+    constexpr int BN = Sizes::BN, BQ = Sizes::BQ;
+    const int group = int(a.NH / a.NKV);
+    Loader loader(&shared.loader);
+    RingPosition<Sizes::KV_STAGES> kv_at;
+    RingPosition<Sizes::STAGES> at;
+    TaskSource<T> tasks(a, schedule, shared.tasks);
+    for (Task task; tasks.next(task);) {
+        if (task.sequence == a.S) continue;
+        const Sequence& seq = task.seq;
+        const int j0 = task.rank * BN;
+        const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
+        if (blocks.end <= blocks.begin) continue;
+        shared.kv_ring.wait_empty(kv_at);
+        loader.load<BN, D, 2>({shared.k[kv_at.stage], shared.v[kv_at.stage]}, {&maps.k, &maps.v}, task.head,
+                              seq.k0 + j0, EVERY_ROW, &shared.kv_ring.full[kv_at.stage]);
+        kv_at.advance();
+        for_queries(task.head * group, group, blocks, [&](int head, int m) {
+            shared.q_ring.wait_empty(at);
+            Barrier* full = &shared.q_ring.full[at.stage];
+            for (int i = lane_id(); i < BQ; i += WARP) {
+                const bool exists = m * BQ + i < seq.qlen;
+                const int64_t token = seq.q0 + (exists ? m * BQ + i : 0);
+                copy_async_4(&shared.lse[at.stage][i], a.lse + head * a.lse_stride + token, exists);
+                copy_async_4(&shared.delta[at.stage][i], a.delta + head * a.Nq + token, exists);
+            }
+            barrier_arrive_after_copies(full);
+            loader.load<BQ, D, 2>({shared.q[at.stage], shared.dout[at.stage]}, {&maps.q, &maps.dout}, head,
+                                  seq.q0 + m * BQ, seq.qlen - m * BQ, full);
+            at.advance();
+        });
+    }
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Schedule& schedule,
+                                                 typename KeyPassSizes<D>::Shared& shared, int warpgroup) {
+    using Sizes = KeyPassSizes<D>;
+    constexpr int BN = Sizes::BN, BQ = Sizes::BQ, WARPGROUPS = Sizes::WARPGROUPS;
+    const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16, group = int(a.NH / a.NKV);
+    RingPosition<Sizes::KV_STAGES> kv_at;
+    RingPosition<Sizes::STAGES> at;
+    TaskSink tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        const int tile = task.rank;
+        if (task.sequence == a.S) {
+            const int64_t first = max(0, a.cum_k[a.S]);
+            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
+            zero_tail(a.dk, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            zero_tail(a.dv, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            continue;
+        }
+        const Sequence& seq = task.seq;
+        const int j0 = tile * BN, r0 = j0 + warpgroup * 64;
+        if (j0 >= seq.klen) continue;
+        const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
+        const Blocks<BQ> mine(queries_seeing(seq, r0, min(r0 + 64, seq.klen)));
+        const int row = r0 + warp_row + lane / 4;
+
+        float s[BQ / 8][4], dp[BQ / 8][4], dk[D / 8][4], dv[D / 8][4];
+        uint32_t p[BQ / 16][4], ds[BQ / 16][4];
+        const float c = a.scale * LOG2E;
+#pragma unroll
+        for (int t = 0; t < D / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dk[t][e] = dv[t][e] = 0;
+        if (blocks.end > blocks.begin) {
+            shared.kv_ring.wait_full(kv_at);
+            const uint32_t k = shared_address(shared.k[kv_at.stage]) + warpgroup * 64 * CHUNK_ROW,
+                           v = shared_address(shared.v[kv_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+            RingPosition<Sizes::STAGES> unreleased;
+            bool running = false;  // products that read stage `unreleased`
+            const auto finish = [&] {
+                product_wait<0>();
+                pin_registers(dk);
+                pin_registers(dv);
+                if (running) shared.q_ring.release(unreleased);
+                running = false;
+            };
+            for_queries(0, group, blocks, [&](int, int m) {
+                shared.q_ring.wait_full(at);
+                if (!mine.contains(m)) {
+                    finish();
+                    shared.q_ring.release(at);
+                    at.advance();
+                    return;
+                }
+                const uint32_t q = shared_address(shared.q[at.stage]), dout = shared_address(shared.dout[at.stage]);
+                product_of_rows<T, BN, D>(s, k, q);
+                product_of_rows<T, BN, D>(dp, v, dout);
+                product_wait<1>();
+                pin_registers(s);
+                pin_registers(dk);
+                pin_registers(dv);
+                if (running) shared.q_ring.release(unreleased);
+                const bool masked = !seq.all_seen(m * BQ, BQ, r0, 64);
+#pragma unroll
+                for (int t = 0; t < BQ / 8; t++) {
+                    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at.stage][t * 8 + lane % 4 * 2]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, (e % 2 ? lse.y : lse.x) * -LOG2E));
+                }
+                if (masked) {
+#pragma unroll
+                    for (int t = 0; t < BQ / 8; t++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const int i = m * BQ + t * 8 + lane % 4 * 2 + e % 2;
+                            if (!seq.sees(i, row + e / 2 * 8)) s[t][e] = 0;
+                        }
+                }
+                round_to_left<T>(p, s);
+                product_of_rounded<T>(dv, p, dout);
+                product_wait<1>();
+                pin_registers(dp);
+#pragma unroll
+                for (int t = 0; t < BQ / 8; t++) {
+                    const float2 delta =
+                        *reinterpret_cast<const float2*>(&shared.delta[at.stage][t * 8 + lane % 4 * 2]);
+#pragma unroll
+                    for (int e = 0; e < 4; e++) dp[t][e] = s[t][e] * (dp[t][e] - (e % 2 ? delta.y : delta.x));
+                }
+                round_to_left<T>(ds, dp);
+                product_of_rounded<T>(dk, ds, q);
+                if constexpr (Sizes::OVERLAP) {
+                    unreleased = at, running = true;
+                } else {
+                    product_wait<0>();
+                    shared.q_ring.release(at);
+                }
+                at.advance();
+            });
+            finish();
+            shared.kv_ring.release(kv_at);
+            kv_at.advance();
+        }
+#pragma unroll
+        for (int t = 0; t < D / 8; t++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) dk[t][e] *= a.scale;
+        const int first = r0 + warp_row, count = seq.klen - first;
+        store_rows<T, BN>(a.dv.at(seq.k0 + first, task.head), a.dv.token_stride, count, a.HS, shared.sums,
+                          warpgroup * 64 + warp_row, dv);
+        store_rows<T, BN>(a.dk.at(seq.k0 + first, task.head), a.dk.token_stride, count, a.HS, shared.sums,
+                          warpgroup * 64 + warp_row, dk);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, KeyPassSizes<D>::BLOCKS)
+    key_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
+                           const __grid_constant__ Schedule schedule) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    using Sizes = KeyPassSizes<D>;
+    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
+    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.kv_ring.init(Sizes::WARPGROUPS);
+        shared.q_ring.init(Sizes::WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
+        shared.tasks.ring.init(Sizes::WARPGROUPS);
+        barrier_init(&shared.loader, 1);
+        barrier_init_fence();
+    }
+    __syncthreads();
+    Sizes::Roles::run([&] { key_pass_load<T, D>(a, maps, schedule, shared); },
+                      [&](int w) { key_pass_compute<T, D>(a, schedule, shared, w); });
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launch
+
+// The driver's function, found by name at run time: programs need not link against the driver's library.
+auto tensor_map_encoder() {
+    static const auto function = [] {
+        void* found = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        cuda_check(
+            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
+            "cuTensorMapEncodeTiled");
+        require(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuTensorMapEncodeTiled; update it");
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+    }();
+    return function;
+}
+
+// Boxes of `rows` tokens and 64 columns of heads [tokens, heads, HS].
+template <typename T>
+CUtensorMap tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int HS, int rows) {
+    const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
+    // Strides of dimensions of length 1 are never walked, but must be multiples of 16 bytes.
+    const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
+    const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
+    const cuuint32_t box[3] = {CHUNK, 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
+    constexpr CUtensorMapDataType type =
+        std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    CUtensorMap map;
+    const CUresult result = tensor_map_encoder()(&map, type, 3, x.data, shape, strides, box, steps,
+                                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    require(result == CUDA_SUCCESS, op, ": no tensor map for ", tokens, " tokens of ", heads, " heads of ", HS,
+            " columns (CUDA driver error ", int(result), ")");
+    return map;
+}
+
+// inner_bytes: what a pair's tasks read again and again.
+Schedule make_schedule(int64_t S, int64_t heads, int tiles, int64_t inner_bytes, uint32_t* next) {
+    constexpr int64_t L2_SHARE = 32 << 20, MOST = 32;
+    const int64_t pairs = (S + 1) * heads;
+    const int64_t fit = std::clamp<int64_t>(L2_SHARE / std::max<int64_t>(1, inner_bytes), 1, MOST);
+    // All of nearly the same size: a small last section would leave blocks without work at the end.
+    return {pairs, heads, tiles, int(ceil_div(pairs, ceil_div(pairs, fit))), next};
+}
+
+__global__ void first_task_kernel(uint32_t* next) {
+    *next = 0;
+}
+
+template <typename Sizes, typename T>
+void launch(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const Attention<T>& a, const Maps& maps,
+            const Schedule& schedule, Stream stream) {
+    const int64_t tasks = schedule.pairs * schedule.tiles,
+                  blocks = std::min(tasks, num_multiprocessors() * Sizes::BLOCKS);
+    require(tasks < int64_t(1) << 31, op, ": ", a.S, " sequences of up to ", schedule.tiles, " tiles and ",
+            schedule.heads, " heads are more than one launch can hold");
+    constexpr int bytes = sizeof(typename Sizes::Shared);
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    first_task_kernel<<<1, 1, 0, cuda_stream(stream)>>>(schedule.next);
+    kernel<<<unsigned(blocks), Sizes::Roles::THREADS, bytes, cuda_stream(stream)>>>(a, maps, schedule);
+    check_launch(op, stream);
+}
+
+template <typename F>
+void dispatch_head_size(int HS, F f) {
+    if (HS <= 64)
+        f(std::integral_constant<int, 64>{});
+    else
+        f(std::integral_constant<int, 128>{});
+}
+
+}  // namespace
+
+template <typename T>
+bool hopper_attention_takes(const Attention<T>& a) {
+#ifdef HAVE_SM90A
+    static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                               device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+    return hopper && a.aligned && a.HS <= 128;
+#else
+    return a.HS < 0;
+#endif
+}
+
+template <typename T>
+void hopper_attention_forward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                              Stream stream) {
+    dispatch_head_size(a.HS, [&](auto D) {
+        using Sizes = ForwardSizes<D>;
+        Maps maps{};
+        maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
+        maps.k = tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
+        maps.v = tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
+        const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
+                                                sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
+        launch<Sizes>(op, forward_hopper_kernel<T, D>, a, maps, schedule, stream);
+    });
+}
+
+template <typename T>
+void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                               Stream stream) {
+    dispatch_head_size(a.HS, [&](auto D) {
+        const auto maps_of = [&](int q_rows, int k_rows) {
+            return Maps{tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows), tensor_map(op, a.k, a.Nk, a.NKV, a.HS, k_rows),
+                        tensor_map(op, a.v, a.Nk, a.NKV, a.HS, k_rows),
+                        tensor_map(op, a.dout, a.Nq, a.NH, a.HS, q_rows)};
+        };
+        if (a.Nq > 0) {
+            using Sizes = QueryPassSizes<D>;
+            const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
+                                                    sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
+            launch<Sizes>(op, query_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BM, Sizes::BN), schedule, stream);
+        }
+        if (a.Nk > 0) {
+            using Sizes = KeyPassSizes<D>;
+            const Schedule schedule = make_schedule(a.S, a.NKV, tiles_of(sequences.max_k, Sizes::BN),
+                                                    sequences.max_q * D * 4 * (a.NH / a.NKV), a.next_task);
+            launch<Sizes>(op, key_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BQ, Sizes::BN), schedule, stream);
+        }
+    });
+}
+
+#define INSTANTIATE(T)                                                                                           \
+    template bool hopper_attention_takes(const Attention<T>&);                                                   \
+    template void hopper_attention_forward(const char*, const Attention<T>&, const AttentionSequences&, Stream); \
+    template void hopper_attention_backward(const char*, const Attention<T>&, const AttentionSequences&, Stream);
+INSTANTIATE(bf16)
+INSTANTIATE(fp16)
+#undef INSTANTIATE
