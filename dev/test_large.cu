@@ -14,6 +14,7 @@
 #include "kernels/layernorm.h"
 #include "kernels/matmul.h"
 #include "kernels/swiglu.h"
+#include "kernels/tensor_ops.h"
 #include "runtime/convert.h"
 
 namespace {
@@ -471,4 +472,61 @@ TEST(Large, Embedding) {
     for (const int64_t id : {int64_t(0), P - 1, LIMIT / C % P, int64_t(17), int64_t(100), int64_t(500)})
         d_positions.add(dwpe.fetch(id * C, C), row_gradient(position_ids, int32_t(id)));
     d_positions.expect("dwpe", N / P, C, DType::F32);
+}
+
+// Rows of odd length, which are read element by element, and the transpose.
+TEST(Large, TensorOperations) {
+    SKIP_WITHOUT_GIB(10);
+    const int64_t C = 3001, N = LIMIT / C + 5, n = N * C;
+    LargeArray x(DType::BF16, {N, C}), y(DType::BF16, {C}), out(DType::BF16, {N, C});
+    x.fill(1, 4), y.fill(2, 1);
+    Compared sums, copies, transposed, of_rows;
+    tensor_zip(out, TensorFunction::Add, x, y, Stream{});
+    for (const int64_t row : sampled_rows(N, C, 16))
+        for (int64_t c = 0; c < C; c++)
+            sums.add(out.fetch(row * C + c, 1)[0],
+                     reference::tensor_function(TensorFunction::Add, x.filled(row * C + c), y.filled(c)));
+    sums.expect("zip", 1, C, DType::BF16);
+    tensor_map(out, TensorFunction::Neg, x, Stream{});
+    for (const int64_t begin : sampled_runs(n, 512))
+        for (int64_t i = begin; i < begin + 512; i++)
+            copies.add(out.fetch(i, 1)[0], {-x.filled(i), std::fabs(x.filled(i))});
+    copies.expect("map", 1, 512, DType::BF16);
+    Tensor flipped = make_tensor(x.tensor().data, DType::BF16, x.tensor().device, {C, N});
+    flipped.stride[0] = 1, flipped.stride[1] = C;
+    tensor_map(make_tensor(out.tensor().data, DType::BF16, x.tensor().device, {C, N}), TensorFunction::Neg, flipped,
+               Stream{});
+    for (const int64_t begin : sampled_runs(n, 512))
+        for (int64_t i = begin; i < begin + 512; i++) {
+            const double value = x.filled(i % N * C + i / N);
+            transposed.add(out.fetch(i, 1)[0], {-value, std::fabs(value)});
+        }
+    transposed.expect("map of a transpose", 1, 512, DType::BF16);
+
+    LargeArray rows(DType::F32, {N, 1}), columns(DType::F32, {1, C}), all(DType::F32, {1});
+    const auto reduce = [](const LargeArray& to, const Tensor& from, int axis) {
+        const TestArray scratch = TestArray::scratch(tensor_reduce_scratch(to, from, axis));
+        tensor_reduce(to, TensorFunction::Add, from, axis, 0, scratch, Stream{});
+        synchronize(Stream{});
+    };
+    reduce(rows, x, 1);
+    for (const int64_t row : sampled_rows(N, C, 4096))
+        of_rows.add(rows.fetch(row, 1)[0],
+                    reference::tensor_reduce(TensorFunction::Add, 0, x.filled(row * C, C).data(), 1, C));
+    of_rows.expect("sums of rows", C, int64_t(of_rows.got.size()), DType::F32);
+    reduce(columns, x, 0);
+    reduce(all, make_tensor(x.tensor().data, DType::BF16, x.tensor().device, {n}), 0);
+    const std::vector<double> sums_of_columns = columns.fetch(0, C);
+    std::vector<double> got;
+    reference::Values ref(5);
+    for (const int64_t c : {int64_t(0), int64_t(1), C / 2, LIMIT % C, C - 1}) {
+        reference::Value v;
+        for (int64_t row = 0; row < N; row++) v.add(x.filled(row * C + c));
+        ref.set(int64_t(got.size()), v);
+        got.push_back(sums_of_columns[size_t(c)]);
+    }
+    expect_close("sums of columns", got, ref.value, ref.mag, N, 1);
+    reference::Value total;
+    for (const double sum : sums_of_columns) total.add(sum, 4.0 / 2 * double(N));  // the mean of |x| is 2
+    expect_close("the sum of all", all.fetch(0, 1), {total.value}, {total.mag}, n, 1);
 }

@@ -64,13 +64,6 @@ Tile best_tile() {
     return has_avx512() ? Tile{multiply_tile_12x32, 12, 32} : Tile{multiply_tile_6x16, 6, 16};
 }
 
-// An operand as the loops see it: element (i, k) of op(a), or (k, j) of op(b), whatever the transpose.
-struct Operand {
-    const float* data;
-    int64_t row_stride, column_stride;
-    const float* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
-};
-
 // Copies `width` lanes × K terms into panels of [K][tile]: lanes are rows of op(a) or columns of op(b). Lanes beyond
 // the matrix become zero, so that the tile kernel needs no edge cases; what they produce is thrown away.
 void pack(float* packed, const float* source, int64_t lane_stride, int64_t k_stride, int64_t width, int64_t K,
@@ -91,15 +84,24 @@ void pack(float* packed, const float* source, int64_t lane_stride, int64_t k_str
     }
 }
 
-// A tile that sticks out of c is computed beside it; the part inside is copied.
-void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, bool accumulate, float* c,
-                        int64_t ldc, int64_t rows, int64_t columns) {
+// The matrix that is written.
+struct Result {
+    float* data;
+    int64_t row_stride, column_stride;
+    float* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
+};
+
+// A tile that sticks out of c, or whose rows are not contiguous there, is computed beside it; the part inside is
+// copied.
+void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, bool accumulate, Result c,
+                        int64_t rows, int64_t columns) {
     alignas(64) float whole[MAX_TILE];
     tile.kernel(a, b, K, false, whole, tile.columns);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < columns; j++) {
             const float x = whole[r * tile.columns + j];
-            c[r * ldc + j] = accumulate ? c[r * ldc + j] + x : x;
+            float* to = c.at(r, j);
+            *to = accumulate ? *to + x : x;
         }
 }
 
@@ -108,8 +110,8 @@ struct Range {
 };
 
 // One thread's rectangle of c.
-void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, Operand a, Operand b, bool accumulate,
-                        float* c, int64_t ldc, float* packed_a, float* packed_b) {
+void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, StridedMatrix a, StridedMatrix b,
+                        bool accumulate, Result c, float* packed_a, float* packed_b) {
     for (int64_t j0 = columns.begin; j0 < columns.end; j0 += NC) {
         const int64_t nc = std::min(NC, columns.end - j0);
         for (int64_t k0 = 0; k0 < K; k0 += KC) {
@@ -122,12 +124,12 @@ void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, 
                 for (int64_t j = 0; j < nc; j += tile.columns)
                     for (int64_t i = 0; i < mc; i += tile.rows) {
                         const float *pa = packed_a + i * kc, *pb = packed_b + j * kc;
-                        float* out = c + (i0 + i) * ldc + j0 + j;
-                        if (mc - i >= tile.rows && nc - j >= tile.columns)
-                            tile.kernel(pa, pb, kc, add, out, ldc);
+                        float* out = c.at(i0 + i, j0 + j);
+                        if (c.column_stride == 1 && mc - i >= tile.rows && nc - j >= tile.columns)
+                            tile.kernel(pa, pb, kc, add, out, c.row_stride);
                         else
-                            multiply_edge_tile(tile, pa, pb, kc, add, out, ldc, std::min(tile.rows, mc - i),
-                                               std::min(tile.columns, nc - j));
+                            multiply_edge_tile(tile, pa, pb, kc, add, {out, c.row_stride, c.column_stride},
+                                               std::min(tile.rows, mc - i), std::min(tile.columns, nc - j));
                     }
             }
         }
@@ -146,16 +148,16 @@ Range part(int64_t size, int64_t unit, int64_t parts, int64_t p) {
 
 }  // namespace
 
-void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
-                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatrix b, bool accumulate, float* c,
+                  int64_t c_row_stride, int64_t c_column_stride) {
     if (M == 0 || N == 0) return;
+    const Result out{c, c_row_stride, c_column_stride};
     if (K == 0) {
-        for (int64_t i = 0; i < M && !accumulate; i++) std::fill_n(c + i * ldc, N, 0.0f);
+        for (int64_t i = 0; i < M && !accumulate; i++)
+            for (int64_t j = 0; j < N; j++) *out.at(i, j) = 0;
         return;
     }
     const Tile tile = best_tile();
-    const Operand A{a, transpose_a ? 1 : lda, transpose_a ? lda : 1};
-    const Operand B{b, transpose_b ? 1 : ldb, transpose_b ? ldb : 1};
 
     // Threads get a grid of rectangles, not a share of one packed block: each packs what it needs (a little twice), and
     // none waits for another. The grid wins whose largest rectangle costs least: for each k, rows·columns/16 vector
@@ -189,6 +191,12 @@ void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int6
         float* packed_a = buffer.get() + p * per_thread;
         float* packed_b = packed_a + ceil_div(a_size, 16) * 16;
         multiply_rectangle(tile, part(M, tile.rows, grid_m, p / grid_n), part(N, tile.columns, grid_n, p % grid_n), K,
-                           A, B, accumulate, c, ldc, packed_a, packed_b);
+                           a, b, accumulate, out, packed_a, packed_b);
     }
+}
+
+void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
+                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+    gemm_blocked(M, N, K, {a, transpose_a ? 1 : lda, transpose_a ? lda : 1},
+                 {b, transpose_b ? 1 : ldb, transpose_b ? ldb : 1}, accumulate, c, ldc, 1);
 }

@@ -11,5 +11,15 @@
 //
 // K is summed in blocks of 256, each in ascending order, and the blocks in ascending order: the bits depend neither on
 // the number of threads nor on where an element lies in c. Throws Error if the packing buffers can't be allocated.
+//
+// The general form takes matrices of any strides, as batches of views have them: element (i, j) of m lies at
+// m.data[i·m.row_stride + j·m.column_stride].
+struct StridedMatrix {
+    const float* data;
+    int64_t row_stride, column_stride;
+    const float* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
+};
+void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatrix b, bool accumulate, float* c,
+                  int64_t c_row_stride, int64_t c_column_stride);
 void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
                   const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);

@@ -6,16 +6,16 @@
 #include "runtime/device.h"
 #include "runtime/error.h"
 
-// Throws Error with one line that names the operation and what CUDA says.
+// Throws DeviceError with one line that names the operation and what CUDA says.
 inline void cuda_check(cudaError_t status, const char* operation) {
     if (status == cudaSuccess) return;
     if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver)
-        throw Error(str(operation, ": no usable NVIDIA GPU (", cudaGetErrorString(status),
-                        "); this is the CUDA build: `make BACKEND=cpu` builds the one for the CPU"));
+        throw DeviceError(str(operation, ": no usable NVIDIA GPU (", cudaGetErrorString(status),
+                              "); this is the CUDA build: `make BACKEND=cpu` builds the one for the CPU"));
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion)
-        throw Error(str(operation, ": this program was not built for this GPU (", cudaGetErrorString(status),
-                        "); build it here, or name the architecture: `make BACKEND=cuda ARCH=80`"));
-    throw Error(str(operation, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"));
+        throw DeviceError(str(operation, ": this program was not built for this GPU (", cudaGetErrorString(status),
+                              "); build it here, or name the architecture: `make BACKEND=cuda ARCH=80`"));
+    throw DeviceError(str(operation, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"));
 }
 
 inline cudaStream_t cuda_stream(Stream stream) {

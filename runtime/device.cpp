@@ -92,7 +92,9 @@ void* device_alloc(size_t bytes) {
     // aligned_alloc wants a multiple of the alignment; no bytes still get an address of their own.
     const size_t rounded = bytes == 0 ? alignment : (bytes + alignment - 1) / alignment * alignment;
     void* data = rounded < bytes ? nullptr : std::aligned_alloc(alignment, rounded);
-    require(data, "device_alloc: cannot allocate ", bytes, " bytes of memory; use a smaller model, batch or context");
+    if (!data)
+        throw DeviceError(
+            str("device_alloc: cannot allocate ", bytes, " bytes of memory; use a smaller model, batch or context"));
     if (alignment == HUGE_PAGE) madvise(data, rounded, MADV_HUGEPAGE);  // advice: nothing is lost where it isn't taken
     return data;
 }

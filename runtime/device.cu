@@ -87,8 +87,8 @@ void* device_alloc(size_t bytes) {
     const cudaError_t status = cudaMalloc(&data, std::max<size_t>(bytes, 1));
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();  // it is reported here and must not meet the next launch
-        throw Error(str("device_alloc: cannot allocate ", bytes, " bytes of GPU memory (", device_memory_available(),
-                        " are free); use a smaller model, batch or context"));
+        throw DeviceError(str("device_alloc: cannot allocate ", bytes, " bytes of GPU memory (",
+                              device_memory_available(), " are free); use a smaller model, batch or context"));
     }
     cuda_check(status, "device_alloc");
     return data;
@@ -104,9 +104,9 @@ void* host_alloc(size_t bytes) {
     const cudaError_t status = cudaMallocHost(&data, std::max<size_t>(bytes, 1));
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
-        throw Error(str("host_alloc: cannot allocate ", bytes,
-                        " bytes of page-locked host memory; lower --batch-size or "
-                        "--seq-len, or free memory of the host"));
+        throw DeviceError(str("host_alloc: cannot allocate ", bytes,
+                              " bytes of page-locked host memory; lower --batch-size or "
+                              "--seq-len, or free memory of the host"));
     }
     cuda_check(status, "host_alloc");
     return data;

@@ -1,5 +1,5 @@
 // The machine under the kernels: memory and streams. device.cpp is the CPU's definition, device.cu CUDA's.
-// Errors: every function throws Error naming the operation; device_alloc says how many bytes were asked for.
+// Errors: every function throws DeviceError naming the operation; device_alloc says how many bytes were asked for.
 #pragma once
 
 #include <cstddef>

@@ -11,6 +11,11 @@ struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// What no argument is to blame for: no memory, no GPU, a GPU that failed.
+struct DeviceError : Error {
+    using Error::Error;
+};
+
 // A wrong flag or value on the command line.
 struct UsageError : Error {
     using Error::Error;
