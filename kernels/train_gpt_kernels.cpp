@@ -397,7 +397,8 @@ int tgk_attention_forward(tgk_context* context, const tgk_tensor* out, const tgk
                           int64_t max_q, int64_t max_k, float scale) {
     return call("tgk_attention_forward", context, 2, {out, lse, q, k, v, cum_q, cum_k},
                 [&](Tensors& t, tgk_context& c) {
-                    attention_forward(t[0], t[1], t[2], t[3], t[4], {t[5], t[6], max_q, max_k}, scale, c.stream);
+                    attention_forward(t[0], t[1], t[2], t[3], t[4], {t[5], t[6], max_q, max_k}, scale,
+                                      scratch(c, attention_forward_scratch()), c.stream);
                 });
 }
 
