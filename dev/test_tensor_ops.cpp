@@ -254,7 +254,7 @@ TEST(TensorFunctions, IsCloseIsExactAtTheEdge) {
 
 TEST(TensorZip, AnyLayoutOfUpToEightDimensions) {
     Choices choose(11);
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; i < 200; i++) {
         const Shape shape = any_shape(choose, i % 9);
         const DType out_dtype = DTYPES[i % 7 ? 0 : choose.below(3)], x_dtype = DTYPES[i % 5 ? 0 : choose.below(3)],
                     y_dtype = DTYPES[i % 6 ? 0 : choose.below(3)];
@@ -441,7 +441,7 @@ TEST(TensorReduce, SumsOfOneSignStayAccurate) {
 
 TEST(TensorReduce, AnyLayoutAndDType) {
     Choices choose(9);
-    for (int i = 0; i < 250; i++) {
+    for (int i = 0; i < 160; i++) {
         const Shape shape = any_shape(choose, 1 + i % 8);
         const F f = REDUCTIONS[i % 2 * 2];  // sums and maxima
         const View inp = any_layout(choose, DTYPES[i % 3], shape, false, 1);
@@ -566,7 +566,7 @@ TEST(TensorMatmul, BatchesBroadcast) {
 // Enough tiles of 128 x 128 for any GPU to take them, in every combination of layouts: contiguous along the rows, along
 // the columns, or along neither.
 TEST(TensorMatmul, LargeMatricesInEveryLayout) {
-    constexpr int64_t M = 132, N = 136, K = 36, BATCH = 40;
+    constexpr int64_t M = 132, N = 136, K = 20, BATCH = 40;
     const auto layout = [](const TestArray& memory, int64_t rows, int64_t columns, int kind) {
         Tensor t = shaped(memory, {BATCH, rows, columns});
         t.stride[0] = rows * columns * 2;
