@@ -158,6 +158,10 @@ TEST_P(LayerNorm, BackwardIsDeterministic) {
 
 INSTANTIATE_DTYPES(LayerNorm);
 
+TEST(LayerNormArguments, NothingNeedsNoScratch) {
+    for (const int64_t N : {0, 5}) EXPECT_EQ(layernorm_backward_scratch(N, 0), 0) << N;
+}
+
 TEST(LayerNormArguments, WrongOnesAreErrors) {
     const TestArray a = TestArray::random({4, 128}, 1), b = TestArray::random({4, 64}, 2),
                     out = TestArray::poisoned({4, 128});

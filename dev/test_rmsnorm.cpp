@@ -138,6 +138,10 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
 
 INSTANTIATE_DTYPES(RMSNorm);
 
+TEST(RMSNormArguments, NothingNeedsNoScratch) {
+    for (const int64_t N : {0, 5}) EXPECT_EQ(rmsnorm_backward_scratch(N, 0), 0) << N;
+}
+
 TEST(RMSNormArguments, WrongOnesAreErrors) {
     const TestArray a = TestArray::random({4, 128}, 1), b = TestArray::random({4, 64}, 2),
                     out = TestArray::poisoned({4, 128});

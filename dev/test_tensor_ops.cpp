@@ -254,7 +254,7 @@ TEST(TensorFunctions, IsCloseIsExactAtTheEdge) {
 
 TEST(TensorZip, AnyLayoutOfUpToEightDimensions) {
     Choices choose(11);
-    for (int i = 0; i < 300; i++) {
+    for (int i = 0; i < 200; i++) {
         const Shape shape = any_shape(choose, i % 9);
         const DType out_dtype = DTYPES[i % 7 ? 0 : choose.below(3)], x_dtype = DTYPES[i % 5 ? 0 : choose.below(3)],
                     y_dtype = DTYPES[i % 6 ? 0 : choose.below(3)];
@@ -275,6 +275,33 @@ TEST(TensorZip, AnyLayoutOfUpToEightDimensions) {
         expect_equal(out.fetch(), expected);
         if (HasFailure()) return;
     }
+}
+
+// Rows that no vector of elements fits, around the sizes at which kernels cut them; outputs that run backwards, whose
+// elements lie before the first.
+TEST(TensorZip, OddRowsForwardsAndBackwards) {
+    for (const int64_t C : {1, 3, 31, 63, 65, 255, 257, 511, 1023, 4099})
+        for (const DType T : DTYPES)
+            for (int backwards = 0; backwards < 4; backwards++) {
+                const int64_t N = 13;
+                SCOPED_TRACE(str(dtype_name(T), " [", N, ", ", C, "] backwards ", backwards));
+                const TestArray x = TestArray::random(T, {N, C}, 1), y = TestArray::random({C}, 2);
+                View out{TestArray::poisoned(T, {N * C}), {}};
+                out.tensor = shaped(out.memory, {N, C});
+                int64_t first = 0;
+                if (backwards & 1) first += C - 1, out.tensor.stride[1] = -1;
+                if (backwards & 2) first += (N - 1) * C, out.tensor.stride[0] = -C;
+                out.tensor.data = static_cast<char*>(out.memory.tensor().data) + first * dtype_size(T);
+                const std::vector<double> a = x.values(), b = y.values();
+                std::vector<double> expected;
+                for (int64_t i = 0; i < N * C; i++) expected.push_back(rounded(T, a[size_t(i)] + b[size_t(i % C)]));
+                tensor_zip(out.tensor, F::Add, x, y, Stream{});
+                expect_equal(out.fetch(), expected);
+                tensor_map(out.tensor, F::Neg, x, Stream{});
+                for (int64_t i = 0; i < N * C; i++) expected[size_t(i)] = -a[size_t(i)];
+                expect_equal(out.fetch(), expected);
+                if (HasFailure()) return;
+            }
 }
 
 // Sizes whose launch would pass 65,535 blocks in y or z if dimensions were laid out so.
@@ -391,10 +418,10 @@ View contiguous(DType dtype, const Shape& shape, uint64_t seed, double scale, do
 // Products of numbers near 1, which neither vanish nor overflow.
 TEST(TensorReduce, EverySizeAlongEveryAxis) {
     Choices choose(7);
-    const Shape shapes[] = {{1},          {31},         {32},       {33},        {1000},      {4096},
-                            {70001},      {300000},     {1, 1},     {3, 7},      {7, 1024},   {1024, 7},
-                            {65, 33},     {5, 4100},    {4100, 4},  {2050, 516}, {3, 5, 8},   {9, 129, 4},
-                            {2, 300, 17}, {16, 16, 16}, {40000, 2}, {2, 40000},  {5000, 3, 2}};
+    const Shape shapes[] = {{1},        {31},         {32},      {33},        {1000},       {4096},       {70001},
+                            {300000},   {1, 1},       {3, 7},    {7, 1024},   {1024, 7},    {65, 33},     {5, 4100},
+                            {4100, 4},  {2050, 516},  {3, 5, 8}, {9, 129, 4}, {2, 300, 17}, {16, 16, 16}, {40000, 2},
+                            {2, 40000}, {5000, 3, 2}, {99, 64},  {50, 128},   {9, 260},     {9, 516},     {11, 63}};
     for (const Shape& shape : shapes)
         for (const F f : REDUCTIONS) {
             const View inp = contiguous(DType::F32, shape, 1, f == F::Mul ? 0.01 : 1, f == F::Mul ? 1 : 0);
@@ -414,7 +441,7 @@ TEST(TensorReduce, SumsOfOneSignStayAccurate) {
 
 TEST(TensorReduce, AnyLayoutAndDType) {
     Choices choose(9);
-    for (int i = 0; i < 250; i++) {
+    for (int i = 0; i < 160; i++) {
         const Shape shape = any_shape(choose, 1 + i % 8);
         const F f = REDUCTIONS[i % 2 * 2];  // sums and maxima
         const View inp = any_layout(choose, DTYPES[i % 3], shape, false, 1);
@@ -422,6 +449,16 @@ TEST(TensorReduce, AnyLayoutAndDType) {
                      DTYPES[i % 4 ? 0 : choose.below(3)], choose);
         if (HasFailure()) return;
     }
+}
+
+// Packs of 16-bit elements: rows shared by 4, 8, 16 and 32 threads, and columns.
+TEST(TensorReduce, ShortRowsOf16Bits) {
+    Choices choose(10);
+    for (const DType T : {DType::BF16, DType::F16})
+        for (const int64_t C : {8, 24, 120, 128, 136, 264, 520, 1032})
+            for (const F f : {F::Add, F::Max})
+                for (int axis = 0; axis < 2; axis++)
+                    check_reduce(f, contiguous(T, {37, C}, 1, 1, 0), axis, 0.5f, DType::F32, choose);
 }
 
 TEST(TensorReduce, EmptyAxesGiveTheStart) {
@@ -529,7 +566,7 @@ TEST(TensorMatmul, BatchesBroadcast) {
 // Enough tiles of 128 x 128 for any GPU to take them, in every combination of layouts: contiguous along the rows, along
 // the columns, or along neither.
 TEST(TensorMatmul, LargeMatricesInEveryLayout) {
-    constexpr int64_t M = 132, N = 136, K = 36, BATCH = 40;
+    constexpr int64_t M = 132, N = 136, K = 20, BATCH = 40;
     const auto layout = [](const TestArray& memory, int64_t rows, int64_t columns, int kind) {
         Tensor t = shaped(memory, {BATCH, rows, columns});
         t.stride[0] = rows * columns * 2;

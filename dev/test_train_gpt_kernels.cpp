@@ -109,6 +109,42 @@ TEST_F(CInterface, SaysWhatIsWrong) {
     std::thread([] { EXPECT_STREQ(tgk_last_error(), ""); }).join();
 }
 
+// What an operation asks for before it looks at its tensors, its scratch above all, allows for none.
+TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
+    tgk_context* c = context;
+    const tgk_tensor* none = nullptr;
+    const int32_t neg = function("neg"), add = function("add");
+    expect_refused(tgk_map(c, neg, none, none), "tensor_map: out is missing");
+    expect_refused(tgk_zip(c, add, none, none, none), "tensor_zip: out is missing");
+    expect_refused(tgk_bin_bcast(c, add, none, none, none), "tensor_bin_bcast: out is missing");
+    const int others[] = {
+        tgk_reduce(c, add, none, none, 0, 0),
+        tgk_tensor_matmul(c, none, none, none),
+        tgk_matmul(c, none, none, none, 0, 0, 0),
+        tgk_matmul_forward(c, none, none, none, none),
+        tgk_matmul_backward_input(c, none, none, none, 0),
+        tgk_matmul_backward_weight(c, none, none, none, none, 0),
+        tgk_layernorm_forward(c, none, none, none, none, none, none, none, none, 1e-5f),
+        tgk_layernorm_backward(c, none, none, none, none, none, none, none, none, none, none, 0),
+        tgk_rmsnorm_forward(c, none, none, none, none, none, none, 1e-5f),
+        tgk_rmsnorm_backward(c, none, none, none, none, none, none, none, none, 0),
+        tgk_softmax_forward(c, none, none, none, 0, 1, 0),
+        tgk_softmax_backward(c, none, none, none, 1),
+        tgk_attention_forward(c, none, none, none, none, none, none, none, 0, 0, 1),
+        tgk_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 0, 1),
+        tgk_rope_table(none, 1e4),
+        tgk_rope(c, none, none, none, 0),
+        tgk_gelu_forward(c, none, none),
+        tgk_gelu_backward(c, none, none, none),
+        tgk_swiglu_forward(c, none, none),
+        tgk_swiglu_backward(c, none, none, none),
+        tgk_adamw_update(c, none, none, none, none, 0, 0, 0, 0, 0, 1, 1),
+        tgk_top_k(c, none, none, none),
+    };
+    int at = 0;
+    for (const int status : others) EXPECT_EQ(status, TGK_INVALID_ARGUMENT) << "operation " << at++;
+}
+
 TEST_F(CInterface, MemoryThatCannotBeHadIsTheDevicesError) {
     void* data = nullptr;
     const size_t bytes = backend_device() == Device::CPU ? SIZE_MAX - 10 : size_t(1) << 62;

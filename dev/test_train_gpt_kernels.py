@@ -46,11 +46,11 @@ if HAVE:
         steps = [draw(st.sampled_from([1, 1, 1, 2, 3, -1, -2])) for _ in shape]
         memory = [shape[d] * abs(steps[d]) for d in order]
         rng = np.random.default_rng(seed)
-        array = rng.standard_normal(memory).astype(np.float32)
+        array = np.array(rng.standard_normal(memory), np.float32)
         if positive:
-            array = np.abs(array) + np.float32(0.1)
+            array = np.asarray(np.abs(array) + np.float32(0.1))
         array = array.transpose(np.argsort(order)) if shape else array
-        array = array[tuple(slice(None, None, step) for step in steps)]
+        array = array[(*(slice(None, None, step) for step in steps), ...)]  # …: of no dimensions, still an array
         if not writable and shape and draw(st.booleans()):
             d = draw(st.integers(0, len(shape) - 1))
             array = np.broadcast_to(array.take([0], axis=d), shape) if shape[d] else array

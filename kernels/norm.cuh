@@ -401,7 +401,7 @@ inline int64_t norm_backward_blocks(int64_t N, int64_t C) {
 }
 // Room for `sums` sums over rows.
 inline int64_t norm_backward_scratch(int64_t N, int64_t C, int64_t sums) {
-    return norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
+    return C == 0 ? 0 : norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
 }
 
 namespace norm_detail {

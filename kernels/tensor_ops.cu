@@ -130,7 +130,7 @@ template <int INPUTS>
 struct Elementwise {
     int rank;
     int64_t size[MAX_DIMS];
-    int64_t packs;
+    int64_t packs, pieces;  // of all; row_pieces_kernel: pieces of a row
     Operand out, inp[INPUTS];
     TensorFunction f;
 };
@@ -147,7 +147,6 @@ __global__ void __launch_bounds__(THREADS) elementwise_kernel(const __grid_const
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         int64_t rest = first + p * THREADS, at_inp[INPUTS] = {};
-        at_out[p] = -1;
         if (rest >= a.packs) continue;
         at_out[p] = 0;
         for (int d = last; d >= 0; d--) {
@@ -164,7 +163,7 @@ __global__ void __launch_bounds__(THREADS) elementwise_kernel(const __grid_const
     with_function<INPUTS>(a.f, [&](auto f) {
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
-            if (at_out[p] < 0) continue;
+            if (first + p * THREADS >= a.packs) continue;
             const Floats<W> x = as_floats(stored[p][0], a.inp[0].dtype),
                             y = as_floats(stored[p][INPUTS - 1], a.inp[INPUTS - 1].dtype);
             Floats<W> z;
@@ -173,6 +172,87 @@ __global__ void __launch_bounds__(THREADS) elementwise_kernel(const __grid_const
             store_as<W>(a.out.data, a.out.dtype, at_out[p], z);
         }
     });
+}
+
+// Long rows that packs don't fit: a warp does a piece of a row, RUN elements a thread, a warp's width apart, so that
+// the row is divided out once for all of them and their loads are in flight together.
+constexpr int RUN = 8, PIECE = RUN * WARP;
+
+struct Run {
+    uint32_t word[RUN];  // an element each
+};
+
+// Elements at, at + step, …: those below `left` of the piece that begins at this thread's first one.
+template <typename Bits>
+__device__ __forceinline__ Run load_run(const void* data, int64_t at, int64_t step, int left) {
+    const Bits* p = static_cast<const Bits*>(data) + at;
+    Run run;
+#pragma unroll
+    for (int i = 0; i < RUN; i++) run.word[i] = i * WARP < left ? p[i * step] : Bits(0);
+    return run;
+}
+
+__device__ __forceinline__ Floats<RUN> as_floats(const Run& run, DType dtype) {
+    Floats<RUN> x;
+    if (dtype == DType::F32) {
+#pragma unroll
+        for (int i = 0; i < RUN; i++) x[i] = __uint_as_float(run.word[i]);
+    } else if (dtype == DType::BF16) {
+#pragma unroll
+        for (int i = 0; i < RUN; i++) x[i] = __uint_as_float(run.word[i] << 16);
+    } else {
+#pragma unroll
+        for (int i = 0; i < RUN; i++) x[i] = as_float(fp16{uint16_t(run.word[i])});
+    }
+    return x;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_run(void* data, int64_t at, int64_t step, int left, const Floats<RUN>& x) {
+    T* p = static_cast<T*>(data) + at;
+#pragma unroll
+    for (int i = 0; i < RUN; i++)
+        if (i * WARP < left) p[i * step] = from_float<T>(x[i]);
+}
+
+template <int INPUTS>
+__global__ void __launch_bounds__(THREADS) row_pieces_kernel(const __grid_constant__ Elementwise<INPUTS> a) {
+    const int last = a.rank - 1;
+    const int64_t piece = blockIdx.x * int64_t(THREADS / WARP) + threadIdx.x / WARP;
+    if (piece >= a.packs) return;
+    const RowItem at = row_item(piece, a.pieces);
+    const int64_t column = at.item * PIECE + threadIdx.x % WARP;
+    const int left = int(min(a.size[last] - column, int64_t(PIECE)));
+    int64_t at_out = column * a.out.stride[last], at_inp[INPUTS], rest = at.row;
+#pragma unroll
+    for (int k = 0; k < INPUTS; k++) at_inp[k] = column * a.inp[k].stride[last];
+    for (int d = last - 1; d >= 0; d--) {
+        const RowItem outer = d == 0 ? RowItem{0, rest} : row_item(rest, a.size[d]);
+        rest = outer.row;
+        at_out += outer.item * a.out.stride[d];
+#pragma unroll
+        for (int k = 0; k < INPUTS; k++) at_inp[k] += outer.item * a.inp[k].stride[d];
+    }
+    Run run[INPUTS];
+#pragma unroll
+    for (int k = 0; k < INPUTS; k++) {
+        const int64_t step = WARP * a.inp[k].stride[last];
+        run[k] = a.inp[k].dtype == DType::F32 ? load_run<uint32_t>(a.inp[k].data, at_inp[k], step, left)
+                                              : load_run<uint16_t>(a.inp[k].data, at_inp[k], step, left);
+    }
+    const Floats<RUN> x = as_floats(run[0], a.inp[0].dtype), y = as_floats(run[INPUTS - 1], a.inp[INPUTS - 1].dtype);
+    Floats<RUN> z;
+    with_function<INPUTS>(a.f, [&](auto f) {
+#pragma unroll
+        for (int i = 0; i < RUN; i++) z[i] = apply<decltype(f)::value>(x[i], y[i]);
+    });
+    const int64_t step = WARP * a.out.stride[last];
+    if (a.out.dtype == DType::F32)
+        store_run<float>(a.out.data, at_out, step, left, z);
+    else if (a.out.dtype == DType::BF16)
+        store_run<bf16>(a.out.data, at_out, step, left, z);
+    else
+        store_run<fp16>(a.out.data, at_out, step, left, z);
 }
 
 // Whether operand k can be read and written W elements at a time along the innermost dimension.
@@ -224,6 +304,12 @@ void launch_elementwise(const char* op, const StridedLoop& loop, TensorFunction 
         operand.data = loop.operand[k].data, operand.dtype = loop.operand[k].dtype;
         for (int d = 0; d < loop.rank; d++) operand.stride[d] = loop.operand[k].stride[d] * (d == last ? W : 1);
     }
+    if (W == 1 && loop.inner() >= 2 * WARP) {
+        a.pieces = ceil_div(loop.inner(), PIECE), a.packs = loop.numel() / loop.inner() * a.pieces;
+        row_pieces_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS / WARP)), THREADS, 0, cuda_stream(stream)>>>(a);
+        check_launch(op, stream);
+        return;
+    }
     const auto launch = [&](auto width) {
         constexpr int PACKS = width == 1 ? 4 : 1;
         elementwise_kernel<width, INPUTS>
@@ -253,6 +339,8 @@ struct Reduce {
     int64_t size[MAX_DIMS];  // of the results; `across`: the innermost dimension in packs
     Operand inp, out;
     int64_t items;           // results, or packs of them
+    int64_t blocks;          // for all items of a piece
+    int group;               // along_kernel: threads that share a result, a power of two
     int64_t length, stride;  // of the axis
     int64_t pieces, piece;   // the axis is cut into pieces of `piece` elements
     float start;
@@ -316,29 +404,28 @@ __device__ __forceinline__ void store_result(const Reduce& a, int64_t piece, int
         store_as<1>(a.out.data, a.out.dtype, at_out, Floats<1>{{apply<F>(a.start, x)}});
 }
 
-// GROUP threads for each result: a warp, or the block.
-template <TensorFunction F, int W, int GROUP>
+// A group of threads for each result: the block, or a.group threads of a warp.
+template <TensorFunction F, int W, bool BLOCK>
 __global__ void __launch_bounds__(THREADS) along_kernel(const __grid_constant__ Reduce a) {
-    constexpr int GROUPS = THREADS / GROUP;
-    const int lane = threadIdx.x % GROUP;
-    const RowItem block = row_item(blockIdx.x, ceil_div(a.items, GROUPS));
-    const int64_t result = block.item * GROUPS + threadIdx.x / GROUP;
+    const int group = BLOCK ? THREADS : a.group, lane = int(threadIdx.x) & (group - 1);
+    const RowItem block = row_item(blockIdx.x, a.blocks);
+    const int64_t result = (block.item * THREADS + threadIdx.x) >> (31 - __clz(group));
     const bool mine = result < a.items;
     const Offsets at = offsets_of(a, mine ? result : 0);
     const int64_t begin = block.row * a.piece, end = min(begin + a.piece, a.length);
-    const Floats<W> lanes = reduce_packs<F, W>(a, at.inp, a.stride * W, begin / W + lane, mine ? end / W : 0, GROUP);
+    const Floats<W> lanes = reduce_packs<F, W>(a, at.inp, a.stride * W, begin / W + lane, mine ? end / W : 0, group);
     float x = lanes[0];
 #pragma unroll
     for (int i = 1; i < W; i++) x = apply<F>(x, lanes[i]);
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) x = apply<F>(x, __shfl_xor_sync(ALL_LANES, x, offset));
-    if constexpr (GROUP > WARP) {
-        __shared__ float partial[GROUP / WARP];
+    for (int offset = (BLOCK ? WARP : group) / 2; offset > 0; offset /= 2)
+        x = apply<F>(x, __shfl_xor_sync(ALL_LANES, x, offset));
+    if constexpr (BLOCK) {
+        __shared__ float partial[THREADS / WARP];
         if (lane % WARP == 0) partial[lane / WARP] = x;
         __syncthreads();
         x = partial[0];
 #pragma unroll
-        for (int w = 1; w < GROUP / WARP; w++) x = apply<F>(x, partial[w]);
+        for (int w = 1; w < THREADS / WARP; w++) x = apply<F>(x, partial[w]);
     }
     if (mine && lane == 0) store_result<F>(a, block.row, result, at.out, x);
 }
@@ -348,7 +435,7 @@ template <TensorFunction F, int W, int ROWS>
 __global__ void __launch_bounds__(THREADS) across_kernel(const __grid_constant__ Reduce a) {
     constexpr int COLUMNS = THREADS / ROWS;
     const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
-    const RowItem block = row_item(blockIdx.x, ceil_div(a.items, COLUMNS));
+    const RowItem block = row_item(blockIdx.x, a.blocks);
     const int64_t item = block.item * COLUMNS + column;
     const bool mine = item < a.items;
     const Offsets at = offsets_of(a, mine ? item : 0);
@@ -401,13 +488,19 @@ ReducePlan plan_reduction(const Reduction& r) {
             fits = fits && inp.stride[last] == 1 && loop.inner() % W == 0 && aligned(r.stride, W);
         if (fits) plan.W = W;
     }
-    // `along`: a warp up to 1,024 packs, or 256 where there would be few of them, then the block. `across`: 8 threads;
-    // one where the axis is short; 32 where it is not and there are few results, as in the second step over pieces.
+    // `along`: as many threads of a warp as have IN_FLIGHT packs each, a warp up to 1,024 packs, or 256 where there
+    // would be few warps, then the block. `across`: 8 threads; one where the axis is short; 32 where it is not and
+    // there are few results, as in the second step over pieces.
     const int64_t items = plan.along ? results : ceil_div(results, plan.W), multiprocessors = num_multiprocessors();
-    if (plan.along)
-        plan.group = n / plan.W > 1024 || (n / plan.W > 256 && results < 64 * multiprocessors) ? THREADS : WARP;
-    else
-        plan.group = n <= 16 ? 1 : n <= 1024 && items < 32 * multiprocessors ? 32 : 8;
+    const int64_t packs = n / plan.W;
+    if (!plan.along) {
+        plan.group = n <= 16 ? 1 : items < 32 * multiprocessors ? 32 : 8;
+    } else if (packs > 1024 || (packs > 256 && results < 64 * multiprocessors)) {
+        plan.group = THREADS;
+    } else {
+        plan.group = 4;
+        while (plan.group < WARP && packs > IN_FLIGHT * plan.group) plan.group *= 2;
+    }
     // As many pieces as give each multiprocessor 16 blocks, but none shorter than IN_FLIGHT packs for a thread.
     const int64_t blocks = ceil_div(items, THREADS / plan.group), wanted = ceil_div(16 * multiprocessors, blocks);
     const int64_t least = IN_FLIGHT * plan.group * (plan.along ? plan.W : 1);
@@ -439,13 +532,13 @@ void launch_reduce(const char* op, const Reduction& r, const ReducePlan& plan, f
         to->data = from->data, to->dtype = from->dtype;
         for (int d = 0; d < loop.rank; d++) to->stride[d] = from->stride[d] * (d == last ? W : 1);
     }
-    a.items = a.results / W;
-    const dim3 grid = grid_of(ceil_div(a.items, THREADS / plan.group) * plan.pieces);
+    a.items = a.results / W, a.blocks = ceil_div(a.items, THREADS / plan.group), a.group = plan.group;
+    const dim3 grid = grid_of(a.blocks * plan.pieces);
     const auto launch = [&](auto width) {
-        if (plan.along && plan.group == WARP)
-            along_kernel<F, width, WARP><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+        if (plan.along && plan.group == THREADS)
+            along_kernel<F, width, true><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
         else if (plan.along)
-            along_kernel<F, width, THREADS><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            along_kernel<F, width, false><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
         else if (plan.group == 1)
             across_kernel<F, width, 1><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
         else if (plan.group == 8)
