@@ -170,7 +170,7 @@ TEST(Npy, Errors) {
         return [&] { read_npy(dir.file("b.npy")); };
     };
     expect_error(broken(good, "NUMPY", "NUMPI"), {"b.npy", "not a .npy file"});
-    expect_error(broken(good, "<f4", "<f2"), {"b.npy", "'<f2'"});
+    expect_error(broken(good, "<f4", "<f2"), {"b.npy", "dtype is none of", "'<f4'"});
     expect_error(broken(good, "False", "True "), {"b.npy", "Fortran"});
     expect_error(broken(good, "(2, 2)", "(2, 3)"), {"b.npy", "16 bytes", "24"});
     expect_error(broken(good, "(2, 2)", "(2,-2)"), {"b.npy", "tuple"});

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     stretch_kernel(const Draw<T> draw, Found* found, Token* candidates, int k) {
     wait_for_previous();
     let_next_start();
-    const int64_t b = blockIdx.y, begin = int64_t(blockIdx.x) * STRETCH;
+    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH;
     const Row<T> row = draw.row(b);
     const int count = int(min(int64_t(STRETCH), draw.V - begin));
     Token tokens[PER_THREAD], best = 0;
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     if (threadIdx.x == 0) written = 0;
     has_nan = __syncthreads_or(has_nan);
     for (int w = 0; w < ROUND_WARPS; w++) best = max(best, maxima[w]);
-    Found* const mine = found + b * gridDim.x + blockIdx.x;
+    Found* const mine = found + b * gridDim.y + blockIdx.y;
 
     if (k > 0) {
         // The k likeliest of the stretch, in any order: the second round sorts.
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
             for (int i = 0; i < PER_THREAD; i++) f(tokens[i]);
         };
         const Token edge = count <= k ? 1 : kth_largest_token(k, visit);
-        Token* const to = candidates + (b * gridDim.x + blockIdx.x) * k;
+        Token* const to = candidates + (b * gridDim.y + blockIdx.y) * k;
 #pragma unroll
         for (int i = 0; i < PER_THREAD; i++)
             if (tokens[i] >= edge) to[atomicAdd(&written, 1)] = tokens[i];
@@ -644,11 +644,11 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
             launch_dependent(op, draw_from_row_kernel<T>, grid_of(B), THREADS, 0, stream, draw);
             return;
         }
-        require(B <= 65535, op, ": ", B, " sequences; at most 65535");
+        require(stretches <= 65535, op, ": a vocabulary of ", V, "; at most ", 65535 * STRETCH);
         Found* const found = static_cast<Found*>(scratch.data);
         Token* const candidates = reinterpret_cast<Token*>(static_cast<char*>(scratch.data) + found_bytes(B, V));
         const int k = way == Way::Candidates ? int(std::min(options.top_k, V)) : 0;
-        launch_dependent(op, stretch_kernel<T>, dim3(unsigned(stretches), unsigned(B)), ROUND_THREADS, 0, stream, draw,
+        launch_dependent(op, stretch_kernel<T>, dim3(unsigned(B), unsigned(stretches)), ROUND_THREADS, 0, stream, draw,
                          found, candidates, k);
         if (way == Way::All)
             launch_dependent(op, draw_from_all_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found,
