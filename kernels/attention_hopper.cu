@@ -201,6 +201,40 @@ struct Roles {
     }
 };
 
+// A block's shared memory, its barriers ready.
+template <typename Sizes>
+__device__ __forceinline__ typename Sizes::Shared& prepare_shared() {
+    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
+    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.init();
+        barrier_init_fence();
+    }
+    __syncthreads();
+    return shared;
+}
+
+// --- a thread's sums: f(x, row, column) for each, of rows `row` and row + 8 and of columns from that of the first lane
+// on
+
+template <int NT, typename F>
+__device__ __forceinline__ void for_sums(float (&c)[NT][4], int row, int column, F f) {
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) f(c[t][e], row + e / 2 * 8, column + t * 8 + lane_id() % 4 * 2 + e % 2);
+}
+
+template <int NT>
+__device__ __forceinline__ void clear_sums(float (&c)[NT][4]) {
+    for_sums(c, 0, 0, [](float& x, int, int) { x = 0; });
+}
+
+template <int NT>
+__device__ __forceinline__ void scale_sums(float (&c)[NT][4], float factor) {
+    for_sums(c, 0, 0, [&](float& x, int, int) { x *= factor; });
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
@@ -216,6 +250,11 @@ struct ForwardSizes {
         Ring<STAGES> k_ring, v_ring;
         TaskRing tasks;
         Barrier loader;
+        __device__ void init() {
+            q_ring.init(WARPGROUPS), k_ring.init(WARPGROUPS), v_ring.init(WARPGROUPS);
+            tasks.ring.init(WARPGROUPS);
+            barrier_init(&loader, 1);
+        }
     };
 };
 
@@ -326,21 +365,14 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
         const int row = r0 + warp_row + lane / 4;  // and row + 8
 
         float s[BN / 8][4], o[D / 8][4], factor[2];
-#pragma unroll
-        for (int t = 0; t < D / 8; t++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) o[t][e] = 0;
+        clear_sums(o);
         uint32_t p[BN / 16][4];
         Softmax softmax{a.scale * LOG2E};
         const auto mask = [&](int n) {
             if (n * BN + BN <= seq.klen && seq.all_seen(r0, 64, n * BN, BN)) return;
-#pragma unroll
-            for (int t = 0; t < BN / 8; t++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int j = n * BN + t * 8 + lane % 4 * 2 + e % 2;
-                    if (j >= seq.klen || !seq.sees(row + e / 2 * 8, j)) s[t][e] = -INF;
-                }
+            for_sums(s, row, n * BN, [&](float& x, int i, int j) {
+                if (j >= seq.klen || !seq.sees(i, j)) x = -INF;
+            });
         };
         int turns = blocks.end - blocks.begin - 1;  // every warpgroup takes as many
         const auto pass_turn = [&] {
@@ -436,17 +468,7 @@ __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     forward_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                           const __grid_constant__ Schedule schedule) {
     using Sizes = ForwardSizes<D>;
-    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
-    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
-    if (threadIdx.x == 0) {
-        shared.q_ring.init(Sizes::WARPGROUPS);
-        shared.k_ring.init(Sizes::WARPGROUPS);
-        shared.v_ring.init(Sizes::WARPGROUPS);
-        shared.tasks.ring.init(Sizes::WARPGROUPS);
-        barrier_init(&shared.loader, 1);
-        barrier_init_fence();
-    }
-    __syncthreads();
+    auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { forward_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { forward_compute<T, D>(a, schedule, shared, w); });
 }
@@ -466,6 +488,11 @@ struct QueryPassSizes {
         Ring<STAGES> kv_ring;
         TaskRing tasks;
         Barrier loader;
+        __device__ void init() {
+            q_ring.init(WARPGROUPS), kv_ring.init(WARPGROUPS);
+            tasks.ring.init(WARPGROUPS);
+            barrier_init(&loader, 1);
+        }
     };
 };
 
@@ -542,10 +569,7 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
         float s[BN / 8][4], dp[BN / 8][4], dq[D / 8][4];
         uint32_t ds[BN / 16][4];
         const float c = a.scale * LOG2E;
-#pragma unroll
-        for (int t = 0; t < D / 8; t++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dq[t][e] = 0;
+        clear_sums(dq);
         if (blocks.end > blocks.begin) {
             shared.q_ring.wait_full(q_at);
             const uint32_t q = shared_address(shared.q) + warpgroup * 64 * CHUNK_ROW,
@@ -577,13 +601,9 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, -lse[e / 2]));
                 if (n * BN + BN > seq.klen || !seq.all_seen(r0, 64, n * BN, BN)) {
-#pragma unroll
-                    for (int t = 0; t < BN / 8; t++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            const int j = n * BN + t * 8 + lane % 4 * 2 + e % 2;
-                            if (j >= seq.klen || !seq.sees(row + e / 2 * 8, j)) s[t][e] = 0;
-                        }
+                    for_sums(s, row, n * BN, [&](float& x, int i, int j) {
+                        if (j >= seq.klen || !seq.sees(i, j)) x = 0;
+                    });
                 }
                 product_wait<0>();
                 pin_registers(dp);
@@ -599,10 +619,7 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
             shared.q_ring.release(q_at);
             q_at.advance();
         }
-#pragma unroll
-        for (int t = 0; t < D / 8; t++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dq[t][e] *= a.scale;
+        scale_sums(dq, a.scale);
         const int first = r0 + warp_row;
         store_rows<T, BM>(a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, -first, 16, a.HS, shared.dq,
                           warpgroup * 64 + warp_row, dq);
@@ -614,16 +631,7 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
     query_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                              const __grid_constant__ Schedule schedule) {
     using Sizes = QueryPassSizes<D>;
-    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
-    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
-    if (threadIdx.x == 0) {
-        shared.q_ring.init(Sizes::WARPGROUPS);
-        shared.kv_ring.init(Sizes::WARPGROUPS);
-        shared.tasks.ring.init(Sizes::WARPGROUPS);
-        barrier_init(&shared.loader, 1);
-        barrier_init_fence();
-    }
-    __syncthreads();
+    auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { query_pass_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { query_pass_compute<T, D>(a, schedule, shared, w); });
 }
@@ -646,6 +654,12 @@ struct KeyPassSizes {
         Ring<STAGES> q_ring;
         TaskRing tasks;
         Barrier loader;
+        __device__ void init() {
+            kv_ring.init(WARPGROUPS);
+            q_ring.init(WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
+            tasks.ring.init(WARPGROUPS);
+            barrier_init(&loader, 1);
+        }
     };
 };
 
@@ -720,10 +734,8 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
         float s[BQ / 8][4], dp[BQ / 8][4], dk[D / 8][4], dv[D / 8][4];
         uint32_t p[BQ / 16][4], ds[BQ / 16][4];
         const float c = a.scale * LOG2E;
-#pragma unroll
-        for (int t = 0; t < D / 8; t++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dk[t][e] = dv[t][e] = 0;
+        clear_sums(dk);
+        clear_sums(dv);
         if (blocks.end > blocks.begin) {
             shared.kv_ring.wait_full(kv_at);
             const uint32_t k = shared_address(shared.k) + warpgroup * 64 * CHUNK_ROW,
@@ -761,13 +773,9 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
                     for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, (e % 2 ? lse.y : lse.x) * -LOG2E));
                 }
                 if (masked) {
-#pragma unroll
-                    for (int t = 0; t < BQ / 8; t++)
-#pragma unroll
-                        for (int e = 0; e < 4; e++) {
-                            const int i = m * BQ + t * 8 + lane % 4 * 2 + e % 2;
-                            if (!seq.sees(i, row + e / 2 * 8)) s[t][e] = 0;
-                        }
+                    for_sums(s, row, m * BQ, [&](float& x, int j, int i) {
+                        if (!seq.sees(i, j)) x = 0;
+                    });
                 }
                 round_to_left<T>(p, s);
                 product_of_rounded<T>(dv, p, dout);
@@ -794,10 +802,7 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
             shared.kv_ring.release(kv_at);
             kv_at.advance();
         }
-#pragma unroll
-        for (int t = 0; t < D / 8; t++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) dk[t][e] *= a.scale;
+        scale_sums(dk, a.scale);
         const int first = r0 + warp_row, count = seq.klen - first;
         store_rows<T, BN>(a.dv.at(seq.k0 + first, task.head), a.dv.token_stride, 0, count, a.HS, shared.sums,
                           warpgroup * 64 + warp_row, dv);
@@ -811,16 +816,7 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
     key_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
                            const __grid_constant__ Schedule schedule) {
     using Sizes = KeyPassSizes<D>;
-    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
-    auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
-    if (threadIdx.x == 0) {
-        shared.kv_ring.init(Sizes::WARPGROUPS);
-        shared.q_ring.init(Sizes::WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
-        shared.tasks.ring.init(Sizes::WARPGROUPS);
-        barrier_init(&shared.loader, 1);
-        barrier_init_fence();
-    }
-    __syncthreads();
+    auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { key_pass_load<T, D>(a, maps, schedule, shared); },
                       [&](int w) { key_pass_compute<T, D>(a, schedule, shared, w); });
 }
