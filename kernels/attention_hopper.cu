@@ -214,8 +214,8 @@ __device__ __forceinline__ typename Sizes::Shared& prepare_shared() {
     return shared;
 }
 
-// --- a thread's sums: f(x, row, column) for each, of rows `row` and row + 8 and of columns from that of the first lane
-// on
+// --- a thread's sums: f(x, row, column) for each; the thread's rows are `row` and row + 8, `column` is the tile's
+// first
 
 template <int NT, typename F>
 __device__ __forceinline__ void for_sums(float (&c)[NT][4], int row, int column, F f) {
