@@ -101,13 +101,11 @@ __device__ __forceinline__ void stage_rows(T* rows, const Layer<T>& a) {
     each([&](int64_t c, int) {
         Floats<W> v = staged(c);
         const Floats<W> w = load_floats<W>(a.norm_weight + c);
+        Floats<W> shift = {};
+        if (a.norm_bias) shift = load_floats<W>(a.norm_bias + c);
+            // Spelt out, so that the compiler does not round the product in one team's code and not in another's.
 #pragma unroll
-        for (int k = 0; k < W; k++) v[k] = (v[k] - mean) * rstd * w[k];
-        if (a.norm_bias) {
-            const Floats<W> shift = load_floats<W>(a.norm_bias + c);
-#pragma unroll
-            for (int k = 0; k < W; k++) v[k] += shift[k];
-        }
+        for (int k = 0; k < W; k++) v[k] = fmaf((v[k] - mean) * rstd, w[k], shift[k]);
         *reinterpret_cast<Pack<T, W>*>(x + c) = as_pack<T>(v);
     });
 }
