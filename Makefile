@@ -11,7 +11,7 @@ SHELL := /bin/bash
 ## ARCH="80 90a"                GPU architectures, or all; by default the GPUs' here, else 90a
 ## NVCC= CUDA_HOME= CUBLAS_HOME= NCCL_HOME=   where these are, if they are not found (make cuda-info)
 ## DEBUG=1                      no optimisation, debug symbols, a check after every kernel
-## SANITIZE=address|undefined   run the CPU build under a sanitizer
+## SANITIZE=address|undefined|address,undefined   run the CPU build under sanitizers
 ## WERROR=1                     warnings are errors
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
 ## DEPS=no                      never install anything
@@ -56,7 +56,7 @@ ifeq ($(BACKEND),)
 endif
 
 # ---- how it is compiled -----------------------------------------------------------------------------------------------
-BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(SANITIZE))
+BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(subst $(COMMA),-,$(SANITIZE)))
 
 # x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (kernels/cpu.h), so that a binary may be copied.
 ARCH_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
@@ -64,7 +64,7 @@ OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g -fno-omit-frame-pointer
 # Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter.
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
-SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(filter undefined,$(SANITIZE)),-DNO_AVX512))
+SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $(if $(findstring undefined,$(SANITIZE)),-DNO_AVX512))
 PREPROCESS := -I. -MMD -MP
 # Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
