@@ -103,6 +103,7 @@ class Random {
 
 // Numbers at which sizes break.
 int64_t awkward_number(Random& random, int64_t file_size, int64_t present) {
+    const auto bits = static_cast<uint64_t>(present);  // any number may be present: no signed overflow
     const int64_t numbers[] = {0,
                                1,
                                -1,
@@ -124,11 +125,11 @@ int64_t awkward_number(Random& random, int64_t file_size, int64_t present) {
                                file_size,
                                file_size - 1,
                                file_size + 1,
-                               present + 1,
-                               present - 1,
-                               -present,
-                               present * 2,
-                               present + (int64_t(1) << 32)};
+                               int64_t(bits + 1),
+                               int64_t(bits - 1),
+                               int64_t(-bits),
+                               int64_t(bits * 2),
+                               int64_t(bits + (uint64_t(1) << 32))};
     const size_t n = sizeof numbers / sizeof *numbers, i = size_t(random.below(n + 2));
     return i < n ? numbers[i] : int64_t(random.next() >> random.below(64));
 }
