@@ -26,6 +26,8 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from peer_main import peer_main
+
 OURS, CUDNN, FLASH, DETERMINISTIC = "this project", "cuDNN", "FlashAttention-2", ", deterministic"
 PEERS = [CUDNN, CUDNN + DETERMINISTIC, FLASH, FLASH + DETERMINISTIC]
 PASSES = {"forward": 2, "backward": 5}  # products
@@ -289,13 +291,7 @@ def main():
     args = parser.parse_args()
     if args.turns < 1:
         parser.error("--turns must be at least 1")
-    try:
-        return compare(args)
-    except (BenchError, OSError) as error:
-        print(f"bench_attention: {error}", file=sys.stderr)
-    except ImportError as error:
-        print(f"bench_attention: {error}; install PyTorch", file=sys.stderr)
-    return 1
+    return peer_main("bench_attention", lambda: compare(args), BenchError, "install PyTorch")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ import time
 import numpy as np
 
 import plot_loss
+from peer_main import peer_main
 
 RUNS = ["ours-fp32", "ours-bf16", "torch-fp32", "torch-bf16"]
 NUDGED = "-nudged"
@@ -317,13 +318,7 @@ def compare(args):
 
 def main():
     args = parse()
-    try:
-        return compare(args)
-    except (CurvesError, OSError) as error:
-        print(f"compare_curves: {error}", file=sys.stderr)
-    except ImportError as error:
-        print(f"compare_curves: {error}; PyTorch's runs need torch and transformers", file=sys.stderr)
-    return 1
+    return peer_main("compare_curves", lambda: compare(args), CurvesError, "PyTorch's runs need torch and transformers")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import sys
 import numpy as np
 
 from compare_curves import BETAS, EPS, FINAL_LR, CurvesError, learning_rate, losses_of, read_tokens, window_of_sample
+from peer_main import peer_main
 
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
@@ -134,13 +135,7 @@ def main():
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--bar", type=float, default=1e-4, help="largest difference of a step's loss (default %(default)s)")
     args = parser.parse_args()
-    try:
-        return 0 if compare(args) else 1
-    except (CurvesError, OSError) as error:
-        print(f"compare_finetune: {error}", file=sys.stderr)
-    except ImportError as error:
-        print(f"compare_finetune: {error}; it needs torch and transformers", file=sys.stderr)
-    return 1
+    return peer_main("compare_finetune", lambda: 0 if compare(args) else 1, CurvesError, "it needs torch and transformers")
 
 
 if __name__ == "__main__":

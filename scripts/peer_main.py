@@ -1,0 +1,14 @@
+"""How the scripts that compare with other programs end: what kept them from it is said in one line."""
+import sys
+
+
+def peer_main(name, compare, input_error, missing):
+    """compare() returns the exit status; input_error is what it raises where a comparison can't be made, missing says
+    what a Python package that is not there is needed for. Returns the exit status."""
+    try:
+        return compare()
+    except (input_error, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+    except ImportError as error:
+        print(f"{name}: {error}; {missing}", file=sys.stderr)
+    return 1
