@@ -5,18 +5,10 @@
 
 #include "kernels/attention.h"
 #include "kernels/cuda_common.cuh"
+#include "kernels/heads.cuh"
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504f;
-
-template <typename T>
-struct Heads {  // [tokens, heads, HS]
-    T* data;
-    int64_t token_stride, head_stride;
-    __device__ __forceinline__ T* at(int64_t token, int64_t head) const {
-        return data + token * token_stride + head * head_stride;
-    }
-};
 
 // The arguments of a kernel; the forward pass leaves the gradients out.
 template <typename T>
@@ -132,11 +124,6 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
                                Stream stream);
 
 // ---- at launch
-
-template <typename T>
-Heads<T> heads_of(const Tensor& t) {
-    return {t.as<T>(), t.stride[0], t.stride[1]};
-}
 
 // At least one, for the tokens after the last sequence.
 inline int tiles_of(int64_t longest, int tile) {

@@ -14,6 +14,7 @@
 // Form::Recurrent: scan_kernel, a column of the state to a warp, for heads of any size.
 #include "kernels/linear_attention.h"
 
+#include "kernels/heads.cuh"
 #include "kernels/linear_attention_check.h"
 #include "kernels/warp_tile.cuh"
 
@@ -24,15 +25,6 @@ using Role = LinearAttentionRole;
 constexpr int MAX_CHUNK = 64;
 constexpr int BLOCKS_PER_MULTIPROCESSOR = 3;
 constexpr int64_t MIN_SEGMENT = 4 * MAX_CHUNK;
-
-template <typename T>
-struct Heads {  // [tokens, heads, size]
-    T* data;
-    int64_t token_stride, head_stride;
-    __device__ __forceinline__ T* at(int64_t token, int64_t head) const {
-        return data + token * token_stride + head * head_stride;
-    }
-};
 
 // One launch. Of the product's own sizes: a and b have E numbers, c and out M.
 template <typename T>
@@ -1124,23 +1116,23 @@ struct Pass {
     bool elu() const { return kind.features == FeatureMap::EluPlusOne; }
     static constexpr bool transposed(Role role) { return role == Role::DQ || role == Role::DK; }
 
-    static Heads<T> heads(const Tensor& t) { return t ? Heads<T>{t.as<T>(), t.stride[0], t.stride[1]} : Heads<T>{}; }
-
     Product<T> product(Role role) const {
         Product<T> p{};
-        const Heads<T> query = heads(q), key = heads(k), value = heads(v), gradient = heads(dout);
+        const Heads<T> query = heads_of<T>(q), key = heads_of<T>(k), value = heads_of<T>(v),
+                       gradient = heads_of<T>(dout);
         switch (role) {
             case Role::Out:
-                p.a = query, p.b = key, p.c = value, p.out = heads(out);
+                p.a = query, p.b = key, p.c = value, p.out = heads_of<T>(out);
                 break;
             case Role::DQ:
-                p.a = gradient, p.b = value, p.c = key, p.out = heads(dq), p.inputs = query, p.forward_out = heads(out);
+                p.a = gradient, p.b = value, p.c = key, p.out = heads_of<T>(dq), p.inputs = query,
+                p.forward_out = heads_of<T>(out);
                 break;
             case Role::DV:
-                p.a = key, p.b = query, p.c = gradient, p.out = heads(dv);
+                p.a = key, p.b = query, p.c = gradient, p.out = heads_of<T>(dv);
                 break;
             case Role::DK:
-                p.a = value, p.b = gradient, p.c = query, p.out = heads(dk), p.inputs = key;
+                p.a = value, p.b = gradient, p.c = query, p.out = heads_of<T>(dk), p.inputs = key;
                 break;
             case Role::KeyState:
                 p.b = key, p.c = value;
@@ -1241,7 +1233,7 @@ struct Pass {
     }
 
     void run_dots(float* to, const Tensor& gradient, const Tensor& inputs) const {
-        const Dots<T> d{to, heads(gradient), heads(inputs), z.N, gradient.shape[1], int(z.E), elu()};
+        const Dots<T> d{to, heads_of<T>(gradient), heads_of<T>(inputs), z.N, gradient.shape[1], int(z.E), elu()};
         launch(dots_kernel<T>, d, ceil_div(d.N * d.heads * WARP, GATE_THREADS), GATE_THREADS, 0);
     }
 
@@ -1376,7 +1368,7 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
         Pass<T> p{};
         p.op = op, p.z = z, p.stream = stream;
         Decode<T> d{};
-        d.q = p.heads(q), d.k = p.heads(k), d.v = p.heads(v), d.out = p.heads(out);
+        d.q = heads_of<T>(q), d.k = heads_of<T>(k), d.v = heads_of<T>(v), d.out = heads_of<T>(out);
         if (gate) d.gate = gate.as<float>(), d.gate_stride = gate.stride[0];
         d.s = state.s.as<float>();
         if (kind.normalise) d.z = state.z.as<float>();
