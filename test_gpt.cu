@@ -312,6 +312,16 @@ const Knobs KNOBS[] = {
          c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1,
          c.head_size = 2;
      }},
+    {"linear", [](ModelConfig& c) { c.attention = "LS", c.kv_heads = 2; }},
+    {"gated_linear_rope",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.attention = "GL";
+     }},
+    {"mixed_without_linear_rope",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.linear_rope = false, c.layers = 3, c.attention = "LSG", c.heads = 3,
+         c.kv_heads = 3, c.head_size = 4, c.ffn = 16;
+     }},
     {"rmsnorm_rope_relu2_some_biases",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
