@@ -29,10 +29,12 @@
 #include "kernels/adamw.h"
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/decay_gate.h"
 #include "kernels/embedding.h"
 #include "kernels/gelu.h"
 #include "kernels/global_norm.h"
 #include "kernels/layernorm.h"
+#include "kernels/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/read_bandwidth.h"
 #include "kernels/relu2.h"
@@ -45,6 +47,7 @@
 #include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
+#include "runtime/heads.h"
 #include "runtime/log.h"
 #include "runtime/model_config.h"
 #include "runtime/params.h"
@@ -80,6 +83,9 @@ enum Slot {
     NORM1_B,
     QKV_W,
     QKV_B,
+    GATE_W,
+    GATE_B,
+    HEADNORM_W,  // kind G: the decay of each token and KV head, and the norm of each head's output
     PROJ_W,
     PROJ_B,  // attention half of a block
     NORM2_W,
@@ -95,7 +101,7 @@ enum Slot {
 
 bool is_norm(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B;
+           slot == NORMF_B || slot == HEADNORM_W;
 }
 
 ParamTable parameter_table(const ModelConfig& c, int64_t world) {
@@ -110,8 +116,8 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
         if (pieces.empty()) pieces = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
-                                static_cast<float>(std), static_cast<float>(value), cols > 0, is_norm(slot),
-                                std::move(pieces)});
+                                static_cast<float>(std), static_cast<float>(value), 0, cols > 0,
+                                is_norm(slot) || slot == GATE_B, std::move(pieces)});
     };
     const double std = c.init_std;
     // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
@@ -166,6 +172,16 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
                {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C, std,
                c.qkv_bias);
+        if (c.kind(l) == 'G') {
+            // Heads begin with decays σ(bias) from 1 − 1/32 to 1 − 1/512, which forget slowly enough for gradients to
+            // reach far and fast enough for sums to stay small (RetNet's span: Sun et al. 2023, section 3.1).
+            const double slowest = std::log(511), fastest = std::log(31);
+            add(GATE_W, l, name + "gate.weight", c.kv_heads, C, std, 0, {});
+            add(GATE_B, l, name + "gate.bias", c.kv_heads, 0, 0, fastest, {});
+            table.params.back().init_step =
+                static_cast<float>((slowest - fastest) / double(std::max<int64_t>(c.kv_heads - 1, 1)));
+            add(HEADNORM_W, l, name + "headnorm.weight", c.head_size, 0, 0, 1, {});
+        }
         linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
         norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
         linear(FC_W, l, name + "fc", g + "mlp.c_fc", {{m + "mlp.gate_proj", c.ffn}, {m + "mlp.up_proj", c.ffn}},
@@ -240,15 +256,15 @@ void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
                 block[static_cast<size_t>(i)] =
                     p.init_std > 0
                         ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(begin + i)))
-                        : p.init_value;
+                        : p.init_value + p.init_step * static_cast<float>(begin + i);
             }
             w.store(p, block.data(), begin, n);
         }
     }
 }
 
-// FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and the causal
-// half of attention's two products.
+// FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and attention's
+// two products, by kind the causal half of [T, T] or the recurrent form: k vᵀ added to a state, and the state times q.
 double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
@@ -256,7 +272,10 @@ double flop_per_token(const Model& model, int64_t T) {
         const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
         if (p.cols > 0 && !lookup_only) weights += double(p.numel());
     }
-    return 6 * weights + 6 * double(T) * double(c.layers * c.heads * c.head_size);
+    const double softmax = double(T) * double(c.heads * c.head_size),
+                 linear = double((c.heads + c.kv_heads) * c.head_size * c.head_size);
+    const int64_t S = c.layers_of('S');
+    return 6 * weights + 6 * (double(S) * softmax + double(c.layers - S) * linear);
 }
 
 // How the samples of a training run are drawn, with the run's seed.
@@ -279,20 +298,23 @@ struct LayerActs {
     Tensor res1;                 // [N, C] the residual stream as norm1 reads it
     Tensor mean1, rstd1, norm1;  // [N], [N], [N, C]
     Tensor qkv;                  // [N, (NH + 2·NKV)·HS], q and k rotated where RoPE is used
-    Tensor att, lse;             // [N, NH·HS], [NH, N]
+    Tensor gate, mix, rstd_mix;  // kind G: [N, NKV] log decays, [N, NH·HS] attention before the heads' norm, [N, NH]
+    Tensor att, lse;             // [N, NH·HS], [NH, N]: of kind L its denominators
     Tensor proj;                 // [N, C] what attention adds to the residual stream
     Tensor res2;                 // [N, C] the residual stream as norm2 reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;                           // [N, fc_channels], [N, ffn]
     Tensor fcproj;                            // [N, C] what the MLP adds to the residual stream
     Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients of the above, alive for a moment each
+    Tensor dgate, dgate_x;  // [N, NKV], [N, NKV rounded up to 8]: of gate and what it is computed from
 };
 
 constexpr Tensor LayerActs::*LAYER_FIELDS[] = {
-    &LayerActs::res1,   &LayerActs::mean1, &LayerActs::rstd1, &LayerActs::norm1,  &LayerActs::qkv,
-    &LayerActs::att,    &LayerActs::proj,  &LayerActs::res2,  &LayerActs::mean2,  &LayerActs::rstd2,
-    &LayerActs::norm2,  &LayerActs::fc,    &LayerActs::act,   &LayerActs::fcproj, &LayerActs::dact,
-    &LayerActs::dnorm2, &LayerActs::datt,  &LayerActs::dqkv,  &LayerActs::dnorm1};
+    &LayerActs::res1,   &LayerActs::mean1,    &LayerActs::rstd1, &LayerActs::norm1,  &LayerActs::qkv,
+    &LayerActs::att,    &LayerActs::proj,     &LayerActs::res2,  &LayerActs::mean2,  &LayerActs::rstd2,
+    &LayerActs::norm2,  &LayerActs::fc,       &LayerActs::act,   &LayerActs::fcproj, &LayerActs::dact,
+    &LayerActs::dnorm2, &LayerActs::datt,     &LayerActs::dqkv,  &LayerActs::dnorm1, &LayerActs::gate,
+    &LayerActs::mix,    &LayerActs::rstd_mix, &LayerActs::dgate, &LayerActs::dgate_x};
 
 class Activations {
   public:
@@ -414,9 +436,21 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         keep(&LayerActs::norm1, "norm1", {N, C}, NORM1, F(l, QKV), QKV, again_norms);
         keep(&LayerActs::qkv, "qkv", {N, c.qkv_channels()}, QKV, F(l, ATTENTION), ATTENTION, again_block);
         keep(&LayerActs::att, "att", {N, c.heads * c.head_size}, ATTENTION, F(l, PROJ), ATTENTION, again_block);
-        if (training) {
-            keep_as(DType::F32, &LayerActs::lse, "lse", {c.heads, N}, ATTENTION, F(l, ATTENTION), ATTENTION,
-                    again_block);
+        const char kind = c.kind(l);
+        if (training && kind != 'G') {
+            keep_as(DType::F32, &LayerActs::lse, kind == 'S' ? "lse" : "denominator", {c.heads, N}, ATTENTION,
+                    F(l, ATTENTION), ATTENTION, again_block);
+        }
+        if (kind == 'G') {
+            keep_as(DType::F32, &LayerActs::gate, "gate", {N, c.kv_heads}, QKV, F(l, ATTENTION), QKV, again_block);
+            keep(&LayerActs::mix, "mix", {N, c.heads * c.head_size}, ATTENTION, F(l, ATTENTION), ATTENTION,
+                 again_block);
+            if (training) {
+                keep_as(DType::F32, &LayerActs::rstd_mix, "rstd_mix", {N, c.heads}, ATTENTION, F(l, ATTENTION),
+                        ATTENTION, again_block);
+                place({&b.dgate}, layer + "dgate", DType::F32, {N, c.kv_heads}, G(l, ATTENTION), G(l, QKV));
+            }
+            gradient(&LayerActs::dgate_x, "dgate_x", {N, (c.kv_heads + 7) / 8 * 8}, QKV, QKV);
         }
         place({&f.proj}, layer + "proj", dtype, {N, C}, F(l, PROJ), F(l, NORM2));
         if (training && again_block) place({&b.proj}, layer + "proj (again)", dtype, {N, C}, R(l), R(l));
@@ -446,8 +480,11 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
-    if (attention_forward_scratch() > 0)
-        place({&forward_scratch}, "forward_scratch", DType::U8, {attention_forward_scratch()}, 0, UPDATE);
+    const LinearAttentionSizes linear{N, N, c.heads, c.kv_heads, c.head_size, c.head_size, shape.T, false};
+    const bool has_linear = c.has_linear_attention();
+    const int64_t forward_bytes =
+        std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
+    if (forward_bytes > 0) place({&forward_scratch}, "forward_scratch", DType::U8, {forward_bytes}, 0, UPDATE);
     if (training) {
         place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
         place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
@@ -459,6 +496,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         const int64_t scratch_bytes =
             std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
                       embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
+                      has_linear ? linear_attention_backward_scratch(linear) : 0,
+                      c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
                       step_control_scratch(parameter_table(c, shape.world).total),
                       sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
@@ -558,38 +597,48 @@ void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
     }
 }
 
-// q, k and v inside the packed rows of qkv: [n, NH, HS] and twice [n, NKV, HS].
-struct QkvHeads {
-    Tensor q, k, v;
-};
-QkvHeads split_qkv(const ModelConfig& c, Tensor qkv) {
-    const int64_t Q = c.heads * c.head_size, K = c.kv_heads * c.head_size;
-    return {split_heads(qkv.columns(0, Q), c.heads), split_heads(qkv.columns(Q, Q + K), c.kv_heads),
-            split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
+// RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
+void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_t l, Tensor qkv, bool backward) {
+    if (!acts.config.turns(l)) return;
+    const Range range(ctx.profiler, "rope");
+    rope(split_qk(acts.config, qkv), in.positions, acts.rope_table, backward, ctx.stream);
 }
 
-// RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
-void rotate(const Context& ctx, const Activations& acts, const Input& in, Tensor qkv, bool backward) {
-    if (!acts.rope_table) return;
-    const Range range(ctx.profiler, "rope");
-    const int64_t heads = acts.config.heads + acts.config.kv_heads;
-    const Tensor q_and_k = split_heads(qkv.columns(0, heads * acts.config.head_size), heads);
-    rope(q_and_k, in.positions, acts.rope_table, backward, ctx.stream);
+// Kind G: a log decay for each token and KV head.
+void gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
+    if (model.config.kind(l) != 'G') return;
+    const Range range(ctx.profiler, "gate");
+    decay_gate_forward(a.gate, a.norm1, model.weight(GATE_W, l), model.weight(GATE_B, l), ctx.stream);
+}
+
+// a.att from a.qkv, by the layer's kind of attention.
+void mix_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
+                 const Input& in) {
+    const ModelConfig& c = model.config;
+    const char kind = c.kind(l);
+    const QkvHeads x = split_qkv(c, a.qkv);
+    const Range range(ctx.profiler, "attention");
+    if (kind == 'S') {
+        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
+                                 acts.forward_scratch, ctx.stream);
+    }
+    linear_attention_forward(split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse, {}, x.q, x.k, x.v, a.gate, {},
+                             {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind),
+                             acts.forward_scratch, ctx.stream);
+    if (kind == 'G') {
+        rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_mix), head_matrix(a.mix, c.heads), {},
+                        model.weight(HEADNORM_W, l), static_cast<float>(c.norm_eps), ctx.stream);
+    }
 }
 
 // A block from its first norm's output to its activation: what recomputation repeats. The last product is left to the
 // caller, since the backward pass doesn't need it.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                    const Input& in) {
-    const ModelConfig& c = model.config;
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
-    rotate(ctx, acts, in, a.qkv, false);
-    const QkvHeads x = split_qkv(c, a.qkv);
-    {
-        const Range range(ctx.profiler, "attention");
-        attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
-                          acts.forward_scratch, ctx.stream);
-    }
+    gate_forward(ctx, model, l, a);
+    rotate(ctx, acts, in, l, a.qkv, false);
+    mix_forward(ctx, model, l, a, acts, in);
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
     if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
@@ -730,10 +779,44 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
 }
 
+// a.dqkv and a.dgate from a.datt. The gradient of the heads' norm takes the place of its output.
+void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+                  const Activations& acts, const Input& in, bool accumulate) {
+    const ModelConfig& c = model.config;
+    const char kind = c.kind(l);
+    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
+    const Range range(ctx.profiler, "attention");
+    if (kind == 'S') {
+        return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
+                                  split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
+                                  ctx.stream);
+    }
+    if (kind == 'G') {
+        rmsnorm_backward(head_matrix(a.att, c.heads), model.part(grads, HEADNORM_W, l), {},
+                         head_matrix(a.datt, c.heads), {}, head_matrix(a.mix, c.heads), model.weight(HEADNORM_W, l),
+                         head_vector(a.rstd_mix), acts.scratch, accumulate, ctx.stream);
+    }
+    linear_attention_backward(d.q, d.k, d.v, a.dgate, {}, split_heads(kind == 'G' ? a.att : a.datt, c.heads), {}, x.q,
+                              x.k, x.v, a.gate, {}, split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse,
+                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind), acts.scratch,
+                              ctx.stream);
+}
+
+// Kind G: gradients of the gate's weights, and of its input, which is added to dnorm1.
+void gate_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+                   bool accumulate) {
+    if (model.config.kind(l) != 'G') return;
+    const Range range(ctx.profiler, "gate");
+    const Tensor dx = a.dgate_x.columns(0, model.config.kv_heads);
+    decay_gate_backward(dx, a.dgate, a.gate, ctx.stream);
+    matmul_backward_weight(model.part(grads, GATE_W, l), model.part(grads, GATE_B, l), dx, a.norm1, accumulate,
+                           ctx.stream);
+    matmul_backward_input(a.dnorm1, dx, model.weight(GATE_W, l), true, ctx.stream);
+}
+
 // dx comes in as the gradient of the block's output and leaves as that of its input.
 void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    const ModelConfig& c = model.config;
     Tensor dfc = a.dact;
     if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
         weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
@@ -748,14 +831,10 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
                   a.rstd2, acts.scratch, accumulate);
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
-    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
-    {
-        const Range range(ctx.profiler, "attention");
-        attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
-                           a.lse, in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
-    }
-    rotate(ctx, acts, in, a.dqkv, true);
+    mix_backward(ctx, model, grads, l, a, acts, in, accumulate);
+    rotate(ctx, acts, in, l, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
+    gate_backward(ctx, model, grads, l, a, accumulate);
     norm_backward(ctx, model, grads, NORM1_W, l, dx, l ? model.part(grads, FCPROJ_B, l - 1) : Tensor{}, a.dnorm1, dx,
                   a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }
@@ -921,6 +1000,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts) {
 MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     MemoryPlan plan(model);
     plan.add("KV cache", engine.cache_bytes());
+    if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
     plan.add("activations", engine.activation_bytes());
     plan.add("program and libraries", device_overhead_bytes());
     return plan;
@@ -981,7 +1061,8 @@ std::string describe(const Model& model) {
     const ModelConfig& c = model.config;
     return str(with_commas(model.table.num_weights()), " weights, ", c.layers, " layers x ", c.channels, " channels, ",
                c.heads, " heads", c.kv_heads == c.heads ? "" : str(" on ", c.kv_heads, " KV heads"), " of ",
-               c.head_size, ", vocabulary ", c.vocab_size);
+               c.head_size, c.has_linear_attention() ? ", attention " + c.attention : "", ", vocabulary ",
+               c.vocab_size);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -1372,7 +1453,7 @@ InferenceWeights inference_weights(const Model& model) {
     InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
     for (int64_t l = 0; l < model.config.layers; l++) {
         w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
-                            linear(FCPROJ_W, l)});
+                            linear(FCPROJ_W, l), linear(GATE_W, l), model.weight(HEADNORM_W, l)});
     }
     return w;
 }

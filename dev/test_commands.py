@@ -387,6 +387,36 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(losses(whole), expected_losses, name)
             self.assertEqual(digests(os.path.join(whole, "step_00000008")), expected, name)
 
+    def test_kinds_of_attention(self):
+        whole = self.train("kinds", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
+                           "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
+        end = os.path.join(whole, "step_00000006")
+        expected, expected_losses = digests(end), losses(whole)
+        shutil.rmtree(end)
+        done = run("train", "--out", whole, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("attention LGS", done.stderr)
+        self.assertEqual(losses(whole), expected_losses)
+        self.assertEqual(digests(end), expected)
+        with open(os.path.join(end, "config.json")) as file:
+            config = json.load(file)
+        self.assertEqual([config[key] for key in ("model_type", "attention", "linear_rope")], ["train_gpt", "LGS", False])
+        # Converted, it is the same model; dumps have what only gated layers compute.
+        copy, arrays = os.path.join(self.top, "kinds_copy"), os.path.join(self.top, "kinds_arrays")
+        self.assertEqual(run("convert", whole, copy).returncode, 0)
+        for model, path in (whole, arrays + "a.npy"), (copy, arrays + "b.npy"):
+            done = run("logits", "--model", model, "--tokens", "1 2 3 4 5", "--output", path, "--dump", arrays)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(digest(arrays + "a.npy"), digest(arrays + "b.npy"))
+        dumped = os.listdir(arrays)
+        for name in ("layers.1.gate.npy", "layers.1.mix.npy", "layers.0.att.npy"):
+            self.assertIn(name, dumped)
+        self.assertNotIn("layers.0.gate.npy", dumped)
+        done = run("sample", "--model", copy, "--prompt", "The cat", "--max-tokens", 8, "--ignore-eos", "--num-samples", 3)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        plan = json.loads(run("plan", "--model", whole, "--generate", "--seq-len", 64, "--json").stdout)
+        self.assertGreater(plan["bytes"]["linear states"], 0)
+
     def test_resume_reads_the_weights(self):
         for tensor, prefix in (("params", "a"), ("m", "b"), ("v", "c")):
             other = self.copy_with_checkpoint("changed_" + prefix, 4)
@@ -547,7 +577,9 @@ class CommandsTest(unittest.TestCase):
             (["free"], self.train_args("x", "--model", "llama-8B", "--batch-size", 512, "--seq-len", 2048)),
             (["100", "128"], self.train_args("x", "--total-batch-tokens", 100)),
             (["--vocab-size 100", "257"], [*self.train_args("x"), "--vocab-size", 100]),
-            (["attention", "L"], [*self.train_args("x"), "--attention", "L"]),
+            *([(["fp16", "linear attention"], ["sample", *MODEL, "--attention", "G", "--random-weights", "--dtype", "fp16"])] if cuda() else []),
+            (["attention", "'SX'"], [*self.train_args("x"), "--attention", "SX"]),
+            (["--linear-rope", "--positions rope"], [*self.train_args("x"), "--attention", "L", "--linear-rope", "no"]),
             *([] if cuda() else [(["bf16"], [*self.train_args("x"), "--dtype", "bf16"])]),
             (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),
             (["another tokenizer"], ["eval", "--model", base, "--data", self.other_data]),

@@ -139,8 +139,8 @@ class Generator {
             r.context = slid(r.tokens, room, policy.keep);
             cached = 0;
         }
-        engine.forget(slot, std::max<int64_t>(cached, 0));
-        return {slot, {r.context.begin() + std::max<int64_t>(cached, 0), r.context.end()}, r.sequence, 0};
+        const int64_t kept = engine.forget(slot, std::max<int64_t>(cached, 0));
+        return {slot, {r.context.begin() + kept, r.context.end()}, r.sequence, 0};
     }
 
     void queue_step() {
