@@ -24,6 +24,7 @@
 #include "infer/chat.h"
 #include "infer/engine.h"
 #include "infer/generate.h"
+#include "infer/prompts.h"
 #include "infer/sample_output.h"
 #include "kernels/adamw.h"
 #include "kernels/attention.h"
@@ -966,13 +967,6 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     return id;
 }
 
-// The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
-// Where neither is known, any token will do.
-int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
-    if (config.bos >= 0) return config.bos;
-    return std::max(tokenizer ? tokenizer->end_of_text() : config.eos, 0);
-}
-
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
@@ -1508,43 +1502,6 @@ void print_result(const ordered_json& result, bool as_json) {
         if (!as_json) std::cout << key << " " << value << "\n";
 }
 
-// Nats of each choice's ending, packed into as few passes as they fit in. Of what is too long the end is scored.
-std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, const std::vector<Choice>& choices,
-                                  const std::vector<int32_t>& start, int32_t any_start) {
-    std::vector<double> nats(choices.size(), 0);
-    const int64_t T = m.acts.shape.T, room = m.acts.shape.B * T;
-    for (size_t begin = 0, end; begin < choices.size(); begin = end) {
-        Batch batch;
-        batch.cum_seqlens = {0};
-        std::vector<size_t> owner;  // of each token
-        for (end = begin; end < choices.size(); end++) {
-            // What the tokenizer puts in front of a text; where that is nothing, a text scored from its first token
-            // on begins with the token that texts start from.
-            const Choice& c = choices[end];
-            std::vector<int32_t> tokens = c.tokens;
-            const std::vector<int32_t> head = !start.empty() ? start : std::vector<int32_t>(c.first == 0, any_start);
-            tokens.insert(tokens.begin(), head.begin(), head.end());
-            const int64_t ending = int64_t(c.tokens.size()) - c.first, n = std::min(int64_t(tokens.size()) - 1, T);
-            if (batch.cum_seqlens.back() + n > room) break;
-            const size_t from = tokens.size() - size_t(n) - 1;
-            for (int64_t i = 0; i < n; i++) {
-                batch.tokens.push_back(tokens[from + size_t(i)]);
-                batch.targets.push_back(i >= n - ending ? tokens[from + size_t(i) + 1] : Batch::NO_TARGET);
-                batch.positions.push_back(static_cast<int32_t>(i));
-                owner.push_back(end);
-            }
-            batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
-            batch.max_seqlen = std::max(batch.max_seqlen, n);
-        }
-        const Input in = upload(ctx, m.acts, batch);
-        forward(ctx, m.model, m.acts, in);
-        evaluate_loss(ctx, m.model, m.acts, in, false);
-        const std::vector<float> losses = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
-        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
-    }
-    return nats;
-}
-
 void run_multiple_choice(const EvalOptions& o) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
@@ -1564,26 +1521,16 @@ void run_multiple_choice(const EvalOptions& o) {
     int64_t T = o.seq_len ? o.seq_len : longest;
     if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const std::vector<double> nats =
-        score_choices(ctx, m, choices, tokenizer.start_of_text(), start_token(source.config, &tokenizer));
-
-    int64_t right = 0, right_by_byte = 0;
-    size_t at = 0;
-    for (const Question& q : questions) {
-        size_t best = 0, best_by_byte = 0;
-        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
-        for (size_t e = 1; e < q.endings.size(); e++) {
-            if (nats[at + e] < nats[at + best]) best = e;
-            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
-        }
-        right += best == q.label;
-        right_by_byte += best_by_byte == q.label;
-        at += q.endings.size();
-    }
-    const double count = double(questions.size());
-    print_result({{"accuracy", double(right) / count},
-                  {"accuracy_norm", double(right_by_byte) / count},
-                  {"count", questions.size()}},
+    const auto losses = [&](const Batch& batch) {
+        const Input in = upload(ctx, m.acts, batch);
+        forward(ctx, m.model, m.acts, in);
+        evaluate_loss(ctx, m.model, m.acts, in, false);
+        return fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+    };
+    const ChoiceScorer scorer{tokenizer.start_of_text(), start_token(source.config, &tokenizer), o.batch_size, T,
+                              losses};
+    const ChoiceAccuracy result = choice_accuracy(questions, choices, score_choices(choices, scorer));
+    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_byte}, {"count", questions.size()}},
                  o.json);
 }
 
@@ -1615,19 +1562,6 @@ SamplingOptions sampling_options(const DrawOptions& o) {
     return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
 }
 
-// The tokens that end a text: the tokenizer's end of text, the config's, and those of generation_config.json.
-std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer) {
-    std::vector<int32_t> ids;
-    if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());
-    if (source.config.eos >= 0) ids.push_back(source.config.eos);
-    const std::string path = join_path(source.directory, "generation_config.json");
-    if (source.directory.empty() || !path_exists(path)) return ids;
-    const json eos = read_json(path).value("eos_token_id", json());
-    for (const json& id : eos.is_array() ? eos : json::array({eos}))
-        if (id.is_number_integer()) ids.push_back(id.get<int32_t>());
-    return ids;
-}
-
 void run_sample(const Args& args) {
     const SampleOptions o = parse_sample(args);
     const Context ctx;
@@ -1639,27 +1573,15 @@ void run_sample(const Args& args) {
     std::unique_ptr<Tokenizer> tokenizer;
     if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
 
-    const std::vector<std::string> prompts =
-        o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
-    std::vector<std::vector<int32_t>> tokens;
+    SampleJob job;
+    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
     int64_t longest = 0;
-    for (const std::string& prompt : prompts) {
-        require(tokenizer || prompt.empty(), source.name,
-                " has no tokenizer.json to read the prompt with; leave the prompt out");
-        tokens.push_back(tokenizer ? tokenizer->start_of_text() : std::vector<int32_t>());
-        const std::vector<int32_t> text = tokenizer ? tokenizer->encode(prompt) : std::vector<int32_t>();
-        tokens.back().insert(tokens.back().end(), text.begin(), text.end());
-        if (tokens.back().empty()) tokens.back() = {start_token(source.config, tokenizer.get())};
-        for (const int32_t id : tokens.back()) {
-            require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
-                    " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
-        }
-        longest = std::max(longest, int64_t(tokens.back().size()));
+    for (const std::string& prompt : job.prompts) {
+        job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
+        longest = std::max(longest, int64_t(job.tokens.back().size()));
     }
-
-    const int64_t texts = int64_t(prompts.size()) * o.num_samples;
     EngineOptions engine_options;
-    engine_options.slots = std::min(texts, o.batch_size);
+    engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);
     engine_options.context = o.context ? o.context : longest + o.max_tokens;
     if (!o.context && source.config.positions == Positions::Learned)
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
@@ -1669,43 +1591,14 @@ void run_sample(const Args& args) {
     engine_options.logprobs = o.logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights);
 
-    AnswerOptions answer_options;
-    answer_options.max_tokens = o.max_tokens;
-    answer_options.stop = o.stop;
-    if (!o.ignore_eos) answer_options.eos = end_tokens(source, tokenizer.get());
-    std::ostringstream unseen;  // with --json the whole is printed at the end
-    std::vector<std::string> heads;
-    for (int64_t i = 0; i < texts; i++) heads.push_back(prompts[size_t(i / o.num_samples)]);
-    SampleOutput output(o.json ? unseen : std::cout, heads);
-    std::vector<Answer> answers;
-    std::vector<Request> requests;
-    answers.reserve(size_t(texts));
-    for (int64_t i = 0; i < texts; i++) {
-        answers.emplace_back(tokenizer.get(), answer_options,
-                             [&output, i](std::string_view piece) { output.text(size_t(i), piece); });
-        requests.push_back({tokens[size_t(i / o.num_samples)], 0, i, &answers.back(), {}});
-    }
-    const GenerateStatistics statistics = generate(m.engine, requests, {o.slide, o.keep}, {}, [&](const Request& r) {
-        const Answer& answer = *r.answer;
-        std::string ids;
-        for (const int32_t id : answer.tokens()) ids += tokenizer ? "" : str(id, " ");
-        output.text(size_t(r.sequence), ids);
-        output.finish(size_t(r.sequence), o.logprobs ? logprob_lines(answer, tokenizer.get()) : "");
-    });
-    // Shorter runs say little, and would wait longer for the measurement than for the text.
-    const double bandwidth = statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0;
-    if (!o.json) {
-        std::cerr << statistics_text(statistics, bandwidth);
-        return;
-    }
-    json result = {{"samples", json::array()}, {"statistics", statistics_json(statistics, bandwidth)}};
-    for (int64_t i = 0; i < texts; i++) {
-        const Answer& a = answers[size_t(i)];
-        result["samples"].push_back(
-            {{"prompt", heads[size_t(i)]}, {"text", a.text()}, {"tokens", a.tokens()}, {"finish", a.finish()}});
-        if (o.logprobs) result["samples"].back()["logprobs"] = a.logprobs();
-    }
-    std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
+    job.num_samples = o.num_samples;
+    job.answer.max_tokens = o.max_tokens;
+    job.answer.stop = o.stop;
+    if (!o.ignore_eos) job.answer.eos = end_tokens(source, tokenizer.get());
+    job.policy = {o.slide, o.keep};
+    job.json = o.json;
+    sample(
+        m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);
 }
 
 void run_chat(const Args& args) {
@@ -1729,7 +1622,8 @@ void run_chat(const Args& args) {
               << " tokens; /reset begins anew, /exit ends, Ctrl-C stops an answer\n";
     const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
                                                stop_requested, catch_interrupt, release_interrupt);
-    std::cerr << statistics_text(statistics, statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0);
+    std::cerr << statistics_text(statistics,
+                                 bandwidth_to_show(statistics, [&] { return measured_read_bandwidth(ctx.stream); }));
 }
 
 void run_logits(const Args& args) {

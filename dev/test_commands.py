@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
@@ -474,15 +475,12 @@ class CommandsTest(unittest.TestCase):
         """Breaks a resumed run at its n-th file operation, for every n; then it must go on to the same end."""
         expected = digests(os.path.join(self.base, "step_00000008"))
         args = ["--resume", "--eval-every", 8]
-        n, broken = 0, 0
-        while True:
-            n += 1
-            self.assertLess(n, 2000)
+
+        def broken_at(n):
             run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
             done = run("train", "--out", run_dir, *args, env=self.shim(mode, run_dir, n))
             if done.returncode == 0:
-                break
-            broken += 1
+                return False
             if mode == "enospc":
                 self.assertEqual(done.returncode, 1, done.stderr)
                 last = done.stderr.rstrip("\n").split("\n")[-1]
@@ -494,13 +492,23 @@ class CommandsTest(unittest.TestCase):
             self.assertIn("step_00000004", checkpoints(run_dir))
             if mode == "enospc":
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
-            if broken % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
+            if n % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
                 again = run("train", "--out", run_dir, *args)
                 self.assertEqual(again.returncode, 0, again.stderr)
                 self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), expected)
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "a killed run's leftovers stay")
             shutil.rmtree(run_dir)
-        self.assertGreater(broken, 10)
+            return True
+
+        at_once = os.cpu_count()
+        broken = []
+        with ThreadPoolExecutor(at_once) as pool:
+            while all(broken):
+                self.assertLess(len(broken), 2000)
+                broken += pool.map(broken_at, range(len(broken) + 1, len(broken) + 1 + at_once))
+        operations = broken.index(False)
+        self.assertFalse(any(broken[operations:]), "breaks after a run that did not")
+        self.assertGreater(operations, 10)
 
     def test_kill_at_every_file_operation(self):
         self.break_saves("kill")
