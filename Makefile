@@ -14,6 +14,7 @@ SHELL := /bin/bash
 ## SANITIZE=address|undefined|address,undefined   run the CPU build under sanitizers
 ## WERROR=1                     warnings are errors
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
+## MPI=no                       one process only, even where MPI is installed
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -94,6 +95,10 @@ ifeq ($(BACKEND),cuda)
   PREPROCESS += -DUSE_CUDA $(if $(HOPPER),-DHAVE_SM90A) $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
   LIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
+  # Without NCCL there is one process only.
+  TRANSPORT := $(if $(call cuda,nccl),nccl,none)
+  TRANSPORT_FLAGS := $(addprefix -isystem ,$(call cuda,nccl_include))
+  TRANSPORT_LIBS := $(call cuda,nccl) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(patsubst %/,%,$(dir $(call cuda,nccl))))
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   # Line numbers and several architectures make device code large; compressed it is a quarter.
@@ -110,9 +115,18 @@ else ifeq ($(BACKEND),cpu)
   else ifneq ($(BUILDING),)
     $(info Building without oneDNN: matrix products use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
+  # Open MPI's compiler tells where it is, MPICH's package does.
+  MPI ?= $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  TRANSPORT := $(if $(filter-out no,$(MPI)),mpi,none)
+  TRANSPORT_FLAGS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:compile))$(if $(filter mpich,$(MPI)),$(shell pkg-config --cflags mpich))
+  TRANSPORT_FLAGS := $(patsubst -I%,-isystem %,$(TRANSPORT_FLAGS))
+  TRANSPORT_LIBS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:link))$(if $(filter mpich,$(MPI)),$(shell pkg-config --libs mpich))
 else
   $(error BACKEND is cpu or cuda, not $(BACKEND))
 endif
+# What moves bytes between processes: of runtime/comm_*, which define the same, the one whose library is here. Only that
+# file and the linker need to know, so that nothing else recompiles when a library appears.
+SOURCES := $(filter-out runtime/comm_%,$(SOURCES)) $(wildcard runtime/comm_$(TRANSPORT).c*)
 
 OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
 LIB := $(BUILD)/libtrain_gpt.a
@@ -132,6 +146,7 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
+$(BUILD)/runtime/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
@@ -142,13 +157,14 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 $(LIB): $(OBJECTS) $(BUILD)/sources
 	$(Q)rm -f $@ && ar rcs $@ $(OBJECTS)
 
-LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(LDLIBS)
+LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
 $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 	$(LINK)
 
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
 $(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
+$(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB)
 	$(LINK) -shared
 
