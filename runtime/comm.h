@@ -31,7 +31,8 @@ class Comm {
     // Connects: every rank must come within timeout_s. After join_world(). With MPI one Comm of more than one rank
     // in a process's life.
     explicit Comm(const World& world = {});
-    // All ranks together; while an exception flies it parts at once instead, and the others notice.
+    // All ranks together, after what is queued is done and Graphs that hold its operations are gone; while an exception
+    // flies it parts at once instead, and the others notice.
     ~Comm();
     Comm(const Comm&) = delete;
     Comm& operator=(const Comm&) = delete;

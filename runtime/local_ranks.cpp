@@ -13,38 +13,17 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <utility>
 
+#include "runtime/descriptor.h"
 #include "runtime/error.h"
 
 extern char** environ;
 
 namespace {
-
-// Ranks often fail of one cause: so long others may say why before they are killed.
-constexpr auto LAST_WORDS = std::chrono::milliseconds(300);
-
-// A file descriptor that is closed in the end.
-class Descriptor {
-  public:
-    explicit Descriptor(int number = -1) : fd(number) {}
-    Descriptor(Descriptor&& other) noexcept : fd(std::exchange(other.fd, -1)) {}
-    Descriptor& operator=(Descriptor&& other) noexcept {
-        std::swap(fd, other.fd);
-        return *this;
-    }
-    ~Descriptor() {
-        if (fd >= 0) close(fd);
-    }
-    operator int() const { return fd; }
-
-  private:
-    int fd;
-};
 
 void check_system(bool ok, const char* what) {
     require(ok, "--gpus: ", what, ": ", std::strerror(errno));
@@ -111,14 +90,12 @@ class LocalRanks {
     }
 
     int wait() {
-        using clock = std::chrono::steady_clock;
-        clock::time_point failed_at;
         int status = 0;
         while (running() > 0) {
             std::vector<pollfd> waiting = {{signals.descriptor(), POLLIN, 0}};
             for (const Rank& rank : ranks)
                 if (rank.errors >= 0) waiting.push_back({rank.errors, POLLIN, 0});
-            poll(waiting.data(), waiting.size(), status ? 50 : -1);
+            poll(waiting.data(), waiting.size(), -1);
             for (size_t r = 0; r < ranks.size(); r++) show_errors(int(r));
             for (int number; (number = signals.next());) {
                 if (number == SIGCHLD) continue;
@@ -128,9 +105,9 @@ class LocalRanks {
             }
             for (size_t r = 0; r < ranks.size(); r++) {
                 const int failure = ended(int(r));
-                if (failure && !status) status = failure, failed_at = clock::now();
+                if (failure && !status) status = failure;
             }
-            if (status && clock::now() - failed_at > LAST_WORDS) kill_all();
+            if (status) kill_all();
         }
         return status;
     }
