@@ -147,6 +147,7 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
 $(BUILD)/runtime/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
+$(BUILD)/dev/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
@@ -180,6 +181,10 @@ $(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
 
 $(BUILD)/dev/bench_%: $$(call object,dev/bench_$$* dev/bench_util dev/machine_limits) $(LIB)
 	$(LINK) -lbenchmark
+
+# Has a main of its own: it is several processes.
+$(BUILD)/dev/bench_comm: $(BUILD)/dev/bench_comm.cu.o $(LIB)
+	$(LINK)
 
 $(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
 	$(LINK)
@@ -261,7 +266,7 @@ ifeq ($(BACKEND),cuda)
 endif
 	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
-BENCHES := $(call in_dev,bench_)
+BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call in_dev,bench_))
 LADDERS := $(call in_dev,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))
 bench-binaries: $(BENCHES) $(LADDERS)
 
