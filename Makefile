@@ -15,6 +15,7 @@ SHELL := /bin/bash
 ## WERROR=1                     warnings are errors
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
 ## MPI=no                       one process only, even where MPI is installed
+## GPUS=4                       with train: one process on each of so many GPUs, or of all
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -218,7 +219,7 @@ release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-re
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
 train: all $(PYTHON)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
-	@scripts/run_quickstart.sh $(DRIVER)
+	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
 
 data: $(PYTHON)  ## tokenise the quick start's corpus, or your own: TEXT=file|folder [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05]
 ifdef TEXT

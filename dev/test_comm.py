@@ -86,11 +86,20 @@ class NcclTest(unittest.TestCase):
                                      r"there are GPUs")
 
 
+class NoLibraryTest(unittest.TestCase):
+    def test_ranks_are_refused_in_one_line(self):
+        done = mpi.run([BINARY, "--gtest_filter=Comm.WorldIsTheLaunchers"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
+                       LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        self.assertRegex(done.stdout + done.stderr, "torchrun started 2 ranks, but this build has no library to connect them; install ")
+
+
 # One of them, so that the other's tests are not listed as skipped.
 if LIBRARY.startswith("NCCL"):
-    del MpiTest
+    del MpiTest, NoLibraryTest
+elif LIBRARY.startswith("MPI"):
+    del NcclTest, NoLibraryTest
 else:
-    del NcclTest
+    del MpiTest, NcclTest
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 # samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
 # results.
 #
-#   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/...
+#   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/... GPUS=4
 #
 # On a CPU gpt2-tiny learns into runs/quickstart, on a GPU gpt2-mini into runs/quickstart-gpu.
 set -euo pipefail
@@ -27,6 +27,7 @@ fi
 
 $python data/quickstart.py
 
+if [[ -n ${GPUS:-} ]]; then options+=(--gpus "$GPUS"); fi
 resume=()
 if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
 # The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
