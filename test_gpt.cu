@@ -312,6 +312,16 @@ const Knobs KNOBS[] = {
          c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1,
          c.head_size = 2;
      }},
+    {"linear", [](ModelConfig& c) { c.attention = "LS", c.kv_heads = 2; }},
+    {"gated_linear_rope",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.attention = "GL";
+     }},
+    {"mixed_without_linear_rope",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.linear_rope = false, c.layers = 3, c.attention = "LSG", c.heads = 3,
+         c.kv_heads = 3, c.head_size = 4, c.ffn = 16;
+     }},
     {"rmsnorm_rope_relu2_some_biases",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
@@ -594,6 +604,23 @@ TEST_P(MixedKnobs, TextsDoNotDependOnTheirBatch) {
     }
 }
 
+// Tokens that change leave the logits before them as they were, to the bit.
+TEST_P(MixedKnobs, TheFutureDoesNotChangeThePast) {
+    constexpr int64_t PAST = 6;
+    for (const DType dtype : dtypes()) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        Batch one = random_batch(config(), 1, T, 5);
+        const std::vector<double> before = d.logits(one);
+        for (size_t t = PAST; t < size_t(T); t++) one.tokens[t] = (one.tokens[t] + 7) % int32_t(config().vocab_size);
+        const std::vector<double> after = d.logits(one);
+        const size_t n = size_t(PAST * config().vocab_size);
+        EXPECT_EQ(std::vector<double>(before.begin(), before.begin() + long(n)),
+                  std::vector<double>(after.begin(), after.begin() + long(n)));
+        EXPECT_NE(before[n], after[n]);
+    }
+}
+
 // Gradients of micro-steps add up to those of the whole batch.
 TEST_P(MixedKnobs, MicroStepsAddUp) {
     driver.gradients({batch});
@@ -658,7 +685,9 @@ class Overfit : public testing::TestWithParam<std::string> {};
 
 TEST_P(Overfit, OneBatch) {
     ModelConfig config;
-    ASSERT_TRUE(preset(GetParam(), config));
+    const size_t end = GetParam().find(' ');  // of the preset's name; a kind of attention may follow
+    ASSERT_TRUE(preset(GetParam().substr(0, end), config));
+    if (end != std::string::npos) config.attention = GetParam().substr(end + 1);
     config.vocab_size = 256;
     Driver driver(config, {2, 24, true});
     initialise_weights(driver.ctx, driver.model, 42);
@@ -670,8 +699,14 @@ TEST_P(Overfit, OneBatch) {
     EXPECT_LT(loss, 0.01);
 }
 
-INSTANTIATE_TEST_SUITE_P(Presets, Overfit, testing::Values("gpt2-tiny", "llama-tiny"),
-                         [](const auto& test) { return test.param.substr(0, test.param.find('-')); });
+INSTANTIATE_TEST_SUITE_P(Presets, Overfit,
+                         testing::Values("gpt2-tiny", "llama-tiny", "gpt2-tiny LLLL", "llama-tiny GGLS"),
+                         [](const auto& test) {
+                             std::string name = test.param;
+                             std::replace_if(
+                                 name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+                             return name;
+                         });
 
 // A loss that is not finite leaves weights and moments as they are.
 TEST(Update, SkipsWhatIsNotFinite) {
@@ -786,17 +821,25 @@ TEST(Training, AllocatesNothingAfterTheFirstStep) {
 // --------------------------------------------------------------------------------------------------------------------
 // Generation beyond what small contexts show.
 
-ModelConfig long_config() {
+ModelConfig long_config(const char* attention = "SS") {
     ModelConfig c = base_config();
+    c.attention = attention;
     c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
     c.max_positions = 64;
     return c;
 }
 
+// Kinds of attention: what is kept of a text, keys and values or a state of one size.
+class GenerationOfKinds : public testing::TestWithParam<const char*> {
+  protected:
+    Driver driver{long_config(GetParam()), {1, 8, true}};
+    void SetUp() override { driver.randomise(3); }
+};
+INSTANTIATE_TEST_SUITE_P(Kinds, GenerationOfKinds, testing::Values("SS", "LG", "GS"),
+                         [](const auto& test) { return std::string(test.param); });
+
 // Contexts past the pieces of the attention and past the tokens of a pass, which cuts the prompt.
-TEST(Generation, LongContexts) {
-    Driver driver(long_config(), {1, 8, true});
-    driver.randomise(3);
+TEST_P(GenerationOfKinds, LongContexts) {
     for (const int64_t n : {63, 64, 600, 1025, 2047}) {
         Generation g(driver.model, engine_options(2, n + 4));
         std::vector<int32_t> text = random_tokens(driver.model.config, n, 4);
@@ -811,9 +854,7 @@ TEST(Generation, LongContexts) {
 }
 
 // Texts that end are left out; those that come take their slots; the others don't notice.
-TEST(Generation, TextsComeAndGo) {
-    Driver driver(long_config(), {1, 8, true});
-    driver.randomise(3);
+TEST_P(GenerationOfKinds, TextsComeAndGo) {
     const ModelConfig& c = driver.model.config;
     EngineOptions o = engine_options(4, 40, 1);
     o.batch_invariant = true;
@@ -959,9 +1000,7 @@ TEST(Generation, EndOfTextOnTheFirstToken) {
 
 // A full context ends the text, or goes on with its beginning and its later half: what a fresh text of those tokens
 // would give.
-TEST(Generation, FullContexts) {
-    Driver driver(long_config(), {1, 8, true});
-    driver.randomise(3);
+TEST_P(GenerationOfKinds, FullContexts) {
     constexpr int64_t CONTEXT = 12, KEEP = 2;
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 7, 1);
     AnswerOptions options;
@@ -1011,9 +1050,7 @@ TEST(Generation, InterruptionsEndTheTextsAndNotTheEngine) {
                                stopped.answers[i].tokens().begin()));
 }
 
-TEST(Generation, CacheOfEarlierRoundsIsUsedAgain) {
-    Driver driver(long_config(), {1, 8, true});
-    driver.randomise(3);
+TEST_P(GenerationOfKinds, CacheOfEarlierRoundsIsUsedAgain) {
     Generation g(driver.model, engine_options(1, 60));
     AnswerOptions options;
     options.max_tokens = 6;
@@ -1022,7 +1059,10 @@ TEST(Generation, CacheOfEarlierRoundsIsUsedAgain) {
         Texts texts({conversation}, options), fresh({conversation}, options);
         texts.requests[0].cached = int64_t(held.size());
         const GenerateStatistics s = generate(g.engine, texts.requests, {});
-        EXPECT_EQ(s.prompt_tokens, int64_t(conversation.size() - held.size()));
+        // A state that has gone on past the answer's end can't go back: where steps are queued ahead, the text is read
+        // again.
+        const bool all_again = driver.model.config.has_linear_attention() && Engine::steps_ahead() > 1;
+        EXPECT_EQ(s.prompt_tokens, int64_t(conversation.size() - (all_again ? 0 : held.size())));
         Generation other(driver.model, engine_options(1, 60));
         generate(other.engine, fresh.requests, {});
         EXPECT_EQ(texts.answers[0].tokens(), fresh.answers[0].tokens()) << "round " << round;
@@ -1057,6 +1097,32 @@ TEST(Generation, WrongArgumentsAreErrors) {
     EXPECT_FALSE(g.engine.ready());
 }
 
+// A state keeps all of its text or none; the cache and what a step reads are as large as the layers make them.
+TEST(Generation, StatesOfLinearLayers) {
+    const auto engine = [](const char* attention, int64_t context) {
+        EngineOptions o = engine_options(3, context);
+        return std::make_unique<Engine>(long_config(attention), o, Stream{});
+    };
+    const int64_t kv = engine("SS", 32)->cache_bytes();
+    EXPECT_EQ(engine("SL", 32)->cache_bytes(), kv / 2);
+    EXPECT_EQ(engine("LG", 32)->cache_bytes(), 0);
+    EXPECT_EQ(engine("SS", 32)->state_bytes(), 0);
+    EXPECT_GE(engine("GG", 32)->state_bytes(), 2 * 3 * 2 * 6 * 6 * 4);
+    EXPECT_GT(engine("LL", 32)->state_bytes(), engine("GG", 32)->state_bytes());  // with sums of keys
+    EXPECT_EQ(engine("LL", 32)->state_bytes(), engine("LL", 4096)->state_bytes());
+
+    Driver driver(long_config("GS"), {1, 8, true});
+    driver.randomise(3);
+    Generation g(driver.model, engine_options(1, 30));
+    const std::vector<int32_t> text = random_tokens(driver.model.config, 9, 1);
+    g.prefill({{0, text, 0, 0}});
+    g.engine.retire(0);
+    EXPECT_EQ(g.engine.forget(0, 9), 9);
+    EXPECT_EQ(g.engine.forget(0, 8), 0);
+    EXPECT_EQ(g.engine.length(0), 0);
+    expect_same_logits(g.prefill({{0, text, 0, 0}})[0], logits_after(driver, text), "after it was forgotten");
+}
+
 // --------------------------------------------------------------------------------------------------------------------
 // The parameter table.
 
@@ -1079,6 +1145,41 @@ TEST(ParameterTable, FlopPerToken) {
     EXPECT_DOUBLE_EQ(flop_per_token(Model(config, 1), 1024), 6 * (blocks + head) + 6.0 * 1024 * 12 * 768);
     config.tied = false;  // the look-up costs nothing
     EXPECT_DOUBLE_EQ(flop_per_token(Model(config, 1), 1024), 6 * (blocks + head) + 6.0 * 1024 * 12 * 768);
+}
+
+// k vᵀ added to a state of each KV head, the state times q of each head; two multiply-adds of three passes.
+TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("llama-tiny", config));  // 4 heads on 2, of 32
+    const double softmax = flop_per_token(Model(config, 1), 512) - flop_per_token(Model(config, 1), 0);
+    EXPECT_DOUBLE_EQ(softmax, 4 * 6.0 * 512 * 128);
+    const double weights = flop_per_token(Model(config, 1), 0);
+    config.attention = "SLLL";
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, 1), 512), weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32);
+    config.attention = "SLLG";
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, 1), 512),
+                     weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32 + 6.0 * 2 * 128);  // and the gate's weights
+}
+
+// Gates begin with decays from 1 − 1/32 to 1 − 1/512; the norm of the heads with 1.
+TEST(Initialisation, GatesForgetSlowly) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-tiny", config));
+    config.attention = "SSSG";
+    Driver driver(config, {1, 1, true});
+    initialise_weights(driver.ctx, driver.model, 7);
+    const std::vector<float> w = driver.params();
+    const Param &bias = driver.model.table.by_name("layers.3.gate.bias"),
+                &norm = driver.model.table.by_name("layers.3.headnorm.weight");
+    ASSERT_EQ(bias.rows, 4);
+    const auto decay = [&](int64_t head) { return 1 / (1 + std::exp(-double(w[size_t(bias.offset + head)]))); };
+    EXPECT_NEAR(1 / (1 - decay(0)), 32, 1e-3);
+    EXPECT_NEAR(1 / (1 - decay(3)), 512, 0.05);
+    for (int64_t h = 0; h < 3; h++) EXPECT_LT(decay(h), decay(h + 1));
+    for (int64_t i = 0; i < norm.rows; i++) EXPECT_EQ(w[size_t(norm.offset + i)], 1);
+    EXPECT_TRUE(bias.fp32 && norm.fp32 && !bias.decay && !norm.decay);
+    EXPECT_TRUE(driver.model.table.by_name("layers.3.gate.weight").decay);
+    EXPECT_EQ(driver.model.table.find(GATE_W, 0), nullptr);
 }
 
 TEST(Initialisation, AsGpt2DoesIt) {

@@ -24,14 +24,17 @@
 #include "infer/chat.h"
 #include "infer/engine.h"
 #include "infer/generate.h"
+#include "infer/prompts.h"
 #include "infer/sample_output.h"
 #include "kernels/adamw.h"
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/decay_gate.h"
 #include "kernels/embedding.h"
 #include "kernels/gelu.h"
 #include "kernels/global_norm.h"
 #include "kernels/layernorm.h"
+#include "kernels/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/read_bandwidth.h"
 #include "kernels/relu2.h"
@@ -44,6 +47,7 @@
 #include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
+#include "runtime/heads.h"
 #include "runtime/log.h"
 #include "runtime/model_config.h"
 #include "runtime/params.h"
@@ -79,6 +83,9 @@ enum Slot {
     NORM1_B,
     QKV_W,
     QKV_B,
+    GATE_W,
+    GATE_B,
+    HEADNORM_W,  // kind G: the decay of each token and KV head, and the norm of each head's output
     PROJ_W,
     PROJ_B,  // attention half of a block
     NORM2_W,
@@ -94,7 +101,7 @@ enum Slot {
 
 bool is_norm(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B;
+           slot == NORMF_B || slot == HEADNORM_W;
 }
 
 ParamTable parameter_table(const ModelConfig& c, int64_t world) {
@@ -109,8 +116,8 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
         if (pieces.empty()) pieces = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
-                                static_cast<float>(std), static_cast<float>(value), cols > 0, is_norm(slot),
-                                std::move(pieces)});
+                                static_cast<float>(std), static_cast<float>(value), 0, cols > 0,
+                                is_norm(slot) || slot == GATE_B, std::move(pieces)});
     };
     const double std = c.init_std;
     // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
@@ -165,6 +172,16 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
                {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C, std,
                c.qkv_bias);
+        if (c.kind(l) == 'G') {
+            // Heads begin with decays σ(bias) from 1 − 1/32 to 1 − 1/512, which forget slowly enough for gradients to
+            // reach far and fast enough for sums to stay small (RetNet's span: Sun et al. 2023, section 3.1).
+            const double slowest = std::log(511), fastest = std::log(31);
+            add(GATE_W, l, name + "gate.weight", c.kv_heads, C, std, 0, {});
+            add(GATE_B, l, name + "gate.bias", c.kv_heads, 0, 0, fastest, {});
+            table.params.back().init_step =
+                static_cast<float>((slowest - fastest) / double(std::max<int64_t>(c.kv_heads - 1, 1)));
+            add(HEADNORM_W, l, name + "headnorm.weight", c.head_size, 0, 0, 1, {});
+        }
         linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
         norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
         linear(FC_W, l, name + "fc", g + "mlp.c_fc", {{m + "mlp.gate_proj", c.ffn}, {m + "mlp.up_proj", c.ffn}},
@@ -239,15 +256,15 @@ void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
                 block[static_cast<size_t>(i)] =
                     p.init_std > 0
                         ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(begin + i)))
-                        : p.init_value;
+                        : p.init_value + p.init_step * static_cast<float>(begin + i);
             }
             w.store(p, block.data(), begin, n);
         }
     }
 }
 
-// FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and the causal
-// half of attention's two products.
+// FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and attention's
+// two products, by kind the causal half of [T, T] or the recurrent form: k vᵀ added to a state, and the state times q.
 double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
@@ -255,7 +272,10 @@ double flop_per_token(const Model& model, int64_t T) {
         const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
         if (p.cols > 0 && !lookup_only) weights += double(p.numel());
     }
-    return 6 * weights + 6 * double(T) * double(c.layers * c.heads * c.head_size);
+    const double softmax = double(T) * double(c.heads * c.head_size),
+                 linear = double((c.heads + c.kv_heads) * c.head_size * c.head_size);
+    const int64_t S = c.layers_of('S');
+    return 6 * weights + 6 * (double(S) * softmax + double(c.layers - S) * linear);
 }
 
 // How the samples of a training run are drawn, with the run's seed.
@@ -278,20 +298,23 @@ struct LayerActs {
     Tensor res1;                 // [N, C] the residual stream as norm1 reads it
     Tensor mean1, rstd1, norm1;  // [N], [N], [N, C]
     Tensor qkv;                  // [N, (NH + 2·NKV)·HS], q and k rotated where RoPE is used
-    Tensor att, lse;             // [N, NH·HS], [NH, N]
+    Tensor gate, mix, rstd_mix;  // kind G: [N, NKV] log decays, [N, NH·HS] attention before the heads' norm, [N, NH]
+    Tensor att, lse;             // [N, NH·HS], [NH, N]: of kind L its denominators
     Tensor proj;                 // [N, C] what attention adds to the residual stream
     Tensor res2;                 // [N, C] the residual stream as norm2 reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;                           // [N, fc_channels], [N, ffn]
     Tensor fcproj;                            // [N, C] what the MLP adds to the residual stream
     Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients of the above, alive for a moment each
+    Tensor dgate, dgate_x;  // [N, NKV], [N, NKV rounded up to 8]: of gate and what it is computed from
 };
 
 constexpr Tensor LayerActs::*LAYER_FIELDS[] = {
-    &LayerActs::res1,   &LayerActs::mean1, &LayerActs::rstd1, &LayerActs::norm1,  &LayerActs::qkv,
-    &LayerActs::att,    &LayerActs::proj,  &LayerActs::res2,  &LayerActs::mean2,  &LayerActs::rstd2,
-    &LayerActs::norm2,  &LayerActs::fc,    &LayerActs::act,   &LayerActs::fcproj, &LayerActs::dact,
-    &LayerActs::dnorm2, &LayerActs::datt,  &LayerActs::dqkv,  &LayerActs::dnorm1};
+    &LayerActs::res1,   &LayerActs::mean1,    &LayerActs::rstd1, &LayerActs::norm1,  &LayerActs::qkv,
+    &LayerActs::att,    &LayerActs::proj,     &LayerActs::res2,  &LayerActs::mean2,  &LayerActs::rstd2,
+    &LayerActs::norm2,  &LayerActs::fc,       &LayerActs::act,   &LayerActs::fcproj, &LayerActs::dact,
+    &LayerActs::dnorm2, &LayerActs::datt,     &LayerActs::dqkv,  &LayerActs::dnorm1, &LayerActs::gate,
+    &LayerActs::mix,    &LayerActs::rstd_mix, &LayerActs::dgate, &LayerActs::dgate_x};
 
 class Activations {
   public:
@@ -413,9 +436,21 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         keep(&LayerActs::norm1, "norm1", {N, C}, NORM1, F(l, QKV), QKV, again_norms);
         keep(&LayerActs::qkv, "qkv", {N, c.qkv_channels()}, QKV, F(l, ATTENTION), ATTENTION, again_block);
         keep(&LayerActs::att, "att", {N, c.heads * c.head_size}, ATTENTION, F(l, PROJ), ATTENTION, again_block);
-        if (training) {
-            keep_as(DType::F32, &LayerActs::lse, "lse", {c.heads, N}, ATTENTION, F(l, ATTENTION), ATTENTION,
-                    again_block);
+        const char kind = c.kind(l);
+        if (training && kind != 'G') {
+            keep_as(DType::F32, &LayerActs::lse, kind == 'S' ? "lse" : "denominator", {c.heads, N}, ATTENTION,
+                    F(l, ATTENTION), ATTENTION, again_block);
+        }
+        if (kind == 'G') {
+            keep_as(DType::F32, &LayerActs::gate, "gate", {N, c.kv_heads}, QKV, F(l, ATTENTION), QKV, again_block);
+            keep(&LayerActs::mix, "mix", {N, c.heads * c.head_size}, ATTENTION, F(l, ATTENTION), ATTENTION,
+                 again_block);
+            if (training) {
+                keep_as(DType::F32, &LayerActs::rstd_mix, "rstd_mix", {N, c.heads}, ATTENTION, F(l, ATTENTION),
+                        ATTENTION, again_block);
+                place({&b.dgate}, layer + "dgate", DType::F32, {N, c.kv_heads}, G(l, ATTENTION), G(l, QKV));
+            }
+            gradient(&LayerActs::dgate_x, "dgate_x", {N, (c.kv_heads + 7) / 8 * 8}, QKV, QKV);
         }
         place({&f.proj}, layer + "proj", dtype, {N, C}, F(l, PROJ), F(l, NORM2));
         if (training && again_block) place({&b.proj}, layer + "proj (again)", dtype, {N, C}, R(l), R(l));
@@ -445,8 +480,11 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
     place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
-    if (attention_forward_scratch() > 0)
-        place({&forward_scratch}, "forward_scratch", DType::U8, {attention_forward_scratch()}, 0, UPDATE);
+    const LinearAttentionSizes linear{N, N, c.heads, c.kv_heads, c.head_size, c.head_size, shape.T, false};
+    const bool has_linear = c.has_linear_attention();
+    const int64_t forward_bytes =
+        std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
+    if (forward_bytes > 0) place({&forward_scratch}, "forward_scratch", DType::U8, {forward_bytes}, 0, UPDATE);
     if (training) {
         place({&sample_id}, "sample_id", DType::I32, {1}, HEAD, HEAD);
         place({&sample_key}, "sample_key", DType::I64, {2}, HEAD, HEAD);
@@ -458,6 +496,8 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         const int64_t scratch_bytes =
             std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
                       embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
+                      has_linear ? linear_attention_backward_scratch(linear) : 0,
+                      c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
                       step_control_scratch(parameter_table(c, shape.world).total),
                       sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
@@ -557,38 +597,48 @@ void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
     }
 }
 
-// q, k and v inside the packed rows of qkv: [n, NH, HS] and twice [n, NKV, HS].
-struct QkvHeads {
-    Tensor q, k, v;
-};
-QkvHeads split_qkv(const ModelConfig& c, Tensor qkv) {
-    const int64_t Q = c.heads * c.head_size, K = c.kv_heads * c.head_size;
-    return {split_heads(qkv.columns(0, Q), c.heads), split_heads(qkv.columns(Q, Q + K), c.kv_heads),
-            split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
+// RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
+void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_t l, Tensor qkv, bool backward) {
+    if (!acts.config.turns(l)) return;
+    const Range range(ctx.profiler, "rope");
+    rope(split_qk(acts.config, qkv), in.positions, acts.rope_table, backward, ctx.stream);
 }
 
-// RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
-void rotate(const Context& ctx, const Activations& acts, const Input& in, Tensor qkv, bool backward) {
-    if (!acts.rope_table) return;
-    const Range range(ctx.profiler, "rope");
-    const int64_t heads = acts.config.heads + acts.config.kv_heads;
-    const Tensor q_and_k = split_heads(qkv.columns(0, heads * acts.config.head_size), heads);
-    rope(q_and_k, in.positions, acts.rope_table, backward, ctx.stream);
+// Kind G: a log decay for each token and KV head.
+void gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
+    if (model.config.kind(l) != 'G') return;
+    const Range range(ctx.profiler, "gate");
+    decay_gate_forward(a.gate, a.norm1, model.weight(GATE_W, l), model.weight(GATE_B, l), ctx.stream);
+}
+
+// a.att from a.qkv, by the layer's kind of attention.
+void mix_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
+                 const Input& in) {
+    const ModelConfig& c = model.config;
+    const char kind = c.kind(l);
+    const QkvHeads x = split_qkv(c, a.qkv);
+    const Range range(ctx.profiler, "attention");
+    if (kind == 'S') {
+        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
+                                 acts.forward_scratch, ctx.stream);
+    }
+    linear_attention_forward(split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse, {}, x.q, x.k, x.v, a.gate, {},
+                             {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind),
+                             acts.forward_scratch, ctx.stream);
+    if (kind == 'G') {
+        rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_mix), head_matrix(a.mix, c.heads), {},
+                        model.weight(HEADNORM_W, l), static_cast<float>(c.norm_eps), ctx.stream);
+    }
 }
 
 // A block from its first norm's output to its activation: what recomputation repeats. The last product is left to the
 // caller, since the backward pass doesn't need it.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                    const Input& in) {
-    const ModelConfig& c = model.config;
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
-    rotate(ctx, acts, in, a.qkv, false);
-    const QkvHeads x = split_qkv(c, a.qkv);
-    {
-        const Range range(ctx.profiler, "attention");
-        attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
-                          acts.forward_scratch, ctx.stream);
-    }
+    gate_forward(ctx, model, l, a);
+    rotate(ctx, acts, in, l, a.qkv, false);
+    mix_forward(ctx, model, l, a, acts, in);
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
     if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
@@ -729,10 +779,44 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
 }
 
+// a.dqkv and a.dgate from a.datt. The gradient of the heads' norm takes the place of its output.
+void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+                  const Activations& acts, const Input& in, bool accumulate) {
+    const ModelConfig& c = model.config;
+    const char kind = c.kind(l);
+    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
+    const Range range(ctx.profiler, "attention");
+    if (kind == 'S') {
+        return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
+                                  split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
+                                  ctx.stream);
+    }
+    if (kind == 'G') {
+        rmsnorm_backward(head_matrix(a.att, c.heads), model.part(grads, HEADNORM_W, l), {},
+                         head_matrix(a.datt, c.heads), {}, head_matrix(a.mix, c.heads), model.weight(HEADNORM_W, l),
+                         head_vector(a.rstd_mix), acts.scratch, accumulate, ctx.stream);
+    }
+    linear_attention_backward(d.q, d.k, d.v, a.dgate, {}, split_heads(kind == 'G' ? a.att : a.datt, c.heads), {}, x.q,
+                              x.k, x.v, a.gate, {}, split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse,
+                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind), acts.scratch,
+                              ctx.stream);
+}
+
+// Kind G: gradients of the gate's weights, and of its input, which is added to dnorm1.
+void gate_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+                   bool accumulate) {
+    if (model.config.kind(l) != 'G') return;
+    const Range range(ctx.profiler, "gate");
+    const Tensor dx = a.dgate_x.columns(0, model.config.kv_heads);
+    decay_gate_backward(dx, a.dgate, a.gate, ctx.stream);
+    matmul_backward_weight(model.part(grads, GATE_W, l), model.part(grads, GATE_B, l), dx, a.norm1, accumulate,
+                           ctx.stream);
+    matmul_backward_input(a.dnorm1, dx, model.weight(GATE_W, l), true, ctx.stream);
+}
+
 // dx comes in as the gradient of the block's output and leaves as that of its input.
 void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    const ModelConfig& c = model.config;
     Tensor dfc = a.dact;
     if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
         weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
@@ -747,14 +831,10 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
                   a.rstd2, acts.scratch, accumulate);
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
-    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
-    {
-        const Range range(ctx.profiler, "attention");
-        attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
-                           a.lse, in.sequences, c.attention_scale(), acts.scratch, ctx.stream);
-    }
-    rotate(ctx, acts, in, a.dqkv, true);
+    mix_backward(ctx, model, grads, l, a, acts, in, accumulate);
+    rotate(ctx, acts, in, l, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
+    gate_backward(ctx, model, grads, l, a, accumulate);
     norm_backward(ctx, model, grads, NORM1_W, l, dx, l ? model.part(grads, FCPROJ_B, l - 1) : Tensor{}, a.dnorm1, dx,
                   a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }
@@ -887,13 +967,6 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     return id;
 }
 
-// The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
-// Where neither is known, any token will do.
-int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
-    if (config.bos >= 0) return config.bos;
-    return std::max(tokenizer ? tokenizer->end_of_text() : config.eos, 0);
-}
-
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
@@ -927,6 +1000,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts) {
 MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     MemoryPlan plan(model);
     plan.add("KV cache", engine.cache_bytes());
+    if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
     plan.add("activations", engine.activation_bytes());
     plan.add("program and libraries", device_overhead_bytes());
     return plan;
@@ -987,7 +1061,8 @@ std::string describe(const Model& model) {
     const ModelConfig& c = model.config;
     return str(with_commas(model.table.num_weights()), " weights, ", c.layers, " layers x ", c.channels, " channels, ",
                c.heads, " heads", c.kv_heads == c.heads ? "" : str(" on ", c.kv_heads, " KV heads"), " of ",
-               c.head_size, ", vocabulary ", c.vocab_size);
+               c.head_size, c.has_linear_attention() ? ", attention " + c.attention : "", ", vocabulary ",
+               c.vocab_size);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -1378,7 +1453,7 @@ InferenceWeights inference_weights(const Model& model) {
     InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
     for (int64_t l = 0; l < model.config.layers; l++) {
         w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
-                            linear(FCPROJ_W, l)});
+                            linear(FCPROJ_W, l), linear(GATE_W, l), model.weight(HEADNORM_W, l)});
     }
     return w;
 }
@@ -1427,43 +1502,6 @@ void print_result(const ordered_json& result, bool as_json) {
         if (!as_json) std::cout << key << " " << value << "\n";
 }
 
-// Nats of each choice's ending, packed into as few passes as they fit in. Of what is too long the end is scored.
-std::vector<double> score_choices(const Context& ctx, const LoadedModel& m, const std::vector<Choice>& choices,
-                                  const std::vector<int32_t>& start, int32_t any_start) {
-    std::vector<double> nats(choices.size(), 0);
-    const int64_t T = m.acts.shape.T, room = m.acts.shape.B * T;
-    for (size_t begin = 0, end; begin < choices.size(); begin = end) {
-        Batch batch;
-        batch.cum_seqlens = {0};
-        std::vector<size_t> owner;  // of each token
-        for (end = begin; end < choices.size(); end++) {
-            // What the tokenizer puts in front of a text; where that is nothing, a text scored from its first token
-            // on begins with the token that texts start from.
-            const Choice& c = choices[end];
-            std::vector<int32_t> tokens = c.tokens;
-            const std::vector<int32_t> head = !start.empty() ? start : std::vector<int32_t>(c.first == 0, any_start);
-            tokens.insert(tokens.begin(), head.begin(), head.end());
-            const int64_t ending = int64_t(c.tokens.size()) - c.first, n = std::min(int64_t(tokens.size()) - 1, T);
-            if (batch.cum_seqlens.back() + n > room) break;
-            const size_t from = tokens.size() - size_t(n) - 1;
-            for (int64_t i = 0; i < n; i++) {
-                batch.tokens.push_back(tokens[from + size_t(i)]);
-                batch.targets.push_back(i >= n - ending ? tokens[from + size_t(i) + 1] : Batch::NO_TARGET);
-                batch.positions.push_back(static_cast<int32_t>(i));
-                owner.push_back(end);
-            }
-            batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
-            batch.max_seqlen = std::max(batch.max_seqlen, n);
-        }
-        const Input in = upload(ctx, m.acts, batch);
-        forward(ctx, m.model, m.acts, in);
-        evaluate_loss(ctx, m.model, m.acts, in, false);
-        const std::vector<float> losses = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
-        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
-    }
-    return nats;
-}
-
 void run_multiple_choice(const EvalOptions& o) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
@@ -1483,26 +1521,16 @@ void run_multiple_choice(const EvalOptions& o) {
     int64_t T = o.seq_len ? o.seq_len : longest;
     if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const std::vector<double> nats =
-        score_choices(ctx, m, choices, tokenizer.start_of_text(), start_token(source.config, &tokenizer));
-
-    int64_t right = 0, right_by_byte = 0;
-    size_t at = 0;
-    for (const Question& q : questions) {
-        size_t best = 0, best_by_byte = 0;
-        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
-        for (size_t e = 1; e < q.endings.size(); e++) {
-            if (nats[at + e] < nats[at + best]) best = e;
-            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
-        }
-        right += best == q.label;
-        right_by_byte += best_by_byte == q.label;
-        at += q.endings.size();
-    }
-    const double count = double(questions.size());
-    print_result({{"accuracy", double(right) / count},
-                  {"accuracy_norm", double(right_by_byte) / count},
-                  {"count", questions.size()}},
+    const auto losses = [&](const Batch& batch) {
+        const Input in = upload(ctx, m.acts, batch);
+        forward(ctx, m.model, m.acts, in);
+        evaluate_loss(ctx, m.model, m.acts, in, false);
+        return fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+    };
+    const ChoiceScorer scorer{tokenizer.start_of_text(), start_token(source.config, &tokenizer), o.batch_size, T,
+                              losses};
+    const ChoiceAccuracy result = choice_accuracy(questions, choices, score_choices(choices, scorer));
+    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_byte}, {"count", questions.size()}},
                  o.json);
 }
 
@@ -1534,19 +1562,6 @@ SamplingOptions sampling_options(const DrawOptions& o) {
     return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
 }
 
-// The tokens that end a text: the tokenizer's end of text, the config's, and those of generation_config.json.
-std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer) {
-    std::vector<int32_t> ids;
-    if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());
-    if (source.config.eos >= 0) ids.push_back(source.config.eos);
-    const std::string path = join_path(source.directory, "generation_config.json");
-    if (source.directory.empty() || !path_exists(path)) return ids;
-    const json eos = read_json(path).value("eos_token_id", json());
-    for (const json& id : eos.is_array() ? eos : json::array({eos}))
-        if (id.is_number_integer()) ids.push_back(id.get<int32_t>());
-    return ids;
-}
-
 void run_sample(const Args& args) {
     const SampleOptions o = parse_sample(args);
     const Context ctx;
@@ -1558,27 +1573,15 @@ void run_sample(const Args& args) {
     std::unique_ptr<Tokenizer> tokenizer;
     if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
 
-    const std::vector<std::string> prompts =
-        o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
-    std::vector<std::vector<int32_t>> tokens;
+    SampleJob job;
+    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
     int64_t longest = 0;
-    for (const std::string& prompt : prompts) {
-        require(tokenizer || prompt.empty(), source.name,
-                " has no tokenizer.json to read the prompt with; leave the prompt out");
-        tokens.push_back(tokenizer ? tokenizer->start_of_text() : std::vector<int32_t>());
-        const std::vector<int32_t> text = tokenizer ? tokenizer->encode(prompt) : std::vector<int32_t>();
-        tokens.back().insert(tokens.back().end(), text.begin(), text.end());
-        if (tokens.back().empty()) tokens.back() = {start_token(source.config, tokenizer.get())};
-        for (const int32_t id : tokens.back()) {
-            require(id < source.config.vocab_size, tokenizer_path, ": token ", id,
-                    " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
-        }
-        longest = std::max(longest, int64_t(tokens.back().size()));
+    for (const std::string& prompt : job.prompts) {
+        job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
+        longest = std::max(longest, int64_t(job.tokens.back().size()));
     }
-
-    const int64_t texts = int64_t(prompts.size()) * o.num_samples;
     EngineOptions engine_options;
-    engine_options.slots = std::min(texts, o.batch_size);
+    engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);
     engine_options.context = o.context ? o.context : longest + o.max_tokens;
     if (!o.context && source.config.positions == Positions::Learned)
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
@@ -1588,43 +1591,14 @@ void run_sample(const Args& args) {
     engine_options.logprobs = o.logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights);
 
-    AnswerOptions answer_options;
-    answer_options.max_tokens = o.max_tokens;
-    answer_options.stop = o.stop;
-    if (!o.ignore_eos) answer_options.eos = end_tokens(source, tokenizer.get());
-    std::ostringstream unseen;  // with --json the whole is printed at the end
-    std::vector<std::string> heads;
-    for (int64_t i = 0; i < texts; i++) heads.push_back(prompts[size_t(i / o.num_samples)]);
-    SampleOutput output(o.json ? unseen : std::cout, heads);
-    std::vector<Answer> answers;
-    std::vector<Request> requests;
-    answers.reserve(size_t(texts));
-    for (int64_t i = 0; i < texts; i++) {
-        answers.emplace_back(tokenizer.get(), answer_options,
-                             [&output, i](std::string_view piece) { output.text(size_t(i), piece); });
-        requests.push_back({tokens[size_t(i / o.num_samples)], 0, i, &answers.back(), {}});
-    }
-    const GenerateStatistics statistics = generate(m.engine, requests, {o.slide, o.keep}, {}, [&](const Request& r) {
-        const Answer& answer = *r.answer;
-        std::string ids;
-        for (const int32_t id : answer.tokens()) ids += tokenizer ? "" : str(id, " ");
-        output.text(size_t(r.sequence), ids);
-        output.finish(size_t(r.sequence), o.logprobs ? logprob_lines(answer, tokenizer.get()) : "");
-    });
-    // Shorter runs say little, and would wait longer for the measurement than for the text.
-    const double bandwidth = statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0;
-    if (!o.json) {
-        std::cerr << statistics_text(statistics, bandwidth);
-        return;
-    }
-    json result = {{"samples", json::array()}, {"statistics", statistics_json(statistics, bandwidth)}};
-    for (int64_t i = 0; i < texts; i++) {
-        const Answer& a = answers[size_t(i)];
-        result["samples"].push_back(
-            {{"prompt", heads[size_t(i)]}, {"text", a.text()}, {"tokens", a.tokens()}, {"finish", a.finish()}});
-        if (o.logprobs) result["samples"].back()["logprobs"] = a.logprobs();
-    }
-    std::cout << result.dump(-1, ' ', false, json::error_handler_t::replace) << "\n";
+    job.num_samples = o.num_samples;
+    job.answer.max_tokens = o.max_tokens;
+    job.answer.stop = o.stop;
+    if (!o.ignore_eos) job.answer.eos = end_tokens(source, tokenizer.get());
+    job.policy = {o.slide, o.keep};
+    job.json = o.json;
+    sample(
+        m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);
 }
 
 void run_chat(const Args& args) {
@@ -1648,7 +1622,8 @@ void run_chat(const Args& args) {
               << " tokens; /reset begins anew, /exit ends, Ctrl-C stops an answer\n";
     const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
                                                stop_requested, catch_interrupt, release_interrupt);
-    std::cerr << statistics_text(statistics, statistics.decode_seconds > 0.5 ? measured_read_bandwidth(ctx.stream) : 0);
+    std::cerr << statistics_text(statistics,
+                                 bandwidth_to_show(statistics, [&] { return measured_read_bandwidth(ctx.stream); }));
 }
 
 void run_logits(const Args& args) {

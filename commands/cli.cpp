@@ -123,7 +123,12 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
     app.add_option("--tied", o.tied, "the head is the token embedding")
         ->check(CLI::IsMember({"yes", "no"}))
         ->group(knobs);
-    app.add_option("--attention", o.attention, "attention kind, one letter or one per layer: S softmax")->group(knobs);
+    app.add_option("--attention", o.attention,
+                   "attention kind, one letter or one per layer: S softmax, L linear, G gated linear")
+        ->group(knobs);
+    app.add_option("--linear-rope", o.linear_rope, "RoPE in layers of kinds L and G too; yes if not given")
+        ->check(CLI::IsMember({"yes", "no"}))
+        ->group(knobs);
 }
 
 void add_draw_options(CLI::App& app, DrawOptions& o) {
@@ -216,6 +221,12 @@ DType ModelOptions::type() const {
     return dtype == "bf16" ? DType::BF16 : dtype == "fp16" ? DType::F16 : DType::F32;
 }
 
+void ModelOptions::check_dtype(const ModelConfig& config) const {
+    require(type() != DType::F16 || !config.has_linear_attention(),
+            "--dtype fp16: the sums of linear attention (kinds L "
+            "and G) are beyond its range; use bf16 or fp32");
+}
+
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     ModelSource source = find_model(model);
     ModelConfig& c = source.config;
@@ -224,10 +235,11 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
 
     const bool any_knob = layers || channels || heads || kv_heads || head_size || ffn || max_positions || vocab_size ||
                           !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() || !tied.empty() ||
-                          !attention.empty();
+                          !attention.empty() || !linear_rope.empty();
     if (!source.directory.empty()) {
         require(!any_knob, "--model ", model,
-                " is a checkpoint and fixes the shape; leave out the knobs (--layers … --attention)");
+                " is a checkpoint and fixes the shape; leave out the knobs (--layers … --linear-rope)");
+        check_dtype(c);
         return source;
     }
 
@@ -248,6 +260,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (head_size || channels || heads) c.head_size = head_size.value_or(0);
     if (ffn || channels || !mlp.empty()) c.ffn = ffn.value_or(0);
     c.attention = attention;
+    c.linear_rope = linear_rope != "no";
     fill_defaults(c, "--model " + model);
     if (vocab_size) {
         require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",
@@ -260,5 +273,8 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (c.bos >= c.vocab_size) c.bos = -1;
     if (c.eos >= c.vocab_size) c.eos = -1;
     validate(c, "--model " + model);
+    require(linear_rope.empty() || (c.has_linear_attention() && c.positions == Positions::RoPE), "--linear-rope ",
+            linear_rope, " needs layers of kind L or G (--attention) and --positions rope");
+    check_dtype(c);
     return source;
 }

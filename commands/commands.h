@@ -34,12 +34,15 @@ struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention;
+    std::string norm, positions, mlp, bias, tied, attention, linear_rope;
 
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
     // Throws Error: unknown model, knobs given for a checkpoint, a contradicting config, a dtype the backend lacks.
     ModelSource resolve(int64_t data_vocab) const;
     DType type() const;  // of --dtype
+
+  private:
+    void check_dtype(const ModelConfig& config) const;
 };
 
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };

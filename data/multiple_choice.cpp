@@ -51,3 +51,52 @@ Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const
     c.bytes = int64_t(rest.size());
     return c;
 }
+
+std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer) {
+    std::vector<double> nats(choices.size(), 0);
+    for (size_t begin = 0, end; begin < choices.size(); begin = end) {
+        Batch batch;
+        batch.cum_seqlens = {0};
+        std::vector<size_t> owner;  // of each token
+        for (end = begin; end < choices.size(); end++) {
+            const Choice& c = choices[end];
+            std::vector<int32_t> tokens = scorer.start;
+            if (tokens.empty() && c.first == 0) tokens = {scorer.any_start};
+            tokens.insert(tokens.end(), c.tokens.begin(), c.tokens.end());
+            const int64_t ending = int64_t(c.tokens.size()) - c.first;
+            const int64_t n = std::min(int64_t(tokens.size()) - 1, scorer.T);
+            if (batch.cum_seqlens.back() + n > scorer.B * scorer.T) break;
+            const size_t from = tokens.size() - size_t(n) - 1;
+            for (int64_t i = 0; i < n; i++) {
+                batch.tokens.push_back(tokens[from + size_t(i)]);
+                batch.targets.push_back(i >= n - ending ? tokens[from + size_t(i) + 1] : Batch::NO_TARGET);
+                batch.positions.push_back(static_cast<int32_t>(i));
+                owner.push_back(end);
+            }
+            batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
+            batch.max_seqlen = std::max(batch.max_seqlen, n);
+        }
+        const std::vector<float> losses = scorer.losses(batch);
+        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
+    }
+    return nats;
+}
+
+ChoiceAccuracy choice_accuracy(const std::vector<Question>& questions, const std::vector<Choice>& choices,
+                               const std::vector<double>& nats) {
+    int64_t right = 0, right_by_byte = 0;
+    size_t at = 0;
+    for (const Question& q : questions) {
+        size_t best = 0, best_by_byte = 0;
+        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
+        for (size_t e = 1; e < q.endings.size(); e++) {
+            if (nats[at + e] < nats[at + best]) best = e;
+            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
+        }
+        right += best == q.label;
+        right_by_byte += best_by_byte == q.label;
+        at += q.endings.size();
+    }
+    const double count = double(questions.size());
+    return {double(right) / count, double(right_by_byte) / count};
+}

@@ -283,6 +283,28 @@ HOST_DEVICE inline Logistic logistic(double z) {
     return {{value, value + fabs(z) * derivative}, {derivative, (1 + fabs(z)) * derivative}};
 }
 
+// gate [N, H] = log σ(x), x = inp·weightᵀ + bias; an error of x moves it by σ(−x) times that.
+inline Values decay_gate_forward(const double* inp, const double* weight, const double* bias, int64_t N, int64_t C,
+                                 int64_t H) {
+    Values gate = matmul_forward(inp, weight, bias, N, C, H);
+    for (int64_t i = 0; i < N * H; i++) {
+        const Value x{gate.value[size_t(i)], gate.mag[size_t(i)]};
+        const double y = -(x.value > 0 ? log1p(exp(-x.value)) : log1p(exp(x.value)) - x.value);
+        gate.set(i, {y, fabs(y) + logistic(-x.value).value.value * x.mag});
+    }
+    return gate;
+}
+
+// dx[i] = dgate[i]·(1 − exp(gate[i])), n elements.
+inline Values decay_gate_backward(const double* dgate, const double* gate, int64_t n) {
+    Values dx(n);
+    for (int64_t i = 0; i < n; i++) {
+        const double d = -dgate[i] * expm1(gate[i]);
+        dx.set(i, {d, fabs(d)});
+    }
+    return dx;
+}
+
 // Results below fp32's normal range may be flushed or lose digits: an error of 2^−126 is always allowed.
 constexpr double UNDERFLOW_MAG = 0x1p-102;  // 2^−126 / 2^−24
 

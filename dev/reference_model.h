@@ -78,6 +78,25 @@ inline std::vector<double> activation(const ModelConfig& c, const std::vector<do
     throw Error("reference model: not an MLP kind");
 }
 
+// Kind L: features elu + 1, normalised. Kind G: neither, a log decay for each token and KV head, and then an RMSNorm of
+// each head. inp: what q, k and v were computed from.
+inline std::vector<double> linear_attention(const ModelConfig& c, const Weights& weights, const std::string& layer,
+                                            const std::vector<double>& inp, const std::vector<double>& q,
+                                            const std::vector<double>& k, const std::vector<double>& v,
+                                            const std::vector<int32_t>& cum_seqlens) {
+    const int64_t N = cum_seqlens.back(), HS = c.head_size;
+    LinearAttentionInputs p{q.data(), k.data(),   v.data(),    nullptr, nullptr, nullptr, cum_seqlens,
+                            c.heads,  c.kv_heads, c.head_size, HS,      true,    true};
+    if (!find(weights, layer + "gate.weight")) return linear_attention_forward(p).out.value;
+    const std::vector<double> gate = decay_gate_forward(inp.data(), get(weights, layer + "gate.weight"),
+                                                        get(weights, layer + "gate.bias"), N, c.channels, c.kv_heads)
+                                         .value;
+    p.gate = gate.data(), p.elu = p.normalise = false;
+    const std::vector<double> mix = linear_attention_forward(p).out.value;
+    return rmsnorm_forward(mix.data(), nullptr, get(weights, layer + "headnorm.weight"), c.norm_eps, N * c.heads, HS)
+        .out.value;
+}
+
 // Columns [begin, end) of a matrix with `width` columns.
 inline std::vector<double> columns(const std::vector<double>& x, int64_t N, int64_t width, int64_t begin, int64_t end) {
     std::vector<double> out;
@@ -107,17 +126,19 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
                                 .value;
     for (int64_t l = 0; l < c.layers; l++) {
         const std::string layer = str("layers.", l, ".");
-        const std::vector<double> qkv =
-            linear(weights, layer + "qkv", norm(c, weights, layer + "norm1", x, N), N, C, width);
+        const std::vector<double> inp = norm(c, weights, layer + "norm1", x, N);
+        const std::vector<double> qkv = linear(weights, layer + "qkv", inp, N, C, width);
         std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
         const std::vector<double> v = columns(qkv, N, width, Q + K, width);
-        if (!learned) {
+        if (c.turns(l)) {
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
             k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
         }
-        const std::vector<double> att = attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
-                                                          c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
-                                            .out.value;
+        const std::vector<double> att = c.kind(l) == 'S'
+                                            ? attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
+                                                                c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
+                                                  .out.value
+                                            : linear_attention(c, weights, layer, inp, q, k, v, cum_seqlens);
         add(x, linear(weights, layer + "proj", att, N, Q, C));
         const std::vector<double> fc =
             linear(weights, layer + "fc", norm(c, weights, layer + "norm2", x, N), N, C, c.fc_channels());

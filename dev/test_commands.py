@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
@@ -386,6 +387,36 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(losses(whole), expected_losses, name)
             self.assertEqual(digests(os.path.join(whole, "step_00000008")), expected, name)
 
+    def test_kinds_of_attention(self):
+        whole = self.train("kinds", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
+                           "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
+        end = os.path.join(whole, "step_00000006")
+        expected, expected_losses = digests(end), losses(whole)
+        shutil.rmtree(end)
+        done = run("train", "--out", whole, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("attention LGS", done.stderr)
+        self.assertEqual(losses(whole), expected_losses)
+        self.assertEqual(digests(end), expected)
+        with open(os.path.join(end, "config.json")) as file:
+            config = json.load(file)
+        self.assertEqual([config[key] for key in ("model_type", "attention", "linear_rope")], ["train_gpt", "LGS", False])
+        # Converted, it is the same model; dumps have what only gated layers compute.
+        copy, arrays = os.path.join(self.top, "kinds_copy"), os.path.join(self.top, "kinds_arrays")
+        self.assertEqual(run("convert", whole, copy).returncode, 0)
+        for model, path in (whole, arrays + "a.npy"), (copy, arrays + "b.npy"):
+            done = run("logits", "--model", model, "--tokens", "1 2 3 4 5", "--output", path, "--dump", arrays)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(digest(arrays + "a.npy"), digest(arrays + "b.npy"))
+        dumped = os.listdir(arrays)
+        for name in ("layers.1.gate.npy", "layers.1.mix.npy", "layers.0.att.npy"):
+            self.assertIn(name, dumped)
+        self.assertNotIn("layers.0.gate.npy", dumped)
+        done = run("sample", "--model", copy, "--prompt", "The cat", "--max-tokens", 8, "--ignore-eos", "--num-samples", 3)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        plan = json.loads(run("plan", "--model", whole, "--generate", "--seq-len", 64, "--json").stdout)
+        self.assertGreater(plan["bytes"]["linear states"], 0)
+
     def test_resume_reads_the_weights(self):
         for tensor, prefix in (("params", "a"), ("m", "b"), ("v", "c")):
             other = self.copy_with_checkpoint("changed_" + prefix, 4)
@@ -444,15 +475,12 @@ class CommandsTest(unittest.TestCase):
         """Breaks a resumed run at its n-th file operation, for every n; then it must go on to the same end."""
         expected = digests(os.path.join(self.base, "step_00000008"))
         args = ["--resume", "--eval-every", 8]
-        n, broken = 0, 0
-        while True:
-            n += 1
-            self.assertLess(n, 2000)
+
+        def broken_at(n):
             run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
             done = run("train", "--out", run_dir, *args, env=self.shim(mode, run_dir, n))
             if done.returncode == 0:
-                break
-            broken += 1
+                return False
             if mode == "enospc":
                 self.assertEqual(done.returncode, 1, done.stderr)
                 last = done.stderr.rstrip("\n").split("\n")[-1]
@@ -464,13 +492,23 @@ class CommandsTest(unittest.TestCase):
             self.assertIn("step_00000004", checkpoints(run_dir))
             if mode == "enospc":
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
-            if broken % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
+            if n % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
                 again = run("train", "--out", run_dir, *args)
                 self.assertEqual(again.returncode, 0, again.stderr)
                 self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), expected)
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "a killed run's leftovers stay")
             shutil.rmtree(run_dir)
-        self.assertGreater(broken, 10)
+            return True
+
+        at_once = os.cpu_count()
+        broken = []
+        with ThreadPoolExecutor(at_once) as pool:
+            while all(broken):
+                self.assertLess(len(broken), 2000)
+                broken += pool.map(broken_at, range(len(broken) + 1, len(broken) + 1 + at_once))
+        operations = broken.index(False)
+        self.assertFalse(any(broken[operations:]), "breaks after a run that did not")
+        self.assertGreater(operations, 10)
 
     def test_kill_at_every_file_operation(self):
         self.break_saves("kill")
@@ -539,7 +577,9 @@ class CommandsTest(unittest.TestCase):
             (["free"], self.train_args("x", "--model", "llama-8B", "--batch-size", 512, "--seq-len", 2048)),
             (["100", "128"], self.train_args("x", "--total-batch-tokens", 100)),
             (["--vocab-size 100", "257"], [*self.train_args("x"), "--vocab-size", 100]),
-            (["attention", "L"], [*self.train_args("x"), "--attention", "L"]),
+            *([(["fp16", "linear attention"], ["sample", *MODEL, "--attention", "G", "--random-weights", "--dtype", "fp16"])] if cuda() else []),
+            (["attention", "'SX'"], [*self.train_args("x"), "--attention", "SX"]),
+            (["--linear-rope", "--positions rope"], [*self.train_args("x"), "--attention", "L", "--linear-rope", "no"]),
             *([] if cuda() else [(["bf16"], [*self.train_args("x"), "--dtype", "bf16"])]),
             (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),
             (["another tokenizer"], ["eval", "--model", base, "--data", self.other_data]),

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "dev/tokenizer_fixture.h"
+#include "infer/prompts.h"
 #include "infer/sample_output.h"
 
 namespace {
@@ -44,16 +45,6 @@ TEST(Answers, ShowWholeCharacters) {
     four.max_tokens = 4;
     EXPECT_EQ(shown(end, four, &answer).back(), end);
     EXPECT_EQ(answer->text(), end);
-}
-
-TEST(Answers, UnfinishedCharacters) {
-    EXPECT_EQ(unfinished_utf8(""), 0u);
-    EXPECT_EQ(unfinished_utf8("abc"), 0u);
-    EXPECT_EQ(unfinished_utf8("\u00e9"), 0u);
-    EXPECT_EQ(unfinished_utf8("a\xc3"), 1u);
-    EXPECT_EQ(unfinished_utf8("\xe2\x82"), 2u);
-    EXPECT_EQ(unfinished_utf8("\xf0\x9f\x98"), 3u);
-    EXPECT_EQ(unfinished_utf8("\x80\x80\x80\x80"), 0u);  // no character begins here
 }
 
 TEST(Answers, StopStringsAreNeverShown) {

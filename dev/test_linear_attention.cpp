@@ -135,7 +135,7 @@ Result run(const Problem& p, Form form = Form::Automatic, int64_t extra = 0) {
                 dinitial_z = Maybe::poisoned(states && z, {S, NKV, E}), dgate = Maybe::poisoned(p.kind.gated, {N, NKV});
     const TestArray cum = TestArray::ints(p.cum, {S + 1});
     const LinearAttentionSequences sequences{cum, p.longest()};
-    const LinearAttentionSizes sizes{N, S, NH, NKV, E, M, p.longest()};
+    const LinearAttentionSizes sizes{N, S, NH, NKV, E, M, p.longest(), states};
     const LinearAttention kind = p.kind.arguments(form);
     const TestArray forward = TestArray::scratch(linear_attention_forward_scratch(sizes)),
                     backward = TestArray::scratch(linear_attention_backward_scratch(sizes));
@@ -592,6 +592,79 @@ TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
         compare(p, "state", s.fetch(), ref.final.value, ref.final.mag, M);
         compare(p, "sums", z.fetch(), ref.final_z.value, ref.final_z.mag, E);
         compare(p, "final state", whole.final, ref.final.value, ref.final.mag, M);
+    }
+}
+
+// States among those of other texts: the same bits as where they lie by themselves, and the others stay as they were. A
+// sequence without a row leaves none.
+TEST_P(LinearAttentionTest, StatesLieInRows) {
+    constexpr int64_t S = 3, R = 5, NH = 4, NKV = 2, E = 24, M = 40;
+    const std::vector<int32_t> where = {4, -1, 1};
+    for (const Kind& kind : {with_states(L), with_states(G)})
+        for (const Form form : {Form::Recurrent, Form::Chunked}) {
+            const Problem p(activation(), {{70, 1, 700}, NH, NKV, E, M}, kind);
+            const Result plain = run(p, form);
+            const TestArray q = TestArray::of(activation(), p.q, {p.N, NH, E}),
+                            k = TestArray::of(activation(), p.k, {p.N, NKV, E}),
+                            v = TestArray::of(activation(), p.v, {p.N, NKV, M}),
+                            out = TestArray::poisoned(activation(), {p.N, NH, M}),
+                            cum = TestArray::ints(p.cum, {S + 1}), rows = TestArray::ints(where, {S}),
+                            initial = TestArray::of(p.initial, {S, NKV, E, M}), s = TestArray::poisoned({R, NKV, E, M});
+            const Maybe gate = Maybe::of(kind.gated, p.gate, {p.N, NKV}),
+                        initial_z = Maybe::of(kind.normalise, p.initial_z, {S, NKV, E}),
+                        z = Maybe::poisoned(kind.normalise, {R, NKV, E});
+            const TestArray scratch =
+                TestArray::scratch(linear_attention_forward_scratch({p.N, S, NH, NKV, E, M, p.longest()}));
+            linear_attention_forward(out, Tensor{}, {s, z, rows}, q, k, v, gate, {initial, initial_z},
+                                     {cum, p.longest()}, kind.arguments(form), scratch, Stream{});
+            expect_same_bits("out", plain.out, out.fetch());
+            auto in_rows = [&](const std::vector<double>& states) {
+                const size_t n = states.size() / size_t(S);
+                std::vector<double> all(n * size_t(R), NOT_A_NUMBER);
+                for (size_t i = 0; i < where.size(); i++)
+                    if (where[i] >= 0)
+                        std::copy_n(states.begin() + long(i * n), n, all.begin() + long(where[i]) * long(n));
+                return all;
+            };
+            expect_same_bits("final.s", in_rows(plain.final), s.fetch());
+            expect_same_bits("final.z", in_rows(plain.final_z), z.fetch());
+
+            // A step of decode, of each sequence's last token once more.
+            auto last = [&](const std::vector<double>& x, int64_t row) {
+                std::vector<double> tokens;
+                for (const int32_t end : {70, 71, 771})
+                    tokens.insert(tokens.end(), x.begin() + (end - 1) * row, x.begin() + end * row);
+                return tokens;
+            };
+            const TestArray q1 = TestArray::of(activation(), last(p.q, NH * E), {S, NH, E}),
+                            k1 = TestArray::of(activation(), last(p.k, NKV * E), {S, NKV, E}),
+                            v1 = TestArray::of(activation(), last(p.v, NKV * M), {S, NKV, M}),
+                            out1 = TestArray::poisoned(activation(), {S, NH, M}),
+                            ref1 = TestArray::poisoned(activation(), {S, NH, M}),
+                            ref_s = TestArray::of(plain.final, {S, NKV, E, M});
+            const Maybe gate1 = Maybe::of(kind.gated, kind.gated ? last(p.gate, NKV) : p.gate, {S, NKV}),
+                        ref_z = Maybe::of(kind.normalise, plain.final_z, {S, NKV, E});
+            linear_attention_decode(out1, {s, z, rows}, q1, k1, v1, gate1, kind.arguments(form), Stream{});
+            linear_attention_decode(ref1, {ref_s, ref_z}, q1, k1, v1, gate1, kind.arguments(form), Stream{});
+            std::vector<double> expected = ref1.fetch();
+            std::fill_n(expected.begin() + NH * M, NH * M, 0.0);
+            expect_same_bits("decoded out", expected, out1.fetch());
+            expect_same_bits("decoded s", in_rows(ref_s.fetch()), s.fetch());
+            expect_same_bits("decoded z", in_rows(ref_z.fetch()), z.fetch());
+        }
+}
+
+// A long document among many short ones, with the scratch that one sequence asks for.
+TEST_P(LinearAttentionTest, ManySequencesNeedNoMoreScratch) {
+    for (const Kind& kind : {L, G}) {
+        std::vector<int64_t> lengths(300, 3);
+        lengths[7] = 1500;
+        const Problem p(activation(), {lengths, 2, 1, 32, 32}, kind);
+        LinearAttentionSizes one{p.N, 1, 2, 1, 32, 32, 1500, false}, all = one;
+        all.S = 300;
+        EXPECT_EQ(linear_attention_forward_scratch(all), linear_attention_forward_scratch(one));
+        EXPECT_EQ(linear_attention_backward_scratch(all), linear_attention_backward_scratch(one));
+        check(p);
     }
 }
 

@@ -61,4 +61,44 @@ TEST(Questions, TheEndingIsWhatFollowsTheContext) {
     EXPECT_LT(d.first, int64_t(d.tokens.size()));
 }
 
+// A model whose loss of a token is the token's own id, and which notes what it was asked.
+struct CountingModel {
+    std::vector<Batch> passes;
+    ChoiceScorer scorer(std::vector<int32_t> start, int64_t B, int64_t T) {
+        return {std::move(start), 9, B, T, [this](const Batch& batch) {
+                    passes.push_back(batch);
+                    std::vector<float> losses;
+                    for (const int32_t target : batch.targets) losses.push_back(float(std::max(target, 0)));
+                    return losses;
+                }};
+    }
+};
+
+TEST(Questions, EndingsAreScoredInPackedPasses) {
+    const std::vector<Choice> choices = {{{1, 2, 3}, 1, 4}, {{4, 5}, 0, 2}, {{1, 2, 3, 6, 7}, 3, 1}};
+    CountingModel model;
+    EXPECT_EQ(score_choices(choices, model.scorer({}, 2, 4)), (std::vector<double>{5, 9, 13}));
+    ASSERT_EQ(model.passes.size(), 1u);  // 2 + 2 + 4 tokens
+    EXPECT_EQ(model.passes[0].cum_seqlens, (std::vector<int32_t>{0, 2, 4, 8}));
+    EXPECT_EQ(model.passes[0].tokens, (std::vector<int32_t>{1, 2, 9, 4, 1, 2, 3, 6}));  // 9: nothing stands in front
+    EXPECT_EQ(model.passes[0].positions, (std::vector<int32_t>{0, 1, 0, 1, 0, 1, 2, 3}));
+    EXPECT_EQ(model.passes[0].max_seqlen, 4);
+    // Two passes; the longest text loses its beginning; what the tokenizer puts in front is read and not scored.
+    CountingModel small;
+    EXPECT_EQ(score_choices(choices, small.scorer({8}, 1, 3)), (std::vector<double>{5, 9, 13}));
+    ASSERT_EQ(small.passes.size(), 3u);
+    EXPECT_EQ(small.passes[0].tokens, (std::vector<int32_t>{8, 1, 2}));
+    EXPECT_EQ(small.passes[2].tokens, (std::vector<int32_t>{2, 3, 6}));
+}
+
+TEST(Questions, AccuracyCountsTheLikeliest) {
+    std::vector<Question> questions(2);
+    questions[0].endings = {"a", "b"}, questions[0].label = 1;
+    questions[1].endings = {"a", "b", "c"}, questions[1].label = 2;
+    const std::vector<Choice> choices = {{{}, 0, 1}, {{}, 0, 4}, {{}, 0, 1}, {{}, 0, 1}, {{}, 0, 1}};
+    const ChoiceAccuracy a = choice_accuracy(questions, choices, {2, 3, 5, 5, 4});
+    EXPECT_EQ(a.accuracy, 0.5);  // by the whole ending the first question goes to "a", by the byte to "b"
+    EXPECT_EQ(a.by_byte, 1);
+}
+
 }  // namespace

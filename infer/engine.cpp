@@ -6,10 +6,14 @@
 
 #include "kernels/attention.h"
 #include "kernels/cross_entropy.h"
+#include "kernels/decay_gate.h"
 #include "kernels/decode_attention.h"
 #include "kernels/embedding.h"
 #include "kernels/kv_cache.h"
+#include "kernels/layernorm.h"
+#include "kernels/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "runtime/convert.h"
 
@@ -52,6 +56,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       dynamic(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
               options.context > config.rope_scaling.original_max_position),
       cache(config, options.slots, options.context, options.dtype),
+      states(config, options.slots),
       lengths(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: ", options.slots, " texts of ", options.context,
             " tokens; both must be positive");
@@ -94,14 +99,28 @@ void Engine::plan_memory() {
     kept(&x, "x", T, {N, c.channels});
     place(&qkv, "qkv", T, {N, c.qkv_channels()}, QKV, ATTENTION);
     place(&att, "att", T, {N, attention}, ATTENTION, PROJ);
+    const bool has_linear = c.has_linear_attention();
+    const LinearAttentionSizes linear{N, B, c.heads, c.kv_heads, c.head_size, c.head_size, std::min(N, pass_tokens())};
+    if (has_linear) {
+        kept(&linear_cum, "linear_cum", DType::I32, {B + 1});
+        kept(&linear_slots, "linear_slots", DType::I32, {B});
+        place(&past_s, "past_s", DType::F32, {B, c.kv_heads, c.head_size, c.head_size}, ATTENTION, ATTENTION);
+    }
+    if (c.layers_of('L')) place(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
+    if (c.layers_of('G')) {
+        place(&normed, "normed", T, {N, c.channels}, QKV, QKV);
+        place(&gate, "gate", DType::F32, {N, c.kv_heads}, QKV, ATTENTION);
+        place(&mix, "mix", T, {N, attention}, ATTENTION, ATTENTION);
+    }
     place(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
     const int64_t scratch_bytes =
         std::max({linear_scratch(N, c.channels, c.qkv_channels(), T), linear_scratch(N, attention, c.channels, T),
                   linear_scratch(N, c.channels, c.fc_channels(), T), linear_scratch(N, c.ffn, c.channels, T),
                   linear_scratch(B, c.channels, c.padded_vocab(), T)});
     kept(&scratch, "scratch", DType::U8, {scratch_bytes});
-    if (attention_forward_scratch() > 0)
-        kept(&attention_scratch, "attention_scratch", DType::U8, {attention_forward_scratch()});
+    const int64_t attention_bytes =
+        std::max(attention_forward_scratch(), has_linear ? linear_attention_forward_scratch(linear) : 0);
+    if (attention_bytes > 0) kept(&attention_scratch, "attention_scratch", DType::U8, {attention_bytes});
     kept(&decode_scratch, "decode_scratch", DType::U8,
          {decode_attention_scratch(B, c.heads, c.head_size, options.context)});
     kept(&last, "last", T, {B, c.channels});
@@ -121,6 +140,7 @@ void Engine::plan_memory() {
 void Engine::allocate(const InferenceWeights& model_weights) {
     weights = model_weights;
     cache.allocate();
+    states.allocate();
     memory = Arena(plan.bytes(), "activations");
     for (const auto& [tensor, entry] : bindings) {
         const ArenaPlan::Entry& e = plan.entries()[size_t(entry)];
@@ -128,7 +148,7 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     }
     const int64_t N = tokens.shape[0], B = options.slots;
     staging = std::make_unique<Staging>(
-        (4 * N + 8 * B + 8) * 4 + (dynamic ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0), 4);
+        (4 * N + 10 * B + 9) * 4 + (dynamic ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0), 4);
     results = HostMemory(host_alloc(size_t(B) * 16), host_free);
     for (int i = 0; i < 2; i++) {
         queue[i].tokens = static_cast<int32_t*>(results.get()) + 2 * i * B;
@@ -150,7 +170,9 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     const auto count_bytes = [&](const Tensor& t) { weight_bytes += t ? t.bytes() : 0; };
     for (const BlockWeights& b : weights.blocks) {
         for (const NormWeights& norm : {b.norm1, b.norm2}) count_bytes(norm.weight), count_bytes(norm.bias);
-        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj}) count_bytes(w.weight), count_bytes(w.bias);
+        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate})
+            count_bytes(w.weight), count_bytes(w.bias);
+        count_bytes(b.headnorm);
     }
     count_bytes(weights.head);
     tune();
@@ -180,12 +202,38 @@ void Engine::blocks(Tensor hidden, bool batch_invariant, Attend attend) {
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
-        layer(qkv, hidden, w.norm1, w.qkv, Activation::None, {});
+        if (config.kind(l) == 'G') {  // the gate reads the norm's output too
+            const Tensor out = normed.rows(0, N);
+            const float eps = static_cast<float>(config.norm_eps);
+            if (config.norm == Norm::LayerNorm)
+                layernorm_forward(out, {}, {}, {}, hidden, {}, w.norm1.weight, w.norm1.bias, eps, stream);
+            else
+                rmsnorm_forward(out, {}, {}, hidden, {}, w.norm1.weight, eps, stream);
+            decay_gate_forward(gate.rows(0, N), out, w.gate.weight, w.gate.bias, stream);
+            layer(qkv, normed, {}, w.qkv, Activation::None, {});
+        } else {
+            layer(qkv, hidden, w.norm1, w.qkv, Activation::None, {});
+        }
         attend(l);
         layer(hidden, att, {}, w.proj, Activation::None, hidden);
         layer(act, hidden, w.norm2, w.fc, activation(config.mlp), {});
         layer(hidden, act, {}, w.fcproj, Activation::None, hidden);
     }
+}
+
+// att of a layer of linear attention: attend(q, k and v, turned; out; gate; kind) computes its out [N, NH, HS]. angles:
+// rows of the table.
+template <typename Attend>
+void Engine::mix_linear(int64_t l, int64_t N, const Tensor& angles, Attend attend) {
+    const Tensor packed = qkv.rows(0, N);
+    if (config.turns(l)) rope(split_qk(config, packed), angles, table, false, stream);
+    const bool gated = config.kind(l) == 'G';
+    const Tensor out = (gated ? mix : att).rows(0, N);
+    attend(split_qkv(config, packed), split_heads(out, config.heads), gated ? gate.rows(0, N) : Tensor{},
+           linear_attention_kind(config.kind(l)));
+    if (!gated) return;
+    rmsnorm_forward(head_matrix(att.rows(0, N), config.heads), {}, {}, head_matrix(out, config.heads), {},
+                    weights.blocks[size_t(l)].headnorm, static_cast<float>(config.norm_eps), stream);
 }
 
 // Angles by the length of each token's text, where that changes them. What is in the cache stays as it was turned, as
@@ -199,6 +247,20 @@ void Engine::put_angles(const std::vector<int32_t>& places, const std::vector<in
     staging->put(table.data, host.data(), int64_t(host.size() * sizeof(float)), stream);
 }
 
+// A copy of the states in the rows that `from` names: a pass reads them in more than one place while it writes the new
+// ones.
+LinearAttentionState Engine::past_states(const LinearAttentionState& from) {
+    const auto copy = [&](const Tensor& planned, const Tensor& all) {  // rows by their numbers, as of a table
+        const auto flat = [](const Tensor& t) {
+            return make_tensor(t.data, t.dtype, t.device, {t.shape[0], t.shape[0] ? t.numel() / t.shape[0] : 0});
+        };
+        const Tensor to = planned.rows(0, from.rows.shape[0]);
+        embedding_forward(flat(to), from.rows, from.rows, flat(all), {}, stream);
+        return to;
+    };
+    return {copy(past_s, from.s), from.z ? copy(past_z, from.z) : Tensor{}};
+}
+
 // Packed pieces through the model. The last token of each prompt that ends here leaves its row for the head in `last`,
 // from row first_finished on.
 void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
@@ -207,10 +269,12 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
     std::vector<Piece> pieces = unsorted;
     std::sort(pieces.begin(), pieces.end(),
               [](const Piece& a, const Piece& b) { return a.prompt->slot < b.prompt->slot; });
-    std::vector<int32_t> token, place, row, q_ends{0}, k_ends{0};
+    std::vector<int32_t> token, place, row, q_ends{0}, k_ends{0}, ends{0}, slots;
     std::vector<int64_t> text_lengths;
     std::map<const Prompt*, int32_t> last_token;
     int64_t longest = 0;
+    const bool has_past =
+        std::any_of(pieces.begin(), pieces.end(), [&](const Piece& p) { return length(p.prompt->slot) > 0; });
     for (const Piece& p : pieces) {
         const int64_t n = p.end - p.begin, past = lengths[size_t(p.prompt->slot)],
                       first_row = p.prompt->slot * options.context;
@@ -224,6 +288,9 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
         k_ends.push_back(static_cast<int32_t>(first_row));
         q_ends.push_back(q_ends.back() + static_cast<int32_t>(n));
         k_ends.push_back(static_cast<int32_t>(first_row + past + n));
+        ends.push_back(q_ends.back());
+        slots.push_back(static_cast<int32_t>(p.prompt->slot));
+        if (has_past && past == 0) states.clear(p.prompt->slot, stream);
         longest = std::max(longest, n);
         last_token[p.prompt] = static_cast<int32_t>(token.size()) - 1;
         lengths[size_t(p.prompt->slot)] += n;
@@ -244,12 +311,24 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
     sequences_in.cum_q = put(cum_q, q_ends), sequences_in.cum_k = put(cum_k, k_ends);
     sequences_in.max_q = longest, sequences_in.max_k = options.slots * options.context;
     const Tensor finished_rows = put(last_rows, finished);
+    LinearAttentionSequences texts;
+    Tensor text_slots;
+    if (linear_cum) texts = {put(linear_cum, ends), longest}, text_slots = put(linear_slots, slots);
 
     const ModelConfig& c = config;
     const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
     const Tensor hidden = x.rows(0, N);
     embedding_forward(hidden, token_ids, token_places, weights.wte, weights.wpe, stream);
     blocks(hidden, false, [&](int64_t l) {
+        if (c.kind(l) != 'S') {
+            return mix_linear(l, N, table ? angle_rows(N) : Tensor{},
+                              [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
+                                  const LinearAttentionState end = states.layer(l, text_slots);
+                                  linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
+                                                           has_past ? past_states(end) : LinearAttentionState{}, texts,
+                                                           kind, attention_scratch, stream);
+                              });
+        }
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l), heads = qkv.rows(0, N);
         kv_append(k, v, heads, token_rows, table ? angle_rows(N) : Tensor{}, table, c.heads, stream);
         attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
@@ -383,8 +462,14 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     embedding_forward(hidden, ids.rows(0, B), places, weights.wte, weights.wpe, stream);
     DecodePlace place;
     place.slots = slot_ids.rows(0, B), place.positions = places, place.max_length = max_length;
-    if (table) place.table = table, place.angles = dynamic ? iota.rows(0, B) : places;
+    const Tensor angles = dynamic ? iota.rows(0, B) : places;
+    if (table) place.table = table, place.angles = angles;
     blocks(hidden, options.batch_invariant, [&](int64_t l) {
+        if (c.kind(l) != 'S') {
+            return mix_linear(l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
+                linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, kind, stream);
+            });
+        }
         decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), place, c.attention_scale(),
                          decode_scratch, stream);
     });
@@ -454,15 +539,18 @@ void Engine::retire(int64_t slot) {
         batch[b].retired = true;
         const int32_t finished = -1;
         staging->next();
-        staging->put(step_positions.rows(int64_t(b), int64_t(b) + 1).data, &finished, sizeof finished, stream);
+        for (const Tensor& t : {step_positions, slot_ids})  // a cache goes by the one, states by the other
+            staging->put(t.rows(int64_t(b), int64_t(b) + 1).data, &finished, sizeof finished, stream);
         return;
     }
 }
 
-void Engine::forget(int64_t slot, int64_t kept) {
+int64_t Engine::forget(int64_t slot, int64_t kept) {
     require(kept >= 0 && kept <= length(slot), "engine: slot ", slot, " holds ", length(slot), " tokens, not ", kept);
+    if (linear_cum && kept < length(slot)) kept = 0;  // a state can't be taken back
     lengths[size_t(slot)] = kept;
     if (kept == 0 && !marks.empty()) std::fill(marks[size_t(slot)].begin(), marks[size_t(slot)].end(), 0);
+    return kept;
 }
 
 std::vector<float> Engine::logits(int64_t i) const {
@@ -477,6 +565,6 @@ std::vector<float> Engine::logits(int64_t i) const {
 int64_t Engine::step_bytes() const {
     int64_t bytes = weight_bytes;
     for (const Text& t : batch)
-        if (!t.retired) bytes += length(t.slot) * cache.bytes_per_token();
+        if (!t.retired) bytes += length(t.slot) * cache.bytes_per_token() + states.bytes_per_text();
     return bytes;
 }

@@ -26,8 +26,10 @@
 #include <memory>
 
 #include "infer/kv_cache.h"
+#include "infer/state_cache.h"
 #include "kernels/linear.h"
 #include "kernels/sampling.h"
+#include "runtime/heads.h"
 #include "runtime/staging.h"
 
 struct NormWeights {
@@ -39,6 +41,8 @@ struct LinearWeights {
 struct BlockWeights {
     NormWeights norm1, norm2;
     LinearWeights qkv, proj, fc, fcproj;
+    LinearWeights gate;  // kind G: [NKV, C], [NKV] fp32
+    Tensor headnorm;     // kind G: [HS] fp32
 };
 // Views of a model's weights. Whoever owns them keeps them for as long as the engine lives.
 struct InferenceWeights {
@@ -76,6 +80,7 @@ class Engine {
 
     // Bytes, for the memory plan.
     int64_t cache_bytes() const { return cache.bytes(); }
+    int64_t state_bytes() const { return states.bytes(); }
     int64_t activation_bytes() const { return plan.bytes(); }
 
     // Tokens that a prompt is cut into at most on its way through the model; a pass takes as many of all prompts.
@@ -105,8 +110,9 @@ class Engine {
 
     // The text takes no part in further steps; its slot's tokens stay in the cache until forget().
     void retire(int64_t slot);
-    // The slot keeps its first `tokens` tokens. With none left the repetition penalty forgets its text too.
-    void forget(int64_t slot, int64_t tokens = 0);
+    // The slot keeps its first `tokens` tokens; returns how many it really keeps: of a model with linear attention all
+    // or none. With none left the repetition penalty forgets its text too.
+    int64_t forget(int64_t slot, int64_t tokens = 0);
     // Tokens in the cache. A token that was drawn joins them in the step after.
     int64_t length(int64_t slot) const { return lengths[size_t(slot)]; }
     int64_t active() const;  // texts that decode() goes on with
@@ -143,6 +149,9 @@ class Engine {
     void pass(const std::vector<Piece>& pieces, int64_t first_finished);
     template <typename Attend>
     void blocks(Tensor hidden, bool batch_invariant, Attend attend);
+    LinearAttentionState past_states(const LinearAttentionState& from);
+    template <typename Attend>
+    void mix_linear(int64_t l, int64_t N, const Tensor& angles, Attend attend);
     Tensor angle_rows(int64_t N) const { return (dynamic ? iota : positions).rows(0, N); }
     void put_angles(const std::vector<int32_t>& places, const std::vector<int64_t>& text_lengths);
     void put_batch(bool drawn);
@@ -154,6 +163,7 @@ class Engine {
     const Stream stream;
     const bool dynamic;  // angles depend on how long a text has become
     KvCache cache;
+    StateCache states;
     ArenaPlan plan;
     Arena memory;
     std::vector<std::pair<Tensor*, int64_t>> bindings;  // which plan entry each tensor is
@@ -165,6 +175,9 @@ class Engine {
     Tensor tokens, positions, rows, iota;               // [N] int32; iota: 0 … N − 1
     Tensor cum_q, cum_k;                                // [2·slots + 1] int32
     Tensor x, qkv, att, act;                            // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
+    Tensor normed, gate, mix;                           // kind G: [N, C], [N, NKV] fp32, att before the heads' norm
+    Tensor linear_cum, linear_slots;                    // [slots + 1], [slots] int32: sequences without gaps
+    Tensor past_s, past_z;                              // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch;  // bytes
     Tensor table;  // [context, R/2, 2], or dynamic: the angles of each token of the pass
     // A step over B texts.

@@ -4,19 +4,10 @@
 #include <chrono>
 #include <deque>
 
-Answer::Answer(const Tokenizer* t, const AnswerOptions& o, std::function<void(std::string_view)> s)
-    : tokenizer(t), options(o), show(std::move(s)) {
+Answer::Answer(const Tokenizer* tokenizer, const AnswerOptions& o, std::function<void(std::string_view)> s)
+    : options(o), show(std::move(s)) {
     require(tokenizer || options.stop.empty(), "stop strings need a tokenizer");
-}
-
-size_t unfinished_utf8(std::string_view text) {
-    for (size_t back = 1; back <= std::min<size_t>(3, text.size()); back++) {
-        const auto byte = static_cast<unsigned char>(text[text.size() - back]);
-        if ((byte & 0xC0) == 0x80) continue;  // inside a character
-        const size_t length = byte >= 0xF0 ? 4 : byte >= 0xE0 ? 3 : byte >= 0xC0 ? 2 : 1;
-        return length > back ? back : 0;
-    }
-    return 0;
+    if (tokenizer) stream.emplace(*tokenizer);
 }
 
 void Answer::show_up_to(size_t end) {
@@ -27,6 +18,7 @@ void Answer::show_up_to(size_t end) {
 
 void Answer::end(const char* why) {
     reason = why;
+    if (stream) shown_text += stream->finish();
     show_up_to(shown_text.size());
 }
 
@@ -37,9 +29,8 @@ bool Answer::add(int32_t token, float logprob) {
     }
     ids.push_back(token);
     probabilities.push_back(logprob);
-    // A model's vocabulary may be larger than the tokenizer's (padded): such tokens have no text.
-    if (tokenizer && tokenizer->contains(token)) shown_text += tokenizer->decode(token);
-    size_t stop = std::string::npos, safe = shown_text.size() - unfinished_utf8(shown_text);
+    if (stream) shown_text += stream->put(token);
+    size_t stop = std::string::npos, safe = shown_text.size();
     for (const std::string& s : options.stop) {
         if (s.empty()) continue;
         stop = std::min(stop, shown_text.find(s, shown));
@@ -51,6 +42,7 @@ bool Answer::add(int32_t token, float logprob) {
     }
     if (stop != std::string::npos) {
         shown_text.resize(stop);
+        stream->finish();  // what follows a stop string is no part of the text
         end("stop");
     } else if (int64_t(ids.size()) >= options.max_tokens) {
         end("length");
@@ -147,8 +139,8 @@ class Generator {
             r.context = slid(r.tokens, room, policy.keep);
             cached = 0;
         }
-        engine.forget(slot, std::max<int64_t>(cached, 0));
-        return {slot, {r.context.begin() + std::max<int64_t>(cached, 0), r.context.end()}, r.sequence, 0};
+        const int64_t kept = engine.forget(slot, std::max<int64_t>(cached, 0));
+        return {slot, {r.context.begin() + kept, r.context.end()}, r.sequence, 0};
     }
 
     void queue_step() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,7 +37,7 @@ class Answer {
   private:
     void show_up_to(size_t end);
 
-    const Tokenizer* tokenizer;
+    std::optional<TextStream> stream;  // holds back a character until it is whole
     const AnswerOptions& options;
     std::function<void(std::string_view)> show;
     std::vector<int32_t> ids;
@@ -45,9 +46,6 @@ class Answer {
     size_t shown = 0;
     const char* reason = nullptr;
 };
-
-// Bytes at the end of text that begin a UTF-8 character whose rest is missing.
-size_t unfinished_utf8(std::string_view text);
 
 // What happens to a text that has filled its context.
 struct ContextPolicy {

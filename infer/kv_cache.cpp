@@ -1,10 +1,20 @@
 #include "infer/kv_cache.h"
 
 KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType type)
-    : slots(num_slots), capacity(tokens), layers(c.layers), kv_heads(c.kv_heads), head_size(c.head_size), dtype(type) {
+    : slots(num_slots),
+      capacity(tokens),
+      layers(c.layers_of('S')),
+      kv_heads(c.kv_heads),
+      head_size(c.head_size),
+      dtype(type) {
+    for (int64_t l = 0, before = 0; l < c.layers; l++) {
+        place.push_back(before);
+        before += c.kind(l) == 'S';
+    }
     int64_t rows;
-    require(!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30, "a cache for ", slots,
-            " texts of ", capacity, " tokens has more than 2^30 rows; use fewer texts at a time or shorter ones");
+    require(layers == 0 || (!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30),
+            "a cache for ", slots, " texts of ", capacity,
+            " tokens has more than 2^30 rows; use fewer texts at a time or shorter ones");
 }
 
 int64_t KvCache::layer_bytes() const {

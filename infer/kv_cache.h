@@ -1,6 +1,9 @@
 // The keys and values that generation keeps: one arena, in which each of `slots` sequences owns `capacity` rows of
-// every layer. Its size is known before anything is allocated; nothing moves and nothing is allocated while texts grow.
+// every layer with softmax attention. Its size is known before anything is allocated; nothing moves and nothing is
+// allocated while texts grow.
 #pragma once
+
+#include <vector>
 
 #include "runtime/arena.h"
 #include "runtime/model_config.h"
@@ -13,14 +16,18 @@ class KvCache {
     void allocate();
 
     int64_t bytes() const { return 2 * layers * layer_bytes(); }
-    // Of one token, over all layers.
+    // Of one token, over all those layers.
     int64_t bytes_per_token() const { return 2 * layers * kv_heads * head_size * dtype_size(dtype); }
 
     // [slots, capacity, NKV, HS], and the same seen as rows [slots·capacity, NKV, HS].
-    Tensor k(int64_t layer) const { return view(2 * layer, {slots, capacity, kv_heads, head_size}); }
-    Tensor v(int64_t layer) const { return view(2 * layer + 1, {slots, capacity, kv_heads, head_size}); }
-    Tensor k_rows(int64_t layer) const { return view(2 * layer, {slots * capacity, kv_heads, head_size}); }
-    Tensor v_rows(int64_t layer) const { return view(2 * layer + 1, {slots * capacity, kv_heads, head_size}); }
+    Tensor k(int64_t layer) const { return view(2 * place[size_t(layer)], {slots, capacity, kv_heads, head_size}); }
+    Tensor v(int64_t layer) const { return view(2 * place[size_t(layer)] + 1, {slots, capacity, kv_heads, head_size}); }
+    Tensor k_rows(int64_t layer) const {
+        return view(2 * place[size_t(layer)], {slots * capacity, kv_heads, head_size});
+    }
+    Tensor v_rows(int64_t layer) const {
+        return view(2 * place[size_t(layer)] + 1, {slots * capacity, kv_heads, head_size});
+    }
 
     const int64_t slots, capacity;
 
@@ -31,6 +38,7 @@ class KvCache {
     }
 
     const int64_t layers, kv_heads, head_size;
+    std::vector<int64_t> place;  // by the model's layer: softmax layers before it
     const DType dtype;
     Arena memory;
 };

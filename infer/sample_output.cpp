@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "runtime/log.h"
 
@@ -42,24 +43,6 @@ std::string logprob_lines(const Answer& answer, const Tokenizer* tokenizer) {
     return lines;
 }
 
-std::vector<std::string> split_prompts(const std::string& text) {
-    std::vector<std::string> prompts(1);
-    for (size_t begin = 0; begin < text.size();) {
-        const size_t newline = text.find('\n', begin);
-        const std::string line = text.substr(begin, newline - begin);
-        begin = newline == std::string::npos ? text.size() : newline + 1;
-        if (line == "---") {
-            if (!prompts.back().empty()) prompts.back().pop_back();  // the newline before
-            prompts.emplace_back();
-        } else {
-            prompts.back() += line;
-            if (newline != std::string::npos) prompts.back() += '\n';
-        }
-    }
-    if (prompts.size() > 1 && !prompts.back().empty() && prompts.back().back() == '\n') prompts.back().pop_back();
-    return prompts;
-}
-
 std::string statistics_text(const GenerateStatistics& s, double read_bandwidth) {
     char text[256];
     std::snprintf(text, sizeof text, "prompt: %s tokens in %.3f s, %.0f tokens/s\n",
@@ -87,4 +70,49 @@ nlohmann::json statistics_json(const GenerateStatistics& s, double read_bandwidt
                              {"decode_steps", s.steps},          {"decode_bytes", s.step_bytes}};
     if (read_bandwidth > 0) result["read_bandwidth"] = read_bandwidth;
     return result;
+}
+
+double bandwidth_to_show(const GenerateStatistics& statistics, const std::function<double()>& read_bandwidth) {
+    // Shorter runs say little, and would wait longer for the measurement than for the text.
+    return statistics.decode_seconds > 0.5 ? read_bandwidth() : 0;
+}
+
+void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
+            const std::function<double()>& read_bandwidth, std::ostream& out, std::ostream& log) {
+    const bool logprobs = engine.options.logprobs;
+    const int64_t texts = int64_t(job.prompts.size()) * job.num_samples;
+    const auto prompt_of = [&](int64_t text) { return size_t(text / job.num_samples); };
+    std::ostringstream unseen;  // with json the whole is printed at the end
+    std::vector<std::string> heads;
+    for (int64_t i = 0; i < texts; i++) heads.push_back(job.prompts[prompt_of(i)]);
+    SampleOutput output(job.json ? unseen : out, heads);
+    std::vector<Answer> answers;
+    std::vector<Request> requests;
+    answers.reserve(size_t(texts));
+    for (int64_t i = 0; i < texts; i++) {
+        answers.emplace_back(tokenizer, job.answer,
+                             [&output, i](std::string_view piece) { output.text(size_t(i), piece); });
+        requests.push_back({job.tokens[prompt_of(i)], 0, i, &answers.back(), {}});
+    }
+    const GenerateStatistics statistics = generate(engine, requests, job.policy, {}, [&](const Request& r) {
+        const Answer& answer = *r.answer;
+        std::string ids;
+        for (const int32_t id : answer.tokens()) ids += tokenizer ? "" : str(id, " ");
+        output.text(size_t(r.sequence), ids);
+        output.finish(size_t(r.sequence), logprobs ? logprob_lines(answer, tokenizer) : "");
+    });
+    const double bandwidth = bandwidth_to_show(statistics, read_bandwidth);
+    if (!job.json) {
+        log << statistics_text(statistics, bandwidth);
+        return;
+    }
+    nlohmann::json result = {{"samples", nlohmann::json::array()},
+                             {"statistics", statistics_json(statistics, bandwidth)}};
+    for (int64_t i = 0; i < texts; i++) {
+        const Answer& a = answers[size_t(i)];
+        result["samples"].push_back(
+            {{"prompt", heads[size_t(i)]}, {"text", a.text()}, {"tokens", a.tokens()}, {"finish", a.finish()}});
+        if (logprobs) result["samples"].back()["logprobs"] = a.logprobs();
+    }
+    out << result.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << "\n";
 }

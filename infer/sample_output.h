@@ -1,7 +1,10 @@
+// Samples of prompts and what is shown of them.
+//
 // How the answers of a batch reach a terminal or a pipe: in order, separated by lines of ---, each as soon as all
 // before it are done. The first that isn't done is shown as it grows; those behind it wait.
 #pragma once
 
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <ostream>
 #include <string>
@@ -32,11 +35,25 @@ class SampleOutput {
 // A line for each token: its logarithmic probability, its id and its text as a JSON string.
 std::string logprob_lines(const Answer& answer, const Tokenizer* tokenizer);
 
-// The prompts of a file: what lies between lines that are ---. The newline before such a line belongs to it, and so
-// does one at the end of the file if there are several prompts.
-std::vector<std::string> split_prompts(const std::string& text);
-
 // Tokens per second of both phases, bytes per second of decode steps and their fraction of read_bandwidth (0: not
 // known).
 std::string statistics_text(const GenerateStatistics& statistics, double read_bandwidth);
 nlohmann::json statistics_json(const GenerateStatistics& statistics, double read_bandwidth);
+
+struct SampleJob {
+    std::vector<std::string> prompts;
+    std::vector<std::vector<int32_t>> tokens;  // of each prompt
+    int64_t num_samples = 1;                   // texts for each prompt
+    AnswerOptions answer;
+    ContextPolicy policy;
+    bool json = false;  // one object at the end instead of text as it grows
+};
+
+// Answers every prompt num_samples times and prints to out; statistics go to log, or with json into the object.
+// read_bandwidth measures the device's, for the statistics; it is asked only after a run that takes long enough to tell
+// something. tokenizer may be null: then there are no texts, and tokens are printed by their ids.
+void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
+            const std::function<double()>& read_bandwidth, std::ostream& out, std::ostream& log);
+
+// What the statistics of a run say of read_bandwidth(): 0 where the run was too short.
+double bandwidth_to_show(const GenerateStatistics& statistics, const std::function<double()>& read_bandwidth);

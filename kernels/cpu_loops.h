@@ -34,6 +34,13 @@ ALWAYS_INLINE void for_each_vector(int64_t n, Body body) {
     if (i < n) body(i, n - i);
 }
 
+ALWAYS_INLINE float vec_dot(const float* a, const float* b, int64_t n) {
+    vec16 sum = {};
+    for_each_vector(n, [&](int64_t i, int64_t lanes)
+                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
+    return vec_sum(sum);
+}
+
 // Row stride in elements of a matrix [N, C]. A single row may carry any, but libraries want one that could be true.
 inline int64_t row_stride(const Tensor& t) {
     return t.shape[0] > 1 ? t.stride[0] : std::max<int64_t>(1, t.shape[1]);

@@ -39,10 +39,7 @@ MULTIARCH void apply_features(float* x, int64_t n) {
 }
 
 MULTIARCH float dot(const float* a, const float* b, int64_t n) {
-    vec16 sum = {};
-    for_each_vector(n, [&](int64_t i, int64_t lanes)
-                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
-    return vec_sum(sum);
+    return vec_dot(a, b, n);
 }
 
 // y (+)= scale·x; vectors of 16.
@@ -131,6 +128,10 @@ struct Pass {
     float* norm_of(int64_t h) const { return norm.as<float>() + h * norm.stride[0]; }
 };
 
+int64_t state_row_of(const LinearAttentionState& state, int64_t sequence) {
+    return state.rows ? state_row(state.rows.as<int32_t>(), state.s.shape[0], sequence) : sequence;
+}
+
 struct Product {
     Operand a, b, c;
     Tensor out, inputs;  // inputs: of dq and dk, for φ'
@@ -213,17 +214,16 @@ class Walk {
         const int64_t at = sequence * p.z.NKV + kv;
         const bool first = row_head % (x.reversed ? 1 : p.z.NH / p.z.NKV) == 0;  // of the heads with this state
         const LinearAttentionState& to = x.reversed ? p.dinitial : p.final;
-        if ((role == Role::Out || role == Role::DV) && to.s && first) state.store(to.s, at);
-        if ((role == Role::Out || role == Role::DK) && to.z && first) state.store_vector(to.z, at);
-        if (role == Role::DQ && p.gate && first) {  // ⟨S_T, dS_T⟩ + z_T·dz_T
+        const int64_t row = state_row_of(to, sequence), to_at = row * p.z.NKV + kv;
+        if ((role == Role::Out || role == Role::DV) && to.s && first && row >= 0) state.store(to.s, to_at);
+        if ((role == Role::Out || role == Role::DK) && to.z && first && row >= 0) state.store_vector(to.z, to_at);
+        if (role == Role::DQ && p.end_dots && first) {  // ⟨S_T, dS_T⟩ + z_T·dz_T
             double sum = 0;
-            if (p.dfinal.s) {
-                const float* ds = p.dfinal.s.as<float>() + at * x.E * x.M;
-                for (int64_t e = 0; e < x.E; e++)
-                    for (int64_t m = 0; m < x.M; m++) sum += double(state.rows[e * state.width + m]) * ds[m * x.E + e];
-                for (int64_t m = 0; m < state.vector_size; m++)
-                    sum += double(state.vector[m]) * p.dfinal.z.as<float>()[at * x.M + m];
-            }
+            const float* ds = p.dfinal.s.as<float>() + at * x.E * x.M;
+            for (int64_t e = 0; e < x.E; e++)
+                for (int64_t m = 0; m < x.M; m++) sum += double(state.rows[e * state.width + m]) * ds[m * x.E + e];
+            for (int64_t m = 0; m < state.vector_size; m++)
+                sum += double(state.vector[m]) * p.dfinal.z.as<float>()[at * x.M + m];
             p.end_dots[at] = float(sum);
         }
     }
@@ -453,7 +453,7 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
                               const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
                               Stream) {
     const char* op = "linear_attention_forward";
-    const LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
+    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
     check_linear_attention_forward(op, DType::F32, z, out, norm, final, kind, scratch);
     Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, kind);
     p.out = out, p.final = final;
@@ -465,7 +465,7 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
 
 // δ, φ(q)·dφ(q), φ(k)·dφ(k), and a number for each state.
 int64_t linear_attention_backward_scratch(const LinearAttentionSizes& z) {
-    return (2 * z.NH * z.N + z.NKV * z.N + z.S * z.NKV) * int64_t(sizeof(float));
+    return (2 * z.NH * z.N + z.NKV * z.N + (z.states ? z.S * z.NKV : 0)) * int64_t(sizeof(float));
 }
 
 void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, const LinearAttentionState& dinitial,
@@ -474,7 +474,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
                                const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
                                Stream) {
     const char* op = "linear_attention_backward";
-    const LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
+    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
     check_linear_attention_backward(op, DType::F32, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, kind,
                                     scratch);
     Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, kind);
@@ -483,7 +483,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
     p.delta = static_cast<float*>(scratch.data);
     p.query_dots = p.delta + z.NH * z.N;
     p.key_dots = p.query_dots + z.NH * z.N;
-    p.end_dots = p.key_dots + z.NKV * z.N;
+    if (gate && dfinal.s) p.end_dots = p.key_dots + z.NKV * z.N;
     for (const Role role : {Role::DQ, Role::DV, Role::DK}) run(p, role);
     for (const Tensor& gradient : {dq, dk, dv}) zero_tail(gradient, p.cum[z.S]);
     if (!gate) return;
@@ -494,7 +494,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
     for (int64_t kv = 0; kv < z.NKV; kv++) {
         const HeadRows to = {dgate.as<float>() + kv, dgate.stride[0]};
         for (int64_t s = 0; s < z.S; s++) {
-            double sum = p.end_dots[s * z.NKV + kv];
+            double sum = p.end_dots ? p.end_dots[s * z.NKV + kv] : 0;
             for (int64_t t = p.cum[s + 1] - 1; t >= p.cum[s]; t--) {
                 for (int64_t h = kv * group; h < (kv + 1) * group; h++) sum += p.query_dots[h * z.N + t];
                 sum -= p.key_dots[kv * z.N + t];
@@ -515,16 +515,20 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
     const int64_t group = z.NH / z.NKV;
 #pragma omp parallel for schedule(static)
     for (int64_t task = 0; task < z.S * z.NKV; task++) {
-        const int64_t s = task / z.NKV, kv = task % z.NKV;
+        const int64_t s = task / z.NKV, kv = task % z.NKV, row = state_row_of(state, s), at = row * z.NKV + kv;
+        if (row < 0) {
+            for (int64_t h = kv * group; h < (kv + 1) * group; h++) zero_rows(head_rows(out, s, h), 0, 1, z.M);
+            continue;
+        }
         alignas(64) float a[MAX_SIZE], b[MAX_SIZE];
         load_rows(b, round_up(z.E), p, x.b, s, 1, kv);
         const float carry = gate ? std::exp(gate.as<float>()[s * gate.stride[0] + kv]) : 1.0f;
         const float* value = head_rows(v, s, kv)[0];
-        float *rows = state.s.as<float>() + task * z.E * z.M, *sums = nullptr;
+        float *rows = state.s.as<float>() + at * z.E * z.M, *sums = nullptr;
         for (int64_t e = 0; e < z.E; e++)
             for (int64_t m = 0; m < z.M; m++) rows[e * z.M + m] = rows[e * z.M + m] * carry + b[e] * value[m];
         if (kind.normalise) {
-            sums = state.z.as<float>() + task * z.E;
+            sums = state.z.as<float>() + at * z.E;
             for (int64_t e = 0; e < z.E; e++) sums[e] = sums[e] * carry + b[e];
         }
         for (int64_t h = kv * group; h < (kv + 1) * group; h++) {

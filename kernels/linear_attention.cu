@@ -657,6 +657,8 @@ struct Prefix {
     const float* decays;  // [S, slots + 1, NKV], or null
     const float *initial, *initial_z;
     float *final, *final_z;
+    const int32_t* rows;  // of final and final_z, or null
+    int64_t num_rows;
     const int32_t* cum;
     int64_t N, NKV, size, matrix;  // size: matrix E·M, and E more where there is a vector
     int slots, slot_length;
@@ -690,8 +692,10 @@ __global__ void __launch_bounds__(PREFIX_THREADS) prefix_kernel(const __grid_con
         }
     }
     if (!p.reversed) p.states[((s * (p.slots + 1) + count) * p.NKV + kv) * p.size + i] = x;
-    if (in_matrix && p.final) p.final[at * p.matrix + i] = x;
-    if (!in_matrix && p.final_z) p.final_z[at * (p.size - p.matrix) + i - p.matrix] = x;
+    const int64_t row = state_row(p.rows, p.num_rows, s), to = row * p.NKV + kv;
+    if (row < 0) return;
+    if (in_matrix && p.final) p.final[to * p.matrix + i] = x;
+    if (!in_matrix && p.final_z) p.final_z[to * (p.size - p.matrix) + i - p.matrix] = x;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -961,6 +965,13 @@ __global__ void __launch_bounds__(SCAN_THREADS) scan_kernel(const __grid_constan
     if (reversed && p.gate && seq.length > 0) decay(expf(gate(0)));
     if (!reversed && task.head % group != 0) return;  // the heads of a group have the same state
     float *s = static_cast<float*>(scan.final.s.data), *z = static_cast<float*>(scan.final.z.data);
+    if (const int32_t* rows = static_cast<const int32_t*>(scan.final.rows.data)) {  // of the forward pass
+        const int64_t row = state_row(rows, scan.final.s.shape[0], task.sequence),
+                      shift = (row - task.sequence) * p.NKV;
+        if (row < 0) return;
+        if (s) s += shift * p.E * p.M;
+        if (z) z += shift * p.E;
+    }
     if (role == Role::DQ && scan.end_state) {
         float* slot = scan.end_state + ((task.sequence * 2 + 1) * p.NKV + kv) * p.state_size;
         s = slot - at * p.E * p.M;
@@ -991,7 +1002,9 @@ struct Decode {
     Heads<T> q, k, v, out;  // [S, heads, size]
     const float* gate;      // [S, NKV] or null
     int64_t gate_stride;
-    float *s, *z;  // [S, NKV, E, M]; [S, NKV, E] or null
+    float *s, *z;         // [R, NKV, E, M]; [R, NKV, E] or null
+    const int32_t* rows;  // [S] or null
+    int64_t num_rows;
     int64_t NH, NKV;
     int E, M;
     bool elu;
@@ -1005,7 +1018,13 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const __grid_con
     __shared__ float k[MAX], q[DECODE_HEADS][MAX], norm[DECODE_HEADS], sums[DECODE_WARPS][DECODE_HEADS][WARP];
     const int64_t s = blockIdx.x / p.NKV, kv = blockIdx.x % p.NKV, group = p.NH / p.NKV;
     const int warp = threadIdx.x / WARP, lane = lane_id();
-    float *state = p.s + blockIdx.x * int64_t(p.E) * p.M, *z = p.z ? p.z + blockIdx.x * int64_t(p.E) : nullptr;
+    const int64_t row = state_row(p.rows, p.num_rows, s), at = row * p.NKV + kv;
+    if (row < 0) {
+        for (int64_t i = threadIdx.x; i < group * p.M; i += DECODE_THREADS)
+            p.out.at(s, kv * group + i / p.M)[i % p.M] = T{};
+        return;
+    }
+    float *state = p.s + at * p.E * p.M, *z = p.z ? p.z + at * p.E : nullptr;
     const float carry = p.gate ? expf(p.gate[s * p.gate_stride + kv]) : 1.0f;
     const auto phi = [&](T x) { return p.elu ? feature<float>(as_float(x)) : as_float(x); };
     for (int e = threadIdx.x; e < p.E; e += DECODE_THREADS) {
@@ -1063,16 +1082,30 @@ struct Segments {
     int64_t count, length, slots, slot_length;
 };
 
+int64_t num_blocks() {
+    return num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
+}
+
+// States of slots, and one for each sequence's end, that a pass of such sizes has at most where sequences are cut:
+// there are as many sequences of 1.5 times `wanted` tokens as there can be, each cut into two segments of two slots.
+int64_t most_slot_states(const LinearAttentionSizes& z, int64_t blocks) {
+    return 4 * std::min(ceil_div(blocks, z.NKV), ceil_div(z.N, MIN_SEGMENT));
+}
+
 Segments segments_of(const LinearAttentionSizes& z) {
     constexpr int64_t UNIT = 2 * MAX_CHUNK;
-    const int64_t blocks = num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
+    const int64_t blocks = num_blocks();
     // dk and dv have a block for each KV head.
     const int64_t wanted = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SEGMENT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted / 2) / wanted);
     const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), UNIT)) * UNIT;
     const int64_t slot_length = length >= 2 * MIN_SEGMENT ? length / 2 : length;
     const auto pieces = [&](int64_t n) { return std::max<int64_t>(1, ceil_div(z.max_length, n)); };
-    return {pieces(length), length, pieces(slot_length), slot_length};
+    const Segments cut{pieces(length), length, pieces(slot_length), slot_length};
+    // Many sequences of which some are long (packed documents) fill the GPU uncut, and need no states in between.
+    if (cut.count == 1 || z.S * (cut.slots + 1) <= most_slot_states(z, blocks)) return cut;
+    const int64_t whole = ceil_div(z.max_length, UNIT) * UNIT;
+    return {1, whole, 1, whole};
 }
 
 // The parts of the scratch, in floats, in the order in which they lie.
@@ -1081,7 +1114,10 @@ struct Layout {
     int passes = 1;
 
     Layout(const LinearAttentionSizes& z, bool backward) {
-        const int64_t slots = z.S * (segments_of(z).slots + 1) * z.NKV, parts = ceil_div(z.E, 16) + 1;  // at most
+        // Uncut, a sequence has two slots, and needs them only where states come in or go out.
+        const int64_t slots = z.NKV * std::max(z.states ? 3 * z.S : 0,
+                                               z.max_length > MIN_SEGMENT ? most_slot_states(z, num_blocks()) : 0);
+        const int64_t parts = ceil_div(z.E, 16) + 1;  // at most
         states = slots * (z.E * z.M + z.E), decays = slots;
         if (!backward) return;
         passes = 2;
@@ -1209,6 +1245,7 @@ struct Pass {
         p.states = reversed ? query_states : key_states;
         if (gate) p.decays = reversed ? query_decays : key_decays;
         p.initial = data(from.s), p.initial_z = data(from.z), p.final = data(to.s), p.final_z = data(to.z);
+        if (to.rows) p.rows = to.rows.as<int32_t>(), p.num_rows = to.s.shape[0];
         p.cum = cum.as<int32_t>();
         p.N = z.N, p.NKV = z.NKV, p.size = state_size(), p.matrix = z.E * z.M;
         p.slots = int(segments().slots), p.slot_length = int(segments().slot_length);
@@ -1304,7 +1341,7 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
                               Stream stream) {
     const char* op = "linear_attention_forward";
     const DType dtype = check_dtype(op, q);
-    const LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
     check_linear_attention_forward(op, dtype, z, out, norm, final, kind, scratch);
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -1325,7 +1362,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
                                Stream stream) {
     const char* op = "linear_attention_backward";
     const DType dtype = check_dtype(op, q);
-    const LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
     check_linear_attention_backward(op, dtype, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, kind,
                                     scratch);
     dispatch(dtype, [&](auto zero) {
@@ -1372,6 +1409,7 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
         if (gate) d.gate = gate.as<float>(), d.gate_stride = gate.stride[0];
         d.s = state.s.as<float>();
         if (kind.normalise) d.z = state.z.as<float>();
+        if (state.rows) d.rows = state.rows.as<int32_t>(), d.num_rows = state.s.shape[0];
         d.NH = z.NH, d.NKV = z.NKV, d.E = int(z.E), d.M = int(z.M);
         d.elu = kind.features == FeatureMap::EluPlusOne;
         p.launch(decode_kernel<T>, d, z.S * z.NKV, DECODE_THREADS, 0);

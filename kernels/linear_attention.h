@@ -45,6 +45,14 @@ struct LinearAttention {
     Form form = Form::Automatic;
 };
 
+// The kinds that models have layers of: 'L' is normalised with features elu + 1; 'G' has neither, but gates, and an
+// RMSNorm of each head's output in place of the normaliser (RetNet, GLA).
+inline LinearAttention linear_attention_kind(char letter) {
+    LinearAttention kind;
+    if (letter == 'G') kind.features = FeatureMap::Identity, kind.normalise = false;
+    return kind;
+}
+
 struct LinearAttentionSequences {
     Tensor cum;              // [S + 1] int32, cum[0] = 0: sequence s is tokens cum[s] … cum[s + 1] − 1
     int64_t max_length = 0;  // of the longest, known to the host
@@ -52,14 +60,21 @@ struct LinearAttentionSequences {
 
 // What a sequence hands on: s [S, NKV, E, M] and, normalised only, z [S, NKV, E]; fp32, contiguous. Null: not given. An
 // initial state that isn't given is zeros.
+// rows [S] int32, for the final state and for that of decode alone: s and z hold the states of any number R of texts,
+// and sequence i's is row rows[i] of them; no two share one. A row that does not exist (−1) marks a sequence whose
+// state is not wanted, in decode one that is finished: its out is 0. Null: row i, and R = S.
 struct LinearAttentionState {
-    Tensor s, z;
+    Tensor s, z, rows = {};
 };
+
+constexpr int64_t LINEAR_ATTENTION_MAX_SIZE = 512;  // of a head: E and M
 
 struct LinearAttentionSizes {
     int64_t N, S, NH, NKV, E, M, max_length;
+    bool states = true;  // initial or final ones, or gradients of them, are given
 };
-// Bytes of scratch for both passes, at most; depends on the GPU.
+// Bytes of scratch that suffice for a pass of these sizes and for any with fewer or shorter sequences; depends on the
+// GPU. Without states they don't grow with the number of sequences.
 int64_t linear_attention_forward_scratch(const LinearAttentionSizes& sizes);
 int64_t linear_attention_backward_scratch(const LinearAttentionSizes& sizes);
 

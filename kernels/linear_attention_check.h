@@ -4,9 +4,9 @@
 
 #include "kernels/check.h"
 #include "kernels/linear_attention.h"
+#include "runtime/rng.h"
 
 constexpr float LINEAR_ATTENTION_EPS = 1e-6f;
-constexpr int64_t LINEAR_ATTENTION_MAX_SIZE = 512;          // of a head: E and M
 constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunked can
 
 // Forward and backward pass are the same product of rows a, b (E numbers) and c (M numbers) with other operands:
@@ -25,15 +25,18 @@ constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunk
 enum class LinearAttentionRole : uint8_t { Out, DQ, DV, DK, KeyState, QueryState };
 
 inline void check_state(const char* op, const std::string& name, const LinearAttentionState& state,
-                        const LinearAttentionSizes& z, bool normalise, Given given) {
-    check_tensor(op, (name + ".s").c_str(), state.s, DType::F32, {z.S, z.NKV, z.E, z.M}, given);
+                        const LinearAttentionSizes& z, bool normalise, Given given, bool may_have_rows = false) {
+    require(!state.rows || (may_have_rows && state.s.rank == 4), op, ": ", name, ".rows must not be given here");
+    check_tensor(op, (name + ".rows").c_str(), state.rows, DType::I32, {z.S}, Given::Optional);
+    const int64_t R = state.rows ? state.s.shape[0] : z.S;
+    check_tensor(op, (name + ".s").c_str(), state.s, DType::F32, {R, z.NKV, z.E, z.M}, given);
     check_contiguous(op, (name + ".s").c_str(), state.s);
     require(!state.z || normalise, op, ": ", name, ".z is given, but nothing is normalised");
     if (!state.s || !normalise) {
         require(!state.z, op, ": ", name, ".z is given without ", name, ".s");
         return;
     }
-    check_tensor(op, (name + ".z").c_str(), state.z, DType::F32, {z.S, z.NKV, z.E});
+    check_tensor(op, (name + ".z").c_str(), state.z, DType::F32, {R, z.NKV, z.E});
     check_contiguous(op, (name + ".z").c_str(), state.z);
 }
 
@@ -67,22 +70,24 @@ inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, 
     require(z.S >= 0, op, ": cum is ", shape_string(sequences.cum), ", expected [sequences + 1]");
     check_tensor(op, "cum", sequences.cum, DType::I32, {z.S + 1});
     z.max_length = sequences.max_length;
+    z.states = bool(initial.s);
     check_state(op, "initial", initial, z, kind.normalise, Given::Optional);
     return z;
 }
 
 // The arguments of the two passes beyond those.
-inline void check_linear_attention_forward(const char* op, DType dtype, const LinearAttentionSizes& z,
-                                           const Tensor& out, const Tensor& norm, const LinearAttentionState& final,
+inline void check_linear_attention_forward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& out,
+                                           const Tensor& norm, const LinearAttentionState& final,
                                            const LinearAttention& kind, const Tensor& scratch) {
     check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
     if (kind.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
-    check_state(op, "final", final, z, kind.normalise, Given::Optional);
+    check_state(op, "final", final, z, kind.normalise, Given::Optional, true);
+    z.states |= bool(final.s);
     check_scratch(op, scratch, linear_attention_forward_scratch(z));
 }
 
-inline void check_linear_attention_backward(const char* op, DType dtype, const LinearAttentionSizes& z,
-                                            const Tensor& dq, const Tensor& dk, const Tensor& dv, const Tensor& dgate,
+inline void check_linear_attention_backward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& dq,
+                                            const Tensor& dk, const Tensor& dv, const Tensor& dgate,
                                             const LinearAttentionState& dinitial, const Tensor& dout,
                                             const LinearAttentionState& dfinal, const Tensor& gate, const Tensor& out,
                                             const Tensor& norm, const LinearAttention& kind, const Tensor& scratch) {
@@ -98,7 +103,14 @@ inline void check_linear_attention_backward(const char* op, DType dtype, const L
     }
     check_state(op, "dinitial", dinitial, z, kind.normalise, Given::Optional);
     check_state(op, "dfinal", dfinal, z, kind.normalise, Given::Optional);
+    z.states |= dinitial.s || dfinal.s;
     check_scratch(op, scratch, linear_attention_backward_scratch(z));
+}
+
+// Where sequence i's final or decoded state lies in the tensors of one; −1: nowhere.
+HOST_DEVICE inline int64_t state_row(const int32_t* rows, int64_t num_rows, int64_t i) {
+    if (!rows) return i;
+    return rows[i] >= 0 && rows[i] < num_rows ? rows[i] : -1;
 }
 
 inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType dtype, const Tensor& out,
@@ -108,6 +120,6 @@ inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType 
     LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
     z.S = z.N;
     check_tensor(op, "out", out, dtype, {z.S, z.NH, z.M});
-    check_state(op, "state", state, z, kind.normalise, Given::Required);
+    check_state(op, "state", state, z, kind.normalise, Given::Required, true);
     return z;
 }

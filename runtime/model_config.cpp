@@ -1,5 +1,6 @@
 #include "runtime/model_config.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int64_t MAX_SIZE = std::numeric_limits<int32_t>::max();  // of one dimension: GEMM libraries count in int32
 constexpr int64_t MAX_LAYERS = 10000;
-constexpr double MAX_WEIGHTS = 1e15;  // keeps every product of sizes far inside 64 bits
+constexpr int64_t MAX_LINEAR_HEAD = 512;  // of kernels/linear_attention.h
+constexpr double MAX_WEIGHTS = 1e15;      // keeps every product of sizes far inside 64 bits
 
 void check_size(const std::string& where, const char* knob, int64_t value, int64_t limit = MAX_SIZE) {
     require(value > 0, where, ": ", knob, " is ", value, "; it must be positive");
@@ -39,10 +41,6 @@ void check_rope(const ModelConfig& c, const std::string& where) {
     check_positive(where, "RoPE high_freq_factor", s.high_freq_factor);
     require(s.low_freq_factor < s.high_freq_factor, where, ": RoPE low_freq_factor ", s.low_freq_factor,
             " must be below high_freq_factor ", s.high_freq_factor);
-}
-
-bool all_softmax(const ModelConfig& c) {
-    return c.attention.find_first_not_of('S') == std::string::npos;
 }
 
 // Presets.
@@ -364,6 +362,7 @@ ModelConfig read_train_gpt(const Keys& keys, const std::string& path) {
     c.tied = flag("tie_word_embeddings");
     if (!keys.has("attention")) keys.wrong("attention", "one letter per layer");
     c.attention = keys.text("attention", "");
+    c.linear_rope = keys.boolean("linear_rope", true);
     c.bos = keys.token_id("bos_token_id", -1, c.vocab_size);
     c.eos = keys.token_id("eos_token_id", -1, c.vocab_size);
     return c;
@@ -382,7 +381,7 @@ constexpr const char* OUR_KEYS[] = {
     "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias", "hidden_act",
     // train_gpt
-    "norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention",
+    "norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention", "linear_rope",
     // all
     "vocab_size", "tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pruned_heads",
     "quantization_config"};
@@ -425,6 +424,10 @@ void write_token_id(json& out, const json& original, const char* key, int32_t id
 
 float ModelConfig::attention_scale() const {
     return float(1 / std::sqrt(double(head_size)));
+}
+
+int64_t ModelConfig::layers_of(char kind) const {
+    return std::count(attention.begin(), attention.end(), kind);
 }
 
 void fill_defaults(ModelConfig& c, const std::string& where) {
@@ -473,9 +476,11 @@ void validate(const ModelConfig& c, const std::string& where) {
     require(int64_t(c.attention.size()) == c.layers, where, ": attention '", c.attention, "' has ", c.attention.size(),
             " letters for ", c.layers, " layers; give one letter, or one per layer");
     for (const char kind : c.attention) {
-        require(kind != 'L' && kind != 'G', where, ": attention kind ", kind, " is not built yet; use S (softmax)");
-        require(kind == 'S', where, ": attention '", c.attention, "' has an unknown letter; use S (softmax)");
+        require(kind == 'S' || kind == 'L' || kind == 'G', where, ": attention '", c.attention,
+                "' has an unknown letter; use S (softmax), L (linear) or G (gated linear)");
     }
+    require(!c.has_linear_attention() || c.head_size <= MAX_LINEAR_HEAD, where,
+            ": linear attention takes heads of up to ", MAX_LINEAR_HEAD, ", not ", c.head_size);
 }
 
 bool preset(const std::string& name, ModelConfig& config) {
@@ -498,13 +503,13 @@ std::string model_family(const ModelConfig& c) {
     const bool gpt2_knobs = c.norm == Norm::LayerNorm && c.positions == Positions::Learned && c.mlp == Mlp::GELU &&
                             c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
                             c.heads * c.head_size == c.channels;
-    if (gpt2_knobs && all_softmax(c)) return "gpt2";
+    if (gpt2_knobs && !c.has_linear_attention()) return "gpt2";
     const bool llama_knobs = c.norm == Norm::RMSNorm && c.positions == Positions::RoPE && c.mlp == Mlp::SwiGLU &&
                              c.qkv_bias == c.proj_bias &&
                              c.channels % c.heads == 0;  // transformers 5 insists on the last
     const bool rope =
         c.rope_scaling.kind != RopeScaling::Kind::Dynamic || c.rope_scaling.original_max_position == c.max_positions;
-    if (llama_knobs && rope && all_softmax(c)) return "llama";
+    if (llama_knobs && rope && !c.has_linear_attention()) return "llama";
     return "train_gpt";
 }
 
@@ -572,6 +577,7 @@ json config_to_json(const ModelConfig& c, const json& original) {
         out["qkv_bias"] = c.qkv_bias;
         out["proj_bias"] = c.proj_bias;
         out["attention"] = c.attention;
+        if (c.has_linear_attention() && c.positions == Positions::RoPE) out["linear_rope"] = c.linear_rope;
     }
     out["vocab_size"] = c.vocab_size;
     out["tie_word_embeddings"] = c.tied;

@@ -26,13 +26,18 @@ struct ModelConfig {
     bool qkv_bias = true, proj_bias = true, mlp_bias = true;
     bool tied = true;            // the head is the token embedding
     double init_std = 0.02;      // standard deviation of the initial weights
-    std::string attention;       // one letter per layer: S softmax (L and G: a later version)
+    std::string attention;       // one letter per layer: S softmax, L linear, G gated linear (docs/linear_attention.md)
+    bool linear_rope = true;     // RoPE, where there is one, turns q and k of kinds L and G too
     int32_t bos = -1, eos = -1;  // -1: none
 
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
     int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
     float attention_scale() const;  // 1/√head_size
+    char kind(int64_t layer) const { return attention[size_t(layer)]; }
+    bool turns(int64_t layer) const { return positions == Positions::RoPE && (kind(layer) == 'S' || linear_rope); }
+    int64_t layers_of(char kind) const;
+    bool has_linear_attention() const { return layers_of('S') < layers; }
 };
 
 // Fills in what a user or a file may leave out: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
@@ -42,7 +47,7 @@ void fill_defaults(ModelConfig& config, const std::string& where);
 
 // Throws Error with the knob and the remedy where the config contradicts itself: zero, negative or overflowing sizes,
 // heads not dividing channels where no head size is given, KV heads not dividing heads, odd RoPE head size, attention
-// letters not one per layer, kinds not built yet.
+// letters not one per layer, heads too large for linear attention.
 void validate(const ModelConfig& config, const std::string& where);
 
 // "gpt2-124M", "llama-1B", …: false if the name is no preset. Its config is complete and valid; after changing layers,

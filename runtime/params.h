@@ -27,8 +27,9 @@ struct Param {
     int64_t padded_rows;  // as in memory; rows beyond `rows` are zero and stay zero
     float init_std;       // normal(0, init_std); 0: constant
     float init_value;     // the constant
+    float init_step = 0;  // what the constant grows by from one row to the next
     bool decay;           // weight decay applies (matrices only)
-    bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms)
+    bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms, biases of gates)
     std::vector<Piece> pieces;
     int64_t offset = 0;       // elements from the start of the arena, set by layout()
     int64_t fp32_offset = 0;  // where `fp32`: from the start of an arena that holds those parameters only

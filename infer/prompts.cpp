@@ -1,0 +1,61 @@
+#include "infer/prompts.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "runtime/error.h"
+#include "runtime/files.h"
+
+using nlohmann::json;
+
+int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
+    if (config.bos >= 0) return config.bos;
+    return std::max(tokenizer ? tokenizer->end_of_text() : config.eos, 0);
+}
+
+std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer) {
+    std::vector<int32_t> ids;
+    if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());
+    if (source.config.eos >= 0) ids.push_back(source.config.eos);
+    const std::string path = join_path(source.directory, "generation_config.json");
+    if (source.directory.empty() || !path_exists(path)) return ids;
+    const json eos = read_json(path).value("eos_token_id", json());
+    for (const json& id : eos.is_array() ? eos : json::array({eos}))
+        if (id.is_number_integer()) ids.push_back(id.get<int32_t>());
+    return ids;
+}
+
+std::vector<std::string> split_prompts(const std::string& text) {
+    std::vector<std::string> prompts(1);
+    for (size_t begin = 0; begin < text.size();) {
+        const size_t newline = text.find('\n', begin);
+        const std::string line = text.substr(begin, newline - begin);
+        begin = newline == std::string::npos ? text.size() : newline + 1;
+        if (line == "---") {
+            if (!prompts.back().empty()) prompts.back().pop_back();  // the newline before
+            prompts.emplace_back();
+        } else {
+            prompts.back() += line;
+            if (newline != std::string::npos) prompts.back() += '\n';
+        }
+    }
+    if (prompts.size() > 1 && !prompts.back().empty() && prompts.back().back() == '\n') prompts.back().pop_back();
+    return prompts;
+}
+
+std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource& source, const Tokenizer* tokenizer) {
+    require(tokenizer || prompt.empty(), source.name,
+            " has no tokenizer.json to read the prompt with; leave the prompt out");
+    std::vector<int32_t> tokens;
+    if (tokenizer) {
+        tokens = tokenizer->start_of_text();
+        const std::vector<int32_t> text = tokenizer->encode(prompt);
+        tokens.insert(tokens.end(), text.begin(), text.end());
+    }
+    if (tokens.empty()) tokens = {start_token(source.config, tokenizer)};
+    for (const int32_t id : tokens) {
+        require(id < source.config.vocab_size, source.name, ": token ", id,
+                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
+    }
+    return tokens;
+}

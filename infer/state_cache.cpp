@@ -1,0 +1,40 @@
+#include "infer/state_cache.h"
+
+StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
+    : slots(num_slots), heads(c.kv_heads), head_size(c.head_size), places(size_t(c.layers)) {
+    const auto take = [&](int64_t elements) {
+        const int64_t at = total, bytes = elements * int64_t(sizeof(float));
+        total += (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+        return at;
+    };
+    for (int64_t l = 0; l < c.layers; l++) {
+        if (c.kind(l) == 'S') continue;
+        places[size_t(l)].s = take(slots * heads * head_size * head_size);
+        if (linear_attention_kind(c.kind(l)).normalise) places[size_t(l)].z = take(slots * heads * head_size);
+    }
+}
+
+void StateCache::allocate() {
+    memory = Arena(total, "states of linear attention");
+}
+
+LinearAttentionState StateCache::layer(int64_t l, const Tensor& rows) const {
+    const Place& p = places[size_t(l)];
+    LinearAttentionState state;
+    state.s = memory.at(p.s, DType::F32, {slots, heads, head_size, head_size});
+    if (p.z >= 0) state.z = memory.at(p.z, DType::F32, {slots, heads, head_size});
+    state.rows = rows;
+    return state;
+}
+
+void StateCache::clear(int64_t slot, Stream stream) const {
+    for (size_t l = 0; l < places.size(); l++) {
+        if (places[l].s < 0) continue;
+        const LinearAttentionState state = layer(int64_t(l));
+        for (const Tensor& t : {state.s, state.z}) {
+            if (!t) continue;
+            const Tensor row = t.rows(slot, slot + 1);
+            device_fill(row.data, 0, size_t(row.bytes()), stream);
+        }
+    }
+}
