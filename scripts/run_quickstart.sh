@@ -44,6 +44,6 @@ fi
 echo "--- evaluation on the held-out text" >&2
 "$driver" eval --model "$out" --data "$data"
 echo "--- loss curve" >&2
-$python scripts/plot_loss.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
+$python scripts/plot_log.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
 echo "--- a sample" >&2
 "$driver" sample --model "$out" --prompt "ROMEO" --max-tokens 200 --temperature 0.8 --top-k 50
