@@ -1,11 +1,13 @@
 // Comm's transport through NCCL, for the CUDA build.
 //
 // The ranks meet over the hosts' own connection (runtime/control.h), which also carries what the hosts say to each
-// other. NCCL's communicator is a non-blocking one: its calls return at once, and we ask until they are done.
+// other. NCCL's communicator is an ordinary one, whose calls may wait for the peers: a non-blocking one starts a thread
+// for each call, which costs 50 us (measured, H200).
 //
-// A watchdog thread asks, ten times a second, whether a peer has ended, NCCL has met an error, or watched work has gone
-// on for too long. Then it aborts the communicator, so that kernels that wait for a peer return, and with them a host
-// that waits for the GPU: what they computed is worthless, and the next call of Comm throws.
+// A watchdog thread asks, ten times a second, whether a peer has ended, NCCL has met an error, or a call or the work
+// that it queued has gone on for too long. Then it aborts the communicator, so that kernels that wait for a peer
+// return, and with them a host that waits for the GPU: what they computed is worthless, and the next call of Comm
+// throws.
 #include <nccl.h>
 #include <unistd.h>
 
@@ -91,17 +93,8 @@ class NcclTransport : public Transport {
             require(status == ncclSuccess, "rank 0: ncclGetUniqueId: ", nccl_says(status));
         }
         control.broadcast(&id, sizeof id, 0);
-        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-        config.blocking = 0;
-        const ncclResult_t status = ncclCommInitRankConfig(&comm, int(world.size), id, int(rank), &config);
-        require(going_on(status), "rank ", rank, ": ncclCommInitRank: ", nccl_says(status));
+        connect_gpus(int(world.size), id);
         watchdog = std::thread([this] { watch_over(); });
-        try {
-            settle("ncclCommInitRank", status);
-        } catch (...) {
-            part();
-            throw;
-        }
     }
 
     ~NcclTransport() override {
@@ -115,7 +108,6 @@ class NcclTransport : public Transport {
         ending = true;  // from here on a peer may have ended
         control.barrier();
         stop_watchdog();
-        settle("ncclCommFinalize", ncclCommFinalize(comm));
         ncclCommDestroy(comm);
         finished = true;
     }
@@ -145,18 +137,12 @@ class NcclTransport : public Transport {
     }
 
     void group_start() override {
-        check();
-        if (group_depth++ == 0) settle("group_start", ncclGroupStart());
+        if (group_depth++ == 0) call("group_start", [] { return ncclGroupStart(); });
     }
 
     void group_end() override {
         if (--group_depth > 0) return;
-        ncclResult_t status = ncclSuccess;
-        {
-            const std::lock_guard<std::timed_mutex> lock(calls);
-            if (!aborted) status = ncclGroupEnd();
-        }
-        settle(group_what, status);
+        call(group_what, [] { return ncclGroupEnd(); });
         for (const Stream stream : group_streams) watch(group_what, stream);
         group_streams.clear();
     }
@@ -208,50 +194,64 @@ class NcclTransport : public Transport {
         return str(op, " of ", n, " ", dtype_name(dtype));
     }
 
-    static bool going_on(ncclResult_t status) { return status == ncclSuccess || status == ncclInProgress; }
-
-    // patience: how long another thread may be inside a call of NCCL, which takes one at a time.
-    ncclResult_t asynchronous_error(std::chrono::milliseconds patience) {
-        const std::unique_lock<std::timed_mutex> lock(calls, patience);
-        ncclResult_t status = ncclInProgress;
-        if (lock && !aborted) ncclCommGetAsyncError(comm, &status);
-        return status;
+    // On a thread of its own, because NCCL waits for all ranks and knows no time-out. If it is given up the thread ends
+    // with the process.
+    void connect_gpus(int ranks, const ncclUniqueId& id) {
+        const auto handle = std::make_shared<ncclComm_t>();
+        std::packaged_task<ncclResult_t()> task([handle, ranks, id, own = int(rank), on = device] {
+            cudaSetDevice(on);
+            return ncclCommInitRank(handle.get(), ranks, id, own);
+        });
+        std::future<ncclResult_t> result = task.get_future();
+        std::thread(std::move(task)).detach();
+        const auto start = Clock::now();
+        while (result.wait_for(WATCH_INTERVAL) != std::future_status::ready) {
+            const std::string trouble = control.trouble();
+            if (!trouble.empty()) control.tell(trouble);
+            require(trouble.empty(), "rank ", rank, ": ncclCommInitRank: ", trouble);
+            require(seconds_since(start) < timeout_s, "rank ", rank, ": ncclCommInitRank: not done within ", timeout_s,
+                    " s (--comm-timeout); do the machines reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?");
+        }
+        const ncclResult_t status = result.get();
+        require(status == ncclSuccess, "rank ", rank, ": ncclCommInitRank: ", nccl_says(status));
+        comm = *handle;
     }
 
+    static double seconds_since(Clock::time_point start) {
+        return std::chrono::duration<double>(Clock::now() - start).count();
+    }
+
+    // Calls NCCL, which may wait for peers, or for room in a queue; the watchdog sees for how long.
     template <typename Call>
-    void queue(const std::string& what, Stream stream, Call call) {
+    void call(const std::string& what, Call nccl) {
         check();
+        {
+            const std::lock_guard<std::mutex> lock(state);
+            calling = what;
+            call_start = Clock::now();
+        }
         ncclResult_t status = ncclSuccess;
         {
             const std::lock_guard<std::timed_mutex> lock(calls);
-            if (!aborted) status = call();
+            if (!aborted) status = nccl();
         }
-        if (group_depth > 0) {
-            if (!going_on(status)) fail(what, nccl_says(status));
-            group_what = what;
-            if (group_streams.empty() || group_streams.back().handle != stream.handle) group_streams.push_back(stream);
-            return;
-        }
-        settle(what, status);
-        watch(what, stream);
-    }
-
-    // Until NCCL has done what was asked for on the host's side: usually at once.
-    void settle(const std::string& what, ncclResult_t status) {
-        const auto start = Clock::now();
-        const auto until =
-            start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
-        while (status == ncclInProgress) {
-            check();
-            status = asynchronous_error(WATCH_INTERVAL);
-            const auto now = Clock::now();
-            if (status == ncclInProgress && now > until)
-                fail(what, str("no answer from the other ranks within ", timeout_s,
-                               " s (--comm-timeout); one of them has ended or hangs"));
-            if (now - start > std::chrono::milliseconds(1)) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        {
+            const std::lock_guard<std::mutex> lock(state);
+            calling.clear();
         }
         check();
-        if (status != ncclSuccess) fail(what, nccl_says(status));
+        if (status == ncclSuccess) return;
+        const std::string line = str("rank ", rank, ": ", what, ": ", nccl_says(status));
+        declare(line);
+        throw Error(line);
+    }
+
+    template <typename Call>
+    void queue(const std::string& what, Stream stream, Call nccl) {
+        call(what, nccl);
+        if (group_depth == 0) return watch(what, stream);
+        group_what = what;
+        if (group_streams.empty() || group_streams.back().handle != stream.handle) group_streams.push_back(stream);
     }
 
     static std::string nccl_says(ncclResult_t status) {
@@ -266,6 +266,7 @@ class NcclTransport : public Transport {
         try {
             work();
         } catch (const Error& error) {
+            std::this_thread::sleep_for(COURTESY);
             declare(error.what());
             check();
         }
@@ -275,12 +276,6 @@ class NcclTransport : public Transport {
     void declare(const std::string& line) {
         const std::lock_guard<std::mutex> lock(state);
         if (failure.empty()) failure = line;
-    }
-
-    [[noreturn]] void fail(const std::string& what, const std::string& why) {
-        declare(str("rank ", rank, ": ", what, ": ", why));
-        check();
-        throw Error(failure);
     }
 
     // state is locked.
@@ -296,17 +291,23 @@ class NcclTransport : public Transport {
     std::string look() {
         const std::lock_guard<std::mutex> lock(state);
         if (!failure.empty()) return failure;
-        take_off_finished();
-        const std::string what = watched.empty() ? "" : watched.front().what + ": ";
+        const std::string what = !calling.empty() ? calling : watched.empty() ? "" : watched.front().what;
+        const std::string who = str("rank ", rank, ": ", what, what.empty() ? "" : ": ");
+        // First, because it asks nothing of the driver, which may be stuck.
         const std::string trouble = ending ? "" : control.trouble();
         if (!trouble.empty()) {
             control.tell(trouble);
-            return str("rank ", rank, ": ", what, trouble);
+            return who + trouble;
         }
-        if (!watched.empty() && std::chrono::duration<double>(Clock::now() - progress).count() > timeout_s)
-            return str("rank ", rank, ": ", what, "not done within ", timeout_s,
+        take_off_finished();
+        if ((!calling.empty() && seconds_since(call_start) > timeout_s) ||
+            (!watched.empty() && seconds_since(progress) > timeout_s))
+            return str(who, "not done within ", timeout_s,
                        " s (--comm-timeout); another rank hangs, or the time is too short");
-        return "";
+        ncclResult_t status = ncclSuccess;
+        const std::unique_lock<std::timed_mutex> idle(calls, std::try_to_lock);
+        if (idle && !aborted) ncclCommGetAsyncError(comm, &status);
+        return status == ncclSuccess || status == ncclInProgress ? "" : who + nccl_says(status);
     }
 
     void watch_over() {
@@ -316,9 +317,6 @@ class NcclTransport : public Transport {
         while (line.empty()) {
             if (stop_sign.wait_for(lock, WATCH_INTERVAL, [&] { return stop; })) return;
             line = look();
-            if (!line.empty()) continue;
-            const ncclResult_t status = asynchronous_error(std::chrono::milliseconds(0));
-            if (!going_on(status)) line = str("rank ", rank, ": ", nccl_says(status));
         }
         if (stop_sign.wait_for(lock, COURTESY, [&] { return stop; })) return;
         declare(line);
@@ -377,6 +375,8 @@ class NcclTransport : public Transport {
 
     std::mutex state;  // of what follows
     std::string failure;
+    std::string calling;  // the call of NCCL that the main thread is in
+    Clock::time_point call_start;
     std::deque<Watched> watched;
     std::vector<cudaEvent_t> spare;
     Clock::time_point progress;  // when the first of them became the first
