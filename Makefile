@@ -14,6 +14,8 @@ SHELL := /bin/bash
 ## SANITIZE=address|undefined|address,undefined   run the CPU build under sanitizers
 ## WERROR=1                     warnings are errors
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
+## MPI=no                       one process only, even where MPI is installed
+## GPUS=4                       with train: one process on each of so many GPUs, or of all
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -94,6 +96,10 @@ ifeq ($(BACKEND),cuda)
   PREPROCESS += -DUSE_CUDA $(if $(HOPPER),-DHAVE_SM90A) $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
   LIBS += $(call cuda,lib) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(sort $(patsubst %/,%,$(dir $(call cuda,lib)))))
+  # Without NCCL there is one process only.
+  TRANSPORT := $(if $(call cuda,nccl),nccl,none)
+  TRANSPORT_FLAGS := $(addprefix -isystem ,$(call cuda,nccl_include))
+  TRANSPORT_LIBS := $(call cuda,nccl) $(addprefix -Wl$(COMMA)-rpath$(COMMA),$(patsubst %/,%,$(dir $(call cuda,nccl))))
   # The host's half of a .cu is compiled like a .cpp, so that it computes the same bits. nvcc hands it on with parentheses
   # of its own in declarations, which -Wparentheses would take for the author's.
   # Line numbers and several architectures make device code large; compressed it is a quarter.
@@ -110,9 +116,18 @@ else ifeq ($(BACKEND),cpu)
   else ifneq ($(BUILDING),)
     $(info Building without oneDNN: matrix products use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
+  # Open MPI's compiler tells where it is, MPICH's package does.
+  MPI ?= $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
+  TRANSPORT := $(if $(filter-out no,$(MPI)),mpi,none)
+  TRANSPORT_FLAGS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:compile))$(if $(filter mpich,$(MPI)),$(shell pkg-config --cflags mpich))
+  TRANSPORT_FLAGS := $(patsubst -I%,-isystem %,$(TRANSPORT_FLAGS))
+  TRANSPORT_LIBS := $(if $(filter openmpi,$(MPI)),$(shell mpicc --showme:link))$(if $(filter mpich,$(MPI)),$(shell pkg-config --libs mpich))
 else
   $(error BACKEND is cpu or cuda, not $(BACKEND))
 endif
+# What moves bytes between processes: of runtime/comm_*, which define the same, the one whose library is here. Only that
+# file and the linker need to know, so that nothing else recompiles when a library appears.
+SOURCES := $(filter-out runtime/comm_%,$(SOURCES)) $(wildcard runtime/comm_$(TRANSPORT).c*)
 
 OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
 LIB := $(BUILD)/libtrain_gpt.a
@@ -132,6 +147,8 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
+$(BUILD)/runtime/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
+$(BUILD)/dev/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
@@ -142,13 +159,14 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 $(LIB): $(OBJECTS) $(BUILD)/sources
 	$(Q)rm -f $@ && ar rcs $@ $(OBJECTS)
 
-LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(LDLIBS)
+LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
 $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 	$(LINK)
 
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
 $(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
+$(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB)
 	$(LINK) -shared
 
@@ -164,6 +182,10 @@ $(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
 
 $(BUILD)/dev/bench_%: $$(call object,dev/bench_$$* dev/bench_util dev/machine_limits) $(LIB)
 	$(LINK) -lbenchmark
+
+# Has a main of its own: it is several processes.
+$(BUILD)/dev/bench_comm: $(BUILD)/dev/bench_comm.cu.o $(LIB)
+	$(LINK)
 
 $(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
 	$(LINK)
@@ -197,7 +219,7 @@ release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-re
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
 train: all $(PYTHON)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
-	@scripts/run_quickstart.sh $(DRIVER)
+	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
 
 data: $(PYTHON)  ## tokenise the quick start's corpus, or your own: TEXT=file|folder [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05]
 ifdef TEXT
@@ -245,7 +267,7 @@ ifeq ($(BACKEND),cuda)
 endif
 	@$(PYTHON) scripts/run_tests.py $(TESTS)
 
-BENCHES := $(call in_dev,bench_)
+BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call in_dev,bench_))
 LADDERS := $(call in_dev,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))
 bench-binaries: $(BENCHES) $(LADDERS)
 

@@ -47,6 +47,8 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
         std::cout.flush();
         if (!std::cout) return fail("standard output: cannot write; is the disk full or the reader gone?", 1);
         return 0;
+    } catch (const RanksFailed& failure) {
+        return failure.status;
     } catch (const HelpRequested& help) {
         std::cout << help.text;
         return 0;
@@ -162,6 +164,23 @@ void add_context_options(CLI::App& app, int64_t& context, bool& slide) {
            "what happens to a text that fills its context: slide: the later half of it goes on; stop: it ends")
         ->check(CLI::IsMember({"slide", "stop"}))
         ->default_str("slide");
+}
+
+void add_launch_options(CLI::App& app, LaunchOptions& o) {
+    const std::string group = "Several processes (docs/multi_gpu.md)";
+    app.add_option("--gpus", o.gpus, "start one process on each of this many GPUs of this machine, or on 'all'")
+        ->capture_default_str()
+        ->group(group)
+        ->configurable(false);
+    app.add_option("--rendezvous", o.rendezvous,
+                   "HOST:PORT where rank 0 waits for the others, if the launcher doesn't tell or the port is taken")
+        ->group(group)
+        ->configurable(false);
+    app.add_option("--comm-timeout", o.timeout_s, "seconds that processes wait for each other before they give up")
+        ->check(number_in(0.1, 1e6))
+        ->capture_default_str()
+        ->group(group)
+        ->configurable(false);
 }
 
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {

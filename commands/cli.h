@@ -16,6 +16,8 @@ void add_model_options(CLI::App& app, ModelOptions& options);
 void add_draw_options(CLI::App& app, DrawOptions& options);
 // --context and --context-full.
 void add_context_options(CLI::App& app, int64_t& context, bool& slide);
+// --gpus, --rendezvous and --comm-timeout: of this launch, not of the run, so run.toml keeps none of them.
+void add_launch_options(CLI::App& app, LaunchOptions& options);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // What training can do: throws UsageError.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/checkpoint.h"
+#include "runtime/launch.h"
 #include "runtime/model_config.h"
 #include "runtime/tensor.h"
 
@@ -67,6 +68,7 @@ struct TrainOptions {
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool master_weights = true, gemm_tune = true, measure_peak = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
+    LaunchOptions launch;
     int64_t profile = 0;  // the step to profile; 0: none
     std::string toml;     // every option, as `--config` reads it
 };

@@ -6,6 +6,7 @@
 #include "data/tokenizer.h"
 #include "kernels/matmul.h"
 #include "runtime/bin_models.h"
+#include "runtime/comm.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
 #include "runtime/log.h"
@@ -39,6 +40,7 @@ ordered_json build_info() {
     return {{"backend", backend_name()},
             {"device", device_description()},
             {"matmul", matmul_library()},
+            {"collectives", comm_library()},
             {"compiler", "g++ " __VERSION__}};
 }
 

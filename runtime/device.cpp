@@ -32,6 +32,12 @@ std::string device_description() {
     return text;
 }
 
+int64_t device_count() {
+    return 1;
+}
+
+void use_device(int64_t) {}
+
 Stream create_stream() {
     return {};
 }
@@ -121,6 +127,10 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
 
 void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
     copy_to_host(host, device, bytes, stream);
+}
+
+void device_copy(void* to, const void* from, size_t bytes, Stream) {
+    if (bytes) std::memcpy(to, from, bytes);
 }
 
 void device_fill(void* device, int byte, size_t bytes, Stream) {

@@ -41,6 +41,21 @@ std::string device_description() {
                " GiB");
 }
 
+int64_t device_count() {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaErrorNoDevice) {
+        cudaGetLastError();
+        return 0;
+    }
+    cuda_check(status, "device_count");
+    return count;
+}
+
+void use_device(int64_t index) {
+    cuda_check(cudaSetDevice(int(index)), "use_device");
+}
+
 // An ordinary stream: it keeps its order with the default stream, which Stream{} stands for.
 Stream create_stream() {
     cudaStream_t handle = nullptr;
@@ -130,6 +145,11 @@ void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
 void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
     if (bytes == 0) return;
     cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host_async");
+}
+
+void device_copy(void* to, const void* from, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "device_copy");
 }
 
 void device_fill(void* device, int byte, size_t bytes, Stream stream) {

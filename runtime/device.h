@@ -26,6 +26,11 @@ const char* backend_name();        // "cpu" or "cuda"
 std::string device_name();         // the GPU's name as its driver gives it ("NVIDIA H100 80GB HBM3"); "" on the CPU
 std::string device_description();  // "2 threads, AVX-512": for logs and `info`, beside matmul_library()
 
+// GPUs that this process can see (CUDA_VISIBLE_DEVICES), 0 without any; 1 on the CPU. It takes no memory on any GPU.
+int64_t device_count();
+// Makes this the GPU that everything else here is about; without it that is the first.
+void use_device(int64_t index);
+
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);
 
@@ -48,6 +53,7 @@ using HostMemory = std::unique_ptr<void, void (*)(void*)>;  // (host_alloc(n), h
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream);
 void copy_to_host(void* host, const void* device, size_t bytes, Stream stream);        // waits until the copy is done
 void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream);  // host: of host_alloc()
+void device_copy(void* to, const void* from, size_t bytes, Stream stream);             // both on the device, apart
 void device_fill(void* device, int byte, size_t bytes, Stream stream);
 void synchronize(Stream stream);
 

@@ -37,8 +37,8 @@ import time
 
 import numpy as np
 
-import plot_loss
 from peer_main import peer_main
+from run_log import LogError, read_log, smoothed, smoothing_weight, values
 
 RUNS = ["ours-fp32", "ours-bf16", "torch-fp32", "torch-bf16"]
 NUDGED = "-nudged"
@@ -190,11 +190,11 @@ def train_torch(args, dtype, initial, out):
 def losses_of(out, steps):
     """The losses of a complete run as an array; None if it is not complete."""
     try:
-        training, _ = plot_loss.read_log(out)
-    except plot_loss.LogError:
+        training, _ = read_log(out)
+    except LogError:
         return None
-    complete = [step for step, _ in training] == list(range(1, steps + 1))
-    return np.array([loss for _, loss in training]) if complete else None
+    taken, losses = values(training, "loss")
+    return np.array(losses) if taken == list(range(1, steps + 1)) else None
 
 
 # ---- The comparison -----------------------------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ def draw(losses, output):
     first, reference = next(iter(losses.items()))
     steps = np.arange(1, len(reference) + 1)
     width = max(1, len(steps) // 20)
-    for name, values in losses.items():
-        top.plot(steps, plot_loss.smoothed(values, 1 - 1 / max(1, min(20, len(steps) // 50))), label=name, linewidth=1)
-        mean = np.convolve(values - reference, np.ones(width) / width, "valid")
+    for name, curve in losses.items():
+        top.plot(steps, smoothed(curve, smoothing_weight(len(steps))), label=name, linewidth=1)
+        mean = np.convolve(curve - reference, np.ones(width) / width, "valid")
         bottom.plot(steps[width - 1:], mean, label=name, linewidth=1)
     top.set_ylabel("training loss, smoothed (nats per token)")
     bottom.set_ylabel(f"difference to {first}, mean of {width} steps")

@@ -11,7 +11,8 @@ set -euo pipefail
 
 CXX=${CXX:-g++}
 REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libgtest-dev libbenchmark-dev python3 python3-venv)
-OPTIONAL=(libdnnl-dev)  # without it the built-in GEMM serves, and the build says so
+# Without oneDNN the built-in GEMM serves, without MPI there is one process; `train_gpt info` tells.
+OPTIONAL=(libdnnl-dev libopenmpi-dev openmpi-bin)
 
 fail() {
     echo "$1" >&2

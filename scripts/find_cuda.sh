@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Finds what the CUDA build needs and prints it as KEY=VALUE, one a line (`make cuda-info` shows it):
 #
-#   scripts/find_cuda.sh          nvcc, version, arch (one line each), include and lib (likewise), nccl
+#   scripts/find_cuda.sh          nvcc, version, arch (one line each), include and lib (likewise), nccl and nccl_include,
+#                                 which are empty where there is no NCCL
 #   scripts/find_cuda.sh nvcc     only the compiler: quick, for the choice of the backend
 #
 # Taken from the environment:
@@ -121,4 +122,5 @@ printf 'include=%s\n' "${includes[@]}" | awk '!seen[$0]++ && $0 != "include=/usr
 printf 'lib=%s\n' "${libs[@]}"
 places=("${toolkit[@]}" /usr "${wheels[@]}")
 [[ -z ${NCCL_HOME:-} ]] || places=("$NCCL_HOME")
-if find_library nccl nccl.h 2 "${places[@]}"; then echo "nccl=$lib"; else echo "nccl="; fi
+find_library nccl nccl.h 2 "${places[@]}" || include='' lib=''
+printf 'nccl=%s\nnccl_include=%s\n' "$lib" "$include"

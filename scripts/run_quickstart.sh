@@ -3,7 +3,7 @@
 # samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
 # results.
 #
-#   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/...
+#   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/... GPUS=4
 #
 # On a CPU gpt2-tiny learns into runs/quickstart, on a GPU gpt2-mini into runs/quickstart-gpu.
 set -euo pipefail
@@ -27,6 +27,7 @@ fi
 
 $python data/quickstart.py
 
+if [[ -n ${GPUS:-} ]]; then options+=(--gpus "$GPUS"); fi
 resume=()
 if compgen -G "$out/step_????????" >/dev/null; then resume=(--resume); fi
 # The driver answers Ctrl-C by saving a checkpoint; this script must then stop instead of going on to the evaluation.
@@ -43,6 +44,6 @@ fi
 echo "--- evaluation on the held-out text" >&2
 "$driver" eval --model "$out" --data "$data"
 echo "--- loss curve" >&2
-$python scripts/plot_loss.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
+$python scripts/plot_log.py "$out" || [[ $? == 3 ]]  # 3: no matplotlib, as it has said
 echo "--- a sample" >&2
 "$driver" sample --model "$out" --prompt "ROMEO" --max-tokens 200 --temperature 0.8 --top-k 50

@@ -75,6 +75,7 @@ class FindCudaTest(unittest.TestCase):
         for variables in ({"NVCC": f"{home}/bin/nvcc"}, {"CUDA_HOME": home}, {"CUDA_PATH": home}, {"PATH": f"{home}/bin:/usr/bin:/bin"}):
             found = self.found(**variables)
             found.pop("nccl")
+            found.pop("nccl_include")
             self.assertEqual(found, expected)
         self.assertEqual(self.found("nvcc", CUDA_HOME=home), {"nvcc": [f"{home}/bin/nvcc"]})
 
@@ -115,9 +116,10 @@ class FindCudaTest(unittest.TestCase):
         self.file("own/lib/libnccl.so.2")
         found = self.found(CUDA_HOME=home, CUBLAS_HOME=own, NCCL_HOME=own)
         self.assertEqual(found["lib"][1], f"{own}/lib/libcublasLt.so.13")
-        self.assertEqual(found["nccl"], [f"{own}/lib/libnccl.so.2"])
+        self.assertEqual((found["nccl"], found["nccl_include"]), ([f"{own}/lib/libnccl.so.2"], [f"{own}/include"]))
         self.assertIn("CUBLAS_HOME=/nowhere", self.refused(CUDA_HOME=home, CUBLAS_HOME="/nowhere"))
-        self.assertEqual(self.found(CUDA_HOME=home, NCCL_HOME="/nowhere")["nccl"], [""])
+        found = self.found(CUDA_HOME=home, NCCL_HOME="/nowhere")
+        self.assertEqual((found["nccl"], found["nccl_include"]), ([""], [""]))
 
     def test_what_cannot_serve(self):
         self.assertIn("/nowhere/nvcc", self.refused(NVCC="/nowhere/nvcc"))

@@ -1,0 +1,56 @@
+"""What the tests of several processes share: ranks on one machine, whatever it has. A driver for the CPU takes them from
+mpirun, one for GPUs from variables as torchrun sets them."""
+import os
+import shutil
+import socket
+import subprocess
+
+# More ranks than processors, in containers that are root and may not read each other's memory.
+ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
+               "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
+               "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
+               "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
+               "LSAN_OPTIONS": "detect_leaks=0"}  # MPI's own
+
+
+def collectives(driver):
+    """What connects the driver's ranks, as `info` has it: "MPI (...)", "NCCL ...", "none"; empty where it can't run."""
+    build = subprocess.run([driver, "info"], capture_output=True, text=True, timeout=60).stdout
+    return dict(line.split(" ", 1) for line in build.splitlines() if " " in line).get("collectives", "")
+
+
+def gpus():
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
+    return listed.stdout.count("GPU ") if listed else 0
+
+
+def why_not(driver, ranks=2):
+    """Why so many ranks can't be launched here, or None."""
+    library = collectives(driver)
+    if library.startswith("NCCL"):
+        return None if gpus() >= ranks else f"there are fewer than {ranks} GPUs here"
+    if not library.startswith("MPI"):
+        return "the driver was built without MPI or NCCL"
+    return None if shutil.which("mpirun") else "there is no mpirun here (make deps installs Open MPI)"
+
+
+def run(command, timeout=120, **variables):
+    """The finished process of one rank that no launcher started."""
+    return subprocess.run(command, env={**os.environ, **ENVIRONMENT, **variables}, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=timeout)
+
+
+def mpirun(ranks, command, timeout=120, **variables):
+    """The finished mpirun: its stdout and stderr are those of all ranks."""
+    return run(["mpirun", "-n", str(ranks), *command], timeout, **variables)
+
+
+def start_as_torchrun_does(ranks, command, **variables):
+    """The running processes, one for each rank."""
+    with socket.socket() as taken:  # the ranks meet on the port after this one
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **world, **variables, "RANK": str(r), "LOCAL_RANK": str(r)},
+                             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for r in range(ranks)]

@@ -1,0 +1,283 @@
+// The hosts' connection: ranks as threads of this process, over the loopback interface.
+#include "runtime/control.h"
+
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "dev/test_util.h"
+
+namespace {
+
+// A port that nobody has now.
+int free_port(Descriptor* keep = nullptr) {
+    Descriptor listener(socket(AF_INET, SOCK_STREAM, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    EXPECT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), length), 0);
+    EXPECT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &length), 0);
+    if (keep) {
+        EXPECT_EQ(listen(listener, 8), 0);
+        *keep = std::move(listener);
+    }
+    return ntohs(address.sin_port);
+}
+
+World world_of(int64_t rank, int64_t size, int port, double timeout_s = 20) {
+    World world;
+    world.rank = rank, world.size = size;
+    world.launcher = "mpirun";
+    world.rendezvous = str("127.0.0.1:", port);
+    world.timeout_s = timeout_s;
+    return world;
+}
+
+Member member_of(int64_t rank) {
+    return {"GPU of a kind", str("GPU-", rank), "library 1"};
+}
+
+// Runs body(rank) on a thread for each rank; what each threw.
+std::vector<std::string> run_ranks_as_threads(int64_t size, const std::function<void(int64_t)>& body) {
+    std::vector<std::string> errors(static_cast<size_t>(size));
+    std::vector<std::thread> threads;
+    for (int64_t r = 0; r < size; r++) {
+        threads.emplace_back([&, r] {
+            try {
+                body(r);
+            } catch (const Error& error) {
+                errors[size_t(r)] = error.what();
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return errors;
+}
+
+TEST(Control, Exchange) {
+    for (const int64_t size : {2, 3, 8}) {
+        const int port = free_port();
+        const auto errors = run_ranks_as_threads(size, [&](int64_t rank) {
+            ControlChannel channel(world_of(rank, size, port), member_of(rank));
+            for (int64_t round = 0; round < 20; round++) {
+                std::vector<int64_t> all(static_cast<size_t>(size), -1);
+                const int64_t own = 100 * round + rank;
+                channel.all_gather(all.data(), &own, sizeof own);
+                for (int64_t r = 0; r < size; r++) EXPECT_EQ(all[size_t(r)], 100 * round + r);
+                for (int64_t root = 0; root < size; root++) {
+                    std::string text(300000, rank == root ? char('a' + root) : '?');
+                    channel.broadcast(text.data(), text.size(), root);
+                    EXPECT_EQ(text, std::string(300000, char('a' + root)));
+                }
+                channel.barrier();
+                EXPECT_EQ(channel.trouble(), "");
+            }
+            channel.barrier();
+        });
+        for (const std::string& error : errors) EXPECT_EQ(error, "");
+    }
+}
+
+TEST(Control, TheOthersMayComeFirst) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
+        if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        ControlChannel channel(world_of(rank, 3, port), member_of(rank));
+        channel.barrier();
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(Control, AListeningSocketMayBeInherited) {
+    Descriptor listener;
+    const int port = free_port(&listener);
+    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
+        World world = world_of(rank, 2, port);
+        if (rank == 0) world.rendezvous_socket = dup(listener);
+        ControlChannel channel(world, member_of(rank));
+        channel.barrier();
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(Control, StrangersAreNotTakenForRanks) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
+        if (rank == 1) {
+            sockaddr_in address{};
+            address.sin_family = AF_INET;
+            address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+            address.sin_port = htons(uint16_t(port));
+            Descriptor stranger(socket(AF_INET, SOCK_STREAM, 0));
+            while (connect(stranger, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
+                stranger = Descriptor(socket(AF_INET, SOCK_STREAM, 0));
+                std::this_thread::sleep_for(std::chrono::milliseconds(10));
+            }
+            const std::string text =
+                "GET / HTTP/1.1\r\nHost: somebody with a long enough name to fill a header\r\n\r\n";
+            EXPECT_EQ(write(stranger, text.data(), text.size()), ssize_t(text.size()));
+        }
+        ControlChannel channel(world_of(rank, 2, port), member_of(rank));
+        channel.barrier();
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+// All ranks are told the same.
+TEST(Control, RanksThatDoNotFitTogether) {
+    const auto meet = [](const std::function<void(int64_t, World&, Member&)>& change) {
+        const int port = free_port();
+        return run_ranks_as_threads(2, [&](int64_t rank) {
+            World world = world_of(rank, 2, port);
+            Member self = member_of(rank);
+            change(rank, world, self);
+            ControlChannel channel(world, self);
+        });
+    };
+    char name[128] = "";
+    gethostname(name, sizeof name - 1);
+    const std::string machine = name;
+    const auto expect_told = [](const std::vector<std::string>& errors, const std::string& what) {
+        EXPECT_EQ(errors[0], "rank 0: " + what);
+        EXPECT_EQ(errors[1], "rank 1: " + what);
+    };
+    expect_told(meet([](int64_t rank, World&, Member& self) { self.device = rank ? "H100" : "A100"; }),
+                "rank 1 on " + machine + " has H100, rank 0 on " + machine +
+                    " has A100; use equal GPUs (CUDA_VISIBLE_DEVICES picks them)");
+    expect_told(meet([](int64_t, World&, Member& self) { self.device_id = "GPU-7"; }),
+                "ranks 0 and 1 on " + machine + " have the same GPU (GPU-7); start as many ranks as there are GPUs");
+    expect_told(meet([](int64_t rank, World&, Member& self) { self.library = rank ? "NCCL 2.1" : "NCCL 2.2"; }),
+                "rank 1 on " + machine + " has NCCL 2.1, rank 0 on " + machine +
+                    " has NCCL 2.2; use the same build and libraries on every machine");
+    expect_told(meet([](int64_t rank, World& world, Member&) { world.size = rank ? 3 : 2; }),
+                "rank 1 on " + machine +
+                    " is of a world of 3, rank 0 of one of 2; give each run a port of its own (--rendezvous)");
+    // On the CPU there is no GPU to be the same.
+    for (const std::string& error : meet([](int64_t, World&, Member& self) { self.device_id = ""; }))
+        EXPECT_EQ(error, "");
+}
+
+TEST(Control, TwoOfARank) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(3, [&](int64_t thread) {
+        const int64_t rank = std::min<int64_t>(thread, 1);
+        ControlChannel channel(world_of(rank, 3, port, 2), member_of(thread));
+    });
+    EXPECT_EQ(errors[0].substr(0, 37), "rank 0: there are two of rank 1, the ");
+    EXPECT_EQ(errors[1], "rank 1" + errors[0].substr(6));
+    EXPECT_EQ(errors[2], errors[1]);
+}
+
+TEST(Control, BusyPort) {
+    Descriptor listener;
+    const int port = free_port(&listener);
+    expect_error([&] { ControlChannel(world_of(0, 2, port), member_of(0)); },
+                 str("rank 0: port ", port, " is in use; give another one: --rendezvous HOST:PORT"));
+}
+
+TEST(Control, NobodyComes) {
+    const int port = free_port();
+    expect_error([&] { ControlChannel(world_of(0, 3, port, 0.3), member_of(0)); },
+                 str("rank 0: 1 of 3 ranks came to 127.0.0.1:", port, " within 0.3 s (--comm-timeout); missing: 1, 2"));
+    expect_error([&] { ControlChannel(world_of(2, 3, port, 0.3), member_of(2)); },
+                 str("rank 2: rank 0 could not be reached at 127.0.0.1:", port,
+                     " within 0.3 s (--comm-timeout): Connection refused"));
+}
+
+TEST(Control, NoPlace) {
+    World world = world_of(1, 2, 1);
+    world.rendezvous.clear();
+    expect_error([&] { ControlChannel(world, member_of(1)); },
+                 "rank 1: mpirun doesn't tell on which machine rank 0 is; give --rendezvous HOST:PORT");
+}
+
+TEST(Control, SomebodyElseAnswers) {
+    Descriptor listener;
+    const int port = free_port(&listener);
+    std::thread other([&] {
+        const Descriptor peer(accept(listener, nullptr, nullptr));
+        const std::string text(100, 'x');
+        EXPECT_EQ(write(peer, text.data(), text.size()), ssize_t(text.size()));
+        char c;
+        while (read(peer, &c, 1) > 0) {
+        }
+    });
+    expect_error([&] { ControlChannel(world_of(1, 2, port), member_of(1)); },
+                 str("rank 1: what answers at 127.0.0.1:", port,
+                     " is not rank 0 of this program; give another port: --rendezvous HOST:PORT"));
+    other.join();
+}
+
+// Rank 2 goes; rank 0 sees it, rank 1 is told.
+TEST(Control, ARankThatEndsIsNoticed) {
+    std::atomic<bool> rank_1_knows{false};
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
+        ControlChannel channel(world_of(rank, 3, port), member_of(rank));
+        channel.barrier();
+        if (rank == 2) return;
+        std::string trouble;
+        while ((trouble = channel.trouble()).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        EXPECT_EQ(trouble, "rank 2 has ended");
+        channel.tell(trouble);
+        while (rank == 0 && !rank_1_knows) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (rank == 1) rank_1_knows = true;
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
+TEST(Control, ARankThatEndsInsideAnOperation) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
+        ControlChannel channel(world_of(rank, 3, port), member_of(rank));
+        channel.barrier();
+        if (rank == 2) return;
+        if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // rank 0 waits for this one
+        channel.barrier();
+    });
+    EXPECT_EQ(errors[0], "rank 0: barrier: rank 2 has ended");
+    EXPECT_EQ(errors[1], "rank 1: barrier: rank 2 has ended");
+    EXPECT_EQ(errors[2], "");
+}
+
+TEST(Control, ARankThatHangs) {
+    const int port = free_port();
+    std::atomic<bool> over{false};
+    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
+        ControlChannel channel(world_of(rank, 2, port, 0.5), member_of(rank));
+        channel.barrier();
+        while (rank == 1 && !over) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        if (rank == 1) return;
+        try {
+            channel.barrier();
+        } catch (const Error&) {
+            over = true;
+            throw;
+        }
+    });
+    EXPECT_EQ(errors[0],
+              "rank 0: barrier: nothing heard of rank 1 within 0.5 s (--comm-timeout); it hangs, or waits for "
+              "something else");
+}
+
+TEST(Control, RanksAtDifferentOperations) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
+        ControlChannel channel(world_of(rank, 2, port), member_of(rank));
+        int64_t all[2], own = 1;
+        if (rank == 0)
+            channel.all_gather(all, &own, 8);
+        else
+            channel.all_gather(all, &own, 4);
+    });
+    EXPECT_EQ(errors[0],
+              "rank 0: all_gather_host: rank 1 is at another operation than this rank; do all run the same program "
+              "with the same options?");
+}
+
+}  // namespace

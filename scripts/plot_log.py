@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Compares runs by their log.jsonl: a table on stdout and a picture of the loss, or of more.
+
+    scripts/plot_log.py runs/quickstart                      writes runs/quickstart/loss.png
+    scripts/plot_log.py runs/a runs/b --output compare.png   several runs in one picture
+    scripts/plot_log.py runs/a runs/b --x hours --show loss grad_norm tokens_per_s
+
+Training numbers are drawn faintly as logged and, over that, smoothed; validation losses are dots. --x: what the curves run along:
+steps, tokens trained on, or hours of training (evaluations left out). Without matplotlib it says so in one line and draws nothing
+(exit status 3, so that callers can tell it from an error).
+"""
+import argparse
+import os
+import statistics
+import sys
+
+from plot_main import plot_main
+from run_log import LogError, log_path, read_log, run_name, smoothed, smoothing_weight, values
+
+LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
+          "mfu": "MFU", "ms": "ms per step"}
+X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours"}
+
+
+def table(runs, logs):
+    """Lines: what each run has come to. The loss is the mean over the last fiftieth of its steps, the rates are medians."""
+    rows = [("run", "steps", "tokens", "hours", "loss", "best val_loss", "tokens/s", "mfu")]
+    for run, (training, validation) in zip(runs, logs):
+        steps, losses = values(training, "loss")
+        tail = losses[-max(1, len(losses) // 50):]
+        val_steps, val_losses = values(validation, "val_loss")
+        best = min(zip(val_losses, val_steps), default=None)
+        _, rates = values(training, "tokens_per_s")
+        _, mfus = values(training, "mfu")
+        rows.append((run_name(run), f"{steps[-1]:,}" if steps else "-",
+                     f"{training[-1]['tokens']:.4g}" if training else "-",
+                     f"{training[-1]['hours']:.2f}" if training else "-",
+                     f"{statistics.fmean(tail):.4f}" if tail else "-",
+                     f"{best[0]:.4f} at {best[1]:,}" if best else "-",
+                     f"{statistics.median(rates):,.0f}" if rates else "-",
+                     f"{statistics.median(mfus):.3f}" if mfus else "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+                     for row in rows)
+
+
+def draw(runs, logs, keys, x, output):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(keys), figsize=(8, 1 + 4 * len(keys)), constrained_layout=True, squeeze=False, sharex=True)
+    for key, axes in zip(keys, panels[:, 0]):
+        for index, (run, (training, validation)) in enumerate(zip(runs, logs)):
+            colour = f"C{index % 10}"
+            xs, ys = values(training, key, x)
+            if xs:
+                axes.plot(xs, smoothed(ys, smoothing_weight(len(ys))), color=colour, label=f"{run_name(run)}: training", linewidth=1.5)
+                axes.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.7)
+            xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
+            if xs:
+                axes.plot(xs, ys, "o--", color=colour, markersize=4, linewidth=0.8,
+                          label=f"{run_name(run)}: validation, {ys[-1]:.3f} at the end")
+        axes.set_ylabel(LABELS[key])
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+    panels[-1, 0].set_xlabel(X_LABELS[x])
+    figure.savefig(output, dpi=120)
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="run directories, or log.jsonl files")
+    parser.add_argument("--output", help="the picture to write (default: loss.png in the first run's directory)")
+    parser.add_argument("--x", choices=list(X_LABELS), default="step", help="what the curves run along (default %(default)s)")
+    parser.add_argument("--show", nargs="+", choices=list(LABELS), default=["loss"], metavar="KEY",
+                        help=f"a panel for each of: {', '.join(LABELS)} (default loss)")
+    args = parser.parse_args()
+    output = args.output or os.path.join(os.path.dirname(log_path(args.runs[0])), "loss.png")
+
+    def show():
+        logs = [read_log(run) for run in args.runs]
+        print(table(args.runs, logs))
+        draw(args.runs, logs, args.show, args.x, output)
+
+    return plot_main("plot_log", output, show, LogError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Tests of scripts/plot_log.py and scripts/log_to_tensorboard.py: what a run's log becomes, and what they say of bad ones."""
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+SCRIPTS = os.path.dirname(os.path.abspath(__file__))
+STEPS = [{"step": n, "loss": 5.0 - n, "lr": 1e-3, "grad_norm": 1.5, "ms": 1800.0, "tokens_per_s": 1000.0 * n, "mfu": 0.25 * n}
+         for n in (1, 2, 3)]
+SKIPPED = {"step": 4, "loss": None, "lr": 1e-3, "grad_norm": None, "ms": 1800.0, "tokens_per_s": 4000.0, "mfu": 1.0, "skipped": True}
+EVALUATIONS = [{"step": 2, "val_loss": 3.25, "bits_per_byte": 1.5}, {"step": 4, "val_loss": 3.5, "bits_per_byte": 1.6}]
+LOG = [STEPS[0], STEPS[1], EVALUATIONS[0], STEPS[2], SKIPPED, EVALUATIONS[1]]
+
+
+class RunLogTest(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.top = directory.name
+
+    def write_run(self, name, lines, torn=""):
+        run = os.path.join(self.top, name)
+        os.makedirs(run)
+        with open(os.path.join(run, "log.jsonl"), "w", encoding="utf-8") as log:
+            log.write("".join(json.dumps(line) + "\n" for line in lines) + torn)
+        return run
+
+    def run_script(self, script, *args):
+        return subprocess.run([sys.executable, os.path.join(SCRIPTS, script), *args], capture_output=True, text=True, check=False)
+
+    def expect_error(self, done, text):
+        self.assertEqual(done.returncode, 1, done)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertIn(text, done.stderr)
+
+
+class PlotLogTest(RunLogTest):
+    def rows(self, done):
+        return [[cell for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()[:-1]]
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+    def test_compares_runs(self):
+        a, b = self.write_run("a", LOG), self.write_run("b", STEPS[:1], torn='{"step": 2, "lo')
+        output = os.path.join(self.top, "both.png")
+        done = self.run_script("plot_log.py", a, os.path.join(b, "log.jsonl"), "--output", output, "--x", "hours", "--show", "loss", "lr",
+                               "grad_norm", "tokens_per_s", "mfu", "ms")
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        rows = [[cell.strip() for cell in row] for row in self.rows(done)]
+        self.assertEqual(rows, [["run", "steps", "tokens", "hours", "loss", "best val_loss", "tokens/s", "mfu"],
+                                ["a", "3", "1.8e+04", "0.00", "2.0000", "3.2500 at 2", "2,500", "0.625"],
+                                ["b", "1", "1800", "0.00", "4.0000", "-", "1,000", "0.250"]])
+        self.assertEqual(done.stdout.splitlines()[-1], output)
+        with open(output, "rb") as file:
+            self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
+
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+    def test_one_run_gets_its_picture_beside_its_log(self):
+        run = self.write_run("a", EVALUATIONS)
+        done = self.run_script("plot_log.py", run)
+        self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (0, os.path.join(run, "loss.png")))
+        self.assertTrue(os.path.exists(os.path.join(run, "loss.png")))
+
+    def test_bad_logs_are_one_line(self):
+        self.expect_error(self.run_script("plot_log.py", self.top), "log.jsonl: cannot be read")
+        self.expect_error(self.run_script("plot_log.py", self.write_run("empty", [])), "holds no steps yet")
+        for name, line in (("text", "hello"), ("list", "[1]"), ("nostep", '{"loss": 1}'), ("textstep", '{"step": "1"}')):
+            run = self.write_run(name, STEPS[:1], torn=line + "\n")
+            self.expect_error(self.run_script("plot_log.py", run), f"log.jsonl:2: not a log line: {line!r}")
+
+
+@unittest.skipUnless(importlib.util.find_spec("tensorboardX"), "tensorboardX is not installed")
+class LogToTensorBoardTest(RunLogTest):
+    def events(self, folder):
+        """What TensorBoard reads: records of a length, its checksum, a protocol buffer and its checksum."""
+        from tensorboardX.crc32c import crc32c
+        from tensorboardX.proto.event_pb2 import Event
+
+        def masked(data):
+            crc = crc32c(data)
+            return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+        files = os.listdir(folder)
+        self.assertEqual(len(files), 1)
+        with open(os.path.join(folder, files[0]), "rb") as file:
+            data = file.read()
+        found, at = [], 0
+        while at < len(data):
+            length, length_crc = struct.unpack_from("<QI", data, at)
+            self.assertEqual(length_crc, masked(data[at:at + 8]))
+            record = data[at + 12:at + 12 + length]
+            self.assertEqual(struct.unpack_from("<I", data, at + 12 + length)[0], masked(record))
+            event = Event.FromString(record)
+            found += [(value.tag, event.step, value.simple_value, event.wall_time) for value in event.summary.value]
+            at += 16 + length
+        return found
+
+    def test_every_number_is_there(self):
+        run = self.write_run("a", LOG)
+        for _ in range(2):  # exported again, the numbers are there once
+            done = self.run_script("log_to_tensorboard.py", run)
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (0, os.path.join(run, "tensorboard") + "\n", ""))
+        events = self.events(os.path.join(run, "tensorboard"))
+        expected = [(f"train/{key}", step["step"], value) for step in STEPS for key, value in step.items() if key != "step"]
+        expected += [("train/lr", 4, 1e-3), ("train/ms", 4, 1800.0), ("train/tokens_per_s", 4, 4000.0), ("train/mfu", 4, 1.0)]
+        expected += [(tag, e["step"], e[key]) for e in EVALUATIONS
+                     for tag, key in (("val/loss", "val_loss"), ("val/bits_per_byte", "bits_per_byte"))]
+        got = sorted((tag, step) for tag, step, _, _ in events)
+        self.assertEqual(got, sorted((tag, step) for tag, step, _ in expected))
+        values = {(tag, step): value for tag, step, value, _ in events}
+        for tag, step, value in expected:
+            self.assertAlmostEqual(values[tag, step], value, delta=1e-6 * abs(value))
+        times = {step: time for tag, step, _, time in events if tag == "train/lr"}
+        self.assertAlmostEqual(times[4], os.path.getmtime(os.path.join(run, "log.jsonl")), delta=0.01)
+        self.assertAlmostEqual(times[4] - times[1], 3 * 1.8, delta=0.01)
+
+    def test_several_runs_into_one_folder(self):
+        a, b, output = self.write_run("a", LOG), self.write_run("b", STEPS[:2]), os.path.join(self.top, "tb")
+        done = self.run_script("log_to_tensorboard.py", a, os.path.join(b, "log.jsonl"), "--output", output)
+        self.assertEqual((done.returncode, done.stdout), (0, "".join(os.path.join(output, n) + "\n" for n in ("a", "b"))))
+        self.assertEqual({step for _, step, _, _ in self.events(os.path.join(output, "b"))}, {1, 2})
+
+    def test_bad_logs_are_one_line(self):
+        self.expect_error(self.run_script("log_to_tensorboard.py", os.path.join(self.top, "nowhere")), "cannot be read")
+        with open(os.path.join(self.top, "taken"), "w", encoding="utf-8"):
+            pass
+        done = self.run_script("log_to_tensorboard.py", self.write_run("a", LOG), "--output", os.path.join(self.top, "taken"))
+        self.expect_error(done, "cannot be written")
+
+
+del RunLogTest  # only what derives from it is a test
+
+
+if __name__ == "__main__":
+    unittest.main()
