@@ -1121,6 +1121,17 @@ TEST(Generation, StatesOfLinearLayers) {
     EXPECT_EQ(g.engine.forget(0, 8), 0);
     EXPECT_EQ(g.engine.length(0), 0);
     expect_same_logits(g.prefill({{0, text, 0, 0}})[0], logits_after(driver, text), "after it was forgotten");
+
+    // A text that goes on and a fresh one in the other's place, in one pass.
+    Generation two(driver.model, engine_options(2, 30));
+    const std::vector<int32_t> other = random_tokens(driver.model.config, 7, 2);
+    two.prefill({{0, {text.begin(), text.begin() + 4}, 0, 0}, {1, random_tokens(driver.model.config, 5, 3), 1, 0}});
+    two.engine.retire(0), two.engine.retire(1);
+    two.engine.forget(1);
+    const std::vector<std::vector<float>> logits =
+        two.prefill({{0, {text.begin() + 4, text.end()}, 0, 0}, {1, other, 1, 0}});
+    expect_same_logits(logits[0], logits_after(driver, text), "gone on");
+    expect_same_logits(logits[1], logits_after(driver, other), "a fresh text");
 }
 
 // --------------------------------------------------------------------------------------------------------------------

@@ -132,6 +132,12 @@ TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
         tgk_softmax_backward(c, none, none, none, 1),
         tgk_attention_forward(c, none, none, none, none, none, none, none, 0, 0, 1),
         tgk_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 0, 1),
+        tgk_linear_attention_forward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 1, 1),
+        tgk_linear_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, none, none,
+                                      none, none, none, none, none, 0, 1, 1),
+        tgk_linear_attention_decode(c, none, none, none, none, none, none, none, 1, 1),
+        tgk_decay_gate_forward(c, none, none, none, none),
+        tgk_decay_gate_backward(c, none, none, none),
         tgk_rope_table(none, 1e4),
         tgk_rope(c, none, none, none, 0),
         tgk_gelu_forward(c, none, none),
@@ -269,6 +275,50 @@ TEST_F(CInterface, AttentionBothWays) {
     expect_reference(dq, grads.dq, T);
     expect_reference(dk, grads.dk, T);
     expect_reference(dv, grads.dv, T);
+}
+
+// Kind L: two sequences, the state handed on, and a token more.
+TEST_F(CInterface, LinearAttentionBothWays) {
+    const int64_t N = 7, S = 2, NH = 4, NKV = 2, E = 16, M = 8;
+    const std::vector<int32_t> cum = {0, 3, 7};
+    const std::vector<float> q = random(N * NH * E, 1), k = random(N * NKV * E, 2), v = random(N * NKV * M, 3),
+                             dout = random(N * NH * M, 4);
+    std::vector<float> out(size_t(N * NH * M)), norm(size_t(NH * N)), s(size_t(S * NKV * E * M)),
+        z(size_t(S * NKV * E)), dq(q.size()), dk(k.size()), dv(v.size());
+    const tgk_tensor to = host(out, {N, NH, M}), tn = host(norm, {NH, N}), ts = host(s, {S, NKV, E, M}),
+                     tz = host(z, {S, NKV, E}), tq = host(q, {N, NH, E}), tk = host(k, {N, NKV, E}),
+                     tv = host(v, {N, NKV, M}), tc = host(cum.data(), TGK_I32, {3}), tdq = host(dq, {N, NH, E}),
+                     tdk = host(dk, {N, NKV, E}), tdv = host(dv, {N, NKV, M}), td = host(dout, {N, NH, M});
+    ASSERT_EQ(tgk_linear_attention_forward(context, &to, &tn, &ts, &tz, &tq, &tk, &tv, nullptr, nullptr, nullptr, &tc,
+                                           4, 1, 1),
+              TGK_OK)
+        << tgk_last_error();
+    const std::vector<double> wq = widened(q), wk = widened(k), wv = widened(v);
+    const reference::LinearAttentionInputs inputs{wq.data(), wk.data(), wv.data(), nullptr, nullptr, nullptr, cum,
+                                                  NH,        NKV,       E,         M,       true,    true};
+    const reference::LinearAttentionResult ref = reference::linear_attention_forward(inputs);
+    expect_reference(out, ref.out, E);
+    expect_reference(norm, ref.norm, E);
+    expect_reference(s, ref.final, E);
+    expect_reference(z, ref.final_z, E);
+    ASSERT_EQ(tgk_linear_attention_backward(context, &tdq, &tdk, &tdv, nullptr, nullptr, nullptr, &td, nullptr, nullptr,
+                                            &tq, &tk, &tv, nullptr, nullptr, nullptr, &to, &tn, &tc, 4, 1, 1),
+              TGK_OK)
+        << tgk_last_error();
+    const reference::LinearAttentionGradients grads = reference::linear_attention_backward(
+        inputs, widened(dout).data(), widened(out).data(), widened(norm).data(), nullptr, nullptr);
+    expect_reference(dq, grads.dq, E);
+    expect_reference(dk, grads.dk, E);
+    expect_reference(dv, grads.dv, E);
+    // One sequence of its first token and the state that is nothing: itself.
+    std::vector<float> empty_s(size_t(NKV * E * M)), empty_z(size_t(NKV * E)), first(size_t(NH * M));
+    const tgk_tensor es = host(empty_s, {1, NKV, E, M}), ez = host(empty_z, {1, NKV, E}), tf = host(first, {1, NH, M}),
+                     q1 = host(q, {1, NH, E}), k1 = host(k, {1, NKV, E}), v1 = host(v, {1, NKV, M});
+    ASSERT_EQ(tgk_linear_attention_decode(context, &tf, &es, &ez, &q1, &k1, &v1, nullptr, 1, 1), TGK_OK)
+        << tgk_last_error();
+    for (size_t i = 0; i < first.size(); i++) ASSERT_NEAR(first[i], out[i], 1e-5);
+    expect_refused(tgk_linear_attention_decode(context, &tf, &es, &ez, &q1, &k1, &v1, nullptr, 2, 1),
+                   "tgk_linear_attention_decode: features are 2, expected 0 (identity) or 1 (elu + 1)");
 }
 
 TEST_F(CInterface, AdamWAndTopK) {

@@ -340,6 +340,85 @@ class Networks(KernelsTest):
                 for got, ref in zip((out[a:b], lse[:, a:b], *(g[a:b] for g in grads)), expected):
                     self.assert_close(got, ref, scale=np.abs(ref).max() + 1)
 
+    @staticmethod
+    def linear_attention(q, k, v, gate, elu, normalise, s, z):
+        """Token by token, from the state (s [NKV, E, M], z [NKV, E]): out and the state after the last token."""
+        q, k, v, s, z = (a.astype(np.float64) for a in (q, k, v, s, z))
+        if elu:
+            q, k = (np.where(a > 0, a + 1, np.exp(a)) for a in (q, k))
+        group, out = q.shape[1] // k.shape[1], np.empty((*q.shape[:2], v.shape[2]))
+        for t in range(len(q)):
+            decay = np.exp(gate[t].astype(np.float64)) if gate is not None else np.ones(k.shape[1])
+            s = decay[:, None, None] * s + k[t][:, :, None] * v[t][:, None, :]
+            z = decay[:, None] * z + k[t]
+            for h in range(q.shape[1]):
+                out[t, h] = q[t, h] @ s[h // group]
+                if normalise:
+                    out[t, h] /= q[t, h] @ z[h // group] + 1e-6
+        return out, s, z
+
+    def test_linear_attention(self):
+        lengths, NH, NKV, E, M = [5, 1, 70], 4, 2, 16, 24
+        cum = np.array([0, *np.cumsum(lengths)], np.int32)
+        N, S = int(cum[-1]), len(lengths)
+        q, k, v = self.random(N, NH, E), self.random(N, NKV, E, seed=2), self.random(N, NKV, M, seed=3)
+        dout, ds = self.random(N, NH, M, seed=4), self.random(S, NKV, E, M, seed=5)
+        s0, z0 = self.random(S, NKV, E, M, seed=6), np.abs(self.random(S, NKV, E, seed=7)) * 4
+        log_decays = -np.abs(self.random(N, NKV, seed=8)) / 10
+        for features, normalise, gate in (("elu", True, None), ("identity", False, log_decays)):
+            kind = {"gate": gate, "features": features, "normalise": normalise, "cum": cum, "max_length": 70}
+            initial = (s0, z0 if normalise else None)
+            out, norm, final = self.k.linear_attention_forward(q, k, v, initial=initial, **kind)
+            for i, (a, b) in enumerate(zip(cum[:-1], cum[1:])):
+                g = None if gate is None else gate[a:b]
+                ref, s, z = self.linear_attention(q[a:b], k[a:b], v[a:b], g, normalise, normalise, s0[i], z0[i])
+                self.assert_close(out[a:b], ref, scale=np.abs(ref).max() + 10)
+                self.assert_close(final[0][i], s, scale=np.abs(s).max() + 10)
+                if normalise:
+                    self.assert_close(final[1][i], z, scale=np.abs(z).max() + 10)
+            # A token more from the state: what a sequence that is one token longer has.
+            step = self.k.linear_attention_decode(final, q[:S], k[:S], v[:S], None if gate is None else gate[:S], features, normalise)
+            longer = self.linear_attention(q[:1], k[:1], v[:1], None if gate is None else gate[:1], normalise, normalise,
+                                           *self.state_after(q, k, v, gate, normalise, s0, z0, cum))[0]
+            self.assert_close(step[:1], longer, scale=np.abs(longer).max() + 10)
+            # Gradients along a direction, by differences of the reference.
+            dfinal = (ds, np.zeros_like(z0) if normalise else None)
+            dq, dk, dv, dgate, dinitial = self.k.linear_attention_backward(dout, q, k, v, out, norm, initial=initial, dfinal=dfinal, **kind)
+
+            def loss(q, k, v, gate, s0):
+                total = 0.0
+                for i, (a, b) in enumerate(zip(cum[:-1], cum[1:])):
+                    g = None if gate is None else gate[a:b]
+                    y, s, _ = self.linear_attention(q[a:b], k[a:b], v[a:b], g, normalise, normalise, s0[i], z0[i])
+                    total += (y * dout[a:b]).sum() + (s * ds[i]).sum()
+                return total
+
+            values = [a if a is None else a.astype(np.float64) for a in (q, k, v, gate, s0)]
+            for i, gradient in enumerate((dq, dk, dv, dgate, dinitial[0])):
+                if gradient is None:
+                    self.assertIsNone(values[i])
+                    continue
+                direction, h = self.random(*gradient.shape, seed=20 + i).astype(np.float64), 1e-6
+                ends = [loss(*(x if j != i else x + e * direction for j, x in enumerate(values))) for e in (h, -h)]
+                expected, size = (ends[0] - ends[1]) / (2 * h), np.linalg.norm(gradient)
+                self.assertLess(abs((gradient * direction).sum() - expected), 1e-4 * size, f"{features} gradient {i}")
+        with self.assertRaisesRegex(ValueError, "features is 'relu'"):
+            self.k.linear_attention_forward(q, k, v, features="relu")
+        with self.assertRaisesRegex(ValueError, "the normaliser needs positive features"):
+            self.k.linear_attention_forward(q, k, v, features="identity")
+
+    def state_after(self, q, k, v, gate, normalise, s0, z0, cum):
+        """The reference's state after the first sequence."""
+        g = None if gate is None else gate[:cum[1]]
+        return self.linear_attention(q[:cum[1]], k[:cum[1]], v[:cum[1]], g, normalise, normalise, s0[0], z0[0])[1:]
+
+    def test_decay_gate(self):
+        inp, weight, bias, dgate = self.random(9, 33), self.random(5, 33, seed=2), self.random(5, seed=3) + 4, self.random(9, 5, seed=4)
+        x = inp.astype(np.float64) @ weight.T + bias
+        gate = self.k.decay_gate_forward(inp, weight, bias)
+        self.assert_close(gate, -np.logaddexp(0, -x), scale=20)
+        self.assert_close(self.k.decay_gate_backward(dgate, gate), dgate / (1 + np.exp(x)), scale=20)
+
     def test_rope(self):
         x = self.random(7, 3, 12)
         positions, table = np.array([0, 5, 1, 2, 9, 9, 4], np.int32), self.k.rope_table(10, 8, theta=500.0)

@@ -4,8 +4,8 @@
 // or three warpgroups of 64 rows each multiply them (wgmma), and one computes exponentials while another multiplies
 // (FlashAttention-3, Shah et al. 2024, section 3).
 //
-//   forward   A warpgroup owns 64 queries. S of the next keys is multiplied before P·V of these, so that the
-//             exponentials of the one run beside the products of the other within the warpgroup too.
+//   forward   A warpgroup owns 64 queries. S of the next keys is multiplied beside P·V of these, also from one task to
+//             the next.
 //   backward  Twice, as on older GPUs (attention.cu): nothing is added across blocks, so there are no atomics, no order
 //             to wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
 //             Pᵀ, dS and dSᵀ all stay in registers.
@@ -54,6 +54,7 @@ struct Blocks {
 
 struct Maps {
     CUtensorMap q, k, v, dout;
+    CUtensorMap out, dq, dk, dv;  // boxes of 16 rows
 };
 
 // N tiles of ROWS rows of the same head from the same token on, for one phase of `full`. Rows from `count` on become
@@ -197,6 +198,7 @@ struct Roles {
         } else {
             claim_registers<REGISTERS>();
             compute(warpgroup);
+            wait_stored();  // the copies read the block's shared memory
         }
     }
 };
@@ -233,6 +235,35 @@ __device__ __forceinline__ void clear_sums(float (&c)[NT][4]) {
 template <int NT>
 __device__ __forceinline__ void scale_sums(float (&c)[NT][4], float factor) {
     for_sums(c, 0, 0, [&](float& x, int, int) { x *= factor; });
+}
+
+// Columns past `last` (or before `first`) become `to`; the two bounds are for the thread's two rows. Against a bound
+// that knows the thread's own first column, the others are constants of the instructions that compare.
+template <int NT>
+__device__ __forceinline__ void drop_after(float (&c)[NT][4], int last, int last_8, float to) {
+    const int own = lane_id() % 4 * 2, bound[2] = {last - own, last_8 - own};
+    for_sums(c, 0, -own, [&](float& x, int row, int column) { x = column > bound[row / 8] ? to : x; });
+}
+template <int NT>
+__device__ __forceinline__ void drop_before(float (&c)[NT][4], int first, int first_8, float to) {
+    const int own = lane_id() % 4 * 2, bound[2] = {first - own, first_8 - own};
+    for_sums(c, 0, -own, [&](float& x, int row, int column) { x = column < bound[row / 8] ? to : x; });
+}
+
+// Scores of a warpgroup's 64 queries from r0 on, this thread's being `row` and row + 8, and the keys from j0 on: those
+// of keys that a query doesn't see become `to`.
+template <int NT>
+__device__ __forceinline__ void mask_keys(float (&s)[NT][4], const Sequence& seq, int r0, int row, int j0, float to) {
+    if (j0 + NT * 8 - 1 > min(r0 + seq.last, seq.klen - 1))
+        drop_after(s, min(row + seq.last, seq.klen - 1) - j0, min(row + 8 + seq.last, seq.klen - 1) - j0, to);
+    if (j0 < r0 + 63 + seq.first) drop_before(s, row + seq.first - j0, row + 8 + seq.first - j0, to);
+}
+// The same of 64 keys from r0 on and the queries from i0 on. (Keys past the last are the caller's.)
+template <int NT>
+__device__ __forceinline__ void mask_queries(float (&s)[NT][4], const Sequence& seq, int r0, int row, int i0,
+                                             float to) {
+    if (i0 < r0 + 63 - seq.last) drop_before(s, row - seq.last - i0, row + 8 - seq.last - i0, to);
+    if (i0 + NT * 8 - 1 > r0 - seq.first) drop_after(s, row - seq.first - i0, row + 8 - seq.first - i0, to);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -301,43 +332,52 @@ struct Softmax {
     // s becomes P. Returns whether any row of this warp moved its base: o's rows must then be multiplied by factor.
     template <int NT>
     __device__ __forceinline__ bool step(float (&s)[NT][4], float (&factor)[2]) {
-        float next[2];
+        float most[4], next[2];  // four chains: their latencies overlap
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float even = s[0][2 * half], odd = s[0][2 * half + 1];  // two chains: half the latency
+        for (int e = 0; e < 4; e++) most[e] = s[0][e];
 #pragma unroll
-            for (int n = 1; n < NT; n++) even = fmaxf(even, s[n][2 * half]), odd = fmaxf(odd, s[n][2 * half + 1]);
-            next[half] = row_max(fmaxf(even, odd));
-            if (!((next[half] - base[half]) * c > SLACK)) next[half] = base[half];
+        for (int n = 1; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) most[e] = fmaxf(most[e], s[n][e]);
+        next[0] = fmaxf(most[0], most[1]), next[1] = fmaxf(most[2], most[3]);
+#pragma unroll
+        for (int lanes = 1; lanes < 4; lanes *= 2) {
+            const float other[2] = {__shfl_xor_sync(ALL_LANES, next[0], lanes),
+                                    __shfl_xor_sync(ALL_LANES, next[1], lanes)};
+            next[0] = fmaxf(next[0], other[0]), next[1] = fmaxf(next[1], other[1]);
         }
-        const bool moved = __any_sync(ALL_LANES, next[0] != base[0] || next[1] != base[1]);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (moved) {
+        for (int half = 0; half < 2; half++)
+            if (!((next[half] - base[half]) * c > SLACK)) next[half] = base[half];
+        const bool moved = __any_sync(ALL_LANES, next[0] != base[0] || next[1] != base[1]);
+        if (moved) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
                 factor[half] = next[half] == base[half] ? 1.0f : exp2_fast((base[half] - next[half]) * c);
                 base[half] = next[half];
                 sum[half] *= factor[half];
             }
-            const float shift = base[half] == -INF ? 0.0f : base[half] * c;  // nothing seen yet: not −∞ − −∞
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; e++) {
-                    s[n][e] = exp2_fast(fmaf(s[n][e], c, -shift));
-                    sum[half] += s[n][e];
-                }
         }
+        // Nothing seen yet: not −∞ − −∞.
+        const float shift[2] = {base[0] == -INF ? 0.0f : base[0] * c, base[1] == -INF ? 0.0f : base[1] * c};
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                s[n][e] = exp2_fast(fmaf(s[n][e], c, -shift[e / 2]));
+                sum[e / 2] += s[n][e];
+            }
         return moved;
     }
 };
 
 template <typename T, int D>
-__device__ __forceinline__ void forward_compute(const Attention<T>& a, const Schedule& schedule,
+__device__ __forceinline__ void forward_compute(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
                                                 typename ForwardSizes<D>::Shared& shared, int warpgroup) {
     using Sizes = ForwardSizes<D>;
     constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
     constexpr int TURN_THREADS = 2 * WARPGROUP;
-    const int lane = lane_id(), warp_row = threadIdx.x % WARPGROUP / WARP * 16;
+    const int lane = lane_id(), warp_row = uniform(threadIdx.x % WARPGROUP / WARP * 16);
     const int turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % WARPGROUPS;  // named barriers
     // Products are issued in turns, a warpgroup's exponentials then run beside the products of the next.
     const auto take_turn = [&] { named_barrier_sync(turn, TURN_THREADS); };
@@ -346,120 +386,144 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Sch
 
     RingPosition<2> q_at;
     RingPosition<Sizes::STAGES> k_at, v_at;
+    const auto pass_keys = [&](int blocks) {
+#pragma unroll 1
+        for (; blocks > 0; blocks--) {
+            shared.k_ring.wait_full(k_at), shared.k_ring.release(k_at), k_at.advance();
+            take_turn(), give_turn();
+        }
+    };
+    const auto pass_values = [&](int blocks) {
+#pragma unroll 1
+        for (; blocks > 0; blocks--) shared.v_ring.wait_full(v_at), shared.v_ring.release(v_at), v_at.advance();
+    };
+
+    float s[BN / 8][4], o[D / 8][4], factor[2];
+    uint32_t p[BN / 16][4];
+    Softmax softmax{a.scale * LOG2E};
+    // The task before: its last P·V is issued beside the first scores of the next. Until then its stage of V stays
+    // taken; two stages suffice, as a warpgroup leaves out at most one block of those that another of its task sees.
+    struct {
+        bool exists = false, summed = false;
+        int unseen = 0;         // blocks of values before its last that it does not see
+        int row = 0, head = 0;  // row: this warp's first query, of the sequence that starts at `token`
+        int token = 0;
+    } last;
+
+    const auto issue_scores = [&] {
+        const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+        shared.k_ring.wait_full(k_at);
+        product_of_rows<T, BM, D>(s, q, shared_address(shared.k[k_at.stage]));
+    };
+    const auto issue_sums = [&] {
+        shared.v_ring.wait_full(v_at);
+        product_of_rounded<T>(o, p, shared_address(shared.v[v_at.stage]));
+    };
+    const auto release_keys = [&] {
+        pin_registers(s);
+        shared.k_ring.release(k_at), k_at.advance();
+    };
+    const auto release_values = [&] {
+        pin_registers(o);
+        shared.v_ring.release(v_at), v_at.advance();
+    };
+
     TaskSink tasks(shared.tasks);
-    for (Task task; tasks.next(task);) {
-        if (task.sequence == a.S) {
+    for (bool more = true; more;) {
+        Task task;
+        more = tasks.next(task);
+        const bool tail = more && task.sequence == a.S;
+        const Sequence& seq = task.seq;
+        const int i0 = first_query(seq, task.rank, BM), r0 = i0 + warpgroup * 64;
+        const bool exists = more && !tail && i0 + BM > 0;
+        const Blocks<BN> blocks(exists ? keys_seen(seq, i0, i0 + BM) : RowRange{});
+        const Blocks<BN> mine(exists ? keys_seen(seq, r0, r0 + 64) : RowRange{});
+        const bool any = blocks.end > blocks.begin, sees = mine.end > mine.begin;
+
+        if (last.summed && (!sees || last.unseen > 0)) {
+            issue_sums();
+            product_wait<0>();
+            release_values();
+            last.summed = false;
+        }
+        if (any) shared.q_ring.wait_full(q_at);
+        const int unseen = sees ? blocks.end - mine.end : 0;
+        pass_keys(unseen);
+        if (sees) {
+            take_turn();
+            issue_scores();
+            if (last.summed) {
+                issue_sums();
+                give_turn();
+                product_wait<0>();
+                release_values();
+            } else {
+                give_turn();
+                product_wait<0>();
+            }
+            release_keys();
+        }
+        if (last.exists) {
+            pass_values(last.unseen);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float total = row_sum(softmax.sum[half]), scale = total == 0 ? 0.0f : __frcp_rn(total);
+#pragma unroll
+                for (int t = 0; t < D / 8; t++) o[t][2 * half] *= scale, o[t][2 * half + 1] *= scale;
+                const int i = last.row + lane / 4 + half * 8;
+                if (a.lse && lane % 4 == 0 && i >= 0)
+                    a.lse[last.head * a.lse_stride + last.token + i] =
+                        total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
+            }
+            store_rows<BM>(Rows<T>{&maps.out, a.out.at(last.token + last.row, last.head), a.out.token_stride, last.head,
+                                   last.token + last.row, -last.row, 16, a.HS},
+                           shared.out, warpgroup * 64 + warp_row, o);
+        }
+        if (tail) {
             const int64_t first = max(0, a.cum_q[a.S]);
             const int part = task.rank * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
             zero_tail(a.out, task.head, first, a.Nq, a.HS, part, parts, WARPGROUP);
             for (int64_t i = first + part * WARPGROUP + threadIdx.x % WARPGROUP; a.lse && i < a.Nq;
                  i += parts * WARPGROUP)
                 a.lse[task.head * a.lse_stride + i] = -INF;
-            continue;
         }
-        const Sequence& seq = task.seq;
-        const int i0 = first_query(seq, task.rank, BM), r0 = i0 + warpgroup * 64;
-        if (i0 + BM <= 0) continue;
-        const Blocks<BN> blocks(keys_seen(seq, i0, i0 + BM));
-        const Blocks<BN> mine(keys_seen(seq, r0, r0 + 64));
-        const int row = r0 + warp_row + lane / 4;  // and row + 8
 
-        float s[BN / 8][4], o[D / 8][4], factor[2];
         clear_sums(o);
-        uint32_t p[BN / 16][4];
-        Softmax softmax{a.scale * LOG2E};
-        const auto mask = [&](int n) {
-            if (n * BN + BN <= seq.klen && seq.all_seen(r0, 64, n * BN, BN)) return;
-            for_sums(s, row, n * BN, [&](float& x, int i, int j) {
-                if (j >= seq.klen || !seq.sees(i, j)) x = -INF;
-            });
-        };
-        int turns = blocks.end - blocks.begin - 1;  // every warpgroup takes as many
-        const auto pass_turn = [&] {
-            if (turns-- > 0) {
-                take_turn();
-                give_turn();
-            }
-        };
-        const auto skip = [&](int n) {
-            if (mine.contains(n)) return false;
-            shared.k_ring.wait_full(k_at), shared.k_ring.release(k_at), k_at.advance();
-            shared.v_ring.wait_full(v_at), shared.v_ring.release(v_at), v_at.advance();
-            pass_turn();
-            return true;
-        };
-
-        int n = blocks.end - 1;
-        if (n >= blocks.begin) shared.q_ring.wait_full(q_at);
-#pragma unroll 1
-        while (n >= blocks.begin && skip(n)) n--;
-        if (n >= blocks.begin) {
-            const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
-            const auto issue_scores = [&] {
-                shared.k_ring.wait_full(k_at);
-                product_of_rows<T, BM, D>(s, q, shared_address(shared.k[k_at.stage]));
-            };
-            const auto issue_sums = [&] {
-                shared.v_ring.wait_full(v_at);
-                product_of_rounded<T>(o, p, shared_address(shared.v[v_at.stage]));
-            };
-            const auto finish_scores = [&](int block) {
-                pin_registers(s);
-                shared.k_ring.release(k_at), k_at.advance();
-                mask(block);
+        softmax = {a.scale * LOG2E};
+        last = {exists, sees, sees ? mine.begin - blocks.begin : 0, r0 + warp_row, task.head, int(seq.q0)};
+        pass_values(unseen);
+        if (sees) {
+            const auto scores_to_weights = [&](int n) {
+                mask_keys(s, seq, r0, r0 + warp_row + lane / 4, n * BN, -INF);
                 return softmax.step(s, factor);
             };
-            const auto finish_sums = [&] {
-                product_wait<0>();
-                pin_registers(o);
-                shared.v_ring.release(v_at), v_at.advance();
-            };
-            const auto rescale = [&](bool moved) {
-                if (!moved) return;
-#pragma unroll
-                for (int t = 0; t < D / 8; t++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++) o[t][e] *= factor[e / 2];
-            };
-            issue_scores();
-            product_wait<0>();
-            finish_scores(n);
+            int n = mine.end - 1;
+            scores_to_weights(n);
             round_to_left<T>(p, s);
             for (; n > mine.begin; n--) {
                 take_turn();
-                turns--;
                 issue_scores();
                 issue_sums();
                 give_turn();
                 product_wait<1>();
-                const bool moved = finish_scores(n - 1);
-                finish_sums();
-                rescale(moved);
+                release_keys();
+                const bool moved = scores_to_weights(n - 1);
+                product_wait<0>();
+                release_values();
+                if (moved) {
+#pragma unroll
+                    for (int t = 0; t < D / 8; t++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) o[t][e] *= factor[e / 2];
+                }
                 round_to_left<T>(p, s);
             }
-            shared.q_ring.release(q_at);
-            issue_sums();
-            finish_sums();
+        } else {
 #pragma unroll 1
-            for (n--; n >= blocks.begin; n--) skip(n);
-        } else if (blocks.end > blocks.begin) {
-            shared.q_ring.release(q_at);
+            for (int n = blocks.begin; n < blocks.end; n++) pass_keys(1), pass_values(1);
         }
-        if (blocks.end > blocks.begin) q_at.advance();
-
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float total = row_sum(softmax.sum[half]), scale = total == 0 ? 0.0f : 1 / total;
-#pragma unroll
-            for (int t = 0; t < D / 8; t++) o[t][2 * half] *= scale, o[t][2 * half + 1] *= scale;
-            const int i = row + half * 8;
-            if (a.lse && lane % 4 == 0 && i >= 0)
-                a.lse[task.head * a.lse_stride + seq.q0 + i] =
-                    total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
-        }
-        const int first = r0 + warp_row;
-        store_rows<T, BM>(a.out.at(seq.q0 + first, task.head), a.out.token_stride, -first, 16, a.HS, shared.out,
-                          warpgroup * 64 + warp_row, o);
+        if (any) shared.q_ring.release(q_at), q_at.advance();
+        pass_keys(last.unseen);
     }
 }
 
@@ -470,7 +534,7 @@ __global__ void __launch_bounds__(ForwardSizes<D>::Roles::THREADS, 1)
     using Sizes = ForwardSizes<D>;
     auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { forward_load<T, D>(a, maps, schedule, shared); },
-                      [&](int w) { forward_compute<T, D>(a, schedule, shared, w); });
+                      [&](int w) { forward_compute<T, D>(a, maps, schedule, shared, w); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -527,7 +591,7 @@ __device__ __forceinline__ void query_pass_load(const Attention<T>& a, const Map
 }
 
 template <typename T, int D>
-__device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const Schedule& schedule,
+__device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
                                                    typename QueryPassSizes<D>::Shared& shared, int warpgroup) {
     using Sizes = QueryPassSizes<D>;
     constexpr int BM = Sizes::BM, BN = Sizes::BN, WARPGROUPS = Sizes::WARPGROUPS;
@@ -600,11 +664,8 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
                 for (int t = 0; t < BN / 8; t++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, -lse[e / 2]));
-                if (n * BN + BN > seq.klen || !seq.all_seen(r0, 64, n * BN, BN)) {
-                    for_sums(s, row, n * BN, [&](float& x, int i, int j) {
-                        if (j >= seq.klen || !seq.sees(i, j)) x = 0;
-                    });
-                }
+                mask_keys(s, seq, r0, row, n * BN, 0);
+                pin_registers(s);
                 product_wait<0>();
                 pin_registers(dp);
 #pragma unroll
@@ -621,8 +682,9 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
         }
         scale_sums(dq, a.scale);
         const int first = r0 + warp_row;
-        store_rows<T, BM>(a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, -first, 16, a.HS, shared.dq,
-                          warpgroup * 64 + warp_row, dq);
+        store_rows<BM>(Rows<T>{&maps.dq, a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, task.head,
+                               seq.q0 + first, -first, 16, a.HS},
+                       shared.dq, warpgroup * 64 + warp_row, dq);
     }
 }
 
@@ -633,7 +695,7 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
     using Sizes = QueryPassSizes<D>;
     auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { query_pass_load<T, D>(a, maps, schedule, shared); },
-                      [&](int w) { query_pass_compute<T, D>(a, schedule, shared, w); });
+                      [&](int w) { query_pass_compute<T, D>(a, maps, schedule, shared, w); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -707,7 +769,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
 }
 
 template <typename T, int D>
-__device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Schedule& schedule,
+__device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
                                                  typename KeyPassSizes<D>::Shared& shared, int warpgroup) {
     using Sizes = KeyPassSizes<D>;
     constexpr int BN = Sizes::BN, BQ = Sizes::BQ, WARPGROUPS = Sizes::WARPGROUPS;
@@ -765,18 +827,13 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
                 pin_registers(dk);
                 pin_registers(dv);
                 if (running) shared.q_ring.release(unreleased);
-                const bool masked = !seq.all_seen(m * BQ, BQ, r0, 64);
 #pragma unroll
                 for (int t = 0; t < BQ / 8; t++) {
                     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at.stage][t * 8 + lane % 4 * 2]);
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, (e % 2 ? lse.y : lse.x) * -LOG2E));
                 }
-                if (masked) {
-                    for_sums(s, row, m * BQ, [&](float& x, int j, int i) {
-                        if (!seq.sees(i, j)) x = 0;
-                    });
-                }
+                mask_queries(s, seq, r0, row, m * BQ, 0);
                 round_to_left<T>(p, s);
                 product_of_rounded<T>(dv, p, dout);
                 product_wait<1>();
@@ -804,10 +861,13 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Sc
         }
         scale_sums(dk, a.scale);
         const int first = r0 + warp_row, count = seq.klen - first;
-        store_rows<T, BN>(a.dv.at(seq.k0 + first, task.head), a.dv.token_stride, 0, count, a.HS, shared.sums,
-                          warpgroup * 64 + warp_row, dv);
-        store_rows<T, BN>(a.dk.at(seq.k0 + first, task.head), a.dk.token_stride, 0, count, a.HS, shared.sums,
-                          warpgroup * 64 + warp_row, dk);
+        const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[D / 8][4]) {
+            store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
+                                   count, a.HS},
+                           shared.sums, warpgroup * 64 + warp_row, sums);
+        };
+        store(&maps.dv, a.dv, dv);
+        store(&maps.dk, a.dk, dk);
     }
 }
 
@@ -818,7 +878,7 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
     using Sizes = KeyPassSizes<D>;
     auto& shared = prepare_shared<Sizes>();
     Sizes::Roles::run([&] { key_pass_load<T, D>(a, maps, schedule, shared); },
-                      [&](int w) { key_pass_compute<T, D>(a, schedule, shared, w); });
+                      [&](int w) { key_pass_compute<T, D>(a, maps, schedule, shared, w); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -909,6 +969,7 @@ void hopper_attention_forward(const char* op, const Attention<T>& a, const Atten
         maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
         maps.k = tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
         maps.v = tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
+        maps.out = tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
         const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
                                                 sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
         launch<Sizes>(op, forward_hopper_kernel<T, D>, a, maps, schedule, stream);
@@ -920,9 +981,15 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
                                Stream stream) {
     dispatch_head_size(a.HS, [&](auto D) {
         const auto maps_of = [&](int q_rows, int k_rows) {
-            return Maps{tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows), tensor_map(op, a.k, a.Nk, a.NKV, a.HS, k_rows),
-                        tensor_map(op, a.v, a.Nk, a.NKV, a.HS, k_rows),
-                        tensor_map(op, a.dout, a.Nq, a.NH, a.HS, q_rows)};
+            Maps maps{};
+            maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows),
+            maps.k = tensor_map(op, a.k, a.Nk, a.NKV, a.HS, k_rows);
+            maps.v = tensor_map(op, a.v, a.Nk, a.NKV, a.HS, k_rows),
+            maps.dout = tensor_map(op, a.dout, a.Nq, a.NH, a.HS, q_rows);
+            maps.dq = tensor_map(op, a.dq, a.Nq, a.NH, a.HS, 16);
+            maps.dk = tensor_map(op, a.dk, a.Nk, a.NKV, a.HS, 16),
+            maps.dv = tensor_map(op, a.dv, a.Nk, a.NKV, a.HS, 16);
+            return maps;
         };
         if (a.Nq > 0) {
             using Sizes = QueryPassSizes<D>;

@@ -97,6 +97,20 @@ __device__ __forceinline__ void copy_box(void* chunk, const CUtensorMap* map, in
         : "memory");
 }
 
+// The other way, as far as the tensor reaches. Of a thread's last copies, wait_stored() until the chunks have been
+// read.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, int column, int head, int token, const void* chunk) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(column), "r"(head), "r"(token), "r"(shared_address(chunk))
+                 : "memory");
+}
+__device__ __forceinline__ void commit_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void wait_stored() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -268,13 +282,24 @@ __device__ __forceinline__ void product_of_rounded(float (&c)[NT][4], const uint
     product_commit();
 }
 
-// A warp's 16 rows of sums, rounded, through its rows of a tile of ROWS rows in shared memory to rows of global memory
-// `stride` apart, those from `begin` to `end` of the 16; columns below HS, which 8 divides.
-template <typename T, int ROWS, int NT>
-__device__ __forceinline__ void store_rows(T* dst, int64_t stride, int begin, int end, int HS, unsigned char* tile,
-                                           int first_row, const float (&c)[NT][4]) {
+// Rows of sums on their way to global memory: 16 of them, of one head, for a warp.
+template <typename T>
+struct Rows {
+    const CUtensorMap* map;  // boxes of 16 tokens
+    T* data;                 // the first row; the others are `stride` apart
+    int64_t stride;
+    int head, token;  // of the first row in the map
+    int begin, end;   // those that exist, of 0 … 16
+    int columns;      // a multiple of 8
+};
+
+// c, rounded, by way of the warp's rows of a tile of ROWS rows in shared memory.
+template <int ROWS, int NT, typename T>
+__device__ __forceinline__ void store_rows(const Rows<T>& to, unsigned char* tile, int first_row,
+                                           const float (&c)[NT][4]) {
     const int lane = lane_id();
-    __syncwarp();  // the rows may have been read
+    if (lane == 0) wait_stored();
+    __syncwarp();  // the tile's rows may be written
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -282,12 +307,22 @@ __device__ __forceinline__ void store_rows(T* dst, int64_t stride, int begin, in
             *reinterpret_cast<uint32_t*>(tile +
                                          tile_offset<ROWS>(first_row + lane / 4 + half * 8, n * 8 + lane % 4 * 2)) =
                 pack_two<T>(c[n][2 * half], c[n][2 * half + 1]);
-    __syncwarp();
+    if (to.begin <= 0 && to.end >= 16) {
+        fence_async_proxy();
+        __syncwarp();
+        if (lane > 0) return;
 #pragma unroll
+        for (int chunk = 0; chunk < NT * 8 / CHUNK; chunk++)
+            store_box(to.map, chunk * CHUNK, to.head, to.token, tile + tile_offset<ROWS>(first_row, chunk * CHUNK));
+        commit_stores();
+        return;
+    }
+    __syncwarp();
+#pragma unroll 1
     for (int i = lane; i < 16 * NT; i += WARP) {
         const int row = i / NT, column = i % NT * 8;
-        if (row >= begin && row < end && column < HS)
-            *reinterpret_cast<uint4*>(dst + row * stride + column) =
+        if (row >= to.begin && row < to.end && column < to.columns)
+            *reinterpret_cast<uint4*>(to.data + row * to.stride + column) =
                 *reinterpret_cast<const uint4*>(tile + tile_offset<ROWS>(first_row + row, column));
     }
 }

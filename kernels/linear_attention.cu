@@ -1089,7 +1089,7 @@ int64_t num_blocks() {
 // States of slots, and one for each sequence's end, that a pass of such sizes has at most where sequences are cut:
 // there are as many sequences of 1.5 times `wanted` tokens as there can be, each cut into two segments of two slots.
 int64_t most_slot_states(const LinearAttentionSizes& z, int64_t blocks) {
-    return 4 * std::min(ceil_div(blocks, z.NKV), ceil_div(z.N, MIN_SEGMENT));
+    return 4 * std::min(ceil_div(blocks, std::max<int64_t>(1, z.NKV)), ceil_div(z.N, MIN_SEGMENT));
 }
 
 Segments segments_of(const LinearAttentionSizes& z) {

@@ -7,8 +7,10 @@
 
 #include "kernels/adamw.h"
 #include "kernels/attention.h"
+#include "kernels/decay_gate.h"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
+#include "kernels/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
@@ -186,6 +188,19 @@ Tensor scratch(tgk_context& c, int64_t bytes) {
 // Sizes of tensors that a scratch depends on: 0 where the tensor is not what the operation will ask for.
 int64_t size(const Tensor& t, int dimension) {
     return dimension < t.rank ? t.shape[dimension] : 0;
+}
+
+LinearAttention linear_kind(const char* op, int32_t features, int32_t normalise) {
+    require(features == 0 || features == 1, op, ": features are ", features, ", expected 0 (identity) or 1 (elu + 1)");
+    LinearAttention kind;
+    kind.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity, kind.normalise = normalise != 0;
+    return kind;
+}
+
+LinearAttentionSizes linear_sizes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cum,
+                                  int64_t max_length) {
+    return {size(q, 0), std::max<int64_t>(size(cum, 0) - 1, 0), size(q, 1), size(k, 1), size(q, 2), size(v, 2),
+            max_length};
 }
 
 TensorFunction function_of(const char* op, int32_t function) {
@@ -413,6 +428,64 @@ int tgk_attention_backward(tgk_context* context, const tgk_tensor* dq, const tgk
                     attention_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8],
                                        {t[9], t[10], max_q, max_k}, scale, scratch(c, bytes), c.stream);
                 });
+}
+
+int tgk_linear_attention_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* norm,
+                                 const tgk_tensor* final_s, const tgk_tensor* final_z, const tgk_tensor* q,
+                                 const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
+                                 const tgk_tensor* initial_s, const tgk_tensor* initial_z, const tgk_tensor* cum,
+                                 int64_t max_length, int32_t features, int32_t normalise) {
+    const char* op = "tgk_linear_attention_forward";
+    return call(op, context, 4, {out, norm, final_s, final_z, q, k, v, gate, initial_s, initial_z, cum},
+                [&](Tensors& t, tgk_context& c) {
+                    const int64_t bytes =
+                        linear_attention_forward_scratch(linear_sizes(t[4], t[5], t[6], t[10], max_length));
+                    linear_attention_forward(t[0], t[1], {t[2], t[3]}, t[4], t[5], t[6], t[7], {t[8], t[9]},
+                                             {t[10], max_length}, linear_kind(op, features, normalise),
+                                             scratch(c, bytes), c.stream);
+                });
+}
+
+int tgk_linear_attention_backward(tgk_context* context, const tgk_tensor* dq, const tgk_tensor* dk,
+                                  const tgk_tensor* dv, const tgk_tensor* dgate, const tgk_tensor* dinitial_s,
+                                  const tgk_tensor* dinitial_z, const tgk_tensor* dout, const tgk_tensor* dfinal_s,
+                                  const tgk_tensor* dfinal_z, const tgk_tensor* q, const tgk_tensor* k,
+                                  const tgk_tensor* v, const tgk_tensor* gate, const tgk_tensor* initial_s,
+                                  const tgk_tensor* initial_z, const tgk_tensor* out, const tgk_tensor* norm,
+                                  const tgk_tensor* cum, int64_t max_length, int32_t features, int32_t normalise) {
+    const char* op = "tgk_linear_attention_backward";
+    return call(op, context, 6,
+                {dq, dk, dv, dgate, dinitial_s, dinitial_z, dout, dfinal_s, dfinal_z, q, k, v, gate, initial_s,
+                 initial_z, out, norm, cum},
+                [&](Tensors& t, tgk_context& c) {
+                    const int64_t bytes =
+                        linear_attention_backward_scratch(linear_sizes(t[9], t[10], t[11], t[17], max_length));
+                    linear_attention_backward(t[0], t[1], t[2], t[3], {t[4], t[5]}, t[6], {t[7], t[8]}, t[9], t[10],
+                                              t[11], t[12], {t[13], t[14]}, t[15], t[16], {t[17], max_length},
+                                              linear_kind(op, features, normalise), scratch(c, bytes), c.stream);
+                });
+}
+
+int tgk_linear_attention_decode(tgk_context* context, const tgk_tensor* out, const tgk_tensor* s, const tgk_tensor* z,
+                                const tgk_tensor* q, const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
+                                int32_t features, int32_t normalise) {
+    const char* op = "tgk_linear_attention_decode";
+    return call(op, context, 3, {out, s, z, q, k, v, gate}, [&](Tensors& t, tgk_context& c) {
+        linear_attention_decode(t[0], {t[1], t[2]}, t[3], t[4], t[5], t[6], linear_kind(op, features, normalise),
+                                c.stream);
+    });
+}
+
+int tgk_decay_gate_forward(tgk_context* context, const tgk_tensor* gate, const tgk_tensor* inp,
+                           const tgk_tensor* weight, const tgk_tensor* bias) {
+    return call("tgk_decay_gate_forward", context, 1, {gate, inp, weight, bias},
+                [&](Tensors& t, tgk_context& c) { decay_gate_forward(t[0], t[1], t[2], t[3], c.stream); });
+}
+
+int tgk_decay_gate_backward(tgk_context* context, const tgk_tensor* dx, const tgk_tensor* dgate,
+                            const tgk_tensor* gate) {
+    return call("tgk_decay_gate_backward", context, 1, {dx, dgate, gate},
+                [&](Tensors& t, tgk_context& c) { decay_gate_backward(t[0], t[1], t[2], c.stream); });
 }
 
 int tgk_rope_table(const tgk_tensor* table, double theta) {

@@ -140,6 +140,41 @@ TGK_API int tgk_attention_backward(tgk_context*, const tgk_tensor* dq, const tgk
                                    const tgk_tensor* cum_q, const tgk_tensor* cum_k, int64_t max_q, int64_t max_k,
                                    float scale);
 
+/* --- causal linear attention (linear_attention.h) and the gate of its kind G (decay_gate.h); fp32, on CUDA also bf16
+ */
+
+/* features: 0 identity, 1 elu + 1; normalise needs the latter. States and their gradients come as s and z, z only where
+ * normalised; either may be null as a whole. out [N, NH, M]; norm [NH, N] fp32 or null; final_s [S, NKV, E, M],
+ * final_z [S, NKV, E] fp32 or null; q [N, NH, E]; k [N, NKV, E]; v [N, NKV, M]; gate [N, NKV] fp32 or null; initial_s,
+ * initial_z like the final ones or null; cum [S + 1] int32; max_length: no sequence is longer */
+TGK_API int tgk_linear_attention_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* norm,
+                                         const tgk_tensor* final_s, const tgk_tensor* final_z, const tgk_tensor* q,
+                                         const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
+                                         const tgk_tensor* initial_s, const tgk_tensor* initial_z,
+                                         const tgk_tensor* cum, int64_t max_length, int32_t features,
+                                         int32_t normalise);
+/* dq, dk, dv like q, k, v; dgate [N, NKV] where there is a gate; dinitial_s, dinitial_z or null; dout, out [N, NH, M];
+ * dfinal_s, dfinal_z or null; out and norm may be null where nothing is normalised */
+TGK_API int tgk_linear_attention_backward(tgk_context*, const tgk_tensor* dq, const tgk_tensor* dk,
+                                          const tgk_tensor* dv, const tgk_tensor* dgate, const tgk_tensor* dinitial_s,
+                                          const tgk_tensor* dinitial_z, const tgk_tensor* dout,
+                                          const tgk_tensor* dfinal_s, const tgk_tensor* dfinal_z, const tgk_tensor* q,
+                                          const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
+                                          const tgk_tensor* initial_s, const tgk_tensor* initial_z,
+                                          const tgk_tensor* out, const tgk_tensor* norm, const tgk_tensor* cum,
+                                          int64_t max_length, int32_t features, int32_t normalise);
+/* One token for each of S sequences, whose state s [S, NKV, E, M], z [S, NKV, E] or null is moved on by it:
+ * out [S, NH, M]; q [S, NH, E]; k [S, NKV, E]; v [S, NKV, M]; gate [S, NKV] fp32 or null */
+TGK_API int tgk_linear_attention_decode(tgk_context*, const tgk_tensor* out, const tgk_tensor* s, const tgk_tensor* z,
+                                        const tgk_tensor* q, const tgk_tensor* k, const tgk_tensor* v,
+                                        const tgk_tensor* gate, int32_t features, int32_t normalise);
+/* gate [N, H] fp32; inp [N, C]; weight [H, C]; bias [H] fp32 */
+TGK_API int tgk_decay_gate_forward(tgk_context*, const tgk_tensor* gate, const tgk_tensor* inp,
+                                   const tgk_tensor* weight, const tgk_tensor* bias);
+/* dx [N, H]; dgate, gate [N, H] fp32 */
+TGK_API int tgk_decay_gate_backward(tgk_context*, const tgk_tensor* dx, const tgk_tensor* dgate,
+                                    const tgk_tensor* gate);
+
 /* --- RoPE (rope.h), activations (gelu.h, swiglu.h) */
 
 /* table [positions, R/2, 2] fp32 in the host's memory: cos and sin, without scaling */

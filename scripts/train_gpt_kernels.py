@@ -77,6 +77,11 @@ OPERATIONS = {
     "softmax_backward": ("", "T|TT", "F"),
     "attention_forward": ("", "Tf|TTTii", "LLF"),
     "attention_backward": ("", "TTT|TTTTTfii", "LLF"),
+    "linear_attention_forward": ("", "Tfff|TTTfffi", "LII"),
+    "linear_attention_backward": ("", "TTTfff|TffTTTfffTfi", "LII"),
+    "linear_attention_decode": ("", "Tff|TTTf", "II"),
+    "decay_gate_forward": ("", "f|TTf", ""),
+    "decay_gate_backward": ("", "T|ff", ""),
     "rope": ("", "T|if", "I"),
     "gelu_forward": ("", "T|T", ""),
     "gelu_backward": ("", "T|TT", ""),
@@ -432,6 +437,58 @@ class Kernels:
         return self._run("attention_backward", [], [*grads, dout, q, k, v, out, lse, *sequences], [*limits, scale],
                          results)
 
+    # --- causal linear attention (kernels/linear_attention.h) and its gate (kernels/decay_gate.h)
+
+    def linear_attention_forward(self, q, k, v, gate=None, features="elu", normalise=True, initial=None, cum=None, max_length=None):
+        """(out [N, NH, M], norm [NH, N] or None, final state) of q [N, NH, E], k [N, NKV, E] and v [N, NKV, M]; NKV
+        divides NH. features: "elu" (elu + 1) or "identity". gate [N, NKV] float32: log decays ≤ 0, or None. A state is
+        (s [S, NKV, E, M], z [S, NKV, E]), z None where nothing is normalised; float32. Sequence i has the tokens cum[i] …
+        cum[i + 1] (int32 [S + 1], None: one sequence), max_length bounds their lengths."""
+        q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
+        sequences, length = self._linear_sequences(q, cum, max_length)
+        shape = (sequences.shape[0] - 1, *k.shape[1:], v.shape[2])
+        out, r0 = self._out(None, (*q.shape[:2], v.shape[2]), q)
+        norm, r1 = self._out(None, (q.shape[1], q.shape[0]), q, "float32") if normalise else (None, None)
+        final, state = self._new_state(shape, q, normalise)
+        views = [out, norm, *final, q, k, v, self._view("gate", gate), *self._state("initial", initial), sequences]
+        return self._run("linear_attention_forward", [], views, [length, *self._linear_kind(features, normalise)], (r0, r1, state))
+
+    def linear_attention_backward(self, dout, q, k, v, out, norm, gate=None, features="elu", normalise=True, initial=None, dfinal=None,
+                                  cum=None, max_length=None):
+        """(dq, dk, dv, dgate or None, gradient of the initial state or None). dfinal: the gradient of the final state, or
+        None. The other arguments are those of linear_attention_forward and its results."""
+        dout, q, k, v, out = (self._view(n, t, rank=3)
+                              for n, t in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out)))
+        sequences, length = self._linear_sequences(q, cum, max_length)
+        grads, results = zip(*(self._out(None, t.shape, t) for t in (q, k, v)))
+        gate = self._view("gate", gate)
+        dgate, r3 = (None, None) if gate is None else self._out(None, gate.shape, gate)
+        shape = (sequences.shape[0] - 1, *k.shape[1:], v.shape[2])
+        dinitial, r4 = ((None, None), None) if initial is None else self._new_state(shape, q, normalise)
+        views = [*grads, dgate, *dinitial, dout, *self._state("dfinal", dfinal), q, k, v, gate, *self._state("initial", initial), out,
+                 self._view("norm", norm), sequences]
+        return self._run("linear_attention_backward", [], views, [length, *self._linear_kind(features, normalise)], (*results, r3, r4))
+
+    def linear_attention_decode(self, state, q, k, v, gate=None, features="elu", normalise=True):
+        """out [S, NH, M] of one token for each of S sequences, whose state (see linear_attention_forward) is moved on by it in
+        place; q [S, NH, E], k [S, NKV, E], v [S, NKV, M], gate [S, NKV] or None."""
+        q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
+        out, result = self._out(None, (*q.shape[:2], v.shape[2]), q)
+        views = [out, *self._state("state", state, written=True), q, k, v, self._view("gate", gate)]
+        return self._run("linear_attention_decode", [], views, self._linear_kind(features, normalise), result)
+
+    def decay_gate_forward(self, inp, weight, bias):
+        """gate [N, H] = log σ(inp·weightᵀ + bias), float32, of inp [N, C], weight [H, C] and bias [H] float32."""
+        inp, weight, bias = self._view("inp", inp, rank=2), self._view("weight", weight, rank=2), self._view("bias", bias)
+        gate, result = self._out(None, (inp.shape[0], weight.shape[0]), inp, "float32")
+        return self._run("decay_gate_forward", [], [gate, inp, weight, bias], [], result)
+
+    def decay_gate_backward(self, dgate, gate):
+        """The gradient [N, H] of what the logarithm was taken of; float32."""
+        dgate, gate = self._view("dgate", dgate, rank=2), self._view("gate", gate, rank=2)
+        dx, result = self._out(None, gate.shape, gate)
+        return self._run("decay_gate_backward", [], [dx, dgate, gate], [], result)
+
     # --- RoPE (kernels/rope.h), activations (kernels/gelu.h, kernels/swiglu.h)
 
     def rope_table(self, positions, rotary_size, theta=10000.0):
@@ -576,6 +633,31 @@ class Kernels:
             views.append(self._view(name, cum, rank=1))
             limits.append(tokens.shape[0] if most is None else most)
         return views, limits
+
+    def _linear_sequences(self, q, cum, max_length):
+        cum = np.array([0, q.shape[0]], np.int32) if cum is None else cum
+        return self._view("cum", cum, rank=1), q.shape[0] if max_length is None else max_length
+
+    @staticmethod
+    def _linear_kind(features, normalise):
+        if features not in ("identity", "elu"):
+            raise ValueError(f'features is {features!r}, expected "identity" or "elu"')
+        return [int(features == "elu"), int(normalise)]
+
+    def _state(self, name, state, written=False):
+        """The views of a state (s, z); of None two."""
+        s, z = (None, None) if state is None else state
+        views = self._view(name + "[0]", s, rank=4), self._view(name + "[1]", z, rank=3)
+        for view in views:
+            if written and view is not None:
+                self._must_be_writable(view)
+        return views
+
+    def _new_state(self, shape, like, normalise):
+        """Views and arrays of a new state (s, z)."""
+        s, r0 = self._out(None, shape, like, "float32")
+        z, r1 = self._out(None, shape[:3], like, "float32") if normalise else (None, None)
+        return (s, z), (r0, r1)
 
     # --- calls
 
