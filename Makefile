@@ -74,7 +74,7 @@ COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS)
 LIBS := -lpcre2-8 -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these rooms asks.
-SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp data/*.cpp infer/*.cpp commands/*.cpp)
+SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp parallel/*.cpp data/*.cpp infer/*.cpp commands/*.cpp)
 source = $(1).cpp
 ifeq ($(BACKEND),cuda)
   $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))

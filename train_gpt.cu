@@ -7,6 +7,7 @@
 // It holds no kernel. Launchers from kernels/ do the mathematics; the same text is compiled by g++ for the CPU and by
 // nvcc for the GPU, and the Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
+#include <chrono>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
@@ -14,6 +15,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <thread>
 
 #include "commands/commands.h"
 #include "commands/training.h"
@@ -42,6 +44,8 @@
 #include "kernels/rope.h"
 #include "kernels/sampling.h"
 #include "kernels/swiglu.h"
+#include "parallel/update.h"
+#include "parallel/weights.h"
 #include "runtime/arena.h"
 #include "runtime/checkpoint.h"
 #include "runtime/convert.h"
@@ -49,6 +53,7 @@
 #include "runtime/files.h"
 #include "runtime/heads.h"
 #include "runtime/log.h"
+#include "runtime/memory_plan.h"
 #include "runtime/model_config.h"
 #include "runtime/params.h"
 #include "runtime/peaks.h"
@@ -60,17 +65,39 @@
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream.
+// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream, and
+// beside it what the ranks of a run send each other.
 struct Context {
     int64_t in_use_before = device_bytes_in_use();
-    Stream stream = create_stream();
+    Stream stream = create_stream(), side;
     int64_t rank = 0, world = 1;
+    mutable std::unique_ptr<Comm> comm;
     mutable Profiler profiler;  // watches, and changes nothing that is computed
 
-    Context() = default;
-    ~Context() { destroy_stream(stream); }
+    explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
+        if (world > 1) side = create_side_stream();
+    }
+    ~Context() {
+        if (world > 1) destroy_stream(side);
+        destroy_stream(stream);
+    }
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
+
+    // Waits for a moment in the stream's work, but not for a rank that has ended.
+    void wait(const Event& moment) const {
+        while (world > 1 && !moment.reached()) {
+            comm->check();
+            std::this_thread::sleep_for(std::chrono::microseconds(20));
+        }
+        moment.wait();
+    }
+    void wait_for_all(const std::string& what) const {
+        Event moment;
+        moment.record(stream);
+        comm->watch(what, stream);
+        wait(moment);
+    }
 };
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -99,9 +126,10 @@ enum Slot {
     HEAD_W  // final norm, output head (absent when tied to WTE)
 };
 
-bool is_norm(Slot slot) {
+// Norms and a gate's bias, in a 16-bit model too: few numbers, whose digits matter. They are a group of their own.
+bool stays_fp32(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B || slot == HEADNORM_W;
+           slot == NORMF_B || slot == HEADNORM_W || slot == GATE_B;
 }
 
 ParamTable parameter_table(const ModelConfig& c, int64_t world) {
@@ -112,12 +140,15 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     // rows × cols; cols = 0 for a vector. pieces: the tensors of a Hugging Face checkpoint that it is made of.
     auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double std,
                    double value, std::vector<Piece> pieces) {
-        const int64_t group = layer >= 0 ? 1 + layer : slot == WTE || slot == WPE ? 0 : 1 + c.layers;
+        const int64_t group = stays_fp32(slot)             ? c.layers + 2
+                              : layer >= 0                 ? 1 + layer
+                              : slot == WTE || slot == WPE ? 0
+                                                           : 1 + c.layers;
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
         if (pieces.empty()) pieces = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
-                                static_cast<float>(std), static_cast<float>(value), 0, cols > 0,
-                                is_norm(slot) || slot == GATE_B, std::move(pieces)});
+                                static_cast<float>(std), static_cast<float>(value), cols > 0, stays_fp32(slot),
+                                std::move(pieces)});
     };
     const double std = c.init_std;
     // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
@@ -191,6 +222,8 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     }
     norm(NORMF_W, -1, "normf", "transformer.ln_f", "model.norm");
     if (!c.tied) add(HEAD_W, -1, "head.weight", V, C, std, 0, named("lm_head.weight", "lm_head.weight", V, false));
+    std::stable_sort(table.params.begin(), table.params.end(),
+                     [](const Param& a, const Param& b) { return a.group < b.group; });
     table.layout(world);
     return table;
 }
@@ -206,44 +239,68 @@ struct Model {
     ModelConfig config;
     ParamTable table;
     Precision precision;
-    Arena memory, master_memory;
+    Sharding sharding;
+    GroupPlaces places;  // of gathered groups, where each rank keeps its part of the weights
+    Arena memory;
     WeightArenas arenas;
+    std::unique_ptr<WeightGatherer> gatherer;  // likewise
 
     // The table only; allocate() gets the memory.
-    Model(const ModelConfig& model_config, int64_t world, Precision p = {})
-        : config(model_config), table(parameter_table(config, world)), precision(p) {}
-
-    int64_t weight_bytes() const { return table.total * dtype_size(precision.dtype); }
-    // fp32 beside 16-bit weights: all of them as master weights, or the few that stay fp32.
-    int64_t fp32_elements() const {
-        return precision.dtype == DType::F32 ? 0 : precision.master ? table.total : table.fp32_total;
-    }
-    void allocate() {
-        memory = Arena(weight_bytes(), "weights");
-        arenas = memory.at(0, precision.dtype, {table.total});
-        if (!fp32_elements()) return;
-        master_memory = Arena(fp32_elements() * 4, "fp32 weights");
-        (precision.master ? arenas.master : arenas.fp32) = master_memory.at(0, DType::F32, {fp32_elements()});
+    Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {})
+        : config(model_config), table(parameter_table(config, ranks.world)), precision(p), sharding(ranks) {
+        if (sharding.splits_weights()) places = GroupPlaces(table, WeightGatherer::LAYER_PLACES, false);
     }
 
-    // The parameter's part of the weights or of another arena that is laid out by the table; null where this model has
-    // none.
+    // Elements: of the weights that are kept, of those that are gathered, of fp32 master weights, of what stays fp32
+    // apart from them.
+    int64_t kept() const { return table.total / sharding.parts(sharding.splits_weights()); }
+    int64_t gathered() const { return places.total(); }
+    int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
+    int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
+    int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
+
+    void allocate(const Context& ctx) {
+        memory = Arena(bytes(), "weights");
+        int64_t at = 0;
+        const auto part = [&](DType dtype, int64_t n) {
+            const Tensor t = memory.at(at, dtype, {n});
+            at += t.bytes();
+            return t;
+        };
+        arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
+        if (gathered()) arenas.weights.views = places.views(table, part(precision.dtype, gathered()));
+        if (master()) arenas.master = sharding.arena(part(DType::F32, master()), sharding.splits_optimizer());
+        if (fp32()) arenas.fp32 = part(DType::F32, fp32());
+        arenas.fp32.origin = table.total - table.fp32_total;
+        if (gathered()) gatherer = std::make_unique<WeightGatherer>(*ctx.comm, table, arenas.weights, places, ctx.side);
+    }
+
+    // Null where this model has no such parameter.
     Tensor weight(Slot slot, int64_t layer = -1) const {
         const Param* p = table.find(slot, static_cast<int>(layer));
         return p ? arenas.tensor(*p) : Tensor{};
     }
-    Tensor part(Tensor arena, Slot slot, int64_t layer = -1) const {
+    Tensor gradient(const Gradients& grads, Slot slot, int64_t layer = -1) const {
         const Param* p = table.find(slot, static_cast<int>(layer));
-        return p ? param_tensor(*p, arena) : Tensor{};
+        return p ? grads.tensor(*p) : Tensor{};
     }
     Slot head() const { return config.tied ? WTE : HEAD_W; }
+    // Groups of the table.
+    int head_group() const { return table.find(head())->group; }
+    static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
+    int fp32_group() const { return table.num_groups() - 1; }
+
+    // The group's weights are whole while this lives; the next one's are on their way.
+    GatheredGroup use(const Context& ctx, int group, int next = -1) const {
+        return GatheredGroup(gatherer.get(), group, next, ctx.stream);
+    }
 };
 
 // Each weight depends on (seed, its name, its index) alone. Block by block: a copy of the whole model would be the
 // largest thing in memory.
 void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
     const WeightArenas& w = model.arenas;
-    for (const Tensor& arena : {w.weights, w.master, w.fp32}) {
+    for (const Tensor& arena : {w.weights.data, w.master.data, w.fp32.data}) {
         if (arena) device_fill(arena.data, 0, static_cast<size_t>(arena.bytes()), ctx.stream);
     }
     std::vector<float> block(1 << 20);
@@ -251,6 +308,7 @@ void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
         const uint64_t stream = name_hash(p.name);
         for (int64_t begin = 0; begin < p.numel(); begin += int64_t(block.size())) {
             const int64_t n = std::min(int64_t(block.size()), p.numel() - begin);
+            if (!w.needed(p, begin, n).second) continue;
 #pragma omp parallel for
             for (int64_t i = 0; i < n; i++) {
                 block[static_cast<size_t>(i)] =
@@ -339,7 +397,7 @@ class Activations {
     Tensor logits, losses;             // [chunk, Vp], [N]
     Tensor dx, dnormf;                 // [N, C] gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
-    Tensor loss_sum, scalars;          // [1] fp64; StepScalars
+    Tensor sums, loss_sum, scalars;    // [ranks, NUM_STEP_SUMS] fp64, this rank's SUM_LOSS of them; StepScalars
     Tensor sample_id, sample_key;      // [1] int32, [2] int64, training: the drawn token, and (sequence, step)
     std::unique_ptr<Staging> staging;  // what the inputs pass through
 
@@ -347,6 +405,10 @@ class Activations {
     int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
     static constexpr int STAGING_SLOTS = 4;
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
+    // A number of a rank's row of sums.
+    Tensor sum(int64_t rank, StepSum which) const {
+        return make_tensor(sums.as<double>() + rank * NUM_STEP_SUMS + which, DType::F64, sums.device, {1});
+    }
 
   private:
     void place(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype, std::vector<int64_t> dims,
@@ -479,7 +541,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     place({&normf}, "normf", dtype, {N, C}, HEAD, HEAD);
     place({&logits}, "logits", dtype, {std::min(chunk, N), Vp}, HEAD, HEAD);
     place({&losses}, "losses", DType::F32, {N}, HEAD, HEAD);
-    place({&loss_sum}, "loss_sum", DType::F64, {1}, 0, UPDATE);
+    place({&sums}, "sums", DType::F64, {shape.world, NUM_STEP_SUMS}, 0, UPDATE);
     const LinearAttentionSizes linear{N, N, c.heads, c.kv_heads, c.head_size, c.head_size, shape.T, false};
     const bool has_linear = c.has_linear_attention();
     const int64_t forward_bytes =
@@ -498,7 +560,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
                       embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
                       has_linear ? linear_attention_backward_scratch(linear) : 0,
                       c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
-                      step_control_scratch(parameter_table(c, shape.world).total),
+                      sum_squares_scratch(parameter_table(c, shape.world).total),
                       sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
@@ -509,6 +571,7 @@ void Activations::allocate(const Context& ctx) {
     memory = Arena(plan.bytes(), "activations");
     staging = std::make_unique<Staging>(staging_bytes(), STAGING_SLOTS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
+    loss_sum = sum(ctx.rank, SUM_LOSS);
     if (rope_table) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
         ::rope_table(host_tensor(host.data(), {shape.T, config.head_size / 2, 2}), config.rope_theta,
@@ -655,15 +718,19 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
     const Range range(ctx.profiler, "forward");
     const int64_t L = model.config.layers;
     LayerActs before{};
+    if (model.gatherer) model.gatherer->begin(ctx.stream);
     for (int64_t l = 0; l < L; l++) {
         const LayerActs a = first_tokens(acts.forward[static_cast<size_t>(l)], in.n);
         if (l == 0) {
             const Range embedding(ctx.profiler, "embedding");
+            const GatheredGroup weights = model.use(ctx, 0, model.layer_group(0));
             embedding_forward(a.res1, in.tokens, in.positions, model.weight(WTE), model.weight(WPE), ctx.stream);
             norm_forward(ctx, model, NORM1_W, l, a.norm1, {}, a.mean1, a.rstd1, a.res1, {});
         } else {
             norm_forward(ctx, model, NORM1_W, l, a.norm1, a.res1, a.mean1, a.rstd1, before.res2, before.fcproj);
         }
+        const GatheredGroup weights =
+            model.use(ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
         block_forward(ctx, model, l, a, acts, in);
         linear_forward(ctx, model, FCPROJ_W, l, a.fcproj, a.act);
         before = a;
@@ -676,6 +743,7 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 // The head's logits of rows [begin, end) of normf, in the logits buffer.
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
     const Range range(ctx.profiler, "head");
+    const GatheredGroup weights = model.use(ctx, model.head_group());
     const Tensor logits = acts.logits.rows(0, end - begin);
     matmul_forward(logits, acts.normf.rows(begin, end), model.weight(model.head()), {}, ctx.stream);
     return logits;
@@ -695,14 +763,16 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 
 // --------------------------------------------------------------------------------------------------------------------
 // Backward. Parameter gradients are overwritten by the first micro-step and added to by the others (accumulate), so
-// nothing is zeroed. Gradients of activations are overwritten.
+// nothing is zeroed. Gradients of activations are overwritten. A group's gradient is summed over the ranks from the
+// moment that it is closed.
 
 // The head: losses, their gradient, the head's weight gradient and dnormf, chunk by chunk. dloss: 1/(tokens of the
 // step).
-void head_forward_backward(const Context& ctx, const Model& model, Tensor grads, const Activations& acts,
+void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
                            const Input& in, float dloss, bool accumulate) {
     const int64_t chunk = acts.logits.shape[0];
-    const Tensor weight = model.weight(model.head()), dweight = model.part(grads, model.head());
+    const GatheredGroup weights = model.use(ctx, model.head_group());
+    const Tensor weight = model.weight(model.head()), dweight = model.gradient(grads, model.head());
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
         const Tensor logits = head_logits(ctx, model, acts, begin, end);
@@ -715,18 +785,17 @@ void head_forward_backward(const Context& ctx, const Model& model, Tensor grads,
         matmul_backward_weight(dweight, {}, logits, acts.normf.rows(begin, end), accumulate || begin > 0, ctx.stream);
         matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
     }
-    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
 }
 
 // dinp = dresidual + the norm's gradient; dinp and dresidual may be the same tensor. dsum: the bias gradient of the
 // linear layer whose output was added to the residual stream here, which is the sum of dinp over the tokens; null: no
 // bias.
-void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t layer, Tensor dinp,
-                   Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd, Tensor scratch,
-                   bool accumulate) {
+void norm_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t layer,
+                   Tensor dinp, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp, Tensor mean, Tensor rstd,
+                   Tensor scratch, bool accumulate) {
     const Range range(ctx.profiler, "norm");
-    const Tensor weight = model.weight(slot, layer), dweight = model.part(grads, slot, layer);
-    const Tensor dbias = model.part(grads, static_cast<Slot>(slot + 1), layer);
+    const Tensor weight = model.weight(slot, layer), dweight = model.gradient(grads, slot, layer);
+    const Tensor dbias = model.gradient(grads, static_cast<Slot>(slot + 1), layer);
     if (model.config.norm == Norm::LayerNorm) {
         layernorm_backward(dinp, dweight, dbias, dsum, dout, dresidual, inp, weight, mean, rstd, scratch, accumulate,
                            ctx.stream);
@@ -736,15 +805,15 @@ void norm_backward(const Context& ctx, const Model& model, Tensor grads, Slot sl
 }
 
 // A linear layer: gradients of its weight, of its bias where no norm's backward pass has it, and of its input.
-void weight_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dout,
+void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
     const Range range(ctx.profiler, linear_name(slot));
     const bool before_norm = slot == PROJ_W || slot == FCPROJ_W;
-    const Tensor dbias = before_norm ? Tensor{} : model.part(grads, static_cast<Slot>(slot + 1), l);
-    matmul_backward_weight(model.part(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
+    const Tensor dbias = before_norm ? Tensor{} : model.gradient(grads, static_cast<Slot>(slot + 1), l);
+    matmul_backward_weight(model.gradient(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
 }
 
-void linear_backward(const Context& ctx, const Model& model, Tensor grads, Slot slot, int64_t l, Tensor dinp,
+void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dinp,
                      Tensor dout, Tensor inp, bool accumulate) {
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
     const Range range(ctx.profiler, linear_name(slot));
@@ -780,7 +849,7 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
 }
 
 // a.dqkv and a.dgate from a.datt. The gradient of the heads' norm takes the place of its output.
-void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+void mix_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
                   const Activations& acts, const Input& in, bool accumulate) {
     const ModelConfig& c = model.config;
     const char kind = c.kind(l);
@@ -792,7 +861,7 @@ void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t 
                                   ctx.stream);
     }
     if (kind == 'G') {
-        rmsnorm_backward(head_matrix(a.att, c.heads), model.part(grads, HEADNORM_W, l), {},
+        rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},
                          head_matrix(a.datt, c.heads), {}, head_matrix(a.mix, c.heads), model.weight(HEADNORM_W, l),
                          head_vector(a.rstd_mix), acts.scratch, accumulate, ctx.stream);
     }
@@ -803,19 +872,19 @@ void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t 
 }
 
 // Kind G: gradients of the gate's weights, and of its input, which is added to dnorm1.
-void gate_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+void gate_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
                    bool accumulate) {
     if (model.config.kind(l) != 'G') return;
     const Range range(ctx.profiler, "gate");
     const Tensor dx = a.dgate_x.columns(0, model.config.kv_heads);
     decay_gate_backward(dx, a.dgate, a.gate, ctx.stream);
-    matmul_backward_weight(model.part(grads, GATE_W, l), model.part(grads, GATE_B, l), dx, a.norm1, accumulate,
+    matmul_backward_weight(model.gradient(grads, GATE_W, l), model.gradient(grads, GATE_B, l), dx, a.norm1, accumulate,
                            ctx.stream);
     matmul_backward_input(a.dnorm1, dx, model.weight(GATE_W, l), true, ctx.stream);
 }
 
 // dx comes in as the gradient of the block's output and leaves as that of its input.
-void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_t l, const LayerActs& a,
+void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
     Tensor dfc = a.dact;
     if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
@@ -827,7 +896,7 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
         dfc = mlp_backward(ctx, model, a);
     }
     linear_backward(ctx, model, grads, FC_W, l, a.dnorm2, dfc, a.norm2, accumulate);
-    norm_backward(ctx, model, grads, NORM2_W, l, dx, model.part(grads, PROJ_B, l), a.dnorm2, dx, a.res2, a.mean2,
+    norm_backward(ctx, model, grads, NORM2_W, l, dx, model.gradient(grads, PROJ_B, l), a.dnorm2, dx, a.res2, a.mean2,
                   a.rstd2, acts.scratch, accumulate);
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
@@ -835,75 +904,101 @@ void block_backward(const Context& ctx, const Model& model, Tensor grads, int64_
     rotate(ctx, acts, in, l, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     gate_backward(ctx, model, grads, l, a, accumulate);
-    norm_backward(ctx, model, grads, NORM1_W, l, dx, l ? model.part(grads, FCPROJ_B, l - 1) : Tensor{}, a.dnorm1, dx,
-                  a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
+    if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // its last bias has its gradient here
+    norm_backward(ctx, model, grads, NORM1_W, l, dx, l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{}, a.dnorm1,
+                  dx, a.res1, a.mean1, a.rstd1, acts.scratch, accumulate);
 }
 
-// After forward(): the loss (added up in acts.loss_sum) and every gradient.
-void backward(const Context& ctx, const Model& model, Tensor grads, const Activations& acts, const Input& in,
-              float dloss, bool accumulate) {
+// After forward(): the loss (added up in acts.loss_sum) and every gradient. first_micro, last_micro: of the step's
+// micro-steps.
+void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
+              float dloss, bool first_micro, bool last_micro = true) {
     const Range range(ctx.profiler, "backward");
+    grads.begin(first_micro, last_micro);
+    const bool accumulate = grads.accumulate();
+    grads.open(model.fp32_group(), ctx.stream);
+    grads.open(model.head_group(), ctx.stream);
     head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
+    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), !first_micro, ctx.stream);
+    if (!model.config.tied) grads.close(model.head_group(), ctx.stream);
     auto first = [&](Tensor t) { return t ? t.rows(0, in.n) : t; };
     const Tensor dx = first(acts.dx);
     const int64_t last = model.config.layers - 1;
-    norm_backward(ctx, model, grads, NORMF_W, -1, dx, model.part(grads, FCPROJ_B, last), first(acts.dnormf), {},
+    grads.open(model.layer_group(last), ctx.stream);
+    norm_backward(ctx, model, grads, NORMF_W, -1, dx, model.gradient(grads, FCPROJ_B, last), first(acts.dnormf), {},
                   first(acts.resf), first(acts.meanf), first(acts.rstdf), acts.scratch, accumulate);
     for (int64_t l = last; l >= 0; l--) {
         const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
+        const GatheredGroup weights = model.use(ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
         recompute(ctx, model, l, a, acts, in);
         block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
+        grads.close(model.layer_group(l), ctx.stream);
     }
     const Range embedding(ctx.profiler, "embedding");
+    if (!model.config.tied) grads.open(0, ctx.stream);
     // A tied embedding already holds the head's gradient of this micro-step.
-    embedding_backward(model.part(grads, WTE), model.part(grads, WPE), dx, in.tokens, in.positions, acts.scratch,
-                       accumulate || model.config.tied, accumulate, ctx.stream);
+    embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
+                       acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+    grads.close(0, ctx.stream);
+    grads.close(model.fp32_group(), ctx.stream);
+    grads.end(ctx.stream);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
 // Update.
 
-// Gradients and Adam's moments: three arenas with the layout of the weights.
+// Gradients and Adam's moments: arenas with the layout of the weights.
 struct Optimizer {
     Arena memory;
-    Tensor grads, m, v;
-    std::vector<AdamWSegment> segments;
+    Gradients grads;
+    ParamArena m, v;
+    std::vector<UpdatePiece> pieces;
+    std::vector<Event> updated;  // by piece
     AdamWOptions options;
 
-    void allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay) {
+    // Elements of m, and of v.
+    static int64_t moments(const Model& model) {
+        return model.table.total / model.sharding.parts(model.sharding.splits_optimizer());
+    }
+    void allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay,
+                  const ReduceOptions& reduce = {}) {
         const ParamTable& table = model.table;
-        const int64_t bytes = table.total * 4;
-        memory = Arena(3 * bytes, "gradients and optimizer");
-        device_fill(memory.at(0, DType::U8, {3 * bytes}).data, 0, static_cast<size_t>(3 * bytes), ctx.stream);
-        Tensor* const arenas[] = {&grads, &m, &v};
-        for (int i = 0; i < 3; i++) *arenas[i] = memory.at(i * bytes, DType::F32, {table.total});
+        const Sharding& sharding = model.sharding;
+        const int64_t grad_bytes = Gradients::memory(table, sharding, reduce).bytes(), n = moments(model);
+        memory = Arena(grad_bytes + 2 * n * 4, "gradients and optimizer");
+        const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
+        device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
+        grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), ctx.comm.get(), ctx.side);
+        m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
+        v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
         options = adamw;
-        // Which of the updated fp32 parameters lie where: all of them as in the other arenas, or a few of their own.
-        const bool compact = model.precision.dtype != DType::F32 && !model.precision.master;
-        for (const Param& p : table.params) {
-            segments.push_back({p.offset, p.offset + p.padded_numel(),
-                                p.decay ? static_cast<float>(weight_decay) : 0.0f,
-                                !compact ? p.offset
-                                : p.fp32 ? p.fp32_offset
-                                         : -1,
-                                name_hash(p.name)});
-        }
+        pieces = make_update_pieces(table, sharding, model.arenas, grads, m, v, weight_decay);
+        updated = std::vector<Event>(pieces.size());
     }
 };
 
-// Global norm, clipping, AdamW. scale: 1/(scored tokens of the step), which makes loss_sum a mean. grad_unit: what
-// makes the gradients that mean's, where they were divided by more tokens.
+// Global norm, clipping, AdamW, and what was updated on other ranks. scale: 1/(scored tokens of the step), which makes
+// the sum of losses a mean. grad_unit: what makes the gradients that mean's, where they were divided by more tokens.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1) {
     const Range range(ctx.profiler, "update");
-    step_control(acts.scalars, optimizer.grads, acts.loss_sum, scale, grad_unit, acts.scratch, ctx.stream);
-    const WeightArenas& w = model.arenas;
-    const bool fp32 = w.weights.dtype == DType::F32;
-    adamw_update(fp32       ? w.weights
-                 : w.master ? w.master
-                            : w.fp32,
-                 fp32 ? Tensor{} : w.weights, optimizer.m, optimizer.v, optimizer.grads, optimizer.segments.data(),
-                 static_cast<int64_t>(optimizer.segments.size()), optimizer.options, acts.scalars, ctx.stream);
+    const std::vector<UpdatePiece>& pieces = optimizer.pieces;
+    for (size_t i = 0; i < pieces.size(); i++)
+        sum_squares(acts.sum(ctx.rank, SUM_SQUARES), pieces[i].own_grads, i > 0, acts.scratch, ctx.stream);
+    ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
+    step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
+    for (size_t i = 0; i < pieces.size(); i++) {
+        const UpdatePiece& p = pieces[i];
+        adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
+                     static_cast<int64_t>(p.segments.size()), optimizer.options, acts.scalars, ctx.stream);
+        if (!p.gathered) continue;
+        optimizer.updated[i].record(ctx.stream);
+        optimizer.updated[i].hold(ctx.side);
+        ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
+        optimizer.updated[i].record(ctx.side);
+    }
+    for (size_t i = 0; i < pieces.size(); i++)
+        if (pieces[i].gathered) optimizer.updated[i].hold(ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -927,21 +1022,30 @@ struct Evaluation {
     double bits_per_byte() const { return bytes ? nats / (std::log(2.0) * double(bytes)) : NAN; }
 };
 
-// Scores the split's tokens once, up to limit of them (0: all). split_bytes: text behind the whole split.
+// Scores the split's tokens once, up to limit of them (0: all), each rank its share of the batches. split_bytes: text
+// behind the whole split.
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                     int32_t end_of_text, int64_t limit, int64_t split_bytes) {
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
     require(batches.num_tokens() > 0, files.pattern(), ": too few tokens to score; give a longer validation text");
-    Evaluation e;
-    for (int64_t b = 0; b < batches.num_batches(); b++) {
-        const Batch batch = batches.batch(b);
+    Evaluation own;
+    for (int64_t first = 0; first < batches.num_batches(); first += ctx.world) {
+        Batch batch = batches.batch(std::min(first + ctx.rank, batches.num_batches() - 1));
+        // Where there is none left for this rank it takes part without a target: its weights may be on other ranks.
+        if (first + ctx.rank >= batches.num_batches()) {
+            std::fill(batch.targets.begin(), batch.targets.end(), Batch::NO_TARGET);
+            batch.scored = 0;
+        }
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
-        evaluate_loss(ctx, model, acts, in, b > 0);
-        e.tokens += batch.scored;
+        evaluate_loss(ctx, model, acts, in, first > 0);
+        own.tokens += batch.scored;
     }
+    ctx.wait_for_all("evaluation");
+    copy_to_host(&own.nats, acts.loss_sum.data, sizeof own.nats, ctx.stream);
+    Evaluation e;
+    for (const Evaluation& part : ctx.comm->all_gather_host(own)) e.tokens += part.tokens, e.nats += part.nats;
     require(e.tokens > 0, files.pattern(), ": its mask leaves no token to score");
-    copy_to_host(&e.nats, acts.loss_sum.data, sizeof e.nats, ctx.stream);
     // A part of the split is taken to have the whole's bytes per token. How much text a mask leaves is not known.
     if (!files.masked())
         e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
@@ -949,7 +1053,7 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 }
 
 // Draws the token that follows `tokens` with the memory of a training run, which has no cache: it computes the whole
-// context again, or the last of it that the batch has room for.
+// context again, or the last of it that the batch has room for. All ranks take part and go on with rank 0's token.
 int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
                    uint64_t seed, int64_t step) {
     const int64_t window = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
@@ -962,35 +1066,33 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     sampling.seed = seed;
     sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
                   acts.sample_key.rows(1, 2), sampling, {}, acts.scratch, ctx.stream);
+    ctx.wait_for_all("sampling");
     int32_t id;
     copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
+    ctx.comm->broadcast_host(id, 0);
     return id;
 }
 
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
-struct MemoryPlan {
-    std::vector<std::pair<std::string, int64_t>> lines;  // what, bytes
-    int64_t total = 0;
+MemoryPlan memory_plan(const Model& model) {
+    const int64_t size = dtype_size(model.precision.dtype);
+    MemoryPlan plan;
+    plan.add("weights", model.kept() * size);
+    plan.add("gathered weights", model.gathered() * size);
+    plan.add("master weights", model.master() * 4);
+    plan.add("fp32 weights", model.fp32() * 4);
+    return plan;
+}
 
-    explicit MemoryPlan(const Model& model) {
-        add("weights", model.weight_bytes());
-        if (model.fp32_elements())
-            add(model.precision.master ? "master weights" : "fp32 weights", model.fp32_elements() * 4);
-    }
-    void add(const std::string& what, int64_t bytes) {
-        lines.emplace_back(what, bytes);
-        total += bytes;
-    }
-};
-
-MemoryPlan memory_plan(const Model& model, const Activations& acts) {
-    const int64_t fp32 = model.table.total * 4;
-    MemoryPlan plan(model);
+MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {}) {
+    MemoryPlan plan = memory_plan(model);
     if (acts.shape.training) {
-        plan.add("gradients", fp32);
-        plan.add("optimizer (m, v)", 2 * fp32);
+        const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
+        plan.add("gradients", grads.arena * 4);
+        plan.add("gradients in progress", grads.places * 4 + grads.buffer_bytes);
+        plan.add("optimizer (m, v)", 2 * Optimizer::moments(model) * 4);
     }
     plan.add("activations", acts.plan.bytes());
     plan.add("program and libraries", device_overhead_bytes());
@@ -998,7 +1100,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts) {
 }
 
 MemoryPlan memory_plan(const Model& model, const Engine& engine) {
-    MemoryPlan plan(model);
+    MemoryPlan plan = memory_plan(model);
     plan.add("KV cache", engine.cache_bytes());
     if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
     plan.add("activations", engine.activation_bytes());
@@ -1006,25 +1108,21 @@ MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     return plan;
 }
 
-// in_use_before: on the GPU, by this program's context and by others.
-std::string plan_text(const MemoryPlan& plan, int64_t in_use_before) {
-    std::string text;
-    for (const auto& [what, bytes] : plan.lines)
-        text += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
-    text += str("  ", "total", std::string(19, ' '), human_bytes(plan.total), "\n");
-    if (in_use_before) text += str("  besides, in use before  ", human_bytes(in_use_before), "\n");
-    return text;
-}
-
 // The options that would make a training run of so many tokens a step fit: first what costs time, then what needs more
 // micro-steps.
-std::string what_fits(const Model& model, const RunShape& wanted, int64_t step_tokens, int64_t available) {
+std::string what_fits(const Model& model, const RunShape& wanted, const ReduceOptions& reduce, int64_t step_tokens,
+                      int64_t available) {
     std::string advice;
+    for (Sharding s = model.sharding; s.world > 1 && s.stage++ < 3;) {
+        const int64_t needed =
+            memory_plan(Model(model.config, s, model.precision), Activations(model.config, wanted), reduce).total;
+        if (needed <= available) return str("--zero-stage ", s.stage, " fits: it needs ", human_bytes(needed));
+    }
     auto fits = [&](int64_t B, Recompute level, const std::string& options) {
         RunShape shape = wanted;
         shape.B = B;
         shape.recompute = level;
-        const int64_t needed = memory_plan(model, Activations(model.config, shape)).total;
+        const int64_t needed = memory_plan(model, Activations(model.config, shape), reduce).total;
         if (needed <= available) advice = str(options, " fits: it needs ", human_bytes(needed));
         return needed <= available;
     };
@@ -1044,17 +1142,6 @@ std::string what_fits(const Model& model, const RunShape& wanted, int64_t step_t
         if (wanted.recompute == Recompute::Block) break;
     }
     return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
-}
-
-// Refuses what can't fit before it starts. advice(available): what would.
-template <typename Advice>
-void check_memory(const MemoryPlan& plan, Advice advice) {
-    const int64_t available = device_memory_available();
-    if (plan.total <= available) return;
-    std::string parts;
-    for (const auto& [what, bytes] : plan.lines) parts += str(parts.empty() ? "" : ", ", what, " ", human_bytes(bytes));
-    throw Error(str("this run needs ", human_bytes(plan.total), " (", parts, ") and ", human_bytes(available),
-                    " are free; ", advice(available)));
 }
 
 std::string describe(const Model& model) {
@@ -1088,6 +1175,10 @@ void store_gemm_choices(const Context& ctx, const std::string& path) {
     }
 }
 
+ReduceOptions reduce_options(const ShardingOptions& o) {
+    return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
+}
+
 class Trainer {
   public:
     Trainer(const Context& context, TrainSetup setup);
@@ -1097,6 +1188,16 @@ class Trainer {
     LoaderOptions loader_options() const;
 
   private:
+    // Last of all that is destroyed: a rank that fails parts from the others before it waits for work that they are
+    // part of.
+    struct Farewell {
+        const Context& ctx;
+        int exceptions = std::uncaught_exceptions();
+        bool failed() const { return std::uncaught_exceptions() > exceptions; }
+        ~Farewell() {
+            if (failed()) ctx.comm.reset();
+        }
+    };
     // A step that the device works on. The host looks at its scalars one step later, so that it never waits for a
     // device that has nothing else to do.
     struct QueuedStep {
@@ -1109,11 +1210,14 @@ class Trainer {
     void start();    // weights, optimizer and step: fresh, or from the checkpoint
     void warm_up();  // algorithms and graphs
     void adopt_checkpoint_choices();
-    void micro_step(const Batch& batch, bool accumulate);
+    void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
+    bool stopping() const;
+    void tell(const std::string& text) const;  // on stderr, once
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
     void save(Progress& progress);
+    void commit_checkpoint(AtomicDirectory& directory);
     std::string best_checkpoint() const;
 
     const Context& ctx;
@@ -1129,12 +1233,18 @@ class Trainer {
     int64_t step = 0, saved_step = -1;
     double val_loss = NAN;         // at this step, if it was evaluated
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    Graph graphs[2];               // a micro-step, the first of a step and the others
+    Graph graphs[2][2];            // a micro-step: whether it is a step's first, and its last
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // steps of this process
     int64_t skips_in_a_row = 0;
+    bool stop = false;                          // a rank was asked to, before a step that is finished
     double peak_flops = 0, measured_flops = 0;  // what MFU is of; a product measured at the start
+    const Farewell farewell{ctx};
 };
+
+void Trainer::tell(const std::string& text) const {
+    if (ctx.rank == 0) std::cerr << text;
+}
 
 Trainer::Trainer(const Context& context, TrainSetup setup)
     : ctx(context),
@@ -1142,36 +1252,41 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       o(s.o),
       dtype(o.model.type()),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
-      model(s.source.config, ctx.world, {dtype, dtype != DType::F32 && o.master_weights}),
+      model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
+            {dtype, dtype != DType::F32 && o.master_weights}),
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
                              dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
-    check_memory(memory_plan(model, acts),
-                 [&](int64_t available) { return what_fits(model, acts.shape, o.total_batch_tokens, available); });
+    const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
+    plan.check([&](int64_t available) {
+        return what_fits(model, acts.shape, reduce_options(o.sharding), o.total_batch_tokens, available);
+    });
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
-    std::cerr << s.source.name << ": " << describe(model) << ", " << dtype_name(dtype) << "\n"
-              << device_description() << ", " << matmul_library() << "\nmemory plan\n"
-              << plan_text(memory_plan(model, acts), ctx.in_use_before);
+    tell(str(s.source.name, ": ", describe(model), ", ", dtype_name(dtype), "\n", device_description(), ", ",
+             matmul_library(), "\n",
+             ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
+             plan.text(ctx.in_use_before)));
     peak_flops = dense_peak_flops(device_name(), dtype);
     // Before the arenas are there: it takes memory of its own.
     if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);
-    std::cerr << "MFU is a fraction of " << with_commas(std::llround((peak_flops ? peak_flops : measured_flops) / 1e9))
-              << " GFLOP/s, "
-              << (peak_flops ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
-                             : str("a matrix product in ", dtype_name(dtype), " measured now"))
-              << "\n";
+    tell(str("MFU is a fraction of ", with_commas(std::llround((peak_flops ? peak_flops : measured_flops) / 1e9)),
+             " GFLOP/s", ctx.world > 1 ? " of each rank, " : ", ",
+             peak_flops ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
+                        : str("a matrix product in ", dtype_name(dtype), " measured now"),
+             "\n"));
     if (!peak_flops) peak_flops = measured_flops;
-    model.allocate();
+    model.allocate(ctx);
     acts.allocate(ctx);
     optimizer.allocate(ctx, model, {static_cast<float>(o.beta1), static_cast<float>(o.beta2), 1e-8f, o.seed},
-                       o.weight_decay);
+                       o.weight_decay, reduce_options(o.sharding));
     start();
     warm_up();
-    write_file(join_path(o.out, "run.toml"), o.toml);
+    if (ctx.rank == 0) write_file(join_path(o.out, "run.toml"), o.toml);
 }
 
 // The device may still be at work on a step, and write to its scalars.
 Trainer::~Trainer() {
+    if (farewell.failed()) return;
     try {
         synchronize(ctx.stream);
     } catch (const Error&) {  // a destructor has nobody to tell
@@ -1199,16 +1314,29 @@ void Trainer::warm_up() {
     const std::string cache = matmul_cache_path(ctx.stream);
     if (o.gemm_tune) load_gemm_choices(ctx, cache);
     adopt_checkpoint_choices();
-    matmul_tuning(o.gemm_tune, ctx.stream);
+    matmul_tuning(o.gemm_tune && ctx.rank == 0, ctx.stream);
     Batch batch;
     const size_t N = static_cast<size_t>(o.batch_size * o.seq_len);
     batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
     for (int64_t b = 0; b <= o.batch_size; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * o.seq_len));
     batch.max_seqlen = o.seq_len;
-    micro_step(batch, false);
-    if (s.micro_steps > 1) micro_step(batch, true);
+    const auto micro_steps = [&](bool replay) {
+        for (int64_t micro = 0; micro < s.micro_steps; micro++) {
+            const bool first = micro == 0, last = micro + 1 == s.micro_steps;
+            if (first || last || micro == 1) micro_step(batch, first, last, replay);
+        }
+    };
+    if (ctx.world > 1) {  // rank 0's choices for all, made before any is recorded
+        micro_steps(false);
+        ctx.wait_for_all("warm-up");
+        std::string chosen = matmul_choices(ctx.stream, true);
+        ctx.comm->broadcast_host(chosen, 0);
+        matmul_use_choices(chosen, ctx.stream, true);
+    }
+    micro_steps(true);
     matmul_tuning(false, ctx.stream);
-    if (o.gemm_tune) store_gemm_choices(ctx, cache);
+    if (o.gemm_tune && ctx.rank == 0) store_gemm_choices(ctx, cache);
+    ctx.wait_for_all("warm-up");
 }
 
 // A resumed run takes the algorithms that its checkpoint names, so that it computes the same bits.
@@ -1221,26 +1349,27 @@ void Trainer::adopt_checkpoint_choices() {
                         ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
     }
     if (!ours) {
-        std::cerr
-            << "the checkpoint's matrix products were chosen on another GPU or library: choosing again, so results "
-               "may differ in the last digits\n";
+        tell(
+            "the checkpoint's matrix products were chosen on another GPU or library: choosing again, so results may "
+            "differ in the last digits\n");
     }
 }
 
-// Forward and backward over one batch, whose gradients are added to those that are there or take their place.
-void Trainer::micro_step(const Batch& batch, bool accumulate) {
+// Forward and backward over one batch, whose gradients are added to those that are there or, the first of a step, take
+// their place.
+void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay) {
     const Input in = upload(ctx, acts, batch);
     auto work = [&] {
         forward(ctx, model, acts, in);
-        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)),
-                 accumulate);
+        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
+                 last);
     };
     // With documents the number of sequences changes from batch to batch, and the kernels' grids with it. What a
     // profiler is to see can't be replayed.
-    if (o.document_mask || ctx.profiler.on())
+    if (o.document_mask || ctx.profiler.on() || !replay)
         work();
     else
-        graphs[accumulate].run(ctx.stream, work);
+        graphs[first][last].run(ctx.stream, work);
 }
 
 // One optimizer step: micro-steps whose gradients add up, then the update. The host goes ahead of the device, by no
@@ -1253,12 +1382,14 @@ void Trainer::queue_step(Loader& loader) {
     settings.grad_clip = static_cast<float>(o.grad_clip);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
+    const double asked_to_stop = stop_requested();
+    acts.staging->put(acts.sum(ctx.rank, SUM_STOP).data, &asked_to_stop, sizeof asked_to_stop, ctx.stream);
     int64_t scored = 0;
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
         const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
-        micro_step(batch, micro > 0);
+        micro_step(batch, micro == 0, micro + 1 == s.micro_steps);
         scored += batch.scored;
     }
     // The gradients are those of a sum over total_batch_tokens: recorded graphs hold that number. A step whose tokens
@@ -1267,6 +1398,7 @@ void Trainer::queue_step(Loader& loader) {
     update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     q.end.record(ctx.stream);
+    if (ctx.world > 1) ctx.comm->watch(str("step ", step + 1), ctx.stream);
     q.step = ++step;
     queued++;
     val_loss = NAN;
@@ -1275,10 +1407,11 @@ void Trainer::queue_step(Loader& loader) {
 // Waits for the oldest queued step and tells of it.
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
-    q.end.wait();
+    ctx.wait(q.end);
     const StepScalars& r = *q.scalars();
+    stop |= r.stop != 0;
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
-    const double flops = tokens_per_s * flop_per_token(model, o.seq_len);
+    const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, o.seq_len);
     ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
                          {"grad_norm", r.grad_norm}, {"ms", ms},       {"tokens_per_s", tokens_per_s},
                          {"mfu", flops / peak_flops}};
@@ -1305,6 +1438,11 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
     std::snprintf(text, sizeof text, "step %" PRId64 "  val_loss %.4f  bits_per_byte %.4f", step, e.loss(),
                   e.bits_per_byte());
     progress.note(text);
+}
+
+// Ranks stop together: after the same step, which the step's own numbers tell all of them.
+bool Trainer::stopping() const {
+    return ctx.world > 1 ? stop : stop_requested();
 }
 
 void Trainer::sample_text(Progress& progress) {
@@ -1335,13 +1473,30 @@ std::string Trainer::best_checkpoint() const {
 
 void Trainer::save(Progress& progress) {
     if (saved_step == step) return;
+    ctx.wait_for_all("a checkpoint");
     char name[32];
     std::snprintf(name, sizeof name, "step_%08" PRId64, step);
     const std::string path = join_path(o.out, name);
-    AtomicDirectory directory(path);
+    std::unique_ptr<AtomicDirectory> directory;  // rank 0's; all write their parts into it
+    if (ctx.rank == 0) directory = std::make_unique<AtomicDirectory>(path);
+    std::string temporary = directory ? directory->path() : "";
+    ctx.comm->broadcast_host(temporary, 0);
+    const Writers writers{ctx.rank, ctx.world, [&] { ctx.comm->barrier(); }};
+    const std::string state = join_path(temporary, "state.safetensors");
+    save_state(state, model.table, {model.arenas, optimizer.m, optimizer.v}, writers);
+    ctx.comm->barrier();
+    // From the state, which has each tensor whole, as no rank need have it.
+    save_weights(join_path(temporary, "model.safetensors"), model.table, state_weights(state), DType::F32, writers);
+    ctx.comm->barrier();
+    if (ctx.rank == 0) commit_checkpoint(*directory);
+    ctx.comm->barrier();
+    saved_step = step;
+    progress.note("saved " + path);
+}
+
+// What one rank does when all have written their parts: the small files, and then the checkpoint is there.
+void Trainer::commit_checkpoint(AtomicDirectory& directory) {
     save_model_files(directory.path(), model.config, s.source.original_config, {s.source.directory, s.data.path});
-    save_weights(join_path(directory.path(), "model.safetensors"), model.table, model.arenas, DType::F32);
-    save_state(join_path(directory.path(), "state.safetensors"), model.table, {model.arenas, optimizer.m, optimizer.v});
     const json trainer = {{"step", step},
                           {"adam_steps", read_scalars(ctx, acts).t},
                           {"samples", step * (o.total_batch_tokens / o.seq_len)},
@@ -1354,9 +1509,7 @@ void Trainer::save(Progress& progress) {
                           {"val_loss", val_loss}};
     write_json(join_path(directory.path(), "trainer.json"), trainer);
     directory.commit();
-    saved_step = step;
     remove_old_checkpoints(o.out, o.keep, best_checkpoint());
-    progress.note("saved " + path);
 }
 
 LoaderOptions Trainer::loader_options() const {
@@ -1374,14 +1527,14 @@ LoaderOptions Trainer::loader_options() const {
 }
 
 void Trainer::run() {
-    RunLog log(join_path(o.out, "log.jsonl"), step);
-    Progress progress(o.steps, step);
+    RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step);
+    Progress progress(o.steps, step, ctx.rank == 0);
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
     progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_windows()), " windows (", loader.dropped_tokens(),
                       " tokens at the end left out), ", with_commas(o.total_batch_tokens), " a step"));
     catch_stop_signals();
-    while (step < o.steps && !stop_requested()) {
+    while (step < o.steps && !stopping()) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         queue_step(loader);
         if (ctx.profiler.on()) {
@@ -1393,8 +1546,9 @@ void Trainer::run() {
                    sampling = tokenizer && o.sample_every && step % o.sample_every == 0,
                    saving = last || (o.save_every && step % o.save_every == 0);
         // The step before is finished, this one where it is already done or something is about to look at the model.
-        while (finished < queued &&
-               (queued - finished > 1 || evaluating || sampling || saving || queue[finished % 2].end.reached())) {
+        // Several ranks know the same: each would see another moment.
+        while (finished < queued && (queued - finished > 1 || evaluating || sampling || saving ||
+                                     (ctx.world == 1 && queue[finished % 2].end.reached()))) {
             finish_step(log, progress);
         }
         if (evaluating) evaluate_split(log, progress);
@@ -1412,9 +1566,15 @@ void Trainer::run() {
 
 void run_train(const Args& args) {
     TrainOptions options = parse_train(args);
-    const Context ctx;
+    if (const int64_t ranks = ranks_to_start(options.launch)) {
+        Args command = {"train"};
+        command.insert(command.end(), args.begin(), args.end());
+        return run_ranks(ranks, command);
+    }
+    const Context ctx(join_world(options.launch));
     TrainSetup setup = check_training(std::move(options), ctx.world);
     if (setup.first_step >= setup.o.steps) {
+        if (ctx.rank > 0) return;
         std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps
                   << "; raise --steps to go on\n";
         return;
@@ -1433,10 +1593,10 @@ struct LoadedModel {
     Activations acts;
 
     LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape)
-        : source(from), model(source.config, 1, {shape.dtype}), acts(source.config, shape) {
+        : source(from), model(source.config, {}, {shape.dtype}), acts(source.config, shape) {
         require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-        check_memory(memory_plan(model, acts), [](int64_t) { return SMALLER_INFERENCE; });
-        model.allocate();
+        memory_plan(model, acts).check([](int64_t) { return SMALLER_INFERENCE; });
+        model.allocate(ctx);
         load_weights(source.directory, model.table, model.arenas);
         acts.allocate(ctx);
     }
@@ -1464,10 +1624,10 @@ struct LoadedEngine {
     Engine engine;
 
     LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights)
-        : model(source.config, 1, {options.dtype}), engine(source.config, options, ctx.stream) {
+        : model(source.config, {}, {options.dtype}), engine(source.config, options, ctx.stream) {
         require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-        check_memory(memory_plan(model, engine), [](int64_t) { return SMALLER_INFERENCE; });
-        model.allocate();
+        memory_plan(model, engine).check([](int64_t) { return SMALLER_INFERENCE; });
+        model.allocate(ctx);
         if (random_weights)
             initialise_weights(ctx, model, options.sampling.seed);
         else
@@ -1662,24 +1822,35 @@ void run_plan(const Args& args) {
     const ModelSource source = o.model.resolve(0);
     const DType dtype = o.model.type();
     const bool training = !o.inference && !o.generate;
-    const Model model(source.config, 1, {dtype, dtype != DType::F32 && training && o.master_weights});
-    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, 1, dtype});
+    const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
+    const Model model(source.config, {o.sharding.zero_stage, 0, o.world}, precision);
+    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, o.world, dtype});
+    const ReduceOptions reduce = reduce_options(o.sharding);
     EngineOptions generation;
     generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
     const MemoryPlan plan =
-        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts);
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts, reduce);
+    // Of several ranks: what each stage would need, stage 0 being what one rank alone needs of state.
+    std::vector<int64_t> stages;
+    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++)
+        stages.push_back(memory_plan(Model(source.config, {stage, 0, o.world}, precision), acts, reduce).total);
     const double flops = flop_per_token(model, o.seq_len);
     if (o.json) {
         json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
         for (const auto& [what, bytes] : plan.lines) result["bytes"][what] = bytes;
         result["in_use_before"] = device_bytes_in_use();
+        if (!stages.empty()) result["total_bytes_by_zero_stage"] = stages;
         std::cout << result.dump() << "\n";
         return;
     }
     std::cout << source.name << ": " << describe(model) << "\n"
-              << plan_text(plan, device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6)
-              << " MFLOP (" << (training ? "forward and backward" : "a training step's")
-              << ", recomputation not counted)\n";
+              << plan.text(device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6) << " MFLOP ("
+              << (training ? "forward and backward" : "a training step's") << ", recomputation not counted)\n";
+    for (size_t stage = 0; stage < stages.size(); stage++) {
+        std::cout << (stage ? "" : str("each of ", o.world, " ranks, by --zero-stage\n")) << "  " << stage
+                  << std::string(23, ' ') << human_bytes(stages[stage]) << (stage ? "" : "  (nothing is split)")
+                  << "\n";
+    }
     if (o.generate) return;
     std::cout << "largest activations\n";
     std::vector<ArenaPlan::Entry> entries = acts.plan.entries();

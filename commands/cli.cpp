@@ -183,6 +183,26 @@ void add_launch_options(CLI::App& app, LaunchOptions& o) {
         ->configurable(false);
 }
 
+void add_sharding_options(CLI::App& app, ShardingOptions& o) {
+    const std::string group = "Several processes (docs/multi_gpu.md)";
+    app.add_option("--zero-stage", o.zero_stage,
+                   "what each process keeps a part of: 0: nothing; 1: optimizer state and master weights; 2: gradients "
+                   "too; 3: weights too (docs/sharding.md)")
+        ->check(CLI::IsMember(std::vector<int64_t>{0, 1, 2, 3}))
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--reduce-dtype", o.reduce_dtype,
+                   "what gradients are summed in between processes: bf16 halves what is sent and loses digits")
+        ->check(CLI::IsMember({"fp32", "bf16"}))
+        ->capture_default_str()
+        ->group(group);
+    app.add_option("--reduce-bucket-mib", o.bucket_mib,
+                   "stages 0 and 1: gradients are summed as soon as so many MiB of them are complete")
+        ->check(at_least(0))
+        ->capture_default_str()
+        ->group(group);
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},

@@ -18,6 +18,8 @@ void add_draw_options(CLI::App& app, DrawOptions& options);
 void add_context_options(CLI::App& app, int64_t& context, bool& slide);
 // --gpus, --rendezvous and --comm-timeout: of this launch, not of the run, so run.toml keeps none of them.
 void add_launch_options(CLI::App& app, LaunchOptions& options);
+// --zero-stage, --reduce-dtype and --reduce-bucket-mib.
+void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // What training can do: throws UsageError.

@@ -53,6 +53,12 @@ enum class Recompute : uint8_t { None, Activation, Norms, Block };
 // Where GELU is computed inside the matrix products before and after it (16-bit training): its gradient only, or both.
 enum class GeluEpilogue : uint8_t { Off, Backward, Both };
 
+// How several ranks divide what a run keeps (parallel/sharding.h), and how they sum gradients.
+struct ShardingOptions {
+    int64_t zero_stage = 0, bucket_mib = 32;
+    std::string reduce_dtype = "fp32";
+};
+
 struct TrainOptions {
     ModelOptions model;
     std::string data, out;
@@ -69,6 +75,7 @@ struct TrainOptions {
     bool master_weights = true, gemm_tune = true, measure_peak = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     LaunchOptions launch;
+    ShardingOptions sharding;
     int64_t profile = 0;  // the step to profile; 0: none
     std::string toml;     // every option, as `--config` reads it
 };
@@ -117,6 +124,8 @@ struct PlanOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
+    ShardingOptions sharding;
+    int64_t world = 1;
     bool inference = false, generate = false, json = false, master_weights = true;
 };
 

@@ -16,6 +16,12 @@ PlanOptions parse_plan(const Args& args) {
         ->excludes(recompute)
         ->excludes(master_weights)
         ->excludes(inference);
+    add_sharding_options(app, o.sharding);
+    app.add_option("--world", o.world, "processes; the plan is that of each")
+        ->check(positive)
+        ->capture_default_str()
+        ->excludes(inference)
+        ->excludes("--generate");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);

@@ -16,9 +16,12 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it")->required();
     app->add_option("--out", o.out, "the run directory to write")->required();
     app->add_option("--steps", o.steps, "optimizer steps in all")->check(positive)->capture_default_str();
-    app->add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
+    app->add_option("--batch-size", o.batch_size, "sequences per micro-step of each process")
+        ->check(positive)
+        ->capture_default_str();
     app->add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
-    app->add_option("--total-batch-tokens", o.total_batch_tokens, "tokens per step; batch-size x seq-len if not given")
+    app->add_option("--total-batch-tokens", o.total_batch_tokens,
+                    "tokens per step of all processes; batch-size x seq-len of each if not given")
         ->check(positive);
     app->add_option("--lr", o.lr, "peak learning rate")->check(rate)->capture_default_str();
     app->add_option("--schedule",
@@ -104,6 +107,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--seed", o.seed, "seed of the weights and of the order of samples")
         ->check(at_least(0))
         ->capture_default_str();
+    add_sharding_options(*app, o.sharding);
+    add_launch_options(*app, o.launch);
     app->set_config("--config", "", "read options from a TOML file; the command line wins")->configurable(false);
     app->allow_config_extras(CLI::config_extras_mode::error);
     return app;

@@ -54,19 +54,24 @@ def checkpoints(run_dir):
     return sorted(name for name in os.listdir(run_dir) if name.startswith("step_"))
 
 
+def make_data(top):
+    """Documents of a small grammar, which is something to learn, as tokens: the folder that holds them."""
+    text, data = os.path.join(top, "text"), os.path.join(top, "data")
+    os.mkdir(text)
+    for i in range(40):
+        with open(os.path.join(text, f"{i:02}.txt"), "w") as file:
+            for j in range(12):
+                file.write(f"The {('cat', 'dog', 'owl')[(i + j) % 3]} sees {(i * 7 + j) % 10} of the {('red', 'blue')[j % 2]} stones.\n")
+    subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
+                    "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return data
+
+
 class CommandsTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.top = tempfile.mkdtemp(prefix="train_gpt_test_")
-        text = os.path.join(cls.top, "text")
-        os.mkdir(text)
-        for i in range(40):  # documents of a small grammar: something to learn
-            with open(os.path.join(text, f"{i:02}.txt"), "w") as file:
-                for j in range(12):
-                    file.write(f"The {('cat', 'dog', 'owl')[(i + j) % 3]} sees {(i * 7 + j) % 10} of the {('red', 'blue')[j % 2]} stones.\n")
-        cls.data = os.path.join(cls.top, "data")
-        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
-                        "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        cls.data = make_data(cls.top)
         cls.other_data = os.path.join(cls.top, "other_data")  # a tokenizer.json of other bytes is another tokenizer
         shutil.copytree(cls.data, cls.other_data)
         with open(os.path.join(cls.other_data, "tokenizer.json"), "a") as file:

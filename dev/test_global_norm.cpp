@@ -8,12 +8,22 @@
 
 namespace {
 
+// One number of an array of doubles.
+Tensor element(const TestArray& array, int64_t i) {
+    Tensor t = array;
+    t.data = t.as<double>() + i;
+    t.rank = 1, t.shape[0] = t.stride[0] = 1;
+    return t;
+}
+
 // Runs one step's control over the gradients and returns the scalars afterwards.
 StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before,
                     double grad_unit = 1) {
-    const TestArray scalars = TestArray::bytes(&before, sizeof(before)), loss = TestArray::doubles({loss_sum}, {1});
-    const TestArray scratch = TestArray::scratch(step_control_scratch(grads.tensor().numel()));
-    step_control(scalars, grads, loss, loss_scale, grad_unit, scratch, Stream{});
+    const TestArray scalars = TestArray::bytes(&before, sizeof(before));
+    const TestArray sums = TestArray::doubles({NAN, loss_sum, 0}, {1, NUM_STEP_SUMS});
+    const TestArray scratch = TestArray::scratch(sum_squares_scratch(grads.tensor().numel()));
+    sum_squares(element(sums, SUM_SQUARES), grads, false, scratch, Stream{});
+    step_control(scalars, sums, loss_scale, grad_unit, Stream{});
     StepScalars after;
     scalars.fetch_bytes(&after);
     return after;
@@ -21,7 +31,7 @@ StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, 
 
 StepScalars fresh(float grad_clip, int64_t t = 0) {
     const float unset = std::numeric_limits<float>::quiet_NaN();
-    return {3e-4f, grad_clip, unset, unset, unset, -1, t};
+    return {3e-4f, grad_clip, unset, unset, unset, -1, t, -1};
 }
 
 // The sum runs in double: what is left is rounding the result to fp32.
@@ -41,6 +51,7 @@ TEST(StepControl, NormMatchesFloat64) {
             EXPECT_EQ(s.loss, 3);
             EXPECT_EQ(s.grad_scale, 1);
             EXPECT_EQ(s.skip, 0);
+            EXPECT_EQ(s.stop, 0);
             EXPECT_EQ(s.t, 1);
             EXPECT_EQ(s.lr, 3e-4f);
         }
@@ -106,17 +117,41 @@ TEST(SumLosses, MatchesFloat64) {
         }
 }
 
+// What is summed piece by piece, on each of three ranks, gives the norm and the loss of the whole.
+TEST(StepControl, AddsPiecesAndRanks) {
+    const TestArray grads = TestArray::random({90001}, 1), scratch = TestArray::scratch(sum_squares_scratch(90001));
+    const TestArray sums = TestArray::doubles({NAN, 1, 0, NAN, 2, 0, NAN, 4, 1}, {3, NUM_STEP_SUMS});
+    const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two pieces a rank
+    for (int64_t piece = 0; piece < 6; piece++) {
+        sum_squares(element(sums, piece / 2 * NUM_STEP_SUMS + SUM_SQUARES),
+                    grads.tensor().rows(ends[piece], ends[piece + 1]), piece % 2, scratch, Stream{});
+    }
+    const StepScalars before = fresh(0.5f, 41);
+    const TestArray scalars = TestArray::bytes(&before, sizeof(before));
+    step_control(scalars, sums, 0.5, 1, Stream{});
+    StepScalars s;
+    scalars.fetch_bytes(&s);
+    const double norm = reference::global_norm(grads.data(), 90001);
+    expect_rounded(s.grad_norm, norm);
+    expect_rounded(s.grad_scale, 0.5 / norm);
+    EXPECT_EQ(s.loss, 3.5f);
+    EXPECT_EQ(s.stop, 1);  // one rank asked for it
+    EXPECT_EQ(s.t, 42);
+}
+
 TEST(StepControl, WrongArgumentsAreErrors) {
-    const TestArray grads = TestArray::random({40000}, 1), loss = TestArray::doubles({1}, {1}),
-                    short_scalars = TestArray::scratch(3);
+    const TestArray grads = TestArray::random({40000}, 1), short_bytes = TestArray::scratch(3);
     const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
-                    scratch = TestArray::scratch(step_control_scratch(40000));
-    expect_error([&] { step_control(short_scalars, grads, loss, 1, 1, scratch, Stream{}); },
+                    scratch = TestArray::scratch(sum_squares_scratch(40000)), sum = TestArray::doubles({1}, {1}),
+                    sums = TestArray::doubles({1, 1, 0}, {1, NUM_STEP_SUMS});
+    expect_error([&] { step_control(short_bytes, sums, 1, 1, Stream{}); },
                  str("step_control: scalars is uint8 [3], expected uint8 [", sizeof(StepScalars), "]"));
-    expect_error([&] { step_control(scalars, loss, loss, 1, 1, scratch, Stream{}); },
-                 "step_control: grads is fp64 [1], expected fp32 [1]");
-    expect_error([&] { step_control(scalars, grads, loss, 1, 1, short_scalars, Stream{}); },
-                 str("step_control: scratch is uint8 [3], expected uint8 [", step_control_scratch(40000), "] or more"));
+    expect_error([&] { step_control(scalars, sum, 1, 1, Stream{}); },
+                 "step_control: sums is fp64 [1], expected fp64 [ranks, 3]");
+    expect_error([&] { sum_squares(sum, sum, false, scratch, Stream{}); },
+                 "sum_squares: grads is fp64 [1], expected fp32 [1]");
+    expect_error([&] { sum_squares(sum, grads, false, short_bytes, Stream{}); },
+                 str("sum_squares: scratch is uint8 [3], expected uint8 [", sum_squares_scratch(40000), "] or more"));
     expect_error([&] { sum_losses(grads, grads, false, Stream{}); },
                  "sum_losses: loss_sum is fp32 [40000], expected fp64 [1]");
 }

@@ -1,6 +1,8 @@
 // runtime/params.h: the layout of the arenas and look-ups by role and name.
 #include "runtime/params.h"
 
+#include <cmath>
+
 #include "dev/temp_dir.h"
 #include "runtime/convert.h"
 
@@ -95,13 +97,13 @@ TEST(Params, TensorsOfAnArena) {
     EXPECT_EQ(part.as<bf16>(), half.data() + table.params[2].offset);
 }
 
-// 16-bit weights with fp32 master weights, and with fp32 for the norm alone: what is stored comes back as exact as the
-// arenas allow, and kernels are given fp32 for the norm.
+// 16-bit weights with fp32 for the norm alone, and with fp32 master weights besides: what is stored comes back as exact
+// as the arenas allow, and kernels are given fp32 for the norm.
 TEST(Params, WeightArenas) {
     ParamTable table = small_table();
     table.layout(2);
     const Param &embedding = table.params[0], &norm = table.params[4];
-    EXPECT_EQ(table.fp32_total, 128);
+    EXPECT_EQ(table.fp32_total, 256);
     std::vector<bf16> half(size_t(table.total));
     std::vector<float> master(size_t(table.total)), compact(size_t(table.fp32_total)), buffer;
     WeightArenas arenas = host_tensor(half.data(), {table.total});
@@ -110,6 +112,7 @@ TEST(Params, WeightArenas) {
     const float rounded = to_float(to_bf16(third));
 
     arenas.fp32 = host_tensor(compact.data(), {table.fp32_total});
+    arenas.fp32.origin = table.total - table.fp32_total;
     EXPECT_TRUE(arenas.fits(table));
     arenas.store(embedding, values, 5, 4);
     arenas.store(norm, values, 0, 3);
@@ -120,19 +123,80 @@ TEST(Params, WeightArenas) {
     got = arenas.fetch(norm, buffer);
     EXPECT_EQ((std::vector<float>(got, got + 3)), (std::vector<float>{third, 1, third}));
 
-    arenas.fp32 = {};
     arenas.master = host_tensor(master.data(), {table.total});
     EXPECT_TRUE(arenas.fits(table));
     arenas.store(embedding, values, 5, 4);
     arenas.store(norm, values, 0, 3);
     EXPECT_EQ(arenas.tensor(embedding).dtype, DType::BF16);
-    EXPECT_EQ(arenas.tensor(norm).data, master.data() + norm.offset);
+    EXPECT_EQ(arenas.tensor(norm).data, compact.data());
     got = arenas.fetch(embedding, buffer);
     EXPECT_EQ((std::vector<float>(got + 5, got + 9)), (std::vector<float>{third, 1, third, 2}));
     EXPECT_EQ(to_float(half[size_t(embedding.offset) + 5]), rounded);
-    EXPECT_EQ(master[size_t(norm.offset)], third);
+    EXPECT_EQ(compact[0], third);
     arenas.master = host_tensor(master.data(), {table.total - 1});
     EXPECT_FALSE(arenas.fits(table));
+    arenas.master = {};
+    arenas.fp32 = {};
+    EXPECT_FALSE(arenas.fits(table));
+}
+
+// Every element of every parameter is in one rank's part, and comes back from there.
+TEST(Params, PartsOfGroups) {
+    for (const int64_t world : {2, 3, 8}) {
+        ParamTable table = small_table();
+        table.layout(world);
+        std::vector<std::vector<float>> memory(size_t(world), std::vector<float>(size_t(table.total / world), NAN));
+        const auto part_of = [&](int64_t rank) {
+            ParamArena part = host_tensor(memory[size_t(rank)].data(), {table.total / world});
+            part.part = rank, part.parts = world;
+            return part;
+        };
+        std::vector<float> norms(size_t(table.fp32_total));
+        for (const Param& p : table.params) {
+            std::vector<float> values(size_t(p.padded_numel()));
+            for (size_t i = 0; i < values.size(); i++) values[i] = float(p.offset) + float(i);
+            int64_t covered = 0;
+            for (int64_t rank = 0; rank < world; rank++) {
+                WeightArenas arenas;
+                arenas.weights = part_of(rank);
+                arenas.fp32 = host_tensor(norms.data(), {table.fp32_total});
+                arenas.fp32.origin = table.total - table.fp32_total;
+                EXPECT_TRUE(arenas.fits(table));
+                const int64_t half = p.padded_numel() / 2;
+                arenas.store(p, values.data(), 0, half);
+                arenas.store(p, values.data() + half, half, p.padded_numel() - half);
+                const ParamArena::Span span = arenas.weights.span(p, 0, p.padded_numel());
+                EXPECT_TRUE(!span.count || span.begin == covered) << p.name;
+                for (int64_t i = 0; i < span.count; i++)
+                    EXPECT_EQ(arenas.weights.elements(span).as<float>()[i], values[size_t(span.begin + i)]);
+                covered += span.count;
+                EXPECT_EQ(arenas.needed(p, 0, p.padded_numel()).second, p.fp32 ? p.padded_numel() : span.count);
+                if (!p.fp32 && span.count < p.padded_numel()) {
+                    std::vector<float> buffer;
+                    expect_error([&] { arenas.fetch(p, buffer); }, {p.name, "only a part of it is here"});
+                    expect_error([&] { arenas.tensor(p); }, {p.name, "only a part of it is here"});
+                }
+            }
+            EXPECT_EQ(covered, p.padded_numel()) << p.name;
+        }
+        const Param& norm = table.params[4];
+        EXPECT_EQ(norms[2], float(norm.offset) + 2);
+    }
+}
+
+// A group whole in a place of its own is what kernels see.
+TEST(Params, ViewsOfWholeGroups) {
+    ParamTable table = small_table();
+    table.layout(2);
+    std::vector<float> parts(size_t(table.total / 2)), place(size_t(table.total));
+    ParamArena arena = host_tensor(parts.data(), {table.total / 2});
+    arena.parts = 2;
+    for (int g = 0; g < table.num_groups(); g++)
+        arena.views.push_back(host_tensor(place.data() + (g == 1 ? 0 : 1000), {table.group_size(g)}));
+    const Param& bias = table.params[2];
+    EXPECT_EQ(arena.tensor(bias).data, place.data() + bias.offset - table.group_begin[1]);
+    EXPECT_EQ(shape_string(arena.tensor(bias)), "[7]");
+    EXPECT_EQ(shape_string(arena.groups(table, 1, 3)), str("[", (table.group_size(1) + table.group_size(2)) / 2, "]"));
 }
 
 TEST(Params, RefusesTablesThatContradictThemselves) {
@@ -158,6 +222,8 @@ TEST(Params, RefusesTablesThatContradictThemselves) {
             t.params[0].cols = int64_t(1) << 40;
         },
         {"embedding", "overflows"});
+    refused([](ParamTable& t) { t.params[3].fp32 = true; }, {"layers.1.qkv of group 2", "the last group"});
+    refused([](ParamTable& t) { t.params[3].group = 3; }, {"layers.1.qkv of group 3", "the last group"});
     ParamTable table = small_table();
     expect_error([&] { table.layout(0); }, {"0 ranks"});
 }

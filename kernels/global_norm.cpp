@@ -2,15 +2,15 @@
 
 #include <cmath>
 
-#include "kernels/check.h"
 #include "kernels/cpu_loops.h"
+#include "kernels/global_norm_check.h"
 
 namespace {
 
 typedef double dvec8 __attribute__((vector_size(64)));
 
 // Σ x² of one block, in fp64: squares of fp32 are exact in it and neither overflow nor vanish.
-MULTIARCH double sum_squares(const float* x, int64_t n) {
+MULTIARCH double sum_of_squares(const float* x, int64_t n) {
     dvec8 sum[4] = {};
     int64_t i = 0;
     for (; i + 32 <= n; i += 32)
@@ -47,33 +47,35 @@ void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
     total = accumulate ? total + sum : sum;
 }
 
-int64_t step_control_scratch(int64_t n) {
+int64_t sum_squares_scratch(int64_t n) {
     return num_blocks(n) * int64_t(sizeof(double));
 }
 
-void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, double grad_unit, Tensor scratch,
-                  Stream) {
-    const char* op = "step_control";
-    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
-    require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
-            ", expected fp32 [n]");
-    const int64_t n = grads.shape[0];
-    check_tensor(op, "grads", grads, DType::F32, {n});
-    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
-    check_scratch(op, scratch, step_control_scratch(n));
-    require(grad_unit > 0, op, ": grad_unit is ", grad_unit, "; it must be positive");
-
+void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream) {
+    const int64_t n = check_sum_squares(sum, grads, scratch);
     const float* g = grads.as<float>();
     double* partial = reinterpret_cast<double*>(scratch.as<uint8_t>());
 #pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
-    for (int64_t b = 0; b < num_blocks(n); b++) partial[b] = sum_squares(g + b * BLOCK, std::min(BLOCK, n - b * BLOCK));
-    double sum = 0;
-    for (int64_t b = 0; b < num_blocks(n); b++) sum += partial[b];
+    for (int64_t b = 0; b < num_blocks(n); b++)
+        partial[b] = sum_of_squares(g + b * BLOCK, std::min(BLOCK, n - b * BLOCK));
+    double whole = 0;
+    for (int64_t b = 0; b < num_blocks(n); b++) whole += partial[b];
+    double& total = *sum.as<double>();
+    total = accumulate ? total + whole : whole;
+}
+
+void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_unit, Stream) {
+    const int64_t ranks = check_step_control(scalars, sums, grad_unit);
+    double sum[NUM_STEP_SUMS] = {};
+    for (int64_t r = 0; r < ranks; r++)
+        for (int64_t i = 0; i < NUM_STEP_SUMS; i++) sum[i] += sums.as<double>()[r * NUM_STEP_SUMS + i];
 
     StepScalars& s = *reinterpret_cast<StepScalars*>(scalars.as<uint8_t>());
-    s.loss = float(*loss_sum.as<double>() * loss_scale);
-    s.grad_norm = float(grad_unit * std::sqrt(sum));
-    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / std::sqrt(sum) : grad_unit);
+    const double norm = std::sqrt(sum[SUM_SQUARES]);
+    s.loss = float(sum[SUM_LOSS] * loss_scale);
+    s.grad_norm = float(grad_unit * norm);
+    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
     s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm));
+    s.stop = sum[SUM_STOP] > 0;
     if (!s.skip) s.t++;
 }

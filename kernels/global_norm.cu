@@ -1,6 +1,7 @@
 #include "kernels/global_norm.h"
 
 #include "kernels/cuda_common.cuh"
+#include "kernels/global_norm_check.h"
 
 namespace {
 
@@ -53,17 +54,29 @@ __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, 
 }
 
 // One block.
-__global__ void __launch_bounds__(THREADS) control_kernel(StepScalars* scalars, const double* partials, int64_t blocks,
-                                                          const double* loss_sum, double loss_scale, double grad_unit) {
+__global__ void __launch_bounds__(THREADS)
+    add_partials_kernel(double* sum, const double* partials, int64_t blocks, bool accumulate) {
     double mine = 0;
     for (int64_t b = threadIdx.x; b < blocks; b += THREADS) mine += partials[b];
-    const double sum = block_sum_fp64<THREADS>(mine);
-    if (threadIdx.x != 0) return;
+    const double total = block_sum_fp64<THREADS>(mine);
+    if (threadIdx.x == 0) *sum = accumulate ? *sum + total : total;
+}
+
+// One thread: a few numbers.
+__global__ void control_kernel(StepScalars* scalars, const double* sums, int64_t ranks, double loss_scale,
+                               double grad_unit) {
+    double sum[NUM_STEP_SUMS] = {};
+    for (int64_t r = 0; r < ranks; r++) {
+#pragma unroll
+        for (int i = 0; i < NUM_STEP_SUMS; i++) sum[i] += sums[r * NUM_STEP_SUMS + i];
+    }
     StepScalars s = *scalars;
-    s.loss = float(*loss_sum * loss_scale);
-    s.grad_norm = float(grad_unit * sqrt(sum));
-    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / sqrt(sum) : grad_unit);
+    const double norm = sqrt(sum[SUM_SQUARES]);
+    s.loss = float(sum[SUM_LOSS] * loss_scale);
+    s.grad_norm = float(grad_unit * norm);
+    s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
     s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm));
+    s.stop = sum[SUM_STOP] > 0;
     if (!s.skip) s.t++;
     *scalars = s;
 }
@@ -92,21 +105,13 @@ void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream) 
     check_launch(op, stream);
 }
 
-int64_t step_control_scratch(int64_t n) {
+int64_t sum_squares_scratch(int64_t n) {
     return num_blocks(n) * int64_t(sizeof(double));
 }
 
-void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_scale, double grad_unit, Tensor scratch,
-                  Stream stream) {
-    const char* op = "step_control";
-    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
-    require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
-            ", expected fp32 [n]");
-    const int64_t n = grads.shape[0], blocks = num_blocks(n);
-    check_tensor(op, "grads", grads, DType::F32, {n});
-    check_tensor(op, "loss_sum", loss_sum, DType::F64, {1});
-    check_scratch(op, scratch, step_control_scratch(n));
-    require(grad_unit > 0, op, ": grad_unit is ", grad_unit, "; it must be positive");
+void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream stream) {
+    const char* op = "sum_squares";
+    const int64_t n = check_sum_squares(sum, grads, scratch), blocks = num_blocks(n);
     double* partials = reinterpret_cast<double*>(scratch.as<uint8_t>());
     if (blocks > 0) {
         dispatch_width<float>(rows_aligned({grads}), [&](auto width) {
@@ -115,8 +120,13 @@ void step_control(Tensor scalars, Tensor grads, Tensor loss_sum, double loss_sca
         });
         check_launch(op, stream);
     }
-    control_kernel<<<1, THREADS, 0, cuda_stream(stream)>>>(reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()),
-                                                           partials, blocks, loss_sum.as<double>(), loss_scale,
-                                                           grad_unit);
+    add_partials_kernel<<<1, THREADS, 0, cuda_stream(stream)>>>(sum.as<double>(), partials, blocks, accumulate);
     check_launch(op, stream);
+}
+
+void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_unit, Stream stream) {
+    const int64_t ranks = check_step_control(scalars, sums, grad_unit);
+    control_kernel<<<1, 1, 0, cuda_stream(stream)>>>(reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()),
+                                                     sums.as<double>(), ranks, loss_scale, grad_unit);
+    check_launch("step_control", stream);
 }

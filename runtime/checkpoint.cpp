@@ -113,8 +113,9 @@ std::vector<int64_t> piece_shape(const Param& p, const Piece& piece) {
 }
 
 void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where) {
-    require(arenas.fits(table), where, ": the arena is ", dtype_name(arenas.weights.dtype), " ",
-            shape_string(arenas.weights), ", expected fp32 [", table.total, "], or 16-bit weights beside fp32 ones");
+    require(arenas.fits(table), where, ": the arena is ", dtype_name(arenas.weights.data.dtype), " ",
+            shape_string(arenas.weights.data), ", expected fp32 [", table.total,
+            "], or 16-bit weights beside fp32 ones");
 }
 
 // dst [cols, rows] = src [rows, cols] transposed, in blocks that stay in the first-level cache.
@@ -281,25 +282,42 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
     for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
 }
 
+namespace {
+
+// One writer makes the file, then the others open it.
+void start(SafetensorsWriter& file, const Writers& writers) {
+    if (writers.rank == 0) file.begin();
+    writers.barrier();
+    if (writers.rank != 0) file.join();
+}
+
+}  // namespace
+
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
     check_arenas(table, arenas, path);
     const auto fetch = [&](const Param& p, std::vector<float>& buffer) { return arenas.fetch(p, buffer); };
     save_weights(path, table, FetchParam(fetch), dtype);
 }
 
-void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype) {
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
+                  const Writers& writers) {
     require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
             dtype_name(dtype), "; use fp32, bf16 or fp16");
     SafetensorsWriter writer(path);
     for (const Param& p : table.params) {
         for (const Piece& piece : p.pieces) writer.declare(piece.name, dtype, piece_shape(p, piece));
     }
-    writer.begin();
+    start(writer, writers);
     std::vector<float> buffer, transposed;
     std::vector<char> converted;
+    size_t tensor = 0;
     for (const Param& p : table.params) {
-        const float* const values = fetch(p, buffer);
+        const bool mine = p.group % writers.count == writers.rank;
+        const float* const values = mine ? fetch(p, buffer) : nullptr;
         for (const Piece& piece : p.pieces) {
+            const size_t number = tensor++;
+            if (!mine) continue;
+            writer.seek(number, 0);
             const float* src = values + piece.row * p.row_size();
             const int64_t n = piece.rows * p.row_size();
             if (piece.transposed && p.cols) {
@@ -338,20 +356,43 @@ std::vector<int64_t> param_shape(const Param& p) {
 
 }  // namespace
 
-void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
+                const Writers& writers) {
     SafetensorsWriter writer(path);
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         check_arenas(table, arena, path);
         for (const Param& p : table.params) writer.declare(prefix + p.name, DType::F32, param_shape(p));
     }
-    writer.begin();
+    start(writer, writers);
     std::vector<float> buffer;
+    ParamArena mine;  // which elements, not where
+    mine.part = writers.rank, mine.parts = writers.count;
+    size_t tensor = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
-            writer.write(arena.fetch(p, buffer), p.numel() * dtype_size(DType::F32));
+            const size_t number = tensor++;
+            const ParamArena::Span own = mine.span(p, 0, p.numel());
+            if (!own.count) continue;
+            const ParamArena& exact = arena.exact(p);
+            const ParamArena::Span held = exact.span(p, own.begin, own.count);
+            require(held.count == own.count, path, ": this rank lacks a part of ", prefix, p.name);
+            writer.seek(number, own.begin * dtype_size(DType::F32));
+            writer.write(fetch_values(exact.elements(held), buffer), own.count * dtype_size(DType::F32));
         }
     }
     writer.finish();
+}
+
+FetchParam state_weights(const std::string& path) {
+    const auto file = std::make_shared<const SafetensorsFile>(path);
+    return [file](const Param& p, std::vector<float>& buffer) {
+        const std::string name = "params/" + p.name;
+        const Tensor stored = file->tensor(name);
+        buffer.assign(size_t(p.padded_numel()), 0.0f);
+        convert_to_float(buffer.data(), stored.data, stored.dtype, stored.numel());
+        file->release(name);
+        return static_cast<const float*>(buffer.data());
+    };
 }
 
 void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
@@ -372,11 +413,15 @@ void load_state(const std::string& path, const ParamTable& table, const Training
     std::vector<float> values;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
+            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());
+            if (!count) continue;
             const Tensor stored = file.tensor(prefix + p.name);
-            values.assign(size_t(p.padded_numel()), 0.0f);
-            convert_to_float(values.data(), stored.data, DType::F32, stored.numel());
+            values.assign(size_t(count), 0.0f);
+            const int64_t there = std::clamp<int64_t>(stored.numel() - begin, 0, count);  // the rest is padding
+            convert_to_float(values.data(), static_cast<const char*>(stored.data) + begin * dtype_size(DType::F32),
+                             DType::F32, there);
             file.release(prefix + p.name);
-            arena.store(p, values.data(), 0, p.padded_numel());
+            arena.store(p, values.data(), begin, count);
         }
     }
 }

@@ -56,10 +56,18 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 // transformers 5 the head: an Error.) Padding rows are set to zero. On an Error the arenas are as they were.
 void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
+// The processes that write a file together, each calling the same function: this one's number, and what returns when
+// all have called it.
+struct Writers {
+    int64_t rank = 0, count = 1;
+    std::function<void()> barrier = [] {};
+};
+
 // Writes model.safetensors at path (not atomically: callers write into a temporary directory), tensor by tensor from
-// the most exact weights there are. dtype F32, BF16 or F16.
+// the most exact weights there are; several writers share the groups of parameters. dtype F32, BF16 or F16.
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype);
-void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype);
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
+                  const Writers& writers = {});
 
 // A directory that appears whole or not at all. Files are written into path(); commit() flushes them and the directory,
 // then renames it to its final name and flushes the parent. Destroyed uncommitted, it removes what it wrote.
@@ -88,11 +96,16 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
 // state.safetensors: "params/<name>", "m/<name>", "v/<name>", each as in files (padding rows left out).
 // m and v are fp32; so are the params in the file, which a 16-bit model without master weights widens (nothing is
 // lost).
+// Several writers, for as many of which the table is laid out, write the parts of each group that are theirs, whatever
+// else they hold, and load what their arenas hold: a run goes on with any number of them.
 struct TrainingArenas {
     WeightArenas params, m, v;
 };
-void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
+                const Writers& writers = {});
 void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
+// The params of a state.safetensors that is there, for save_weights().
+FetchParam state_weights(const std::string& path);
 
 // trainer.json, flushed; read back with a clear Error where it is damaged.
 void write_json(const std::string& path, const nlohmann::json& json);

@@ -42,6 +42,10 @@ Stream create_stream() {
     return {};
 }
 
+Stream create_side_stream() {
+    return {};
+}
+
 void destroy_stream(Stream) {}
 
 namespace {
@@ -151,6 +155,8 @@ bool Event::reached() const {
 }
 
 void Event::wait() const {}
+
+void Event::hold(Stream) const {}
 
 double elapsed_ms(const Event& from, const Event& to) {
     return (to.seconds - from.seconds) * 1e3;

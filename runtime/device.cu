@@ -68,9 +68,15 @@ Stream create_stream() {
     }
 }
 
+Stream create_side_stream() {
+    cudaStream_t handle = nullptr;
+    cuda_check(cudaStreamCreate(&handle), "create_side_stream");
+    return {handle, nullptr};
+}
+
 void destroy_stream(Stream stream) {
     if (stream.handle) cudaStreamSynchronize(cuda_stream(stream));
-    destroy_blas(stream.blas);
+    if (stream.blas) destroy_blas(stream.blas);
     if (stream.handle) cudaStreamDestroy(cuda_stream(stream));
 }
 
@@ -183,6 +189,10 @@ bool Event::reached() const {
 
 void Event::wait() const {
     cuda_check(cudaEventSynchronize(cuda_event(handle)), "Event::wait");
+}
+
+void Event::hold(Stream stream) const {
+    cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), 0), "Event::hold");
 }
 
 double elapsed_ms(const Event& from, const Event& to) {

@@ -19,6 +19,7 @@ struct Stream {
 };
 
 Stream create_stream();              // with its matrix library; on the CPU Stream{}
+Stream create_side_stream();         // without it: for copies and collectives beside another stream's work
 void destroy_stream(Stream stream);  // waits for its work
 
 Device backend_device();           // the device that this binary's kernels run on
@@ -67,6 +68,7 @@ class Event {
     void record(Stream stream);
     bool reached() const;  // true too if it was never recorded
     void wait() const;
+    void hold(Stream stream) const;  // what is queued there from now on waits for this moment, and the host doesn't
     friend double elapsed_ms(const Event& from, const Event& to);  // both reached
 
   private:

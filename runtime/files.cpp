@@ -152,14 +152,20 @@ void MappedFile::release(int64_t begin, int64_t count) const {
 MappedFile::MappedFile(MappedFile&& other) noexcept
     : name(std::move(other.name)), bytes(std::exchange(other.bytes, nullptr)), length(std::exchange(other.length, 0)) {}
 
-FileWriter::FileWriter(const std::string& path, const std::string& shown_as)
+FileWriter::FileWriter(const std::string& path, const std::string& shown_as, Open how)
     : name(shown_as.empty() ? path : shown_as) {
-    fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0) fail(name, "create", errno);
+    const bool create = how == Open::Create;
+    fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | (create ? O_CREAT | O_TRUNC : 0), 0666);
+    if (fd < 0) fail(name, create ? "create" : "open", errno);
 }
 
 FileWriter::~FileWriter() {
     if (fd >= 0) ::close(fd);
+}
+
+void FileWriter::seek(int64_t offset) {
+    require(fd >= 0, name, ": written to after it was finished");
+    if (::lseek(fd, offset, SEEK_SET) < 0) fail(name, "seek", errno);
 }
 
 void FileWriter::write(const void* data, int64_t bytes) {

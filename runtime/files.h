@@ -39,11 +39,14 @@ class MappedFile {
 // into an AtomicDirectory.
 class FileWriter {
   public:
-    // shown_as: the name in errors, where path is a temporary one.
-    explicit FileWriter(const std::string& path, const std::string& shown_as = "");
+    // shown_as: the name in errors, where path is a temporary one. Existing: another process made the file, and its
+    // bytes stay.
+    enum class Open : uint8_t { Create, Existing };
+    explicit FileWriter(const std::string& path, const std::string& shown_as = "", Open how = Open::Create);
     ~FileWriter();
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
+    void seek(int64_t offset);  // where the next bytes go
     void write(const void* data, int64_t bytes);
     void finish();
 

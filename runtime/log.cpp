@@ -11,6 +11,7 @@
 #include "runtime/files.h"
 
 RunLog::RunLog(const std::string& log_path, int64_t last_step) : path(log_path), file(nullptr) {
+    if (path.empty()) return;
     if (path_exists(path)) {
         const std::string old = read_file(path);
         std::string kept;
@@ -26,17 +27,22 @@ RunLog::RunLog(const std::string& log_path, int64_t last_step) : path(log_path),
 }
 
 RunLog::~RunLog() {
-    std::fclose(file);
+    if (file) std::fclose(file);
 }
 
 void RunLog::write(const nlohmann::ordered_json& line) {
+    if (!file) return;
     const std::string text = line.dump() + "\n";
     const bool ok = std::fwrite(text.data(), 1, text.size(), file) == text.size() && std::fflush(file) == 0;
     require(ok, path, ": cannot write: ", std::strerror(errno), "; make room, then go on with --resume");
 }
 
-Progress::Progress(int64_t total, int64_t first)
-    : total_steps(total), first_step(first), terminal(isatty(STDERR_FILENO)), start(std::chrono::steady_clock::now()) {}
+Progress::Progress(int64_t total, int64_t first, bool is_shown)
+    : total_steps(total),
+      first_step(first),
+      shown(is_shown),
+      terminal(isatty(STDERR_FILENO)),
+      start(std::chrono::steady_clock::now()) {}
 
 void Progress::clear() {
     if (line_drawn) std::fputs("\r\033[K", stderr);
@@ -44,6 +50,7 @@ void Progress::clear() {
 }
 
 void Progress::step(int64_t step, const std::string& text) {
+    if (!shown) return;
     using seconds = std::chrono::duration<double>;
     const auto now = std::chrono::steady_clock::now();
     const bool last = step == total_steps;
@@ -63,6 +70,7 @@ void Progress::step(int64_t step, const std::string& text) {
 }
 
 void Progress::note(const std::string& line) {
+    if (!shown) return;
     clear();
     std::fprintf(stderr, "%s\n", line.c_str());
 }

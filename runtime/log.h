@@ -9,7 +9,8 @@
 // Appends one JSON object a line; each line is handed to the system at once, so that a killed run loses none.
 class RunLog {
   public:
-    // Opens path for appending, after cutting it back to the lines whose "step" is ≤ last_step (and a torn last line).
+    // An empty path: nothing is written. Opens path for appending, after cutting it back to the lines whose "step" is ≤
+    // last_step (and a torn last line).
     RunLog(const std::string& path, int64_t last_step);
     ~RunLog();
     RunLog(const RunLog&) = delete;
@@ -24,7 +25,8 @@ class RunLog {
 // Progress on stderr. On a terminal one line that is redrawn; piped, plain lines, at most one a second.
 class Progress {
   public:
-    Progress(int64_t total_steps, int64_t first_step);
+    // shown: false where another process tells the same.
+    Progress(int64_t total_steps, int64_t first_step, bool shown = true);
     ~Progress() { finish(); }  // so that an error's line stands by itself
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
@@ -37,7 +39,7 @@ class Progress {
   private:
     void clear();
     const int64_t total_steps, first_step;
-    const bool terminal;
+    const bool shown, terminal;
     bool line_drawn = false;
     std::chrono::steady_clock::time_point start, last_print;
 };

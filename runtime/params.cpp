@@ -72,10 +72,6 @@ void ParamTable::layout(int64_t world) {
         }
         p.offset = total;
         total = round_up(checked_add(total, p.padded_numel()), ALIGNMENT);
-        if (p.fp32) {
-            p.fp32_offset = fp32_total;
-            fp32_total = round_up(fp32_total + p.padded_numel(), ALIGNMENT);
-        }
         require(p.slot >= 0 && p.layer >= -1, "parameter ", p.name, ": slot ", p.slot, ", layer ", p.layer,
                 " is no role");
         slots = std::max(slots, p.slot + 1);
@@ -83,6 +79,14 @@ void ParamTable::layout(int64_t world) {
     }
     total = round_up(total, ALIGNMENT * world);
     group_begin.push_back(total);
+    const bool any_fp32 = std::any_of(params.begin(), params.end(), [](const Param& p) { return p.fp32; });
+    if (any_fp32) fp32_total = group_size(num_groups() - 1);
+    for (Param& p : params) {
+        require(p.fp32 == (any_fp32 && p.group == num_groups() - 1), "parameter table: ", p.name, " of group ", p.group,
+                ": what stays fp32, and nothing else, is the last group");
+        p.group_begin = group_begin[size_t(p.group)];
+        p.group_size = group_size(p.group);
+    }
 
     index.assign(size_t(slots) * size_t(columns), -1);
     for (size_t i = 0; i < params.size(); i++) {
@@ -109,51 +113,88 @@ Tensor param_tensor(const Param& p, Tensor arena) {
     return part_of(p, arena, p.offset);
 }
 
-Tensor WeightArenas::tensor(const Param& p) const {
-    return p.fp32 ? exact(p) : param_tensor(p, weights);
+Tensor ParamArena::groups(const ParamTable& table, int first, int last) const {
+    return data.rows(table.group_begin[size_t(first)] / parts - origin,
+                     table.group_begin[size_t(last)] / parts - origin);
 }
 
-Tensor WeightArenas::exact(const Param& p) const {
-    if (master) return param_tensor(p, master);
-    return p.fp32 && fp32 ? part_of(p, fp32, p.fp32_offset) : param_tensor(p, weights);
+Tensor ParamArena::tensor(const Param& p) const {
+    if (parts == 1) return part_of(p, data, p.offset - origin);
+    require(size_t(p.group) < views.size(), "parameter ", p.name, ": only a part of it is here");
+    return part_of(p, views[size_t(p.group)], p.offset - p.group_begin);
+}
+
+ParamArena::Span ParamArena::span(const Param& p, int64_t begin, int64_t n) const {
+    const int64_t size = p.group_size / parts, own = p.group_begin + part * size;
+    const int64_t low = std::max(p.offset + begin, own), high = std::min(p.offset + begin + n, own + size);
+    if (low >= high) return {};
+    return {low - p.offset, high - low, p.group_begin / parts + low - own - origin};
+}
+
+Tensor WeightArenas::tensor(const Param& p) const {
+    return p.fp32 ? exact(p).tensor(p) : weights.tensor(p);
+}
+
+const ParamArena& WeightArenas::exact(const Param& p) const {
+    return p.fp32 && fp32 ? fp32 : master ? master : weights;
 }
 
 bool WeightArenas::fits(const ParamTable& table) const {
-    const auto holds = [](const Tensor& t, int64_t n) { return t && t.rank == 1 && t.shape[0] >= n; };
-    if (!holds(weights, table.total)) return false;
-    if (weights.dtype == DType::F32) return !master && !fp32;
-    const bool sixteen = weights.dtype == DType::BF16 || weights.dtype == DType::F16;
-    const Tensor& exact_arena = master ? master : fp32;
-    return sixteen && holds(exact_arena, master ? table.total : table.fp32_total) && exact_arena.dtype == DType::F32;
+    const auto holds = [](const ParamArena& a, int64_t n) {
+        return a.data && a.data.rank == 1 && a.data.shape[0] >= n / a.parts;
+    };
+    const DType dtype = weights.data.dtype;
+    const bool sixteen = dtype == DType::BF16 || dtype == DType::F16;
+    if (!holds(weights, table.total) || !(dtype == DType::F32 || sixteen)) return false;
+    if (!sixteen && master) return false;
+    if (master && !(holds(master, table.total) && master.data.dtype == DType::F32)) return false;
+    if (fp32) return holds(fp32, table.fp32_total) && fp32.data.dtype == DType::F32 && fp32.parts == 1;
+    return table.fp32_total == 0 || !sixteen;
+}
+
+std::pair<int64_t, int64_t> WeightArenas::needed(const Param& p, int64_t begin, int64_t n) const {
+    const ParamArena::Span a = weights.span(p, begin, n), b = exact(p).span(p, begin, n);
+    if (!a.count || !b.count) return a.count ? std::make_pair(a.begin, a.count) : std::make_pair(b.begin, b.count);
+    const int64_t first = std::min(a.begin, b.begin), last = std::max(a.begin + a.count, b.begin + b.count);
+    return {first, last - first};
 }
 
 void WeightArenas::store(const Param& p, const float* values, int64_t begin, int64_t n) const {
-    const auto put = [&](const Tensor& part) {
-        char* const to = static_cast<char*>(part.data) + begin * dtype_size(part.dtype);
-        const bool host = part.device == Device::CPU;
-        if (host) return convert_from_float(to, part.dtype, values, n);
-        if (part.dtype == DType::F32) return copy_to_device(to, values, size_t(n) * sizeof(float), Stream{});
-        std::vector<uint16_t> rounded(static_cast<size_t>(n));
-        convert_from_float(rounded.data(), part.dtype, values, n);
-        copy_to_device(to, rounded.data(), rounded.size() * sizeof(uint16_t), Stream{});
+    const auto put = [&](const ParamArena& arena) {
+        const ParamArena::Span span = arena.span(p, begin, n);
+        if (!span.count) return;
+        const Tensor to = arena.elements(span);
+        const float* from = values + (span.begin - begin);
+        const bool host = to.device == Device::CPU;
+        if (host) return convert_from_float(to.data, to.dtype, from, span.count);
+        if (to.dtype == DType::F32) return copy_to_device(to.data, from, size_t(span.count) * sizeof(float), Stream{});
+        std::vector<uint16_t> rounded(static_cast<size_t>(span.count));
+        convert_from_float(rounded.data(), to.dtype, from, span.count);
+        copy_to_device(to.data, rounded.data(), rounded.size() * sizeof(uint16_t), Stream{});
     };
-    put(param_tensor(p, weights));
-    if (exact(p).data != param_tensor(p, weights).data) put(exact(p));
+    put(weights);
+    if (&exact(p) != &weights) put(exact(p));
 }
 
 const float* WeightArenas::fetch(const Param& p, std::vector<float>& buffer) const {
-    const Tensor part = exact(p);
-    const bool host = part.device == Device::CPU;
-    if (host && part.dtype == DType::F32) return part.as<float>();
-    buffer.resize(static_cast<size_t>(part.numel()));
+    const ParamArena& arena = exact(p);
+    const ParamArena::Span all = arena.span(p, 0, p.padded_numel());
+    require(all.count == p.padded_numel(), "parameter ", p.name, ": only a part of it is here");
+    return fetch_values(arena.elements(all), buffer);
+}
+
+const float* fetch_values(const Tensor& values, std::vector<float>& buffer) {
+    const bool host = values.device == Device::CPU;
+    if (host && values.dtype == DType::F32) return values.as<float>();
+    buffer.resize(static_cast<size_t>(values.numel()));
     if (host) {
-        convert_to_float(buffer.data(), part.data, part.dtype, part.numel());
-    } else if (part.dtype == DType::F32) {
-        copy_to_host(buffer.data(), part.data, buffer.size() * sizeof(float), Stream{});
+        convert_to_float(buffer.data(), values.data, values.dtype, values.numel());
+    } else if (values.dtype == DType::F32) {
+        copy_to_host(buffer.data(), values.data, buffer.size() * sizeof(float), Stream{});
     } else {
         std::vector<uint16_t> rounded(buffer.size());
-        copy_to_host(rounded.data(), part.data, rounded.size() * sizeof(uint16_t), Stream{});
-        convert_to_float(buffer.data(), rounded.data(), part.dtype, part.numel());
+        copy_to_host(rounded.data(), values.data, rounded.size() * sizeof(uint16_t), Stream{});
+        convert_to_float(buffer.data(), rounded.data(), values.dtype, values.numel());
     }
     return buffer.data();
 }

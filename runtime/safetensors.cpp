@@ -163,7 +163,7 @@ void SafetensorsFile::release(const std::string& name) const {
     if (found != table.end()) file.release(data_start + found->second.begin, found->second.end - found->second.begin);
 }
 
-void SafetensorsWriter::declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape) {
+size_t SafetensorsWriter::declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape) {
     require(!out, name, ": tensor ", tensor, " is declared after begin()");
     int64_t bytes = dtype_size(dtype);
     for (const int64_t n : shape) {
@@ -172,26 +172,46 @@ void SafetensorsWriter::declare(const std::string& tensor, DType dtype, const st
     }
     table.push_back({tensor, {dtype, shape, total, total + bytes}});
     require(!__builtin_add_overflow(total, bytes, &total), name, ": the size of the file overflows 64 bits");
+    return table.size() - 1;
 }
 
-void SafetensorsWriter::begin() {
+std::string SafetensorsWriter::header() const {
     require(!out, name, ": begin() was called twice");
-    json header = {{"__metadata__", {{"format", "pt"}}}};
+    json names = {{"__metadata__", {{"format", "pt"}}}};
     for (const auto& [tensor, entry] : table) {
-        require(!header.contains(tensor), name, ": tensor ", tensor, " is declared twice");
+        require(!names.contains(tensor), name, ": tensor ", tensor, " is declared twice");
         const auto* dtype = std::find_if(std::begin(DTYPES), std::end(DTYPES),
                                          [&, type = entry.dtype](const DTypeName& d) { return d.dtype == type; });
-        header[tensor] = {{"dtype", dtype->name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
+        names[tensor] = {{"dtype", dtype->name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
     }
-    std::string text = header.dump();
+    std::string text = names.dump();
     text.append((8 - text.size() % 8) % 8, ' ');  // the data starts at a multiple of 8 bytes, as the format advises
     require(int64_t(text.size()) <= MAX_HEADER, name, ": safetensors header of ", text.size(), " bytes; at most ",
             MAX_HEADER, " are allowed");
     std::string length(8, '\0');
     for (size_t i = 0; i < 8; i++) length[i] = char(uint64_t(text.size()) >> 8 * i & 255);
+    return length + text;
+}
+
+void SafetensorsWriter::begin() {
+    const std::string text = header();
+    header_bytes = int64_t(text.size());
     out = std::make_unique<FileWriter>(name);
-    text.insert(0, length);
-    out->write(text.data(), int64_t(text.size()));
+    out->write(text.data(), header_bytes);
+}
+
+void SafetensorsWriter::join() {
+    header_bytes = int64_t(header().size());
+    out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
+}
+
+void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
+    const SafetensorsEntry& entry = table.at(tensor).second;
+    require(out && byte >= 0 && byte <= entry.end - entry.begin, name, ": sought byte ", byte, " of a tensor of ",
+            entry.end - entry.begin, " bytes");
+    written = entry.begin + byte;
+    sought = true;
+    out->seek(header_bytes + written);
 }
 
 void SafetensorsWriter::write(const void* data, int64_t bytes) {
@@ -202,6 +222,7 @@ void SafetensorsWriter::write(const void* data, int64_t bytes) {
 }
 
 void SafetensorsWriter::finish() {
-    require(out && written == total, name, ": finished after ", written, " of the ", total, " bytes declared");
+    require(out && (sought || written == total), name, ": finished after ", written, " of the ", total,
+            " bytes declared");
     out->finish();
 }

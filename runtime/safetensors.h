@@ -36,18 +36,24 @@ class SafetensorsFile {
     std::map<std::string, std::string> meta;
 };
 
-// Writes a file in the order of declaration: declare every tensor, then write each one's bytes front to back.
+// Writes a file in the order of declaration: declare every tensor, then write each one's bytes front to back. Several
+// processes write one file together where each seeks to what is its own.
 class SafetensorsWriter {
   public:
     explicit SafetensorsWriter(const std::string& path) : name(path) {}
-    void declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape);
+    // Returns the tensor's number, from 0.
+    size_t declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape);
     void begin();                                 // writes the header (metadata {"format": "pt"})
+    void join();                                  // instead: another process has, with the same declarations
+    void seek(size_t tensor, int64_t byte);       // the next bytes go there
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
-    void finish();                                // checks that all declared bytes came, flushes
+    void finish();                                // checks that all declared bytes came, if none were sought; flushes
 
   private:
     std::string name;
     std::vector<std::pair<std::string, SafetensorsEntry>> table;
-    int64_t total = 0, written = 0;
+    int64_t total = 0, written = 0, header_bytes = 0;
+    bool sought = false;
+    std::string header() const;
     std::unique_ptr<FileWriter> out;
 };

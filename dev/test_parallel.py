@@ -1,0 +1,302 @@
+#!/usr/bin/env python3
+"""Training on several ranks is training on one: every stage of sharding, gradients accumulated, masked or clipped, evaluation,
+checkpoints on other numbers of ranks, and ranks that stop or die. TRAIN_GPT names the driver; its ranks are started by mpirun, or
+by --gpus where it computes on GPUs (with two of them; four where there are four)."""
+import glob
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+
+import mpi
+import test_commands as commands
+
+DRIVER = commands.DRIVER
+CUDA = commands.cuda()
+GPUS = mpi.gpus()
+WHY_NOT = mpi.why_not(DRIVER)
+COUNTS = (2, 4) if not CUDA or GPUS >= 4 else (2,)
+STAGES = (0, 1, 2, 3)
+SANITIZED = "-address" in DRIVER or "-undefined" in DRIVER
+MODEL = ["--layers", 3, "--channels", 32, "--heads", 2, "--max-positions", 64]
+ENVIRONMENT = {**os.environ, **mpi.ENVIRONMENT, "XDG_CACHE_HOME": commands.CACHE.name, "NCCL_NVLS_ENABLE": "0"}
+
+
+def command(ranks, *args):
+    train = [DRIVER, "train", *map(str, args)]
+    if ranks == 1:
+        return train
+    return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]
+
+
+def run(ranks, *args):
+    return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=300, text=True,
+                          errors="replace")
+
+
+def process_of_rank(rank, parent):
+    """The process id of a rank among the descendants of a launcher."""
+    names = (f"OMPI_COMM_WORLD_RANK={rank}".encode(), f"TRAIN_GPT_RANK={rank}".encode())
+    parents = {}
+    for path in glob.glob("/proc/[0-9]*"):
+        try:
+            with open(path + "/stat", encoding="utf-8", errors="replace") as file:
+                parents[int(path[6:])] = int(file.read().rsplit(")", 1)[1].split()[1])
+        except OSError:
+            pass  # it has ended meanwhile
+    for process in parents:
+        above = process
+        while above in parents and above != parent:
+            above = parents[above]
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                if above == parent and process != parent and set(names) & set(file.read().split(b"\0")):
+                    return process
+        except OSError:
+            pass
+    return None
+
+
+def log(run_dir):
+    return commands.log(run_dir)
+
+
+@unittest.skipIf(WHY_NOT, WHY_NOT)
+class ParallelTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.top = tempfile.mkdtemp(prefix="train_gpt_parallel_")
+        cls.data = commands.make_data(cls.top)
+        cls.runs = {}
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.top)
+
+    def setUp(self):
+        if SANITIZED and self._testMethodName not in ("test_gradient_accumulation", "test_gradients_summed_in_16_bits",
+                                                      "test_samples_are_drawn_together_and_told_once"):
+            self.skipTest("sanitizers see the same code in fewer runs")
+
+    @classmethod
+    def args(cls, name, model, ranks, *args):
+        """10 steps of 8 sequences of 32 tokens, however many ranks share them. Later options win."""
+        given = dict(zip(args[::2], args[1::2]))
+        defaults = {"--data": cls.data, "--out": os.path.join(cls.top, name), "--steps": 10, "--batch-size": 8 // ranks, "--seq-len": 32,
+                    "--total-batch-tokens": 256, "--lr": 3e-3, "--warmup": 2, "--eval-every": 5, "--save-every": 5}
+        kept = [x for k, v in defaults.items() if k not in given for x in (k, v)]
+        return ["--model", model, *MODEL, *kept, *args]
+
+    @classmethod
+    def train(cls, ranks, *args, name=None, model="gpt2-tiny"):
+        """The run directory of such a run, which is made once."""
+        key = (name, model, ranks, *args)
+        if key not in cls.runs:
+            name = name or f"run{len(cls.runs)}"
+            done = run(ranks, *cls.args(name, model, ranks, *args))
+            if done.returncode:
+                raise AssertionError(f"training on {ranks} ranks with {args} failed: {done.stderr}")
+            cls.runs[key] = os.path.join(cls.top, name)
+        return cls.runs[key]
+
+    def expect_same_numbers(self, got, expected, what, tolerance=1e-6):
+        """Losses and norms within rounding, step by step."""
+        got, expected = log(got), log(expected)
+        self.assertEqual([line["step"] for line in got], [line["step"] for line in expected], what)
+        for a, b in zip(got, expected):
+            for key in ("loss", "val_loss", "bits_per_byte", "lr"):
+                if b.get(key) is not None:
+                    self.assertAlmostEqual(a[key] / b[key], 1, delta=tolerance, msg=f"{what}: {key} of step {b['step']}")
+            if "grad_norm" in b:
+                self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, delta=10 * tolerance, msg=f"{what}: norm of step {b['step']}")
+
+    def expect_same_bits(self, runs, what):
+        """The checkpoints' tensors; in the order of MPI's sums, or of the two there are with two GPUs."""
+        if not CUDA or GPUS == 2:
+            found = [commands.digests(os.path.join(run_dir, "step_00000010")) for run_dir in runs]
+            for digests in found[1:]:
+                for name in ("model.safetensors", "state.safetensors"):
+                    self.assertEqual(digests[name], found[0][name], f"{what}: {name}")
+
+    # ---- the same numbers ------------------------------------------------------------------------------------------------
+
+    def test_every_stage_computes_what_one_rank_does(self):
+        # An output head of its own, and one that is the embedding; each group reduced by itself, and all at once.
+        for model, bucket in (("gpt2-tiny", 0), ("llama-tiny", 32)):
+            extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2]
+            alone = self.train(1, *extra, model=model)
+            for ranks in COUNTS if model == "gpt2-tiny" else COUNTS[:1]:
+                runs = [self.train(ranks, *extra, "--zero-stage", stage, model=model) for stage in STAGES]
+                for stage, run_dir in zip(STAGES, runs):
+                    self.expect_same_numbers(run_dir, alone, f"{model}, stage {stage} on {ranks} ranks")
+                self.expect_same_bits(runs, f"{model} on {ranks} ranks")
+
+    def test_gradient_accumulation(self):
+        alone = self.train(1)
+        runs = [self.train(2, "--batch-size", 1, "--zero-stage", stage) for stage in STAGES]
+        for stage, run_dir in zip(STAGES, runs):
+            self.expect_same_numbers(run_dir, alone, f"accumulated in stage {stage}")
+        # Stages 0 and 1 add up a step before they sum over ranks, stages 2 and 3 after.
+        self.expect_same_bits(runs[:2], "accumulated in stages 0 and 1")
+        self.expect_same_bits(runs[2:], "accumulated in stages 2 and 3")
+
+    def test_gradients_summed_in_16_bits(self):
+        alone = self.train(1)
+        runs = [self.train(2, "--zero-stage", stage, "--reduce-dtype", "bf16") for stage in STAGES]
+        for stage, run_dir in zip(STAGES, runs):
+            self.expect_same_numbers(run_dir, alone, f"bf16 sums in stage {stage}", tolerance=1e-4)
+            self.assertNotEqual(log(run_dir)[-2]["loss"], log(alone)[-2]["loss"])
+        self.expect_same_bits(runs, "bf16 sums")
+        # Micro-steps add to what was summed, in fp32.
+        accumulated = self.train(2, "--batch-size", 1, "--zero-stage", 2, "--reduce-dtype", "bf16")
+        self.expect_same_numbers(accumulated, alone, "bf16 sums, accumulated", tolerance=1e-4)
+
+    def test_masked_tokens_count_on_no_rank(self):
+        """Ranks have unequal numbers of targets, some none: the loss is the mean over those of all of them."""
+        data = os.path.join(self.top, "masked")
+        shutil.copytree(self.data, data)
+        for path in glob.glob(os.path.join(data, "*.bin")):
+            with open(path, "rb") as file:
+                tokens = struct.unpack("<3i", file.read(12))[2]
+            with open(path[:-4] + ".mask", "wb") as file:
+                file.write(struct.pack("<3i", 20261121, 1, tokens).ljust(1024, b"\0") + bytes(int(i // 45 % 3 == 0) for i in range(tokens)))
+        alone = self.train(1, "--data", data)
+        self.assertNotEqual(log(alone)[0]["loss"], log(self.train(1))[0]["loss"])
+        for ranks, stage in [(COUNTS[-1], 0), (COUNTS[-1], 3)]:
+            self.expect_same_numbers(self.train(ranks, "--data", data, "--zero-stage", stage), alone, f"masked, stage {stage}")
+
+    def test_without_clipping_and_recomputed(self):
+        args = ["--grad-clip", 0, "--recompute", "block"]
+        self.assertGreater(log(self.train(1))[0]["grad_norm"], 1)  # which the other tests clip
+        alone = self.train(1, *args)
+        self.expect_same_numbers(self.train(2, *args, "--zero-stage", 3), alone, "not clipped")
+
+    @unittest.skipUnless(CUDA, "the CPU computes in fp32")
+    def test_16_bit_weights(self):
+        for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"]):
+            alone = self.train(1, *extra)
+            runs = [self.train(2, *extra, "--zero-stage", stage) for stage in STAGES]
+            for stage, run_dir in zip(STAGES, runs):
+                self.expect_same_numbers(run_dir, alone, f"{extra} in stage {stage}", tolerance=1e-2)
+            self.expect_same_bits(runs, str(extra))
+
+    def test_evaluation_of_more_batches_than_ranks_and_of_fewer(self):
+        for tokens in (20, 700):
+            alone = self.train(1, "--eval-tokens", tokens, "--batch-size", 2)
+            parted = self.train(COUNTS[-1], "--eval-tokens", tokens, "--zero-stage", 3, "--batch-size", 2)
+            self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
+
+    def test_samples_are_drawn_together_and_told_once(self):
+        args = ["--steps", 2, "--save-every", 0, "--sample-every", 1]
+        texts = []
+        for ranks, stage in ((1, 0), (2, 0), (2, 3)):
+            done = run(ranks, *self.args(f"samples{ranks}{stage}", "gpt2-tiny", ranks, *args, "--zero-stage", stage))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            texts.append([line for line in done.stderr.splitlines() if "sample:" in line])
+            self.assertEqual(len(texts[-1]), 2, done.stderr)
+        self.assertEqual(texts[1], texts[2])
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def resumed(self, source, ranks, name, *args):
+        target = os.path.join(self.top, name)
+        shutil.copytree(source, target)
+        shutil.rmtree(os.path.join(target, "step_00000010"))
+        done = run(ranks, "--resume", "--out", target, "--batch-size", 8 // ranks, *args)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return target
+
+    def test_a_run_goes_on_with_any_number_of_ranks_and_any_stage(self):
+        """The steps after a checkpoint are those of the run that wrote it."""
+        parted = self.train(2, "--reduce-bucket-mib", 0, "--kv-heads", 2, "--zero-stage", 3, model="llama-tiny")
+        same = self.resumed(parted, 2, "same")
+        self.expect_same_bits([same, parted], "resumed alike")
+        for ranks, stage in ((1, 0), (2, 0), (COUNTS[-1], 1), (COUNTS[-1], 3)):
+            name = f"resumed{ranks}{stage}"
+            self.expect_same_numbers(self.resumed(parted, ranks, name, "--zero-stage", stage), parted, name)
+        alone = self.train(1, "--kv-heads", 2, model="llama-tiny")
+        self.expect_same_numbers(self.resumed(alone, 2, "from_one", "--zero-stage", 2), alone, "from one rank")
+
+    def test_a_checkpoint_is_that_of_one_rank(self):
+        alone, parted = self.train(1, "--steps", 1), self.train(2, "--steps", 1, "--zero-stage", 3)
+        files = [{name: os.path.getsize(os.path.join(run_dir, "step_00000001", name))
+                  for name in os.listdir(os.path.join(run_dir, "step_00000001")) if name != "trainer.json"} for run_dir in (alone, parted)]
+        self.assertEqual(*files)
+        scores = [json.loads(commands.run("eval", "--model", run_dir, "--data", self.data, "--json").stdout) for run_dir in (alone, parted)]
+        self.assertAlmostEqual(scores[0]["val_loss"], scores[1]["val_loss"], delta=1e-6)
+        self.assertAlmostEqual(scores[1]["val_loss"], log(parted)[-1]["val_loss"], delta=1e-6)
+        self.assertEqual([name for name in os.listdir(parted) if name.startswith(".")], [])
+
+    # ---- ranks that stop -------------------------------------------------------------------------------------------------
+
+    def start(self, ranks, name, *args):
+        process = subprocess.Popen(command(ranks, *self.args(name, "gpt2-tiny", ranks, "--steps", 1000000, "--eval-every", 0, "--save-every",
+                                                             0, *args)),
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
+        path = os.path.join(self.top, name, "log.jsonl")
+        end = time.monotonic() + 120
+        while not (os.path.exists(path) and os.path.getsize(path)):
+            self.assertIsNone(process.poll(), "the run ended by itself")
+            self.assertLess(time.monotonic(), end, "the run does not begin")
+            time.sleep(0.05)
+        return process
+
+    def test_a_signal_to_one_rank_stops_all_after_the_same_step(self):
+        with self.start(2, "stopped", "--zero-stage", 2) as process:
+            os.kill(process_of_rank(1, process.pid), signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 0, errors)
+        run_dir = os.path.join(self.top, "stopped")
+        last = log(run_dir)[-1]["step"]
+        self.assertEqual(commands.checkpoints(run_dir), [f"step_{last:08}"])
+        self.assertIn(f"stopped at step {last}; ", errors)
+
+    def test_a_rank_that_is_killed_ends_the_run(self):
+        with self.start(2, "killed", "--zero-stage", 3, "--comm-timeout", 10) as process:
+            begin = time.monotonic()
+            os.kill(process_of_rank(1, process.pid), signal.SIGKILL)
+            _, errors = process.communicate(timeout=60)
+        self.assertNotEqual(process.returncode, 0)
+        self.assertLess(time.monotonic() - begin, 30, errors)
+        self.assertEqual(commands.checkpoints(os.path.join(self.top, "killed")), [])
+
+    def test_what_is_not_finite_is_skipped_by_all_ranks(self):
+        done = run(2, *self.args("diverged", "gpt2-tiny", 2, "--lr", 1e6, "--warmup", 0, "--schedule", "constant", "--grad-clip", 0,
+                                 "--max-skips", 3, "--eval-every", 0, "--steps", 100, "--zero-stage", 1))
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("loss or gradient not finite 3 times in a row", done.stderr)
+        self.assertTrue(all(line.get("skipped") for line in log(os.path.join(self.top, "diverged"))[-3:]))
+
+    # ---- options ---------------------------------------------------------------------------------------------------------
+
+    def test_what_does_not_divide_is_refused(self):
+        done = run(2, *self.args("odd", "gpt2-tiny", 2, "--batch-size", 3))
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("--total-batch-tokens 256 is not a multiple of batch-size x seq-len x ranks = 192", done.stderr)
+        self.assertFalse(os.path.exists(os.path.join(self.top, "odd")))
+
+
+class PlanTest(unittest.TestCase):
+    def test_each_stage_divides_what_it_should(self):
+        model = ["--model", "gpt2-tiny", *MODEL, "--seq-len", 32]
+        plans = [json.loads(commands.run("plan", *model, "--world", 4, "--zero-stage", stage, "--json").stdout) for stage in STAGES]
+        whole, parts = plans[0]["bytes"], [plan["bytes"] for plan in plans]
+        self.assertEqual([plan["total_bytes"] for plan in plans], plans[0]["total_bytes_by_zero_stage"])
+        for stage in STAGES:
+            self.assertEqual(parts[stage]["optimizer (m, v)"], whole["optimizer (m, v)"] // (4 if stage >= 1 else 1))
+            self.assertEqual(parts[stage]["gradients"], whole["gradients"] // (4 if stage >= 2 else 1))
+            self.assertEqual(parts[stage]["weights"], whole["weights"] // (4 if stage >= 3 else 1))
+            self.assertEqual("gathered weights" in parts[stage], stage == 3)
+            self.assertEqual("gradients in progress" in parts[stage], stage >= 2)
+        big = commands.run("plan", "--model", "llama-8B", "--world", 8, "--zero-stage", 3)  # nothing is allocated
+        self.assertIn("each of 8 ranks, by --zero-stage", big.stdout)
+        self.assertEqual(commands.run("plan", *model, "--zero-stage", 4).returncode, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

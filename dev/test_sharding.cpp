@@ -1,0 +1,165 @@
+// parallel/: which rank owns, sums and updates what. What the ranks then do together is tested by dev/test_parallel.py.
+#include "parallel/sharding.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "parallel/update.h"
+#include "runtime/rng.h"
+
+namespace {
+
+constexpr int LAYERS = 3;
+
+// Embedding, layers of two tensors, a head unless it is tied, and norms. Sizes that no number of ranks divides.
+ParamTable table_of(int64_t world, bool tied) {
+    ParamTable table;
+    const auto add = [&](int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {
+        Param p;
+        p.slot = slot, p.layer = layer, p.group = group, p.name = name;
+        p.rows = p.padded_rows = rows, p.cols = cols;
+        p.init_std = p.init_value = 0;
+        p.decay = cols > 0, p.fp32 = slot == 4;
+        p.pieces = {{name, 0, rows, false}};
+        table.params.push_back(p);
+    };
+    add(0, -1, 0, "embedding", 101, 7);
+    for (int l = 0; l < LAYERS; l++) {
+        add(1, l, 1 + l, "weight" + std::to_string(l), 37, 11);
+        add(2, l, 1 + l, "bias" + std::to_string(l), 37, 0);
+    }
+    if (!tied) add(3, -1, LAYERS + 1, "head", 101, 7);
+    for (int l = 0; l < LAYERS; l++) add(4, l, LAYERS + 2, "norm" + std::to_string(l), 11, 0);
+    table.layout(world);
+    return table;
+}
+
+TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
+    for (const bool tied : {false, true}) {
+        const ParamTable table = table_of(2, tied);
+        for (const int64_t stage : {0, 1, 2, 3}) {
+            for (const int64_t bytes : {0, 1, 4096, 1 << 30}) {
+                const Sharding sharding{stage, 0, 2};
+                const std::vector<Bucket> buckets = make_buckets(table, sharding, {DType::F32, bytes});
+                ASSERT_GE(buckets.size(), 2u);
+                EXPECT_EQ(buckets.back().first, LAYERS + 2);  // what stays fp32
+                int next = tied ? LAYERS + 1 : LAYERS + 2;
+                for (size_t i = 0; i + 1 < buckets.size(); i++) {
+                    EXPECT_EQ(buckets[i].last, next);
+                    next = buckets[i].first;
+                    const int64_t size =
+                        table.group_begin[size_t(buckets[i].last)] - table.group_begin[size_t(buckets[i].first)];
+                    if (stage < 2 && next > 0) {
+                        EXPECT_GE(size * 4, bytes);
+                    }
+                    if (stage >= 2 || bytes <= 1) {
+                        EXPECT_EQ(buckets[i].last - buckets[i].first, 1);
+                    }
+                }
+                EXPECT_EQ(next, 0);
+                if (stage < 2 && bytes > 4096) {
+                    EXPECT_EQ(buckets.size(), 2u);
+                }
+            }
+        }
+    }
+}
+
+TEST(Places, ThoseInUseTogetherLieApart) {
+    for (const bool tied : {false, true}) {
+        const ParamTable table = table_of(2, tied);
+        const GroupPlaces places(table, 2, true);
+        std::vector<float> memory(size_t(places.total()));
+        const std::vector<Tensor> views =
+            places.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {places.total()}));
+        const auto overlap = [&](int a, int b) {
+            const Tensor &x = views[size_t(a)], &y = views[size_t(b)];
+            return x.as<float>() < y.as<float>() + y.numel() && y.as<float>() < x.as<float>() + x.numel();
+        };
+        for (int g = 0; g < table.num_groups(); g++) EXPECT_EQ(views[size_t(g)].numel(), table.group_size(g));
+        for (int g = 1; g < LAYERS; g++) EXPECT_FALSE(overlap(g, g + 1));        // a layer and the next
+        for (int g = 1; g <= LAYERS; g++) EXPECT_FALSE(overlap(0, g));           // the embedding and a layer
+        for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // what stays fp32 and others
+        EXPECT_TRUE(overlap(1, 3));
+        EXPECT_LT(places.total(), table.total);
+        const GroupPlaces weights(table, 2, false);
+        EXPECT_EQ(weights.place(LAYERS + 2), -1);
+        EXPECT_EQ(places.total() - weights.total(), table.fp32_total);
+    }
+}
+
+// Memory of one rank as the driver lays it out.
+struct Rank {
+    Sharding sharding;
+    std::vector<float> weights, master, fp32, grads, m, v;
+    std::vector<bf16> half;
+    WeightArenas arenas;
+    Gradients gradients;
+    ParamArena m_arena, v_arena;
+
+    Rank(const ParamTable& table, const Sharding& s, bool sixteen, bool with_master) : sharding(s) {
+        const auto arena = [&](std::vector<float>& memory, bool split) {
+            memory.resize(size_t(table.total / s.parts(split)));
+            return s.arena(make_tensor(memory.data(), DType::F32, Device::CPU, {int64_t(memory.size())}), split);
+        };
+        if (sixteen) {
+            half.resize(size_t(table.total / s.parts(s.splits_weights())));
+            arenas.weights =
+                s.arena(make_tensor(half.data(), DType::BF16, Device::CPU, {int64_t(half.size())}), s.splits_weights());
+            if (with_master) arenas.master = arena(master, s.splits_optimizer());
+        } else {
+            arenas.weights = arena(weights, s.splits_weights());
+        }
+        if (sixteen || s.splits_weights()) {
+            fp32.resize(size_t(table.fp32_total));
+            arenas.fp32 = make_tensor(fp32.data(), DType::F32, Device::CPU, {table.fp32_total});
+            arenas.fp32.origin = table.total - table.fp32_total;
+        }
+        const int64_t bytes = Gradients::memory(table, s, {}).bytes();
+        grads.resize(size_t(bytes / 4));
+        gradients.allocate(table, s, {}, make_tensor(grads.data(), DType::U8, Device::CPU, {bytes}), nullptr, {});
+        m_arena = arena(m, s.splits_optimizer());
+        v_arena = arena(v, s.splits_optimizer());
+    }
+    std::vector<UpdatePiece> pieces(const ParamTable& table) const {
+        return make_update_pieces(table, sharding, arenas, gradients, m_arena, v_arena, 0.1);
+    }
+};
+
+// Every element is updated once, by one rank, or by each where nothing is divided; and counted once in the norm.
+TEST(UpdatePieces, CoverEveryElementOnce) {
+    for (const int64_t world : {1, 2, 3, 4}) {
+        for (const int64_t stage : {0, 1, 2, 3}) {
+            for (const int mode : {0, 1, 2}) {  // fp32; 16 bits with master weights, and without
+                const ParamTable table = table_of(world, false);
+                std::map<uint64_t, std::vector<int>> updates;
+                for (const Param& p : table.params) updates[name_hash(p.name)].resize(size_t(p.numel()));
+                int64_t normed = 0;
+                for (int64_t rank = 0; rank < world; rank++) {
+                    const Rank r(table, {stage, rank, world}, mode > 0, mode == 1);
+                    for (const UpdatePiece& piece : r.pieces(table)) {
+                        normed += piece.own_grads.numel();
+                        EXPECT_EQ(piece.m.numel(), piece.grads.numel());
+                        EXPECT_TRUE(!piece.params || piece.params.numel() == piece.m.numel());
+                        EXPECT_TRUE(!piece.params_T || piece.params_T.numel() == piece.m.numel());
+                        const bool fp32_group = !piece.params_T && mode > 0;
+                        EXPECT_EQ(bool(piece.params), mode != 2 || fp32_group);
+                        EXPECT_EQ(bool(piece.gathered),
+                                  world > 1 && (stage == 1 || stage == 2 ||
+                                                (stage == 3 && piece.m.numel() * world == table.fp32_total)));
+                        for (const AdamWSegment& s : piece.segments)
+                            for (int64_t i = 0; i < s.end - s.begin; i++)
+                                updates.at(s.key).at(size_t(s.first_element + i))++;
+                    }
+                }
+                EXPECT_EQ(normed, table.total);
+                const int expected = stage == 0 ? int(world) : 1;
+                for (const auto& [key, counts] : updates)
+                    for (const int count : counts) ASSERT_EQ(count, expected) << "stage " << stage << " of " << world;
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,132 @@
+#include "parallel/gradients.h"
+
+#include <algorithm>
+
+#include "kernels/accumulate.h"
+
+std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
+    const int groups = table.num_groups(), others = table.fp32_total ? groups - 1 : groups;
+    std::vector<Bucket> buckets;
+    bool full = true;  // the bucket before takes no more
+    for (int g = others - 1; g >= 0; g--) {
+        if (!table.group_size(g)) continue;
+        if (full)
+            buckets.push_back({g, g + 1});
+        else
+            buckets.back().first = g;
+        const Bucket& b = buckets.back();
+        const int64_t begin = table.group_begin[size_t(b.first)], end = table.group_begin[size_t(b.last)];
+        full = sharding.splits_gradients() || (end - begin) * 4 >= options.bucket_bytes;
+    }
+    if (others < groups) buckets.push_back({others, groups});
+    return buckets;
+}
+
+Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
+    Memory m;
+    m.arena = table.total / sharding.parts(sharding.splits_gradients());
+    if (sharding.splits_gradients()) m.places = GroupPlaces(table, LAYER_PLACES, true).total();
+    if (sharding.world == 1 || options.dtype == DType::F32) return m;
+    for (const Bucket& b : make_buckets(table, sharding, options)) {
+        const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
+        m.buffer_bytes = std::max(m.buffer_bytes, n * dtype_size(options.dtype));
+    }
+    return m;
+}
+
+void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOptions& options, Tensor bytes, Comm* c,
+                         Stream side_stream) {
+    table = &t, sharding = s, dtype = options.dtype, comm = c, side = side_stream;
+    const Memory m = memory(t, s, options);
+    int64_t at = 0;
+    const auto part = [&](DType type, int64_t n) {
+        const Tensor where = bytes.rows(at, at + n * dtype_size(type));
+        at += where.shape[0];
+        return make_tensor(where.data, type, where.device, {n});
+    };
+    arena = s.arena(part(DType::F32, m.arena), s.splits_gradients());
+    if (s.splits_gradients()) {
+        places = GroupPlaces(t, LAYER_PLACES, true);
+        arena.views = places.views(t, part(DType::F32, m.places));
+        state = std::vector<Place>(size_t(places.num_places()));
+    }
+    if (m.buffer_bytes) buffer = part(dtype, m.buffer_bytes / dtype_size(dtype));
+    if (s.world > 1) buckets = make_buckets(t, s, options);
+}
+
+Tensor Gradients::own(int first_group, int last_group) const {
+    const Tensor groups = arena.groups(*table, first_group, last_group);
+    return sharding.splits_gradients() ? groups : sharding.own(groups);
+}
+
+void Gradients::begin(bool first_micro_step, bool last_micro_step) {
+    first = first_micro_step, last = last_micro_step, waiting = false;
+    for (Place& p : state) p.used = false;
+}
+
+void Gradients::open(int group, Stream stream) {
+    if (!sharding.splits_gradients()) return;
+    const Place& p = state[size_t(places.place(group))];
+    if (p.used) p.free.hold(stream);
+    // Between tensors lie gaps, which count in the norm: what another group left there is none of it.
+    const Tensor& view = arena.views[size_t(group)];
+    int64_t end = 0;
+    const auto clear_to = [&](int64_t begin) {
+        if (begin > end) device_fill(view.as<float>() + end, 0, size_t(begin - end) * sizeof(float), stream);
+    };
+    for (const Param& param : table->params) {
+        if (param.group != group) continue;
+        clear_to(param.offset - param.group_begin);
+        end = param.offset - param.group_begin + param.padded_numel();
+    }
+    clear_to(table->group_size(group));
+}
+
+void Gradients::close(int group, Stream stream) {
+    if (!last && !sharding.splits_gradients()) return;
+    for (const Bucket& b : buckets)
+        if (b.first == group) reduce(b, stream);
+}
+
+// In place as far as it goes: a whole group's gradient is of no more use when its part of the sum is there.
+void Gradients::reduce(const Bucket& b, Stream stream) {
+    complete.record(stream);
+    complete.hold(side);
+    waiting = true;
+    const bool split = sharding.splits_gradients();
+    Tensor whole = split ? arena.views[size_t(b.first)] : arena.groups(*table, b.first, b.last);
+    const Tensor fp32 = whole;
+    if (buffer) {
+        whole = buffer.rows(0, fp32.shape[0]);
+        ::accumulate(whole, fp32, false, side);
+    }
+    if (sharding.stage == 0) {
+        comm->all_reduce(whole, side);
+        if (buffer) ::accumulate(fp32, whole, false, side);
+    } else if (split) {
+        const Tensor part = arena.groups(*table, b.first, b.last);
+        const bool direct = first && !buffer;  // to where it is wanted
+        comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
+        if (!direct) ::accumulate(part, sharding.own(whole), !first, side);
+        Place& p = state[size_t(places.place(b.first))];
+        p.free.record(side);
+        p.used = true;
+    } else {
+        const int64_t begin = table->group_begin[size_t(b.first)];
+        const auto group = [&](const Tensor& bucket, int g) {
+            return bucket.rows(table->group_begin[size_t(g)] - begin, table->group_begin[size_t(g) + 1] - begin);
+        };
+        comm->group_start();
+        for (int g = b.first; g < b.last; g++)
+            if (table->group_size(g)) comm->reduce_scatter(sharding.own(group(whole, g)), group(whole, g), side);
+        comm->group_end();
+        for (int g = b.first; buffer && g < b.last; g++)
+            ::accumulate(sharding.own(group(fp32, g)), sharding.own(group(whole, g)), false, side);
+    }
+}
+
+void Gradients::end(Stream stream) {
+    if (!waiting) return;
+    summed.record(side);
+    summed.hold(stream);
+}

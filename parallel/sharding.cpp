@@ -1,0 +1,27 @@
+#include "parallel/sharding.h"
+
+#include <algorithm>
+
+GroupPlaces::GroupPlaces(const ParamTable& table, int layer_places, bool with_fp32) {
+    const int groups = table.num_groups(), head = table.fp32_total ? groups - 2 : groups - 1;
+    std::vector<int64_t> size(size_t(layer_places) + 2, 0);
+    for (int g = 0; g < groups; g++) {
+        const int place = g > head              ? with_fp32 ? layer_places + 1 : -1
+                          : g == 0 || g == head ? layer_places
+                                                : (g - 1) % layer_places;
+        places.push_back(place);
+        if (place >= 0) size[size_t(place)] = std::max(size[size_t(place)], table.group_size(g));
+    }
+    for (const int64_t n : size) end.push_back(total() + n);
+}
+
+std::vector<Tensor> GroupPlaces::views(const ParamTable& table, Tensor memory) const {
+    std::vector<Tensor> all(places.size());
+    for (size_t g = 0; g < all.size(); g++) {
+        const int p = places[g];
+        if (p < 0) continue;
+        const int64_t begin = p ? end[size_t(p) - 1] : 0;
+        all[g] = memory.rows(begin, begin + table.group_size(int(g)));
+    }
+    return all;
+}
