@@ -292,6 +292,7 @@ struct RunShape {
     int64_t world = 1;    // ranks that the gradient arena is padded for
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    bool deterministic = true;  // attention's backward pass
 };
 
 struct LayerActs {
@@ -362,10 +363,12 @@ void Activations::place(std::initializer_list<Tensor*> fields, const std::string
     for (Tensor* t : fields) bindings.emplace_back(t, entry);
 }
 
-// GELU computed inside a product rounds otherwise than the kernel that recomputes it alone.
+// GELU computed inside a product rounds otherwise than the kernel that recomputes it alone; faster sums are attention's
+// of 16-bit numbers.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool alone = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (alone && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
+    shape.deterministic |= shape.dtype == DType::F32 || c.layers_of('S') == 0;
     if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
@@ -493,13 +496,13 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         place({&dnormf}, "dnormf", dtype, {N, C}, HEAD, HEAD);
         place({&dx}, "dx", dtype, {N, C}, HEAD, UPDATE);
         place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
-        const int64_t scratch_bytes =
-            std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
-                      embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
-                      has_linear ? linear_attention_backward_scratch(linear) : 0,
-                      c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
-                      step_control_scratch(parameter_table(c, shape.world).total),
-                      sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
+        const int64_t scratch_bytes = std::max(
+            {layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C), embedding_backward_scratch(N, Vp, C),
+             attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
+             has_linear ? linear_attention_backward_scratch(linear) : 0,
+             c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
+             step_control_scratch(parameter_table(c, shape.world).total),
+             sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
     plan.assign_offsets(shape.overlap);
@@ -789,7 +792,7 @@ void mix_backward(const Context& ctx, const Model& model, Tensor grads, int64_t 
     if (kind == 'S') {
         return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
                                   split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
-                                  ctx.stream);
+                                  ctx.stream, acts.shape.deterministic);
     }
     if (kind == 'G') {
         rmsnorm_backward(head_matrix(a.att, c.heads), model.part(grads, HEADNORM_W, l), {},
@@ -1144,7 +1147,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, ctx.world, {dtype, dtype != DType::F32 && o.master_weights}),
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
-                             dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue}) {
+                             dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue, !o.nondeterministic}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     check_memory(memory_plan(model, acts),
                  [&](int64_t available) { return what_fits(model, acts.shape, o.total_batch_tokens, available); });
@@ -1663,7 +1666,8 @@ void run_plan(const Args& args) {
     const DType dtype = o.model.type();
     const bool training = !o.inference && !o.generate;
     const Model model(source.config, 1, {dtype, dtype != DType::F32 && training && o.master_weights});
-    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, 1, dtype});
+    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, 1, dtype,
+                                           GeluEpilogue::Off, !o.nondeterministic});
     EngineOptions generation;
     generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
     const MemoryPlan plan =

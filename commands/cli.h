@@ -18,6 +18,7 @@ void add_draw_options(CLI::App& app, DrawOptions& options);
 void add_context_options(CLI::App& app, int64_t& context, bool& slide);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
+CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 // What training can do: throws UsageError.
 void check_training_dtype(const ModelOptions& model, bool master_weights);
 // An option that is on or off.

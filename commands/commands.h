@@ -65,7 +65,7 @@ struct TrainOptions {
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
-    bool master_weights = true, gemm_tune = true, measure_peak = false;
+    bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     int64_t profile = 0;  // the step to profile; 0: none
     std::string toml;     // every option, as `--config` reads it
@@ -115,7 +115,7 @@ struct PlanOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
-    bool inference = false, generate = false, json = false, master_weights = true;
+    bool inference = false, generate = false, json = false, master_weights = true, nondeterministic = false;
 };
 
 struct ConvertOptions {
