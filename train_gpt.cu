@@ -350,6 +350,7 @@ struct RunShape {
     int64_t world = 1;    // ranks that the gradient arena is padded for
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    bool deterministic = true;  // attention's backward pass
 };
 
 struct LayerActs {
@@ -424,10 +425,12 @@ void Activations::place(std::initializer_list<Tensor*> fields, const std::string
     for (Tensor* t : fields) bindings.emplace_back(t, entry);
 }
 
-// GELU computed inside a product rounds otherwise than the kernel that recomputes it alone.
+// GELU computed inside a product rounds otherwise than the kernel that recomputes it alone; faster sums are attention's
+// of 16-bit numbers.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool alone = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (alone && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
+    shape.deterministic |= shape.dtype == DType::F32 || c.layers_of('S') == 0;
     if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
@@ -555,13 +558,13 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         place({&dnormf}, "dnormf", dtype, {N, C}, HEAD, HEAD);
         place({&dx}, "dx", dtype, {N, C}, HEAD, UPDATE);
         place({&scalars}, "scalars", DType::U8, {int64_t(sizeof(StepScalars))}, 0, UPDATE);
-        const int64_t scratch_bytes =
-            std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
-                      embedding_backward_scratch(N, Vp, C), attention_backward_scratch(N, c.heads, c.head_size),
-                      has_linear ? linear_attention_backward_scratch(linear) : 0,
-                      c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
-                      sum_squares_scratch(parameter_table(c, shape.world).total),
-                      sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
+        const int64_t scratch_bytes = std::max(
+            {layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C), embedding_backward_scratch(N, Vp, C),
+             attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
+             has_linear ? linear_attention_backward_scratch(linear) : 0,
+             c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
+             sum_squares_scratch(parameter_table(c, shape.world).total),
+             sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
         place({&scratch}, "scratch", DType::U8, {scratch_bytes}, HEAD, UPDATE);
     }
     plan.assign_offsets(shape.overlap);
@@ -858,7 +861,7 @@ void mix_backward(const Context& ctx, const Model& model, const Gradients& grads
     if (kind == 'S') {
         return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
                                   split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
-                                  ctx.stream);
+                                  ctx.stream, acts.shape.deterministic);
     }
     if (kind == 'G') {
         rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},
@@ -1255,7 +1258,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
             {dtype, dtype != DType::F32 && o.master_weights}),
       acts(s.source.config, {o.batch_size, o.seq_len, true, o.recompute, true, ctx.world, dtype,
-                             dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue}) {
+                             dtype == DType::F32 ? GeluEpilogue::Off : o.gelu_epilogue, !o.nondeterministic}) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.check([&](int64_t available) {
@@ -1824,7 +1827,8 @@ void run_plan(const Args& args) {
     const bool training = !o.inference && !o.generate;
     const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
     const Model model(source.config, {o.sharding.zero_stage, 0, o.world}, precision);
-    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, o.world, dtype});
+    const Activations acts(source.config, {o.batch_size, o.seq_len, training, o.recompute, true, o.world, dtype,
+                                           GeluEpilogue::Off, !o.nondeterministic});
     const ReduceOptions reduce = reduce_options(o.sharding);
     EngineOptions generation;
     generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;

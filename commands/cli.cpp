@@ -231,6 +231,13 @@ CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
                       "weights and rounds stochastically, which saves 4 bytes a weight");
 }
 
+CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic) {
+    return app.add_flag("--nondeterministic", nondeterministic,
+                        "with --dtype bf16 on an H100 or H200: attention's backward pass sums in the order in which "
+                        "its terms come, faster, with more memory; two runs may then differ in the last bits. "
+                        "Elsewhere it changes nothing");
+}
+
 void check_training_dtype(const ModelOptions& model, bool master_weights) {
     if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with bf16");
     if (!master_weights && model.type() == DType::F32)

@@ -22,6 +22,7 @@ void add_launch_options(CLI::App& app, LaunchOptions& options);
 void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
+CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 // What training can do: throws UsageError.
 void check_training_dtype(const ModelOptions& model, bool master_weights);
 // An option that is on or off.

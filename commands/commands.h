@@ -72,7 +72,7 @@ struct TrainOptions {
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
-    bool master_weights = true, gemm_tune = true, measure_peak = false;
+    bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     LaunchOptions launch;
     ShardingOptions sharding;
@@ -126,7 +126,7 @@ struct PlanOptions {
     Recompute recompute = Recompute::None;
     ShardingOptions sharding;
     int64_t world = 1;
-    bool inference = false, generate = false, json = false, master_weights = true;
+    bool inference = false, generate = false, json = false, master_weights = true, nondeterministic = false;
 };
 
 struct ConvertOptions {

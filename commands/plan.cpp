@@ -9,12 +9,15 @@ PlanOptions parse_plan(const Args& args) {
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
+    auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only")
                           ->excludes(recompute)
-                          ->excludes(master_weights);
+                          ->excludes(master_weights)
+                          ->excludes(nondeterministic);
     app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size texts at a time, of --seq-len tokens each")
         ->excludes(recompute)
         ->excludes(master_weights)
+        ->excludes(nondeterministic)
         ->excludes(inference);
     add_sharding_options(app, o.sharding);
     app.add_option("--world", o.world, "processes; the plan is that of each")

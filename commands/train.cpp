@@ -71,6 +71,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
            "norms, which compute GELU alone, turn both into backward")
         ->check(CLI::IsMember({"both", "backward", "off"}))
         ->default_str("both");
+    add_nondeterministic_option(*app, o.nondeterministic);
     app->add_flag("--measure-peak", o.measure_peak,
                   "time a large matrix product at the start and log each step's FLOP/s as a fraction of its too");
     app->add_option("--profile", o.profile,

@@ -26,7 +26,7 @@ struct Problem {
           dout(T, {N, NH, HS}),
           lse({NH, N}),
           cum(BenchArray::ints({B + 1}, 1)),
-          scratch(BenchArray::bytes(attention_backward_scratch(N, NH, HS, deterministic))) {
+          scratch(BenchArray::bytes(attention_backward_scratch(N, NH, HS, deterministic, length))) {
         std::vector<int32_t> starts;
         for (int64_t b = 0; b <= B; b++) starts.push_back(int32_t(b * length));
         copy_to_device(cum.tensor().data, starts.data(), starts.size() * sizeof(int32_t), Stream{});

@@ -337,6 +337,12 @@ class CommandsTest(unittest.TestCase):
         # Some windows hold the end of a document, and what comes after it must not see what came before.
         self.assertNotEqual(losses(masked)[1], losses(plain)[1])
 
+    def test_nondeterministic_changes_nothing_in_fp32(self):
+        args = ["--steps", 3]
+        self.assertEqual(losses(self.train("any_order", *args, "--nondeterministic")), losses(self.train("one_order", *args)))
+        with open(os.path.join(self.top, "any_order", "run.toml"), encoding="utf-8") as file:
+            self.assertIn("nondeterministic=true", file.read())
+
     def test_schedules(self):
         def rates(schedule):
             run_dir = self.train("schedule_" + schedule, "--steps", 10, "--warmup", 0, "--lr", 1e-3, "--schedule", schedule)

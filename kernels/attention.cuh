@@ -124,8 +124,8 @@ template <typename T>
 void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
                                Stream stream);
 
-// Bytes of dq_sums, with which the backward pass is not deterministic; 0 on other GPUs and for other heads.
-int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS);
+// Bytes of dq_sums; 0 where a backward pass with them is not there or not faster.
+int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k);
 
 // ---- at launch
 

@@ -44,9 +44,11 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
-// scratch: attention_backward_scratch bytes (U8), given the same `deterministic`. Without it, dq may be summed in the
-// order in which its terms come, where that is faster: two runs then differ in dq's last bits.
+// scratch: attention_backward_scratch bytes (U8). Not deterministic: where that is faster (heads of 65 to 128 columns,
+// or keys beyond 2048, of 16-bit numbers on an H100 or H200), dq is summed in the order in which its terms come, and
+// two runs differ in its last bits; elsewhere nothing changes.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
                         bool deterministic = true);
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic = true);
+// max_k: at least that of the sequences; it matters only if not deterministic.
+int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic = true, int64_t max_k = 0);

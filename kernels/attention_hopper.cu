@@ -8,7 +8,8 @@
 //             the next.
 //   backward  Twice, as on older GPUs (attention.cu): nothing is added across blocks, so there are no atomics, no order
 //             to wait for and no fp32 copy of dQ, for seven products instead of five. With Sᵀ in the pass over keys, P,
-//             Pᵀ, dS and dSᵀ all stay in registers.
+//             Pᵀ, dS and dSᵀ all stay in registers. If it need not be deterministic: once, over keys, five products,
+//             and dQ is added up in global memory.
 //
 // Only builds for sm_90a have this file, and it is compiled for nothing else.
 //
@@ -773,7 +774,7 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         if (blocks.end <= blocks.begin) continue;
         shared.kv_ring.wait_empty(kv_at);
         loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, shared.kv_ring.full,
-                             Sizes::SUMS_OVER_KEYS ? seq.klen - j0 : BN);
+                              Sizes::SUMS_OVER_KEYS ? seq.klen - j0 : BN);
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
             shared.q_ring.wait_empty(at);
@@ -914,7 +915,7 @@ struct SinglePassSizes {
     static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
     static constexpr int STAGES = D <= 64 ? 4 : 2;
     static constexpr bool SUMS_OVER_KEYS = true;
-    static constexpr bool OVERLAP = D <= 64;  // dS still multiplied for dK while the next scores are
+    static constexpr bool OVERLAP = D <= 64;  // dS is still multiplied for dK while the next scores are
     using Roles = ::Roles<WARPGROUPS>;
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
@@ -991,7 +992,8 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
             shared.kv_ring.wait_full(kv_at);
             const uint32_t keys = shared_address(shared.k), k = keys + warpgroup * 64 * CHUNK_ROW,
                            v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
-            RingPosition<Sizes::STAGES> last_at;  // of the step before, whose dK is multiplied beside the scores of this
+            RingPosition<Sizes::STAGES>
+                last_at;  // of the step before, whose dK is multiplied beside the scores of this
             bool running = false;
             const auto finish_last = [&] {
                 pin_registers(dk);
@@ -1196,8 +1198,10 @@ bool hopper_attention_takes(const Attention<T>& a) {
     return is_hopper() && a.aligned && a.HS <= MAX_HS;
 }
 
-int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS) {
-    if (!is_hopper() || HS > MAX_HS) return 0;
+int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k) {
+    // Two passes over heads of 64 columns are faster up to 2048 keys: zeroing and rounding the sums takes a fixed time,
+    // what two products fewer save grows with the keys.
+    if (!is_hopper() || HS > MAX_HS || (HS <= 64 && max_k <= 2048)) return 0;
     int64_t bytes = 0;
     dispatch_head_size(int(HS), [&](auto D) { bytes = Nq * NH * D * int64_t(sizeof(float)); });
     return bytes;
@@ -1248,8 +1252,7 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
                 kernel<<<unsigned(blocks), ROW_KERNEL_THREADS, 0, cuda_stream(stream)>>>(a);
                 check_launch(op, stream);
             };
-            cuda_check(
-                cudaMemsetAsync(a.dq_sums, 0, size_t(a.Nq * a.NH * D) * sizeof(float), cuda_stream(stream)), op);
+            cuda_check(cudaMemsetAsync(a.dq_sums, 0, size_t(a.Nq * a.NH * D) * sizeof(float), cuda_stream(stream)), op);
             launch_rows(delta_hopper_kernel<T, D>, D / 8);
             if (a.Nk > 0)
                 launch<Sizes>(op, single_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BQ, Sizes::BN),

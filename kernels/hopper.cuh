@@ -208,8 +208,8 @@ __device__ __forceinline__ uint32_t step_rows(int k) {
     return uint32_t(k * 16 * CHUNK_ROW) >> 4;
 }
 
-// One instruction: c [64, N] = A·B (+ c where `add`), contracted over 16. A is a descriptor of 64 rows (A_COLUMNS: of 64
-// columns, contracted over their rows) or four registers (columns 2t, 2t + 1 of rows g and g + 8, then the same 8
+// One instruction: c [64, N] = A·B (+ c where `add`), contracted over 16. A is a descriptor of 64 rows (A_COLUMNS: of
+// 64 columns, contracted over their rows) or four registers (columns 2t, 2t + 1 of rows g and g + 8, then the same 8
 // columns on); B has N rows to be contracted over their columns, or, B_COLUMNS, N columns to be contracted over their
 // rows.
 #define WGMMA_4(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
@@ -238,7 +238,7 @@ template <typename T, bool A_COLUMNS, bool B_COLUMNS, int NT>
 __device__ __forceinline__ void product_step(float (&c)[NT][4], uint32_t a, uint32_t b, bool add) {
     static_assert(NT == 4 || NT == 8 || NT == 16);
     constexpr bool BF16 = std::is_same_v<T, bf16>;
-#define WGMMA_A(N, TYPE, A, A_T, B, HIGH, ADD, B_T)                                                               \
+#define WGMMA_A(N, TYPE, A, A_T, B, HIGH, ADD, B_T)                                                       \
     WGMMA(N, TYPE, "mov.b64 a, {%" #A ", %" #HIGH "};\n", "a", B, HIGH, ADD, "%" #A_T ", %" #B_T, "r"(a), \
           "n"(int(A_COLUMNS)))
     if constexpr (NT == 4 && BF16) WGMMA_A(32, "bf16", 16, 17, 18, 19, 20, 21);
@@ -287,8 +287,8 @@ __device__ __forceinline__ void product_of_rows(float (&c)[NT][4], uint32_t left
     product_commit();
 }
 
-// c = (a tile of ROWS rows and 64 columns)ᵀ·(8·NT columns, from column `column` on, of another of ROWS rows); a group of
-// its own.
+// c = (a tile of ROWS rows and 64 columns)ᵀ·(8·NT columns, from column `column` on, of another of ROWS rows); a group
+// of its own.
 template <typename T, int ROWS, int NT>
 __device__ __forceinline__ void product_of_columns(float (&c)[NT][4], uint32_t left_tile, uint32_t tile, int column) {
     const uint32_t left = columns_descriptor<ROWS>(left_tile),

@@ -3,8 +3,9 @@
 
     scripts/bench_attention.py --bench build/cuda/dev/bench_attention
 
-needs torch. The shapes are those of dev/bench_attention.cpp. The project's backward pass is deterministic; PyTorch's two
-backends are timed as they come and, where there is one, with a deterministic backward pass:
+needs torch. The shapes are those of dev/bench_attention.cpp. The project's backward pass is deterministic unless
+--nondeterministic asks for a faster one, which has a row of its own beside the contenders' backward passes as they come.
+PyTorch's two backends are timed as they come and, where there is one, with a deterministic backward pass:
 
     cuDNN               scaled_dot_product_attention with SDPBackend.CUDNN_ATTENTION. Deterministic: PyTorch's own if it has
                         one (it had none up to 2.11), else through the package nvidia-cudnn-frontend if that is installed
@@ -30,7 +31,8 @@ from peer_main import peer_main
 
 OURS, CUDNN, FLASH, DETERMINISTIC = "this project", "cuDNN", "FlashAttention-2", ", deterministic"
 PEERS = [CUDNN, CUDNN + DETERMINISTIC, FLASH, FLASH + DETERMINISTIC]
-PASSES = {"forward": 2, "backward": 5}  # products
+NONDETERMINISTIC = "backward_nondeterministic"  # the project's alone
+PASSES = {"forward": 2, "backward": 5, NONDETERMINISTIC: 5}  # products
 WARM_UP, RUNS, FLUSH_BYTES = 3, 21, 256 << 20  # as dev/bench_util.cpp has them
 
 
@@ -55,7 +57,7 @@ class Shape(NamedTuple):
 
 # ---- The project's side -------------------------------------------------------------------------------------------------
 
-LINE = re.compile(r"(forward|backward)/bf16/B:(\d+)/T:(\d+)/NH:(\d+)/NKV:(\d+)/HS:(\d+)\s+(\d+\.\d+) ms\s")
+LINE = re.compile(rf"({'|'.join(PASSES)})/bf16/B:(\d+)/T:(\d+)/NH:(\d+)/NKV:(\d+)/HS:(\d+)\s+(\d+\.\d+) ms\s")
 
 
 def parse_bench(text):
@@ -66,7 +68,7 @@ def parse_bench(text):
             times[Shape(*map(int, found.groups()[1:6])), found[1]] = float(found[7])
     machine = next((line for line in text.splitlines() if line.startswith("limits measured now:")), "")
     if not times or not machine or set(times) != set(itertools.product({shape for shape, _ in times}, PASSES)):
-        raise BenchError("the benchmark printed no bf16 attention forward and backward; is it the one of BACKEND=cuda?")
+        raise BenchError("the benchmark printed no bf16 attention in all its passes; is it the one of BACKEND=cuda?")
     return times, machine
 
 
@@ -242,9 +244,10 @@ def table(turns):
         ours, tflop = ms[shape, name, OURS], shape.tflop(PASSES[name])
         cells = [f"{tflop / ours * 1e3:.0f}"]
         for peer in PEERS:
-            theirs = ms.get((shape, name, peer))
+            unequal = name == NONDETERMINISTIC and peer.endswith(DETERMINISTIC)
+            theirs = None if unequal else ms.get((shape, name.partition("_")[0], peer))
             cells.append(f"{tflop / theirs * 1e3:.0f} ({theirs / ours:.2f}x)" if theirs else "")
-        lines.append(f"| {shape} | {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {shape} | {name.replace('_', ', ')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
