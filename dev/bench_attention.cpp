@@ -12,7 +12,7 @@ struct Problem {
     int64_t B, length, NH, NKV, HS, N, width;
     BenchArray qkv, dqkv, out, dout, lse, cum, scratch;
 
-    Problem(const benchmark::State& state, DType T)
+    Problem(const benchmark::State& state, DType T, bool deterministic = true)
         : B(state.range(0)),
           length(state.range(1)),
           NH(state.range(2)),
@@ -26,7 +26,7 @@ struct Problem {
           dout(T, {N, NH, HS}),
           lse({NH, N}),
           cum(BenchArray::ints({B + 1}, 1)),
-          scratch(BenchArray::bytes(attention_backward_scratch(N, NH, HS))) {
+          scratch(BenchArray::bytes(attention_backward_scratch(N, NH, HS, deterministic))) {
         std::vector<int32_t> starts;
         for (int64_t b = 0; b <= B; b++) starts.push_back(int32_t(b * length));
         copy_to_device(cum.tensor().data, starts.data(), starts.size() * sizeof(int32_t), Stream{});
@@ -51,14 +51,20 @@ void forward(benchmark::State& state, DType T) {
 }
 
 // Five products for each pair: S, dP, dV, dK, dQ.
-void backward(benchmark::State& state, DType T) {
-    const Problem p(state, T);
+void any_backward(benchmark::State& state, DType T, bool deterministic) {
+    const Problem p(state, T, deterministic);
     p.forward();
     run_bench(state, [&] {
         attention_backward(p.q(p.dqkv), p.k(p.dqkv), p.v(p.dqkv), p.dout, p.q(p.qkv), p.k(p.qkv), p.v(p.qkv), p.out,
-                           p.lse, p.sequences(), p.scale(), p.scratch, Stream{});
+                           p.lse, p.sequences(), p.scale(), p.scratch, Stream{}, deterministic);
     });
     report_flops(state, 10.0 * p.pairs() * double(p.HS), T);
+}
+void backward(benchmark::State& state, DType T) {
+    any_backward(state, T, true);
+}
+void backward_nondeterministic(benchmark::State& state, DType T) {
+    any_backward(state, T, false);
 }
 
 const Sizes CPU = {{4, 64, 12, 12, 64},   {12, 64, 4, 4, 32},   {16, 256, 6, 6, 64}, {2, 512, 12, 12, 64},
@@ -67,5 +73,6 @@ const Sizes GPU = {{64, 1024, 12, 12, 64}, {16, 1024, 25, 25, 64},  {8, 4096, 16
                    {8, 4096, 16, 16, 128}, {2, 16384, 16, 16, 128}, {4, 2048, 32, 8, 64}};
 BENCH(forward, {"B", "T", "NH", "NKV", "HS"}, CPU, GPU);
 BENCH(backward, {"B", "T", "NH", "NKV", "HS"}, CPU, GPU);
+BENCH(backward_nondeterministic, {"B", "T", "NH", "NKV", "HS"}, {}, GPU);  // on the CPU the same as backward
 
 }  // namespace

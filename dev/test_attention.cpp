@@ -63,7 +63,7 @@ struct Result {
 };
 
 // extra: tokens after the last sequence.
-Result run(const Problem& p, int64_t extra = 0) {
+Result run(const Problem& p, int64_t extra = 0, bool deterministic = true) {
     const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const int64_t Nq = p.Nq + extra, Nk = p.Nk + extra, S = int64_t(qlens.size());
     auto padded = [&](std::vector<double> values, int64_t n) {
@@ -79,11 +79,18 @@ Result run(const Problem& p, int64_t extra = 0) {
     const TestArray dk = TestArray::poisoned(p.dtype, {Nk, NKV, HS}), dv = TestArray::poisoned(p.dtype, {Nk, NKV, HS});
     const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
     const AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window};
-    const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS));
+    const TestArray scratch = TestArray::scratch(attention_backward_scratch(Nq, NH, HS, deterministic));
     const TestArray forward_scratch = TestArray::scratch(attention_forward_scratch());
     attention_forward(out, lse, q, k, v, sequences, p.scale, forward_scratch, Stream{});
-    attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{});
+    attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{}, deterministic);
     return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
+}
+
+// Whether attention_backward does anything else for this problem when it need not be deterministic.
+bool has_nondeterministic(const Problem& p) {
+    const auto& z = p.shape;
+    return p.dtype != DType::F32 &&
+           attention_backward_scratch(p.Nq, z.NH, z.HS, false) > attention_backward_scratch(p.Nq, z.NH, z.HS);
 }
 
 // |got − ref| ≤ 2 roundings of 16-bit numbers on each term; what fp16 loses below its normal range comes on top.
@@ -123,16 +130,23 @@ void check(const Problem& p, bool cancels = false) {
         expect_close(what, x, y.value, y.mag, terms, row ? row : int64_t(x.size()), p.dtype, 2);
     };
     compare("out", got.out, ref.out, K);
-    compare("dv", got.dv, grad.dv, K * NH / NKV);
-    if (cancels && p.dtype != DType::F32) {
-        const double largest = std::fabs(
-            *std::max_element(p.q.begin(), p.q.end(), [](double x, double y) { return std::fabs(x) < std::fabs(y); }));
-        const double lost = p.dtype == DType::F16 ? 0x1p-25 * double(K) * std::max(1.0, largest) : 0;
-        expect_within_magnitude("dq", got.dq, grad.dq, p.dtype, lost);
-        expect_within_magnitude("dk", got.dk, grad.dk, p.dtype, lost);
-    } else {
-        compare("dq", got.dq, grad.dq, K);
-        compare("dk", got.dk, grad.dk, K * NH / NKV);
+    const auto compare_gradients = [&](const Result& r) {
+        compare("dv", r.dv, grad.dv, K * NH / NKV);
+        if (cancels && p.dtype != DType::F32) {
+            const double largest = std::fabs(*std::max_element(
+                p.q.begin(), p.q.end(), [](double x, double y) { return std::fabs(x) < std::fabs(y); }));
+            const double lost = p.dtype == DType::F16 ? 0x1p-25 * double(K) * std::max(1.0, largest) : 0;
+            expect_within_magnitude("dq", r.dq, grad.dq, p.dtype, lost);
+            expect_within_magnitude("dk", r.dk, grad.dk, p.dtype, lost);
+        } else {
+            compare("dq", r.dq, grad.dq, K);
+            compare("dk", r.dk, grad.dk, K * NH / NKV);
+        }
+    };
+    compare_gradients(got);
+    if (has_nondeterministic(p)) {
+        SCOPED_TRACE("not deterministic");
+        compare_gradients(run(p, 0, false));
     }
 }
 
@@ -163,6 +177,7 @@ TEST_P(Attention, LongSequence) {
 #endif
     const Problem p(activation(), {{T}, {T}, 1, 1, HS});
     const Result got = run(p);
+    const bool twice = has_nondeterministic(p);
     std::vector<int64_t> rows{0, 1, 63, 64, 65, 127, 128, 191, 192, 255, 256, T / 2 - 1, T / 2, T - 64, T - 2, T - 1};
     while (rows.size() < 64) rows.push_back((rows.back() + 5417) % T);
 
@@ -201,9 +216,14 @@ TEST_P(Attention, LongSequence) {
     };
     compare("lse", got.lse, lse, 1);
     compare("out", got.out, out, HS);
-    compare("dq", got.dq, dq, HS);
-    compare("dk", got.dk, dk, HS);
-    compare("dv", got.dv, dv, HS);
+    for (const bool deterministic : {true, false}) {
+        if (!deterministic && !twice) continue;
+        SCOPED_TRACE(deterministic ? "deterministic" : "not deterministic");
+        const Result r = deterministic ? got : run(p, 0, false);
+        compare("dq", r.dq, dq, HS);
+        compare("dk", r.dk, dk, HS);
+        compare("dv", r.dv, dv, HS);
+    }
 }
 
 TEST_P(Attention, HeadSizes) {

@@ -93,6 +93,18 @@ TEST(Control, TheOthersMayComeFirst) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
+// A name that is not this machine's own means: by any network.
+TEST(Control, AnyNetwork) {
+    const int port = free_port();
+    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
+        World world = world_of(rank, 2, port);
+        if (rank == 0) world.rendezvous = str("this.machine.to.others:", port);
+        ControlChannel channel(world, member_of(rank));
+        channel.barrier();
+    });
+    for (const std::string& error : errors) EXPECT_EQ(error, "");
+}
+
 TEST(Control, AListeningSocketMayBeInherited) {
     Descriptor listener;
     const int port = free_port(&listener);

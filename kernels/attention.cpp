@@ -490,12 +490,13 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
     }
 }
 
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t) {
+int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t, bool) {
     return Nq * NH * static_cast<int64_t>(sizeof(float));
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
-                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream) {
+                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream,
+                        bool) {
     const char* op = "attention_backward";
     const Sizes z = check_sizes(op, q, k, v, sequences, scale);
     check_tensor(op, "dq", dq, DType::F32, {z.Nq, z.NH, z.HS});

@@ -511,12 +511,23 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
     });
 }
 
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t) {
-    return Nq * NH * int64_t(sizeof(float)) + attention_forward_scratch();  // delta, the next task's number
+// Bytes of the fp32 sums of dq, which come first in the scratch.
+static int64_t dq_sums_bytes([[maybe_unused]] int64_t Nq, [[maybe_unused]] int64_t NH, [[maybe_unused]] int64_t HS,
+                             [[maybe_unused]] bool deterministic) {
+#ifdef HAVE_SM90A
+    if (!deterministic) return hopper_attention_sums(Nq, NH, HS);
+#endif
+    return 0;
+}
+
+int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic) {
+    // Then delta and the next task's number.
+    return dq_sums_bytes(Nq, NH, HS, deterministic) + Nq * NH * int64_t(sizeof(float)) + attention_forward_scratch();
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
-                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream) {
+                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
+                        bool deterministic) {
     const char* op = "attention_backward";
     const DType dtype = check_activation_dtype(op, "q", q);
     const AttentionSizes z = check_attention(op, dtype, q, k, v, sequences, scale);
@@ -526,13 +537,15 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
     check_tensor(op, "dout", dout, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "out", out, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq});
-    check_scratch(op, scratch, attention_backward_scratch(z.Nq, z.NH, z.HS));
+    check_scratch(op, scratch, attention_backward_scratch(z.Nq, z.NH, z.HS, deterministic));
 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.dq = heads_of<T>(dq), a.dk = heads_of<T>(dk), a.dv = heads_of<T>(dv), a.dout = heads_of<T>(dout);
-        a.delta = static_cast<float*>(scratch.data);
+        const int64_t sums = dq_sums_bytes(z.Nq, z.NH, z.HS, deterministic) / int64_t(sizeof(float));
+        a.dq_sums = sums > 0 ? static_cast<float*>(scratch.data) : nullptr;
+        a.delta = static_cast<float*>(scratch.data) + sums;
         a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});
 #ifdef HAVE_SM90A

@@ -17,6 +17,7 @@ struct Attention {
     float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
     int64_t lse_stride;
     uint32_t* next_task;  // scratch of the kernels for Hopper GPUs
+    float* dq_sums;       // the same; null: the deterministic backward pass
     const int32_t *cum_q, *cum_k;
     int64_t S, Nq, Nk, NH, NKV;
     bool causal;
@@ -122,6 +123,9 @@ void hopper_attention_forward(const char* op, const Attention<T>& a, const Atten
 template <typename T>
 void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
                                Stream stream);
+
+// Bytes of dq_sums, with which the backward pass is not deterministic; 0 on other GPUs and for other heads.
+int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS);
 
 // ---- at launch
 

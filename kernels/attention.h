@@ -44,7 +44,9 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
-// scratch: attention_backward_scratch bytes (U8).
+// scratch: attention_backward_scratch bytes (U8), given the same `deterministic`. Without it, dq may be summed in the
+// order in which its terms come, where that is faster: two runs then differ in dq's last bits.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
-                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream);
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS);
+                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
+                        bool deterministic = true);
+int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic = true);

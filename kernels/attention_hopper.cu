@@ -701,6 +701,28 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward, the pass over keys: dK and dV
 
+// Scores Sᵀ of queries become Pᵀ, c = scale·log₂e.
+template <int NT>
+__device__ __forceinline__ void scores_to_weights(float (&s)[NT][4], const float* lse, float c) {
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        const float2 two = *reinterpret_cast<const float2*>(lse + t * 8 + lane_id() % 4 * 2);
+#pragma unroll
+        for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, (e % 2 ? two.y : two.x) * -LOG2E));
+    }
+}
+// dPᵀ becomes dSᵀ.
+template <int NT>
+__device__ __forceinline__ void weight_gradients_to_score_gradients(float (&dp)[NT][4], const float (&p)[NT][4],
+                                                                    const float* delta) {
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        const float2 two = *reinterpret_cast<const float2*>(delta + t * 8 + lane_id() % 4 * 2);
+#pragma unroll
+        for (int e = 0; e < 4; e++) dp[t][e] = p[t][e] * (dp[t][e] - (e % 2 ? two.y : two.x));
+    }
+}
+
 template <int D>
 struct KeyPassSizes {
     static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
@@ -708,6 +730,7 @@ struct KeyPassSizes {
     using Roles = ::Roles<WARPGROUPS>;
     // Whether P and dS are still being multiplied while the next scores are: registers for that are there at D = 64.
     static constexpr bool OVERLAP = D <= 64;
+    static constexpr bool SUMS_OVER_KEYS = false;
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
@@ -732,10 +755,10 @@ __device__ __forceinline__ void for_queries(int first_head, int group, const Blo
         for (int m = blocks.begin; m < blocks.end; m++) f(head, m);
 }
 
-template <typename T, int D>
+// Sizes: of this pass or of the single one, which also sums over keys.
+template <typename T, int D, typename Sizes>
 __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
-                                              typename KeyPassSizes<D>::Shared& shared) {
-    using Sizes = KeyPassSizes<D>;
+                                              typename Sizes::Shared& shared) {
     constexpr int BN = Sizes::BN, BQ = Sizes::BQ;
     const int group = int(a.NH / a.NKV);
     Loader loader(&shared.loader);
@@ -749,7 +772,8 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
         if (blocks.end <= blocks.begin) continue;
         shared.kv_ring.wait_empty(kv_at);
-        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, shared.kv_ring.full);
+        loader.load<BN, D, 2>({shared.k, shared.v}, {&maps.k, &maps.v}, task.head, seq.k0 + j0, shared.kv_ring.full,
+                             Sizes::SUMS_OVER_KEYS ? seq.klen - j0 : BN);
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
             shared.q_ring.wait_empty(at);
@@ -827,24 +851,13 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Ma
                 pin_registers(dk);
                 pin_registers(dv);
                 if (running) shared.q_ring.release(unreleased);
-#pragma unroll
-                for (int t = 0; t < BQ / 8; t++) {
-                    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[at.stage][t * 8 + lane % 4 * 2]);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) s[t][e] = exp2_fast(fmaf(s[t][e], c, (e % 2 ? lse.y : lse.x) * -LOG2E));
-                }
+                scores_to_weights(s, shared.lse[at.stage], c);
                 mask_queries(s, seq, r0, row, m * BQ, 0);
                 round_to_left<T>(p, s);
                 product_of_rounded<T>(dv, p, dout);
                 product_wait<1>();
                 pin_registers(dp);
-#pragma unroll
-                for (int t = 0; t < BQ / 8; t++) {
-                    const float2 delta =
-                        *reinterpret_cast<const float2*>(&shared.delta[at.stage][t * 8 + lane % 4 * 2]);
-#pragma unroll
-                    for (int e = 0; e < 4; e++) dp[t][e] = s[t][e] * (dp[t][e] - (e % 2 ? delta.y : delta.x));
-                }
+                weight_gradients_to_score_gradients(dp, s, shared.delta[at.stage]);
                 round_to_left<T>(ds, dp);
                 product_of_rounded<T>(dk, ds, q);
                 if constexpr (Sizes::OVERLAP) {
@@ -877,8 +890,225 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
                            const __grid_constant__ Schedule schedule) {
     using Sizes = KeyPassSizes<D>;
     auto& shared = prepare_shared<Sizes>();
-    Sizes::Roles::run([&] { key_pass_load<T, D>(a, maps, schedule, shared); },
+    Sizes::Roles::run([&] { key_pass_load<T, D, Sizes>(a, maps, schedule, shared); },
                       [&](int w) { key_pass_compute<T, D>(a, maps, schedule, shared, w); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Backward, a single pass over keys: dK, dV and, added up in fp32 in global memory, dQ
+
+// The sums of dQ: [heads, 2, tokens, D / 2], half the columns of a head at a time. A row's pieces of 16 bytes are
+// permuted: piece 4j + t has columns 16j + 2t, + 1, + 8 and + 9, what a thread of a product holds, and rows of odd
+// tokens have j ^ 1 for j, so that warps write their image in shared memory without bank conflicts.
+template <int D>
+struct GradientSums {
+    static constexpr int COLUMNS = D / 2;
+    static __host__ __device__ __forceinline__ int64_t row(int64_t Nq, int64_t head, int half, int64_t token) {
+        return ((head * 2 + half) * Nq + token) * COLUMNS;
+    }
+    static __device__ __forceinline__ int first_piece(int64_t token, int j) { return 4 * (j ^ int(token % 2)); }
+};
+
+template <int D>
+struct SinglePassSizes {
+    static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
+    static constexpr int STAGES = D <= 64 ? 4 : 2;
+    static constexpr bool SUMS_OVER_KEYS = true;
+    static constexpr bool OVERLAP = D <= 64;  // dS still multiplied for dK while the next scores are
+    using Roles = ::Roles<WARPGROUPS>;
+    struct Shared {
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
+        // dSᵀ of a step and of the one before, which the other warpgroup may still read.
+        alignas(SWIZZLE_ALIGNMENT) unsigned char ds[2][BN * BQ * 2];
+        float4 dq[WARPGROUPS][WARPGROUP / WARP][16 * GradientSums<D>::COLUMNS / 4];  // of each warp
+        float lse[STAGES][BQ], delta[STAGES][BQ];
+        Ring<1> kv_ring;
+        Ring<STAGES> q_ring;
+        TaskRing tasks;
+        Barrier loader;
+        __device__ void init() {
+            kv_ring.init(WARPGROUPS);
+            q_ring.init(WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
+            tasks.ring.init(WARPGROUPS);
+            barrier_init(&loader, 1);
+        }
+    };
+};
+
+// Adds the warp's 16 rows of dQ, of tokens from `token` on, to those at `to`, as many as exist.
+template <int D, int NT>
+__device__ __forceinline__ void add_rows(float* to, int64_t token, int rows, float4* image, const float (&c)[NT][4]) {
+    const int lane = lane_id();
+    if (lane == 0) wait_stored();
+    __syncwarp();  // the image may be written
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int j = 0; j < NT / 2; j++)
+            image[(lane / 4 + half * 8) * (NT * 2) + GradientSums<D>::first_piece(token + lane / 4, j) + lane % 4] = {
+                c[2 * j][2 * half], c[2 * j][2 * half + 1], c[2 * j + 1][2 * half], c[2 * j + 1][2 * half + 1]};
+    fence_async_proxy();
+    __syncwarp();
+    if (lane > 0 || rows <= 0) return;
+    add_bulk(to, image, min(rows, 16) * NT * 32);
+    commit_stores();
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
+                                                    typename SinglePassSizes<D>::Shared& shared, int warpgroup) {
+    using Sizes = SinglePassSizes<D>;
+    constexpr int BN = Sizes::BN, BQ = Sizes::BQ, WARPGROUPS = Sizes::WARPGROUPS, COLUMNS = GradientSums<D>::COLUMNS;
+    constexpr int GRADIENTS_READY = 1;  // a named barrier
+    const int lane = lane_id(), warp_row = uniform(threadIdx.x % WARPGROUP / WARP * 16), group = int(a.NH / a.NKV);
+    float4* image = shared.dq[warpgroup][warp_row / 16];
+    RingPosition<1> kv_at;
+    RingPosition<Sizes::STAGES> at;
+    int buffer = 0;  // of dSᵀ
+    TaskSink tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        const int tile = task.rank;
+        if (task.sequence == a.S) {
+            const int64_t first = max(0, a.cum_k[a.S]);
+            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
+            zero_tail(a.dk, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            zero_tail(a.dv, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            continue;
+        }
+        const Sequence& seq = task.seq;
+        const int j0 = tile * BN, r0 = j0 + warpgroup * 64;
+        if (j0 >= seq.klen) continue;
+        const Blocks<BQ> blocks(queries_seeing(seq, j0, min(j0 + BN, seq.klen)));
+        const int row = r0 + warp_row + lane / 4;
+
+        float s[BQ / 8][4], dp[BQ / 8][4], dq[COLUMNS / 8][4], dk[D / 8][4], dv[D / 8][4];
+        uint32_t p[BQ / 16][4], ds[BQ / 16][4];
+        const float c = a.scale * LOG2E;
+        clear_sums(dk);
+        clear_sums(dv);
+        if (blocks.end > blocks.begin) {
+            shared.kv_ring.wait_full(kv_at);
+            const uint32_t keys = shared_address(shared.k), k = keys + warpgroup * 64 * CHUNK_ROW,
+                           v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
+            RingPosition<Sizes::STAGES> last_at;  // of the step before, whose dK is multiplied beside the scores of this
+            bool running = false;
+            const auto finish_last = [&] {
+                pin_registers(dk);
+                if (running) shared.q_ring.release(last_at);
+            };
+            for_queries(task.head * group, group, blocks, [&](int head, int m) {
+                shared.q_ring.wait_full(at);
+                const uint32_t q = shared_address(shared.q[at.stage]), dout = shared_address(shared.dout[at.stage]);
+                product_of_rows<T, BN, D>(s, k, q);
+                if constexpr (Sizes::OVERLAP) {
+                    product_wait<1>();
+                    finish_last();
+                }
+                product_of_rows<T, BN, D>(dp, v, dout);
+                product_wait<1>();
+                pin_registers(s);
+                scores_to_weights(s, shared.lse[at.stage], c);
+                mask_queries(s, seq, r0, row, m * BQ, 0);
+                if (r0 + 64 > seq.klen)
+                    for_sums(s, row, 0, [&](float& x, int key, int) { x = key < seq.klen ? x : 0; });
+                round_to_left<T>(p, s);
+                product_of_rounded<T>(dv, p, dout);
+                product_wait<1>();
+                pin_registers(dp);
+                weight_gradients_to_score_gradients(dp, s, shared.delta[at.stage]);
+                round_to_left<T>(ds, dp);
+                store_rounded<BN>(shared.ds[buffer], warpgroup * 64 + warp_row, ds);
+                fence_async_proxy();
+                named_barrier_sync(GRADIENTS_READY, WARPGROUPS * WARPGROUP);
+                product_of_columns<T, BN>(dq, shared_address(shared.ds[buffer]), keys, warpgroup * COLUMNS);
+                product_of_rounded<T>(dk, ds, q);
+                product_wait<1>();
+                pin_registers(dv);
+                pin_registers(dq);
+                const int first = m * BQ + warp_row;
+                const int64_t token = seq.q0 + first;
+                add_rows<D>(a.dq_sums + GradientSums<D>::row(a.Nq, head, warpgroup, token), token, seq.qlen - first,
+                            image, dq);
+                buffer ^= 1;
+                if constexpr (Sizes::OVERLAP) {
+                    last_at = at, running = true;
+                } else {
+                    product_wait<0>();
+                    pin_registers(dk);
+                    shared.q_ring.release(at);
+                }
+                at.advance();
+            });
+            product_wait<0>();
+            finish_last();
+            shared.kv_ring.release(kv_at);
+            kv_at.advance();
+        }
+        scale_sums(dk, a.scale);
+        const int first = r0 + warp_row, count = seq.klen - first;
+        const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[D / 8][4]) {
+            store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
+                                   count, a.HS},
+                           shared.sums, warpgroup * 64 + warp_row, sums);
+        };
+        store(&maps.dv, a.dv, dv);
+        store(&maps.dk, a.dk, dk);
+    }
+}
+
+template <typename T, int D>
+__global__ void __launch_bounds__(SinglePassSizes<D>::Roles::THREADS, 1)
+    single_pass_hopper_kernel(const __grid_constant__ Attention<T> a, const __grid_constant__ Maps maps,
+                              const __grid_constant__ Schedule schedule) {
+    using Sizes = SinglePassSizes<D>;
+    auto& shared = prepare_shared<Sizes>();
+    Sizes::Roles::run([&] { key_pass_load<T, D, Sizes>(a, maps, schedule, shared); },
+                      [&](int w) { single_pass_compute<T, D>(a, maps, schedule, shared, w); });
+}
+
+constexpr int ROW_KERNEL_THREADS = 256;
+
+// delta of all queries; D / 8 lanes of a warp take one of a head.
+template <typename T, int D>
+__global__ void __launch_bounds__(ROW_KERNEL_THREADS) delta_hopper_kernel(const __grid_constant__ Attention<T> a) {
+    constexpr int LANES = D / 8;
+    const int column = threadIdx.x % LANES * 8;
+    const int64_t i = (blockIdx.x * int64_t(ROW_KERNEL_THREADS) + threadIdx.x) / LANES;
+    const auto [token, head] = row_item(min(i, a.Nq * a.NH - 1), a.NH);
+    float sum = 0;
+    if (column < a.HS) {
+        const Floats<8> x = load_floats<8>(a.out.at(token, head) + column);
+        const Floats<8> g = load_floats<8>(a.dout.at(token, head) + column);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum = fmaf(g[e], x[e], sum);
+    }
+#pragma unroll
+    for (int lanes = LANES / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, lanes);
+    if (column == 0 && i < a.Nq * a.NH) a.delta[head * a.Nq + token] = sum;
+}
+
+// dq of its sums; a thread takes 16 columns of a row.
+template <typename T, int D>
+__global__ void __launch_bounds__(ROW_KERNEL_THREADS) round_sums_hopper_kernel(const __grid_constant__ Attention<T> a) {
+    constexpr int PARTS = D / 16, COLUMNS = GradientSums<D>::COLUMNS;
+    const int column = threadIdx.x % PARTS * 16, half = column / COLUMNS;
+    const int64_t i = (blockIdx.x * int64_t(ROW_KERNEL_THREADS) + threadIdx.x) / PARTS;
+    if (i >= a.Nq * a.NH || column >= a.HS) return;
+    const auto [token, head] = row_item(i, a.NH);
+    const float* row = a.dq_sums + GradientSums<D>::row(a.Nq, head, half, token);
+    const float4* pieces =
+        reinterpret_cast<const float4*>(row) + GradientSums<D>::first_piece(token, column % COLUMNS / 16);
+    Floats<8> low, high;
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const float4 x = pieces[t];
+        low[2 * t] = x.x * a.scale, low[2 * t + 1] = x.y * a.scale;
+        high[2 * t] = x.z * a.scale, high[2 * t + 1] = x.w * a.scale;
+    }
+    T* to = a.dq.at(token, head) + column;
+    store_floats(to, low);
+    if (column + 8 < a.HS) store_floats(to + 8, high);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -943,6 +1173,14 @@ void launch(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const 
     check_launch(op, stream);
 }
 
+bool is_hopper() {
+    static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+                               device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
+    return hopper;
+}
+
+constexpr int MAX_HS = 128;
+
 template <typename F>
 void dispatch_head_size(int HS, F f) {
     if (HS <= 64)
@@ -955,9 +1193,14 @@ void dispatch_head_size(int HS, F f) {
 
 template <typename T>
 bool hopper_attention_takes(const Attention<T>& a) {
-    static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                               device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-    return hopper && a.aligned && a.HS <= 128;
+    return is_hopper() && a.aligned && a.HS <= MAX_HS;
+}
+
+int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS) {
+    if (!is_hopper() || HS > MAX_HS) return 0;
+    int64_t bytes = 0;
+    dispatch_head_size(int(HS), [&](auto D) { bytes = Nq * NH * D * int64_t(sizeof(float)); });
+    return bytes;
 }
 
 template <typename T>
@@ -980,6 +1223,10 @@ template <typename T>
 void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
                                Stream stream) {
     dispatch_head_size(a.HS, [&](auto D) {
+        const auto key_schedule = [&](int rows, int bytes) {
+            return make_schedule(a.S, a.NKV, tiles_of(sequences.max_k, rows),
+                                 sequences.max_q * D * bytes * (a.NH / a.NKV), a.next_task);
+        };
         const auto maps_of = [&](int q_rows, int k_rows) {
             Maps maps{};
             maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows),
@@ -991,6 +1238,25 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
             maps.dv = tensor_map(op, a.dv, a.Nk, a.NKV, a.HS, 16);
             return maps;
         };
+        if (a.dq_sums) {
+            using Sizes = SinglePassSizes<D>;
+            const auto launch_rows = [&](void (*kernel)(Attention<T>), int lanes) {
+                if (a.Nq == 0) return;
+                const int64_t blocks = ceil_div(a.Nq * a.NH * lanes, ROW_KERNEL_THREADS);
+                require(blocks < int64_t(1) << 31, op, ": ", a.Nq, " tokens of ", a.NH,
+                        " heads are more than one launch can hold");
+                kernel<<<unsigned(blocks), ROW_KERNEL_THREADS, 0, cuda_stream(stream)>>>(a);
+                check_launch(op, stream);
+            };
+            cuda_check(
+                cudaMemsetAsync(a.dq_sums, 0, size_t(a.Nq * a.NH * D) * sizeof(float), cuda_stream(stream)), op);
+            launch_rows(delta_hopper_kernel<T, D>, D / 8);
+            if (a.Nk > 0)
+                launch<Sizes>(op, single_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BQ, Sizes::BN),
+                              key_schedule(Sizes::BN, 8), stream);
+            launch_rows(round_sums_hopper_kernel<T, D>, D / 16);
+            return;
+        }
         if (a.Nq > 0) {
             using Sizes = QueryPassSizes<D>;
             const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
@@ -999,9 +1265,8 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
         }
         if (a.Nk > 0) {
             using Sizes = KeyPassSizes<D>;
-            const Schedule schedule = make_schedule(a.S, a.NKV, tiles_of(sequences.max_k, Sizes::BN),
-                                                    sequences.max_q * D * 4 * (a.NH / a.NKV), a.next_task);
-            launch<Sizes>(op, key_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BQ, Sizes::BN), schedule, stream);
+            launch<Sizes>(op, key_pass_hopper_kernel<T, D>, a, maps_of(Sizes::BQ, Sizes::BN),
+                          key_schedule(Sizes::BN, 4), stream);
         }
     });
 }

@@ -111,6 +111,15 @@ __device__ __forceinline__ void wait_stored() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+// Adds `bytes` (a multiple of 16) of numbers in shared memory to those at `to`, both aligned to 16 bytes, in whichever
+// order such additions arrive; a store like the others [cp.reduce.async.bulk].
+__device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -189,19 +198,21 @@ __device__ __forceinline__ uint32_t step_rows(int k) {
     return uint32_t(k * 16 * CHUNK_ROW) >> 4;
 }
 
-// One instruction: c [64, N] = A·B (+ c where `add`), contracted over 16. A is a descriptor of rows or four registers
-// (columns 2t, 2t + 1 of rows g and g + 8, then the same 8 columns on); B has N rows to be contracted over their
-// columns, or, B_COLUMNS, N columns to be contracted over their rows.
+// One instruction: c [64, N] = A·B (+ c where `add`), contracted over 16. A is a descriptor of 64 rows (A_COLUMNS: of 64
+// columns, contracted over their rows) or four registers (columns 2t, 2t + 1 of rows g and g + 8, then the same 8
+// columns on); B has N rows to be contracted over their columns, or, B_COLUMNS, N columns to be contracted over their
+// rows.
 #define WGMMA_4(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WGMMA_16(c, n) WGMMA_4(c, n), WGMMA_4(c, n + 1), WGMMA_4(c, n + 2), WGMMA_4(c, n + 3)
+#define WGMMA_SUMS_32(c) WGMMA_16(c, 0)
 #define WGMMA_SUMS_64(c) WGMMA_16(c, 0), WGMMA_16(c, 4)
 #define WGMMA_SUMS_128(c) WGMMA_16(c, 0), WGMMA_16(c, 4), WGMMA_16(c, 8), WGMMA_16(c, 12)
-#define WGMMA_NAMES_32                                                                                       \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27," \
-    "%28,%29,%30,%31"
-#define WGMMA_NAMES_64 "{" WGMMA_NAMES_32 "}, "
+#define WGMMA_FIRST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_FIRST_32 WGMMA_FIRST_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_NAMES_32 "{" WGMMA_FIRST_16 "}, "
+#define WGMMA_NAMES_64 "{" WGMMA_FIRST_32 "}, "
 #define WGMMA_NAMES_128                                                                                     \
-    "{" WGMMA_NAMES_32                                                                                      \
+    "{" WGMMA_FIRST_32                                                                                      \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56," \
     "%57,%58,%59,%60,%61,%62,%63}, "
 #define WGMMA(N, TYPE, SETUP, LEFT, RIGHT, HIGH, ADD, TRANSPOSED, ...)                                                \
@@ -213,16 +224,19 @@ __device__ __forceinline__ uint32_t step_rows(int k) {
                  : WGMMA_SUMS_##N(c)                                                                                  \
                  : __VA_ARGS__, "r"(b), "n"(DESCRIPTOR_HIGH), "r"(int(add)), "n"(int(B_COLUMNS)))
 
-template <typename T, bool B_COLUMNS, int NT>
+template <typename T, bool A_COLUMNS, bool B_COLUMNS, int NT>
 __device__ __forceinline__ void product_step(float (&c)[NT][4], uint32_t a, uint32_t b, bool add) {
-    static_assert(NT == 8 || NT == 16);
+    static_assert(NT == 4 || NT == 8 || NT == 16);
     constexpr bool BF16 = std::is_same_v<T, bf16>;
-#define WGMMA_A(N, TYPE, A, B, HIGH, ADD, TRANSPOSED) \
-    WGMMA(N, TYPE, "mov.b64 a, {%" #A ", %" #HIGH "};\n", "a", B, HIGH, ADD, "0, %" #TRANSPOSED, "r"(a))
-    if constexpr (NT == 8 && BF16) WGMMA_A(64, "bf16", 32, 33, 34, 35, 36);
-    if constexpr (NT == 8 && !BF16) WGMMA_A(64, "f16", 32, 33, 34, 35, 36);
-    if constexpr (NT == 16 && BF16) WGMMA_A(128, "bf16", 64, 65, 66, 67, 68);
-    if constexpr (NT == 16 && !BF16) WGMMA_A(128, "f16", 64, 65, 66, 67, 68);
+#define WGMMA_A(N, TYPE, A, A_T, B, HIGH, ADD, B_T)                                                               \
+    WGMMA(N, TYPE, "mov.b64 a, {%" #A ", %" #HIGH "};\n", "a", B, HIGH, ADD, "%" #A_T ", %" #B_T, "r"(a), \
+          "n"(int(A_COLUMNS)))
+    if constexpr (NT == 4 && BF16) WGMMA_A(32, "bf16", 16, 17, 18, 19, 20, 21);
+    if constexpr (NT == 4 && !BF16) WGMMA_A(32, "f16", 16, 17, 18, 19, 20, 21);
+    if constexpr (NT == 8 && BF16) WGMMA_A(64, "bf16", 32, 33, 34, 35, 36, 37);
+    if constexpr (NT == 8 && !BF16) WGMMA_A(64, "f16", 32, 33, 34, 35, 36, 37);
+    if constexpr (NT == 16 && BF16) WGMMA_A(128, "bf16", 64, 65, 66, 67, 68, 69);
+    if constexpr (NT == 16 && !BF16) WGMMA_A(128, "f16", 64, 65, 66, 67, 68, 69);
 #undef WGMMA_A
 }
 
@@ -242,8 +256,11 @@ __device__ __forceinline__ void product_step(float (&c)[NT][4], const uint32_t (
 #undef WGMMA_NAMES_128
 #undef WGMMA_NAMES_64
 #undef WGMMA_NAMES_32
+#undef WGMMA_FIRST_32
+#undef WGMMA_FIRST_16
 #undef WGMMA_SUMS_128
 #undef WGMMA_SUMS_64
+#undef WGMMA_SUMS_32
 #undef WGMMA_16
 #undef WGMMA_4
 
@@ -256,7 +273,20 @@ __device__ __forceinline__ void product_of_rows(float (&c)[NT][4], uint32_t left
     product_begin();
 #pragma unroll
     for (int k = 0; k < D / 16; k++)
-        product_step<T, false>(c, left + step_columns<ROWS>(k), right + step_columns<NT * 8>(k), k > 0);
+        product_step<T, false, false>(c, left + step_columns<ROWS>(k), right + step_columns<NT * 8>(k), k > 0);
+    product_commit();
+}
+
+// c = (a tile of ROWS rows and 64 columns)ᵀ·(8·NT columns, from column `column` on, of another of ROWS rows); a group of
+// its own.
+template <typename T, int ROWS, int NT>
+__device__ __forceinline__ void product_of_columns(float (&c)[NT][4], uint32_t left_tile, uint32_t tile, int column) {
+    const uint32_t left = columns_descriptor<ROWS>(left_tile),
+                   right = columns_descriptor<ROWS>(tile + tile_offset<ROWS>(0, column));
+    product_begin();
+#pragma unroll
+    for (int k = 0; k < ROWS / 16; k++)
+        product_step<T, true, true>(c, left + step_rows(k), right + step_rows(k), k > 0);
     product_commit();
 }
 
@@ -270,6 +300,18 @@ __device__ __forceinline__ void round_to_left(uint32_t (&p)[NT / 2][4], const fl
         p[k][2] = pack_two<T>(c[2 * k + 1][0], c[2 * k + 1][1]);
         p[k][3] = pack_two<T>(c[2 * k + 1][2], c[2 * k + 1][3]);
     }
+}
+
+// The same numbers into the warp's 16 rows of a tile of ROWS rows [stmatrix].
+template <int ROWS, int K>
+__device__ __forceinline__ void store_rounded(unsigned char* tile, int first_row, const uint32_t (&p)[K][4]) {
+    const int lane = lane_id(), row = first_row + lane % 16;
+#pragma unroll
+    for (int k = 0; k < K; k++)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         shared_address(tile + tile_offset<ROWS>(row, k * 16 + lane / 16 * 8))),
+                     "r"(p[k][0]), "r"(p[k][1]), "r"(p[k][2]), "r"(p[k][3])
+                     : "memory");
 }
 
 // c += p · (a tile of 16·K rows and 8·NT columns); a group of its own.

@@ -124,7 +124,7 @@ struct Sizes {
     static constexpr int STAGE_FLOATS = 3 * CHUNK;  // norm, δ and gate of the rows
     static constexpr int VECTOR = (E > BLOCK_M ? E : BLOCK_M) * WARPS;
     static constexpr int GATE_FLOATS = 2 * (4 * CHUNK + 2);  // Γ (as double), what decays into and within, the whole
-    static constexpr int BLOCKS = FP32 || E > 64 ? 1 : 3;
+    static constexpr int BLOCKS = FP32 || E > 64 ? 1 : STATE_ONLY ? 4 : 3;
     // What the dynamic shared memory holds, in this order; the last two only where they are needed.
     static constexpr int BASE_BYTES = (STAGES * STAGE + STATE) * int(sizeof(T)) +
                                       (STAGES * STAGE_FLOATS + VECTOR) * int(sizeof(float)),
@@ -192,16 +192,16 @@ __device__ __forceinline__ void load_norm(float* dst, const float* src, int coun
         0, [&](int, int row, int) { copy_async_4(dst + row, row < count ? src + row : src, row < count); });
 }
 
-// 16 rows of scores with 16 columns of B: of fp32 in blocks of 32 terms.
-template <typename T, int E, bool KEEP>
-__device__ __forceinline__ void score_product(float (&s)[1][2][4], const LeftTile<T, 1, E, KEEP>& a, const T* b) {
+// 16 rows of scores with 8·NT columns of B: of fp32 in blocks of 32 terms.
+template <typename T, int E, bool KEEP, int NT>
+__device__ __forceinline__ void score_product(float (&s)[1][NT][4], const LeftTile<T, 1, E, KEEP>& a, const T* b) {
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll 1
         for (int k = 0; k < E; k += 32) {
-            float sum[1][2][4] = {};
-            product_nt<T, 1, 2, E, KEEP, 32>(sum, LeftTile<T, 1, E, KEEP>(a.rows + k), b + k);
+            float sum[1][NT][4] = {};
+            product_nt<T, 1, NT, E, KEEP, 32>(sum, LeftTile<T, 1, E, KEEP>(a.rows + k), b + k);
 #pragma unroll
-            for (int i = 0; i < 8; i++) s[0][i / 4][i % 4] += sum[0][i / 4][i % 4];
+            for (int i = 0; i < NT * 4; i++) s[0][i / 4][i % 4] += sum[0][i / 4][i % 4];
         }
     } else {
         product_nt(s, a, b);
@@ -216,13 +216,17 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
     using Gamma = std::conditional_t<Z::FP32, double, float>;
     constexpr int WARPS = Z::WARPS, THREADS = Z::THREADS, CHUNK = Z::CHUNK, M = Z::M, BLOCK_M = Z::BLOCK_M,
                   STAGES = Z::STAGES;
-    constexpr int ROW_TILES = E / WARPS / 16, COLUMN_TILES = M / 8, KEY_BLOCKS = CHUNK / 16, TOKENS = CHUNK / WARP;
+    constexpr int ROW_TILES = E / WARPS / 16, COLUMN_TILES = M / 8, TOKENS = CHUNK / WARP;
+    // Keys that scores are computed with at a time: on tensor cores more, masked ones among them, because products that
+    // don't wait for each other are worth more than those that could be left out.
+    constexpr int KEYS = Z::FP32 ? 16 : 32, KEY_BLOCKS = CHUNK / KEYS, KEY_TILES = KEYS / 8;
     constexpr bool REVERSED = is_reversed(ROLE), STATE_ONLY = Z::STATE_ONLY;
     // What the vector sums up, and over which of the tiles.
     constexpr bool VECTOR_OF_C = ROLE == Role::DQ || ROLE == Role::DK, HAS_VECTOR = ROLE != Role::DV,
                    WEIGHTED_VECTOR = ROLE == Role::DK || ROLE == Role::QueryState;
     constexpr int VECTOR_COLUMNS = VECTOR_OF_C ? BLOCK_M : E, VECTOR_STEPS = (VECTOR_COLUMNS + 63) / 64;
-    constexpr bool KEEP = !Z::FP32 && E <= 128;
+    // A's rows stay in registers where there are enough.
+    constexpr bool KEEP = !Z::FP32 && E <= 128 && ROLE != Role::DQ && ROLE != Role::DK;
 
     extern __shared__ __align__(16) unsigned char memory[];
     T *stages = reinterpret_cast<T*>(memory), *state_tile = stages + STAGES * Z::STAGE;
@@ -256,6 +260,10 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
     const int group_column = int(threadIdx.x) / (WARPS * WARP) * M;      // the group's first, of the block's
     // Warps with many keys to see and with few take turns on the multiprocessor's four parts.
     const int row_block = int((warp + blockIdx.x) % WARPS), row0 = row_block * 16 + lane / 4;
+    // Keys that no row of this warp sees.
+    const auto hidden = [&](int block) {
+        return REVERSED ? block < row_block * 16 / KEYS : block > row_block * 16 / KEYS;
+    };
 
     const auto chunk_begin = [&](int step) {
         const int chunk = step / steps_per_chunk;
@@ -452,28 +460,30 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
                 }
             }
 
-            float s[KEY_BLOCKS][1][2][4] = {};
+            RoundedSums<T, 1, KEY_TILES> scores[KEY_BLOCKS];
             float score_sum[2] = {};
             Gamma row_gamma[2] = {};
             if (p.gate) row_gamma[0] = gamma[row0], row_gamma[1] = gamma[row0 + 8];
 #pragma unroll
             for (int block = 0; block < KEY_BLOCKS; block++) {
-                if (REVERSED ? block < row_block : block > row_block) continue;  // keys that no row of this warp sees
-                score_product<T, E, KEEP>(s[block], a, b_tile + block * 16 * PITCH<T, E>);
+                if (hidden(block)) continue;
+                float s[1][KEY_TILES][4] = {};
+                score_product<T, E, KEEP>(s, a, b_tile + block * KEYS * PITCH<T, E>);
 #pragma unroll
-                for (int n = 0; n < 2; n++)
+                for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int i = row0 + e / 2 * 8, j = block * 16 + n * 8 + lane % 4 * 2 + e % 2;
-                        float& x = s[block][0][n][e];
+                        const int i = row0 + e / 2 * 8, j = block * KEYS + n * 8 + lane % 4 * 2 + e % 2;
+                        float& x = s[0][n][e];
                         if (ROLE == Role::DQ) x += delta[e / 2];
                         if (ROLE == Role::DK && p.normalise) x += beta[j];
                         if (p.gate)
                             x *=
                                 exp_for<T>(float(REVERSED ? gamma[j] - row_gamma[e / 2] : row_gamma[e / 2] - gamma[j]));
-                        if (block == row_block && (REVERSED ? j < i : j > i)) x = 0;
+                        if (REVERSED ? j < i : j > i) x = 0;
                         if (ROLE == Role::Out) score_sum[e / 2] += x;
                     }
+                scores[block] = RoundedSums<T, 1, KEY_TILES>(s);
             }
             __syncthreads();  // the state has come to shared memory; forward_out has been read
             if (ROLE == Role::DQ && p.normalise && step + 1 < steps) load_forward_out(step + 1);
@@ -549,8 +559,8 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
             norm[0] += score_sum[0], norm[1] += score_sum[1];
 #pragma unroll
             for (int block = 0; block < KEY_BLOCKS; block++) {
-                if (REVERSED ? block < row_block : block > row_block) continue;
-                product_nn<T, BLOCK_M>(o, s[block], c_tile + block * 16 * PITCH<T, BLOCK_M> + group_column);
+                if (hidden(block)) continue;
+                product_nn<T, BLOCK_M>(o, scores[block], c_tile + block * KEYS * PITCH<T, BLOCK_M> + group_column);
             }
 
             if (last_head) {

@@ -197,56 +197,89 @@ __device__ __forceinline__ void product_nt(float (&c)[MT][NT][4], const LeftTile
     }
 }
 
-template <typename T, int D, int MT, int NK, int NT>
-__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const float (&p)[MT][NK][4], const T* b) {
-    static_assert(NT % 2 == 0 && NK % 2 == 0);
-    const int lane = lane_id();
-    if constexpr (std::is_same_v<T, float>) {
-        const float* b_row = b + lane % 4 * 2;
+// Sums of an earlier product, rounded to T, as a left operand: in 16 bits half as many registers.
+template <typename T, int MT, int NK>
+class RoundedSums {
+  public:
+    RoundedSums() = default;
+    __device__ __forceinline__ explicit RoundedSums(const float (&p)[MT][NK][4]) {
 #pragma unroll
-        for (int k = 0; k < NK * 8; k++) {
-            float low[MT], high[MT];  // column k of P, from the lane of this row that holds it
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int n = 0; n < NK; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    if constexpr (std::is_same_v<T, float>)
+                        words[m][n][i] = {p[m][n][2 * i], p[m][n][2 * i + 1]};
+                    else
+                        words[m][n][i] = pack_two<T>(p[m][n][2 * i], p[m][n][2 * i + 1]);
+                }
+    }
+    // Columns 16k … 16k + 15 as mma.sync wants them.
+    __device__ __forceinline__ void fragment(uint32_t (&a)[MT][4], int k) const {
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[m][i] = words[m][2 * k + i / 2][i % 2];
+    }
+    // fp32: column k of rows 16m + g and 16m + g + 8, from the lane of this row that holds it.
+    __device__ __forceinline__ Floats<2> column(int m, int k) const {
+        return {__shfl_sync(ALL_LANES, words[m][k / 8][0][k % 2], k % 8 / 2, 4),
+                __shfl_sync(ALL_LANES, words[m][k / 8][1][k % 2], k % 8 / 2, 4)};
+    }
+
+  private:
+    std::conditional_t<std::is_same_v<T, float>, Floats<2>, uint32_t> words[MT][NK][2];
+};
+
+// c += A·B on tensor cores, A from left.fragment(a, k), k < STEPS; D: the row of B's tile.
+template <typename T, int D, int STEPS, int MT, int NT, typename Left>
+__device__ __forceinline__ void multiply_rows(float (&c)[MT][NT][4], const Left& left, const T* b) {
+    const uint32_t at = shared_address(b + lane_id() % 16 * PITCH<T, D> + lane_id() / 16 * 8);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        uint32_t a[MT][4];
+        left.fragment(a, k);
+#pragma unroll
+        for (int n = 0; n < NT; n += 2) {
+            uint32_t right[4];
+            load_matrix_transposed(right, at + (k * 16 * PITCH<T, D> + n * 8) * int(sizeof(T)));
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                low[m] = __shfl_sync(ALL_LANES, p[m][k / 8][k % 2], k % 8 / 2, 4);
-                high[m] = __shfl_sync(ALL_LANES, p[m][k / 8][2 + k % 2], k % 8 / 2, 4);
+                mma<T>(c[m][n], a[m], right[0], right[1]);
+                mma<T>(c[m][n + 1], a[m], right[2], right[3]);
             }
+        }
+    }
+}
+
+template <typename T, int D, int MT, int NK, int NT>
+__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const RoundedSums<T, MT, NK>& p, const T* b) {
+    static_assert(NT % 2 == 0 && NK % 2 == 0);
+    if constexpr (std::is_same_v<T, float>) {
+        const float* b_row = b + lane_id() % 4 * 2;
+#pragma unroll
+        for (int k = 0; k < NK * 8; k++) {
+            Floats<2> left[MT];
+#pragma unroll
+            for (int m = 0; m < MT; m++) left[m] = p.column(m, k);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 const Floats<2> right = load_floats<2>(b_row + k * PITCH<T, D> + n * 8);
 #pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    c[m][n][0] = fmaf(low[m], right[0], c[m][n][0]);
-                    c[m][n][1] = fmaf(low[m], right[1], c[m][n][1]);
-                    c[m][n][2] = fmaf(high[m], right[0], c[m][n][2]);
-                    c[m][n][3] = fmaf(high[m], right[1], c[m][n][3]);
-                }
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) c[m][n][i] = fmaf(left[m][i / 2], right[i % 2], c[m][n][i]);
             }
         }
     } else {
-        const uint32_t at = shared_address(b + lane % 16 * PITCH<T, D> + lane / 16 * 8);
-#pragma unroll
-        for (int k = 0; k < NK; k += 2) {
-            uint32_t a[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                a[m][0] = pack_two<T>(p[m][k][0], p[m][k][1]);
-                a[m][1] = pack_two<T>(p[m][k][2], p[m][k][3]);
-                a[m][2] = pack_two<T>(p[m][k + 1][0], p[m][k + 1][1]);
-                a[m][3] = pack_two<T>(p[m][k + 1][2], p[m][k + 1][3]);
-            }
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
-                uint32_t right[4];
-                load_matrix_transposed(right, at + (k * 8 * PITCH<T, D> + n * 8) * int(sizeof(T)));
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    mma<T>(c[m][n], a[m], right[0], right[1]);
-                    mma<T>(c[m][n + 1], a[m], right[2], right[3]);
-                }
-            }
-        }
+        multiply_rows<T, D, NK / 2>(c, p, b);
     }
+}
+
+template <typename T, int D, int MT, int NK, int NT>
+__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const float (&p)[MT][NK][4], const T* b) {
+    product_nn<T, D>(c, RoundedSums<T, MT, NK>(p), b);
 }
 
 // DB: the row of B's tile. In fp32 sums are made in blocks of 32 terms.
@@ -254,8 +287,8 @@ template <typename T, int DB, int MT, int NT, int D, bool IN_REGISTERS>
 __device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const LeftTile<T, MT, D, IN_REGISTERS>& left,
                                            const T* b) {
     static_assert(NT % 2 == 0 && D % 32 == 0);
-    const int lane = lane_id();
     if constexpr (std::is_same_v<T, float>) {
+        const int lane = lane_id();
         const float *a_row = left.rows + lane / 4 * PITCH<T, D>, *b_row = b + lane % 4 * 2;
 #pragma unroll 1
         for (int begin = 0; begin < D; begin += 32) {
@@ -280,22 +313,7 @@ __device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const LeftTile
                 c[i / 4 / NT][i / 4 % NT][i % 4] += sum[i / 4 / NT][i / 4 % NT][i % 4];
         }
     } else {
-        const uint32_t at = shared_address(b + lane % 16 * PITCH<T, DB> + lane / 16 * 8);
-#pragma unroll
-        for (int k = 0; k < D / 16; k++) {
-            uint32_t a[MT][4];
-            left.fragment(a, k);
-#pragma unroll
-            for (int n = 0; n < NT; n += 2) {
-                uint32_t right[4];
-                load_matrix_transposed(right, at + (k * 16 * PITCH<T, DB> + n * 8) * int(sizeof(T)));
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    mma<T>(c[m][n], a[m], right[0], right[1]);
-                    mma<T>(c[m][n + 1], a[m], right[2], right[3]);
-                }
-            }
-        }
+        multiply_rows<T, DB, D / 16>(c, left, b);
     }
 }
 

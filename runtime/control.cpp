@@ -123,25 +123,32 @@ std::string ControlChannel::misfit(const std::vector<Hello>& hellos, const Hello
 
 namespace {
 
-// Listens at the place; a local name stays on this machine, any other means whatever network the others come by.
+// Listens at the place: a local name stays on this machine, any other means whatever network the others come by, in
+// IPv6 too where there is one.
 Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
     HostPort place = parse_host_port(rendezvous, "--rendezvous");
     const bool local = place.host == "localhost" || place.host.rfind("127.", 0) == 0 || place.host == "::1";
     if (!local) place.host.clear();
     int error = 0;
     const Addresses addresses = resolve(place, true, &error);
-    for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
-        Descriptor listener(socket(a->ai_family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
-        const int on = 1, off = 0;
-        setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-        if (a->ai_family == AF_INET6) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-        if (listener >= 0 && bind(listener, a->ai_addr, a->ai_addrlen) == 0 && listen(listener, SOMAXCONN) == 0)
-            return listener;
-        problem = errno == EADDRINUSE ? str("port ", place.port, " is in use; give another one: --rendezvous HOST:PORT")
-                                      : str("cannot listen at ", rendezvous, ": ", std::strerror(errno));
-        if (errno == EADDRINUSE) break;
+    problem = str("cannot listen at ", rendezvous, ": ", error ? gai_strerror(error) : "no address");
+    for (const int family : {AF_INET6, AF_INET}) {
+        for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
+            if (a->ai_family != family) continue;
+            Descriptor listener(socket(family, a->ai_socktype | SOCK_CLOEXEC, a->ai_protocol));
+            const int on = 1, off = 0;
+            setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+            if (family == AF_INET6) setsockopt(listener, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
+            if (listener >= 0 && bind(listener, a->ai_addr, a->ai_addrlen) == 0 && listen(listener, SOMAXCONN) == 0) {
+                problem.clear();
+                return listener;
+            }
+            problem = errno == EADDRINUSE
+                          ? str("port ", place.port, " is in use; give another one: --rendezvous HOST:PORT")
+                          : str("cannot listen at ", rendezvous, ": ", std::strerror(errno));
+            if (errno == EADDRINUSE) return Descriptor();
+        }
     }
-    if (problem.empty()) problem = str("cannot listen at ", rendezvous, ": ", gai_strerror(error));
     return Descriptor();
 }
 

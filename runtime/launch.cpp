@@ -1,6 +1,7 @@
 #include "runtime/launch.h"
 
 #include <cstdlib>
+#include <filesystem>
 
 #include "runtime/device.h"
 #include "runtime/error.h"
@@ -234,7 +235,7 @@ int64_t ranks_to_start(const LaunchOptions& options) {
 }
 
 void run_ranks(int64_t ranks, const std::vector<std::string>& arguments) {
-    std::vector<std::string> command = {"/proc/self/exe"};
+    std::vector<std::string> command = {std::filesystem::read_symlink("/proc/self/exe").string()};
     command.insert(command.end(), arguments.begin(), arguments.end());
     const int status = run_local_ranks(command, int(ranks));
     if (status) throw RanksFailed{status};

@@ -117,7 +117,7 @@ def draw(results, output):
     for axes in plots[0]:
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(output, dpi=110)
+    figure.savefig(output, dpi=80)
     print(output)
 
 

@@ -13,8 +13,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 
@@ -29,11 +31,11 @@ class Outcome:
     output: str = ""
 
 
-def run(command, timeout):
+def run(command, variables, timeout):
     """The command's output, standard error included, and how it ended (None: normally)."""
     # Threads that wait must not spin: tests are short, and on a busy machine spinning starves the threads waited for.
     # Nor may they find or leave anything in the user's cache.
-    env = {"OMP_WAIT_POLICY": "passive", **os.environ, "XDG_CACHE_HOME": CACHE.name}
+    env = {"OMP_WAIT_POLICY": "passive", **variables, "XDG_CACHE_HOME": CACHE.name}
     try:
         done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=timeout)
@@ -47,8 +49,8 @@ def run(command, timeout):
     return done.stdout.decode(errors="replace"), ending
 
 
-def run_gtest(binary, timeout):
-    output, ending = run([binary, "--gtest_color=no"], timeout)
+def run_gtest(binary, variables, timeout):
+    output, ending = run([binary, "--gtest_color=no"], variables, timeout)
     outcome = Outcome(output=output)
     announced = re.search(r"^\[==========\] Running (\d+) tests?", output, re.M)
     announced = int(announced.group(1)) if announced else 0
@@ -84,9 +86,9 @@ def run_gtest(binary, timeout):
     return outcome
 
 
-def run_python(path, timeout):
+def run_python(path, variables, timeout):
     """The file in a process of its own, which reports on its last lines (see report_unittest)."""
-    output, ending = run([sys.executable, os.path.abspath(__file__), "--unittest", path], timeout)
+    output, ending = run([sys.executable, os.path.abspath(__file__), "--unittest", path], variables, timeout)
     outcome = Outcome(output=output)
     for kind, name, reason in re.findall(r"^@@(\w+)\t(.*?)\t(.*)$", output, re.M):
         if kind == "passed":
@@ -133,29 +135,49 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="test binaries, test_*.py files and NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
+    parser.add_argument("--jobs", type=int, default=max(1, min(4, os.cpu_count() // 4)),
+                        help="files at a time (default: a fourth of the cores, 4 at most)")
+    parser.add_argument("--alone", action="append", default=["test_gpt"],
+                        help="a file that measures memory, which others would disturb (test_gpt always is)")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unittest:
         report_unittest(args.files[0])
         return 0
-    passed, failed, skipped = 0, [], []
+    files, variables = [], dict(os.environ)
     for path in args.files:
         variable = re.fullmatch(r"([A-Z_]+)=(.*)", path)
-        if variable:
-            os.environ[variable[1]] = variable[2]
-            if not variable[2]:
-                del os.environ[variable[1]]
-            continue
+        if not variable:
+            files.append((path, dict(variables)))
+        elif variable[2]:
+            variables[variable[1]] = variable[2]
+        else:
+            variables.pop(variable[1], None)
+
+    passed, failed, skipped = 0, [], []
+    printing = threading.Lock()
+
+    def run_file(file):
+        nonlocal passed
+        path, variables = file
         start = time.monotonic()
-        outcome = (run_python if path.endswith(".py") else run_gtest)(path, args.timeout)
+        outcome = (run_python if path.endswith(".py") else run_gtest)(path, variables, args.timeout)
         seconds = time.monotonic() - start
-        if outcome.failed:
-            print(outcome.output, end="" if outcome.output.endswith("\n") else "\n")
         counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
-        print(f"{path:44} {counts}  ({seconds:.1f} s)", flush=True)
-        passed += outcome.passed
-        failed += [f"{path}: {name}" for name in outcome.failed]
-        skipped += [f"{path}: {name}: {reason}" for name, reason in outcome.skipped]
+        with printing:
+            if outcome.failed:
+                print(outcome.output, end="" if outcome.output.endswith("\n") else "\n")
+            print(f"{path:44} {counts}  ({seconds:.1f} s)", flush=True)
+            passed += outcome.passed
+            failed.extend(f"{path}: {name}" for name in outcome.failed)
+            skipped.extend(f"{path}: {name}: {reason}" for name, reason in outcome.skipped)
+
+    alone = [file for file in files if os.path.basename(file[0]) in args.alone]
+    for file in alone:
+        run_file(file)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in [pool.submit(run_file, file) for file in files if file not in alone]:
+            done.result()
     print()
     for line in skipped:
         print("skipped", line)

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""`train --gpus N` as a user meets it (TRAIN_GPT): training on two GPUs, an interrupt, a rank that is killed, requests that can't be
+met. The build for the CPU has only the last."""
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+import mpi
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(ROOT, "train_gpt"))
+LIBRARY = mpi.collectives(DRIVER)
+MODEL = ("--model", "gpt2-tiny", "--layers", "2", "--channels", "64", "--heads", "2", "--batch-size", "2", "--seq-len", "64")
+
+
+class GpusTest(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        directory = tempfile.TemporaryDirectory(prefix="train_gpt_gpus_")
+        cls.addClassCleanup(directory.cleanup)
+        cls.top, cls.data = directory.name, os.path.join(directory.name, "data")
+        text = os.path.join(cls.top, "text.txt")
+        with open(text, "w", encoding="utf-8") as file:
+            file.write("".join(f"The cat sees {n} red stones.\n" for n in range(2000)))
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
+                        "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def command(self, out, *options):
+        return [DRIVER, "train", *MODEL, "--data", self.data, "--out", os.path.join(self.top, out), *options]
+
+    def refused(self, *options, **variables):
+        done = subprocess.run(self.command("refused", *options), env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+                              capture_output=True, text=True, timeout=60, check=False)
+        self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done)
+        self.assertFalse(os.path.exists(os.path.join(self.top, "refused")), "a run that never began left its directory")
+        return done.stderr
+
+    def test_too_many_gpus(self):
+        self.assertRegex(self.refused("--gpus", "1000", "--steps", "2"),
+                         r"--gpus 1000: (this is the build for the CPU.*mpirun|\d+ GPUs? can be seen here)")
+
+    def test_half_of_a_launchers_variables(self):
+        self.assertIn("torchrun: RANK is set but WORLD_SIZE is not", self.refused("--steps", "2", RANK="0"))
+
+    def test_another_launchers_ranks(self):
+        self.assertIn("--gpus 2: torchrun has started 2 ranks already; leave --gpus out", self.refused(
+            "--gpus", "2", "--steps", "2", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500"))
+
+
+class TwoGpusTest(GpusTest):
+    def start(self, out, *options):
+        """A run that goes on and on, once it has taken some steps; and its ranks' process ids."""
+        self.errors = open(os.path.join(self.top, out + ".txt"), "w+", encoding="utf-8")
+        self.addCleanup(self.errors.close)
+        run = subprocess.Popen(self.command(out, "--gpus", "2", "--steps", "10000000", *options), stdin=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL, stderr=self.errors)
+        self.addCleanup(run.kill)
+        end = time.monotonic() + 100
+        while not re.search(r"step \d+/10000000", self.said()):
+            self.assertIsNone(run.poll(), self.said())
+            self.assertLess(time.monotonic(), end, self.said())
+            time.sleep(0.1)
+        with open(f"/proc/{run.pid}/task/{run.pid}/children", encoding="utf-8") as children:
+            pids = children.read().split()
+        ranks = {}
+        for pid in pids:
+            with open(f"/proc/{pid}/environ", "rb") as environ:
+                ranks[int(re.search(rb"\0TRAIN_GPT_RANK=(\d+)\0", b"\0" + environ.read())[1])] = int(pid)
+        self.assertEqual(sorted(ranks), [0, 1])
+        return run, ranks
+
+    def said(self):
+        with open(self.errors.name, encoding="utf-8") as file:
+            return file.read()
+
+    def test_what_is_wrong_with_the_run_is_said_once(self):
+        self.assertIn("--total-batch-tokens 100 is not a multiple", self.refused("--gpus", "2", "--steps", "2", "--total-batch-tokens", "100"))
+
+    def test_trains_to_its_end(self):
+        done = subprocess.run(self.command("whole", "--gpus", "2", "--steps", "20"), stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=200, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotIn("[rank", done.stderr)
+        self.assertEqual(done.stderr.count("memory plan"), 1)
+        self.assertTrue(os.path.exists(os.path.join(self.top, "whole", "step_00000020", "trainer.json")))
+
+    def test_an_interrupt_saves(self):
+        run, _ = self.start("interrupted")
+        run.send_signal(signal.SIGINT)
+        self.assertEqual(run.wait(timeout=60), 0, self.said())
+        self.assertRegex(self.said(), r"stopped at step \d+; 'train --resume")
+        self.assertTrue([name for name in os.listdir(os.path.join(self.top, "interrupted")) if name.startswith("step_")])
+
+    def test_a_rank_that_is_killed_ends_all_with_one_line(self):
+        for rank in (0, 1):
+            run, ranks = self.start(f"killed{rank}")
+            os.kill(ranks[rank], signal.SIGKILL)
+            self.assertEqual(run.wait(timeout=30), 128 + signal.SIGKILL, self.said())
+            ends = [line for line in self.said().splitlines() if "train_gpt:" in line]
+            self.assertEqual(ends, [f"train_gpt: rank {rank} was ended by signal 9 (Killed)"])
+            self.assertFalse(os.path.exists(f"/proc/{ranks[1 - rank]}"))
+
+    def test_ranks_end_with_their_parent(self):
+        run, ranks = self.start("orphans")
+        run.kill()
+        run.wait()
+        end = time.monotonic() + 30
+        while any(os.path.exists(f"/proc/{pid}") for pid in ranks.values()):
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.1)
+
+
+# What needs GPUs is not listed as skipped where there are none.
+if LIBRARY.startswith("NCCL") and mpi.gpus() >= 2:
+    del GpusTest
+else:
+    del TwoGpusTest
+
+
+if __name__ == "__main__":
+    unittest.main()
