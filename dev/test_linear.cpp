@@ -153,6 +153,14 @@ TEST_P(Linear, LongRows) {
     check({3, 8192, 64, NormKind::RMSNorm, Activation::SwiGLU}, activation());
 }
 
+// More rows than one launch of the kernel for a few, fewer than the library is good at.
+TEST_P(Linear, SomeRows) {
+    check({64, 768, 100, NormKind::LayerNorm, Activation::GELU, true}, activation());
+    check({33, 1152, 40, NormKind::None, Activation::None, true, true, 8}, activation());
+    check({65, 64, 72, NormKind::RMSNorm, Activation::SwiGLU}, activation());
+    check({40, 576, 4400, NormKind::None, Activation::ReLU2}, activation());
+}
+
 // Each row alone gives the bits that it has in a batch: always on the CPU, where it is asked for on a GPU.
 TEST_P(Linear, RowsAreIndependent) {
     for (const Case& c : {Case{29, 200, 70, NormKind::LayerNorm, Activation::GELU, true},

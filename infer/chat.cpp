@@ -56,6 +56,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         sum.add(s);
         // Where the context slid, so has the conversation.
         held = said = requests[0].context;
+        if (requests[0].end >= 0) held.push_back(requests[0].end);
         if (int64_t(held.size()) > engine.length(0)) held.resize(size_t(engine.length(0)));
         if (answer.finish() == std::string("context")) {
             give_up();

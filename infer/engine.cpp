@@ -55,6 +55,8 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       stream(s),
       dynamic(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
               options.context > config.rope_scaling.original_max_position),
+      single_launch_rows(options.batch_invariant || config.has_linear_attention() ? 0
+                                                                                  : decode_step_rows(decode_model())),
       cache(config, options.slots, options.context, options.dtype),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
@@ -123,6 +125,7 @@ void Engine::plan_memory() {
     if (attention_bytes > 0) kept(&attention_scratch, "attention_scratch", DType::U8, {attention_bytes});
     kept(&decode_scratch, "decode_scratch", DType::U8,
          {decode_attention_scratch(B, c.heads, c.head_size, options.context)});
+    if (single_launch_rows > 0) kept(&step_scratch, "step_scratch", DType::U8, {decode_step_scratch(decode_model())});
     kept(&last, "last", T, {B, c.channels});
     kept(&last_rows, "last_rows", DType::I32, {B});
     kept(&logits_out, "logits", T, {B, c.padded_vocab()});
@@ -155,6 +158,11 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         queue[i].losses = reinterpret_cast<float*>(queue[i].tokens + B);
     }
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
+    if (single_launch_rows > 0) {
+        std::vector<Tensor> k, v;
+        for (int64_t l = 0; l < config.layers; l++) k.push_back(cache.k(l)), v.push_back(cache.v(l));
+        decode_step_prepare(step_scratch, decode_model(), weights, k, v, stream);
+    }
     std::vector<int32_t> count(size_t(N), 0);
     std::iota(count.begin(), count.end(), 0);
     copy_to_device(iota.data, count.data(), size_t(iota.bytes()), stream);
@@ -399,7 +407,8 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
     }
     flush();
     put_batch(false);
-    draw(last.rows(0, int64_t(batch.size())));
+    head(last.rows(0, int64_t(batch.size())));
+    draw(int64_t(batch.size()));
     queue_results(int64_t(batch.size()));
     repack = !others.empty();
     batch.insert(batch.begin(), others.begin(), others.end());
@@ -430,13 +439,26 @@ void Engine::put_batch(bool drawn) {
     if (drawn) put(ids, token);
 }
 
-// From the final norm to the drawn tokens.
-void Engine::draw(Tensor hidden) {
-    const int64_t B = hidden.shape[0];
-    const Tensor logits_rows = logits_out.rows(0, B), drawn = ids.rows(0, B);
+DecodeModel Engine::decode_model() const {
+    const ModelConfig& c = config;
+    DecodeModel m;
+    m.layers = c.layers, m.C = c.channels, m.NH = c.heads, m.NKV = c.kv_heads, m.HS = c.head_size, m.FFN = c.ffn;
+    m.Vp = c.padded_vocab(), m.slots = options.slots, m.capacity = options.context, m.dtype = options.dtype;
+    m.activation = activation(c.mlp), m.eps = static_cast<float>(c.norm_eps), m.scale = c.attention_scale();
+    m.centred = c.norm == Norm::LayerNorm;
+    return m;
+}
+
+// The final norm and the logits.
+void Engine::head(Tensor hidden) {
     const InputNorm norm{weights.normf.weight, weights.normf.bias, static_cast<float>(config.norm_eps),
                          config.norm == Norm::LayerNorm};
-    linear(logits_rows, hidden, norm, weights.head, {}, Activation::None, {}, scratch, options.batch_invariant, stream);
+    linear(logits_out.rows(0, hidden.shape[0]), hidden, norm, weights.head, {}, Activation::None, {}, scratch,
+           options.batch_invariant, stream);
+}
+
+void Engine::draw(int64_t B) {
+    const Tensor logits_rows = logits_out.rows(0, B), drawn = ids.rows(0, B);
     sample_tokens(drawn, logits_rows, config.vocab_size, sequences.rows(0, B), steps.rows(0, B), options.sampling,
                   seen ? seen.rows(0, B) : seen, draw_scratch, stream);
     if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, drawn, config.vocab_size, stream);
@@ -459,11 +481,15 @@ void Engine::queue_results(int64_t B) {
 void Engine::decode_step(int64_t B, int64_t max_length) {
     const ModelConfig& c = config;
     const Tensor hidden = x.rows(0, B), places = step_positions.rows(0, B);
-    embedding_forward(hidden, ids.rows(0, B), places, weights.wte, weights.wpe, stream);
     DecodePlace place;
     place.slots = slot_ids.rows(0, B), place.positions = places, place.max_length = max_length;
     const Tensor angles = dynamic ? iota.rows(0, B) : places;
     if (table) place.table = table, place.angles = angles;
+    if (B <= single_launch_rows) {
+        ::decode_step(logits_out.rows(0, B), ids.rows(0, B), place, decode_model(), weights, step_scratch, stream);
+        return draw(B);
+    }
+    embedding_forward(hidden, ids.rows(0, B), places, weights.wte, weights.wpe, stream);
     blocks(hidden, options.batch_invariant, [&](int64_t l) {
         if (c.kind(l) != 'S') {
             return mix_linear(l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
@@ -473,7 +499,8 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
         decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), place, c.attention_scale(),
                          decode_scratch, stream);
     });
-    draw(hidden);
+    head(hidden);
+    draw(B);
 }
 
 int64_t Engine::active() const {

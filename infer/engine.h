@@ -16,7 +16,8 @@
 //
 // Prompts of unequal length are packed without padding. A prompt may continue a text: its slot keeps what is in the
 // cache. On a GPU a decode step is one CUDA graph for each number of texts and each doubling of the longest context;
-// the host may queue a step before it has read the one before, so that it never keeps the device waiting.
+// the host may queue a step before it has read the one before, so that it never keeps the device waiting. For a few
+// texts, where the GPU allows it, all from the tokens to the logits is a single launch (kernels/decode_step.h).
 //
 // What a text draws depends on (seed, its sequence number, its step) and its logits. On the CPU these are bit for bit
 // those of the text alone, whoever shares the batch; on a GPU with options.batch_invariant too.
@@ -27,30 +28,10 @@
 
 #include "infer/kv_cache.h"
 #include "infer/state_cache.h"
-#include "kernels/linear.h"
+#include "kernels/decode_step.h"
 #include "kernels/sampling.h"
 #include "runtime/heads.h"
 #include "runtime/staging.h"
-
-struct NormWeights {
-    Tensor weight, bias;  // [C] fp32; bias may be null
-};
-struct LinearWeights {
-    Tensor weight, bias;  // [OC, C], [OC] or null
-};
-struct BlockWeights {
-    NormWeights norm1, norm2;
-    LinearWeights qkv, proj, fc, fcproj;
-    LinearWeights gate;  // kind G: [NKV, C], [NKV] fp32
-    Tensor headnorm;     // kind G: [HS] fp32
-};
-// Views of a model's weights. Whoever owns them keeps them for as long as the engine lives.
-struct InferenceWeights {
-    Tensor wte, wpe;  // [Vp, C]; [positions, C] or null
-    std::vector<BlockWeights> blocks;
-    NormWeights normf;
-    Tensor head;  // [Vp, C]
-};
 
 struct EngineOptions {
     int64_t slots = 1;          // texts at a time
@@ -76,6 +57,7 @@ class Engine {
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
+    // Whoever owns the weights keeps them for as long as the engine lives.
     void allocate(const InferenceWeights& weights);
 
     // Bytes, for the memory plan.
@@ -156,12 +138,15 @@ class Engine {
     void put_angles(const std::vector<int32_t>& places, const std::vector<int64_t>& text_lengths);
     void put_batch(bool drawn);
     void pack();
-    void draw(Tensor hidden);
+    DecodeModel decode_model() const;
+    void head(Tensor hidden);
+    void draw(int64_t B);
     void queue_results(int64_t B);
     void decode_step(int64_t B, int64_t max_length);
 
     const Stream stream;
-    const bool dynamic;  // angles depend on how long a text has become
+    const bool dynamic;                // angles depend on how long a text has become
+    const int64_t single_launch_rows;  // texts that a step in one launch takes
     KvCache cache;
     StateCache states;
     ArenaPlan plan;
@@ -172,13 +157,13 @@ class Engine {
     std::unique_ptr<Staging> staging;
 
     // A pass over N tokens.
-    Tensor tokens, positions, rows, iota;               // [N] int32; iota: 0 … N − 1
-    Tensor cum_q, cum_k;                                // [2·slots + 1] int32
-    Tensor x, qkv, att, act;                            // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor normed, gate, mix;                           // kind G: [N, C], [N, NKV] fp32, att before the heads' norm
-    Tensor linear_cum, linear_slots;                    // [slots + 1], [slots] int32: sequences without gaps
-    Tensor past_s, past_z;                              // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
-    Tensor scratch, attention_scratch, decode_scratch;  // bytes
+    Tensor tokens, positions, rows, iota;  // [N] int32; iota: 0 … N − 1
+    Tensor cum_q, cum_k;                   // [2·slots + 1] int32
+    Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
+    Tensor normed, gate, mix;              // kind G: [N, C], [N, NKV] fp32, att before the heads' norm
+    Tensor linear_cum, linear_slots;       // [slots + 1], [slots] int32: sequences without gaps
+    Tensor past_s, past_z;                 // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
+    Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes
     Tensor table;  // [context, R/2, 2], or dynamic: the angles of each token of the pass
     // A step over B texts.
     Tensor last, last_rows;                // [B, C] what the head reads; [B] int32 where a pass left it

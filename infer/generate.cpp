@@ -160,8 +160,10 @@ class Generator {
             stats.answer_tokens += decoding;
             const size_t before = r->answer->tokens().size();
             const bool ended = r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
-            if (r->answer->tokens().size() > before) r->context.push_back(s.tokens[i]);
+            const bool part = r->answer->tokens().size() > before;
+            if (part) r->context.push_back(s.tokens[i]);
             if (!ended) continue;
+            if (!part) r->end = s.tokens[i];
             engine.retire(s.slots[i]);
             finish(size_t(s.slots[i]));
         }

@@ -59,7 +59,8 @@ struct Request {
     int64_t sequence = 0;         // keys its draws
     Answer* answer = nullptr;
     std::vector<int32_t> context;  // when it is done: the text with its answer, as far as it has not slid away. The
-                                   // cache holds its first engine.length() tokens at most
+                                   // cache holds its first engine.length() tokens at most, `end` after them included
+    int32_t end = -1;              // the token that ended it and is not part of it; -1: none
 };
 
 struct GenerateStatistics {

@@ -1,13 +1,12 @@
 // A product with a few columns: a matrix library would read inp in one kernel and leave the logarithm to another. Here
-// a warp has ROWS rows of inp and goes through the heads a few at a time, lanes side by side along the channels, so
-// that what is loaded and made floats serves many sums.
+// a warp has ROWS rows of inp and goes through the heads a few at a time, lanes side by side along the channels.
 #include "kernels/decay_gate.h"
 
 #include "kernels/cuda_common.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, ROWS = 8, HEADS = 6;
+constexpr int WARPS = 4, ROWS = 4, HEADS = 4;
 
 template <typename T>
 struct Forward {
@@ -44,7 +43,7 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(const __grid_const
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
                 const float total = warp_sum(sum[r][h]);
-                if (lane == (r * HEADS + h) % WARP && first_row + r < p.N && first_head + h < p.H) {
+                if (lane == r * HEADS + h && first_row + r < p.N && first_head + h < p.H) {
                     const float x = total + p.bias[first_head + h];
                     p.gate[(first_row + r) * p.gate_stride + first_head + h] = fminf(x, 0.0f) - log1pf(expf(-fabsf(x)));
                 }

@@ -11,6 +11,18 @@
 
 namespace {
 
+// Keys of a piece of the context of a sequence of `length` tokens. Short pieces keep all threads busy where the context
+// is short; long ones keep the combination of their results small.
+int64_t decode_piece(int64_t length) {
+    return length <= 2048 ? 64 : 256;
+}
+
+// Pieces of the longest sequence, and of those that are shorter but cut finer.
+int64_t decode_max_pieces(int64_t max_length) {
+    const int64_t fine = std::min<int64_t>(max_length, 2048);
+    return std::max((fine + 63) / 64, (max_length + 255) / 256);
+}
+
 constexpr int64_t MAX_PIECE = 256;
 
 // One head's part of a piece: maximum, sum of exp(S − maximum), and Σ exp(S_j − maximum)·v_j.

@@ -8,17 +8,15 @@
 // call.
 #include "kernels/decode_attention.h"
 
-#include <limits>
-
 #include "kernels/decode_attention_check.h"
+#include "kernels/decode_piece.cuh"
 #include "kernels/dependent_launch.cuh"
 #include "kernels/kv_rotate.cuh"
 
 namespace {
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP, MAX_PIECE = 256;
+constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int64_t MAX_HS = 256;
-constexpr float INF = std::numeric_limits<float>::infinity();
 
 template <typename T>
 struct Decode {
@@ -34,17 +32,10 @@ struct Decode {
     float scale;
 };
 
-// Sum over the `lanes` lanes that share a key.
-__device__ __forceinline__ float group_sum(float x, int lanes) {
-    for (int offset = lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
-    return x;
-}
-
 // W elements a vector, V vectors a lane for a key: channel (v·lanes + lane)·W + k of a head.
 template <int W, int V, int HEADS, typename T>
 __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
-    constexpr int BATCH = V == 1 ? 4 : V == 2 ? 2 : 1;
-    __shared__ float scores[HEADS][MAX_PIECE];
+    __shared__ float scores[HEADS][DECODE_PIECE];
     __shared__ float queries[HEADS][MAX_HS];
     __shared__ float sums[WARPS][HEADS][MAX_HS];
     __shared__ float maxima[HEADS], totals[HEADS];
@@ -63,10 +54,10 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
             for (int i = threadIdx.x; i < heads * HS; i += THREADS) out[i] = T{};
         return;
     }
-    const int64_t length = position + 1, size = decode_piece(length), begin = piece * size;
-    const int used = int(ceil_div(length, size));
+    const int64_t length = position + 1, begin = piece * DECODE_PIECE;
+    const int used = int(ceil_div(length, DECODE_PIECE));
     if (piece >= used || used > a.pieces) return;
-    const int keys = int(min(size, length - begin));
+    const int keys = int(min(DECODE_PIECE, length - begin));
     const int64_t row = int64_t(a.NKV) * HS, start = (slot * a.capacity + begin) * row + int64_t(kv) * HS;
     const T* const qkv = a.qkv + n * a.qkv_stride;
     const float* const turn = a.angles.of(n);
@@ -87,111 +78,13 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     }
     __syncthreads();
 
-    // Scores: key j of the piece belongs to the group j % groups.
-    const int in_group = lane % a.lanes, groups = THREADS / a.lanes, mine = threadIdx.x / a.lanes;
-    const auto channel = [&](int v) { return (v * a.lanes + in_group) * W; };
-    float q[HEADS][V * W];
-#pragma unroll
-    for (int h = 0; h < HEADS; h++)
-#pragma unroll
-        for (int v = 0; v < V; v++)
-#pragma unroll
-            for (int k = 0; k < W; k++) q[h][v * W + k] = channel(v) < HS ? queries[h][channel(v) + k] : 0.0f;
-    const int rounds = (keys + groups - 1) / groups;  // the same for all lanes: group_sum is a warp's
-    // What BATCH rounds read is asked for at once, and the first values before anything waits for the scores.
-    using Vectors = Pack<T, W>[BATCH][V];
-    const auto load = [&](Vectors& x, const T* cache, int first) {
-#pragma unroll
-        for (int b = 0; b < BATCH; b++)
-#pragma unroll
-            for (int v = 0; v < V; v++) {
-                const int j = (first + b) * groups + mine;
-                if (j < keys && channel(v) < HS) x[b][v] = load_pack<W>(cache + start + j * row + channel(v));
-            }
-    };
-    Vectors key = {}, value = {};
-    load(key, a.k_cache, 0);
-    load(value, a.v_cache, 0);
-    for (int first = 0; first < rounds; first += BATCH) {
-        if (first > 0) load(key, a.k_cache, first);
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int j = (first + b) * groups + mine;
-            float s[HEADS] = {};
-#pragma unroll
-            for (int v = 0; v < V; v++) {
-                const Floats<W> x = as_floats(key[b][v]);
-#pragma unroll
-                for (int h = 0; h < HEADS; h++)
-#pragma unroll
-                    for (int k = 0; k < W; k++) s[h] += q[h][v * W + k] * x[k];
-            }
-#pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                s[h] = group_sum(s[h], a.lanes);
-                if (in_group == 0 && j < keys) scores[h][j] = s[h];
-            }
-        }
-    }
-    __syncthreads();
-
-    // Softmax of a head: a warp's work.
-    for (int h = warp; h < heads; h += WARPS) {
-        float max = -INF, sum = 0;
-        for (int j = lane; j < keys; j += WARP) max = fmaxf(max, scores[h][j]);
-        max = warp_max(max);
-        for (int j = lane; j < keys; j += WARP) {
-            const float p = expf(scores[h][j] - max);
-            scores[h][j] = p;
-            sum += p;
-        }
-        sum = warp_sum(sum);
-        if (lane == 0) maxima[h] = max, totals[h] = sum;
-    }
-    __syncthreads();
-
-    // Values: each group adds up its keys, then the groups of a warp, then the warps.
-    float o[HEADS][V * W] = {};
-    for (int first = 0; first < rounds; first += BATCH) {
-        if (first > 0) load(value, a.v_cache, first);
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int j = (first + b) * groups + mine;
-            if (j >= keys) continue;
-#pragma unroll
-            for (int v = 0; v < V; v++) {
-                const Floats<W> x = as_floats(value[b][v]);
-#pragma unroll
-                for (int h = 0; h < HEADS; h++) {
-                    const float p = h < heads ? scores[h][j] : 0.0f;
-#pragma unroll
-                    for (int k = 0; k < W; k++) o[h][v * W + k] += p * x[k];
-                }
-            }
-        }
-    }
-#pragma unroll
-    for (int h = 0; h < HEADS; h++)
-#pragma unroll
-        for (int i = 0; i < V * W; i++)
-            for (int offset = a.lanes; offset < WARP; offset *= 2)
-                o[h][i] += __shfl_xor_sync(ALL_LANES, o[h][i], offset);
-    if (lane < a.lanes) {
-#pragma unroll
-        for (int h = 0; h < HEADS; h++)
-#pragma unroll
-            for (int v = 0; v < V; v++)
-#pragma unroll
-                for (int k = 0; k < W; k++)
-                    if (channel(v) < HS) sums[warp][h][channel(v) + k] = o[h][v * W + k];
-    }
-    __syncthreads();
-    const auto piece_sum = [&](int h, int c) {
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += sums[w][h][c];
-        return sum;
-    };
+    const Piece<WARPS, HEADS> work{&queries[0][0], &scores[0][0], &sums[0][0][0], maxima, totals, int(MAX_HS)};
+    attend_piece<W, V,
+                 V == 1   ? 4
+                 : V == 2 ? 2
+                          : 1>(work, a.k_cache + start, a.v_cache + start, row, keys, heads, HS, a.lanes,
+                               [] { __syncthreads(); });
+    const auto piece_sum = [&](int h, int c) { return work.sum(h, c); };
     if (used == 1) {
         for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
             const int h = i / HS, c = i - h * HS;
@@ -222,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     __threadfence();
     // The weights of the pieces first, then each thread adds up channels over them.
     for (int h = warp; h < heads; h += WARPS) {
-        float max = -INF, sum = 0;
+        float max = -INFINITY, sum = 0;
         for (int p = lane; p < used; p += WARP) max = fmaxf(max, __ldcg(partial(p, h)));
         max = warp_max(max);
         for (int p = lane; p < used; p += WARP) sum += expf(__ldcg(partial(p, h)) - max) * __ldcg(partial(p, h) + 1);
@@ -255,7 +148,7 @@ int64_t counter_bytes(int64_t N, int64_t NH) {
 }
 
 int64_t partial_bytes(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
-    return N * decode_max_pieces(max_length) * NH * (HS + 2) * int64_t(sizeof(float));
+    return N * decode_pieces(max_length) * NH * (HS + 2) * int64_t(sizeof(float));
 }
 
 template <int W, int V, typename T>
@@ -301,7 +194,7 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         a.out_stride = row_stride(out), a.qkv_stride = row_stride(qkv);
         a.num_slots = z.slots, a.capacity = z.capacity;
         a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS);
-        a.pieces = int(decode_max_pieces(place.max_length));
+        a.pieces = int(decode_pieces(place.max_length));
         a.scale = scale;
         const bool full = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({k_cache, v_cache});
         const auto lanes_for = [](int64_t vectors) {

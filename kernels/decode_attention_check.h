@@ -1,8 +1,5 @@
-// The checks of decode_attention's and kv_append's arguments that need no look at what tensors hold, and the partition
-// of the context, for both backends.
+// The checks of decode_attention's and kv_append's arguments that need no look at what tensors hold, for both backends.
 #pragma once
-
-#include <algorithm>
 
 #include "kernels/check.h"
 #include "kernels/decode_attention.h"
@@ -51,20 +48,4 @@ inline void check_advance(const char* op, const Tensor& positions, const Tensor&
     require(positions && positions.rank == 1, op, ": positions is ", shape_string(positions), ", expected [N]");
     check_tensor(op, "positions", positions, DType::I32, {positions.shape[0]});
     check_tensor(op, "steps", steps, DType::I64, {positions.shape[0]});
-}
-
-// Keys of a piece of the context of a sequence of `length` tokens. Short pieces fill the machine where the context is
-// short; long ones keep the combination of their results small.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    inline int64_t
-    decode_piece(int64_t length) {
-    return length <= 2048 ? 64 : 256;
-}
-
-// Pieces of the longest sequence, and of those that are shorter but cut finer.
-inline int64_t decode_max_pieces(int64_t max_length) {
-    const int64_t fine = std::min<int64_t>(max_length, 2048);
-    return std::max((fine + 63) / 64, (max_length + 255) / 256);
 }

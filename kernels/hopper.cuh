@@ -129,6 +129,16 @@ __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// --- copies of consecutive bytes [cp.async.bulk]: both addresses and the length are multiples of 16. One thread asks;
+// the barrier counts the bytes.
+
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, int bytes, Barrier* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b))
+                 : "memory");
+}
+
 // --- registers [Miscellaneous Instructions: setmaxnreg]: of each thread, by all warps of a warpgroup
 
 template <int N>

@@ -10,6 +10,7 @@
 // Every sum has one order, which follows from C and OC alone: lanes over C, a tree over lanes, the WK parts in order.
 #include "kernels/linear.h"
 
+#include "kernels/activation.cuh"
 #include "kernels/dependent_launch.cuh"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
@@ -18,6 +19,7 @@
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/swiglu.h"
+#include "kernels/warp_tile.cuh"
 
 namespace {
 
@@ -37,11 +39,6 @@ struct Layer {
     bool centred;
     Activation activation;
 };
-
-__device__ __forceinline__ float gelu(float x) {
-    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return x / (1 + expf(-2 * u));
-}
 
 // The rows of inp as T in shared memory, normalised if there is a norm: NB teams of warps, a row each. Every lane reads
 // again what it has written itself.
@@ -121,14 +118,14 @@ template <typename T>
 __device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, const float (&y)[UNIT],
                                        const float (&residual)[UNIT]) {
     const auto store = [&](int64_t o, float x) { a.out[n * a.out_stride + o] = from_float<T>(x); };
-    if (a.activation == Activation::SwiGLU) return store(unit, y[0] / (1 + expf(-y[0])) * y[1]);
+    if (a.activation == Activation::SwiGLU) return store(unit, swiglu(y[0], y[1]));
 #pragma unroll
     for (int r = 0; r < UNIT; r++) {
         const int64_t o = unit * UNIT + r;
         if (o >= a.columns) return;
         float x = y[r];
         if (a.activation == Activation::GELU) x = gelu(x);
-        if (a.activation == Activation::ReLU2) x = x > 0 ? x * x : 0;
+        if (a.activation == Activation::ReLU2) x = relu2(x);
         store(o, x + residual[r]);
     }
 }
@@ -219,6 +216,189 @@ __global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
     }
 }
 
+// --- some rows of 16-bit numbers: more than the warps' ordinary units keep up with, too few for the library's tiles
+
+// Sixteen (MT = 1) or 32 rows of weight against 32 texts, by eight warps that share C among them in chunks of 32:
+// tensor cores read both operands from global memory, for no number is used by two warps. A lane loads 16 bytes of a
+// row, the operands of two products of 16 columns; which columns these are does not matter as long as both sides agree.
+// Like above a block asks for its first weights before it waits for the kernel before. The warps' sums are added up in
+// order, so that a text's sums don't depend on how many texts there are. Before a norm the block brings its texts to
+// shared memory and normalises them there, four rows a warp.
+constexpr int MAX_SOME_ROWS = 64, SOME_TEXTS = 32;
+constexpr int64_t MAX_SOME_WEIGHTS = 4 << 20;  // beyond, reading the weights takes longer than the library's launch
+
+// From one text's row in shared memory to the next: 64 bytes beside a multiple of 128, so that the vectors that eight
+// lanes read at a time, four each of two rows, lie in different banks.
+__host__ __device__ inline int64_t some_pitch(int64_t C) {
+    return (C + 31) / 64 * 64 + 32;
+}
+
+// Texts first … first + 31 into rows [32, pitch], normalised. A warp's rows at the same time, lane by lane; every lane
+// reads again what it has written itself.
+template <typename T>
+__device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int first) {
+    constexpr int W = 8, EACH = SOME_TEXTS / WARPS;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int64_t pitch = some_pitch(a.C);
+    const auto row = [&](int i) { return rows + (warp * EACH + i) * pitch; };
+    const auto staged = [&](int i, int64_t c) { return as_floats(*reinterpret_cast<const Pack<T, W>*>(row(i) + c)); };
+    const auto total = [&](float(&sums)[EACH]) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) sums[i] = warp_sum(sums[i]);
+    };
+    float means[EACH] = {}, rstds[EACH] = {};
+    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
+        Pack<T, W> x[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; i++)
+            x[i] = load_pack<W>(a.inp + min(first + warp * EACH + i, a.N - 1) * a.inp_stride + c);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            *reinterpret_cast<Pack<T, W>*>(row(i) + c) = x[i];
+            const Floats<W> v = as_floats(x[i]);
+#pragma unroll
+            for (int k = 0; k < W; k++) means[i] += v[k];
+        }
+    }
+    total(means);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) means[i] = a.centred ? means[i] / float(a.C) : 0.0f;
+    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const Floats<W> v = staged(i, c);
+#pragma unroll
+            for (int k = 0; k < W; k++) rstds[i] = fmaf(v[k] - means[i], v[k] - means[i], rstds[i]);
+        }
+    }
+    total(rstds);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) rstds[i] = 1 / sqrtf(rstds[i] / float(a.C) + a.eps);
+    for (int64_t c = lane * W; c < a.C; c += WARP * W) {
+        const Floats<W> w = load_floats<W>(a.norm_weight + c);
+        Floats<W> shift = {};
+        if (a.norm_bias) shift = load_floats<W>(a.norm_bias + c);
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            Floats<W> v = staged(i, c);
+#pragma unroll
+            for (int k = 0; k < W; k++) v[k] = fmaf((v[k] - means[i]) * rstds[i], w[k], shift[k]);
+            *reinterpret_cast<Pack<T, W>*>(row(i) + c) = as_pack<T>(v);
+        }
+    }
+}
+
+template <typename T, int MT, bool NORM>
+__global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a) {
+    constexpr int NT = 4, TEXTS = 8 * NT, ROWS = 16 * MT, CHUNK = 32, CHUNKS_AHEAD = MT == 1 ? 3 : 2,
+                  TEXTS_AHEAD = NORM || MT == 2 ? 0 : 1;
+    static_assert(TEXTS == SOME_TEXTS);
+    extern __shared__ uint4 shared[];
+    __shared__ float sums[WARPS][TEXTS][ROWS + 1];
+    let_next_start();
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    const int first_text = int(blockIdx.x) * TEXTS, chunks = int(a.C) / CHUNK;
+    const bool is_swiglu = a.activation == Activation::SwiGLU;
+    // Tile m has rows 16m … 16m + 15, with SwiGLU eight of gate and the same eight of up.
+    const int outputs = is_swiglu ? ROWS / 2 : ROWS;
+    const int64_t first_output = int64_t(blockIdx.y) * outputs;
+    const auto weight_row = [&](int m, int half) {
+        const int64_t o = first_output + (is_swiglu ? 8 * m + g : 16 * m + 8 * half + g);
+        return a.weight + (min(o, a.columns - 1) + (is_swiglu && half ? a.columns : 0)) * a.weight_stride + 8 * t;
+    };
+    using Vector = Pack<T, 8>;
+    const T* rows[MT][2];
+    Vector w[CHUNKS_AHEAD][MT][2];
+    const auto load_weights = [&](Vector(&to)[MT][2], int chunk) {
+        if (chunk >= chunks) return;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) to[m][half] = load_pack<8>(rows[m][half] + chunk * CHUNK);
+    };
+#pragma unroll
+    for (int m = 0; m < MT; m++) rows[m][0] = weight_row(m, 0), rows[m][1] = weight_row(m, 1);
+#pragma unroll
+    for (int s = 0; s < CHUNKS_AHEAD; s++) load_weights(w[s], warp + s * WARPS);
+    // What this thread writes in the end: output `mine` of some texts.
+    const int mine = int(threadIdx.x) % outputs, row = is_swiglu ? mine / 8 * 16 + mine % 8 : mine;
+    const int64_t o = first_output + mine;
+    const float bias0 = a.bias && o < a.columns ? as_float(a.bias[o]) : 0.0f,
+                bias1 = a.bias && is_swiglu && o < a.columns ? as_float(a.bias[a.columns + o]) : 0.0f;
+    if constexpr (NORM) {
+        prefetch(a.norm_weight, a.C);
+        prefetch(a.norm_bias, a.C);
+    }
+    wait_for_previous();
+
+    const T* x[NT];
+    if constexpr (NORM) {
+        T* const texts = reinterpret_cast<T*>(shared);
+        normalise_texts(texts, a, first_text);
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < NT; n++) x[n] = texts + (8 * n + g) * some_pitch(a.C) + 8 * t;
+    } else {
+#pragma unroll
+        for (int n = 0; n < NT; n++) x[n] = a.inp + min(first_text + 8 * n + g, a.N - 1) * a.inp_stride + 8 * t;
+    }
+    Vector in[1 + TEXTS_AHEAD][NT];
+    const auto load_texts = [&](Vector(&to)[NT], int chunk) {
+        if (chunk >= chunks) return;
+#pragma unroll
+        for (int n = 0; n < NT; n++) to[n] = load_pack<8>(x[n] + chunk * CHUNK);
+    };
+    float sum[MT][NT][4] = {};
+    const auto multiply = [&](const Vector(&weights)[MT][2], const Vector(&texts)[NT]) {
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                const Vector &upper = weights[m][0], &lower = weights[m][1];
+                const uint32_t left[4] = {upper.word[2 * k], lower.word[2 * k], upper.word[2 * k + 1],
+                                          lower.word[2 * k + 1]};
+#pragma unroll
+                for (int n = 0; n < NT; n++) mma<T>(sum[m][n], left, texts[n].word[2 * k], texts[n].word[2 * k + 1]);
+            }
+    };
+    if (TEXTS_AHEAD) load_texts(in[0], warp);
+    for (int base = warp; base < chunks; base += 2 * CHUNKS_AHEAD * WARPS) {
+#pragma unroll
+        for (int s = 0; s < 2 * CHUNKS_AHEAD; s++) {
+            const int chunk = base + s * WARPS;
+            if (chunk >= chunks) break;
+            load_texts(in[(s + TEXTS_AHEAD) % (1 + TEXTS_AHEAD)], chunk + TEXTS_AHEAD * WARPS);
+            multiply(w[s % CHUNKS_AHEAD], in[s % (1 + TEXTS_AHEAD)]);
+            load_weights(w[s % CHUNKS_AHEAD], chunk + CHUNKS_AHEAD * WARPS);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sums[warp][8 * n + 2 * t + i % 2][16 * m + i / 2 * 8 + g] = sum[m][n][i];
+    __syncthreads();
+
+    for (int text = int(threadIdx.x) / outputs; text < TEXTS; text += THREADS / outputs) {
+        const int64_t n = first_text + text;
+        if (n >= a.N || o >= a.columns) break;
+        float y = 0, up = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) y += sums[i][text][row];
+        y += bias0;
+        if (is_swiglu) {
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) up += sums[i][text][row + 8];
+            y = swiglu(y, up + bias1);
+        }
+        if (a.activation == Activation::GELU) y = gelu(y);
+        if (a.activation == Activation::ReLU2) y = relu2(y);
+        if (a.residual) y += as_float(a.residual[n * a.residual_stride + o]);
+        a.out[n * a.out_stride + o] = from_float<T>(y);
+    }
+}
+
 // The least power of two of parts with which there are two blocks for every multiprocessor, but no more than there are
 // vectors in a row.
 int parts_of(int64_t units, int64_t C, int W) {
@@ -273,6 +453,47 @@ void few_rows(const char* op, const LinearSizes& z, const Tensor& out, const Ten
     }
 }
 
+// Bytes of shared memory for the texts of a block; two blocks fit on every multiprocessor.
+int64_t some_rows_bytes(int64_t C, DType dtype) {
+    return SOME_TEXTS * some_pitch(C) * dtype_size(dtype);
+}
+
+bool takes_some_rows(const LinearSizes& z, DType dtype, const Tensor& inp, const InputNorm& norm,
+                     const Tensor& weight) {
+    const bool norm_fits =
+        some_rows_bytes(z.C, dtype) <= max_shared_bytes() / 2 - (36 << 10) && rows_aligned({norm.weight, norm.bias});
+    return dtype_size(dtype) == 2 && z.N <= MAX_SOME_ROWS && z.C > 0 && z.C % 32 == 0 &&
+           z.C * z.OC <= MAX_SOME_WEIGHTS && (!norm.weight || norm_fits) && rows_aligned({inp, weight});
+}
+
+template <typename T>
+void some_rows(const char* op, const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
+               const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual, Stream stream) {
+    Layer<T> a{};
+    a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
+    a.weight = weight.as<T>(), a.weight_stride = row_stride(weight);
+    a.out = out.as<T>(), a.out_stride = row_stride(out);
+    a.residual = residual ? residual.as<T>() : nullptr, a.residual_stride = residual ? row_stride(residual) : 0;
+    a.bias = bias ? bias.as<T>() : nullptr;
+    a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
+    a.C = z.C, a.columns = z.columns, a.N = int(z.N);
+    a.eps = norm.eps, a.centred = norm.centred, a.activation = activation;
+    const int64_t texts = ceil_div(z.N, SOME_TEXTS);
+    const auto launch = [&](auto tiles) {
+        constexpr int MT = decltype(tiles)::value;
+        const dim3 grid(unsigned(texts), unsigned(ceil_div(z.OC, 16 * MT)));
+        if (!norm.weight) return launch_dependent(op, some_rows_kernel<T, MT, false>, grid, THREADS, 0, stream, a);
+        const int64_t bytes = some_rows_bytes(z.C, inp.dtype);
+        const auto kernel = some_rows_kernel<T, MT, true>;
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
+        launch_dependent(op, kernel, grid, THREADS, size_t(bytes), stream, a);
+    };
+    if (texts * ceil_div(z.OC, 32) >= num_multiprocessors())
+        launch(std::integral_constant<int, 2>{});
+    else
+        launch(std::integral_constant<int, 1>{});
+}
+
 }  // namespace
 
 int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype) {
@@ -288,6 +509,14 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
     if ((z.N <= LINEAR_SMALL_N || batch_invariant) && z.C > 0 && rows_at_once(z.C, dtype) > 0) {
         dispatch_dtype(op, dtype, [&](auto zero) {
             few_rows<decltype(zero)>(op, z, out, inp, norm, weight, bias, activation, residual, stream);
+        });
+        return;
+    }
+    if (takes_some_rows(z, dtype, inp, norm, weight)) {
+        dispatch_dtype(op, dtype, [&](auto zero) {
+            using T = decltype(zero);
+            if constexpr (sizeof(T) == 2)
+                some_rows<T>(op, z, out, inp, norm, weight, bias, activation, residual, stream);
         });
         return;
     }

@@ -1,5 +1,9 @@
-// Two rounds where that is possible: blocks look at stretches of a row side by side, and one block puts together what
-// they found. Filters that need a look at the whole row again and again take the third kernel, a block a row.
+// Rounds: blocks look at stretches of a row side by side, and one block puts together what they found.
+//
+// Without filters two rounds: the likeliest token and the weight of each stretch; the draw. With top_k up to
+// SAMPLING_FAST_TOP_K two rounds as well: each stretch's k likeliest; the rest with those alone. Any other filter comes
+// down to an edge, the least likely token that is kept: two more rounds find it, by the weights of 2,048 intervals of
+// logits and a sort of what lies in the one where top_p is reached, and one adds up what is kept of each stretch.
 #include "kernels/sampling.h"
 
 #include "kernels/dependent_launch.cuh"
@@ -80,7 +84,15 @@ __device__ __forceinline__ double warp_inclusive_sum(double x) {
 // Two rounds.
 
 constexpr int ROUND_THREADS = 256, ROUND_WARPS = ROUND_THREADS / WARP;
-constexpr int PER_THREAD = 16, STRETCH = ROUND_THREADS * PER_THREAD;
+// Tokens of a stretch that a thread has. With candidates many: fewer stretches leave fewer of them.
+constexpr int FEW = 4, MANY = 16;
+template <int PER>
+constexpr int STRETCH = ROUND_THREADS* PER;
+
+// Weights as integers, whose sums are the same in any order; and how many intervals of logits they are counted in.
+using Weight = unsigned long long;
+constexpr double FIXED_ONE = 0x1p44;
+constexpr int INTERVALS = 2048;
 
 // What a stretch tells: its likeliest token, and Σ exp((l − its own maximum)/temperature).
 struct Found {
@@ -130,18 +142,22 @@ __device__ Token kth_largest_token(int k, Visit visit) {
     return edge;
 }
 
-template <typename T>
+template <int PER, typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
-    stretch_kernel(const Draw<T> draw, Found* found, Token* candidates, int k) {
-    wait_for_previous();
+    stretch_kernel(const Draw<T> draw, Found* found, Token* candidates, int k, Weight* intervals) {
     let_next_start();
-    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH;
+    wait_for_previous();
+    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<PER>;
     const Row<T> row = draw.row(b);
-    const int count = int(min(int64_t(STRETCH), draw.V - begin));
-    Token tokens[PER_THREAD], best = 0;
+    const int count = int(min(int64_t(STRETCH<PER>), draw.V - begin));
+    if (intervals)
+        for (int i = int(blockIdx.y) * ROUND_THREADS + int(threadIdx.x); i < INTERVALS;
+             i += int(gridDim.y) * ROUND_THREADS)
+            intervals[b * INTERVALS + i] = 0;
+    Token tokens[PER], best = 0;
     bool has_nan = false;
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
+    for (int i = 0; i < PER; i++) {
         const int at = i * ROUND_THREADS + int(threadIdx.x);
         tokens[i] = 0;
         if (at >= count) continue;
@@ -166,12 +182,12 @@ __global__ void __launch_bounds__(ROUND_THREADS)
         // The k likeliest of the stretch, in any order: the second round sorts.
         const auto visit = [&](auto f) {
 #pragma unroll
-            for (int i = 0; i < PER_THREAD; i++) f(tokens[i]);
+            for (int i = 0; i < PER; i++) f(tokens[i]);
         };
         const Token edge = count <= k ? 1 : kth_largest_token(k, visit);
         Token* const to = candidates + (b * gridDim.y + blockIdx.y) * k;
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++)
+        for (int i = 0; i < PER; i++)
             if (tokens[i] >= edge) to[atomicAdd(&written, 1)] = tokens[i];
         __syncthreads();
         for (int i = written + int(threadIdx.x); i < k; i += ROUND_THREADS) to[i] = 0;
@@ -182,7 +198,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     if (draw.options.temperature > 0) {
         const double max = logit_of(best), temperature = draw.options.temperature;
 #pragma unroll
-        for (int i = 0; i < PER_THREAD; i++)
+        for (int i = 0; i < PER; i++)
             if (tokens[i] != 0) sum += exp((double(logit_of(tokens[i])) - max) / temperature);
 #pragma unroll
         for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
@@ -222,7 +238,7 @@ __device__ void sort_descending(Token* x, int n) {
     for (int size = 2; size <= n; size *= 2)
         for (int step = size / 2; step > 0; step /= 2) {
             __syncthreads();
-            for (int i = int(threadIdx.x); i < n / 2; i += ROUND_THREADS) {
+            for (int i = int(threadIdx.x); i < n / 2; i += int(blockDim.x)) {
                 const int low = i / step * step * 2 + i % step, high = low + step;
                 const bool descending = (low & size) == 0;
                 if ((x[low] < x[high]) == descending) {
@@ -235,85 +251,137 @@ __device__ void sort_descending(Token* x, int n) {
     __syncthreads();
 }
 
-// The best token of all stretches; false where the logits can't be drawn from.
+// The best token of all stretches, known to the whole block of N threads; false where the logits can't be drawn from.
+template <int N>
 __device__ bool best_of(const Found* found, int stretches, Token* best) {
+    __shared__ Token maxima[N / WARP];
+    Token mine = 0;
     bool has_nan = false;
-    *best = 0;
-    for (int s = 0; s < stretches; s++) {
-        *best = max(*best, found[s].best);
+    for (int s = int(threadIdx.x); s < stretches; s += N) {
+        mine = max(mine, found[s].best);
         has_nan |= found[s].has_nan != 0;
     }
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, offset));
+    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = mine;
+    has_nan = __syncthreads_or(has_nan);
+    *best = 0;
+    for (int w = 0; w < N / WARP; w++) *best = max(*best, maxima[w]);
     return !has_nan && isfinite(logit_of(*best));
 }
 
-// Without filters: the stretch that u falls into, and the token within it.
+// What is kept of a row: tokens no less likely than the edge that have min_p of the likeliest's weight.
+struct Filter {
+    Token edge;
+    double max, temperature, min_p;
+    __device__ __forceinline__ double weight(float x) const { return exp((double(x) - max) / temperature); }
+    // The weight of a token, 0 if it isn't kept.
+    __device__ __forceinline__ double kept(float x, int64_t v) const {
+        const double w = token_of(x, v) >= edge ? weight(x) : 0.0;
+        return w >= min_p ? w : 0.0;
+    }
+};
+
+// What is kept of each stretch.
 template <typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
-    draw_from_all_kernel(const Draw<T> draw, const Found* all, int stretches) {
-    wait_for_previous();
+    kept_kernel(const Draw<T> draw, const Found* all, const Token* edges, double* sums) {
     let_next_start();
+    wait_for_previous();
+    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
+    Token best;
+    if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
+    const Filter filter{edges[b], logit_of(best), draw.options.temperature, draw.options.min_p};
+    const Row<T> row = draw.row(b);
+    __shared__ double warp_sums[ROUND_WARPS];
+    double sum = 0;
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+        const int64_t v = begin + i * ROUND_THREADS + int(threadIdx.x);
+        if (v < draw.V) sum += filter.kept(row[v], v);
+    }
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+    if (threadIdx.x % WARP == 0) warp_sums[threadIdx.x / WARP] = sum;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    sum = 0;
+    for (int w = 0; w < ROUND_WARPS; w++) sum += warp_sums[w];
+    sums[b * gridDim.y + blockIdx.y] = sum;
+}
+
+// The draw: the stretch that u falls into, and the token within it. edges and sums: of what is kept; null without
+// filters.
+template <typename T>
+__global__ void __launch_bounds__(ROUND_THREADS)
+    draw_kernel(const Draw<T> draw, const Found* all, int stretches, const Token* edges, const double* sums) {
+    let_next_start();
+    wait_for_previous();
     const int64_t b = blockIdx.x;
     const Found* const found = all + b * stretches;
     Token best;
-    const bool finite = best_of(found, stretches, &best);
+    const bool finite = best_of<ROUND_THREADS>(found, stretches, &best);
     if (!finite || draw.options.temperature == 0) {
         if (threadIdx.x == 0) draw.choose(b, finite ? id_of(best) : -1);
         return;
     }
-    const double max = logit_of(best), temperature = draw.options.temperature;
-    const auto weight_of_stretch = [&](int s) {
-        return found[s].sum * exp((double(logit_of(found[s].best)) - max) / temperature);
+    const Filter filter{edges ? edges[b] : 0, logit_of(best), draw.options.temperature,
+                        edges ? double(draw.options.min_p) : 0.0};
+    // For `threads` stretches at a time: each thread's one's weight and the sum up to it.
+    const auto stretch_weight = [&](int s) {
+        if (s >= stretches) return 0.0;
+        return sums ? sums[b * stretches + s] : found[s].sum * filter.weight(logit_of(found[s].best));
     };
-    __shared__ double weights[ROUND_THREADS];  // of stretches, as many as there are threads at a time
     double total = 0;
     for (int first = 0; first < stretches; first += ROUND_THREADS) {
-        __syncthreads();
-        if (first + int(threadIdx.x) < stretches) weights[threadIdx.x] = weight_of_stretch(first + int(threadIdx.x));
-        __syncthreads();
-        for (int s = 0; s < min(ROUND_THREADS, stretches - first); s++) total += weights[s];
+        double up_to[1] = {stretch_weight(first + int(threadIdx.x))};
+        total += block_inclusive_sums(up_to);
     }
     const double threshold = draw.uniform(b) * total;
-    int chosen = -1;
-    double before = 0;
-    for (int first = 0; first < stretches && chosen < 0; first += ROUND_THREADS) {
+    __shared__ int chosen;
+    __shared__ double before;
+    if (threadIdx.x == 0) chosen = stretches;
+    double passed = 0;
+    for (int first = 0; first < stretches; first += ROUND_THREADS) {
+        const int s = first + int(threadIdx.x);
+        const double weight = stretch_weight(s);
+        double up_to[1] = {weight};
+        const double sum = block_inclusive_sums(up_to);
+        if (s < stretches && passed + up_to[0] > threshold) atomicMin(&chosen, s);
         __syncthreads();
-        if (first + int(threadIdx.x) < stretches) weights[threadIdx.x] = weight_of_stretch(first + int(threadIdx.x));
-        __syncthreads();
-        for (int s = 0; s < min(ROUND_THREADS, stretches - first); s++) {
-            if (before + weights[s] > threshold) {
-                chosen = first + s;
-                break;
-            }
-            before += weights[s];
-        }
+        if (s == chosen) before = passed + (up_to[0] - weight);
+        if (chosen < stretches) break;
+        passed += sum;
     }
-    if (chosen < 0) {  // rounding
+    __syncthreads();
+    if (chosen == stretches) {  // rounding
         if (threadIdx.x == 0) draw.choose(b, id_of(best));
         return;
     }
 
     const Row<T> row = draw.row(b);
-    const int64_t begin = int64_t(chosen) * STRETCH + int64_t(threadIdx.x) * PER_THREAD;
-    double sums[PER_THREAD];
-    bool possible[PER_THREAD];
+    const int64_t begin = int64_t(chosen) * STRETCH<FEW> + int64_t(threadIdx.x) * FEW;
+    double up_to[FEW];
+    bool possible[FEW];
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        sums[i] = begin + i < draw.V ? exp((double(row[begin + i]) - max) / temperature) : 0.0;
-        possible[i] = sums[i] > 0;
+    for (int i = 0; i < FEW; i++) {
+        up_to[i] = begin + i < draw.V ? filter.kept(row[begin + i], begin + i) : 0.0;
+        possible[i] = up_to[i] > 0;
     }
-    block_inclusive_sums(sums);
+    block_inclusive_sums(up_to);
     __shared__ int first, last;
-    if (threadIdx.x == 0) first = STRETCH, last = -1;
+    if (threadIdx.x == 0) first = STRETCH<FEW>, last = -1;
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) {
-        const int at = int(threadIdx.x) * PER_THREAD + i;
+    for (int i = 0; i < FEW; i++) {
+        const int at = int(threadIdx.x) * FEW + i;
         if (possible[i]) atomicMax(&last, at);
-        if (possible[i] && before + sums[i] > threshold) atomicMin(&first, at);
+        if (possible[i] && before + up_to[i] > threshold) atomicMin(&first, at);
     }
     __syncthreads();
     // Where rounding keeps the sum from passing the threshold, the last that can be drawn.
-    if (threadIdx.x == 0) draw.choose(b, int32_t(int64_t(chosen) * STRETCH + (first < STRETCH ? first : last)));
+    if (threadIdx.x == 0)
+        draw.choose(b, int32_t(int64_t(chosen) * STRETCH<FEW> + (first < STRETCH<FEW> ? first : last)));
 }
 
 // top_k, with top_p and min_p after it: the k likeliest of all stretches' candidates, sorted.
@@ -321,14 +389,14 @@ template <typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
     draw_from_candidates_kernel(const Draw<T> draw, const Found* all, const Token* all_candidates, int stretches,
                                 int k) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     constexpr int MAX_K = int(SAMPLING_FAST_TOP_K), PER = MAX_K / ROUND_THREADS;
     __shared__ Token kept[MAX_K];
     __shared__ int written, limit;
     const int64_t b = blockIdx.x;
     Token best;
-    if (!best_of(all + b * stretches, stretches, &best)) {
+    if (!best_of<ROUND_THREADS>(all + b * stretches, stretches, &best)) {
         if (threadIdx.x == 0) draw.choose(b, -1);
         return;
     }
@@ -386,10 +454,9 @@ __global__ void __launch_bounds__(ROUND_THREADS)
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// A block a row, for any filters.
+// The edge.
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
-constexpr double FIXED_ONE = 0x1p44;  // weights as integers, whose sums are the same in any order
 
 // The key of the k-th largest logit, byte by byte from the top: each round counts the keys that agree with what is
 // known by their next byte. 1 ≤ k ≤ V. After the last round *ties is how many of the logits on the edge belong to the
@@ -486,13 +553,19 @@ __device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p,
     return {edge, shared_ties};
 }
 
-// The total of all warps and, for each warp, of the warps before it. One value a warp, the same in all its lanes.
+// For each thread the sum over the threads before it, and the total.
 template <typename Number>
-__device__ Number exclusive_over_warps(Number mine, Number* total) {
+__device__ Number exclusive_sum(Number mine, Number* total) {
     __shared__ Number shared[WARPS];
-    const int warp = int(threadIdx.x) / WARP;
+    const int warp = int(threadIdx.x) / WARP, lane = int(threadIdx.x) % WARP;
+    Number inclusive = mine;
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2) {
+        const Number below = __shfl_up_sync(ALL_LANES, inclusive, offset);
+        if (lane >= offset) inclusive += below;
+    }
     __syncthreads();
-    if (threadIdx.x % WARP == 0) shared[warp] = mine;
+    if (lane == WARP - 1) shared[warp] = inclusive;
     __syncthreads();
     Number before = 0, sum = 0;
     for (int w = 0; w < WARPS; w++) {
@@ -500,124 +573,176 @@ __device__ Number exclusive_over_warps(Number mine, Number* total) {
         sum += shared[w];
     }
     *total = sum;
-    return before;
+    return before + inclusive - mine;
 }
 
-// A block per sequence. Each warp owns a stretch of the vocabulary and walks it in order, 32 ids at a time.
+// Interval of a logit's distance to the largest, in steps that change the weight by a factor of exp(1/64); the last one
+// has everything whose weight is 0 as an integer.
+__device__ __forceinline__ int interval_of(float x, double max, double temperature) {
+    const double at = (max - double(x)) / temperature * 64;
+    return at < INTERVALS - 1 ? int(at) : INTERVALS - 1;
+}
+
 template <typename T>
-__global__ void __launch_bounds__(THREADS) draw_from_row_kernel(const Draw<T> draw) {
-    wait_for_previous();
+__global__ void __launch_bounds__(ROUND_THREADS)
+    interval_kernel(const Draw<T> draw, const Found* all, Weight* all_intervals) {
     let_next_start();
-    const SamplingOptions& options = draw.options;
-    const int64_t V = draw.V;
-    const Row<T> logits = draw.row(blockIdx.x);
-    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
-
-    // Largest logit, the lowest id among equals: the largest of (key, ~id). A NaN is found on the way.
-    Token mine = 0;
-    bool has_nan = false;
-    for (int64_t v = threadIdx.x; v < V; v += THREADS) {
-        const float x = logits[v];
-        has_nan |= x != x;
-        mine = max(mine, token_of(x, v));
-    }
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, offset));
-    __shared__ Token maxima[WARPS];
-    if (lane == 0) maxima[warp] = mine;
-    has_nan = __syncthreads_or(has_nan);
-    for (int w = 0; w < WARPS; w++) mine = max(mine, maxima[w]);
-    const int32_t best = id_of(mine);
-    const double max = logits[best], temperature = options.temperature;
-    if (has_nan || !isfinite(max)) {
-        if (threadIdx.x == 0) draw.choose(blockIdx.x, -1);
-        return;
-    }
-
-    Kept kept_tokens{0, 0};
-    if (options.top_k > 0 && options.top_k < V)
-        kept_tokens.edge = kth_largest(logits, V, options.top_k, &kept_tokens.ties);
-    const auto weight_at = [&](float x) { return exp((double(x) - max) / temperature); };
-    if (options.top_p < 1) kept_tokens = nucleus(logits, V, kept_tokens, options.top_p, weight_at);
-    const uint32_t edge = kept_tokens.edge;
-    const int64_t ties = kept_tokens.ties;
-    const double least = options.min_p;
-
-    const int64_t stretch = ceil_div(ceil_div(V, WARPS), WARP) * WARP, begin = warp * stretch;
-    const int64_t end = min(begin + stretch, V);
-    // visit(v, kept) for 32 ids at a time; v may lie behind the end, where nothing is kept. ties_left: for this
-    // stretch.
-    const auto walk = [&](int64_t ties_left, auto visit) {
-        for (int64_t first = begin; first < end; first += WARP) {
-            const int64_t v = first + lane;
-            const uint32_t key = v < end ? ordered(logits[v]) : 0;
-            const unsigned on_edge = __ballot_sync(ALL_LANES, v < end && key == edge);
-            const bool kept = v < end &&
-                              (key > edge || (key == edge && __popc(on_edge & ((1u << lane) - 1)) < ties_left)) &&
-                              weight_at(logits[v]) >= least;
-            ties_left -= __popc(on_edge);
-            if (visit(v, kept)) return;
-        }
-    };
-    int64_t on_edge = 0;
-    if (ties > 0)
-        for (int64_t first = begin; first < end; first += WARP) {
-            const int64_t v = first + lane;
-            on_edge += __popc(__ballot_sync(ALL_LANES, v < end && ordered(logits[v]) == edge));
-        }
-    int64_t all_on_edge;
-    const int64_t ties_left = ties - exclusive_over_warps<int64_t>(on_edge, &all_on_edge);
-
-    const auto weight = [&](int64_t v) { return weight_at(logits[v]); };
-    double warp_weight = 0;
-    walk(ties_left, [&](int64_t v, bool kept) {
-        if (kept) warp_weight += weight(v);
-        return false;
-    });
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) warp_weight += __shfl_xor_sync(ALL_LANES, warp_weight, offset);
-    double total;
-    double sum = exclusive_over_warps<double>(warp_weight, &total);
-
-    __shared__ unsigned long long chosen;
-    if (threadIdx.x == 0) chosen = ~0ull;
+    wait_for_previous();
+    __shared__ Weight weights[INTERVALS];
+    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
+    Token best;
+    if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
+    const double max = logit_of(best), temperature = draw.options.temperature;
+    for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS) weights[i] = 0;
     __syncthreads();
-    const double threshold = draw.uniform(blockIdx.x) * total;
-    // The first id at which the sum passes the threshold. Warps whose weight ends below it need not look; the one after
-    // them does, whatever the rounding of its partial sums says.
-    if (sum + warp_weight > threshold) {
-        walk(ties_left, [&](int64_t v, bool kept) {
-            const double inclusive = sum + warp_inclusive_sum(kept ? weight(v) : 0);
-            const unsigned passed = __ballot_sync(ALL_LANES, kept && inclusive > threshold);
-            if (passed != 0 && lane == __ffs(passed) - 1) atomicMin(&chosen, static_cast<unsigned long long>(v));
-            sum = __shfl_sync(ALL_LANES, inclusive, WARP - 1);
-            return passed != 0;
-        });
+    const Row<T> row = draw.row(b);
+#pragma unroll
+    for (int i = 0; i < FEW; i++) {
+        const int64_t v = begin + i * ROUND_THREADS + int(threadIdx.x);
+        if (v >= draw.V) continue;
+        const float x = row[v];
+        const Weight weight = Weight(llrint(exp((double(x) - max) / temperature) * FIXED_ONE));
+        if (weight > 0) atomicAdd(&weights[interval_of(x, max, temperature)], weight);
     }
     __syncthreads();
-    // best only if rounding keeps the sum from passing the threshold
-    if (threadIdx.x == 0) draw.choose(blockIdx.x, chosen == ~0ull ? best : int32_t(chosen));
+    for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS)
+        if (weights[i] > 0) atomicAdd(&all_intervals[b * INTERVALS + i], weights[i]);
 }
 
-// Which of the kernels: none but the last can do everything.
-enum class Way { All, Candidates, WholeRow };
+// The least likely token of the fewest that have together top_p of a row's weight. 0 where too many lie in the interval
+// that decides.
+template <typename T>
+__device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* intervals, double max, double temperature,
+                              float top_p) {
+    constexpr int PER = INTERVALS / THREADS;
+    __shared__ Token inside[INTERVALS];
+    __shared__ int count, deciding;
+    __shared__ Weight above;
+    __shared__ Token edge;
+    const auto fixed = [&](float x) { return Weight(llrint(exp((double(x) - max) / temperature) * FIXED_ONE)); };
+    if (threadIdx.x == 0) count = 0, deciding = INTERVALS - 1, edge = 0;
+    Weight mine[PER], sum = 0, total;
+#pragma unroll
+    for (int i = 0; i < PER; i++) sum += mine[i] = intervals[int(threadIdx.x) * PER + i];
+    Weight up_to = exclusive_sum(sum, &total);
+    const double enough = double(top_p) * double(total);
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const double before = double(up_to);
+        up_to += mine[i];
+        if ((before < enough || (threadIdx.x == 0 && i == 0)) && double(up_to) >= enough)
+            deciding = int(threadIdx.x) * PER + i, above = up_to - mine[i];
+    }
+    __syncthreads();
+    for (int64_t v = threadIdx.x; v < V; v += THREADS) {
+        const float x = row[v];
+        if (interval_of(x, max, temperature) != deciding) continue;
+        const int at = atomicAdd(&count, 1);
+        if (at < INTERVALS) inside[at] = token_of(x, v);
+    }
+    __syncthreads();
+    if (count > INTERVALS) return 0;
+    int padded = 1;
+    while (padded < count) padded *= 2;
+    for (int i = count + int(threadIdx.x); i < padded; i += THREADS) inside[i] = 0;
+    sort_descending(inside, padded);
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int at = int(threadIdx.x) * PER + i;
+        sum += mine[i] = at < count ? fixed(logit_of(inside[at])) : 0;
+    }
+    up_to = above + exclusive_sum(sum, &total);
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int at = int(threadIdx.x) * PER + i;
+        const bool reached = at == 0 ? false : double(up_to) >= enough;
+        up_to += mine[i];
+        if (at < count && !reached && double(up_to) >= enough) edge = inside[at];
+    }
+    __syncthreads();
+    return edge;
+}
+
+// The token of `kept` that stands last: the ties-th, in order of id, of those on its edge.
+template <typename T>
+__device__ Token edge_of(const Row<T>& row, int64_t V, Kept kept) {
+    if (kept.edge == 0 || kept.ties == INT64_MAX) return Token(kept.edge) << 32;
+    __shared__ Token edge;
+    if (threadIdx.x == 0) edge = Token(kept.edge) << 32;  // all of them, should there be fewer
+    const int64_t part = ceil_div(V, THREADS), begin = min(V, threadIdx.x * part), end = min(V, begin + part);
+    int64_t mine = 0, total;
+    for (int64_t v = begin; v < end; v++) mine += ordered(row[v]) == kept.edge;
+    int64_t before = exclusive_sum(mine, &total);
+    if (before < kept.ties && before + mine >= kept.ties)
+        for (int64_t v = begin; v < end; v++)
+            if (ordered(row[v]) == kept.edge && ++before == kept.ties) edge = token_of(row[v], v);
+    __syncthreads();
+    return edge;
+}
+
+// intervals: null where top_k comes before top_p, or there is no top_p; then a block looks at the row itself.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    edge_kernel(const Draw<T> draw, const Found* all, int stretches, const Weight* intervals, Token* edges) {
+    let_next_start();
+    wait_for_previous();
+    const SamplingOptions& options = draw.options;
+    const int64_t b = blockIdx.x;
+    Token best, edge = 0;
+    if (!best_of<THREADS>(all + b * stretches, stretches, &best)) return;
+    const Row<T> row = draw.row(b);
+    const double max = logit_of(best), temperature = options.temperature;
+    if (intervals) edge = nucleus_edge(row, draw.V, intervals + b * INTERVALS, max, temperature, options.top_p);
+    if (edge == 0) {
+        Kept kept{0, 0};
+        if (options.top_k > 0 && options.top_k < draw.V)
+            kept.edge = kth_largest(row, draw.V, options.top_k, &kept.ties);
+        if (options.top_p < 1) {
+            const auto weight = [&](float x) { return exp((double(x) - max) / temperature); };
+            kept = nucleus(row, draw.V, kept, options.top_p, weight);
+        }
+        edge = edge_of(row, draw.V, kept);
+    }
+    if (threadIdx.x == 0) edges[b] = edge;
+}
+
+enum class Way { All, Candidates, Edge };
 Way way_of(const SamplingOptions& o, int64_t V) {
     const bool all_kept = o.top_k == 0 || o.top_k >= V, no_threshold = o.top_p == 1 && o.min_p == 0;
     if (o.temperature == 0 || (all_kept && no_threshold)) return Way::All;
-    return o.top_k > 0 && std::min(o.top_k, V) <= SAMPLING_FAST_TOP_K ? Way::Candidates : Way::WholeRow;
+    return o.top_k > 0 && std::min(o.top_k, V) <= SAMPLING_FAST_TOP_K ? Way::Candidates : Way::Edge;
 }
 
-int64_t found_bytes(int64_t B, int64_t V) {
-    return B * ceil_div(V, STRETCH) * int64_t(sizeof(Found));
-}
+// What lies in scratch, one behind the other.
+struct Scratch {
+    int64_t stretches = 0;
+    int64_t k = 0;
+    int64_t found = 0, candidates = 0, sums = 0, edges = 0, intervals = 0, bytes = 0;  // where they begin
+    Scratch(int64_t B, int64_t V, const SamplingOptions& o) {
+        const Way way = way_of(o, V);
+        const auto take = [&](int64_t size) {
+            const int64_t begin = bytes;
+            bytes += size;
+            return begin;
+        };
+        stretches = ceil_div(V, way == Way::Candidates ? STRETCH<MANY> : STRETCH<FEW>);
+        found = take(B * stretches * int64_t(sizeof(Found)));
+        if (way == Way::Candidates) {
+            k = std::min(o.top_k, V);
+            candidates = take(B * stretches * k * int64_t(sizeof(Token)));
+        }
+        if (way != Way::Edge) return;
+        sums = take(B * stretches * int64_t(sizeof(double)));
+        edges = take(B * int64_t(sizeof(Token)));
+        intervals = take(B * INTERVALS * int64_t(sizeof(Weight)));
+    }
+};
 
 }  // namespace
 
 int64_t sampling_scratch(int64_t B, int64_t V, const SamplingOptions& options) {
-    const Way way = way_of(options, V);
-    if (way == Way::WholeRow) return 0;
-    const int64_t k = way == Way::Candidates ? std::min(options.top_k, V) : 0;
-    return found_bytes(B, V) + B * ceil_div(V, STRETCH) * k * int64_t(sizeof(Token));
+    return Scratch(B, V, options).bytes;
 }
 
 void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tensor steps, const SamplingOptions& options,
@@ -626,8 +751,10 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
     require(logits && logits.rank == 2, op, ": logits is ", shape_string(logits), ", expected [B, Vp]");
     const DType dtype = check_activation_dtype(op, "logits", logits);
     check_sampling(op, dtype, ids, logits, V, sequences, steps, options, seen, scratch);
-    const int64_t B = logits.shape[0], stretches = ceil_div(V, STRETCH);
+    const int64_t B = logits.shape[0];
     if (B == 0) return;
+    const Scratch z(B, V, options);
+    require(z.stretches <= 65535, op, ": a vocabulary of ", V, "; at most ", 65535 * STRETCH<FEW>);
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         const Draw<T> draw{ids.as<int32_t>(),
@@ -639,22 +766,36 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
                            seen ? seen.stride[0] : 0,
                            V,
                            options};
+        char* const base = static_cast<char*>(scratch.data);
+        Found* const found = reinterpret_cast<Found*>(base + z.found);
+        const int stretches = int(z.stretches), k = int(z.k);
+        const dim3 each_stretch = {unsigned(B), unsigned(stretches), 1};
         const Way way = way_of(options, V);
-        if (way == Way::WholeRow) {
-            launch_dependent(op, draw_from_row_kernel<T>, grid_of(B), THREADS, 0, stream, draw);
+        if (way == Way::Candidates) {
+            Token* const candidates = reinterpret_cast<Token*>(base + z.candidates);
+            launch_dependent(op, stretch_kernel<MANY, T>, each_stretch, ROUND_THREADS, 0, stream, draw, found,
+                             candidates, k, nullptr);
+            launch_dependent(op, draw_from_candidates_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found,
+                             candidates, stretches, k);
             return;
         }
-        require(stretches <= 65535, op, ": a vocabulary of ", V, "; at most ", 65535 * STRETCH);
-        Found* const found = static_cast<Found*>(scratch.data);
-        Token* const candidates = reinterpret_cast<Token*>(static_cast<char*>(scratch.data) + found_bytes(B, V));
-        const int k = way == Way::Candidates ? int(std::min(options.top_k, V)) : 0;
-        launch_dependent(op, stretch_kernel<T>, dim3(unsigned(B), unsigned(stretches)), ROUND_THREADS, 0, stream, draw,
-                         found, candidates, k);
-        if (way == Way::All)
-            launch_dependent(op, draw_from_all_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found,
-                             int(stretches));
-        else
-            launch_dependent(op, draw_from_candidates_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found,
-                             candidates, int(stretches), k);
+        Token* edges = nullptr;
+        double* sums = nullptr;
+        Weight* intervals = nullptr;
+        if (way == Way::Edge) {
+            edges = reinterpret_cast<Token*>(base + z.edges), sums = reinterpret_cast<double*>(base + z.sums);
+            const bool top_k = options.top_k > 0 && options.top_k < V;
+            if (options.top_p < 1 && !top_k) intervals = reinterpret_cast<Weight*>(base + z.intervals);
+        }
+        launch_dependent(op, stretch_kernel<FEW, T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, nullptr, 0,
+                         intervals);
+        if (intervals)
+            launch_dependent(op, interval_kernel<T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, intervals);
+        if (way == Way::Edge) {
+            launch_dependent(op, edge_kernel<T>, grid_of(B), THREADS, 0, stream, draw, found, stretches, intervals,
+                             edges);
+            launch_dependent(op, kept_kernel<T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, edges, sums);
+        }
+        launch_dependent(op, draw_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found, stretches, edges, sums);
     });
 }

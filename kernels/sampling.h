@@ -12,9 +12,8 @@
 // Among equal logits the lower id counts as likelier. u comes from Philox keyed by the seed, counter (sequence, step):
 // one sequence's draws never depend on who shares its batch.
 //
-// On CUDA a row is looked at in stretches side by side, and what they found is put together by one block (two rounds),
-// where nothing is kept out or top_k ≤ SAMPLING_FAST_TOP_K; other filters take one block a row. top_p is decided by
-// sums of probabilities rounded to 2^−44 of the likeliest, which are exact in any order.
+// On CUDA a row is looked at in stretches side by side; beyond SAMPLING_FAST_TOP_K top_k takes one block a row. top_p
+// is decided by sums of probabilities rounded to 2^−44 of the likeliest, which are exact in any order.
 //
 // Errors: wrong shape or dtype, options outside their range, logits that hold NaN or whose maximum is not finite (CPU;
 // on CUDA, where nobody waits to be told, the row's id is -1).

@@ -35,6 +35,8 @@ constexpr auto WATCH_INTERVAL = std::chrono::milliseconds(100);
 constexpr auto COURTESY = std::chrono::milliseconds(500);
 // How long a host may take to notice that the communicator was aborted.
 constexpr auto GRACE = std::chrono::seconds(30);
+// How long a rank that ends by an error waits for NCCL to let go.
+constexpr auto PARTING = std::chrono::seconds(2);
 
 std::string nccl_version() {
     int version = 0;
@@ -355,7 +357,7 @@ class NcclTransport : public Transport {
     void part() {
         stop_watchdog();
         abort();
-        abort_ended.wait_for(std::chrono::seconds(10));
+        abort_ended.wait_for(PARTING);  // as a rule at once; where a Graph holds operations, when that is gone
     }
 
     const int64_t rank;

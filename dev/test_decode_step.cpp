@@ -1,0 +1,352 @@
+// A step of generation over all layers, by its ops and, where the machine can, in one launch: both against the same
+// formula in float64, over several steps whose keys and values stay in the cache.
+#include "kernels/decode_step.h"
+
+#include <algorithm>
+#include <memory>
+
+#include "dev/reference.h"
+#include "dev/test_util.h"
+#include "kernels/embedding.h"
+
+namespace {
+
+struct Knobs {
+    int64_t layers, C, NH, NKV, HS, FFN, V, capacity;
+    Activation activation;
+    bool centred, biases, wpe;
+    int64_t R;  // channels that RoPE turns
+};
+
+// GPT-2's and LLaMA's kinds of block; sizes that give each product another number of rows and parts a block.
+const Knobs GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
+const Knobs LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
+const Knobs WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
+
+// A model of random weights with a cache, and the same in float64.
+struct Fixture {
+    const Knobs z;
+    const DType T;
+    const int64_t slots;
+    uint64_t seed = 100;
+    std::vector<std::unique_ptr<TestArray>> arrays;
+    InferenceWeights weights;
+    std::vector<Tensor> k, v;
+    TestArray table;
+
+    // past: the spread of what the cache holds already; 0: nothing.
+    Fixture(const Knobs& knobs, DType dtype, int64_t num_slots, double past = 0)
+        : z(knobs),
+          T(dtype),
+          slots(num_slots),
+          table(TestArray::of(reference::rope_table(knobs.capacity, std::max<int64_t>(knobs.R, 2), 10000, {}),
+                              {knobs.capacity, std::max<int64_t>(knobs.R, 2) / 2, 2})) {
+        const int64_t Q = z.NH * z.HS, qkv = (z.NH + 2 * z.NKV) * z.HS;
+        const bool swiglu = z.activation == Activation::SwiGLU;
+        const auto linear = [&](int64_t rows, int64_t columns) {
+            LinearWeights w;
+            w.weight = random(T, {rows, columns}, 1 / std::sqrt(double(columns)));
+            if (z.biases) w.bias = random(T, {rows}, 0.1);
+            return w;
+        };
+        const auto norm = [&] {
+            NormWeights w;
+            w.weight = random(DType::F32, {z.C}, 0.2, 1);
+            if (z.biases) w.bias = random(DType::F32, {z.C}, 0.1);
+            return w;
+        };
+        weights.wte = random(T, {z.V, z.C}, 1);
+        if (z.wpe) weights.wpe = random(T, {z.capacity, z.C}, 0.5);
+        for (int64_t l = 0; l < z.layers; l++) {
+            BlockWeights b;
+            b.norm1 = norm(), b.norm2 = norm();
+            b.qkv = linear(qkv, z.C), b.proj = linear(z.C, Q);
+            b.fc = linear(swiglu ? 2 * z.FFN : z.FFN, z.C), b.fcproj = linear(z.C, z.FFN);
+            weights.blocks.push_back(b);
+            k.push_back(random(T, {slots, z.capacity, z.NKV, z.HS}, past));
+            v.push_back(random(T, {slots, z.capacity, z.NKV, z.HS}, past));
+        }
+        weights.normf = norm();
+        weights.head = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
+    }
+    Tensor random(DType dtype, std::initializer_list<int64_t> shape, double scale, double shift = 0) {
+        arrays.push_back(std::make_unique<TestArray>(TestArray::random(dtype, shape, seed++, scale, shift)));
+        return *arrays.back();
+    }
+    const std::vector<double>& host(const Tensor& t) const {
+        for (const auto& a : arrays)
+            if (a->tensor().data == t.data) return a->values();
+        throw Error("no such array");
+    }
+    DecodeModel model() const {
+        DecodeModel m;
+        m.layers = z.layers, m.C = z.C, m.NH = z.NH, m.NKV = z.NKV, m.HS = z.HS, m.FFN = z.FFN, m.Vp = z.V;
+        m.slots = slots, m.capacity = z.capacity, m.dtype = T, m.activation = z.activation;
+        m.scale = float(1 / std::sqrt(double(z.HS))), m.centred = z.centred;
+        return m;
+    }
+};
+
+using Step = std::vector<int32_t>;  // a token for each text; a text's position is the number of tokens before
+
+// Logits [V] of the last token of one text, by the formula.
+std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) {
+    const Knobs& z = f.z;
+    const int64_t n = int64_t(text.size()), Q = z.NH * z.HS, kv = z.NKV * z.HS, row = Q + 2 * kv;
+    std::vector<int32_t> place(text.size());
+    for (size_t i = 0; i < text.size(); i++) place[i] = int32_t(i);
+    const auto data = [&](const Tensor& t) { return t ? f.host(t).data() : nullptr; };
+    const auto norm = [&](const std::vector<double>& x, const NormWeights& w) {
+        return z.centred
+                   ? reference::layernorm_forward(x.data(), nullptr, data(w.weight), data(w.bias), f.model().eps, n,
+                                                  z.C)
+                         .out.value
+                   : reference::rmsnorm_forward(x.data(), nullptr, data(w.weight), f.model().eps, n, z.C).out.value;
+    };
+    const auto product = [&](const std::vector<double>& x, const LinearWeights& w, int64_t K, int64_t rows) {
+        return reference::matmul_forward(x.data(), data(w.weight), data(w.bias), n, K, rows).value;
+    };
+    const auto add = [](std::vector<double>& x, const std::vector<double>& y) {
+        for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
+    };
+    std::vector<double> x =
+        reference::embedding_forward(text.data(), place.data(), data(f.weights.wte), data(f.weights.wpe), n, z.C).value;
+    for (const BlockWeights& b : f.weights.blocks) {
+        const std::vector<double> qkv = product(norm(x, b.norm1), b.qkv, z.C, row);
+        std::vector<double> q, key, value, att(size_t(n * Q)), mag(size_t(z.HS));
+        for (int64_t i = 0; i < n; i++) {
+            const auto at = qkv.begin() + i * row;
+            q.insert(q.end(), at, at + Q);
+            key.insert(key.end(), at + Q, at + Q + kv);
+            value.insert(value.end(), at + Q + kv, at + row);
+        }
+        if (z.R) {
+            q = reference::rope(q.data(), place.data(), f.table.data(), n, z.NH, z.HS, z.R, false).value;
+            key = reference::rope(key.data(), place.data(), f.table.data(), n, z.NKV, z.HS, z.R, false).value;
+        }
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t h = 0; h < z.NH; h++) {
+                const int64_t at = h / (z.NH / z.NKV) * z.HS;
+                reference::attention_query(&att[size_t(i * Q + h * z.HS)], mag.data(), &q[size_t(i * Q + h * z.HS)],
+                                           &key[size_t(at)], &value[size_t(at)], i + 1, kv, z.HS,
+                                           double(f.model().scale));
+            }
+        add(x, product(att, b.proj, Q, z.C));
+        const bool swiglu = z.activation == Activation::SwiGLU;
+        std::vector<double> act = product(norm(x, b.norm2), b.fc, z.C, swiglu ? 2 * z.FFN : z.FFN);
+        if (swiglu)
+            act = reference::swiglu_forward(act.data(), n, z.FFN).value;
+        else if (z.activation == Activation::GELU)
+            act = reference::gelu_forward(act.data(), n * z.FFN).value;
+        else
+            act = reference::relu2_forward(act.data(), n * z.FFN).value;
+        add(x, product(act, b.fcproj, z.FFN, z.C));
+    }
+    const std::vector<double> last = norm(x, f.weights.normf);
+    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head), nullptr, 1, z.C, z.V).value;
+}
+
+// Runs steps for N texts; -1 as a token: that text is finished.
+class Runner {
+  public:
+    // Each text stands at its first token, or at that number `at`.
+    Runner(const Fixture& fixture, const std::vector<int32_t>& slots_of_texts, bool in_one_launch, int32_t at = 0)
+        : f(fixture),
+          single(in_one_launch),
+          N(int64_t(slots_of_texts.size())),
+          slots(TestArray::ints(slots_of_texts, {N})),
+          length(slots_of_texts.size(), at),
+          step_scratch(TestArray::scratch(std::max<int64_t>(decode_step_scratch(f.model()), 1))),
+          decode_scratch(TestArray::scratch(decode_attention_scratch(N, f.z.NH, f.z.HS, f.z.capacity))) {
+        device_fill(decode_scratch.tensor().data, 0, size_t(decode_scratch.tensor().bytes()), Stream{});
+        if (single) decode_step_prepare(step_scratch, f.model(), f.weights, f.k, f.v, Stream{});
+    }
+    // The logits of each text.
+    std::vector<std::vector<double>> step(const Step& tokens) {
+        std::vector<int32_t> id, at, rows_of_wpe;
+        for (size_t n = 0; n < tokens.size(); n++) {
+            id.push_back(std::max(tokens[n], 0));
+            at.push_back(tokens[n] < 0 ? -1 : length[n]++);
+            rows_of_wpe.push_back(std::max(at.back(), 0));
+        }
+        const TestArray ids = TestArray::ints(id, {N}), positions = TestArray::ints(at, {N}),
+                        embedded = TestArray::ints(rows_of_wpe, {N});
+        DecodePlace place;
+        place.slots = slots, place.positions = positions, place.max_length = f.z.capacity;
+        if (f.z.R) place.angles = positions, place.table = f.table;
+        const TestArray logits = TestArray::poisoned(f.T, {N, f.z.V});
+        if (single)
+            decode_step(logits, ids, place, f.model(), f.weights, step_scratch, Stream{});
+        else
+            by_ops(logits, ids, embedded, place);
+        const std::vector<double> all = logits.fetch();
+        std::vector<std::vector<double>> rows;  // of logits
+        for (int64_t n = 0; n < N; n++) rows.emplace_back(all.begin() + n * f.z.V, all.begin() + (n + 1) * f.z.V);
+        return rows;
+    }
+
+  private:
+    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodePlace& place) {
+        const Knobs& z = f.z;
+        const int64_t Q = z.NH * z.HS, qkv_channels = Q + 2 * z.NKV * z.HS;
+        const TestArray x = TestArray::poisoned(f.T, {N, z.C}), qkv = TestArray::poisoned(f.T, {N, qkv_channels}),
+                        att = TestArray::poisoned(f.T, {N, Q}), act = TestArray::poisoned(f.T, {N, z.FFN});
+        const TestArray scratch = TestArray::scratch(
+            linear_scratch(N, std::max({z.C, Q, z.FFN}), std::max({2 * z.FFN, qkv_channels, z.V}), f.T));
+        const auto layer = [&](const Tensor& out, const Tensor& inp, const NormWeights& n, const LinearWeights& w,
+                               Activation activation, const Tensor& residual) {
+            linear(out, inp, {n.weight, n.bias, f.model().eps, z.centred}, w.weight, w.bias, activation, residual,
+                   scratch, false, Stream{});
+        };
+        embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
+        for (size_t l = 0; l < f.weights.blocks.size(); l++) {
+            const BlockWeights& b = f.weights.blocks[l];
+            layer(qkv, x, b.norm1, b.qkv, Activation::None, {});
+            decode_attention(att, qkv, f.k[l], f.v[l], place, f.model().scale, decode_scratch, Stream{});
+            layer(x, att, {}, b.proj, Activation::None, x);
+            layer(act, x, b.norm2, b.fc, z.activation, {});
+            layer(x, act, {}, b.fcproj, Activation::None, x);
+        }
+        layer(logits, x, f.weights.normf, {f.weights.head, {}}, Activation::None, {});
+    }
+
+    const Fixture& f;
+    const bool single;
+    const int64_t N;
+    const TestArray slots;
+    std::vector<int32_t> length;
+    const TestArray step_scratch, decode_scratch;
+};
+
+class DecodeStep : public DTypeTest {
+  public:
+    // The ways that there are on this machine to run a step of N texts.
+    static std::vector<bool> ways(const Fixture& f, int64_t N) {
+        std::vector<bool> ways = {false};
+        if (decode_step_rows(f.model()) >= N) ways.push_back(true);
+        return ways;
+    }
+};
+
+// Largest error over the largest logit: fp32 by docs/numerics.md, and its bound for whole models in 16 bits.
+void expect_logits(const std::vector<double>& got, const std::vector<double>& ref, DType T, const std::string& where) {
+    double worst = 0, largest = 0;
+    for (size_t i = 0; i < ref.size(); i++) {
+        worst = std::max(worst, std::isfinite(got[i]) ? std::fabs(got[i] - ref[i]) : INFINITY);
+        largest = std::max(largest, std::fabs(ref[i]));
+    }
+    EXPECT_LE(worst, (T == DType::F32 ? 1e-5 : T == DType::BF16 ? 2e-2 : 2.5e-3) * largest) << where;
+}
+
+int32_t token_of(const Fixture& f, int64_t text, int64_t step) {
+    return int32_t(philox(9, uint64_t(text), uint64_t(step)).v[0] % uint32_t(f.z.V));
+}
+
+TEST_P(DecodeStep, ComputesTheFormula) {
+    for (const Knobs& knobs : {GPT2, LLAMA, WIDE}) {
+        const Fixture f(knobs, activation(), 8);
+        for (const int64_t N : {1, 2, 3, 8}) {
+            for (const bool single : ways(f, N)) {
+                std::vector<int32_t> slots;
+                for (int64_t n = 0; n < N; n++) slots.push_back(int32_t((3 * n + 1) % 8));
+                Runner runner(f, slots, single);
+                std::vector<std::vector<int32_t>> texts(slots.size());
+                const int64_t steps = N == 1 ? 20 : 5;
+                for (int64_t s = 0; s < steps; s++) {
+                    Step step;
+                    // Text n begins n steps later; before, and after its end, it counts as finished.
+                    for (int64_t n = 0; n < N; n++) {
+                        const bool works = s >= n % 3 && !(n == 1 && s == steps - 1);
+                        step.push_back(works ? token_of(f, n, s) : -1);
+                        if (works) texts[size_t(n)].push_back(step.back());
+                    }
+                    const std::vector<std::vector<double>> logits = runner.step(step);
+                    for (int64_t n = 0; n < N; n++) {
+                        if (step[size_t(n)] < 0 || (s + 1 < steps && s % 4 != 0)) continue;
+                        expect_logits(
+                            logits[size_t(n)], formula(f, texts[size_t(n)]), activation(),
+                            str("C ", f.z.C, " N ", N, " text ", n, " step ", s, single ? " one launch" : ""));
+                    }
+                }
+            }
+        }
+    }
+}
+
+// More than a piece of context, and more pieces than are combined at a time; several passes over the query heads. Both
+// ways against each other: decode_attention's own test has long contexts against the oracle.
+TEST_P(DecodeStep, LongContexts) {
+    Knobs long_gpt2 = GPT2, long_llama = LLAMA;
+    long_gpt2.layers = 1, long_gpt2.capacity = 600;
+    long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
+    for (const Knobs& knobs : {long_gpt2, long_llama}) {
+        const Fixture f(knobs, activation(), 2, 1);
+        for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
+            if (at >= knobs.capacity) continue;
+            std::vector<std::vector<double>> by_ops;
+            for (const bool single : ways(f, 2)) {
+                const std::vector<std::vector<double>> logits =
+                    Runner(f, {1, 0}, single, at).step({token_of(f, 0, 0), token_of(f, 1, 0)});
+                for (size_t n = 0; single && n < 2; n++)
+                    expect_logits(logits[n], by_ops[n], activation(), str("length ", at + 1, " text ", n));
+                if (!single) by_ops = logits;
+                for (const auto& row : logits)
+                    EXPECT_TRUE(std::all_of(row.begin(), row.end(), [](double x) { return std::isfinite(x); }));
+            }
+        }
+    }
+}
+
+TEST_P(DecodeStep, BitsDependOnTheTextAlone) {
+    for (const Knobs& knobs : {GPT2, LLAMA}) {
+        const Fixture f(knobs, activation(), 8);
+        for (const bool single : ways(f, 8)) {
+            std::vector<std::vector<double>> alone;
+            for (const int64_t N : {1, 2, 3, 8}) {
+                std::vector<int32_t> slots;
+                for (int64_t n = 0; n < N; n++) slots.push_back(int32_t(7 - n));
+                Runner runner(f, slots, single);
+                for (int64_t s = 0; s < 3; s++) {
+                    Step step;
+                    for (int64_t n = 0; n < N; n++) step.push_back(token_of(f, n, s));
+                    const std::vector<double> first = runner.step(step)[0];
+                    if (N == 1)
+                        alone.push_back(first);
+                    else
+                        expect_same_bits("logits of the first text", first, alone[size_t(s)]);
+                }
+            }
+        }
+    }
+}
+
+TEST_P(DecodeStep, WrongArgumentsAreErrors) {
+    const Fixture f(GPT2, activation(), 2);
+    DecodeModel m = f.model();
+    if (decode_step_rows(m) == 0) {
+        EXPECT_EQ(decode_step_scratch(m), 0);
+        EXPECT_THROW(decode_step_prepare({}, m, f.weights, f.k, f.v, Stream{}), Error);
+        EXPECT_THROW(decode_step({}, {}, {}, m, f.weights, {}, Stream{}), Error);
+        return;
+    }
+    EXPECT_EQ(decode_step_rows(m), 2);
+    m.HS = 65;
+    EXPECT_EQ(decode_step_rows(m), 0);
+    m = f.model(), m.FFN = 1 << 18;
+    EXPECT_EQ(decode_step_rows(m), 0);
+    m = f.model();
+    const TestArray scratch = TestArray::scratch(decode_step_scratch(m));
+    EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, f.k, {}, Stream{}), Error);
+    InferenceWeights wrong = f.weights;
+    wrong.blocks[1].proj = wrong.blocks[1].fc;
+    EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
+    decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
+    const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
+    DecodePlace place;
+    place.slots = ids, place.positions = ids, place.max_length = 1;
+    EXPECT_THROW(decode_step(logits, ids, place, m, f.weights, scratch, Stream{}), Error);
+}
+
+INSTANTIATE_DTYPES(DecodeStep);
+
+}  // namespace
