@@ -1096,6 +1096,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
         plan.add("gradients", grads.arena * 4);
         plan.add("gradients in progress", grads.places * 4 + grads.buffer_bytes);
         plan.add("optimizer (m, v)", 2 * Optimizer::moments(model) * 4);
+        if (model.sharding.world > 1) plan.add("collectives", comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
     plan.add("program and libraries", device_overhead_bytes());
@@ -1236,7 +1237,7 @@ class Trainer {
     int64_t step = 0, saved_step = -1;
     double val_loss = NAN;         // at this step, if it was evaluated
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    Graph graphs[2][2];            // a micro-step: whether it is a step's first, and its last
+    Graph graphs[2][2];            // a micro-step: whether it is a step's first, and of several ranks' its last
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // steps of this process
     int64_t skips_in_a_row = 0;
@@ -1372,7 +1373,7 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     if (o.document_mask || ctx.profiler.on() || !replay)
         work();
     else
-        graphs[first][last].run(ctx.stream, work);
+        graphs[first][last && ctx.world > 1].run(ctx.stream, work);
 }
 
 // One optimizer step: micro-steps whose gradients add up, then the update. The host goes ahead of the device, by no

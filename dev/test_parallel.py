@@ -3,6 +3,7 @@
 checkpoints on other numbers of ranks, and ranks that stop or die. TRAIN_GPT names the driver; its ranks are started by mpirun, or
 by --gpus where it computes on GPUs (with two of them; four where there are four)."""
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import tempfile
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 
 import mpi
 import test_commands as commands
@@ -22,6 +24,7 @@ GPUS = mpi.gpus()
 WHY_NOT = mpi.why_not(DRIVER)
 COUNTS = (2, 4) if not CUDA or GPUS >= 4 else (2,)
 STAGES = (0, 1, 2, 3)
+SIDE_BY_SIDE = 8 if CUDA else 4  # runs: starting one takes longer than what it computes
 SANITIZED = "-address" in DRIVER or "-undefined" in DRIVER
 MODEL = ["--layers", 3, "--channels", 32, "--heads", 2, "--max-positions", 64]
 ENVIRONMENT = {**os.environ, **mpi.ENVIRONMENT, "XDG_CACHE_HOME": commands.CACHE.name, "NCCL_NVLS_ENABLE": "0"}
@@ -73,6 +76,7 @@ class ParallelTest(unittest.TestCase):
         cls.top = tempfile.mkdtemp(prefix="train_gpt_parallel_")
         cls.data = commands.make_data(cls.top)
         cls.runs = {}
+        cls.numbers = itertools.count()
 
     @classmethod
     def tearDownClass(cls):
@@ -88,7 +92,8 @@ class ParallelTest(unittest.TestCase):
         """10 steps of 8 sequences of 32 tokens, however many ranks share them. Later options win."""
         given = dict(zip(args[::2], args[1::2]))
         defaults = {"--data": cls.data, "--out": os.path.join(cls.top, name), "--steps": 10, "--batch-size": 8 // ranks, "--seq-len": 32,
-                    "--total-batch-tokens": 256, "--lr": 3e-3, "--warmup": 2, "--eval-every": 5, "--save-every": 5}
+                    "--total-batch-tokens": 256, "--lr": 3e-3, "--warmup": 2, "--eval-every": 5, "--save-every": 5,
+                    "--gemm-tune": "off"}  # each run would time for itself, and choose otherwise
         kept = [x for k, v in defaults.items() if k not in given for x in (k, v)]
         return ["--model", model, *MODEL, *kept, *args]
 
@@ -97,12 +102,18 @@ class ParallelTest(unittest.TestCase):
         """The run directory of such a run, which is made once."""
         key = (name, model, ranks, *args)
         if key not in cls.runs:
-            name = name or f"run{len(cls.runs)}"
+            name = name or f"run{next(cls.numbers)}"
             done = run(ranks, *cls.args(name, model, ranks, *args))
             if done.returncode:
                 raise AssertionError(f"training on {ranks} ranks with {args} failed: {done.stderr}")
             cls.runs[key] = os.path.join(cls.top, name)
         return cls.runs[key]
+
+    @classmethod
+    def train_all(cls, *jobs, **kwargs):
+        """The directories of several runs, side by side; each as train() takes it."""
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            return list(pool.map(lambda job: cls.train(*job, **kwargs), jobs))
 
     def expect_same_numbers(self, got, expected, what, tolerance=1e-6):
         """Losses and norms within rounding, step by step."""
@@ -129,16 +140,17 @@ class ParallelTest(unittest.TestCase):
         # An output head of its own, and one that is the embedding; each group reduced by itself, and all at once.
         for model, bucket in (("gpt2-tiny", 0), ("llama-tiny", 32)):
             extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2]
-            alone = self.train(1, *extra, model=model)
-            for ranks in COUNTS if model == "gpt2-tiny" else COUNTS[:1]:
-                runs = [self.train(ranks, *extra, "--zero-stage", stage, model=model) for stage in STAGES]
-                for stage, run_dir in zip(STAGES, runs):
+            counts = COUNTS if model == "gpt2-tiny" else COUNTS[:1]
+            alone, *runs = self.train_all((1, *extra), *((ranks, *extra, "--zero-stage", stage) for ranks in counts for stage in STAGES),
+                                          model=model)
+            for i, ranks in enumerate(counts):
+                of_ranks = runs[i * len(STAGES):(i + 1) * len(STAGES)]
+                for stage, run_dir in zip(STAGES, of_ranks):
                     self.expect_same_numbers(run_dir, alone, f"{model}, stage {stage} on {ranks} ranks")
-                self.expect_same_bits(runs, f"{model} on {ranks} ranks")
+                self.expect_same_bits(of_ranks, f"{model} on {ranks} ranks")
 
     def test_gradient_accumulation(self):
-        alone = self.train(1)
-        runs = [self.train(2, "--batch-size", 1, "--zero-stage", stage) for stage in STAGES]
+        alone, *runs = self.train_all((1,), *((2, "--batch-size", 1, "--zero-stage", stage) for stage in STAGES))
         for stage, run_dir in zip(STAGES, runs):
             self.expect_same_numbers(run_dir, alone, f"accumulated in stage {stage}")
         # Stages 0 and 1 add up a step before they sum over ranks, stages 2 and 3 after.
@@ -146,14 +158,13 @@ class ParallelTest(unittest.TestCase):
         self.expect_same_bits(runs[2:], "accumulated in stages 2 and 3")
 
     def test_gradients_summed_in_16_bits(self):
-        alone = self.train(1)
-        runs = [self.train(2, "--zero-stage", stage, "--reduce-dtype", "bf16") for stage in STAGES]
+        # The last one's micro-steps add to what was summed, in fp32.
+        alone, *runs, accumulated = self.train_all((1,), *((2, "--zero-stage", stage, "--reduce-dtype", "bf16") for stage in STAGES),
+                                                   (2, "--batch-size", 1, "--zero-stage", 2, "--reduce-dtype", "bf16"))
         for stage, run_dir in zip(STAGES, runs):
             self.expect_same_numbers(run_dir, alone, f"bf16 sums in stage {stage}", tolerance=1e-4)
             self.assertNotEqual(log(run_dir)[-2]["loss"], log(alone)[-2]["loss"])
         self.expect_same_bits(runs, "bf16 sums")
-        # Micro-steps add to what was summed, in fp32.
-        accumulated = self.train(2, "--batch-size", 1, "--zero-stage", 2, "--reduce-dtype", "bf16")
         self.expect_same_numbers(accumulated, alone, "bf16 sums, accumulated", tolerance=1e-4)
 
     def test_masked_tokens_count_on_no_rank(self):
@@ -165,30 +176,30 @@ class ParallelTest(unittest.TestCase):
                 tokens = struct.unpack("<3i", file.read(12))[2]
             with open(path[:-4] + ".mask", "wb") as file:
                 file.write(struct.pack("<3i", 20261121, 1, tokens).ljust(1024, b"\0") + bytes(int(i // 45 % 3 == 0) for i in range(tokens)))
-        alone = self.train(1, "--data", data)
-        self.assertNotEqual(log(alone)[0]["loss"], log(self.train(1))[0]["loss"])
-        for ranks, stage in [(COUNTS[-1], 0), (COUNTS[-1], 3)]:
-            self.expect_same_numbers(self.train(ranks, "--data", data, "--zero-stage", stage), alone, f"masked, stage {stage}")
+        all_learnt, alone, *parted = self.train_all((1,), (1, "--data", data), *((COUNTS[-1], "--data", data, "--zero-stage", stage)
+                                                                                 for stage in (0, 3)))
+        self.assertNotEqual(log(alone)[0]["loss"], log(all_learnt)[0]["loss"])
+        for run_dir in parted:
+            self.expect_same_numbers(run_dir, alone, "masked")
 
     def test_without_clipping_and_recomputed(self):
         args = ["--grad-clip", 0, "--recompute", "block"]
-        self.assertGreater(log(self.train(1))[0]["grad_norm"], 1)  # which the other tests clip
-        alone = self.train(1, *args)
-        self.expect_same_numbers(self.train(2, *args, "--zero-stage", 3), alone, "not clipped")
+        clipped, alone, parted = self.train_all((1,), (1, *args), (2, *args, "--zero-stage", 3))
+        self.assertGreater(log(clipped)[0]["grad_norm"], 1)  # as in the other tests
+        self.expect_same_numbers(parted, alone, "not clipped")
 
     @unittest.skipUnless(CUDA, "the CPU computes in fp32")
     def test_16_bit_weights(self):
         for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"]):
-            alone = self.train(1, *extra)
-            runs = [self.train(2, *extra, "--zero-stage", stage) for stage in STAGES]
+            alone, *runs = self.train_all((1, *extra), *((2, *extra, "--zero-stage", stage) for stage in STAGES))
             for stage, run_dir in zip(STAGES, runs):
                 self.expect_same_numbers(run_dir, alone, f"{extra} in stage {stage}", tolerance=1e-2)
             self.expect_same_bits(runs, str(extra))
 
     def test_evaluation_of_more_batches_than_ranks_and_of_fewer(self):
         for tokens in (20, 700):
-            alone = self.train(1, "--eval-tokens", tokens, "--batch-size", 2)
-            parted = self.train(COUNTS[-1], "--eval-tokens", tokens, "--zero-stage", 3, "--batch-size", 2)
+            args = ["--eval-tokens", tokens, "--batch-size", 2]
+            alone, parted = self.train_all((1, *args), (COUNTS[-1], *args, "--zero-stage", 3))
             self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
 
     def test_samples_are_drawn_together_and_told_once(self):
@@ -213,14 +224,17 @@ class ParallelTest(unittest.TestCase):
 
     def test_a_run_goes_on_with_any_number_of_ranks_and_any_stage(self):
         """The steps after a checkpoint are those of the run that wrote it."""
-        parted = self.train(2, "--reduce-bucket-mib", 0, "--kv-heads", 2, "--zero-stage", 3, model="llama-tiny")
-        same = self.resumed(parted, 2, "same")
-        self.expect_same_bits([same, parted], "resumed alike")
-        for ranks, stage in ((1, 0), (2, 0), (COUNTS[-1], 1), (COUNTS[-1], 3)):
-            name = f"resumed{ranks}{stage}"
-            self.expect_same_numbers(self.resumed(parted, ranks, name, "--zero-stage", stage), parted, name)
-        alone = self.train(1, "--kv-heads", 2, model="llama-tiny")
-        self.expect_same_numbers(self.resumed(alone, 2, "from_one", "--zero-stage", 2), alone, "from one rank")
+        model = ["--reduce-bucket-mib", 0, "--kv-heads", 2]
+        parted, alone = self.train_all((2, *model, "--zero-stage", 3), (1, *model), model="llama-tiny")
+        jobs = [(parted, 2, "same")]
+        jobs += [(parted, ranks, f"resumed{ranks}{stage}", "--zero-stage", stage)
+                 for ranks, stage in sorted({(1, 0), (2, 0), (COUNTS[-1], 1), (COUNTS[-1], 3)})]
+        jobs += [(alone, 2, "from_one", "--zero-stage", 2)]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            resumed = list(pool.map(lambda job: self.resumed(*job), jobs))
+        self.expect_same_bits([resumed[0], parted], "resumed alike")
+        for run_dir, job in zip(resumed, jobs):
+            self.expect_same_numbers(run_dir, job[0], job[2])
 
     def test_a_checkpoint_is_that_of_one_rank(self):
         alone, parted = self.train(1, "--steps", 1), self.train(2, "--steps", 1, "--zero-stage", 3)

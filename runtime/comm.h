@@ -90,3 +90,5 @@ class Comm {
 
 // "NCCL 2.28.3", "MPI (Open MPI v4.1.4)", "none": for `info`.
 std::string comm_library();
+// What it takes of the device's memory for itself in a world of more than one rank, measured (docs/performance.md).
+int64_t comm_overhead_bytes();
