@@ -68,7 +68,7 @@ class Ours:
     def __init__(self, args, folder, prompts):
         path = os.path.join(folder, "prompts.txt")
         with open(path, "w", encoding="utf-8") as file:
-            file.write("\n---\n".join(prompts) + "\n")
+            file.write("\n---\n".join(prompts))  # a newline behind the last would belong to a prompt that is alone
         self.command = [args.driver, "sample", "--model", folder, "--prompt-file", path, "--dtype", args.dtype, "--temperature", "0",
                         "--max-tokens", str(args.tokens), "--batch-size", str(args.texts), "--ignore-eos", "--json"]
         self.environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads))
