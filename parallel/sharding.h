@@ -2,10 +2,10 @@
 // training trillion parameter models", section 5):
 //
 //   stage   weights    gradients   master weights, m, v
-//     0     whole      whole       whole                 gradients are summed over ranks; every rank updates everything
-//     1     whole      whole       own part              each rank gets the sum of its part, updates it, and hands it
-//     on 2     whole      own part    own part              a group's gradient lives whole until its backward pass ends
-//     3     own part   own part    own part              a group's weights live whole while they are used
+//     0     whole      whole       whole                 gradients are summed; every rank updates everything
+//     1     whole      whole       own part              a rank gets its part's sum, updates it and hands it on
+//     2     whole      own part    own part              a group's gradient is whole until its backward pass ends
+//     3     own part   own part    own part              a group's weights are whole while they are used
 //
 // A rank's own part is its share of every group (runtime/params.h), so that a group is reduced or gathered by itself.
 // The last group, which stays fp32, is small and read everywhere: its weights are whole on every rank in all stages.
