@@ -793,6 +793,30 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
     }
 }
 
+// Keys that belong to no sequence have no gradients: one part of `parts`, by a warpgroup.
+template <typename T>
+__device__ __forceinline__ void zero_keys_of_none(const Attention<T>& a, int head, int part, int parts) {
+    const int64_t first = max(0, a.cum_k[a.S]);
+    zero_tail(a.dk, head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+    zero_tail(a.dv, head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+}
+
+// A warp's sums for 16 keys of the task's sequence from `first` on, by way of rows of `tile` from tile_row on.
+template <int BN, typename T, int NT>
+__device__ __forceinline__ void store_key_gradients(const Attention<T>& a, const Maps& maps, const Task& task,
+                                                    int first, unsigned char* tile, int tile_row, float (&dk)[NT][4],
+                                                    const float (&dv)[NT][4]) {
+    scale_sums(dk, a.scale);
+    const Sequence& seq = task.seq;
+    const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[NT][4]) {
+        store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
+                               seq.klen - first, a.HS},
+                       tile, tile_row, sums);
+    };
+    store(&maps.dv, a.dv, dv);
+    store(&maps.dk, a.dk, dk);
+}
+
 template <typename T, int D>
 __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Maps& maps, const Schedule& schedule,
                                                  typename KeyPassSizes<D>::Shared& shared, int warpgroup) {
@@ -805,10 +829,7 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Ma
     for (Task task; tasks.next(task);) {
         const int tile = task.rank;
         if (task.sequence == a.S) {
-            const int64_t first = max(0, a.cum_k[a.S]);
-            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
-            zero_tail(a.dk, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
-            zero_tail(a.dv, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            zero_keys_of_none(a, task.head, tile * WARPGROUPS + warpgroup, schedule.tiles * WARPGROUPS);
             continue;
         }
         const Sequence& seq = task.seq;
@@ -873,15 +894,7 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Ma
             shared.kv_ring.release(kv_at);
             kv_at.advance();
         }
-        scale_sums(dk, a.scale);
-        const int first = r0 + warp_row, count = seq.klen - first;
-        const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[D / 8][4]) {
-            store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
-                                   count, a.HS},
-                           shared.sums, warpgroup * 64 + warp_row, sums);
-        };
-        store(&maps.dv, a.dv, dv);
-        store(&maps.dk, a.dk, dk);
+        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared.sums, warpgroup * 64 + warp_row, dk, dv);
     }
 }
 
@@ -971,10 +984,7 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
     for (Task task; tasks.next(task);) {
         const int tile = task.rank;
         if (task.sequence == a.S) {
-            const int64_t first = max(0, a.cum_k[a.S]);
-            const int part = tile * WARPGROUPS + warpgroup, parts = schedule.tiles * WARPGROUPS;
-            zero_tail(a.dk, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
-            zero_tail(a.dv, task.head, first, a.Nk, a.HS, part, parts, WARPGROUP);
+            zero_keys_of_none(a, task.head, tile * WARPGROUPS + warpgroup, schedule.tiles * WARPGROUPS);
             continue;
         }
         const Sequence& seq = task.seq;
@@ -1047,15 +1057,7 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
             shared.kv_ring.release(kv_at);
             kv_at.advance();
         }
-        scale_sums(dk, a.scale);
-        const int first = r0 + warp_row, count = seq.klen - first;
-        const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[D / 8][4]) {
-            store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
-                                   count, a.HS},
-                           shared.sums, warpgroup * 64 + warp_row, sums);
-        };
-        store(&maps.dv, a.dv, dv);
-        store(&maps.dk, a.dk, dk);
+        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared.sums, warpgroup * 64 + warp_row, dk, dv);
     }
 }
 
