@@ -618,14 +618,17 @@ TEST_P(MixedKnobs, TheFutureDoesNotChangeThePast) {
     }
 }
 
-// Gradients of micro-steps add up to those of the whole batch.
+// Gradients of micro-steps add up to those of the whole batch, but for the order of sums: 4e-7 for most tensors. Kind G
+// loses more: at a text's first token its output is v times a number which the heads' norm divides out again, so that
+// q's and k's gradients are 0 there but for rounding, divided by that number, which may be small. Up to 3e-6 of those
+// tensors was seen from this alone; such models are held to what gradients are held to against the oracle.
 TEST_P(MixedKnobs, MicroStepsAddUp) {
     driver.gradients({batch});
     const std::vector<float> whole = driver.grads();
     driver.gradients(split(batch, B, T));
     const std::vector<float> sum = driver.grads();
     const std::vector<double> x(whole.begin(), whole.end()), y(sum.begin(), sum.end());
-    EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
+    EXPECT_LE(rms(difference(x, y)), (driver.model.config.layers_of('G') ? 1e-5 : 1e-6) * rms(x));
 }
 
 // The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and
