@@ -62,7 +62,7 @@ BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(subst $(COMMA)
 
 # x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (kernels/cpu.h), so that a binary may be copied.
 ARCH_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
-OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g -fno-omit-frame-pointer,-O3))
+OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g1 -fno-omit-frame-pointer,-O3))
 # Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter.
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)
 # The undefined-behaviour build takes the AVX2 code paths, so that CI tests them on machines with AVX-512 too.
