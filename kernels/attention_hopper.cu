@@ -1002,8 +1002,8 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
             shared.kv_ring.wait_full(kv_at);
             const uint32_t keys = shared_address(shared.k), k = keys + warpgroup * 64 * CHUNK_ROW,
                            v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
-            RingPosition<Sizes::STAGES>
-                last_at;  // of the step before, whose dK is multiplied beside the scores of this
+            // Of the step before, whose dK is multiplied beside the scores of this.
+            RingPosition<Sizes::STAGES> last_at;
             bool running = false;
             const auto finish_last = [&] {
                 pin_registers(dk);
