@@ -737,7 +737,7 @@ struct KeySizes {
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
         Extra extra;
-        float lse[STAGES][BQ], delta[STAGES][BQ];
+        alignas(16) float lse[STAGES][BQ], delta[STAGES][BQ];
         Ring<1> kv_ring;
         Ring<STAGES> q_ring;
         TaskRing tasks;

@@ -490,11 +490,11 @@ ReducePlan plan_reduction(const Reduction& r, bool in_pieces = true) {
     }
     // `along`: as many threads of a warp as have IN_FLIGHT packs each, a warp up to 1,024 packs, or 256 where there
     // would be few warps, then the block. `across`: 8 threads, whose block reads whole stretches of a row; one where
-    // the axis is short; 32 where there are few results and the axis stays whole, as in the second step over pieces.
+    // the axis is short; 32 where the results are too few for such stretches, or for the GPU when the axis stays whole.
     const int64_t items = plan.along ? results : ceil_div(results, plan.W), multiprocessors = num_multiprocessors();
     const int64_t packs = n / plan.W;
     if (!plan.along) {
-        plan.group = n <= 16 ? 1 : !in_pieces && items < 32 * multiprocessors ? 32 : 8;
+        plan.group = n <= 16 ? 1 : items < (in_pieces ? 32 : 32 * multiprocessors) ? 32 : 8;
     } else if (packs > 1024 || (packs > 256 && results < 64 * multiprocessors)) {
         plan.group = THREADS;
     } else {
