@@ -7,7 +7,6 @@
 // It holds no kernel. Launchers from kernels/ do the mathematics; the same text is compiled by g++ for the CPU and by
 // nvcc for the GPU, and the Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
-#include <chrono>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
@@ -15,7 +14,6 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <thread>
 
 #include "commands/commands.h"
 #include "commands/training.h"
@@ -48,6 +46,7 @@
 #include "parallel/weights.h"
 #include "runtime/arena.h"
 #include "runtime/checkpoint.h"
+#include "runtime/context.h"
 #include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
@@ -57,48 +56,12 @@
 #include "runtime/model_config.h"
 #include "runtime/params.h"
 #include "runtime/peaks.h"
-#include "runtime/profile.h"
 #include "runtime/rng.h"
 #include "runtime/signals.h"
 #include "runtime/staging.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
-
-// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream, and
-// beside it what the ranks of a run send each other.
-struct Context {
-    int64_t in_use_before = device_bytes_in_use();
-    Stream stream = create_stream(), side;
-    int64_t rank = 0, world = 1;
-    mutable std::unique_ptr<Comm> comm;
-    mutable Profiler profiler;  // watches, and changes nothing that is computed
-
-    explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
-        if (world > 1) side = create_side_stream();
-    }
-    ~Context() {
-        if (world > 1) destroy_stream(side);
-        destroy_stream(stream);
-    }
-    Context(const Context&) = delete;
-    Context& operator=(const Context&) = delete;
-
-    // Waits for a moment in the stream's work, but not for a rank that has ended.
-    void wait(const Event& moment) const {
-        while (world > 1 && !moment.reached()) {
-            comm->check();
-            std::this_thread::sleep_for(std::chrono::microseconds(20));
-        }
-        moment.wait();
-    }
-    void wait_for_all(const std::string& what) const {
-        Event moment;
-        moment.record(stream);
-        comm->watch(what, stream);
-        wait(moment);
-    }
-};
 
 // --------------------------------------------------------------------------------------------------------------------
 // The parameter table: the only list of the model's tensors.
@@ -272,7 +235,7 @@ struct Model {
         if (master()) arenas.master = sharding.arena(part(DType::F32, master()), sharding.splits_optimizer());
         if (fp32()) arenas.fp32 = part(DType::F32, fp32());
         arenas.fp32.origin = table.total - table.fp32_total;
-        if (gathered()) gatherer = std::make_unique<WeightGatherer>(*ctx.comm, table, arenas.weights, places, ctx.side);
+        if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, places);
     }
 
     // Null where this model has no such parameter.
@@ -937,11 +900,13 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
         block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
         grads.close(model.layer_group(l), ctx.stream);
     }
-    const Range embedding(ctx.profiler, "embedding");
     if (!model.config.tied) grads.open(0, ctx.stream);
-    // A tied embedding already holds the head's gradient of this micro-step.
-    embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
-                       acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+    {
+        const Range embedding(ctx.profiler, "embedding");
+        // A tied embedding already holds the head's gradient of this micro-step.
+        embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
+                           acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+    }
     grads.close(0, ctx.stream);
     grads.close(model.fp32_group(), ctx.stream);
     grads.end(ctx.stream);
@@ -971,7 +936,7 @@ struct Optimizer {
         memory = Arena(grad_bytes + 2 * n * 4, "gradients and optimizer");
         const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
         device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
-        grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), ctx.comm.get(), ctx.side);
+        grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), &ctx);
         m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
         v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
         options = adamw;
@@ -997,9 +962,12 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         if (!p.gathered) continue;
         optimizer.updated[i].record(ctx.stream);
         optimizer.updated[i].hold(ctx.side);
+        const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
         ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
         optimizer.updated[i].record(ctx.side);
     }
+    if (!model.sharding.splits_optimizer()) return;
+    const Range waiting(ctx.profiler, "wait for weights");
     for (size_t i = 0; i < pieces.size(); i++)
         if (pieces[i].gathered) optimizer.updated[i].hold(ctx.stream);
 }

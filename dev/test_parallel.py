@@ -37,9 +37,13 @@ def command(ranks, *args):
     return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]
 
 
-def run(ranks, *args):
-    return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=300, text=True,
-                          errors="replace")
+def run(ranks, *args, limit=300 if SANITIZED else 120):
+    try:
+        return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=limit,
+                              text=True, errors="replace")
+    except subprocess.TimeoutExpired as hung:
+        said = (hung.stderr or b"").decode(errors="replace")
+        raise AssertionError(f"{ranks} ranks with {args} did not end within {limit} s; they said: {said[-2000:]}") from None
 
 
 def process_of_rank(rank, parent):
