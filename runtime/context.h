@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
@@ -43,5 +44,16 @@ struct Context {
         moment.record(stream);
         comm->watch(what, stream);
         wait(moment);
+    }
+};
+
+// Last of all that is destroyed: a rank that fails parts from the others before it waits for work that they are part
+// of.
+struct Farewell {
+    const Context& ctx;
+    int exceptions = std::uncaught_exceptions();
+    bool failed() const { return std::uncaught_exceptions() > exceptions; }
+    ~Farewell() {
+        if (failed()) ctx.comm.reset();
     }
 };
