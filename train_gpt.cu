@@ -1405,6 +1405,7 @@ void Trainer::run() {
 void run_train(const Args& args) {
     TrainOptions options = parse_train(args);
     if (const int64_t ranks = ranks_to_start(options.launch)) {
+        check_training(options, ranks);  // what is wrong is said once, and at once
         Args command = {"train"};
         command.insert(command.end(), args.begin(), args.end());
         return run_ranks(ranks, command);

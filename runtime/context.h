@@ -16,7 +16,7 @@ struct Context {
     int64_t in_use_before = device_bytes_in_use();
     Stream stream = create_stream(), side;
     int64_t rank = 0, world = 1;
-    mutable std::unique_ptr<Comm> comm;
+    const std::unique_ptr<Comm> comm;
     mutable Profiler profiler;  // watches, and changes nothing that is computed
 
     // Throws Error where the ranks don't meet (runtime/comm.h).
@@ -47,13 +47,13 @@ struct Context {
     }
 };
 
-// Last of all that is destroyed: a rank that fails parts from the others before it waits for work that they are part
-// of.
+// The first that is destroyed of what uses the context: a rank that fails parts from the others before it waits for
+// work that they are part of.
 struct Farewell {
     const Context& ctx;
     int exceptions = std::uncaught_exceptions();
     bool failed() const { return std::uncaught_exceptions() > exceptions; }
     ~Farewell() {
-        if (failed()) ctx.comm.reset();
+        if (failed()) ctx.comm->part();
     }
 };
