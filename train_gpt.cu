@@ -43,6 +43,7 @@
 #include "kernels/rope.h"
 #include "kernels/sampling.h"
 #include "kernels/swiglu.h"
+#include "parallel/checkpoint.h"
 #include "parallel/evaluation.h"
 #include "parallel/update.h"
 #include "parallel/weights.h"
@@ -1066,7 +1067,6 @@ class Trainer {
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
     void save(Progress& progress);
-    void commit_checkpoint(AtomicDirectory& directory);
 
     const Context& ctx;
     const TrainSetup s;
@@ -1315,39 +1315,24 @@ void Trainer::save(Progress& progress) {
     char name[32];
     std::snprintf(name, sizeof name, "step_%08" PRId64, step);
     const std::string path = join_path(o.out, name);
-    std::unique_ptr<AtomicDirectory> directory;  // rank 0's; all write their parts into it
-    if (ctx.rank == 0) directory = std::make_unique<AtomicDirectory>(path);
-    std::string temporary = directory ? directory->path() : "";
-    ctx.comm->broadcast_host(temporary, 0);
-    const Writers writers{ctx.rank, ctx.world, [&] { ctx.comm->barrier(); }};
-    const std::string state = join_path(temporary, "state.safetensors");
-    save_state(state, model.table, {model.arenas, optimizer.m, optimizer.v}, writers);
-    ctx.comm->barrier();
-    // From the state, which has each tensor whole, as no rank need have it.
-    save_weights(join_path(temporary, "model.safetensors"), model.table, state_weights(state), DType::F32, writers);
-    ctx.comm->barrier();
-    if (ctx.rank == 0) commit_checkpoint(*directory);
+    write_checkpoint(
+        ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, [&](const std::string& directory) {
+            save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
+            write_json(join_path(directory, "trainer.json"), {{"step", step},
+                                                              {"adam_steps", read_scalars(ctx, acts).t},
+                                                              {"samples", step * (o.total_batch_tokens / o.seq_len)},
+                                                              {"seed", o.seed},
+                                                              {"seq_len", o.seq_len},
+                                                              {"total_batch_tokens", o.total_batch_tokens},
+                                                              {"data", s.data_fingerprint},
+                                                              {"dtype", dtype_name(dtype)},
+                                                              {"gemm", matmul_choices(ctx.stream, true)},
+                                                              {"val_loss", val_loss}});
+        });
+    if (ctx.rank == 0) remove_old_checkpoints(o.out, o.keep, best_checkpoint(o.out));
     ctx.comm->barrier();
     saved_step = step;
     progress.note("saved " + path);
-}
-
-// What one rank does when all have written their parts: the small files, and then the checkpoint is there.
-void Trainer::commit_checkpoint(AtomicDirectory& directory) {
-    save_model_files(directory.path(), model.config, s.source.original_config, {s.source.directory, s.data.path});
-    const json trainer = {{"step", step},
-                          {"adam_steps", read_scalars(ctx, acts).t},
-                          {"samples", step * (o.total_batch_tokens / o.seq_len)},
-                          {"seed", o.seed},
-                          {"seq_len", o.seq_len},
-                          {"total_batch_tokens", o.total_batch_tokens},
-                          {"data", s.data_fingerprint},
-                          {"dtype", dtype_name(dtype)},
-                          {"gemm", matmul_choices(ctx.stream, true)},
-                          {"val_loss", val_loss}};
-    write_json(join_path(directory.path(), "trainer.json"), trainer);
-    directory.commit();
-    remove_old_checkpoints(o.out, o.keep, best_checkpoint(o.out));
 }
 
 LoaderOptions Trainer::loader_options() const {
