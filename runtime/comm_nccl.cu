@@ -200,7 +200,7 @@ class NcclTransport : public Transport {
         cuda_check(cudaStreamIsCapturing(cuda_stream(stream), &recording), "Comm");
         if (recording != cudaStreamCaptureStatusNone) return;  // it runs later
         const std::lock_guard<std::mutex> lock(state);
-        take_off_finished();
+        if (spare.empty()) take_off_finished();  // as a rule the watchdog does it
         cudaEvent_t event = nullptr;
         if (spare.empty()) {
             cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "Comm");
