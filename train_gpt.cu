@@ -1490,19 +1490,12 @@ void run_multiple_choice(const EvalOptions& o) {
     const ModelSource source = o.model.resolve(0);
     const std::vector<Question> questions = read_questions(o.multiple_choice);
     const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
-    std::vector<Choice> choices;
-    int64_t longest = 1;
-    for (const Question& q : questions) {
-        for (const std::string& ending : q.endings) {
-            choices.push_back(make_choice(tokenizer, q.context, ending));
-            longest = std::max(longest, int64_t(choices.back().tokens.size() + tokenizer.start_of_text().size()));
-            for (const int32_t id : choices.back().tokens)
-                require(id < source.config.vocab_size, "token ", id,
-                        " of a question is beyond the model's vocabulary of ", source.config.vocab_size);
-        }
+    const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
+    int64_t T = o.seq_len;
+    if (!T) {
+        for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));
+        if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     }
-    int64_t T = o.seq_len ? o.seq_len : longest;
-    if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const auto losses = [&](const Batch& batch) {
         const Input in = upload(ctx, m.acts, batch);
