@@ -145,13 +145,14 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     }
 }
 
-__global__ void advance_kernel(int32_t* positions, int64_t* steps, int64_t N) {
+__global__ void advance_kernel(int32_t* positions, int64_t* steps, const int32_t* tokens, int32_t* host, int64_t N) {
     wait_for_previous();
     let_next_start();
     const int64_t n = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
     if (n >= N) return;
     if (positions[n] >= 0) positions[n]++;
     steps[n]++;
+    host[n] = tokens[n];
 }
 
 constexpr int WIDE_HEADS = 4;
@@ -228,11 +229,11 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     });
 }
 
-void advance(Tensor positions, Tensor steps, Stream stream) {
+void advance(Tensor positions, Tensor steps, Tensor tokens, int32_t* host, Stream stream) {
     const char* op = "advance";
-    check_advance(op, positions, steps);
+    check_advance(op, positions, steps, tokens);
     const int64_t N = positions.shape[0];
     if (N == 0) return;
     launch_dependent(op, advance_kernel, grid_of(ceil_div(N, 256)), 256, 0, stream, positions.as<int32_t>(),
-                     steps.as<int64_t>(), N);
+                     steps.as<int64_t>(), tokens.as<int32_t>(), host, N);
 }

@@ -320,6 +320,15 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
     for (int m = 0; m < MT; m++) rows[m][0] = weight_row(m, 0), rows[m][1] = weight_row(m, 1);
 #pragma unroll
     for (int s = 0; s < CHUNKS_AHEAD; s++) load_weights(w[s], warp + s * WARPS);
+    // What a warp asks for later is on its way to the cache of the GPU by then.
+    for (int chunk = warp + CHUNKS_AHEAD * WARPS; chunk < chunks; chunk += WARPS)
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                if (t == 0)
+                    asm volatile("prefetch.global.L2 [%0];" ::"l"(
+                        __cvta_generic_to_global(rows[m][half] + chunk * CHUNK)));
     // What this thread writes in the end: output `mine` of some texts.
     const int mine = int(threadIdx.x) % outputs, row = is_swiglu ? mine / 8 * 16 + mine % 8 : mine;
     const int64_t o = first_output + mine;
