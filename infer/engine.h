@@ -173,10 +173,10 @@ class Engine {
     Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈V/32⌉] int32
     Tensor draw_scratch;                   // bytes
 
-    std::vector<Text> batch;                              // the rows of a step
-    bool repack = false;                                  // the rows on the device are not those of batch
-    std::vector<int64_t> lengths;                         // by slot
-    std::vector<std::vector<int32_t>> marks;              // by slot: bits of the tokens read; empty without a penalty
+    std::vector<Text> batch;                         // the rows of a step
+    bool repack = false;                             // the rows on the device are not those of batch
+    std::vector<int64_t> lengths;                    // by slot
+    std::vector<std::vector<int32_t>> marks;         // by slot: bits of the tokens read; empty without a penalty
     std::map<std::array<int64_t, 3>, Graph> graphs;  // by texts, longest context and place in the queue
 
     HostMemory results{nullptr, host_free};

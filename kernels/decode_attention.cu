@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     const T* const qkv = a.qkv + n * a.qkv_stride;
     const float* const turn = a.angles.of(n);
 
-    const Piece<WARPS, HEADS, T> work{&queries[0][0], &sums[0][0][0], &maxima[0][0], &totals[0][0], int(MAX_HS),
-                                      new_key, new_value};
+    const Piece<WARPS, HEADS, T> work{&queries[0][0], &sums[0][0][0], &maxima[0][0], &totals[0][0],
+                                      int(MAX_HS),    new_key,        new_value};
     const int newest = piece == used - 1 ? keys - 1 : -1;
     const auto ready = [&] {
         if (newest >= 0) {
@@ -78,12 +78,15 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
         }
         for (int i = threadIdx.x; i < HEADS * HS; i += THREADS) {
             const int h = i / HS, c = i - h * HS;
-            queries[h][c] = h < heads ? a.scale * rotated(qkv + int64_t(head0 + h) * HS, c, turn, a.angles.pairs) : 0.0f;
+            queries[h][c] =
+                h < heads ? a.scale * rotated(qkv + int64_t(head0 + h) * HS, c, turn, a.angles.pairs) : 0.0f;
         }
         __syncthreads();
     };
-    attend_piece<W, V, V == 1 ? 4 : V == 2 ? 2 : 1>(work, a.k_cache + start, a.v_cache + start, row, keys, newest, HS,
-                                                    a.lanes, ready);
+    attend_piece<W, V,
+                 V == 1   ? 4
+                 : V == 2 ? 2
+                          : 1>(work, a.k_cache + start, a.v_cache + start, row, keys, newest, HS, a.lanes, ready);
     __syncthreads();
     if (used == 1) {
         for (int i = threadIdx.x; i < heads * HS; i += THREADS) {

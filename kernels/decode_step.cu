@@ -414,9 +414,10 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
 #pragma unroll 1
                 for (int c = thread; c < 2 * a.angles.pairs; c += THREADS) turns[c] = turn[c];
             // A vector for each thread: HS ≤ MAX_HS.
-            const int vectors = HS / W, r = thread / vectors, head = r < HEADS    ? t.head0 + r
-                                                                     : r == HEADS ? a.NH + t.kv
-                                                                                  : a.NH + a.NKV + t.kv;
+            const int vectors = HS / W, r = thread / vectors,
+                      head = r < HEADS    ? t.head0 + r
+                             : r == HEADS ? a.NH + t.kv
+                                          : a.NH + a.NKV + t.kv;
             if (r < HEADS + 2 && (r < t.heads || r >= HEADS)) {
                 uint4 v[1];
                 receive_few(v, words + (int64_t(head) * HS + (thread - r * vectors) * W) / PER_WORD<T>, 0, number, 0, 0,
@@ -689,8 +690,8 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         ask_for_bias(mine.first + my_unit);
         if (which == QKV) prefetch_item(layer);
         if (which == PROJ)
-            attend<HEADS>(a, layer, positions, slots, first_item,
-                          reinterpret_cast<float*>(memory + a.attention_memory), now);
+            attend<HEADS>(a, layer, positions, slots, first_item, reinterpret_cast<float*>(memory + a.attention_memory),
+                          now);
         if (which == PROJ || which == FCPROJ)
             stage(which == PROJ ? a.att : a.words[FC], now, p.K);
         else
@@ -788,8 +789,7 @@ Layout layout_of(const DecodeModel& m, int64_t N) {
     product(HEAD, m.Vp, m.C);
     const auto turns = [&](int64_t K) { return ceil_div(K * item, TURN_BYTES); };
     z.stage_turns = std::min<int64_t>(turns(m.C), MAX_STAGE_TURNS);
-    z.stage_bytes =
-        aligned(std::max<int64_t>(STRIP * row_pitch(int(z.stage_turns)), 2 * m.C * int64_t(sizeof(float))));
+    z.stage_bytes = aligned(std::max<int64_t>(STRIP * row_pitch(int(z.stage_turns)), 2 * m.C * int64_t(sizeof(float))));
     z.rows_bytes = aligned(N * turns(std::max({m.C, Q, m.FFN})) * TURN_BYTES);
     z.sums_bytes = aligned(2 * GROUP * WARPS * N * STRIP * int64_t(sizeof(float)));
     z.stream_bytes = aligned(ceil_div(m.C / 2, z.blocks) * N * 2 * item);
