@@ -35,10 +35,10 @@ struct Decode {
 // W elements a vector, V vectors a lane for a key: channel (v·lanes + lane)·W + k of a head.
 template <int W, int V, int HEADS, typename T>
 __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
+    __shared__ float scores[HEADS][DECODE_PIECE];
     __shared__ float queries[HEADS][MAX_HS];
     __shared__ float sums[WARPS][HEADS][MAX_HS];
-    __shared__ float maxima[WARPS][HEADS], totals[WARPS][HEADS];
-    __shared__ alignas(16) T new_key[MAX_HS], new_value[MAX_HS];
+    __shared__ float maxima[HEADS], totals[HEADS];
     __shared__ bool last_block;
     let_next_start();
     wait_for_previous();
@@ -62,38 +62,33 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     const T* const qkv = a.qkv + n * a.qkv_stride;
     const float* const turn = a.angles.of(n);
 
-    const Piece<WARPS, HEADS, T> work{&queries[0][0], &sums[0][0][0], &maxima[0][0], &totals[0][0],
-                                      int(MAX_HS),    new_key,        new_value};
-    const int newest = piece == used - 1 ? keys - 1 : -1;
-    const auto ready = [&] {
-        if (newest >= 0) {
-            // Every pass of a KV head writes the same.
-            const T* const k = qkv + int64_t(a.NH + kv) * HS;
-            const T* const v = qkv + int64_t(a.NH + a.NKV + kv) * HS;
-            const int64_t to = start + newest * row;
-            for (int c = threadIdx.x; c < HS; c += THREADS) {
-                a.k_cache[to + c] = new_key[c] = from_float<T>(rotated(k, c, turn, a.angles.pairs));
-                a.v_cache[to + c] = new_value[c] = v[c];
-            }
+    if (piece == used - 1) {
+        // Every pass of a KV head writes the same, each for itself to read.
+        const T* const k = qkv + int64_t(a.NH + kv) * HS;
+        const T* const v = qkv + int64_t(a.NH + a.NKV + kv) * HS;
+        const int64_t to = start + (keys - 1) * row;
+        for (int c = threadIdx.x; c < HS; c += THREADS) {
+            a.k_cache[to + c] = from_float<T>(rotated(k, c, turn, a.angles.pairs));
+            a.v_cache[to + c] = v[c];
         }
-        for (int i = threadIdx.x; i < HEADS * HS; i += THREADS) {
-            const int h = i / HS, c = i - h * HS;
-            queries[h][c] =
-                h < heads ? a.scale * rotated(qkv + int64_t(head0 + h) * HS, c, turn, a.angles.pairs) : 0.0f;
-        }
-        __syncthreads();
-    };
+    }
+    for (int i = threadIdx.x; i < HEADS * HS; i += THREADS) {
+        const int h = i / HS, c = i - h * HS;
+        queries[h][c] = h < heads ? a.scale * rotated(qkv + int64_t(head0 + h) * HS, c, turn, a.angles.pairs) : 0.0f;
+    }
+    __syncthreads();
+
+    const Piece<WARPS, HEADS> work{&queries[0][0], &scores[0][0], &sums[0][0][0], maxima, totals, int(MAX_HS)};
     attend_piece<W, V,
                  V == 1   ? 4
                  : V == 2 ? 2
-                          : 1>(work, a.k_cache + start, a.v_cache + start, row, keys, newest, HS, a.lanes, ready);
-    __syncthreads();
+                          : 1>(work, a.k_cache + start, a.v_cache + start, row, keys, heads, HS, a.lanes,
+                               [] { __syncthreads(); });
+    const auto piece_sum = [&](int h, int c) { return work.sum(h, c); };
     if (used == 1) {
         for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
             const int h = i / HS, c = i - h * HS;
-            float sum[1];
-            const float total = work.total(h, c, work.maximum(h), sum);
-            out[i] = from_float<T>(sum[0] / total);
+            out[i] = from_float<T>(piece_sum(h, c) / totals[h]);
         }
         return;
     }
@@ -105,10 +100,8 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
         const int h = i / HS, c = i - h * HS;
         float* const to = partial(piece, h);
-        float sum[1];
-        const float max = work.maximum(h), total = work.total(h, c, max, sum);
-        to[2 + c] = sum[0];
-        if (c == 0) to[0] = max, to[1] = total;
+        to[2 + c] = piece_sum(h, c);
+        if (c == 0) to[0] = maxima[h], to[1] = totals[h];
     }
     __threadfence();
     __syncthreads();
@@ -120,31 +113,22 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     __syncthreads();
     if (!last_block) return;
     __threadfence();
-    // The weights of the pieces first, as many at a time as there is room for; then each thread adds up channels.
-    float* const weights = &sums[0][0][0];
-    constexpr int ROOM = WARPS * int(MAX_HS);
+    // The weights of the pieces first, then each thread adds up channels over them.
     for (int h = warp; h < heads; h += WARPS) {
         float max = -INFINITY, sum = 0;
-        for (int p = lane; p < used; p += WARP) max = nan_max(max, __ldcg(partial(p, h)));
+        for (int p = lane; p < used; p += WARP) max = fmaxf(max, __ldcg(partial(p, h)));
         max = warp_max(max);
-        for (int p = lane; p < used; p += WARP) {
-            const float f = weight_of<T>(__ldcg(partial(p, h)), max);
-            sum = fmaf(f, __ldcg(partial(p, h) + 1), sum);
-            if (p < ROOM) weights[h * ROOM + p] = f;
-        }
+        for (int p = lane; p < used; p += WARP) sum += expf(__ldcg(partial(p, h)) - max) * __ldcg(partial(p, h) + 1);
         sum = warp_sum(sum);
-        if (lane == 0) maxima[0][h] = max, totals[0][h] = sum;
+        if (lane == 0) maxima[h] = max, totals[h] = sum;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
         const int h = i / HS, c = i - h * HS;
         float sum = 0;
-#pragma unroll 16
-        for (int p = 0; p < used; p++) {
-            const float f = p < ROOM ? weights[h * ROOM + p] : weight_of<T>(__ldcg(partial(p, h)), maxima[0][h]);
-            sum = fmaf(f, __ldcg(partial(p, h) + 2 + c), sum);
-        }
-        out[i] = from_float<T>(sum / totals[0][h]);
+#pragma unroll 8
+        for (int p = 0; p < used; p++) sum += expf(__ldcg(partial(p, h)) - maxima[h]) * __ldcg(partial(p, h) + 2 + c);
+        out[i] = from_float<T>(sum / totals[h]);
     }
 }
 

@@ -21,7 +21,7 @@
 
 #include "kernels/activation.cuh"
 #include "kernels/decode_attention_check.h"
-#include "kernels/decode_piece.cuh"
+#include "kernels/decode_early.cuh"
 #include "kernels/hopper.cuh"
 #include "kernels/kv_rotate.cuh"
 
@@ -31,11 +31,15 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp
 constexpr int STRIP = 8;                          // rows of weight, and texts at most
 constexpr int GROUP = 4;                          // strips whose sums are put together at the same time
 constexpr int TURN_BYTES = 64;                    // of a row: four lanes of 16 bytes
-constexpr int MAX_STAGE_TURNS = 32;               // of each row of a strip
+constexpr int MAX_STAGE_TURNS = 32;               // of each row of a strip; a multiple of WARPS
 constexpr int64_t MAX_HS = 128;
 constexpr int MIN_STAGES = 3, MAX_STAGES = 32;
 constexpr int64_t RESERVED_BYTES = 4 << 10;  // of shared memory, for the kernel's static arrays
 constexpr int WIDE_HEADS = 4;
+#ifndef STEP_PIECE_KEYS
+#define STEP_PIECE_KEYS 256
+#endif
+constexpr int64_t PIECE_KEYS = STEP_PIECE_KEYS;  // of a context, for a block's attention
 static_assert(LINEAR_SMALL_N == STRIP && GROUP * STRIP / 2 * STRIP <= THREADS &&
               (WIDE_HEADS + 2) * MAX_HS / FULL_WIDTH<float> <= THREADS);
 
@@ -67,7 +71,7 @@ struct Step {
     uint64_t* partials;                     // [N, NH, pieces, HS + 4] fp32: maximum, sum, two zeros, Σ p·v
     int64_t vocab, places, logits_stride, num_slots, capacity;
     Product products[PRODUCTS];
-    int num_layers, N, C, NH, NKV, HS, passes, pieces, lanes;
+    int num_layers, N, C, NH, NKV, HS, passes, pieces, log_lanes;
     float eps, scale;
     bool centred;
     Activation activation;
@@ -84,10 +88,16 @@ __host__ __device__ constexpr int partial_floats(int HS) {
     return VECTOR_WORDS + HS;
 }
 
-// Bytes from a row of a strip to the next in a stage: an odd multiple of a turn, so that two rows of it lie in
-// different banks.
+// Bytes from a row of a strip to the next in a stage of so many turns, an even number: an odd multiple of a turn, so that
+// two rows of it lie in different banks.
 __host__ __device__ constexpr int row_pitch(int turns) {
-    return (turns | 1) * TURN_BYTES;
+    return (turns + 1) * TURN_BYTES;
+}
+
+// In `rows` the second and the third word of 16 bytes have changed places (StripSums). Where number i of a vector's
+// words stands, and the other way.
+__host__ __device__ constexpr int swapped(int i) {
+    return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
 }
 
 // Floats of shared memory for queries and sums of HEADS heads, then two numbers for each head and warp, then turns.
@@ -150,7 +160,7 @@ __device__ __forceinline__ void receive_few(uint4 (&to)[COUNT], const uint64_t* 
         to[b] = make_uint4(uint32_t(w[b][0].x), uint32_t(w[b][0].y), uint32_t(w[b][1].x), uint32_t(w[b][1].y));
 }
 
-// All of them, to to[i·pitch] in shared memory. A function of its own: what is executed once and left again costs more
+// All of them, to to[i·pitch] in shared memory, words swapped. A function of its own: what is executed once and left again costs more
 // cycles to be fetched than to be computed.
 __device__ __noinline__ void receive(uint4* to, int pitch, const uint64_t* words, int distance, uint32_t number,
                                      int first, int step, int end) {
@@ -161,7 +171,7 @@ __device__ __noinline__ void receive(uint4* to, int pitch, const uint64_t* words
         receive_few(v, words, distance, number, base, step, end);
 #pragma unroll
         for (int b = 0; b < COUNT; b++)
-            if (base + b * step < end) to[(base + b * step) * pitch] = v[b];
+            if (base + b * step < end) to[(base + b * step) * pitch] = make_uint4(v[b].x, v[b].z, v[b].y, v[b].w);
     }
 }
 
@@ -177,31 +187,51 @@ __device__ __forceinline__ void send(uint64_t* row, int i, float a, float b, uin
 
 // --- the ring of weights
 
-struct Ring {
-    Barrier *full, *empty;
-    char* memory;
-    int stages, stage_bytes;
-    int stage = 0, parity = 0;
+__device__ __forceinline__ uint4 load_shared(uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
 
-    __device__ __forceinline__ char* here() const { return memory + stage * stage_bytes; }
+// A place in the ring. The barriers are [2, MAX_STAGES]: full, then empty.
+struct Ring {
+    uint32_t barriers, memory;  // in shared memory
+    int stages, stage_bytes;
+    uint32_t full, here;  // of this stage
+    int parity = 0;
+
+    __device__ __forceinline__ Ring(uint32_t barriers_, uint32_t memory_, int stages_, int stage_bytes_)
+        : barriers(barriers_),
+          memory(memory_),
+          stages(stages_),
+          stage_bytes(stage_bytes_),
+          full(barriers_),
+          here(memory_) {}
+    __device__ __forceinline__ uint32_t empty() const { return full + MAX_STAGES * int(sizeof(Barrier)); }
     __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, parity ^= 1;
+        full += sizeof(Barrier), here += stage_bytes;
+        if (full == barriers + stages * int(sizeof(Barrier))) full = barriers, here = memory, parity ^= 1;
     }
-    __device__ __forceinline__ void wait() const { barrier_wait(full + stage, parity); }
+    __device__ __forceinline__ void wait() const { barrier_wait(full, parity); }
     // A warp is done with the stage.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        if (threadIdx.x % WARP == 0) barrier_arrive(empty + stage);
+        if (threadIdx.x % WARP == 0) barrier_arrive(empty());
         advance();
     }
     // A warp: makes room for `bytes`.
-    __device__ __forceinline__ char* claim(int bytes) const {
+    __device__ __forceinline__ void claim(int bytes) const {
         if (threadIdx.x % WARP == 0) {
-            barrier_wait(empty + stage, parity ^ 1);
-            barrier_arrive_expecting(full + stage, bytes);
+            barrier_wait(empty(), parity ^ 1);
+            barrier_arrive_expecting(full, bytes);
         }
         __syncwarp();
-        return here();
+    }
+    __device__ __forceinline__ void copy(int to, const void* from, int bytes) const {
+        copy_bytes(here + to, from, bytes, full);
     }
 };
 
@@ -219,21 +249,15 @@ __device__ __forceinline__ int log_units_of_strip(const Product& p) {
     return p.swiglu ? 1 : 2;
 }
 
-// Turns of a row.
-template <typename T>
-__device__ __forceinline__ int turns_of(int K) {
-    return int(ceil_div(K * int(sizeof(T)), TURN_BYTES));
-}
-
 // By one warp: a lane for each row of a strip.
 template <typename T>
 __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Units* units, Ring ring) {
     const int lane = int(threadIdx.x) % WARP;
     const auto norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
-        char* const to = ring.claim(bias ? 2 * bytes : bytes);
-        if (lane == 0) copy_bytes(to, weight, bytes, ring.full + ring.stage);
-        if (lane == 1 && bias) copy_bytes(to + bytes, bias, bytes, ring.full + ring.stage);
+        ring.claim(bias ? 2 * bytes : bytes);
+        if (lane == 0) ring.copy(0, weight, bytes);
+        if (lane == 1 && bias) ring.copy(bytes, bias, bytes);
         ring.advance();
     };
     const int stage_row = a.stage_turns * TURN_BYTES, pitch = row_pitch(a.stage_turns);
@@ -250,8 +274,8 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
 #pragma unroll 1
             for (int left = row_bytes; left > 0; left -= stage_row, from += stage_row) {
                 const int bytes = min(left, stage_row);
-                char* const to = ring.claim((p.swiglu ? 2 * rows : rows) * bytes);
-                if (mine) copy_bytes(to + lane * pitch, from, bytes, ring.full + ring.stage);
+                ring.claim((p.swiglu ? 2 * rows : rows) * bytes);
+                if (mine) ring.copy(lane * pitch, from, bytes);
                 ring.advance();
             }
         }
@@ -272,44 +296,47 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
 
 // --- products
 
-// Sums of a strip's rows with all texts, of the columns that a warp multiplies. Lane 4g + t has four lanes' part t of
-// row g of the strip and of row g of x.
+// Sums of a strip's rows with all texts, of the columns that a warp multiplies. Lane 4g + t has part t of a turn of row g
+// of the strip, and of row g of x.
 template <typename T>
 struct StripSums {
-    float even[4] = {}, odd[4] = {};  // as mma.sync lays them out: rows are texts, of 16 the first 8
+    float even[4] = {}, odd[4] = {};
 
-    // x: of this turn, [N, TURN_BYTES].
-    __device__ __forceinline__ void add(const Pack<T, 8>& w, const char* x, int N, bool inside) {
-        const int lane = int(threadIdx.x) % WARP;
-        Pack<T, 8> in = load_pack<8>(reinterpret_cast<const T*>(x + min(lane / 4, N - 1) * TURN_BYTES) + lane % 4 * 8);
-        if (!inside) in = {};
-        // Which columns the operands' halves are does not matter as long as both sides agree.
-        const uint32_t left[2][4] = {{in.word[0], 0, in.word[1], 0}, {in.word[2], 0, in.word[3], 0}};
-        mma<T>(even, left[0], w.word[0], w.word[1]);
-        mma<T>(odd, left[1], w.word[2], w.word[3]);
+    // w, x: where this lane's 16 bytes are, x those of the first text.
+    __device__ __forceinline__ void add(uint32_t weight, uint32_t x, int) {
+        // x is the left operand, with its first two words where mma.sync has rows 0 … 7 and the others where it has
+        // rows 8 … 15: of the products with the first half of w the upper rows are wanted, of the others the lower.
+        // Which columns these are does not matter as long as both sides agree.
+        const uint4 w = load_shared(weight), v = load_shared(x);
+        const uint32_t left[4] = {v.x, v.y, v.z, v.w};
+        mma<T>(even, left, w.x, w.y);
+        mma<T>(odd, left, w.z, w.w);
     }
-    // To [N, STRIP].
+    // To [N, WARPS, STRIP].
     __device__ __forceinline__ void store(float* to, int N) const {
         const int lane = int(threadIdx.x) % WARP;
         if (lane / 4 < N)
-            *reinterpret_cast<float2*>(to + lane / 4 * STRIP + lane % 4 * 2) =
-                make_float2(even[0] + odd[0], even[1] + odd[1]);
+            *reinterpret_cast<float2*>(to + lane / 4 * WARPS * STRIP + lane % 4 * 2) =
+                make_float2(even[0] + odd[2], even[1] + odd[3]);
     }
+    // Lane 4g + t reads text g.
+    static __device__ __forceinline__ int text_of_lane(int N) { return min(int(threadIdx.x) % WARP / 4, N - 1); }
 };
 
 template <>
 struct StripSums<float> {
     float sum[STRIP] = {};
 
-    __device__ __forceinline__ void add(const Pack<float, 4>& w, const char* x, int N, bool inside) {
-        if (!inside) return;
-        const float* const in = reinterpret_cast<const float*>(x) + threadIdx.x % 4 * 4;
+    __device__ __forceinline__ void add(uint32_t weight, uint32_t x, int N) {
+        const uint4 w = load_shared(weight);
 #pragma unroll
         for (int n = 0; n < STRIP; n++) {
             if (n >= N) break;
-            const Pack<float, 4> v = load_pack<4>(in + n * TURN_BYTES / int(sizeof(float)));
-#pragma unroll
-            for (int k = 0; k < 4; k++) sum[n] = fmaf(v.word[k], w.word[k], sum[n]);
+            const uint4 v = load_shared(x + n * TURN_BYTES);
+            sum[n] = fmaf(__uint_as_float(v.x), __uint_as_float(w.x), sum[n]);
+            sum[n] = fmaf(__uint_as_float(v.z), __uint_as_float(w.y), sum[n]);
+            sum[n] = fmaf(__uint_as_float(v.y), __uint_as_float(w.z), sum[n]);
+            sum[n] = fmaf(__uint_as_float(v.w), __uint_as_float(w.w), sum[n]);
         }
     }
     __device__ __forceinline__ void store(float* to, int N) const {
@@ -320,31 +347,33 @@ struct StripSums<float> {
             float y = sum[n];
             y += __shfl_xor_sync(ALL_LANES, y, 1);
             y += __shfl_xor_sync(ALL_LANES, y, 2);
-            if (lane % 4 == 0) to[n * STRIP + lane / 4] = y;
+            if (lane % 4 == 0) to[n * WARPS * STRIP + lane / 4] = y;
         }
     }
+    static __device__ __forceinline__ int text_of_lane(int) { return 0; }
 };
 
-// A warp's part of a strip's sums; the ring is at its first stage.
+// A warp's part of a strip's sums. Of each row it has `turns`, every eighth, in stages of `stage_turns` of them; x: where
+// the lane's first is, the next x_step further.
+//
+// Little is done here and in what else is on the way from one exchange to the next: a warp that is alone takes five
+// cycles and more for each instruction.
 template <typename T>
-__device__ __forceinline__ void multiply_strip(const Step<T>& a, int K, Ring& ring, const char* x, float* to) {
-    constexpr int W = FULL_WIDTH<T>;
-    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
-    const int turns = turns_of<T>(K), vectors = K / W, N = a.N;
-    const int in_stage = lane / 4 * row_pitch(a.stage_turns) + lane % 4 * 16;
+__device__ __forceinline__ void multiply_strip(Ring& ring, uint32_t in_stage, uint32_t x, int x_step, int turns,
+                                               int stage_turns, int stages, int N, float* to) {
+    constexpr int TURN_STEP = WARPS * TURN_BYTES, AT_ONCE = 3;
     StripSums<T> sums;
 #pragma unroll 1
-    for (int begin = 0; begin < turns; begin += a.stage_turns) {
-        const int end = min(begin + a.stage_turns, turns);
+    for (; stages > 0; stages--, turns -= stage_turns) {
         ring.wait();
-        const char* const weight = ring.here() + in_stage;
-#pragma unroll 3
-        for (int s = begin + ((warp - begin) & (WARPS - 1)); s < end; s += WARPS) {
-            const bool inside = 4 * s + lane % 4 < vectors;
-            Pack<T, W> w = load_pack<W>(reinterpret_cast<const T*>(weight + (s - begin) * TURN_BYTES));
-            if (!inside) w = {};
-            sums.add(w, x + s * N * TURN_BYTES, N, inside);
-        }
+        uint32_t weight = ring.here + in_stage;
+        int left = min(turns, stage_turns);
+#pragma unroll 1
+        for (; left >= AT_ONCE; left -= AT_ONCE, weight += AT_ONCE * TURN_STEP, x += AT_ONCE * x_step)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) sums.add(weight + i * TURN_STEP, x + i * x_step, N);
+#pragma unroll 1
+        for (; left > 0; left--, weight += TURN_STEP, x += x_step) sums.add(weight, x, N);
         ring.release();
     }
     sums.store(to, N);
@@ -370,11 +399,11 @@ __device__ __forceinline__ Item item_of(const Step<T>& a, const int64_t* positio
     t.head0 = t.kv * group + pass * HEADS, t.heads = min(HEADS, group - pass * HEADS);
     const int64_t length = positions[t.n] + 1;
     t.slot = slots[t.n];
-    t.begin = int64_t(t.piece) * DECODE_PIECE;
+    t.begin = int64_t(t.piece) * PIECE_KEYS;
     if (length <= 0 || length > a.capacity || t.slot < 0 || t.slot >= a.num_slots) return t;
-    t.used = int(ceil_div(length, DECODE_PIECE));
+    t.used = int(ceil_div(length, PIECE_KEYS));
     if (t.used > a.pieces) t.used = 0;
-    t.keys = int(min(int64_t(DECODE_PIECE), length - t.begin));
+    t.keys = int(min(int64_t(PIECE_KEYS), length - t.begin));
     return t;
 }
 
@@ -383,12 +412,12 @@ __device__ __forceinline__ Item item_of(const Step<T>& a, const int64_t* positio
 template <int HEADS, typename T>
 __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, const int64_t* positions,
                                        const int64_t* slots, const Item& first_item, float* memory, uint32_t number) {
-    constexpr int W = FULL_WIDTH<T>, BATCH = HEADS == 1 ? 8 : 2;
-    const int thread = int(threadIdx.x), HS = a.HS;
+    constexpr int W = FULL_WIDTH<T>, BATCH = HEADS == 1 ? 4 : 2;
+    const int thread = int(threadIdx.x), HS = a.HS, log_row = a.log_lanes + (W == 8 ? 3 : 2);
     float* const two = memory + attention_sums(HEADS, HS);
     float* const turns = two + 2 * WARPS * HEADS;
     T* const heads = reinterpret_cast<T*>(memory + attention_floats(HEADS, HS));
-    const Piece<WARPS, HEADS, T> work{
+    const EarlyPiece<WARPS, HEADS, T> work{
         memory, memory + HEADS * HS, two, two + WARPS * HEADS, HS, heads + (HEADS + 2) * HS, heads + (HEADS + 3) * HS};
     const int items = a.N * a.NKV * a.passes * a.pieces;
     const int64_t row = int64_t(a.NKV) * HS, qkv_channels = int64_t(a.NH + 2 * a.NKV) * HS;
@@ -407,27 +436,24 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
         const uint64_t* const words = a.words[QKV] + t.n * qkv_channels / PER_WORD<T>;
         const int64_t start = (t.slot * a.capacity + t.begin) * row + int64_t(t.kv) * HS;
         T *const k_cache = static_cast<T*>(layer.k), *const v_cache = static_cast<T*>(layer.v);
-        const int newest = t.piece == t.used - 1 ? t.keys - 1 : -1;
+        const bool newest = t.piece == t.used - 1;
         if (i != int(blockIdx.x)) sync_computing_warps();  // memory is free
         const auto ready = [&] {
             if (turn)
 #pragma unroll 1
                 for (int c = thread; c < 2 * a.angles.pairs; c += THREADS) turns[c] = turn[c];
             // A vector for each thread: HS ≤ MAX_HS.
-            const int vectors = HS / W, r = thread / vectors,
-                      head = r < HEADS    ? t.head0 + r
-                             : r == HEADS ? a.NH + t.kv
-                                          : a.NH + a.NKV + t.kv;
-            if (r < HEADS + 2 && (r < t.heads || r >= HEADS)) {
+            const int r = thread >> a.log_lanes, first = (thread & ((1 << a.log_lanes) - 1)) * W;
+            if (r < HEADS + 2 && (r < t.heads || r >= HEADS) && first < HS) {
+                const int head = r < HEADS ? t.head0 + r : a.NH + (r - HEADS) * a.NKV + t.kv;
                 uint4 v[1];
-                receive_few(v, words + (int64_t(head) * HS + (thread - r * vectors) * W) / PER_WORD<T>, 0, number, 0, 0,
-                            1);
-                reinterpret_cast<uint4*>(heads)[thread] = v[0];
+                receive_few(v, words + (head * HS + first) / PER_WORD<T>, 0, number, 0, 0, 1);
+                *reinterpret_cast<uint4*>(heads + r * HS + first) = v[0];
             }
             sync_computing_warps();
-            if (newest >= 0) {
+            if (newest) {
                 // Every pass of a KV head writes the same.
-                const int64_t to = start + newest * row;
+                const int64_t to = start + (t.keys - 1) * row;
 #pragma unroll 1
                 for (int c = thread; c < HS; c += THREADS) {
                     k_cache[to + c] = work.key[c] =
@@ -436,23 +462,25 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
                 }
             }
 #pragma unroll 1
-            for (int c = thread; c < HEADS * HS; c += THREADS) {
-                const int h = c / HS;
-                work.queries[c] =
-                    h < t.heads ? a.scale * rotated(heads + h * HS, c - h * HS, turn ? turns : nullptr, a.angles.pairs)
-                                : 0.0f;
+            for (int i = thread; i < HEADS << log_row; i += THREADS) {
+                const int h = i >> log_row, c = i - (h << log_row);
+                if (c >= HS) continue;
+                work.queries[h * HS + c] =
+                    h < t.heads ? a.scale * rotated(heads + h * HS, c, turn ? turns : nullptr, a.angles.pairs) : 0.0f;
             }
             sync_computing_warps();
         };
-        attend_piece<W, 1, BATCH>(work, k_cache + start, v_cache + start, row, t.keys, newest, HS, a.lanes, ready);
+        attend_early<W, BATCH>(work, k_cache + start, v_cache + start, row, t.keys, newest, HS, a.log_lanes, ready);
         sync_computing_warps();
 #pragma unroll 1
-        for (int c = 2 * thread; c < t.heads * HS; c += 2 * THREADS) {
-            const int h = c / HS, channel = c - h * HS;
+        for (int i = 2 * thread; i < t.heads << log_row; i += 2 * THREADS) {
+            const int h = i >> log_row, channel = i - (h << log_row);
+            if (channel >= HS) continue;
             float sum[2];
             const float max = work.maximum(h), total = work.total(h, channel, max, sum);
             if (t.used == 1) {
-                send<T>(att, (t.head0 * HS + c) / 2, sum[0] / total, sum[1] / total, number);
+                send<T>(att, ((t.head0 + h) * HS + channel) / 2, quotient_for<T>(sum[0], total),
+                        quotient_for<T>(sum[1], total), number);
                 continue;
             }
             uint64_t* const to =
@@ -489,11 +517,11 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
                 for (int p = 0; p < count; p++) {
                     const float* const x = work.sums + p * floats;
                     const float f = weight_of<T>(x[0], max);
-                    total = fmaf(x[1], f, total);
-                    sum = fmaf(x[VECTOR_WORDS + thread], f, sum);
+                    total = fmaf(x[swapped(1)], f, total);
+                    sum = fmaf(x[VECTOR_WORDS + swapped(thread)], f, sum);
                 }
             }
-            const float y = sum / total, next = __shfl_down_sync(ALL_LANES, y, 1);
+            const float y = quotient_for<T>(sum, total), next = __shfl_down_sync(ALL_LANES, y, 1);
             if (thread < HS && thread % 2 == 0)
                 send<T>(a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>, ((t.head0 + h) * HS + thread) / 2, y, next,
                         number);
@@ -519,14 +547,23 @@ struct alignas(16) NormPart {
     float sum, squares, mean, count;  // Σ x, Σ (x − mean)², of how many; RMSNorm: mean 0
 };
 
+// The compiler may not compute x later.
+__device__ __forceinline__ void compute_now(int& x) {
+    asm volatile("" : "+r"(x));
+}
+template <typename P>
+__device__ __forceinline__ void compute_now(P*& x) {
+    asm volatile("" : "+l"(x));
+}
+
 #endif
 
 template <typename T, int HEADS>
 __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Step<T> a) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int W = FULL_WIDTH<T>, LANES = 4, AHEAD = 4;
+    constexpr int W = FULL_WIDTH<T>, LANES = 4, PAIR = PER_WORD<T>;
     extern __shared__ __align__(128) char memory[];
-    __shared__ Barrier full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ Barrier barriers[2][MAX_STAGES];
     __shared__ int64_t positions[STRIP], slots[STRIP];
     __shared__ NormPart norm_parts[STRIP][WARPS];
     __shared__ Units units[PRODUCTS];
@@ -534,10 +571,11 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP, N = a.N;
     Layer* const layers = reinterpret_cast<Layer*>(memory + a.layers_memory);
     char* const rows = memory + a.rows_memory;  // [turns, N, TURN_BYTES] what a product multiplies
-    float* const sums = reinterpret_cast<float*>(memory + a.sums_memory);  // [2, GROUP, WARPS, N, STRIP]
+    float* const sums = reinterpret_cast<float*>(memory + a.sums_memory);  // [2, GROUP, N, WARPS, STRIP]
     T* const stream = reinterpret_cast<T*>(memory + a.stream_memory);      // [units of C, N, 2] the residual stream
 #pragma unroll 1
-    for (int s = thread; s < a.stages; s += THREADS + WARP) barrier_init(full + s, 1), barrier_init(empty + s, WARPS);
+    for (int s = thread; s < a.stages; s += THREADS + WARP)
+        barrier_init(barriers[0] + s, 1), barrier_init(barriers[1] + s, WARPS);
     if (thread == 0) barrier_init_fence();
 #pragma unroll 1
     for (int i = thread; i < a.num_layers * int(sizeof(Layer) / sizeof(uint64_t)); i += THREADS + WARP)
@@ -546,7 +584,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     if (thread == 0) shared_number = *a.exchanges;
     if (thread < PRODUCTS) units[thread] = units_of_block(a.products[thread]);
     __syncthreads();
-    Ring ring{full, empty, memory + a.stage_memory, a.stages, a.stage_bytes};
+    Ring ring(shared_address(barriers), shared_address(memory + a.stage_memory), a.stages, a.stage_bytes);
     if (warp == WARPS) return stream_weights(a, layers, units, ring);
     const uint32_t number = shared_number;
     __shared__ Item first_item;  // of the block; nothing where there are fewer items than blocks
@@ -567,93 +605,102 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     sync_computing_warps();
 
     // Of x in `rows` a warp has the turns warp, warp + WARPS, …. They are received by all lanes: lane 4g + t takes
-    // vector t of a turn of text g mod N, each (8 / N)th turn of the warp.
+    // vector t of a turn of text g mod N, each (8 / N)th turn of the warp. For the norm it has vectors t of text g
+    // whatever N is, so that the bits don't depend on it.
     const int g = lane / LANES, t = lane % LANES, every = STRIP / N, from_turn = g / N, from_text = g - from_turn * N;
-    const auto vector_of = [&](int j, int n) {  // vector t of the warp's turn j
-        return reinterpret_cast<uint4*>(rows + ((warp + WARPS * j) * N + n) * TURN_BYTES) + t;
+    const int x_step = WARPS * N * TURN_BYTES;
+    const auto x_of = [&](int text) { return rows + (warp * N + text) * TURN_BYTES + t * 16; };
+    uint4* const received = reinterpret_cast<uint4*>(x_of(from_text));
+    uint4* const normed = reinterpret_cast<uint4*>(x_of(min(g, N - 1)));
+    const uint32_t multiplied = shared_address(x_of(StripSums<T>::text_of_lane(N)));
+    const uint32_t in_stage = uint32_t(g * row_pitch(a.stage_turns) + warp * TURN_BYTES + t * 16);
+    float* const my_sums = sums + warp * STRIP;
+    // Turns of a row of K that are this warp's.
+    const auto turns_of = [&](int K) {
+        return (K / (LANES * W) - warp + WARPS - 1) / WARPS;
     };
-    // The first of the warp's turns of which this lane's vector lies beyond K.
-    const auto end_turn = [&](int K) { return (K / W - t - LANES * warp + LANES * WARPS - 1) / (LANES * WARPS); };
     const auto stage = [&](const uint64_t* from, uint32_t exchange, int K) {
         if (from_turn < every)
-            receive(vector_of(0, from_text), WARPS * N * TURN_BYTES / 16,
-                    from + int64_t(from_text) * K / PER_WORD<T> + VECTOR_WORDS * (LANES * warp + t),
-                    VECTOR_WORDS * LANES * WARPS, exchange, from_turn, every, end_turn(K));
+            receive(received, x_step / 16, from + int64_t(from_text) * (K / PAIR) + VECTOR_WORDS * (LANES * warp + t),
+                    VECTOR_WORDS * LANES * WARPS, exchange, from_turn, every, turns_of(K));
     };
-    // The residual stream, received or (from: null) embedded, to its norm in `rows`. Each warp's sums first, then all
-    // warps' in order: lane 4g + t has vectors t of text g whatever N is, so that the bits don't depend on it.
+    // Of the residual stream a warp's part of the norm.
+    const int norm_turns = turns_of(a.C);
+    const float count = float(norm_turns * LANES * W), share = count > 0 ? 1 / count : 0.0f, all = 1 / float(a.C);
+    // The residual stream, received or (from: null) embedded, to its norm in `rows`.
     const auto normalise = [&](const uint64_t* from, uint32_t exchange, bool has_bias) {
-        const int end = g < N ? end_turn(a.C) : 0;
         if (from) {
             stage(from, exchange, a.C);
-        } else {
+        } else if (g < N) {
 #pragma unroll 1
-            for (int j = 0; j < end; j++)
-                *reinterpret_cast<Pack<T, W>*>(vector_of(j, g)) =
+            for (int j = 0; j < norm_turns; j++) {
+                const Pack<T, W> x =
                     as_pack<T>(embedded<W>(a, a.ids[g], positions[g], (LANES * (warp + WARPS * j) + t) * W));
+                const uint4& v = reinterpret_cast<const uint4&>(x);
+                *reinterpret_cast<uint4*>(x_of(g) + j * x_step) = make_uint4(v.x, v.z, v.y, v.w);
+            }
         }
         __syncwarp();
-        const auto each = [&](auto f) {  // a few vectors at a time
-#pragma unroll 1
-            for (int base = 0; base < end; base += AHEAD) {
-                Floats<W> x[AHEAD];
-#pragma unroll
-                for (int b = 0; b < AHEAD; b++)
-                    x[b] = load_floats<W>(reinterpret_cast<const T*>(vector_of(min(base + b, end - 1), g)));
-#pragma unroll
-                for (int b = 0; b < AHEAD; b++)
-                    if (base + b < end) f(base + b, x[b]);
-            }
-        };
-        const auto total = [&](const float(&parts)[W]) {
-            float sum = 0;
-#pragma unroll
-            for (int k = 0; k < W; k++) sum += parts[k];
-            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-            return sum + __shfl_xor_sync(ALL_LANES, sum, 2);
-        };
-        NormPart part = {};
-        int count = W * end;
-        count += __shfl_xor_sync(ALL_LANES, count, 1);
-        part.count = float(count + __shfl_xor_sync(ALL_LANES, count, 2));
+        // Sums of a warp's columns around one of them, so that a mean far from 0 costs no digits.
+        const float middle =
+            a.centred && norm_turns > 0
+                ? __shfl_sync(ALL_LANES, as_float(*reinterpret_cast<const T*>(normed)), lane & ~(LANES - 1))
+                : 0.0f;
         float parts[W] = {}, squares[W] = {};
-        if (a.centred) {
-            each([&](int, const Floats<W>& x) {
+#pragma unroll 1
+        for (int j = 0; j < norm_turns; j++) {
+            const Floats<W> x = load_floats<W>(reinterpret_cast<const T*>(normed + j * (x_step / 16)));
 #pragma unroll
-                for (int k = 0; k < W; k++) parts[k] += x[k];
-            });
-            part.sum = total(parts);
-            if (part.count > 0) part.mean = part.sum / part.count;
+            for (int k = 0; k < W; k++) {
+                const float d = x[k] - middle;
+                parts[k] += d;
+                squares[k] = fmaf(d, d, squares[k]);
+            }
         }
-        each([&](int, const Floats<W>& x) {
+        const auto total = [&](float(&v)[W]) {
 #pragma unroll
-            for (int k = 0; k < W; k++) squares[k] = fmaf(x[k] - part.mean, x[k] - part.mean, squares[k]);
-        });
-        part.squares = total(squares);
-        if (t == 0) norm_parts[g][warp] = part;
+            for (int width = W / 2; width > 0; width /= 2)
+#pragma unroll
+                for (int k = 0; k < width; k++) v[k] += v[k + width];
+            v[0] += __shfl_xor_sync(ALL_LANES, v[0], 1);
+            return v[0] + __shfl_xor_sync(ALL_LANES, v[0], 2);
+        };
+        const float sum = a.centred ? total(parts) : 0.0f, square = total(squares), off = sum * share;
+        if (t == 0) norm_parts[g][warp] = {fmaf(count, middle, sum), fmaf(-sum, off, square), middle + off, count};
         sync_computing_warps();
-        float sum = 0, squared = 0;
+        float mean = 0, squared = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) sum += norm_parts[g][w].sum;
-        const float mean = sum / float(a.C);
+        for (int w = 0; w < WARPS; w++) mean += norm_parts[g][w].sum;
+        mean *= all;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) {
             const NormPart other = norm_parts[g][w];
-            const float off = a.centred ? other.mean - mean : 0.0f;
-            squared += fmaf(other.count * off, off, other.squares);
+            const float apart = other.mean - mean;
+            squared += fmaf(other.count * apart, apart, other.squares);
         }
-        const float rstd = rsqrtf(squared / float(a.C) + a.eps);
+        const float rstd = rsqrtf(fmaf(squared, all, a.eps));
         ring.wait();
-        const float* const weight = reinterpret_cast<const float*>(ring.here());
-        each([&](int j, Floats<W>& x) {
-            const int c = (LANES * (warp + WARPS * j) + t) * W;
-            const Floats<W> scale = load_floats<W>(weight + c);
-            Floats<W> shift = {};
-            if (has_bias) shift = load_floats<W>(weight + a.C + c);
+        uint32_t weight = ring.here + uint32_t((LANES * warp + t) * W * int(sizeof(float)));
+#pragma unroll 1
+        for (int j = 0; j < norm_turns; j++, weight += LANES * WARPS * W * int(sizeof(float))) {
+            T* const at = reinterpret_cast<T*>(normed + j * (x_step / 16));
+            Floats<W> x = load_floats<W>(at);
+            uint4 scale[W / 4], shift[W / 4] = {};
 #pragma unroll
-            for (int k = 0; k < W; k++) x[k] = fmaf((x[k] - mean) * rstd, scale[k], shift[k]);
-            *reinterpret_cast<Pack<T, W>*>(vector_of(j, g)) = as_pack<T>(x);
-        });
+            for (int i = 0; i < W / 4; i++) {
+                scale[i] = load_shared(weight + 16 * i);
+                if (has_bias) shift[i] = load_shared(weight + a.C * int(sizeof(float)) + 16 * i);
+            }
+#pragma unroll
+            for (int k = 0; k < W; k++) {
+                const int c = PAIR * swapped(k / PAIR) + k % PAIR;
+                const auto number = [&](const uint4& v) {
+                    return __uint_as_float(c % 4 == 0 ? v.x : c % 4 == 1 ? v.y : c % 4 == 2 ? v.z : v.w);
+                };
+                x[k] = fmaf((x[k] - mean) * rstd, number(scale[c / 4]), number(shift[c / 4]));
+            }
+            if (g < N) *reinterpret_cast<Pack<T, W>*>(at) = as_pack<T>(x);
+        }
         ring.release();
     };
     // The keys and values of the block's first item: on their way to the cache of the GPU while qkv is computed.
@@ -678,22 +725,32 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         const Layer& layer = layers[which == HEAD ? 0 : l];
         const uint32_t now = number + uint32_t(l) + 1;
         const Units mine = units[which];
-        const int log_units = log_units_of_strip(p), units_at_once = GROUP << log_units;
-        // The biases of the unit that this thread finishes, asked for early.
+        const int log_units = log_units_of_strip(p), units_at_once = GROUP << log_units, K = p.K;
+        const int turns = turns_of(K), stage_turns = a.stage_turns / WARPS,
+                  stages = (K / (LANES * W) + a.stage_turns - 1) / a.stage_turns;
+        const bool finishes = my_text < N && my_unit < units_at_once, adds = which == PROJ || which == FCPROJ;
+        // Where what this thread finishes stands and goes, and its biases, all asked for before there is anything to
+        // wait for.
+        const int strip = my_unit >> log_units;
+        int from = (strip * N + my_text) * WARPS * STRIP + 2 * (my_unit - (strip << log_units)),
+            x = (my_unit * N + my_text) * 2;
+        uint64_t* to = which == HEAD ? nullptr : a.words[which] + int64_t(my_text) * (2 * p.units / PAIR);
+        T* logits = a.logits + my_text * a.logits_stride;
         T bias[4] = {};
         const auto ask_for_bias = [&](int unit) {
-            const T* const from = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
-            if (!from || my_unit >= units_at_once || unit >= mine.end) return;
-            bias[0] = from[2 * unit], bias[1] = from[2 * unit + 1];
-            if (p.swiglu) bias[2] = from[2 * (p.units + unit)], bias[3] = from[2 * (p.units + unit) + 1];
+            const T* const b = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
+            if (!b || !finishes || unit >= mine.end) return;
+            bias[0] = b[2 * unit], bias[1] = b[2 * unit + 1];
+            if (p.swiglu) bias[2] = b[2 * (p.units + unit)], bias[3] = b[2 * (p.units + unit) + 1];
         };
         ask_for_bias(mine.first + my_unit);
         if (which == QKV) prefetch_item(layer);
         if (which == PROJ)
-            attend<HEADS>(a, layer, positions, slots, first_item, reinterpret_cast<float*>(memory + a.attention_memory),
-                          now);
-        if (which == PROJ || which == FCPROJ)
-            stage(which == PROJ ? a.att : a.words[FC], now, p.K);
+            attend<HEADS>(a, layer, positions, slots, first_item,
+                          reinterpret_cast<float*>(memory + a.attention_memory), now);
+        compute_now(from), compute_now(x), compute_now(to), compute_now(logits);
+        if (adds)
+            stage(which == PROJ ? a.att : a.words[FC], now, K);
         else
             normalise(which == FC ? a.words[PROJ]
                       : l > 0     ? a.words[FCPROJ]
@@ -701,51 +758,48 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
                       which == FC ? now : now - 1, which == HEAD ? a.normf_bias : layer.norm_bias[which == FC]);
 
 #pragma unroll 1
-        for (int base = mine.first; base < mine.end; base += units_at_once) {
+        for (int base = mine.first; base < mine.end; base += units_at_once, x += units_at_once * N * 2) {
             __syncwarp();
             if (base > mine.first) ask_for_bias(base + my_unit);
-            float* const here = sums + buffer * GROUP * WARPS * N * STRIP;
+            const int offset = buffer * GROUP * N * WARPS * STRIP, strips = (mine.end - base - 1 >> log_units) + 1;
             buffer ^= 1;
 #pragma unroll 1
-            for (int s = 0; s < GROUP && base + (s << log_units) < mine.end; s++)
-                multiply_strip(a, p.K, ring, rows, here + (s * WARPS + warp) * N * STRIP);
+            for (int s = 0; s < min(strips, GROUP); s++)
+                multiply_strip<T>(ring, in_stage, multiplied, x_step, turns, stage_turns, stages, N,
+                                  my_sums + offset + s * N * WARPS * STRIP);
             sync_computing_warps();
             const int unit = base + my_unit;
-            if (my_text >= N || my_unit >= units_at_once || unit >= mine.end) continue;
-            const int strip = my_unit >> log_units, in_strip = my_unit - (strip << log_units);
-            const float* const from = here + (strip * WARPS * N + my_text) * STRIP + 2 * in_strip;
+            if (!finishes || unit >= mine.end) continue;
             float y[4] = {};
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
-                const float2 part = *reinterpret_cast<const float2*>(from + w * N * STRIP);
+                const float2 part = *reinterpret_cast<const float2*>(sums + from + offset + w * STRIP);
                 y[0] += part.x, y[1] += part.y;
-                if (p.swiglu) {
-                    const float2 opened = *reinterpret_cast<const float2*>(from + w * N * STRIP + STRIP / 2);
-                    y[2] += opened.x, y[3] += opened.y;
-                }
             }
-#pragma unroll
-            for (int r = 0; r < 4; r++) y[r] += as_float(bias[r]);
+            y[0] += as_float(bias[0]), y[1] += as_float(bias[1]);
             if (which == HEAD) {
-                store_floats<2>(a.logits + my_text * a.logits_stride + 2 * unit, Floats<2>{{y[0], y[1]}});
+                store_floats<2>(logits + 2 * unit, Floats<2>{{y[0], y[1]}});
                 continue;
             }
-            if (which == FC) {
+            if (p.swiglu) {
 #pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    if (p.swiglu)
-                        y[r] = swiglu(y[r], y[2 + r]);
-                    else
-                        y[r] = a.activation == Activation::GELU ? gelu(y[r]) : relu2(y[r]);
+                for (int w = 0; w < WARPS; w++) {
+                    const float2 part = *reinterpret_cast<const float2*>(sums + from + offset + w * STRIP + STRIP / 2);
+                    y[2] += part.x, y[3] += part.y;
                 }
+                y[0] = swiglu<T>(y[0], y[2] + as_float(bias[2])), y[1] = swiglu<T>(y[1], y[3] + as_float(bias[3]));
+            } else if (which == FC) {
+                if (a.activation == Activation::GELU)
+                    y[0] = gelu<T>(y[0]), y[1] = gelu<T>(y[1]);
+                else
+                    y[0] = relu2(y[0]), y[1] = relu2(y[1]);
             }
-            if (which == PROJ || which == FCPROJ) {
-                T* const x = stream + ((unit - mine.first) * N + my_text) * 2;
-                const Floats<2> before = load_floats<2>(x);
+            if (adds) {
+                const Floats<2> before = load_floats<2>(stream + x);
                 y[0] += before[0], y[1] += before[1];
-                store_pack(x, as_pack<T>(Floats<2>{{y[0], y[1]}}));
+                store_pack(stream + x, as_pack<T>(Floats<2>{{y[0], y[1]}}));
             }
-            send<T>(a.words[which] + int64_t(my_text) * (2 * p.units / PER_WORD<T>), unit, y[0], y[1], now);
+            send<T>(to, unit, y[0], y[1], now);
         }
     }
     // Every block has read the number by now: it has taken part in an exchange since.
@@ -780,15 +834,17 @@ Layout layout_of(const DecodeModel& m, int64_t N) {
     const int64_t item = dtype_size(m.dtype), W = 16 / item, Q = m.NH * m.HS, qkv = (m.NH + 2 * m.NKV) * m.HS;
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || !device_attribute(cudaDevAttrCooperativeLaunch))
         return z;
-    if (m.C % W || m.HS % W || m.FFN % W || m.Vp % 2 || m.C < 2 * W || m.HS > MAX_HS || m.FFN == 0 || N < 1) return z;
+    for (const int64_t columns : {m.C, Q, m.FFN})
+        if (columns == 0 || columns * item % TURN_BYTES) return z;
+    if (m.HS % W || m.Vp % 2 || m.HS > MAX_HS || N < 1) return z;
     z.blocks = std::min(num_multiprocessors(), m.C / 2);
     const auto product = [&](int which, int64_t outputs, int64_t K) {
         z.products[which] = {int(K), int(outputs / 2), which == FC && m.activation == Activation::SwiGLU};
     };
     product(QKV, qkv, m.C), product(PROJ, m.C, Q), product(FC, m.FFN, m.C), product(FCPROJ, m.C, m.FFN);
     product(HEAD, m.Vp, m.C);
-    const auto turns = [&](int64_t K) { return ceil_div(K * item, TURN_BYTES); };
-    z.stage_turns = std::min<int64_t>(turns(m.C), MAX_STAGE_TURNS);
+    const auto turns = [&](int64_t K) { return K * item / TURN_BYTES; };
+    z.stage_turns = std::min<int64_t>(ceil_div(turns(m.C), WARPS) * WARPS, MAX_STAGE_TURNS);
     z.stage_bytes = aligned(std::max<int64_t>(STRIP * row_pitch(int(z.stage_turns)), 2 * m.C * int64_t(sizeof(float))));
     z.rows_bytes = aligned(N * turns(std::max({m.C, Q, m.FFN})) * TURN_BYTES);
     z.sums_bytes = aligned(2 * GROUP * WARPS * N * STRIP * int64_t(sizeof(float)));
@@ -819,7 +875,7 @@ struct Words {
         products[PROJ] = take(N * m.C / per_word);
         products[FC] = take(N * m.FFN / per_word);
         products[FCPROJ] = take(N * m.C / per_word);
-        partials = take(N * m.NH * decode_pieces(m.capacity) * partial_floats(int(m.HS)));
+        partials = take(N * m.NH * ceil_div(m.capacity, PIECE_KEYS) * partial_floats(int(m.HS)));
         end = at;
     }
 };
@@ -957,8 +1013,8 @@ void decode_step(Tensor logits, Tensor ids, const DecodePlace& place, const Deco
         a.num_layers = int(m.layers), a.N = int(N), a.C = int(m.C);
         a.NH = int(m.NH), a.NKV = int(m.NKV), a.HS = int(m.HS);
         a.passes = int(ceil_div(m.NH / m.NKV, heads_at_once(m))),
-        a.pieces = int(decode_pieces(std::min(place.max_length, m.capacity)));
-        for (a.lanes = 1; a.lanes < m.HS / FULL_WIDTH<T>;) a.lanes *= 2;
+        a.pieces = int(ceil_div(std::min(place.max_length, m.capacity), PIECE_KEYS));
+        while ((1 << a.log_lanes) < m.HS / FULL_WIDTH<T>) a.log_lanes++;
         a.eps = m.eps, a.scale = m.scale, a.centred = m.centred, a.activation = m.activation;
         a.stages = int(z.stages), a.stage_bytes = int(z.stage_bytes), a.stage_turns = int(z.stage_turns);
         int64_t at = 0;

@@ -27,30 +27,19 @@ inline bool has_dependent_launch() {
     return has;
 }
 
-// cluster: of so many blocks in z, which the grid's z is a multiple of; 1 where has_dependent_launch() is false.
 template <typename... Parameters>
-void launch_dependent_clusters(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned cluster,
-                               unsigned threads, size_t shared_bytes, Stream stream,
-                               std::common_type_t<Parameters>... arguments) {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.y = 1;
-    attributes[1].val.clusterDim.z = cluster;
+void launch_dependent(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
+                      Stream stream, std::common_type_t<Parameters>... arguments) {
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = cuda_stream(stream);
-    config.attrs = attributes;
-    config.numAttrs = !has_dependent_launch() ? 0 : cluster == 1 ? 1 : 2;
+    config.attrs = &early;
+    config.numAttrs = has_dependent_launch() ? 1 : 0;
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments...), op);
     check_launch(op, stream);
-}
-
-template <typename... Parameters>
-void launch_dependent(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
-                      Stream stream, std::common_type_t<Parameters>... arguments) {
-    launch_dependent_clusters(op, kernel, grid, 1, threads, shared_bytes, stream, arguments...);
 }

@@ -225,7 +225,6 @@ __global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
 // order, so that a text's sums don't depend on how many texts there are. Before a norm the block brings its texts to
 // shared memory and normalises them there, four rows a warp.
 constexpr int MAX_SOME_ROWS = 64, SOME_TEXTS = 32;
-constexpr int64_t SHARED_C = 2048;             // from here on two blocks, a cluster, share C
 constexpr int64_t MAX_SOME_WEIGHTS = 4 << 20;  // beyond, reading the weights takes longer than the library's launch
 
 // From one text's row in shared memory to the next: 64 bytes beside a multiple of 128, so that the vectors that eight
@@ -248,6 +247,7 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
         for (int i = 0; i < EACH; i++) sums[i] = warp_sum(sums[i]);
     };
     float means[EACH] = {}, rstds[EACH] = {};
+#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
         Pack<T, W> x[EACH];
 #pragma unroll
@@ -264,6 +264,7 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
     total(means);
 #pragma unroll
     for (int i = 0; i < EACH; i++) means[i] = a.centred ? means[i] / float(a.C) : 0.0f;
+#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -275,6 +276,7 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
     total(rstds);
 #pragma unroll
     for (int i = 0; i < EACH; i++) rstds[i] = 1 / sqrtf(rstds[i] / float(a.C) + a.eps);
+#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
         const Floats<W> w = load_floats<W>(a.norm_weight + c);
         Floats<W> shift = {};
@@ -289,32 +291,16 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
     }
 }
 
-#if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-// What `mine` in shared memory is in block `rank` of the cluster.
-__device__ __forceinline__ float load_of_block(const float* mine, int rank) {
-    uint32_t address;
-    float x;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-    return x;
-}
-#endif
-
 template <typename T, int MT, bool NORM>
 __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a) {
     constexpr int NT = 4, TEXTS = 8 * NT, ROWS = 16 * MT, CHUNK = 32, CHUNKS_AHEAD = MT == 1 ? 3 : 2,
-                  TEXTS_AHEAD = NORM || MT == 2 ? 0 : 2;
+                  TEXTS_AHEAD = NORM || MT == 2 ? 0 : 1;
     static_assert(TEXTS == SOME_TEXTS);
     extern __shared__ uint4 shared[];
     __shared__ float sums[WARPS][TEXTS][ROWS + 1];
     let_next_start();
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    const int first_text = int(blockIdx.x) * TEXTS, parts = int(gridDim.z), all_chunks = int(a.C) / CHUNK;
-    const int first_chunk = all_chunks * int(blockIdx.z) / parts + warp,
-              chunks = all_chunks * (int(blockIdx.z) + 1) / parts;
+    const int first_text = int(blockIdx.x) * TEXTS, chunks = int(a.C) / CHUNK;
     const bool is_swiglu = a.activation == Activation::SwiGLU;
     // Tile m has rows 16m … 16m + 15, with SwiGLU eight of gate and the same eight of up.
     const int outputs = is_swiglu ? ROWS / 2 : ROWS;
@@ -336,16 +322,7 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
 #pragma unroll
     for (int m = 0; m < MT; m++) rows[m][0] = weight_row(m, 0), rows[m][1] = weight_row(m, 1);
 #pragma unroll
-    for (int s = 0; s < CHUNKS_AHEAD; s++) load_weights(w[s], first_chunk + s * WARPS);
-    // What a warp asks for later is on its way to the cache of the GPU by then.
-    for (int chunk = first_chunk + CHUNKS_AHEAD * WARPS; chunk < chunks; chunk += WARPS)
-#pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                if (t == 0)
-                    asm volatile(
-                        "prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(rows[m][half] + chunk * CHUNK)));
+    for (int s = 0; s < CHUNKS_AHEAD; s++) load_weights(w[s], warp + s * WARPS);
     // What this thread writes in the end: output `mine` of some texts.
     const int mine = int(threadIdx.x) % outputs, row = is_swiglu ? mine / 8 * 16 + mine % 8 : mine;
     const int64_t o = first_output + mine;
@@ -387,9 +364,9 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
                 for (int n = 0; n < NT; n++) mma<T>(sum[m][n], left, texts[n].word[2 * k], texts[n].word[2 * k + 1]);
             }
     };
-#pragma unroll
-    for (int s = 0; s < TEXTS_AHEAD; s++) load_texts(in[s], first_chunk + s * WARPS);
-    for (int base = first_chunk; base < chunks; base += 2 * CHUNKS_AHEAD * WARPS) {
+    if (TEXTS_AHEAD) load_texts(in[0], warp);
+#pragma unroll 1
+    for (int base = warp; base < chunks; base += 2 * CHUNKS_AHEAD * WARPS) {
 #pragma unroll
         for (int s = 0; s < 2 * CHUNKS_AHEAD; s++) {
             const int chunk = base + s * WARPS;
@@ -406,35 +383,20 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[warp][8 * n + 2 * t + i % 2][16 * m + i / 2 * 8 + g] = sum[m][n][i];
     __syncthreads();
-    int summed = WARPS;
-    const auto sum_of = [&](int text, int r) {
-        float y = 0;
-#pragma unroll
-        for (int i = 0; i < WARPS; i++)
-            if (i < summed) y += sums[i][text][r];
-        return y;
-    };
-#if __CUDA_ARCH__ >= 900
-    if (parts > 1) {
-        for (int i = int(threadIdx.x); i < TEXTS * ROWS; i += THREADS)
-            sums[0][i / ROWS][i % ROWS] = sum_of(i / ROWS, i % ROWS);
-        cluster_sync();
-        if (blockIdx.z == 0)
-            for (int i = int(threadIdx.x); i < TEXTS * ROWS; i += THREADS) {
-                float* const mine = &sums[0][i / ROWS][i % ROWS];
-                for (int p = 1; p < parts; p++) *mine += load_of_block(mine, p);
-            }
-        cluster_sync();  // until then the others' sums are read
-        if (blockIdx.z > 0) return;
-        summed = 1;
-    }
-#endif
 
+#pragma unroll 1
     for (int text = int(threadIdx.x) / outputs; text < TEXTS; text += THREADS / outputs) {
         const int64_t n = first_text + text;
         if (n >= a.N || o >= a.columns) break;
-        float y = sum_of(text, row) + bias0;
-        if (is_swiglu) y = swiglu(y, sum_of(text, row + 8) + bias1);
+        float y = 0, up = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) y += sums[i][text][row];
+        y += bias0;
+        if (is_swiglu) {
+#pragma unroll
+            for (int i = 0; i < WARPS; i++) up += sums[i][text][row + 8];
+            y = swiglu(y, up + bias1);
+        }
         if (a.activation == Activation::GELU) y = gelu(y);
         if (a.activation == Activation::ReLU2) y = relu2(y);
         if (a.residual) y += as_float(a.residual[n * a.residual_stride + o]);
@@ -524,11 +486,8 @@ void some_rows(const char* op, const LinearSizes& z, const Tensor& out, const Te
     const int64_t texts = ceil_div(z.N, SOME_TEXTS);
     const auto launch = [&](auto tiles) {
         constexpr int MT = decltype(tiles)::value;
-        dim3 grid(unsigned(texts), unsigned(ceil_div(z.OC, 16 * MT)));
-        if (!norm.weight) {
-            grid.z = has_dependent_launch() && z.C >= SHARED_C ? 2 : 1;
-            return launch_dependent_clusters(op, some_rows_kernel<T, MT, false>, grid, grid.z, THREADS, 0, stream, a);
-        }
+        const dim3 grid(unsigned(texts), unsigned(ceil_div(z.OC, 16 * MT)));
+        if (!norm.weight) return launch_dependent(op, some_rows_kernel<T, MT, false>, grid, THREADS, 0, stream, a);
         const int64_t bytes = some_rows_bytes(z.C, inp.dtype);
         const auto kernel = some_rows_kernel<T, MT, true>;
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
