@@ -113,21 +113,27 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     __syncthreads();
     if (!last_block) return;
     __threadfence();
-    // The weights of the pieces first, then each thread adds up channels over them.
+    // The weights of the pieces first, as many as scores has room for, then each thread adds up channels over them.
     for (int h = warp; h < heads; h += WARPS) {
         float max = -INFINITY, sum = 0;
         for (int p = lane; p < used; p += WARP) max = fmaxf(max, __ldcg(partial(p, h)));
         max = warp_max(max);
-        for (int p = lane; p < used; p += WARP) sum += expf(__ldcg(partial(p, h)) - max) * __ldcg(partial(p, h) + 1);
+        for (int p = lane; p < used; p += WARP) {
+            const float weight = expf(__ldcg(partial(p, h)) - max);
+            sum += weight * __ldcg(partial(p, h) + 1);
+            if (p < DECODE_PIECE) scores[h][p] = weight;
+        }
         sum = warp_sum(sum);
         if (lane == 0) maxima[h] = max, totals[h] = sum;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
-        const int h = i / HS, c = i - h * HS;
+        const int h = i / HS, c = i - h * HS, first = int(min(int64_t(used), DECODE_PIECE));
         float sum = 0;
-#pragma unroll 8
-        for (int p = 0; p < used; p++) sum += expf(__ldcg(partial(p, h)) - maxima[h]) * __ldcg(partial(p, h) + 2 + c);
+#pragma unroll 16
+        for (int p = 0; p < first; p++) sum += scores[h][p] * __ldcg(partial(p, h) + 2 + c);
+        for (int p = first; p < used; p++)
+            sum += expf(__ldcg(partial(p, h)) - maxima[h]) * __ldcg(partial(p, h) + 2 + c);
         out[i] = from_float<T>(sum / totals[h]);
     }
 }
