@@ -1,5 +1,5 @@
-// The activations of linear.h for one number, where they are computed on the way from a product to memory: T is the dtype
-// that they are rounded to there (exp_for).
+// The activations of linear.h for one number, where they are computed on the way from a product to memory: T is the
+// dtype that they are rounded to there (exp_for).
 #pragma once
 
 #include "kernels/cuda_common.cuh"

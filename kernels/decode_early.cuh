@@ -1,11 +1,12 @@
-// Attention of one token over a piece of its context, by some warps together, for decode_step.cu: what lies in the cache
-// is asked for before the query and the newest key are there (decode_piece.cuh is for blocks that begin with both).
+// Attention of one token over a piece of its context, by some warps together, for decode_step.cu: what lies in the
+// cache is asked for before the query and the newest key are there (decode_piece.cuh is for blocks that begin with
+// both).
 //
 // Groups of lanes own a key each. A group keeps the softmax of its keys as it goes (maximum, sum, Σ p·v, rescaled when
 // the maximum grows; Milakov and Gimelshein 2018), so that nothing but the end is common to the warps.
 #pragma once
 
-#include "kernels/decode_piece.cuh"
+#include "kernels/cuda_common.cuh"
 
 // exp(x − max), where max may be that of no keys at all.
 template <typename T>
@@ -50,9 +51,9 @@ struct EarlyPiece {
     }
 };
 
-// k, v: of the piece's first key, `row` elements from one key to the next; keys ≤ DECODE_PIECE, of which the last one is
-// in shared memory instead where `newest`. A lane has W channels of a key, and 1 << log_lanes of them own it.
-// The first keys and values are asked for, then ready() is called, which returns when queries, key and value are there;
+// k, v: of the piece's first key, `row` elements from one key to the next; keys ≤ DECODE_PIECE, of which the last one
+// is in shared memory instead where `newest`. A lane has W channels of a key, and 1 << log_lanes of them own it. The
+// first keys and values are asked for, then ready() is called, which returns when queries, key and value are there;
 // afterwards the caller holds the warps together before it reads maxima, totals and sums. BATCH keys and values of a
 // lane are under way at a time.
 template <int W, int BATCH, typename Shared, typename T, typename Ready>
@@ -64,7 +65,8 @@ __device__ __forceinline__ void attend_early(const Shared& shared, const T* k_ca
     // Key j of the piece belongs to the group j mod groups: `count` keys, `rounds` at most.
     const int lanes = 1 << log_lanes, channel = (lane & (lanes - 1)) * W, groups = THREADS >> log_lanes,
               mine = thread >> log_lanes;
-    const int rounds = ((keys - 1) >> (LOG_THREADS - log_lanes)) + 1, count = rounds - (mine >= keys - (rounds - 1) * groups);
+    const int rounds = ((keys - 1) >> (LOG_THREADS - log_lanes)) + 1,
+              count = rounds - (mine >= keys - (rounds - 1) * groups);
     const bool inside = channel < HS, fresh = newest && mine == keys - 1 - (rounds - 1) * groups;
     const int cached = count - fresh;
     const int64_t step = groups * row;
@@ -147,8 +149,7 @@ __device__ __forceinline__ void attend_early(const Shared& shared, const T* k_ca
 #pragma unroll 1
     for (int offset = lanes; offset < WARP; offset *= 2)
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-            common[h] = nan_max(common[h], __shfl_xor_sync(ALL_LANES, common[h], offset));
+        for (int h = 0; h < HEADS; h++) common[h] = nan_max(common[h], __shfl_xor_sync(ALL_LANES, common[h], offset));
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         const float f = weight_of<T>(max[h], common[h]);

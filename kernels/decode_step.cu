@@ -88,8 +88,8 @@ __host__ __device__ constexpr int partial_floats(int HS) {
     return VECTOR_WORDS + HS;
 }
 
-// Bytes from a row of a strip to the next in a stage of so many turns, an even number: an odd multiple of a turn, so that
-// two rows of it lie in different banks.
+// Bytes from a row of a strip to the next in a stage of so many turns, an even number: an odd multiple of a turn, so
+// that two rows of it lie in different banks.
 __host__ __device__ constexpr int row_pitch(int turns) {
     return (turns + 1) * TURN_BYTES;
 }
@@ -160,8 +160,8 @@ __device__ __forceinline__ void receive_few(uint4 (&to)[COUNT], const uint64_t* 
         to[b] = make_uint4(uint32_t(w[b][0].x), uint32_t(w[b][0].y), uint32_t(w[b][1].x), uint32_t(w[b][1].y));
 }
 
-// All of them, to to[i·pitch] in shared memory, words swapped. A function of its own: what is executed once and left again costs more
-// cycles to be fetched than to be computed.
+// All of them, to to[i·pitch] in shared memory, words swapped. A function of its own: what is executed once and left
+// again costs more cycles to be fetched than to be computed.
 __device__ __noinline__ void receive(uint4* to, int pitch, const uint64_t* words, int distance, uint32_t number,
                                      int first, int step, int end) {
     constexpr int COUNT = 4;
@@ -296,8 +296,8 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
 
 // --- products
 
-// Sums of a strip's rows with all texts, of the columns that a warp multiplies. Lane 4g + t has part t of a turn of row g
-// of the strip, and of row g of x.
+// Sums of a strip's rows with all texts, of the columns that a warp multiplies. Lane 4g + t has part t of a turn of row
+// g of the strip, and of row g of x.
 template <typename T>
 struct StripSums {
     float even[4] = {}, odd[4] = {};
@@ -350,11 +350,13 @@ struct StripSums<float> {
             if (lane % 4 == 0) to[n * WARPS * STRIP + lane / 4] = y;
         }
     }
-    static __device__ __forceinline__ int text_of_lane(int) { return 0; }
+    static __device__ __forceinline__ int text_of_lane(int) {
+        return 0;
+    }
 };
 
-// A warp's part of a strip's sums. Of each row it has `turns`, every eighth, in stages of `stage_turns` of them; x: where
-// the lane's first is, the next x_step further.
+// A warp's part of a strip's sums. Of each row it has `turns`, every eighth, in stages of `stage_turns` of them; x:
+// where the lane's first is, the next x_step further.
 //
 // Little is done here and in what else is on the way from one exchange to the next: a warp that is alone takes five
 // cycles and more for each instruction.
@@ -616,9 +618,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     const uint32_t in_stage = uint32_t(g * row_pitch(a.stage_turns) + warp * TURN_BYTES + t * 16);
     float* const my_sums = sums + warp * STRIP;
     // Turns of a row of K that are this warp's.
-    const auto turns_of = [&](int K) {
-        return (K / (LANES * W) - warp + WARPS - 1) / WARPS;
-    };
+    const auto turns_of = [&](int K) { return (K / (LANES * W) - warp + WARPS - 1) / WARPS; };
     const auto stage = [&](const uint64_t* from, uint32_t exchange, int K) {
         if (from_turn < every)
             receive(received, x_step / 16, from + int64_t(from_text) * (K / PAIR) + VECTOR_WORDS * (LANES * warp + t),
@@ -694,10 +694,10 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
 #pragma unroll
             for (int k = 0; k < W; k++) {
                 const int c = PAIR * swapped(k / PAIR) + k % PAIR;
-                const auto number = [&](const uint4& v) {
+                const auto element = [&](const uint4& v) {
                     return __uint_as_float(c % 4 == 0 ? v.x : c % 4 == 1 ? v.y : c % 4 == 2 ? v.z : v.w);
                 };
-                x[k] = fmaf((x[k] - mean) * rstd, number(scale[c / 4]), number(shift[c / 4]));
+                x[k] = fmaf((x[k] - mean) * rstd, element(scale[c / 4]), element(shift[c / 4]));
             }
             if (g < N) *reinterpret_cast<Pack<T, W>*>(at) = as_pack<T>(x);
         }
@@ -746,8 +746,8 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         ask_for_bias(mine.first + my_unit);
         if (which == QKV) prefetch_item(layer);
         if (which == PROJ)
-            attend<HEADS>(a, layer, positions, slots, first_item,
-                          reinterpret_cast<float*>(memory + a.attention_memory), now);
+            attend<HEADS>(a, layer, positions, slots, first_item, reinterpret_cast<float*>(memory + a.attention_memory),
+                          now);
         compute_now(from), compute_now(x), compute_now(to), compute_now(logits);
         if (adds)
             stage(which == PROJ ? a.att : a.words[FC], now, K);

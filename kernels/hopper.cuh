@@ -141,10 +141,10 @@ __device__ __forceinline__ void fence_async_proxy() {
 // the barrier counts the bytes.
 
 __device__ __forceinline__ void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     shared),
-                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier)
+        : "memory");
 }
 
 // --- registers [Miscellaneous Instructions: setmaxnreg]: of each thread, by all warps of a warpgroup
