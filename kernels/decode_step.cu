@@ -94,12 +94,6 @@ __host__ __device__ constexpr int row_pitch(int turns) {
     return (turns + 1) * TURN_BYTES;
 }
 
-// In `rows` the second and the third word of 16 bytes have changed places (StripSums). Where number i of a vector's
-// words stands, and the other way.
-__host__ __device__ constexpr int swapped(int i) {
-    return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
-}
-
 // Floats of shared memory for queries and sums of HEADS heads, then two numbers for each head and warp, then turns.
 __host__ __device__ constexpr int attention_sums(int heads, int HS) {
     return heads * HS + WARPS * heads * HS;
@@ -109,6 +103,12 @@ __host__ __device__ constexpr int attention_floats(int heads, int HS) {
 }
 
 #if __CUDA_ARCH__ >= 900
+
+// In `rows` the second and the third word of 16 bytes have changed places (StripSums). Where number i of a vector's
+// words stands, and the other way.
+__device__ constexpr int swapped(int i) {
+    return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
+}
 
 __device__ __forceinline__ void sync_computing_warps() {
     named_barrier_sync(1, THREADS);
