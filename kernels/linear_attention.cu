@@ -14,87 +14,18 @@
 // Form::Recurrent: scan_kernel, a column of the state to a warp, for heads of any size.
 #include "kernels/linear_attention.h"
 
-#include "kernels/heads.cuh"
-#include "kernels/linear_attention_check.h"
-#include "kernels/warp_tile.cuh"
+#include "kernels/linear_attention.cuh"
 
 namespace {
 
-using Role = LinearAttentionRole;
+using namespace linear_attention;
 
-constexpr int MAX_CHUNK = 64;
-constexpr int BLOCKS_PER_MULTIPROCESSOR = 3;
 constexpr int64_t MIN_SEGMENT = 4 * MAX_CHUNK;
-
-// One launch. Of the product's own sizes: a and b have E numbers, c and out M.
-template <typename T>
-struct Product {
-    Heads<T> a, b, c, out;
-    Heads<T> inputs;       // DQ, DK: what dq or dk is the gradient of, for φ'
-    Heads<T> forward_out;  // DQ: for δ
-    const float* gate;     // [N, NKV] or null
-    int64_t gate_stride;
-    float* norm;  // [NH, N] or null
-    int64_t norm_stride;
-    float* delta;  // [NH, N]
-    float* dots;   // [parts, heads, N] or null: sums of φ·dφ over a block's columns
-    // [S, slots + 1, NKV, state_size], for each slot_length tokens one: s [E, M] of the pass, then z [E] or r. Element
-    // (e, m) of this product's state lies at e·state_row + m·state_column, its vector at state_vector.
-    float *states, *decays;  // decays [S, slots + 1, NKV]: of a slot's tokens
-    int64_t state_size, state_row, state_column, state_vector;
-    const int32_t* cum;
-    int64_t S, N, NH, NKV;
-    int E, M;
-    int segments, segment_length, slots, slot_length, parts;
-    bool elu, normalise, aligned;
-    bool has_states;    // each segment begins with the state of its first slot, else with zeros
-    bool all_segments;  // KeyState, QueryState: also the last one, which no other begins with
-};
-
-struct Sequence {
-    int64_t first;
-    int length;
-};
-
-// Whatever cum holds, a sequence lies within the tensors.
-__device__ __forceinline__ Sequence sequence_of(const int32_t* cum, int64_t s, int64_t N) {
-    const auto clamp = [&](int64_t i) { return max(int64_t(0), min(int64_t(cum[i]), N)); };
-    const int64_t first = clamp(s);
-    return {first, int(max(int64_t(0), clamp(s + 1) - first))};
-}
-
-struct Task {
-    int part, segment;
-    int64_t head, sequence;
-};
-
-__device__ __forceinline__ Task task_of(int parts, int64_t heads, int segments) {
-    unsigned rest = blockIdx.x;
-    Task task;
-    task.part = int(rest % unsigned(parts)), rest /= unsigned(parts);
-    task.head = int64_t(rest % unsigned(heads)), rest /= unsigned(heads);
-    task.segment = int(rest % unsigned(segments));
-    task.sequence = int64_t(rest / unsigned(segments));
-    return task;
-}
-
-// elu + 1: exp(0) + x above 0, exp(x) + 0 below.
-template <typename T>
-__device__ __forceinline__ float feature(float x) {
-    return exp_for<T>(fminf(x, 0.0f)) + fmaxf(x, 0.0f);
-}
 
 // The four lanes of a row.
 __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-__host__ __device__ constexpr bool is_reversed(Role role) {
-    return role == Role::DV || role == Role::DK || role == Role::QueryState;
-}
-constexpr bool state_only(Role role) {
-    return role == Role::KeyState || role == Role::QueryState;
 }
 
 // Tile sizes. Shared memory stays within the 99 KiB that every GPU from sm_80 on has, but for heads of 128: where there
@@ -1092,8 +1023,8 @@ struct Segments {
     int64_t count, length, slots, slot_length;
 };
 
-int64_t num_blocks() {
-    return num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
+int64_t num_blocks(const LinearAttentionSizes& z) {
+    return num_multiprocessors() * (std::max(z.E, z.M) <= 64 ? 3 : 1);
 }
 
 // States of slots, and one for each sequence's end, that a pass of such sizes has at most where sequences are cut:
@@ -1104,7 +1035,7 @@ int64_t most_slot_states(const LinearAttentionSizes& z, int64_t blocks) {
 
 Segments segments_of(const LinearAttentionSizes& z) {
     constexpr int64_t UNIT = 2 * MAX_CHUNK;
-    const int64_t blocks = num_blocks();
+    const int64_t blocks = num_blocks(z);
     // dk and dv have a block for each KV head.
     const int64_t wanted = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SEGMENT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted / 2) / wanted);
@@ -1126,7 +1057,7 @@ struct Layout {
     Layout(const LinearAttentionSizes& z, bool backward) {
         // Uncut, a sequence has two slots, and needs them only where states come in or go out.
         const int64_t slots = z.NKV * std::max(z.states ? 3 * z.S : 0,
-                                               z.max_length > MIN_SEGMENT ? most_slot_states(z, num_blocks()) : 0);
+                                               z.max_length > MIN_SEGMENT ? most_slot_states(z, num_blocks(z)) : 0);
         const int64_t parts = ceil_div(z.E, 16) + 1;  // at most
         states = slots * (z.E * z.M + z.E), decays = slots;
         if (!backward) return;
@@ -1206,6 +1137,14 @@ struct Pass {
         return p;
     }
 
+    // Columns of the kernels for Hopper GPUs; 0: they do not take this pass.
+    int hopper() const {
+#ifdef HAVE_SM90A
+        if constexpr (std::is_same_v<T, bf16>) return hopper_columns(product(Role::Out));
+#endif
+        return 0;
+    }
+
     template <typename Arguments>
     void launch(void (*kernel)(Arguments), const Arguments& arguments, int64_t blocks, int threads, int bytes) const {
         require(blocks < int64_t(1) << 31, op, ": ", z.S, " sequences of up to ", z.max_length, " tokens and ", z.NH,
@@ -1227,6 +1166,7 @@ struct Pass {
     }
     // Blocks that share out the columns of a result, and parts of the dots that they write.
     int64_t parts(Role role, bool of_dots = false) const {
+        if (const int columns = hopper()) return of_dots ? columns / 64 : 1;
         return dispatch_size(transposed(role) ? z.M : z.E, [&](auto size) {
             using Z = Sizes<T, size, Role::Out>;
             return ceil_div(transposed(role) ? z.E : z.M, Z::BLOCK_M) * (of_dots ? Z::GROUPS : 1);
@@ -1241,6 +1181,15 @@ struct Pass {
         (state_only(ROLE) ? p.all_segments : p.has_states) = flag;
         const int64_t blocks = (state_only(ROLE) ? z.S : z.S + 1) * p.segments *
                                (is_reversed(ROLE) || state_only(ROLE) ? z.NKV : z.NH) * p.parts;
+#ifdef HAVE_SM90A
+        if constexpr (std::is_same_v<T, bf16>)
+            if (hopper()) {
+                if constexpr (ROLE != Role::DV && ROLE != Role::DK) return hopper_product(op, ROLE, p, blocks, stream);
+                Product<T> other = product(Role::DK);
+                other.has_states = flag;
+                return hopper_key_gradients(op, p, other, blocks, stream);
+            }
+#endif
         dispatch_size(p.E, [&](auto size) {
             using Z = Sizes<T, size, ROLE>;
             launch(product_kernel<T, size, ROLE>, p, blocks, Z::THREADS, Z::bytes(bool(gate), kind.normalise));
@@ -1397,7 +1346,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
             p.template run_product<Role::DQ>(key_states);
             const bool query_states = p.template run_states<Role::QueryState>(dfinal, dinitial, false);
             p.template run_product<Role::DV>(query_states);
-            p.template run_product<Role::DK>(query_states);
+            if (!p.hopper()) p.template run_product<Role::DK>(query_states);
             if (gate)
                 p.run_gate(dgate, p.segments().count > 1 || to_the_end, p.parts(Role::DQ, true),
                            p.parts(Role::DK, true));
