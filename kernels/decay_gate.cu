@@ -62,8 +62,8 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(const __grid_const
 constexpr int TILE = 16;
 
 template <typename T>
-__global__ void __launch_bounds__(WARPS* WARP) tensor_forward_kernel(const __grid_constant__ Forward<T> p) {
-    constexpr int W = FULL_WIDTH<T>, STEP = 4 * W, UNROLL = 4;
+__global__ void __launch_bounds__(WARPS* WARP, 8) tensor_forward_kernel(const __grid_constant__ Forward<T> p) {
+    constexpr int W = FULL_WIDTH<T>, STEP = 4 * W, UNROLL = 2;
     const int group = lane_id() / 4, place = lane_id() % 4;
     const int64_t first_row = (blockIdx.x * int64_t(WARPS) + threadIdx.x / WARP) * TILE + group;
     // Rows and heads beyond the end repeat the last one, and are not stored; channels beyond it are zeros.

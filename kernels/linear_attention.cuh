@@ -24,16 +24,16 @@ struct Product {
     int64_t norm_stride;
     float* delta;  // [NH, N]
     float* dots;   // [parts, heads, N] or null: sums of φ·dφ over a block's columns
-    // [S, slots + 1, NKV, state_size], for each slot_length tokens one: s [E, M] of the pass, then z [E] or r. Element
-    // (e, m) of this product's state lies at e·state_row + m·state_column, its vector at state_vector.
-    float *states, *decays;  // decays [S, slots + 1, NKV]: of a slot's tokens
+    // [S, segments + 1, NKV, state_size]: s [E, M] of the pass, then z [E] or r. Element (e, m) of this product's state
+    // lies at e·state_row + m·state_column, its vector at state_vector.
+    float *states, *decays;  // decays [S, segments + 1, NKV]: of a segment's tokens
     int64_t state_size, state_row, state_column, state_vector;
     const int32_t* cum;
     int64_t S, N, NH, NKV;
     int E, M;
-    int segments, segment_length, slots, slot_length, parts;
+    int segments, segment_length, parts;
     bool elu, normalise, aligned;
-    bool has_states;    // each segment begins with the state of its first slot, else with zeros
+    bool has_states;    // each segment begins with its state, else with zeros
     bool all_segments;  // KeyState, QueryState: also the last one, which no other begins with
 };
 

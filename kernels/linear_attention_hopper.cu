@@ -10,6 +10,7 @@
 // barrier before the products and one after them are all that a chunk needs.
 //
 // Only builds for sm_90a have this file, and it is compiled for nothing else.
+#include "kernels/dependent_launch.cuh"
 #include "kernels/hopper.cuh"
 #include "kernels/linear_attention.cuh"
 
@@ -40,7 +41,7 @@ __device__ __forceinline__ void wait_for_copy_groups() {
 
 // Blocks of a multiprocessor. NORMALISED: kind L; else G. GROUPED: DV's KV heads have several query heads.
 template <int D, Role ROLE, bool NORMALISED, bool GROUPED = false>
-constexpr int BLOCKS = D > 64 ? 1 : ROLE == Role::DV && (GROUPED || !NORMALISED) ? 2 : 3;
+constexpr int BLOCKS = D > 64 ? (state_only(ROLE) ? 2 : 1) : ROLE == Role::DV && (GROUPED || !NORMALISED) ? 2 : 3;
 
 // What lies where in shared memory, in bytes.
 template <int D, Role ROLE, bool NORMALISED>
@@ -54,14 +55,16 @@ struct Sizes {
                          QUERIES = DECAYED + (NORMALISED || STATE_ONLY ? 0 : TILE),
                          OUT = QUERIES + (ROLE == Role::DQ ? TILE : 0),
                          FLOATS = OUT + (ROLE == Role::DQ && NORMALISED ? TILE : 0);
-    // Floats of a stage. L: norm and δ of a warp's rows; G: the gates, for each warp.
+    // Then floats. Of each stage, L: d and δ of a warpgroup's rows; G: the gates, for each warp.
     static constexpr int STAGE_FLOATS = WARPGROUPS * (NORMALISED ? 2 * TOKENS : 4 * TOKENS);
-    static constexpr int ROWS = STAGES * STAGE_FLOATS;        // [WARPGROUPS][TOKENS]: parts of d's or δ's sums
-    static constexpr int VECTOR = ROWS + WARPGROUPS * TOKENS;  // [2][D]: z or r, before a step and after it
-    static constexpr int VECTOR_PARTS = VECTOR + 2 * D;        // [4][D]
-    static constexpr int GAMMA = VECTOR_PARTS + 4 * D;         // [TOKENS]: L: δ; G: Γ·log₂e
-    static constexpr int INTO = GAMMA + TOKENS;                // [TOKENS]
-    static constexpr int BYTES = FLOATS + (INTO + TOKENS) * int(sizeof(float));
+    static constexpr int ROWS = STAGES * STAGE_FLOATS;  // [WARPGROUPS][TOKENS]: parts of d's or δ's sums
+    static constexpr int COLUMNS = ROWS + (NORMALISED && (ROLE == Role::Out || ROLE == Role::DQ) ? WARPGROUPS * TOKENS : 0);
+    static constexpr int INTO = COLUMNS + TOKENS;             // [TOKENS]; COLUMNS [TOKENS]: DK's δ, G's Γ·log₂e
+    static constexpr int VECTOR = INTO + (NORMALISED ? 0 : TOKENS);  // [2][D]: z or r, before a step and after it
+    static constexpr int VECTOR_PARTS = VECTOR + (NORMALISED ? 2 * D : 0);  // [4][D]
+    static constexpr int END = VECTOR_PARTS + (NORMALISED ? 4 * D : 0);
+    static constexpr int BYTES = FLOATS + END * int(sizeof(float));
+    static_assert(BLOCKS<D, ROLE, NORMALISED> * (BYTES + 1024) <= 228 * 1024);
 };
 
 // A thread's place: it copies and transforms packs (row(i), column) of tiles, i < 4, and has sums of rows row0 and
@@ -105,7 +108,7 @@ __device__ __forceinline__ void transform_packs(const Place& at, const unsigned 
 
 __device__ __forceinline__ void apply_features(Floats<PACK>& x) {
 #pragma unroll
-    for (int j = 0; j < PACK; j++) x[j] = feature<T>(x[j]);
+    for (int j = 0; j < PACK; j++) x[j] = exp2_fast(fminf(x[j], 0.0f) * LOG2E) + fmaxf(x[j], 0.0f);
 }
 
 // Sums over the eight lanes that have a row.
@@ -281,9 +284,11 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                          *const forward_out = memory + Z::OUT;
     float *const floats = reinterpret_cast<float*>(memory + Z::FLOATS), *const row_parts = floats + Z::ROWS,
                  *const vectors = floats + Z::VECTOR, *const vector_parts = floats + Z::VECTOR_PARTS,
-                 *const gamma = floats + Z::GAMMA, *const into = floats + Z::INTO;
+                 *const gamma = floats + Z::COLUMNS, *const into = floats + Z::INTO;
     float* const delta_tile = gamma;  // L
 
+    wait_for_previous();
+    let_next_start();
     const Task task = task_of(1, REVERSED ? p.NKV : p.NH, p.segments);
     if (task.sequence == p.S) {
         zero_tail<ROLE>(p, task);
@@ -312,19 +317,22 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             copy_rows(at, rows, p.norm + key_head * p.norm_stride + token, p.delta + key_head * p.N + token, count);
         if constexpr (GATED) copy_gates(at, rows, p.gate + token * p.gate_stride + walk.kv, p.gate_stride, count);
     };
+    // DQ needs the queries only where a step ends. Copies form groups: a step's tiles, its queries, the next step's tiles.
     const auto load_queries = [&](int step) {
-        copy_packs(at, queries, p.inputs, walk.token(step), task.head, walk.count(step), p.M);
+        if (step < walk.steps)
+            copy_packs(at, queries, p.inputs, walk.token(step), task.head, walk.count(step), p.M);
+        commit_copies();
     };
+    constexpr int LATER_GROUPS = ROLE == Role::DQ ? 1 : 0;
     load(0);
+    commit_copies();
     if constexpr (ROLE == Role::DQ) load_queries(0);
 
     State<D> state = {};
     if (NORMALISED && int(threadIdx.x) < D) vectors[threadIdx.x] = 0;
     if (p.has_states) {
-        const int64_t slot = (task.sequence * (p.slots + 1) + (REVERSED ? walk.end - 1 : walk.begin) / p.slot_length) *
-                                 p.NKV +
-                             walk.kv;
-        float* const start = p.states + slot * p.state_size;
+        float* const start =
+            p.states + ((task.sequence * (p.segments + 1) + task.segment) * p.NKV + walk.kv) * p.state_size;
         for_state<D>(at, state, p, start, [](float& x, float y) { x = y; });
         if (NORMALISED && int(threadIdx.x) < (ROLE == Role::DQ ? p.M : p.E))
             vectors[threadIdx.x] = start[p.state_vector + threadIdx.x];
@@ -342,7 +350,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         const float* const rows = floats + step % 2 * Z::STAGE_FLOATS;
         const unsigned char* const handed_on = GATED ? memory + Z::DECAYED : c_tile;  // by the chunk
 
-        wait_for_copies();
+        wait_for_copy_groups<LATER_GROUPS>();
         __syncwarp();
         float whole = 1;
         if constexpr (NORMALISED) {
@@ -420,6 +428,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         fence_async_proxy();
         __syncthreads();  // tiles are ready
         if (step + 1 < walk.steps) load(step + 1);
+        commit_copies();
         if (NORMALISED && int(threadIdx.x) < D) {
             const float* part = vector_parts + threadIdx.x;
             vectors[(step + 1) % 2 * D + threadIdx.x] =
@@ -543,7 +552,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                             if constexpr (GATED)
                                 dot[half] = fmaf(f[e], d, dot[half]);
                             else  // φ' = min(φ, 1) = min(exp, 1); the keys' φ is in the tile
-                                d *= fminf(R == Role::DQ ? exp_for<T>(f[e]) : f[e], 1.0f);
+                                d *= fminf(R == Role::DQ ? exp2_fast(f[e] * LOG2E) : f[e], 1.0f);
                         }
                     }
                 if constexpr (GATED) {
@@ -577,6 +586,10 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             if (last_head) finish(keys, other, o_keys, rounded_keys);
         }
         multiply(own, o);
+        if constexpr (ROLE == Role::DQ) {
+            wait_for_copy_groups<LATER_GROUPS>();
+            __syncwarp();
+        }
         if (last_head) finish(own, p, o, rounded);
         __syncthreads();  // products have read the tiles
         if (last_head) {
@@ -585,7 +598,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         }
         if constexpr (ROLE == Role::DQ) {
             __syncwarp();
-            if (step + 1 < walk.steps) load_queries(step + 1);
+            load_queries(step + 1);
         }
     }
 }
@@ -599,6 +612,8 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
     constexpr bool REVERSED = ROLE == Role::QueryState, GATED = !NORMALISED;
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     float *const floats = reinterpret_cast<float*>(memory + Z::FLOATS), *const vector_parts = floats + Z::VECTOR_PARTS;
+    wait_for_previous();
+    let_next_start();
     const Task task = task_of(1, p.NKV, p.segments);
     const Walk walk = walk_of(p, task, false, REVERSED, REVERSED);
     if (walk.begin >= walk.end) return;
@@ -666,8 +681,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         pin_state<D>(state);
     }
 
-    const int64_t slot =
-        (task.sequence * (p.slots + 1) + (REVERSED ? walk.end - 1 : walk.begin) / p.slot_length) * p.NKV + walk.kv;
+    const int64_t slot = (task.sequence * (p.segments + 1) + task.segment) * p.NKV + walk.kv;
     float* const result = p.states + slot * p.state_size;
     for_state<D>(at, state, p, result, [](float x, float& y) { y = x; });
     if (GATED && threadIdx.x == 0) p.decays[slot] = exp2_fast(all_gates);
@@ -689,8 +703,7 @@ void launch(const char* op, void (*kernel)(Arguments...), int threads, int bytes
     require(blocks < int64_t(1) << 31, op, ": ", blocks, " blocks are more than one launch can hold");
     if (blocks == 0) return;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    kernel<<<unsigned(blocks), unsigned(threads), size_t(bytes), cuda_stream(stream)>>>(arguments...);
-    check_launch(op, stream);
+    launch_dependent(op, kernel, dim3(unsigned(blocks)), unsigned(threads), size_t(bytes), stream, arguments...);
 }
 
 // f(std::integral_constant<int, D>, std::bool_constant<NORMALISED>)
