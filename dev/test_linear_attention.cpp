@@ -520,8 +520,8 @@ TEST_P(LinearAttentionTest, SequencesAreIsolated) {
     }
 }
 
-// q, k and v as views into packed rows with gaps between them, the gradients likewise: the bits of separate tensors where
-// rows are aligned to 16 bytes, and of other gaps where they are not and other kernels may take them.
+// q, k and v as views into packed rows with gaps between them, the gradients likewise: the bits of separate tensors
+// where rows are aligned to 16 bytes, and of other gaps where they are not and other kernels may take them.
 TEST_P(LinearAttentionTest, PackedRows) {
     constexpr int64_t NH = 4, NKV = 2, HS = 24, width = (NH + 2 * NKV) * HS;
     const Problem p(activation(), {{100, 30}, NH, NKV, HS, HS}, L);

@@ -2,7 +2,8 @@
 
 namespace {
 
-// c [R, NV vectors] = a·b or more: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV vectors].
+// c [R, NV vectors] = a·b or more: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV
+// vectors].
 template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                                  int64_t K, Into into) {

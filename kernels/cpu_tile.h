@@ -36,8 +36,8 @@ template <typename V>
 constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
 // What becomes of what c holds: nothing; its sums are continued; the new sums, made by themselves, are added to it.
 enum class Into { Overwritten, Continued, Added };
-// c [M, vecs·16] = a·b [K, vecs·16] or more: a is [M, K] for product_n, stored as [K, M] for product_t. Each element of c
-// is summed in the order of k, whatever the blocking.
+// c [M, vecs·16] = a·b [K, vecs·16] or more: a is [M, K] for product_n, stored as [K, M] for product_t. Each element of
+// c is summed in the order of k, whatever the blocking.
 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
                int64_t K, Into into);
 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,

@@ -1,6 +1,6 @@
 // A product with a few columns: a matrix library would read inp in one kernel and leave the logarithm to another. Here
-// a warp has a few rows of inp and goes through the heads a few at a time: on tensor cores where T is of 16 bits and rows
-// are aligned, else with ordinary sums, lanes side by side along the channels.
+// a warp has a few rows of inp and goes through the heads a few at a time: on tensor cores where T is of 16 bits and
+// rows are aligned, else with ordinary sums, lanes side by side along the channels.
 #include "kernels/decay_gate.h"
 
 #include "kernels/warp_tile.cuh"
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(const __grid_const
     }
 }
 
-// 16 rows and 16 heads at a time. mma.sync wants two pairs of a row's channels from a lane for 16 channels; which ones is
-// up to us as long as weights come likewise. So a lane takes 8 side by side, enough for two products, in one load.
+// 16 rows and 16 heads at a time. mma.sync wants two pairs of a row's channels from a lane for 16 channels; which ones
+// is up to us as long as weights come likewise. So a lane takes 8 side by side, enough for two products, in one load.
 constexpr int TILE = 16;
 
 template <typename T>

@@ -617,9 +617,7 @@ __global__ void __launch_bounds__(PREFIX_THREADS) prefix_kernel(const __grid_con
     const int64_t i = (int64_t(blockIdx.y) * PREFIX_THREADS + threadIdx.x) * W;
     if (i >= p.size) return;
     const int count = min(p.segments, (sequence_of(p.cum, s, p.N).length + p.segment_length - 1) / p.segment_length);
-    const auto segment = [&](int n) {
-        return (s * (p.segments + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv;
-    };
+    const auto segment = [&](int n) { return (s * (p.segments + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
     const int64_t step = p.reversed ? -p.NKV : p.NKV;
     const float* decays = p.decays ? p.decays + segment(0) : nullptr;
     float* states = p.states + segment(0) * p.size + i;
@@ -1067,7 +1065,7 @@ struct Layout {
         // Uncut, a sequence needs its two only where states come in or go out.
         const int64_t count =
             z.NKV * std::max(z.states ? 2 * z.S : 0, z.max_length > MIN_SEGMENT ? most_states(z, num_blocks(z)) : 0);
-        const int64_t parts = ceil_div(z.E, 16) + 1;  // at most
+        const int64_t parts = ceil_div(z.E, 16) + 1;                          // at most
         states = count * (z.E * z.M + z.E), decays = ceil_div(count, 4) * 4;  // states stay aligned to 16 bytes
         if (!backward) return;
         passes = 2;

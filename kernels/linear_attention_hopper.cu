@@ -2,9 +2,9 @@
 // L (elu + 1, normalised, no gate) and G (a gate alone).
 //
 // The walk is that of linear_attention.cu: a block owns a segment of a sequence and one head, and goes through it in
-// chunks of 64 tokens with the state in registers. Here a warpgroup multiplies (wgmma): it has the 64 rows of the chunk,
-// 64 columns of the result and as many of the state, and heads of 128 take two. dv and dk are made by one block, since
-// they share all they read, and R: dv multiplies it by its rows, dk by its columns.
+// chunks of 64 tokens with the state in registers. Here a warpgroup multiplies (wgmma): it has the 64 rows of the
+// chunk, 64 columns of the result and as many of the state, and heads of 128 take two. dv and dk are made by one block,
+// since they share all they read, and R: dv multiplies it by its rows, dk by its columns.
 //
 // Each thread copies 16 rows' worth of packs that it alone transforms when they have come (features, ĝ, δ), so that one
 // barrier before the products and one after them are all that a chunk needs.
@@ -41,7 +41,9 @@ __device__ __forceinline__ void wait_for_copy_groups() {
 
 // Blocks of a multiprocessor. NORMALISED: kind L; else G. GROUPED: DV's KV heads have several query heads.
 template <int D, Role ROLE, bool NORMALISED, bool GROUPED = false>
-constexpr int BLOCKS = D > 64 ? (state_only(ROLE) ? 2 : 1) : ROLE == Role::DV && (GROUPED || !NORMALISED) ? 2 : 3;
+constexpr int BLOCKS = D > 64                                         ? (state_only(ROLE) ? 2 : 1)
+                       : ROLE == Role::DV && (GROUPED || !NORMALISED) ? 2
+                                                                      : 3;
 
 // What lies where in shared memory, in bytes.
 template <int D, Role ROLE, bool NORMALISED>
@@ -58,8 +60,9 @@ struct Sizes {
     // Then floats. Of each stage, L: d and δ of a warpgroup's rows; G: the gates, for each warp.
     static constexpr int STAGE_FLOATS = WARPGROUPS * (NORMALISED ? 2 * TOKENS : 4 * TOKENS);
     static constexpr int ROWS = STAGES * STAGE_FLOATS;  // [WARPGROUPS][TOKENS]: parts of d's or δ's sums
-    static constexpr int COLUMNS = ROWS + (NORMALISED && (ROLE == Role::Out || ROLE == Role::DQ) ? WARPGROUPS * TOKENS : 0);
-    static constexpr int INTO = COLUMNS + TOKENS;             // [TOKENS]; COLUMNS [TOKENS]: DK's δ, G's Γ·log₂e
+    static constexpr int COLUMNS =
+        ROWS + (NORMALISED && (ROLE == Role::Out || ROLE == Role::DQ) ? WARPGROUPS * TOKENS : 0);
+    static constexpr int INTO = COLUMNS + TOKENS;  // [TOKENS]; COLUMNS [TOKENS]: DK's δ, G's Γ·log₂e
     static constexpr int VECTOR = INTO + (NORMALISED ? 0 : TOKENS);  // [2][D]: z or r, before a step and after it
     static constexpr int VECTOR_PARTS = VECTOR + (NORMALISED ? 2 * D : 0);  // [4][D]
     static constexpr int END = VECTOR_PARTS + (NORMALISED ? 4 * D : 0);
@@ -94,8 +97,8 @@ __device__ __forceinline__ void copy_packs(const Place& at, unsigned char* tile,
 
 // They become f(x, i); f gets the pack as floats.
 template <typename F>
-__device__ __forceinline__ void transform_packs(const Place& at, const unsigned char* from, unsigned char* to, int count,
-                                                int columns, F f) {
+__device__ __forceinline__ void transform_packs(const Place& at, const unsigned char* from, unsigned char* to,
+                                                int count, int columns, F f) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         Floats<PACK> x = load_floats<PACK>(reinterpret_cast<const T*>(from + at.offset(i)));
@@ -106,9 +109,27 @@ __device__ __forceinline__ void transform_packs(const Place& at, const unsigned 
     }
 }
 
-__device__ __forceinline__ void apply_features(Floats<PACK>& x) {
+// φ = max(x + 1, min(exp(x), 1)): the greater is x + 1 above 0 and the exponential below. Two at a time, but for the
+// exponentials: what is rounded to T first need not be rounded again.
+__device__ __forceinline__ uint32_t features_of(uint32_t two) {
+    Pack<T, 2> pack;
+    pack.word[0] = two;
+    const Floats<2> x = as_floats(pack);
+    const uint32_t exponentials = pack_two<T>(exp2_fast(x[0] * LOG2E), exp2_fast(x[1] * LOG2E));
+    const __nv_bfloat162 one = __float2bfloat162_rn(1.0f);
+    const __nv_bfloat162 y = __hmax2_nan(__hadd2(reinterpret_cast<const __nv_bfloat162&>(two), one),
+                                         __hmin2_nan(reinterpret_cast<const __nv_bfloat162&>(exponentials), one));
+    return reinterpret_cast<const uint32_t&>(y);
+}
+
+__device__ __forceinline__ void apply_features(const Place& at, unsigned char* tile, int count, int columns) {
 #pragma unroll
-    for (int j = 0; j < PACK; j++) x[j] = exp2_fast(fminf(x[j], 0.0f) * LOG2E) + fmaxf(x[j], 0.0f);
+    for (int i = 0; i < 4; i++) {
+        uint4& pack = *reinterpret_cast<uint4*>(tile + at.offset(i));
+        uint4 y = {features_of(pack.x), features_of(pack.y), features_of(pack.z), features_of(pack.w)};
+        if (at.row(i) >= count || at.column() >= columns) y = {};
+        pack = y;
+    }
 }
 
 // Sums over the eight lanes that have a row.
@@ -143,9 +164,9 @@ __device__ __forceinline__ void sum_over_rows(float (&sum)[PACK]) {
 
 // The gates of a chunk: what a lane has of its tokens 2·lane and 2·lane + 1.
 struct Decays {
-    float gamma[2];         // Γ·log₂e
-    float into[2];          // what the state decays by until it reaches the token
-    float within[2];        // what the token's product decays by until it is handed on
+    float gamma[2];          // Γ·log₂e
+    float into[2];           // what the state decays by until it reaches the token
+    float within[2];         // what the token's product decays by until it is handed on
     float whole, log_whole;  // all of the chunk
 
     __device__ __forceinline__ Decays(const float* gates, bool reversed) {
@@ -191,7 +212,8 @@ struct Walk {
     __device__ __forceinline__ int64_t key_head(int step) const { return first_head + (heads == 1 ? 0 : step % heads); }
 };
 
-__device__ __forceinline__ Walk walk_of(const Product<T>& p, const Task& task, bool of_queries, bool reversed, bool grouped) {
+__device__ __forceinline__ Walk walk_of(const Product<T>& p, const Task& task, bool of_queries, bool reversed,
+                                        bool grouped) {
     Walk w;
     w.seq = sequence_of(p.cum, task.sequence, p.N);
     w.begin = task.segment * p.segment_length, w.end = min(w.begin + p.segment_length, w.seq.length);
@@ -216,7 +238,8 @@ __device__ __forceinline__ void for_state(const Place& at, State<D>& state, cons
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const int row = m * 64 + at.row0() + e / 2 * 8, column = at.warpgroup * 64 + n * 8 + at.lane % 4 * 2 + e % 2;
+                const int row = m * 64 + at.row0() + e / 2 * 8,
+                          column = at.warpgroup * 64 + n * 8 + at.lane % 4 * 2 + e % 2;
                 if (row < p.E && column < p.M) f(state[m][n][e], memory[row * p.state_row + column * p.state_column]);
             }
 }
@@ -247,12 +270,15 @@ __device__ __forceinline__ void pin_state(State<D>& state) {
     for (int m = 0; m < D / 64; m++) pin_registers(state[m]);
 }
 
-// A step's d and, where given, δ of this warp's rows on their way to shared memory; or the gates of all rows, which each
-// warp has for itself.
-__device__ __forceinline__ void copy_rows(const Place& at, float* dst, const float* norm, const float* delta, int count) {
+// A step's d and, where given, δ of this warp's rows on their way to shared memory; or the gates of all rows, which
+// each warp has for itself.
+__device__ __forceinline__ void copy_rows(const Place& at, float* dst, const float* norm, const float* delta,
+                                          int count) {
     const int row = at.warp * 16 + at.lane % 16;
     const float* src = at.lane < 16 ? norm : delta;
-    if (src) copy_async_4(dst + (at.warpgroup * 2 + at.lane / 16) * TOKENS + row, row < count ? src + row : src, row < count);
+    if (src)
+        copy_async_4(dst + (at.warpgroup * 2 + at.lane / 16) * TOKENS + row, row < count ? src + row : src,
+                     row < count);
 }
 __device__ __forceinline__ void copy_gates(const Place& at, float* dst, const float* gate, int64_t stride, int count) {
 #pragma unroll
@@ -317,10 +343,10 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             copy_rows(at, rows, p.norm + key_head * p.norm_stride + token, p.delta + key_head * p.N + token, count);
         if constexpr (GATED) copy_gates(at, rows, p.gate + token * p.gate_stride + walk.kv, p.gate_stride, count);
     };
-    // DQ needs the queries only where a step ends. Copies form groups: a step's tiles, its queries, the next step's tiles.
+    // DQ needs the queries only where a step ends. Copies form groups: a step's tiles, its queries, the next step's
+    // tiles.
     const auto load_queries = [&](int step) {
-        if (step < walk.steps)
-            copy_packs(at, queries, p.inputs, walk.token(step), task.head, walk.count(step), p.M);
+        if (step < walk.steps) copy_packs(at, queries, p.inputs, walk.token(step), task.head, walk.count(step), p.M);
         commit_copies();
     };
     constexpr int LATER_GROUPS = ROLE == Role::DQ ? 1 : 0;
@@ -360,11 +386,10 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
 #pragma unroll
                 for (int j = 0; j < PACK; j++) x[j] *= factor;
             };
-            const auto features = [](Floats<PACK>& x, int) { apply_features(x); };
             float sum[PACK] = {};
             if constexpr (ROLE == Role::Out) {
-                transform_packs(at, b_tile, b_tile, count, p.E, features);
-                transform_packs(at, a_tile, a_tile, count, p.E, features);
+                apply_features(at, b_tile, count, p.E);
+                apply_features(at, a_tile, count, p.E);
                 const Floats<PACK> z = load_floats<PACK>(vector + at.column());
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // φ(q)·z
@@ -378,7 +403,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 sum_columns(at, b_tile, nullptr, sum);
             }
             if constexpr (ROLE == Role::DQ) {
-                transform_packs(at, c_tile, c_tile, count, p.M, features);
+                apply_features(at, c_tile, count, p.M);
                 transform_packs(at, a_tile, a_tile, count, p.E, divide);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // δ, from ĝ as it is multiplied
@@ -393,10 +418,11 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 sum_columns(at, c_tile, nullptr, sum);
             }
             if constexpr (REVERSED) {
-                transform_packs(at, a_tile, a_tile, count, p.E, features);
-                transform_packs(at, b_tile, b_tile, count, p.E, features);
+                apply_features(at, a_tile, count, p.E);
+                apply_features(at, b_tile, count, p.E);
                 transform_packs(at, c_tile, c_tile, count, p.M, divide);
-                if (at.warpgroup == 0 && at.lane < 16) delta_tile[at.warp * 16 + at.lane] = delta[at.warp * 16 + at.lane];
+                if (at.warpgroup == 0 && at.lane < 16)
+                    delta_tile[at.warp * 16 + at.lane] = delta[at.warp * 16 + at.lane];
                 sum_columns(at, b_tile, delta, sum);
             }
             sum_over_rows(sum);
@@ -485,7 +511,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                     if constexpr (NORMALISED) v = load_floats<2>(vector + column0 + n * 8);
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        sums[n][e] = GATED            ? sums[n][e] * factor[e / 2]
+                        sums[n][e] = GATED           ? sums[n][e] * factor[e / 2]
                                      : R == Role::DQ ? fmaf(row_sums[e / 2], v[e % 2], sums[n][e])
                                                      : sums[n][e] + v[e % 2];
                 }
@@ -544,8 +570,8 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 for (int n = 0; n < 8; n++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const Floats<2> f = load_floats<2>(reinterpret_cast<const T*>(
-                            inputs + tile_offset<TOKENS>(row0 + half * 8, column0 + n * 8)));
+                        const Floats<2> f = load_floats<2>(
+                            reinterpret_cast<const T*>(inputs + tile_offset<TOKENS>(row0 + half * 8, column0 + n * 8)));
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float& d = sums[n][half * 2 + e];
@@ -629,8 +655,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             copy_packs(at, tiles, p.b, token, key_head, count, p.E);
             copy_packs(at, tiles + TILE, p.c, token, key_head, count, p.M);
             if constexpr (NORMALISED && REVERSED)
-                copy_rows(at, rows, p.norm + key_head * p.norm_stride + token, p.delta + key_head * p.N + token,
-                                count);
+                copy_rows(at, rows, p.norm + key_head * p.norm_stride + token, p.delta + key_head * p.N + token, count);
             if constexpr (GATED) copy_gates(at, rows, p.gate + token * p.gate_stride + walk.kv, p.gate_stride, count);
         }
         commit_copies();
@@ -649,7 +674,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         __syncwarp();
         if constexpr (NORMALISED) {
             const float *norm = rows + at.warpgroup * 2 * TOKENS, *delta = norm + TOKENS;
-            transform_packs(at, b_tile, b_tile, count, p.E, [](Floats<PACK>& x, int) { apply_features(x); });
+            apply_features(at, b_tile, count, p.E);
             if constexpr (REVERSED)
                 transform_packs(at, c_tile, c_tile, count, p.M, [&](Floats<PACK>& x, int i) {
                     const float factor = at.row(i) < count ? reciprocal_for<T>(norm[at.row(i)]) : 0.0f;
