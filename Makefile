@@ -70,6 +70,9 @@ SANITIZER := $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-sanitize-recover=all $
 PREPROCESS := -I. -MMD -MP
 # Position-independent and hidden, so that the same objects make the shared library, which shows its C interface only.
 HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hidden
+# From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
+# several: the bits would depend on how rows are blocked, and so on the number of threads.
+HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
 COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 LIBS := -lpcre2-8 -pthread -ldl
 

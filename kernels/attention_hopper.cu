@@ -724,18 +724,20 @@ __device__ __forceinline__ void weight_gradients_to_score_gradients(float (&dp)[
     }
 }
 
-template <int D>
-struct KeyPassSizes {
+// Of this pass, and of the single one, which needs Extra beside it.
+template <int D, int STAGES_, typename Extra>
+struct KeySizes {
     static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
-    static constexpr int STAGES = D <= 64 ? 4 : 3;
+    static constexpr int STAGES = STAGES_;
     using Roles = ::Roles<WARPGROUPS>;
     // Whether P and dS are still being multiplied while the next scores are: registers for that are there at D = 64.
     static constexpr bool OVERLAP = D <= 64;
-    static constexpr bool SUMS_OVER_KEYS = false;
+    static constexpr bool SUMS_OVER_KEYS = !std::is_empty_v<Extra>;
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
-        float lse[STAGES][BQ], delta[STAGES][BQ];
+        Extra extra;
+        alignas(16) float lse[STAGES][BQ], delta[STAGES][BQ];
         Ring<1> kv_ring;
         Ring<STAGES> q_ring;
         TaskRing tasks;
@@ -748,6 +750,10 @@ struct KeyPassSizes {
         }
     };
 };
+
+struct NothingExtra {};
+template <int D>
+using KeyPassSizes = KeySizes<D, D <= 64 ? 4 : 3, NothingExtra>;
 
 // The key pass walks over the queries of all heads of a group, one head after another.
 template <int BQ, typename F>
@@ -924,31 +930,13 @@ struct GradientSums {
 };
 
 template <int D>
-struct SinglePassSizes {
-    static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
-    static constexpr int STAGES = D <= 64 ? 4 : 2;
-    static constexpr bool SUMS_OVER_KEYS = true;
-    static constexpr bool OVERLAP = D <= 64;  // dS is still multiplied for dK while the next scores are
-    using Roles = ::Roles<WARPGROUPS>;
-    struct Shared {
-        alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], sums[BN * D * 2];
-        alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
-        // dSᵀ of a step and of the one before, which the other warpgroup may still read.
-        alignas(SWIZZLE_ALIGNMENT) unsigned char ds[2][BN * BQ * 2];
-        float4 dq[WARPGROUPS][WARPGROUP / WARP][16 * GradientSums<D>::COLUMNS / 4];  // of each warp
-        float lse[STAGES][BQ], delta[STAGES][BQ];
-        Ring<1> kv_ring;
-        Ring<STAGES> q_ring;
-        TaskRing tasks;
-        Barrier loader;
-        __device__ void init() {
-            kv_ring.init(WARPGROUPS);
-            q_ring.init(WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
-            tasks.ring.init(WARPGROUPS);
-            barrier_init(&loader, 1);
-        }
-    };
+struct SinglePassExtra {
+    // dSᵀ of a step and of the one before, which the other warpgroup may still read: [keys, queries].
+    alignas(SWIZZLE_ALIGNMENT) unsigned char ds[2][128 * 64 * 2];
+    float4 dq[2][WARPGROUP / WARP][16 * GradientSums<D>::COLUMNS / 4];  // of each warpgroup's warps
 };
+template <int D>
+using SinglePassSizes = KeySizes<D, D <= 64 ? 4 : 2, SinglePassExtra<D>>;
 
 // Adds the warp's 16 rows of dQ, of tokens from `token` on, to those at `to`, as many as exist.
 template <int D, int NT>
@@ -976,7 +964,7 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
     constexpr int BN = Sizes::BN, BQ = Sizes::BQ, WARPGROUPS = Sizes::WARPGROUPS, COLUMNS = GradientSums<D>::COLUMNS;
     constexpr int GRADIENTS_READY = 1;  // a named barrier
     const int lane = lane_id(), warp_row = uniform(threadIdx.x % WARPGROUP / WARP * 16), group = int(a.NH / a.NKV);
-    float4* image = shared.dq[warpgroup][warp_row / 16];
+    float4* image = shared.extra.dq[warpgroup][warp_row / 16];
     RingPosition<1> kv_at;
     RingPosition<Sizes::STAGES> at;
     int buffer = 0;  // of dSᵀ
@@ -1030,10 +1018,10 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
                 pin_registers(dp);
                 weight_gradients_to_score_gradients(dp, s, shared.delta[at.stage]);
                 round_to_left<T>(ds, dp);
-                store_rounded<BN>(shared.ds[buffer], warpgroup * 64 + warp_row, ds);
+                store_rounded<BN>(shared.extra.ds[buffer], warpgroup * 64 + warp_row, ds);
                 fence_async_proxy();
                 named_barrier_sync(GRADIENTS_READY, WARPGROUPS * WARPGROUP);
-                product_of_columns<T, BN>(dq, shared_address(shared.ds[buffer]), keys, warpgroup * COLUMNS);
+                product_of_columns<T, BN>(dq, shared_address(shared.extra.ds[buffer]), keys, warpgroup * COLUMNS);
                 product_of_rounded<T>(dk, ds, q);
                 product_wait<1>();
                 pin_registers(dv);

@@ -465,7 +465,7 @@ struct ReducePlan {
     int64_t pieces, piece;
 };
 
-ReducePlan plan_reduction(const Reduction& r) {
+ReducePlan plan_reduction(const Reduction& r, bool in_pieces = true) {
     const StridedLoop& loop = r.loop;  // of (inp, out)
     const StridedLoop::Operand& inp = loop.operand[0];
     const int last = loop.rank - 1;
@@ -489,12 +489,12 @@ ReducePlan plan_reduction(const Reduction& r) {
         if (fits) plan.W = W;
     }
     // `along`: as many threads of a warp as have IN_FLIGHT packs each, a warp up to 1,024 packs, or 256 where there
-    // would be few warps, then the block. `across`: 8 threads; one where the axis is short; 32 where it is not and
-    // there are few results, as in the second step over pieces.
+    // would be few warps, then the block. `across`: 8 threads, whose block reads whole stretches of a row; one where
+    // the axis is short; 32 where the results are too few for such stretches, or for the GPU when the axis stays whole.
     const int64_t items = plan.along ? results : ceil_div(results, plan.W), multiprocessors = num_multiprocessors();
     const int64_t packs = n / plan.W;
     if (!plan.along) {
-        plan.group = n <= 16 ? 1 : items < 32 * multiprocessors ? 32 : 8;
+        plan.group = n <= 16 ? 1 : items < (in_pieces ? 32 : 32 * multiprocessors) ? 32 : 8;
     } else if (packs > 1024 || (packs > 256 && results < 64 * multiprocessors)) {
         plan.group = THREADS;
     } else {
@@ -502,7 +502,8 @@ ReducePlan plan_reduction(const Reduction& r) {
         while (plan.group < WARP && packs > IN_FLIGHT * plan.group) plan.group *= 2;
     }
     // As many pieces as give each multiprocessor 16 blocks, but none shorter than IN_FLIGHT packs for a thread.
-    const int64_t blocks = ceil_div(items, THREADS / plan.group), wanted = ceil_div(16 * multiprocessors, blocks);
+    const int64_t blocks = ceil_div(items, THREADS / plan.group);
+    const int64_t wanted = in_pieces ? ceil_div(16 * multiprocessors, blocks) : 1;
     const int64_t least = IN_FLIGHT * plan.group * (plan.along ? plan.W : 1);
     const int64_t pieces = std::max<int64_t>(1, std::min(wanted, n / least));
     const int64_t unit = plan.along ? plan.group * plan.W : 1;
@@ -560,9 +561,7 @@ void launch_reduce(const char* op, const Reduction& r, const ReducePlan& plan, f
     rest.loop.operand[0].data = partial, rest.loop.operand[0].dtype = DType::F32;
     int64_t stride = 1;
     for (int d = last; d >= 0; d--) rest.loop.operand[0].stride[d] = stride, stride *= loop.shape[d];
-    ReducePlan once = plan_reduction(rest);
-    once.pieces = 1, once.piece = plan.pieces;
-    launch_reduce<F>(op, rest, once, start, nullptr, stream);
+    launch_reduce<F>(op, rest, plan_reduction(rest, false), start, nullptr, stream);
 }
 
 // --- matmul

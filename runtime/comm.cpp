@@ -23,29 +23,29 @@ std::string Comm::named(const char* op) const {
     return transport ? str("rank ", own_rank, ": ", op) : op;
 }
 
+// These run in every step: they make no text unless it is told.
 void Comm::check_tensor(const char* op, const char* argument, const Tensor& t, bool sums) const {
-    const auto check_that = [&](bool ok, const std::string& otherwise) {
-        require(ok, named(op), ": ", argument, " ", otherwise);
-    };
-    check_that(t || t.numel() == 0, "is not given");
-    check_that(t.device == backend_device(), str("is not in the memory of the ", backend_name(), " backend"));
-    check_that(t.contiguous(), shape_string(t) + " is not contiguous");
-    check_that(!sums || (t.dtype != DType::U8 && t.dtype != DType::U16),
-               str("holds ", dtype_name(t.dtype), ", which is not summed"));
+    const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", argument, " ", what...)); };
+    if (!t && t.numel() != 0) fail("is not given");
+    if (t.device != backend_device()) fail("is not in the memory of the ", backend_name(), " backend");
+    if (!t.contiguous()) fail(shape_string(t), " is not contiguous");
+    if (sums && (t.dtype == DType::U8 || t.dtype == DType::U16))
+        fail("holds ", dtype_name(t.dtype), ", which is not summed");
 }
 
 // A rank's part of the whole must be of the same dtype and 1/size of it, and may lie nowhere else in it than at its
 // own place.
 void Comm::check_part(const char* op, const char* part_name, const Tensor& part, const char* whole_name,
                       const Tensor& whole) const {
-    require(part.dtype == whole.dtype && part.numel() * world_size == whole.numel(), named(op), ": ", part_name, " ",
-            shape_string(part), " of ", dtype_name(part.dtype), " is not 1/", world_size, " of ", whole_name, " ",
-            shape_string(whole), " of ", dtype_name(whole.dtype));
+    const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", part_name, " ", what...)); };
+    if (part.dtype != whole.dtype || part.numel() * world_size != whole.numel())
+        fail(shape_string(part), " of ", dtype_name(part.dtype), " is not 1/", world_size, " of ", whole_name, " ",
+             shape_string(whole), " of ", dtype_name(whole.dtype));
     const char* const begin = static_cast<const char*>(whole.data);
     const char* const own = static_cast<const char*>(part.data);
     const bool apart = own + part.bytes() <= begin || begin + whole.bytes() <= own;
-    require(apart || own == begin + own_rank * part.bytes(), named(op), ": ", part_name, " overlaps ", whole_name,
-            " elsewhere than at rank ", own_rank, "'s part");
+    if (!apart && own != begin + own_rank * part.bytes())
+        fail("overlaps ", whole_name, " elsewhere than at rank ", own_rank, "'s part");
 }
 
 void Comm::check_root(const char* op, int64_t root) const {

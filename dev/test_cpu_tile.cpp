@@ -1,0 +1,59 @@
+// The small products that CPU kernels are made of: an element is one sum in the order of k, the same bits however rows,
+// vectors and k are blocked, which is what makes attention independent of the number of threads.
+#include "kernels/cpu_tile.h"
+
+#include <cstring>
+#include <vector>
+
+#include "dev/test_util.h"
+#include "runtime/rng.h"
+
+namespace {
+
+constexpr int64_t LD = 8 * LANES;  // of all matrices, which are square
+
+std::vector<float> random_matrix(uint64_t stream) {
+    std::vector<float> x(LD * LD);
+    for (size_t i = 0; i < x.size(); i++) x[i] = float(int32_t(philox(7, stream, i).v[0])) * 0x1p-31f;
+    return x;
+}
+
+using Product = decltype(&product_n);
+
+// c += a·b, rows of c, vectors of a row and steps of k one at a time.
+void one_by_one(Product product, int64_t a_row, int64_t a_k, float* c, const float* a, const float* b, int64_t M,
+                int64_t vecs, int64_t K) {
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t v = 0; v < vecs; v++)
+            for (int64_t k = 0; k < K; k++)
+                product(c + m * LD + v * LANES, LD, a + m * a_row + k * a_k, LD, b + k * LD + v * LANES, LD, 1, 1, 1,
+                        true);
+}
+
+void expect_any_blocking_gives_the_same(Product product, int64_t a_row, int64_t a_k) {
+    const std::vector<float> a = random_matrix(1), b = random_matrix(2), before = random_matrix(3);
+    for (const int64_t vecs : {1, 2, 3, 4, 5, 8}) {
+        for (const int64_t M : {1, 2, 3, 4, 7, 8, 13, 64}) {
+            for (const int64_t K : {1, 2, 3, 16, 33}) {
+                for (const bool accumulate : {false, true}) {
+                    std::vector<float> c = before, expected = before;
+                    product(c.data(), LD, a.data(), LD, b.data(), LD, M, vecs, K, accumulate);
+                    for (int64_t m = 0; m < M && !accumulate; m++)
+                        std::fill_n(expected.begin() + m * LD, vecs * LANES, 0.0f);
+                    one_by_one(product, a_row, a_k, expected.data(), a.data(), b.data(), M, vecs, K);
+                    ASSERT_EQ(std::memcmp(c.data(), expected.data(), c.size() * sizeof(float)), 0)
+                        << M << " rows, " << vecs << " vectors, " << K << " products";
+                }
+            }
+        }
+    }
+}
+
+TEST(CpuTile, RowsOfA) {
+    expect_any_blocking_gives_the_same(product_n, LD, 1);
+}
+TEST(CpuTile, ColumnsOfA) {
+    expect_any_blocking_gives_the_same(product_t, 1, LD);
+}
+
+}  // namespace
