@@ -23,12 +23,6 @@ using namespace linear_attention;
 
 constexpr int64_t MIN_SEGMENT = 4 * MAX_CHUNK;
 
-// The four lanes of a row.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
 // Tile sizes. Shared memory stays within the 99 KiB that every GPU from sm_80 on has, but for heads of 128: where there
 // is less than they ask for, the kernels for 256 take them.
 template <typename T, int E>

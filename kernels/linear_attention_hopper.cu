@@ -22,22 +22,6 @@ using T = bf16;
 
 constexpr int TOKENS = 64, PACK = FULL_WIDTH<T>;
 constexpr int PART = TOKENS * CHUNK_ROW;  // bytes of 64 columns of a tile
-constexpr float LOG2E = 1.44269504f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Copies of this thread form groups; all but the last PENDING have landed.
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copy_groups() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Blocks of a multiprocessor. NORMALISED: kind L; else G. GROUPED: DV's KV heads have several query heads.
 template <int D, Role ROLE, bool NORMALISED, bool GROUPED = false>
@@ -132,15 +116,11 @@ __device__ __forceinline__ void apply_features(const Place& at, unsigned char* t
     }
 }
 
-// Sums over the eight lanes that have a row.
-__device__ __forceinline__ float sum_of_row(float x) {
+// Over the eight lanes that have the packs of a row.
+__device__ __forceinline__ float pack_row_sum(float x) {
 #pragma unroll
     for (int offset = 1; offset < 8; offset *= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
     return x;
-}
-__device__ __forceinline__ float sum_of_four(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
 // Sums of columns over this warp's 16 rows of a tile that its threads have transformed, rows weighted.
@@ -397,7 +377,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                     float d = 0;
 #pragma unroll
                     for (int j = 0; j < PACK; j++) d = fmaf(x[j], z[j], d);
-                    d = sum_of_row(d);
+                    d = pack_row_sum(d);
                     if (at.lane % 8 == 0) row_parts[at.warpgroup * TOKENS + at.row(i)] = d;
                 }
                 sum_columns(at, b_tile, nullptr, sum);
@@ -412,7 +392,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                     float d = 0;
 #pragma unroll
                     for (int j = 0; j < PACK; j++) d = fmaf(x[j], -y[j], d);
-                    d = sum_of_row(d);
+                    d = pack_row_sum(d);
                     if (at.lane % 8 == 0) row_parts[at.warpgroup * TOKENS + at.row(i)] = d;
                 }
                 sum_columns(at, c_tile, nullptr, sum);
@@ -536,7 +516,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             }
             if (NORMALISED && R == Role::Out)
 #pragma unroll
-                for (int half = 0; half < 2; half++) row_sums[half] += sum_of_four(score_sums[half]);
+                for (int half = 0; half < 2; half++) row_sums[half] += row_sum(score_sums[half]);
             uint32_t weights[4][4];
             round_to_left<T>(weights, s);
             product_of_rounded<T>(sums, weights, c + at.warpgroup * PART);
@@ -585,7 +565,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
                         const int64_t heads = REVERSED ? p.NKV : p.NH;
-                        const float sum = sum_of_four(dot[half]);
+                        const float sum = row_sum(dot[half]);
                         if (at.lane % 4 == 0 && row0 + half * 8 < count)
                             x.dots[(at.warpgroup * heads + task.head) * p.N + token + row0 + half * 8] = sum;
                     }
