@@ -459,6 +459,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                            b = shared_address(R == Role::DK ? c_tile : b_tile),
                            c = shared_address(R == Role::DK ? b_tile : c_tile), s_tile = shared_address(state_tile);
             float s[8][4];
+            if (GATED && R != Role::DK && first_head) scale_state<D>(state, whole), pin_state<D>(state);
             product_of_rows<T, TOKENS, D>(s, a, b);
             if (first_head) {
                 const uint32_t left = rows_descriptor(a);
@@ -474,28 +475,15 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                             sums, left + step_columns<TOKENS>(k),
                             columns_descriptor<D>(s_tile + at.warpgroup * D * CHUNK_ROW) + step_rows(k), k > 0);
                 }
-                product_commit();
             }
-            product_wait<0>();
+            product_commit();
+            // The state is multiplied by way of its tile, so that it may move on meanwhile.
+            if constexpr (R != Role::DK) add_to_state<D>(at, state, shared_address(b_tile), shared_address(handed_on));
+            constexpr int LATER = R == Role::DK ? 0 : 1;
+            product_wait<LATER + 1>();
             pin_registers(s);
-            pin_registers(sums);
-            if (GATED && R != Role::DK && first_head) scale_state<D>(state, whole), pin_state<D>(state);
             float row_gamma[2] = {};
             if constexpr (GATED) row_gamma[0] = gamma[row0], row_gamma[1] = gamma[row0 + 8];
-            if (first_head && (GATED || R == Role::DQ || R == Role::DK)) {
-                float factor[2] = {1, 1};
-                if constexpr (GATED) factor[0] = into[row0], factor[1] = into[row0 + 8];
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    Floats<2> v = {};
-                    if constexpr (NORMALISED) v = load_floats<2>(vector + column0 + n * 8);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        sums[n][e] = GATED           ? sums[n][e] * factor[e / 2]
-                                     : R == Role::DQ ? fmaf(row_sums[e / 2], v[e % 2], sums[n][e])
-                                                     : sums[n][e] + v[e % 2];
-                }
-            }
             float score_sums[2] = {};
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -519,16 +507,26 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 for (int half = 0; half < 2; half++) row_sums[half] += row_sum(score_sums[half]);
             uint32_t weights[4][4];
             round_to_left<T>(weights, s);
-            product_of_rounded<T>(sums, weights, c + at.warpgroup * PART);
-            if constexpr (R == Role::DK) {
-                product_wait<0>();
-                pin_registers(sums);
-            } else {
-                add_to_state<D>(at, state, shared_address(b_tile), shared_address(handed_on));
-                product_wait<0>();
-                pin_registers(sums);
-                pin_state<D>(state);
+            product_wait<LATER>();
+            pin_registers(sums);
+            if (first_head && (GATED || R == Role::DQ || R == Role::DK)) {
+                float factor[2] = {1, 1};
+                if constexpr (GATED) factor[0] = into[row0], factor[1] = into[row0 + 8];
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    Floats<2> v = {};
+                    if constexpr (NORMALISED) v = load_floats<2>(vector + column0 + n * 8);
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        sums[n][e] = GATED           ? sums[n][e] * factor[e / 2]
+                                     : R == Role::DQ ? fmaf(row_sums[e / 2], v[e % 2], sums[n][e])
+                                                     : sums[n][e] + v[e % 2];
+                }
             }
+            product_of_rounded<T>(sums, weights, c + at.warpgroup * PART);
+            product_wait<0>();
+            pin_registers(sums);
+            if constexpr (R != Role::DK) pin_state<D>(state);
         };
         // Sums become results, rounded.
         const auto finish = [&](auto role, const Product<T>& x, float(&sums)[8][4], uint32_t(&rounded)[4][4]) {
