@@ -1,5 +1,6 @@
 // The small products that CPU kernels are made of: an element is one sum in the order of k, the same bits however rows,
-// vectors and k are blocked, which is what makes attention independent of the number of threads.
+// vectors and k are blocked, which is what makes attention independent of the number of threads. Into::Added adds that
+// sum to what was there.
 #include "kernels/cpu_tile.h"
 
 #include <cstring>
@@ -27,7 +28,7 @@ void one_by_one(Product product, int64_t a_row, int64_t a_k, float* c, const flo
         for (int64_t v = 0; v < vecs; v++)
             for (int64_t k = 0; k < K; k++)
                 product(c + m * LD + v * LANES, LD, a + m * a_row + k * a_k, LD, b + k * LD + v * LANES, LD, 1, 1, 1,
-                        true);
+                        Into::Continued);
 }
 
 void expect_any_blocking_gives_the_same(Product product, int64_t a_row, int64_t a_k) {
@@ -35,12 +36,14 @@ void expect_any_blocking_gives_the_same(Product product, int64_t a_row, int64_t 
     for (const int64_t vecs : {1, 2, 3, 4, 5, 8}) {
         for (const int64_t M : {1, 2, 3, 4, 7, 8, 13, 64}) {
             for (const int64_t K : {1, 2, 3, 16, 33}) {
-                for (const bool accumulate : {false, true}) {
+                for (const Into into : {Into::Overwritten, Into::Continued, Into::Added}) {
                     std::vector<float> c = before, expected = before;
-                    product(c.data(), LD, a.data(), LD, b.data(), LD, M, vecs, K, accumulate);
-                    for (int64_t m = 0; m < M && !accumulate; m++)
+                    product(c.data(), LD, a.data(), LD, b.data(), LD, M, vecs, K, into);
+                    for (int64_t m = 0; m < M && into != Into::Continued; m++)
                         std::fill_n(expected.begin() + m * LD, vecs * LANES, 0.0f);
                     one_by_one(product, a_row, a_k, expected.data(), a.data(), b.data(), M, vecs, K);
+                    for (int64_t m = 0; m < M && into == Into::Added; m++)
+                        for (int64_t i = m * LD; i < m * LD + vecs * LANES; i++) expected[i] += before[i];
                     ASSERT_EQ(std::memcmp(c.data(), expected.data(), c.size() * sizeof(float)), 0)
                         << M << " rows, " << vecs << " vectors, " << K << " products";
                 }

@@ -4,11 +4,10 @@
 #include <limits>
 
 #include "kernels/attention.h"
-#include "kernels/cuda_common.cuh"
 #include "kernels/heads.cuh"
+#include "kernels/warp_tile.cuh"
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-constexpr float LOG2E = 1.44269504f;
 
 // The arguments of a kernel; the forward pass leaves the gradients out.
 template <typename T>
@@ -28,18 +27,7 @@ struct Attention {
     bool aligned;  // all rows to 16 bytes
 };
 
-// 2^x to 2 units in the last place; 0 for −∞.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// The four lanes of a row.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
+// The four lanes of a row, as row_sum.
 __device__ __forceinline__ float row_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));

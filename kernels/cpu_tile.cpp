@@ -2,15 +2,16 @@
 
 namespace {
 
-// c [R, NV vectors] (+)= a·b: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV vectors].
+// c [R, NV vectors] = a·b or more: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV
+// vectors].
 template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                 int64_t K, bool accumulate) {
+                                 int64_t K, Into into) {
     V sum[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) sum[r][v] = accumulate ? load<V>(c + r * ldc + v * WIDTH<V>) : V{};
+        for (int v = 0; v < NV; v++) sum[r][v] = into == Into::Continued ? load<V>(c + r * ldc + v * WIDTH<V>) : V{};
     }
     for (int64_t k = 0; k < K; k++) {
         V row[NV];
@@ -26,68 +27,71 @@ ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t 
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) store(c + r * ldc + v * WIDTH<V>, sum[r][v]);
+        for (int v = 0; v < NV; v++) {
+            float* to = c + r * ldc + v * WIDTH<V>;
+            store(to, into == Into::Added ? load<V>(to) + sum[r][v] : sum[r][v]);
+        }
     }
 }
 
 template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t K, bool accumulate) {
+                                int64_t M, int64_t K, Into into) {
     const int64_t step = TRANSPOSED ? 1 : lda;
     int64_t m = 0;
     for (; m + R <= M; m += R) {
-        product_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
+        product_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
     }
     for (; m < M; m++) {
-        product_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, accumulate);
+        product_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
     }
 }
 
 // With the 32 registers of AVX-512 a block is 4×4 or 8×2 vectors, with AVX2's 16 registers of half the width 4×2.
 template <typename V, bool TRANSPOSED>
 ALWAYS_INLINE void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                           int64_t vecs, int64_t K, bool accumulate) {
+                           int64_t vecs, int64_t K, Into into) {
     int64_t v = 0;
     if constexpr (WIDTH<V> == LANES) {
         for (; v + 4 <= vecs; v += 4) {
-            product_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
         }
         if (v + 3 == vecs) {
-            product_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
             return;
         }
         for (; v + 2 <= vecs; v += 2) {
-            product_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+            product_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
         }
     }
     constexpr int NV = LANES / WIDTH<V>;
     for (; v < vecs; v++) {
-        product_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, accumulate);
+        product_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
     }
 }
 
 template <bool TRANSPOSED>
 WITH_AVX512 void product_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t vecs, int64_t K, bool accumulate) {
-    product<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+                                int64_t M, int64_t vecs, int64_t K, Into into) {
+    product<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 template <bool TRANSPOSED>
 void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                  int64_t vecs, int64_t K, bool accumulate) {
-    product<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+                  int64_t vecs, int64_t K, Into into) {
+    product<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 }  // namespace
 
 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate) {
-    (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+               int64_t K, Into into) {
+    (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate) {
-    (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, accumulate);
+               int64_t K, Into into) {
+    (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 // In 8×8 blocks.
 MULTIARCH void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols,

@@ -34,12 +34,14 @@ ALWAYS_INLINE void store(float* p, V v) {
 
 template <typename V>
 constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
-// c [M, vecs·16] (+)= a·b [K, vecs·16]: a is [M, K] for product_n, stored as [K, M] for product_t. Each element of c is
-// summed in the order of k, whatever the blocking.
+// What becomes of what c holds: nothing; its sums are continued; the new sums, made by themselves, are added to it.
+enum class Into { Overwritten, Continued, Added };
+// c [M, vecs·16] = a·b [K, vecs·16] or more: a is [M, K] for product_n, stored as [K, M] for product_t. Each element of
+// c is summed in the order of k, whatever the blocking.
 void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate);
+               int64_t K, Into into);
 void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, bool accumulate);
+               int64_t K, Into into);
 
 // dst [cols, rows] = scale · src [rows, cols] transposed.
 void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols, float scale);

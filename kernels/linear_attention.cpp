@@ -2,7 +2,7 @@
 // one sequence and head with its state in the caches:
 //
 //   recurrent  token by token: the state moves on by b cᵀ, and aᵀ·state is read off it.
-//   chunked    64 tokens at a time: scores A·Bᵀ, masked; O = A·state + scores·C; state += Bᵀ·C: four matrix products,
+//   chunked    32 tokens at a time: scores A·Bᵀ, masked; O = A·state + scores·C; state += Bᵀ·C: four matrix products,
 //              where the scan reads and writes the whole state for every token.
 #include "kernels/linear_attention.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 using Role = LinearAttentionRole;
 
-constexpr int64_t CHUNK = 64;
+constexpr int64_t CHUNK = 32;
 constexpr int64_t BLOCK = 32;  // terms that are summed in a row: longer sums of one sign lose digits (docs/numerics.md)
 constexpr int64_t MAX_SIZE = LINEAR_ATTENTION_MAX_SIZE, MAX_CHUNKED = LINEAR_ATTENTION_MAX_CHUNKED_SIZE;
 
@@ -28,13 +28,11 @@ int64_t round_up(int64_t n) {
     return ceil_div(n, LANES) * LANES;
 }
 
-// x becomes φ(x): elu + 1, n floats.
-MULTIARCH void apply_features(float* x, int64_t n) {
+// y = φ(x): elu + 1, n floats.
+MULTIARCH void apply_features(float* y, const float* x, int64_t n) {
     for_each_vector(n, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
-        const vec16 v = vec_load_lanes(x + i, lanes), e = vec_exp(vec_min(v, vec16{}));
-        vec16 y;
-        for (int l = 0; l < LANES; l++) y[l] = v[l] > 0 ? v[l] + 1 : e[l];
-        vec_store_lanes(x + i, y, lanes);
+        const vec16 v = vec_load_lanes(x + i, lanes);
+        vec_store_lanes(y + i, v > 0 ? v + 1 : vec_exp(vec_min(v, vec16{})), lanes);
     });
 }
 
@@ -69,16 +67,12 @@ MULTIARCH void scan_read(float* out, const float* a, const float* state, const f
     }
 }
 
-// c [M, n] = a [M, K]·b [K, n], or += in one addition. Rows of c and b are n apart or, where given, ldc and ldb.
+// c [M, n] = a [M, K]·b [K, n], or += in additions of BLOCK terms. Rows of c and b are ldc and ldb apart.
 void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t n,
              int64_t K, bool accumulate) {
-    alignas(64) float added[CHUNK * MAX_CHUNKED];
-    for (int64_t k = 0; k < K; k += BLOCK) {
-        const bool direct = k == 0 && !accumulate;
-        product_n(direct ? c : added, direct ? ldc : n, a + k, lda, b + k * ldb, ldb, M, n / LANES,
-                  std::min(BLOCK, K - k), false);
-        for (int64_t m = 0; m < M && !direct; m++) add_row(c + m * ldc, 1, added + m * n, n);
-    }
+    for (int64_t k = 0; k < K; k += BLOCK)
+        product_n(c, ldc, a + k, lda, b + k * ldb, ldb, M, n / LANES, std::min(BLOCK, K - k),
+                  k > 0 || accumulate ? Into::Added : Into::Overwritten);
 }
 
 // One row of scores, all keys from `begin` on: (score + α + β_j)·exp(±(Γ_i − Γ_j)), 0 where masked: keys after i or,
@@ -159,9 +153,11 @@ void load_rows(float* dst, int64_t width, const Pass& p, const Operand& x, int64
     const int64_t size = x.rows.shape[2];
     for (int64_t i = 0; i < n; i++) {
         float* to = dst + i * width;
-        std::copy(rows[i], rows[i] + size, to);
+        if (x.use == Use::Features)
+            apply_features(to, rows[i], size);
+        else
+            std::copy(rows[i], rows[i] + size, to);
         std::fill(to + size, to + width, 0.0f);
-        if (x.use == Use::Features) apply_features(to, size);
         if (x.use == Use::Gradient) scale_row(to, 1 / p.norm_of(head)[token + i], width);
     }
 }
@@ -251,7 +247,7 @@ class Walk {
         float features[MAX_SIZE];
         std::copy_n(head_rows(x.inputs, token0 + t, row_head)[0], x.M, features);
         const bool elu = p.features() == Use::Features;
-        if (elu) apply_features(features, x.M);
+        if (elu) apply_features(features, features, x.M);
         if (p.gate) {
             float* dots = x.reversed ? p.key_dots : p.query_dots;
             dots[row_head * p.z.N + token0 + t] = dot(features, o, x.M);
@@ -324,8 +320,8 @@ void Walk::recurrent() {
 
 void Walk::chunked() {
     alignas(64) float a[CHUNK * MAX_CHUNKED], b[CHUNK * MAX_CHUNKED], bt[CHUNK * MAX_CHUNKED], c[CHUNK * MAX_CHUNKED],
-        o[CHUNK * MAX_CHUNKED], score[CHUNK * CHUNK], beta[CHUNK], into[CHUNK], within[CHUNK],
-        norm[CHUNK] = {}, added[MAX_CHUNKED * MAX_CHUNKED];
+        o[CHUNK * MAX_CHUNKED], score[CHUNK * CHUNK], beta[CHUNK], into[CHUNK], within[CHUNK], norm[CHUNK] = {},
+                                                                                               added[MAX_CHUNKED];
     double gamma[CHUNK];  // Σ of the gates from the chunk's first token on; in double, for differences of them
     const int64_t width = state.width, E = round_up(x.E), chunks = ceil_div(length, CHUNK);
     for (int64_t step = 0; step < chunks; step++) {
@@ -390,8 +386,7 @@ void Walk::chunked() {
             }
             for (int64_t j = 0; j < n && p.gate; j++) scale_row(b + j * E, within[j], E);
             // What the chunk adds is summed by itself first.
-            product_t(added, width, b, E, c, width, x.E, width / LANES, n, false);
-            add_row(state.rows, 1, added, x.E * width);
+            product_t(state.rows, width, b, E, c, width, x.E, width / LANES, n, Into::Added);
             if (!vector) continue;
             const int64_t columns = role == Role::Out ? E : width;
             std::fill(added, added + columns, 0.0f);

@@ -14,88 +14,14 @@
 // Form::Recurrent: scan_kernel, a column of the state to a warp, for heads of any size.
 #include "kernels/linear_attention.h"
 
-#include "kernels/heads.cuh"
-#include "kernels/linear_attention_check.h"
-#include "kernels/warp_tile.cuh"
+#include "kernels/dependent_launch.cuh"
+#include "kernels/linear_attention.cuh"
 
 namespace {
 
-using Role = LinearAttentionRole;
+using namespace linear_attention;
 
-constexpr int MAX_CHUNK = 64;
-constexpr int BLOCKS_PER_MULTIPROCESSOR = 3;
 constexpr int64_t MIN_SEGMENT = 4 * MAX_CHUNK;
-
-// One launch. Of the product's own sizes: a and b have E numbers, c and out M.
-template <typename T>
-struct Product {
-    Heads<T> a, b, c, out;
-    Heads<T> inputs;       // DQ, DK: what dq or dk is the gradient of, for φ'
-    Heads<T> forward_out;  // DQ: for δ
-    const float* gate;     // [N, NKV] or null
-    int64_t gate_stride;
-    float* norm;  // [NH, N] or null
-    int64_t norm_stride;
-    float* delta;  // [NH, N]
-    float* dots;   // [parts, heads, N] or null: sums of φ·dφ over a block's columns
-    // [S, slots + 1, NKV, state_size], for each slot_length tokens one: s [E, M] of the pass, then z [E] or r. Element
-    // (e, m) of this product's state lies at e·state_row + m·state_column, its vector at state_vector.
-    float *states, *decays;  // decays [S, slots + 1, NKV]: of a slot's tokens
-    int64_t state_size, state_row, state_column, state_vector;
-    const int32_t* cum;
-    int64_t S, N, NH, NKV;
-    int E, M;
-    int segments, segment_length, slots, slot_length, parts;
-    bool elu, normalise, aligned;
-    bool has_states;    // each segment begins with the state of its first slot, else with zeros
-    bool all_segments;  // KeyState, QueryState: also the last one, which no other begins with
-};
-
-struct Sequence {
-    int64_t first;
-    int length;
-};
-
-// Whatever cum holds, a sequence lies within the tensors.
-__device__ __forceinline__ Sequence sequence_of(const int32_t* cum, int64_t s, int64_t N) {
-    const auto clamp = [&](int64_t i) { return max(int64_t(0), min(int64_t(cum[i]), N)); };
-    const int64_t first = clamp(s);
-    return {first, int(max(int64_t(0), clamp(s + 1) - first))};
-}
-
-struct Task {
-    int part, segment;
-    int64_t head, sequence;
-};
-
-__device__ __forceinline__ Task task_of(int parts, int64_t heads, int segments) {
-    unsigned rest = blockIdx.x;
-    Task task;
-    task.part = int(rest % unsigned(parts)), rest /= unsigned(parts);
-    task.head = int64_t(rest % unsigned(heads)), rest /= unsigned(heads);
-    task.segment = int(rest % unsigned(segments));
-    task.sequence = int64_t(rest / unsigned(segments));
-    return task;
-}
-
-// elu + 1: exp(0) + x above 0, exp(x) + 0 below.
-template <typename T>
-__device__ __forceinline__ float feature(float x) {
-    return exp_for<T>(fminf(x, 0.0f)) + fmaxf(x, 0.0f);
-}
-
-// The four lanes of a row.
-__device__ __forceinline__ float row_sum(float x) {
-    x += __shfl_xor_sync(ALL_LANES, x, 1);
-    return x + __shfl_xor_sync(ALL_LANES, x, 2);
-}
-
-__host__ __device__ constexpr bool is_reversed(Role role) {
-    return role == Role::DV || role == Role::DK || role == Role::QueryState;
-}
-constexpr bool state_only(Role role) {
-    return role == Role::KeyState || role == Role::QueryState;
-}
 
 // Tile sizes. Shared memory stays within the 99 KiB that every GPU from sm_80 on has, but for heads of 128: where there
 // is less than they ask for, the kernels for 256 take them.
@@ -315,7 +241,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 
     // The state: a warp has E/WARPS rows of it, and of the vector what the tokens add that it looks at.
     const int state_row0 = warp * (E / WARPS) + lane / 4;
-    const int64_t slot = (task.sequence * (p.slots + 1) + (REVERSED ? end - 1 : begin) / p.slot_length) * p.NKV + kv;
+    const int64_t slot = (task.sequence * (p.segments + 1) + task.segment) * p.NKV + kv;
     float* const state_memory = p.states + slot * p.state_size;
     float state[ROW_TILES][COLUMN_TILES][4] = {}, vector[VECTOR_STEPS][2] = {};
     const auto for_state = [&](auto f) {  // f(number in registers, number in memory)
@@ -663,49 +589,60 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 constexpr int PREFIX_THREADS = 256;
 
 struct Prefix {
-    float* states;        // [S, slots + 1, NKV, size]: sums of single slots become what a slot begins with
-    const float* decays;  // [S, slots + 1, NKV], or null
+    float* states;        // [S, segments + 1, NKV, size]: sums of single segments become what a segment begins with
+    const float* decays;  // [S, segments + 1, NKV], or null
     const float *initial, *initial_z;
     float *final, *final_z;
     const int32_t* rows;  // of final and final_z, or null
     int64_t num_rows;
     const int32_t* cum;
     int64_t N, NKV, size, matrix;  // size: matrix E·M, and E more where there is a vector
-    int slots, slot_length;
+    int segments, segment_length;
     bool reversed;
-    bool sums, last_sum;  // of slots: present; present also of the last one in walking order
+    bool sums, last_sum;  // of segments: present; present also of the last one in walking order
 };
 
+// Block x has a sequence and head; a thread W numbers of its states.
+template <int W>
 __global__ void __launch_bounds__(PREFIX_THREADS) prefix_kernel(const __grid_constant__ Prefix p) {
-    const int64_t blocks = ceil_div(p.size, PREFIX_THREADS), at = blockIdx.x / blocks, s = at / p.NKV, kv = at % p.NKV;
-    const int64_t i = blockIdx.x % blocks * PREFIX_THREADS + threadIdx.x;
+    wait_for_previous();
+    let_next_start();
+    const int64_t at = blockIdx.x, s = at / p.NKV, kv = at % p.NKV;
+    const int64_t i = (int64_t(blockIdx.y) * PREFIX_THREADS + threadIdx.x) * W;
     if (i >= p.size) return;
-    const int count = min(p.slots, (sequence_of(p.cum, s, p.N).length + p.slot_length - 1) / p.slot_length);
-    const auto slot = [&](int n) { return (s * (p.slots + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
+    const int count = min(p.segments, (sequence_of(p.cum, s, p.N).length + p.segment_length - 1) / p.segment_length);
+    const auto segment = [&](int n) { return (s * (p.segments + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
+    const int64_t step = p.reversed ? -p.NKV : p.NKV;
+    const float* decays = p.decays ? p.decays + segment(0) : nullptr;
+    float* states = p.states + segment(0) * p.size + i;
     const bool in_matrix = i < p.matrix;
-    float x = 0;
-    if (p.initial) x = in_matrix ? p.initial[at * p.matrix + i] : p.initial_z[at * (p.size - p.matrix) + i - p.matrix];
+    Floats<W> x = {};
+    if (p.initial)
+        x = load_floats<W>(in_matrix ? p.initial + at * p.matrix + i
+                                     : p.initial_z + at * (p.size - p.matrix) + i - p.matrix);
     constexpr int BATCH = 8;  // loads in flight
     const int summed = !p.sums ? 0 : p.last_sum ? count : count - 1;
     for (int n = 0; n < count; n += BATCH) {
-        float sum[BATCH], decay[BATCH];
+        Floats<W> sum[BATCH];
+        float decay[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            sum[b] = n + b < summed ? p.states[slot(n + b) * p.size + i] : 0.0f;
-            decay[b] = n + b < summed && p.decays ? p.decays[slot(n + b)] : 1.0f;
+            sum[b] = n + b < summed ? load_floats<W>(states + (n + b) * step * p.size) : Floats<W>{};
+            decay[b] = n + b < summed && decays ? decays[(n + b) * step] : 1.0f;
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             if (n + b >= count) break;
-            p.states[slot(n + b) * p.size + i] = x;
-            x = fmaf(x, decay[b], sum[b]);
+            store_floats<W>(states + (n + b) * step * p.size, x);
+#pragma unroll
+            for (int j = 0; j < W; j++) x[j] = fmaf(x[j], decay[b], sum[b][j]);
         }
     }
-    if (!p.reversed) p.states[((s * (p.slots + 1) + count) * p.NKV + kv) * p.size + i] = x;
+    if (!p.reversed) store_floats<W>(states + count * step * p.size, x);
     const int64_t row = state_row(p.rows, p.num_rows, s), to = row * p.NKV + kv;
     if (row < 0) return;
-    if (in_matrix && p.final) p.final[to * p.matrix + i] = x;
-    if (!in_matrix && p.final_z) p.final_z[to * (p.size - p.matrix) + i - p.matrix] = x;
+    if (in_matrix && p.final) store_floats<W>(p.final + to * p.matrix + i, x);
+    if (!in_matrix && p.final_z) store_floats<W>(p.final_z + to * (p.size - p.matrix) + i - p.matrix, x);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -720,7 +657,7 @@ struct GateGradient {
     const float *key_states, *query_states;  // or null: nothing flows through a segment's end
     const int32_t* cum;
     int64_t S, N, NH, NKV, size;
-    int segments, segment_length, slots, slot_length, query_parts, key_parts;
+    int segments, segment_length, query_parts, key_parts;
     bool through_the_end;  // of the sequence
 };
 
@@ -761,11 +698,10 @@ __global__ void __launch_bounds__(GATE_THREADS) gate_kernel(const __grid_constan
     if (begin >= end) return;
     float through = 0;
     if (p.key_states && (end < seq.length || p.through_the_end)) {
-        const auto state = [&](const float* states, int slot) {
-            return states + ((task.sequence * (p.slots + 1) + slot) * p.NKV + kv) * p.size;
+        const auto state = [&](const float* states, int segment) {
+            return states + ((task.sequence * (p.segments + 1) + segment) * p.NKV + kv) * p.size;
         };
-        const float *key = state(p.key_states, (end + p.slot_length - 1) / p.slot_length),
-                    *query = state(p.query_states, (end - 1) / p.slot_length);
+        const float *key = state(p.key_states, task.segment + 1), *query = state(p.query_states, task.segment);
         float sum = 0;
         for (int64_t i = threadIdx.x; i < p.size; i += GATE_THREADS) sum = fmaf(key[i], query[i], sum);
         through = block_sum<GATE_THREADS>(sum);
@@ -1086,36 +1022,32 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const __grid_con
 // ---------------------------------------------------------------------------------------------------------------------
 // Launch
 
-// How many segments, of how many tokens, a sequence is cut into: as few as fill the GPU with blocks. Their sums are
-// made of two halves, slots, because the blocks that make them are smaller and run side by side in greater number.
+// How many segments, of how many tokens, a sequence is cut into: as few as fill the GPU with blocks.
 struct Segments {
-    int64_t count, length, slots, slot_length;
+    int64_t count, length;
 };
 
-int64_t num_blocks() {
-    return num_multiprocessors() * BLOCKS_PER_MULTIPROCESSOR;
+int64_t num_blocks(const LinearAttentionSizes& z) {
+    return num_multiprocessors() * (std::max(z.E, z.M) <= 64 ? 3 : 1);
 }
 
-// States of slots, and one for each sequence's end, that a pass of such sizes has at most where sequences are cut:
-// there are as many sequences of 1.5 times `wanted` tokens as there can be, each cut into two segments of two slots.
-int64_t most_slot_states(const LinearAttentionSizes& z, int64_t blocks) {
-    return 4 * std::min(ceil_div(blocks, std::max<int64_t>(1, z.NKV)), ceil_div(z.N, MIN_SEGMENT));
+// States of segments, and one for each sequence's end, that a pass of such sizes has at most where sequences are cut:
+// there are as many sequences of 1.5 times `wanted` tokens as there can be, each cut into two.
+int64_t most_states(const LinearAttentionSizes& z, int64_t blocks) {
+    return 2 * std::min(ceil_div(blocks, std::max<int64_t>(1, z.NKV)), ceil_div(z.N, MIN_SEGMENT));
 }
 
 Segments segments_of(const LinearAttentionSizes& z) {
-    constexpr int64_t UNIT = 2 * MAX_CHUNK;
-    const int64_t blocks = num_blocks();
+    constexpr int64_t UNIT = MAX_CHUNK;
+    const int64_t blocks = num_blocks(z);
     // dk and dv have a block for each KV head.
     const int64_t wanted = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SEGMENT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted / 2) / wanted);
     const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), UNIT)) * UNIT;
-    const int64_t slot_length = length >= 2 * MIN_SEGMENT ? length / 2 : length;
-    const auto pieces = [&](int64_t n) { return std::max<int64_t>(1, ceil_div(z.max_length, n)); };
-    const Segments cut{pieces(length), length, pieces(slot_length), slot_length};
+    const Segments cut{std::max<int64_t>(1, ceil_div(z.max_length, length)), length};
     // Many sequences of which some are long (packed documents) fill the GPU uncut, and need no states in between.
-    if (cut.count == 1 || z.S * (cut.slots + 1) <= most_slot_states(z, blocks)) return cut;
-    const int64_t whole = ceil_div(z.max_length, UNIT) * UNIT;
-    return {1, whole, 1, whole};
+    if (cut.count == 1 || z.S * (cut.count + 1) <= most_states(z, blocks)) return cut;
+    return {1, ceil_div(z.max_length, UNIT) * UNIT};
 }
 
 // The parts of the scratch, in floats, in the order in which they lie.
@@ -1124,11 +1056,11 @@ struct Layout {
     int passes = 1;
 
     Layout(const LinearAttentionSizes& z, bool backward) {
-        // Uncut, a sequence has two slots, and needs them only where states come in or go out.
-        const int64_t slots = z.NKV * std::max(z.states ? 3 * z.S : 0,
-                                               z.max_length > MIN_SEGMENT ? most_slot_states(z, num_blocks()) : 0);
-        const int64_t parts = ceil_div(z.E, 16) + 1;  // at most
-        states = slots * (z.E * z.M + z.E), decays = slots;
+        // Uncut, a sequence needs its two only where states come in or go out.
+        const int64_t count =
+            z.NKV * std::max(z.states ? 2 * z.S : 0, z.max_length > MIN_SEGMENT ? most_states(z, num_blocks(z)) : 0);
+        const int64_t parts = ceil_div(z.E, 16) + 1;                          // at most
+        states = count * (z.E * z.M + z.E), decays = ceil_div(count, 4) * 4;  // states stay aligned to 16 bytes
         if (!backward) return;
         passes = 2;
         delta = z.NH * z.N, query_dots = parts * z.NH * z.N, key_dots = parts * z.NKV * z.N;
@@ -1156,7 +1088,7 @@ struct Pass {
     }
     Segments segments() const {
         const int64_t all = std::max<int64_t>(1, z.max_length);
-        return recurrent() ? Segments{1, all, 1, all} : segments_of(z);
+        return recurrent() ? Segments{1, all} : segments_of(z);
     }
     int64_t state_size() const { return z.E * z.M + (kind.normalise ? z.E : 0); }
     bool elu() const { return kind.features == FeatureMap::EluPlusOne; }
@@ -1199,11 +1131,17 @@ struct Pass {
         p.cum = cum.as<int32_t>();
         p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV;
         const Segments g = segments();
-        p.segments = int(state_only(role) ? g.slots : g.count);
-        p.segment_length = int(state_only(role) ? g.slot_length : g.length);
-        p.slots = int(g.slots), p.slot_length = int(g.slot_length);
+        p.segments = int(g.count), p.segment_length = int(g.length);
         p.elu = elu(), p.normalise = kind.normalise, p.aligned = aligned;
         return p;
+    }
+
+    // Columns of the kernels for Hopper GPUs; 0: they do not take this pass.
+    int hopper() const {
+#ifdef HAVE_SM90A
+        if constexpr (std::is_same_v<T, bf16>) return hopper_columns(product(Role::Out));
+#endif
+        return 0;
     }
 
     template <typename Arguments>
@@ -1227,6 +1165,7 @@ struct Pass {
     }
     // Blocks that share out the columns of a result, and parts of the dots that they write.
     int64_t parts(Role role, bool of_dots = false) const {
+        if (const int columns = hopper()) return of_dots ? columns / 64 : 1;
         return dispatch_size(transposed(role) ? z.M : z.E, [&](auto size) {
             using Z = Sizes<T, size, Role::Out>;
             return ceil_div(transposed(role) ? z.E : z.M, Z::BLOCK_M) * (of_dots ? Z::GROUPS : 1);
@@ -1241,6 +1180,15 @@ struct Pass {
         (state_only(ROLE) ? p.all_segments : p.has_states) = flag;
         const int64_t blocks = (state_only(ROLE) ? z.S : z.S + 1) * p.segments *
                                (is_reversed(ROLE) || state_only(ROLE) ? z.NKV : z.NH) * p.parts;
+#ifdef HAVE_SM90A
+        if constexpr (std::is_same_v<T, bf16>)
+            if (hopper()) {
+                if constexpr (ROLE != Role::DV && ROLE != Role::DK) return hopper_product(op, ROLE, p, blocks, stream);
+                Product<T> other = product(Role::DK);
+                other.has_states = flag;
+                return hopper_key_gradients(op, p, other, blocks, stream);
+            }
+#endif
         dispatch_size(p.E, [&](auto size) {
             using Z = Sizes<T, size, ROLE>;
             launch(product_kernel<T, size, ROLE>, p, blocks, Z::THREADS, Z::bytes(bool(gate), kind.normalise));
@@ -1258,9 +1206,19 @@ struct Pass {
         if (to.rows) p.rows = to.rows.as<int32_t>(), p.num_rows = to.s.shape[0];
         p.cum = cum.as<int32_t>();
         p.N = z.N, p.NKV = z.NKV, p.size = state_size(), p.matrix = z.E * z.M;
-        p.slots = int(segments().slots), p.slot_length = int(segments().slot_length);
+        p.segments = int(segments().count), p.segment_length = int(segments().length);
         p.reversed = reversed, p.sums = sums, p.last_sum = last;
-        launch(prefix_kernel, p, z.S * z.NKV * ceil_div(p.size, PREFIX_THREADS), PREFIX_THREADS, 0);
+        if (z.S * z.NKV == 0) return;
+        const auto launch_prefix = [&](auto width) {
+            const int64_t parts = ceil_div(p.size, PREFIX_THREADS * width);
+            launch_dependent(op, prefix_kernel<width>, dim3(unsigned(z.S * z.NKV), unsigned(parts)), PREFIX_THREADS, 0,
+                             stream, p);
+        };
+        const bool whole_packs = z.E % 4 == 0 && rows_aligned({from.s, from.z, to.s, to.z});
+        if (whole_packs)
+            launch_prefix(std::integral_constant<int, 4>{});
+        else
+            launch_prefix(std::integral_constant<int, 1>{});
     }
 
     // Sums of segments and their prefixes, where there is anything to hand on. Returns whether segments need them.
@@ -1293,7 +1251,6 @@ struct Pass {
         p.cum = cum.as<int32_t>();
         p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV, p.size = state_size();
         p.segments = int(segments().count), p.segment_length = int(segments().length);
-        p.slots = int(segments().slots), p.slot_length = int(segments().slot_length);
         p.query_parts = int(query_parts), p.key_parts = int(key_parts);
         p.through_the_end = bool(dfinal.s);
         launch(gate_kernel, p, (z.S + 1) * z.NKV * p.segments, GATE_THREADS, 0);
@@ -1397,7 +1354,7 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
             p.template run_product<Role::DQ>(key_states);
             const bool query_states = p.template run_states<Role::QueryState>(dfinal, dinitial, false);
             p.template run_product<Role::DV>(query_states);
-            p.template run_product<Role::DK>(query_states);
+            if (!p.hopper()) p.template run_product<Role::DK>(query_states);
             if (gate)
                 p.run_gate(dgate, p.segments().count > 1 || to_the_end, p.parts(Role::DQ, true),
                            p.parts(Role::DK, true));

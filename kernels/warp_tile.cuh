@@ -24,6 +24,21 @@ __device__ __forceinline__ int lane_id() {
     return threadIdx.x % WARP;
 }
 
+constexpr float LOG2E = 1.44269504f;
+
+// 2^x to 2 units in the last place; 0 for −∞.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Over the four lanes that have a row of sums.
+__device__ __forceinline__ float row_sum(float x) {
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
+}
+
 // --- copies from global to shared memory that don't wait
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -46,6 +61,14 @@ __device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool in
 // Waits for this thread's own copies; a barrier makes those of the others visible.
 __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_all;" ::: "memory");
+}
+// The copies since the last commit form a group; all but the last PENDING groups have landed.
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copy_groups() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // A tile of ROWS rows from rows `stride` apart; zeros from row `count` and from column HS on. Asynchronous where rows
