@@ -88,7 +88,7 @@ def run_gtest(binary, variables, timeout):
 
 def run_python(path, variables, timeout):
     """The file in a process of its own, which reports on its last lines (see report_unittest)."""
-    output, ending = run([sys.executable, os.path.abspath(__file__), "--unittest", path], variables, timeout)
+    output, ending = run([sys.executable, "-X", "faulthandler", os.path.abspath(__file__), "--unittest", path], variables, timeout)
     outcome = Outcome(output=output)
     for kind, name, reason in re.findall(r"^@@(\w+)\t(.*?)\t(.*)$", output, re.M):
         if kind == "passed":
