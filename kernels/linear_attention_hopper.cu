@@ -6,8 +6,8 @@
 // chunk, 64 columns of the result and as many of the state, and heads of 128 take two. dv and dk are made by one block,
 // since they share all they read, and R: dv multiplies it by its rows, dk by its columns.
 //
-// Each thread copies 16 rows' worth of packs that it alone transforms when they have come (features, ĝ, δ), so that one
-// barrier before the products and one after them are all that a chunk needs.
+// A thread copies packs of its warp's 16 rows, of which it alone makes features, ĝ and δ when they have come: two
+// barriers are all that a chunk needs, one before its products and one after them.
 //
 // Only builds for sm_90a have this file, and it is compiled for nothing else.
 #include "kernels/dependent_launch.cuh"
