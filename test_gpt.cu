@@ -690,7 +690,7 @@ TEST_P(Overfit, OneBatch) {
     if (end != std::string::npos) config.attention = GetParam().substr(end + 1);
     config.vocab_size = 256;
     Driver driver(config, {2, 24, true});
-    initialise_weights(driver.ctx, driver.model, 42);
+    initialise_weights(driver.model.table, driver.model.arenas, 42, driver.ctx.stream);
     const Batch batch = random_batch(config, 2, 24, 1);
     const double first = driver.step(batch, 3e-3);
     EXPECT_NEAR(first, std::log(256.0), 0.2);  // an untrained model knows nothing
@@ -1205,7 +1205,7 @@ TEST(Initialisation, GatesForgetSlowly) {
     ASSERT_TRUE(preset("gpt2-tiny", config));
     config.attention = "SSSG";
     Driver driver(config, {1, 1, true});
-    initialise_weights(driver.ctx, driver.model, 7);
+    initialise_weights(driver.model.table, driver.model.arenas, 7, driver.ctx.stream);
     const std::vector<float> w = driver.params();
     const Param &bias = driver.model.table.by_name("layers.3.gate.bias"),
                 &norm = driver.model.table.by_name("layers.3.headnorm.weight");
@@ -1225,8 +1225,8 @@ TEST(Initialisation, AsGpt2DoesIt) {
     ASSERT_TRUE(preset("gpt2-tiny", config));
     config.vocab_size = 300;
     Driver a(config, {1, 1, true}), b(config, {1, 1, true});
-    initialise_weights(a.ctx, a.model, 7);
-    initialise_weights(b.ctx, b.model, 8);
+    initialise_weights(a.model.table, a.model.arenas, 7, a.ctx.stream);
+    initialise_weights(b.model.table, b.model.arenas, 8, b.ctx.stream);
     const std::vector<float> w = a.params(), other = b.params();
     for (const Param& p : a.model.table.params) {
         const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());

@@ -7,7 +7,6 @@
 // It holds no kernel. Launchers from kernels/ do the mathematics; the same text is compiled by g++ for the CPU and by
 // nvcc for the GPU, and the Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
-#include <chrono>
 #include <cinttypes>
 #include <cmath>
 #include <cstddef>
@@ -15,9 +14,9 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <thread>
 
 #include "commands/commands.h"
+#include "commands/plan.h"
 #include "commands/training.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
@@ -44,61 +43,29 @@
 #include "kernels/rope.h"
 #include "kernels/sampling.h"
 #include "kernels/swiglu.h"
+#include "parallel/checkpoint.h"
+#include "parallel/evaluation.h"
 #include "parallel/update.h"
 #include "parallel/weights.h"
 #include "runtime/arena.h"
 #include "runtime/checkpoint.h"
+#include "runtime/context.h"
 #include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/files.h"
 #include "runtime/heads.h"
+#include "runtime/initialise.h"
 #include "runtime/log.h"
 #include "runtime/memory_plan.h"
 #include "runtime/model_config.h"
 #include "runtime/params.h"
 #include "runtime/peaks.h"
-#include "runtime/profile.h"
 #include "runtime/rng.h"
 #include "runtime/signals.h"
 #include "runtime/staging.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
-
-// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream, and
-// beside it what the ranks of a run send each other.
-struct Context {
-    int64_t in_use_before = device_bytes_in_use();
-    Stream stream = create_stream(), side;
-    int64_t rank = 0, world = 1;
-    mutable std::unique_ptr<Comm> comm;
-    mutable Profiler profiler;  // watches, and changes nothing that is computed
-
-    explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
-        if (world > 1) side = create_side_stream();
-    }
-    ~Context() {
-        if (world > 1) destroy_stream(side);
-        destroy_stream(stream);
-    }
-    Context(const Context&) = delete;
-    Context& operator=(const Context&) = delete;
-
-    // Waits for a moment in the stream's work, but not for a rank that has ended.
-    void wait(const Event& moment) const {
-        while (world > 1 && !moment.reached()) {
-            comm->check();
-            std::this_thread::sleep_for(std::chrono::microseconds(20));
-        }
-        moment.wait();
-    }
-    void wait_for_all(const std::string& what) const {
-        Event moment;
-        moment.record(stream);
-        comm->watch(what, stream);
-        wait(moment);
-    }
-};
 
 // --------------------------------------------------------------------------------------------------------------------
 // The parameter table: the only list of the model's tensors.
@@ -272,7 +239,7 @@ struct Model {
         if (master()) arenas.master = sharding.arena(part(DType::F32, master()), sharding.splits_optimizer());
         if (fp32()) arenas.fp32 = part(DType::F32, fp32());
         arenas.fp32.origin = table.total - table.fp32_total;
-        if (gathered()) gatherer = std::make_unique<WeightGatherer>(*ctx.comm, table, arenas.weights, places, ctx.side);
+        if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, places);
     }
 
     // Null where this model has no such parameter.
@@ -295,31 +262,6 @@ struct Model {
         return GatheredGroup(gatherer.get(), group, next, ctx.stream);
     }
 };
-
-// Each weight depends on (seed, its name, its index) alone. Block by block: a copy of the whole model would be the
-// largest thing in memory.
-void initialise_weights(const Context& ctx, Model& model, uint64_t seed) {
-    const WeightArenas& w = model.arenas;
-    for (const Tensor& arena : {w.weights.data, w.master.data, w.fp32.data}) {
-        if (arena) device_fill(arena.data, 0, static_cast<size_t>(arena.bytes()), ctx.stream);
-    }
-    std::vector<float> block(1 << 20);
-    for (const Param& p : model.table.params) {
-        const uint64_t stream = name_hash(p.name);
-        for (int64_t begin = 0; begin < p.numel(); begin += int64_t(block.size())) {
-            const int64_t n = std::min(int64_t(block.size()), p.numel() - begin);
-            if (!w.needed(p, begin, n).second) continue;
-#pragma omp parallel for
-            for (int64_t i = 0; i < n; i++) {
-                block[static_cast<size_t>(i)] =
-                    p.init_std > 0
-                        ? p.init_std * static_cast<float>(normal01(seed, stream, static_cast<uint64_t>(begin + i)))
-                        : p.init_value + p.init_step * static_cast<float>(begin + i);
-            }
-            w.store(p, block.data(), begin, n);
-        }
-    }
-}
 
 // FLOP per token of a training step, for MFU: 6 per weight used in a product (2 forward, 4 backward) and attention's
 // two products, by kind the causal half of [T, T] or the recurrent form: k vᵀ added to a state, and the state times q.
@@ -937,11 +879,13 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
         block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
         grads.close(model.layer_group(l), ctx.stream);
     }
-    const Range embedding(ctx.profiler, "embedding");
     if (!model.config.tied) grads.open(0, ctx.stream);
-    // A tied embedding already holds the head's gradient of this micro-step.
-    embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
-                       acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+    {
+        const Range embedding(ctx.profiler, "embedding");
+        // A tied embedding already holds the head's gradient of this micro-step.
+        embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
+                           acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
+    }
     grads.close(0, ctx.stream);
     grads.close(model.fp32_group(), ctx.stream);
     grads.end(ctx.stream);
@@ -971,7 +915,7 @@ struct Optimizer {
         memory = Arena(grad_bytes + 2 * n * 4, "gradients and optimizer");
         const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
         device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
-        grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), ctx.comm.get(), ctx.side);
+        grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), &ctx);
         m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
         v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
         options = adamw;
@@ -997,9 +941,12 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         if (!p.gathered) continue;
         optimizer.updated[i].record(ctx.stream);
         optimizer.updated[i].hold(ctx.side);
+        const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
         ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
         optimizer.updated[i].record(ctx.side);
     }
+    if (!model.sharding.splits_optimizer()) return;
+    const Range waiting(ctx.profiler, "wait for weights");
     for (size_t i = 0; i < pieces.size(); i++)
         if (pieces[i].gathered) optimizer.updated[i].hold(ctx.stream);
 }
@@ -1017,42 +964,15 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // --------------------------------------------------------------------------------------------------------------------
 // Evaluation and sampling with a model in memory.
 
-struct Evaluation {
-    int64_t tokens = 0, bytes = 0;  // scored tokens and the bytes of text behind them (0: unknown)
-    double nats = 0;
-
-    double loss() const { return nats / double(tokens); }
-    double bits_per_byte() const { return bytes ? nats / (std::log(2.0) * double(bytes)) : NAN; }
-};
-
-// Scores the split's tokens once, up to limit of them (0: all), each rank its share of the batches. split_bytes: text
-// behind the whole split.
+// Scores a split's tokens once, up to limit of them (0: all), each rank its share of the batches.
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                     int32_t end_of_text, int64_t limit, int64_t split_bytes) {
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
-    require(batches.num_tokens() > 0, files.pattern(), ": too few tokens to score; give a longer validation text");
-    Evaluation own;
-    for (int64_t first = 0; first < batches.num_batches(); first += ctx.world) {
-        Batch batch = batches.batch(std::min(first + ctx.rank, batches.num_batches() - 1));
-        // Where there is none left for this rank it takes part without a target: its weights may be on other ranks.
-        if (first + ctx.rank >= batches.num_batches()) {
-            std::fill(batch.targets.begin(), batch.targets.end(), Batch::NO_TARGET);
-            batch.scored = 0;
-        }
+    return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
-        evaluate_loss(ctx, model, acts, in, first > 0);
-        own.tokens += batch.scored;
-    }
-    ctx.wait_for_all("evaluation");
-    copy_to_host(&own.nats, acts.loss_sum.data, sizeof own.nats, ctx.stream);
-    Evaluation e;
-    for (const Evaluation& part : ctx.comm->all_gather_host(own)) e.tokens += part.tokens, e.nats += part.nats;
-    require(e.tokens > 0, files.pattern(), ": its mask leaves no token to score");
-    // A part of the split is taken to have the whole's bytes per token. How much text a mask leaves is not known.
-    if (!files.masked())
-        e.bytes = std::llround(double(split_bytes) * std::min(1.0, double(e.tokens) / double(files.size())));
-    return e;
+        evaluate_loss(ctx, model, acts, in, accumulate);
+    });
 }
 
 // Draws the token that follows `tokens` with the memory of a training run, which has no cache: it computes the whole
@@ -1112,72 +1032,8 @@ MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     return plan;
 }
 
-// The options that would make a training run of so many tokens a step fit: first what costs time, then what needs more
-// micro-steps.
-std::string what_fits(const Model& model, const RunShape& wanted, const ReduceOptions& reduce, int64_t step_tokens,
-                      int64_t available) {
-    std::string advice;
-    for (Sharding s = model.sharding; s.world > 1 && s.stage++ < 3;) {
-        const int64_t needed =
-            memory_plan(Model(model.config, s, model.precision), Activations(model.config, wanted), reduce).total;
-        if (needed <= available) return str("--zero-stage ", s.stage, " fits: it needs ", human_bytes(needed));
-    }
-    auto fits = [&](int64_t B, Recompute level, const std::string& options) {
-        RunShape shape = wanted;
-        shape.B = B;
-        shape.recompute = level;
-        const int64_t needed = memory_plan(model, Activations(model.config, shape), reduce).total;
-        if (needed <= available) advice = str(options, " fits: it needs ", human_bytes(needed));
-        return needed <= available;
-    };
-    const std::pair<Recompute, const char*> levels[] = {{Recompute::Activation, "--recompute activation"},
-                                                        {Recompute::Norms, "--recompute norms"},
-                                                        {Recompute::Block, "--recompute block"}};
-    for (const auto& [level, option] : levels) {
-        if (level > wanted.recompute && fits(wanted.B, level, option)) return advice;
-    }
-    const std::pair<Recompute, const char*> kept = {wanted.recompute, ""},
-                                            most = {Recompute::Block, " --recompute block"};
-    for (const auto& [level, option] : {kept, most}) {
-        for (int64_t B = wanted.B - 1; B >= 1; B--) {
-            const std::string batch = str("--batch-size ", B, " --total-batch-tokens ", step_tokens, option);
-            if (wanted.B % B == 0 && fits(B, level, batch)) return advice;
-        }
-        if (wanted.recompute == Recompute::Block) break;
-    }
-    return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
-}
-
-std::string describe(const Model& model) {
-    const ModelConfig& c = model.config;
-    return str(with_commas(model.table.num_weights()), " weights, ", c.layers, " layers x ", c.channels, " channels, ",
-               c.heads, " heads", c.kv_heads == c.heads ? "" : str(" on ", c.kv_heads, " KV heads"), " of ",
-               c.head_size, c.has_linear_attention() ? ", attention " + c.attention : "", ", vocabulary ",
-               c.vocab_size);
-}
-
 // --------------------------------------------------------------------------------------------------------------------
 // Training.
-
-// The user's cache of GEMM choices: it saves the time to make them again, and keeps runs on one machine bitwise alike.
-// Where it can't be read or written they are made again.
-void load_gemm_choices(const Context& ctx, const std::string& path) {
-    try {
-        if (!path.empty() && path_exists(path)) matmul_use_choices(read_file(path), ctx.stream);
-    } catch (const Error&) {
-    }
-}
-void store_gemm_choices(const Context& ctx, const std::string& path) {
-    if (path.empty()) return;
-    const std::string used = matmul_choices(ctx.stream, true);
-    load_gemm_choices(ctx, path);  // what other runs have written since
-    matmul_use_choices(used, ctx.stream, true);
-    try {
-        make_directories(path.substr(0, path.find_last_of('/')));
-        write_file(path, matmul_choices(ctx.stream));
-    } catch (const Error&) {
-    }
-}
 
 ReduceOptions reduce_options(const ShardingOptions& o) {
     return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
@@ -1192,16 +1048,6 @@ class Trainer {
     LoaderOptions loader_options() const;
 
   private:
-    // Last of all that is destroyed: a rank that fails parts from the others before it waits for work that they are
-    // part of.
-    struct Farewell {
-        const Context& ctx;
-        int exceptions = std::uncaught_exceptions();
-        bool failed() const { return std::uncaught_exceptions() > exceptions; }
-        ~Farewell() {
-            if (failed()) ctx.comm.reset();
-        }
-    };
     // A step that the device works on. The host looks at its scalars one step later, so that it never waits for a
     // device that has nothing else to do.
     struct QueuedStep {
@@ -1221,8 +1067,6 @@ class Trainer {
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
     void save(Progress& progress);
-    void commit_checkpoint(AtomicDirectory& directory);
-    std::string best_checkpoint() const;
 
     const Context& ctx;
     const TrainSetup s;
@@ -1263,11 +1107,17 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.check([&](int64_t available) {
-        return what_fits(model, acts.shape, reduce_options(o.sharding), o.total_batch_tokens, available);
+        return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
+            RunShape shape = acts.shape;
+            shape.B = B, shape.recompute = level;
+            return memory_plan(Model(model.config, {stage, ctx.rank, ctx.world}, model.precision),
+                               Activations(model.config, shape), reduce_options(o.sharding))
+                .total;
+        });
     });
     make_directories(o.out);  // before the plan: a run that is refused prints nothing else
-    tell(str(s.source.name, ": ", describe(model), ", ", dtype_name(dtype), "\n", device_description(), ", ",
-             matmul_library(), "\n",
+    tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype), "\n",
+             device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
              plan.text(ctx.in_use_before)));
     peak_flops = dense_peak_flops(device_name(), dtype);
@@ -1306,7 +1156,7 @@ void Trainer::start() {
     } else if (!s.source.directory.empty()) {
         load_weights(s.source.directory, model.table, model.arenas);
     } else {
-        initialise_weights(ctx, model, o.seed);
+        initialise_weights(model.table, model.arenas, o.seed, ctx.stream);
     }
     write_scalars(ctx, acts, scalars);
 }
@@ -1315,8 +1165,7 @@ void Trainer::start() {
 // this computes is overwritten by the first step.
 void Trainer::warm_up() {
     if (!graphs_replay()) return;
-    const std::string cache = matmul_cache_path(ctx.stream);
-    if (o.gemm_tune) load_gemm_choices(ctx, cache);
+    if (o.gemm_tune) load_matmul_cache(ctx.stream);
     adopt_checkpoint_choices();
     matmul_tuning(o.gemm_tune && ctx.rank == 0, ctx.stream);
     Batch batch;
@@ -1339,7 +1188,7 @@ void Trainer::warm_up() {
     }
     micro_steps(true);
     matmul_tuning(false, ctx.stream);
-    if (o.gemm_tune && ctx.rank == 0) store_gemm_choices(ctx, cache);
+    if (o.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
     ctx.wait_for_all("warm-up");
 }
 
@@ -1460,60 +1309,30 @@ void Trainer::sample_text(Progress& progress) {
     progress.note(str("step ", step, "  sample: ", answer.text()));
 }
 
-// The checkpoint with the lowest validation loss; empty if none was evaluated.
-std::string Trainer::best_checkpoint() const {
-    std::string best;
-    double lowest = INFINITY;
-    for (const std::string& name : list_checkpoints(o.out)) {
-        const json trainer = read_json(join_path(join_path(o.out, name), "trainer.json"));
-        const json loss = trainer.value("val_loss", json());
-        if (loss.is_number() && loss.get<double>() < lowest) {
-            lowest = loss.get<double>();
-            best = name;
-        }
-    }
-    return best;
-}
-
 void Trainer::save(Progress& progress) {
     if (saved_step == step) return;
     ctx.wait_for_all("a checkpoint");
     char name[32];
     std::snprintf(name, sizeof name, "step_%08" PRId64, step);
     const std::string path = join_path(o.out, name);
-    std::unique_ptr<AtomicDirectory> directory;  // rank 0's; all write their parts into it
-    if (ctx.rank == 0) directory = std::make_unique<AtomicDirectory>(path);
-    std::string temporary = directory ? directory->path() : "";
-    ctx.comm->broadcast_host(temporary, 0);
-    const Writers writers{ctx.rank, ctx.world, [&] { ctx.comm->barrier(); }};
-    const std::string state = join_path(temporary, "state.safetensors");
-    save_state(state, model.table, {model.arenas, optimizer.m, optimizer.v}, writers);
-    ctx.comm->barrier();
-    // From the state, which has each tensor whole, as no rank need have it.
-    save_weights(join_path(temporary, "model.safetensors"), model.table, state_weights(state), DType::F32, writers);
-    ctx.comm->barrier();
-    if (ctx.rank == 0) commit_checkpoint(*directory);
+    write_checkpoint(
+        ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, [&](const std::string& directory) {
+            save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
+            write_json(join_path(directory, "trainer.json"), {{"step", step},
+                                                              {"adam_steps", read_scalars(ctx, acts).t},
+                                                              {"samples", step * (o.total_batch_tokens / o.seq_len)},
+                                                              {"seed", o.seed},
+                                                              {"seq_len", o.seq_len},
+                                                              {"total_batch_tokens", o.total_batch_tokens},
+                                                              {"data", s.data_fingerprint},
+                                                              {"dtype", dtype_name(dtype)},
+                                                              {"gemm", matmul_choices(ctx.stream, true)},
+                                                              {"val_loss", val_loss}});
+        });
+    if (ctx.rank == 0) remove_old_checkpoints(o.out, o.keep, best_checkpoint(o.out));
     ctx.comm->barrier();
     saved_step = step;
     progress.note("saved " + path);
-}
-
-// What one rank does when all have written their parts: the small files, and then the checkpoint is there.
-void Trainer::commit_checkpoint(AtomicDirectory& directory) {
-    save_model_files(directory.path(), model.config, s.source.original_config, {s.source.directory, s.data.path});
-    const json trainer = {{"step", step},
-                          {"adam_steps", read_scalars(ctx, acts).t},
-                          {"samples", step * (o.total_batch_tokens / o.seq_len)},
-                          {"seed", o.seed},
-                          {"seq_len", o.seq_len},
-                          {"total_batch_tokens", o.total_batch_tokens},
-                          {"data", s.data_fingerprint},
-                          {"dtype", dtype_name(dtype)},
-                          {"gemm", matmul_choices(ctx.stream, true)},
-                          {"val_loss", val_loss}};
-    write_json(join_path(directory.path(), "trainer.json"), trainer);
-    directory.commit();
-    remove_old_checkpoints(o.out, o.keep, best_checkpoint());
 }
 
 LoaderOptions Trainer::loader_options() const {
@@ -1571,6 +1390,7 @@ void Trainer::run() {
 void run_train(const Args& args) {
     TrainOptions options = parse_train(args);
     if (const int64_t ranks = ranks_to_start(options.launch)) {
+        check_training(options, ranks);  // what is wrong is said once, and at once
         Args command = {"train"};
         command.insert(command.end(), args.begin(), args.end());
         return run_ranks(ranks, command);
@@ -1633,13 +1453,12 @@ struct LoadedEngine {
         memory_plan(model, engine).check([](int64_t) { return SMALLER_INFERENCE; });
         model.allocate(ctx);
         if (random_weights)
-            initialise_weights(ctx, model, options.sampling.seed);
+            initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
         else
             load_weights(source.directory, model.table, model.arenas);
-        const std::string cache = matmul_cache_path(ctx.stream);
-        load_gemm_choices(ctx, cache);
+        load_matmul_cache(ctx.stream);
         engine.allocate(inference_weights(model));
-        store_gemm_choices(ctx, cache);
+        store_matmul_cache(ctx.stream);
     }
 };
 
@@ -1671,19 +1490,12 @@ void run_multiple_choice(const EvalOptions& o) {
     const ModelSource source = o.model.resolve(0);
     const std::vector<Question> questions = read_questions(o.multiple_choice);
     const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
-    std::vector<Choice> choices;
-    int64_t longest = 1;
-    for (const Question& q : questions) {
-        for (const std::string& ending : q.endings) {
-            choices.push_back(make_choice(tokenizer, q.context, ending));
-            longest = std::max(longest, int64_t(choices.back().tokens.size() + tokenizer.start_of_text().size()));
-            for (const int32_t id : choices.back().tokens)
-                require(id < source.config.vocab_size, "token ", id,
-                        " of a question is beyond the model's vocabulary of ", source.config.vocab_size);
-        }
+    const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
+    int64_t T = o.seq_len;
+    if (!T) {
+        for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));
+        if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     }
-    int64_t T = o.seq_len ? o.seq_len : longest;
-    if (!o.seq_len && source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const auto losses = [&](const Batch& batch) {
         const Input in = upload(ctx, m.acts, batch);
@@ -1839,32 +1651,10 @@ void run_plan(const Args& args) {
     std::vector<int64_t> stages;
     for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++)
         stages.push_back(memory_plan(Model(source.config, {stage, 0, o.world}, precision), acts, reduce).total);
-    const double flops = flop_per_token(model, o.seq_len);
-    if (o.json) {
-        json result = {{"weights", model.table.num_weights()}, {"flop_per_token", flops}, {"total_bytes", plan.total}};
-        for (const auto& [what, bytes] : plan.lines) result["bytes"][what] = bytes;
-        result["in_use_before"] = device_bytes_in_use();
-        if (!stages.empty()) result["total_bytes_by_zero_stage"] = stages;
-        std::cout << result.dump() << "\n";
-        return;
-    }
-    std::cout << source.name << ": " << describe(model) << "\n"
-              << plan.text(device_bytes_in_use()) << "  FLOP per token          " << str(flops / 1e6) << " MFLOP ("
-              << (training ? "forward and backward" : "a training step's") << ", recomputation not counted)\n";
-    for (size_t stage = 0; stage < stages.size(); stage++) {
-        std::cout << (stage ? "" : str("each of ", o.world, " ranks, by --zero-stage\n")) << "  " << stage
-                  << std::string(23, ' ') << human_bytes(stages[stage]) << (stage ? "" : "  (nothing is split)")
-                  << "\n";
-    }
-    if (o.generate) return;
-    std::cout << "largest activations\n";
-    std::vector<ArenaPlan::Entry> entries = acts.plan.entries();
-    std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-    for (size_t i = 0; i < std::min<size_t>(entries.size(), 12); i++) {
-        const auto& e = entries[i];
-        std::cout << "  " << e.name << std::string(e.name.size() < 24 ? 24 - e.name.size() : 1, ' ')
-                  << human_bytes(e.bytes) << "  at moments " << e.first << " to " << e.last << "\n";
-    }
+    show_plan({source.name, describe(model.config, model.table.num_weights()), model.table.num_weights(),
+               flop_per_token(model, o.seq_len), training, o.world, plan, stages,
+               o.generate ? std::vector<ArenaPlan::Entry>{} : acts.plan.entries()},
+              o.json);
 }
 
 void run_convert(const Args& args) {

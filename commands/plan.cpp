@@ -1,4 +1,14 @@
+#include "commands/plan.h"
+
+#include <algorithm>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
 #include "commands/cli.h"
+#include "runtime/device.h"
+#include "runtime/log.h"
+
+using nlohmann::json;
 
 PlanOptions parse_plan(const Args& args) {
     PlanOptions o;
@@ -29,4 +39,38 @@ PlanOptions parse_plan(const Args& args) {
     parse(app, args);
     if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);
     return o;
+}
+
+namespace {
+
+void show_json(const PlanReport& r) {
+    json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
+    for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
+    result["in_use_before"] = device_bytes_in_use();
+    if (!r.stages.empty()) result["total_bytes_by_zero_stage"] = r.stages;
+    std::cout << result.dump() << "\n";
+}
+
+}  // namespace
+
+void show_plan(const PlanReport& r, bool as_json) {
+    if (as_json) return show_json(r);
+    std::cout << r.name << ": " << r.description << "\n"
+              << r.memory.text(device_bytes_in_use()) << "  FLOP per token          " << str(r.flop_per_token / 1e6)
+              << " MFLOP (" << (r.training ? "forward and backward" : "a training step's")
+              << ", recomputation not counted)\n";
+    if (!r.stages.empty()) std::cout << "each of " << r.world << " ranks, by --zero-stage\n";
+    for (size_t stage = 0; stage < r.stages.size(); stage++) {
+        std::cout << "  " << stage << std::string(23, ' ') << human_bytes(r.stages[stage])
+                  << (stage ? "" : "  (nothing is split)") << "\n";
+    }
+    if (r.activations.empty()) return;
+    std::cout << "largest activations\n";
+    std::vector<ArenaPlan::Entry> entries = r.activations;
+    std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
+    for (size_t i = 0; i < std::min<size_t>(entries.size(), 12); i++) {
+        const auto& e = entries[i];
+        std::cout << "  " << e.name << std::string(e.name.size() < 24 ? 24 - e.name.size() : 1, ' ')
+                  << human_bytes(e.bytes) << "  at moments " << e.first << " to " << e.last << "\n";
+    }
 }

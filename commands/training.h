@@ -28,5 +28,10 @@ TrainSetup check_training(TrainOptions options, int64_t world);
 // A checkpoint reads the tokens of its own tokenizer only: else an Error.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 
+// The options that would make a run fit into so many bytes: first what costs time, then what needs more micro-steps.
+// needed: bytes with another --zero-stage, --batch-size or --recompute.
+std::string what_fits(const TrainOptions& options, int64_t world, int64_t available,
+                      const std::function<int64_t(int64_t stage, int64_t B, Recompute level)>& needed);
+
 // The learning rate of a step, from 0.
 double learning_rate(const TrainOptions& options, int64_t step);

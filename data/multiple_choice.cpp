@@ -52,6 +52,20 @@ Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const
     return c;
 }
 
+std::vector<Choice> make_choices(const std::vector<Question>& questions, const Tokenizer& tokenizer,
+                                 int64_t vocab_size) {
+    std::vector<Choice> choices;
+    for (const Question& q : questions) {
+        for (const std::string& ending : q.endings) {
+            choices.push_back(make_choice(tokenizer, q.context, ending));
+            for (const int32_t id : choices.back().tokens)
+                require(id < vocab_size, "token ", id, " of a question is beyond the model's vocabulary of ",
+                        vocab_size);
+        }
+    }
+    return choices;
+}
+
 std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer) {
     std::vector<double> nats(choices.size(), 0);
     for (size_t begin = 0, end; begin < choices.size(); begin = end) {

@@ -28,6 +28,9 @@ struct Choice {
     int64_t bytes = 0;  // of the ending, with that space
 };
 Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const std::string& ending);
+// Every ending of every question, in order. Throws Error where a token is beyond the model's vocabulary.
+std::vector<Choice> make_choices(const std::vector<Question>& questions, const Tokenizer& tokenizer,
+                                 int64_t vocab_size);
 
 // What choices are scored with.
 struct ChoiceScorer {

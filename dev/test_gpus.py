@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """`train --gpus N` as a user meets it (TRAIN_GPT): training on two GPUs, an interrupt, a rank that is killed, requests that can't be
 met. The build for the CPU has only the last."""
+import glob
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +83,20 @@ class TwoGpusTest(GpusTest):
 
     def test_what_is_wrong_with_the_run_is_said_once(self):
         self.assertIn("--total-batch-tokens 100 is not a multiple", self.refused("--gpus", "2", "--steps", "2", "--total-batch-tokens", "100"))
+
+    def test_ranks_that_fail_alike_end_with_their_lines(self):
+        data = os.path.join(self.top, "damaged")
+        shutil.copytree(self.data, data)
+        for path in glob.glob(os.path.join(data, "train_*.bin")):
+            with open(path, "r+b") as file:
+                size = os.path.getsize(path) - 1024
+                file.seek(1024)
+                file.write(b"\xff" * size)
+        command = [data if word == self.data else word for word in self.command("damaged_run", "--gpus", "2", "--steps", "20")]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, check=False)
+        said = [line for line in done.stderr.splitlines() if "train_gpt:" in line]
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertTrue(said and all("outside the vocabulary" in line for line in said), done.stderr)
 
     def test_trains_to_its_end(self):
         done = subprocess.run(self.command("whole", "--gpus", "2", "--steps", "20"), stdin=subprocess.DEVNULL, capture_output=True,

@@ -37,9 +37,13 @@ def command(ranks, *args):
     return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]
 
 
-def run(ranks, *args):
-    return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=300, text=True,
-                          errors="replace")
+def run(ranks, *args, limit=300 if SANITIZED else 120):
+    try:
+        return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=limit,
+                              text=True, errors="replace")
+    except subprocess.TimeoutExpired as hung:
+        said = (hung.stderr or b"").decode(errors="replace")
+        raise AssertionError(f"{ranks} ranks with {args} did not end within {limit} s; they said: {said[-2000:]}") from None
 
 
 def process_of_rank(rank, parent):
@@ -84,7 +88,7 @@ class ParallelTest(unittest.TestCase):
 
     def setUp(self):
         if SANITIZED and self._testMethodName not in ("test_gradient_accumulation", "test_gradients_summed_in_16_bits",
-                                                      "test_samples_are_drawn_together_and_told_once"):
+                                                      "test_samples_and_a_profile_are_told_once"):
             self.skipTest("sanitizers see the same code in fewer runs")
 
     @classmethod
@@ -202,14 +206,23 @@ class ParallelTest(unittest.TestCase):
             alone, parted = self.train_all((1, *args), (COUNTS[-1], *args, "--zero-stage", 3))
             self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
 
-    def test_samples_are_drawn_together_and_told_once(self):
-        args = ["--steps", 2, "--save-every", 0, "--sample-every", 1]
+    def test_samples_and_a_profile_are_told_once(self):
+        args = ["--steps", 2, "--save-every", 0, "--sample-every", 1, "--profile", 2, "--reduce-bucket-mib", 0]
         texts = []
         for ranks, stage in ((1, 0), (2, 0), (2, 3)):
             done = run(ranks, *self.args(f"samples{ranks}{stage}", "gpt2-tiny", ranks, *args, "--zero-stage", stage))
             self.assertEqual(done.returncode, 0, done.stderr)
             texts.append([line for line in done.stderr.splitlines() if "sample:" in line])
             self.assertEqual(len(texts[-1]), 2, done.stderr)
+            # What went between the ranks: when, and how long the computation waited for it.
+            sent = sorted({line.split(",")[0][4:] for line in done.stderr.splitlines() if line.startswith("  | ")})
+            groups = ["layer 0", "layer 1", "layer 2", "wte.weight"]
+            expected = {(1, 0): [], (2, 0): [f"all_reduce of {group}" for group in (*groups, "what stays fp32")],
+                        (2, 3): [f"all_gather of {group}" for group in groups] + ["all_gather of updated weights"] +
+                                [f"reduce_scatter of {group}" for group in (*groups, "what stays fp32")]}[ranks, stage]
+            self.assertEqual([line[:line.find("  ")] if "  " in line else line for line in sent], sorted(expected), done.stderr)
+            self.assertEqual(done.stderr.count("wait for gradients"), int(ranks > 1), done.stderr)
+            self.assertEqual("wait for weights" in done.stderr, stage == 3, done.stderr)
         self.assertEqual(texts[1], texts[2])
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------

@@ -114,6 +114,44 @@ TEST(Profile, TimesAndNesting) {
     EXPECT_LT(lines[7].share, 50);  // the 20 ms before start() are nobody's
 }
 
+// On the CPU streams take turns; a GPU's side stream waits for the moment at which its work may begin.
+TEST(Profile, WorkBesideIsTimedWhereItRuns) {
+    Profiler profiler;
+    const Work work;
+    const Stream stream = create_stream(), side = create_side_stream();
+    profiler.start(stream);
+    for (int i = 0; i < 2; i++) {
+        const Range backward(profiler, "backward");
+        const Range layer(profiler, "layer");
+        Event complete;
+        complete.record(stream);
+        complete.hold(side);
+        const Range sum(profiler, "sum", side);
+        work(2);
+    }
+    profiler.stop();
+    const std::string report = profiler.report();
+    for (const Line& line : lines_of(report)) EXPECT_NE(line.name, "sum") << report;  // no part of the stream's time
+
+    std::istringstream text(report.substr(report.find("\nwhen") + 1));
+    std::string line;
+    std::getline(text, line);
+    EXPECT_EQ(line, "when, and what was beside it                                 from ms       to ms          ms");
+    double before = 0;
+    for (const char* name : {"backward", "  | sum", "backward", "  | sum"}) {
+        ASSERT_TRUE(std::getline(text, line)) << report;
+        EXPECT_EQ(line.substr(0, line.find_last_not_of(' ', 55) + 1), name) << report;
+        const double from = std::stod(line.substr(56, 12)), to = std::stod(line.substr(68, 12));
+        EXPECT_GE(from, before) << report;  // in the order in which they began
+        EXPECT_NEAR(std::stod(line.substr(80)), to - from, 0.0011) << report;
+        EXPECT_GE(to - from, backend_device() == Device::CPU ? 2 : 0) << report;
+        before = from;
+    }
+    EXPECT_FALSE(std::getline(text, line)) << report;
+    destroy_stream(side);
+    destroy_stream(stream);
+}
+
 TEST(Profile, AFurtherStartBeginsAnew) {
     Profiler profiler;
     for (const char* name : {"first", "second"}) {

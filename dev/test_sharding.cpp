@@ -118,7 +118,7 @@ struct Rank {
         }
         const int64_t bytes = Gradients::memory(table, s, {}).bytes();
         grads.resize(size_t(bytes / 4));
-        gradients.allocate(table, s, {}, make_tensor(grads.data(), DType::U8, Device::CPU, {bytes}), nullptr, {});
+        gradients.allocate(table, s, {}, make_tensor(grads.data(), DType::U8, Device::CPU, {bytes}), nullptr);
         m_arena = arena(m, s.splits_optimizer());
         v_arena = arena(v, s.splits_optimizer());
     }

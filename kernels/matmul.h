@@ -64,6 +64,10 @@ bool matmul_use_choices(const std::string& text, Stream stream, bool used = fals
 // The user's file for choices on this GPU with this library: $XDG_CACHE_HOME (~/.cache)/train_gpt/gemm/<both>.txt;
 // empty without a home.
 std::string matmul_cache_path(Stream stream);
+// It saves the time to make the choices again, and keeps runs on one machine bitwise alike. What can't be read or
+// written is left alone: then they are made again. store adds what the stream used to what is there.
+void load_matmul_cache(Stream stream);
+void store_matmul_cache(Stream stream);
 
 // The library behind the products: "oneDNN 2.6.3", "built-in blocked GEMM" or "cuBLASLt 13.1.0".
 const char* matmul_library();

@@ -34,9 +34,9 @@ Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sha
     return m;
 }
 
-void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOptions& options, Tensor bytes, Comm* c,
-                         Stream side_stream) {
-    table = &t, sharding = s, dtype = options.dtype, comm = c, side = side_stream;
+void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOptions& options, Tensor bytes,
+                         const Context* context) {
+    table = &t, sharding = s, dtype = options.dtype, ctx = context;
     const Memory m = memory(t, s, options);
     int64_t at = 0;
     const auto part = [&](DType type, int64_t n) {
@@ -52,6 +52,9 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOpt
     }
     if (m.buffer_bytes) buffer = part(dtype, m.buffer_bytes / dtype_size(dtype));
     if (s.world > 1) buckets = make_buckets(t, s, options);
+    for (const Bucket& b : buckets)
+        names.push_back((s.stage ? "reduce_scatter of " : "all_reduce of ") +
+                        t.describe_groups(b.first, b.last, dtype));
 }
 
 Tensor Gradients::own(int first_group, int last_group) const {
@@ -67,7 +70,10 @@ void Gradients::begin(bool first_micro_step, bool last_micro_step) {
 void Gradients::open(int group, Stream stream) {
     if (!sharding.splits_gradients()) return;
     const Place& p = state[size_t(places.place(group))];
-    if (p.used) p.free.hold(stream);
+    if (p.used) {
+        const Range range(ctx->profiler, "wait for a place");
+        p.free.hold(stream);
+    }
     // Between tensors lie gaps, which count in the norm: what another group left there is none of it.
     const Tensor& view = arena.views[size_t(group)];
     int64_t end = 0;
@@ -84,15 +90,18 @@ void Gradients::open(int group, Stream stream) {
 
 void Gradients::close(int group, Stream stream) {
     if (!last && !sharding.splits_gradients()) return;
-    for (const Bucket& b : buckets)
-        if (b.first == group) reduce(b, stream);
+    for (size_t i = 0; i < buckets.size(); i++)
+        if (buckets[i].first == group) reduce(buckets[i], names[i].c_str(), stream);
 }
 
 // In place as far as it goes: a whole group's gradient is of no more use when its part of the sum is there.
-void Gradients::reduce(const Bucket& b, Stream stream) {
+void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
+    Comm* const comm = ctx->comm.get();
+    const Stream side = ctx->side;
     complete.record(stream);
     complete.hold(side);
     waiting = true;
+    const Range range(ctx->profiler, name, side);
     const bool split = sharding.splits_gradients();
     Tensor whole = split ? arena.views[size_t(b.first)] : arena.groups(*table, b.first, b.last);
     const Tensor fp32 = whole;
@@ -127,6 +136,7 @@ void Gradients::reduce(const Bucket& b, Stream stream) {
 
 void Gradients::end(Stream stream) {
     if (!waiting) return;
-    summed.record(side);
+    const Range range(ctx->profiler, "wait for gradients");
+    summed.record(ctx->side);
     summed.hold(stream);
 }

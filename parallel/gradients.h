@@ -12,11 +12,11 @@
 // in it and widened again.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "parallel/sharding.h"
-#include "runtime/comm.h"
-#include "runtime/device.h"
+#include "runtime/context.h"
 
 struct ReduceOptions {
     DType dtype = DType::F32;                  // F32 or BF16
@@ -43,9 +43,9 @@ class Gradients {
     static Memory memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options);
 
     Gradients() = default;
-    // memory: bytes() of U8. With a world of one comm is not used, and may be null.
+    // memory: bytes() of U8. ctx: whose ranks sum; null where nothing will be summed.
     void allocate(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options, Tensor memory,
-                  Comm* comm, Stream side);
+                  const Context* ctx);
 
     ParamArena arena;  // whole, or this rank's parts
     Tensor tensor(const Param& p) const { return arena.tensor(p); }
@@ -62,16 +62,16 @@ class Gradients {
     bool accumulate() const { return !first && !sharding.splits_gradients(); }
 
   private:
-    void reduce(const Bucket& bucket, Stream stream);
+    void reduce(const Bucket& bucket, const char* name, Stream stream);
 
     const ParamTable* table = nullptr;
     Sharding sharding;
     DType dtype = DType::F32;
-    Comm* comm = nullptr;
-    Stream side;
+    const Context* ctx = nullptr;
     GroupPlaces places;
     std::vector<Bucket> buckets;
-    Tensor buffer;  // a bucket in dtype
+    std::vector<std::string> names;  // of the buckets' sums, in a profile
+    Tensor buffer;                   // a bucket in dtype
     bool first = true, last = true;
     bool waiting = false;  // for a sum that began in this micro-step
     struct Place {

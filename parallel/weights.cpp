@@ -1,30 +1,35 @@
 #include "parallel/weights.h"
 
-WeightGatherer::WeightGatherer(Comm& c, const ParamTable& t, const ParamArena& w, const GroupPlaces& p, Stream s)
-    : comm(c), table(t), weights(w), places(p), side(s), state(size_t(p.num_places())) {}
+WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupPlaces& p)
+    : ctx(context), table(t), weights(w), places(p), state(size_t(p.num_places())) {
+    for (int g = 0; g < t.num_groups(); g++)
+        names.push_back("all_gather of " + t.describe_groups(g, g + 1, w.data.dtype));
+}
 
 void WeightGatherer::begin(Stream stream) {
     turn.record(stream);
-    turn.hold(side);
+    turn.hold(ctx.side);
     for (Place& p : state) p.holds = -1, p.read = false;
 }
 
 void WeightGatherer::end(Stream stream) {
-    turn.record(side);
+    turn.record(ctx.side);
     turn.hold(stream);
 }
 
 void WeightGatherer::gather(int group) {
     Place& p = state[size_t(places.place(group))];
     if (p.holds == group || !table.group_size(group)) return;
-    if (p.read) p.free.hold(side);
-    comm.all_gather(weights.views[size_t(group)], weights.groups(table, group, group + 1), side);
-    p.filled.record(side);
+    if (p.read) p.free.hold(ctx.side);
+    const Range range(ctx.profiler, names[size_t(group)].c_str(), ctx.side);
+    ctx.comm->all_gather(weights.views[size_t(group)], weights.groups(table, group, group + 1), ctx.side);
+    p.filled.record(ctx.side);
     p.holds = group;
 }
 
 void WeightGatherer::use(int group, Stream stream) {
     gather(group);
+    const Range range(ctx.profiler, "wait for weights");
     state[size_t(places.place(group))].filled.hold(stream);
 }
 

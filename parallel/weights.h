@@ -7,19 +7,18 @@
 // layers of the forward pass. The ranks use the same groups in the same order.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "parallel/sharding.h"
-#include "runtime/comm.h"
-#include "runtime/device.h"
+#include "runtime/context.h"
 
 class WeightGatherer {
   public:
     static constexpr int LAYER_PLACES = 2;  // the layer that computes and the one that comes next
 
-    // weights: parts, with views of the places. side: the collectives' stream.
-    WeightGatherer(Comm& comm, const ParamTable& table, const ParamArena& weights, const GroupPlaces& places,
-                   Stream side);
+    // weights: parts, with views of the places.
+    WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupPlaces& places);
 
     // A pass begins: the weights may have changed since the last one.
     void begin(Stream stream);
@@ -32,11 +31,11 @@ class WeightGatherer {
   private:
     void gather(int group);
 
-    Comm& comm;
+    const Context& ctx;
     const ParamTable& table;
     const ParamArena& weights;
     const GroupPlaces& places;
-    Stream side;
+    std::vector<std::string> names;  // of the groups' gathering, in a profile
     struct Place {
         int holds = -1;     // a group
         bool read = false;  // since begin()

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
@@ -496,6 +497,20 @@ json read_json(const std::string& path) {
     } catch (const json::exception&) {
         throw Error(str(path, ": holds a number out of range; the file is damaged"));
     }
+}
+
+std::string best_checkpoint(const std::string& run_dir) {
+    std::string best;
+    double lowest = INFINITY;
+    for (const std::string& name : list_checkpoints(run_dir)) {
+        const json trainer = read_json(join_path(join_path(run_dir, name), "trainer.json"));
+        const json loss = trainer.value("val_loss", json());
+        if (loss.is_number() && loss.get<double>() < lowest) {
+            lowest = loss.get<double>();
+            best = name;
+        }
+    }
+    return best;
 }
 
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {

@@ -111,6 +111,9 @@ FetchParam state_weights(const std::string& path);
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
 
+// The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated.
+std::string best_checkpoint(const std::string& run_dir);
+
 // Removes the oldest checkpoints but the newest `keep` ≥ 1 and `spare` (a name; may be empty). Each is first renamed to
 // ".old-step_…", so that a half-removed checkpoint is never taken for a complete one. What a killed process left of a
 // save or of a removal is removed too.

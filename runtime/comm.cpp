@@ -18,6 +18,10 @@ Comm::~Comm() {
     }
 }
 
+void Comm::part() {
+    if (transport) transport->part();
+}
+
 // "rank 1: all_reduce": how errors begin. A world of one has no need of the rank.
 std::string Comm::named(const char* op) const {
     return transport ? str("rank ", own_rank, ": ", op) : op;

@@ -32,8 +32,11 @@ class Comm {
     // in a process's life.
     explicit Comm(const World& world = {});
     // All ranks together, after what is queued is done and Graphs that hold its operations are gone; while an exception
-    // flies it parts at once instead, and the others notice.
+    // flies it parts instead.
     ~Comm();
+    // What a rank that fails does first: work that waits for others ends, so that nothing waits for it any more. Graphs
+    // that hold operations go next, and last the Comm, for which nothing else may be called meanwhile.
+    void part();
     Comm(const Comm&) = delete;
     Comm& operator=(const Comm&) = delete;
 

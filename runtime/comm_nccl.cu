@@ -35,8 +35,9 @@ constexpr auto WATCH_INTERVAL = std::chrono::milliseconds(100);
 constexpr auto COURTESY = std::chrono::milliseconds(500);
 // How long a host may take to notice that the communicator was aborted.
 constexpr auto GRACE = std::chrono::seconds(30);
-// How long a rank that ends by an error waits for NCCL to let go.
-constexpr auto PARTING = std::chrono::seconds(2);
+// How long a rank that ends by an error waits for NCCL to let go: a thread that is inside it must not meet the end of
+// the process.
+constexpr auto PARTING = std::chrono::seconds(10);
 
 std::string nccl_version() {
     int version = 0;
@@ -100,7 +101,10 @@ class NcclTransport : public Transport {
     }
 
     ~NcclTransport() override {
-        if (!finished) part();
+        if (!finished) {
+            part();
+            abort_ended.wait_for(PARTING);  // as a rule at once: where a Graph held operations, it is gone
+        }
         for (const Watched& w : watched) cudaEventDestroy(w.event);
         for (const cudaEvent_t event : spare) cudaEventDestroy(event);
     }
@@ -114,32 +118,37 @@ class NcclTransport : public Transport {
         finished = true;
     }
 
+    void part() override {
+        stop_watchdog();
+        abort();
+    }
+
     void all_reduce(void* x, int64_t n, DType dtype, Stream stream) override {
         const Elements e = elements(dtype, n);
-        queue(describe("all_reduce", n, dtype), stream,
+        queue({"all_reduce", n, dtype}, stream,
               [&] { return ncclAllReduce(x, x, e.count, e.type, ncclSum, comm, cuda_stream(stream)); });
     }
 
     void reduce_scatter(void* out, const void* inp, int64_t n, DType dtype, Stream stream) override {
         const Elements e = elements(dtype, n);
-        queue(describe("reduce_scatter", n, dtype), stream,
+        queue({"reduce_scatter", n, dtype}, stream,
               [&] { return ncclReduceScatter(inp, out, e.count, e.type, ncclSum, comm, cuda_stream(stream)); });
     }
 
     void all_gather(void* out, const void* inp, int64_t n, DType dtype, Stream stream) override {
         const Elements e = elements(dtype, n);
-        queue(describe("all_gather", n, dtype), stream,
+        queue({"all_gather", n, dtype}, stream,
               [&] { return ncclAllGather(inp, out, e.count, e.type, comm, cuda_stream(stream)); });
     }
 
     void broadcast(void* x, int64_t n, DType dtype, int64_t root, Stream stream) override {
         const Elements e = elements(dtype, n);
-        queue(describe("broadcast", n, dtype), stream,
+        queue({"broadcast", n, dtype}, stream,
               [&] { return ncclBroadcast(x, x, e.count, e.type, int(root), comm, cuda_stream(stream)); });
     }
 
     void group_start() override {
-        if (group_depth++ == 0) call("group_start", [] { return ncclGroupStart(); });
+        if (group_depth++ == 0) call({nullptr, 0, DType::F32, "group_start"}, [] { return ncclGroupStart(); });
     }
 
     void group_end() override {
@@ -166,13 +175,32 @@ class NcclTransport : public Transport {
         throw Error(failure);
     }
 
-    void watch(const std::string& what, Stream stream) override {
+    void watch(const std::string& what, Stream stream) override { watch(What{nullptr, 0, DType::F32, what}, stream); }
+
+  private:
+    // What is made text of only when it is told: operations are many, and their calls short.
+    struct What {
+        const char* op = nullptr;
+        int64_t n = 0;
+        DType dtype = DType::F32;
+        std::string other = {};  // instead
+
+        explicit operator bool() const { return op || !other.empty(); }
+        std::string text() const { return op ? str(op, " of ", n, " ", dtype_name(dtype)) : other; }
+    };
+    // Work on a stream, done when the event is reached.
+    struct Watched {
+        cudaEvent_t event;
+        What what;
+    };
+
+    void watch(const What& what, Stream stream) {
         check();
         cudaStreamCaptureStatus recording = cudaStreamCaptureStatusNone;
         cuda_check(cudaStreamIsCapturing(cuda_stream(stream), &recording), "Comm");
         if (recording != cudaStreamCaptureStatusNone) return;  // it runs later
         const std::lock_guard<std::mutex> lock(state);
-        take_off_finished();
+        if (spare.empty()) take_off_finished();  // as a rule the watchdog does it
         cudaEvent_t event = nullptr;
         if (spare.empty()) {
             cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "Comm");
@@ -183,17 +211,6 @@ class NcclTransport : public Transport {
         cuda_check(cudaEventRecord(event, cuda_stream(stream)), "Comm");
         if (watched.empty()) progress = Clock::now();
         watched.push_back({event, what});
-    }
-
-  private:
-    // Work on a stream, done when the event is reached.
-    struct Watched {
-        cudaEvent_t event;
-        std::string what;
-    };
-
-    std::string describe(const char* op, int64_t n, DType dtype) const {
-        return str(op, " of ", n, " ", dtype_name(dtype));
     }
 
     // On a thread of its own, because NCCL waits for all ranks and knows no time-out. If it is given up the thread ends
@@ -225,7 +242,7 @@ class NcclTransport : public Transport {
 
     // Calls NCCL, which may wait for peers, or for room in a queue; the watchdog sees for how long.
     template <typename Call>
-    void call(const std::string& what, Call nccl) {
+    void call(const What& what, Call nccl) {
         check();
         {
             const std::lock_guard<std::mutex> lock(state);
@@ -239,17 +256,17 @@ class NcclTransport : public Transport {
         }
         {
             const std::lock_guard<std::mutex> lock(state);
-            calling.clear();
+            calling = {};
         }
         check();
         if (status == ncclSuccess) return;
-        const std::string line = str("rank ", rank, ": ", what, ": ", nccl_says(status));
+        const std::string line = str("rank ", rank, ": ", what.text(), ": ", nccl_says(status));
         declare(line);
         throw Error(line);
     }
 
     template <typename Call>
-    void queue(const std::string& what, Stream stream, Call nccl) {
+    void queue(const What& what, Stream stream, Call nccl) {
         call(what, nccl);
         if (group_depth == 0) return watch(what, stream);
         group_what = what;
@@ -293,7 +310,7 @@ class NcclTransport : public Transport {
     std::string look() {
         const std::lock_guard<std::mutex> lock(state);
         if (!failure.empty()) return failure;
-        const std::string what = !calling.empty() ? calling : watched.empty() ? "" : watched.front().what;
+        const std::string what = calling ? calling.text() : watched.empty() ? "" : watched.front().what.text();
         const std::string who = str("rank ", rank, ": ", what, what.empty() ? "" : ": ");
         // First, because it asks nothing of the driver, which may be stuck.
         const std::string trouble = ending ? "" : control.trouble();
@@ -302,7 +319,7 @@ class NcclTransport : public Transport {
             return who + trouble;
         }
         take_off_finished();
-        if ((!calling.empty() && seconds_since(call_start) > timeout_s) ||
+        if ((calling && seconds_since(call_start) > timeout_s) ||
             (!watched.empty() && seconds_since(progress) > timeout_s))
             return str(who, "not done within ", timeout_s,
                        " s (--comm-timeout); another rank hangs, or the time is too short");
@@ -353,13 +370,6 @@ class NcclTransport : public Transport {
         if (watchdog.joinable()) watchdog.join();
     }
 
-    // Without the others: an error has come up. They notice when the process ends, and with it the connections.
-    void part() {
-        stop_watchdog();
-        abort();
-        abort_ended.wait_for(PARTING);  // as a rule at once; where a Graph holds operations, when that is gone
-    }
-
     const int64_t rank;
     const double timeout_s;
     ControlChannel control;
@@ -367,7 +377,7 @@ class NcclTransport : public Transport {
     ncclComm_t comm = nullptr;
 
     int group_depth = 0;
-    std::string group_what;
+    What group_what;
     std::vector<Stream> group_streams;
 
     std::timed_mutex calls;  // of the communicator
@@ -377,7 +387,7 @@ class NcclTransport : public Transport {
 
     std::mutex state;  // of what follows
     std::string failure;
-    std::string calling;  // the call of NCCL that the main thread is in
+    What calling;  // the call of NCCL that the main thread is in
     Clock::time_point call_start;
     std::deque<Watched> watched;
     std::vector<cudaEvent_t> spare;

@@ -6,12 +6,12 @@
 #include <signal.h>
 #include <spawn.h>
 #include <sys/prctl.h>
-#include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -44,30 +44,49 @@ Descriptor listen_here(int& port) {
     return listener;
 }
 
-// Signals come as data to read for as long as this lives.
+// Where the handler writes the signals' numbers. A handler can reach nothing but a global.
+volatile int signal_pipe = -1;
+
+void on_signal(int number) {
+    const int error = errno;
+    const char byte = char(number);
+    (void)!write(signal_pipe, &byte, 1);  // one that finds the pipe full changes nothing for who reads it
+    errno = error;
+}
+
+// Signals come as data to read for as long as this lives. By handlers: a blocked signal, as signalfd wants it, goes to
+// any thread that doesn't block it, and CUDA has made some by now; there an interrupt would end the process, and the
+// end of a rank would be lost.
 class SignalReader {
   public:
     SignalReader() {
-        sigemptyset(&signals);
-        for (const int number : {SIGINT, SIGTERM, SIGCHLD}) sigaddset(&signals, number);
-        sigprocmask(SIG_BLOCK, &signals, &before);
-        fd = Descriptor(signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
-        check_system(fd >= 0, "cannot read signals");
+        int ends[2];
+        check_system(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0, "cannot make a pipe");
+        read_end = Descriptor(ends[0]);
+        write_end = Descriptor(ends[1]);
+        signal_pipe = ends[1];
+        struct sigaction action {};
+        action.sa_handler = on_signal;
+        action.sa_flags = SA_RESTART;
+        for (size_t i = 0; i < CAUGHT.size(); i++) sigaction(CAUGHT[i], &action, &before[i]);
     }
-    ~SignalReader() { sigprocmask(SIG_SETMASK, &before, nullptr); }
+    ~SignalReader() {
+        for (size_t i = 0; i < CAUGHT.size(); i++) sigaction(CAUGHT[i], &before[i], nullptr);
+        signal_pipe = -1;
+    }
     SignalReader(const SignalReader&) = delete;
     SignalReader& operator=(const SignalReader&) = delete;
 
-    int descriptor() const { return fd; }
+    int descriptor() const { return read_end; }
     int next() const {  // 0: none is left
-        signalfd_siginfo info;
-        return read(fd, &info, sizeof info) == sizeof info ? int(info.ssi_signo) : 0;
+        char number;
+        return read(read_end, &number, 1) == 1 ? number : 0;
     }
-    const sigset_t& caught() const { return signals; }
+    static constexpr std::array<int, 3> CAUGHT = {SIGINT, SIGTERM, SIGCHLD};
 
   private:
-    sigset_t signals, before;
-    Descriptor fd;
+    Descriptor read_end, write_end;
+    std::array<struct sigaction, CAUGHT.size()> before;
 };
 
 struct Rank {
@@ -156,12 +175,14 @@ class LocalRanks {
             posix_spawn_file_actions_adddup2(&files, write_end, STDERR_FILENO);
         }
         // A group of its own, so that a terminal's Ctrl-C doesn't reach it besides through us.
-        sigset_t none;
+        sigset_t none, caught;
         sigemptyset(&none);
+        sigemptyset(&caught);
+        for (const int number : SignalReader::CAUGHT) sigaddset(&caught, number);
         posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
         posix_spawnattr_setpgroup(&attributes, 0);
         posix_spawnattr_setsigmask(&attributes, &none);
-        posix_spawnattr_setsigdefault(&attributes, &signals.caught());
+        posix_spawnattr_setsigdefault(&attributes, &caught);
         pid_t pid = -1;
         const int error = posix_spawn(&pid, arguments[0], &files, &attributes, arguments.data(), environment.data());
         posix_spawn_file_actions_destroy(&files);

@@ -6,6 +6,8 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "runtime/log.h"
+
 using nlohmann::json;
 
 namespace {
@@ -511,6 +513,12 @@ std::string model_family(const ModelConfig& c) {
         c.rope_scaling.kind != RopeScaling::Kind::Dynamic || c.rope_scaling.original_max_position == c.max_positions;
     if (llama_knobs && rope && !c.has_linear_attention()) return "llama";
     return "train_gpt";
+}
+
+std::string describe(const ModelConfig& c, int64_t weights) {
+    return str(with_commas(weights), " weights, ", c.layers, " layers x ", c.channels, " channels, ", c.heads, " heads",
+               c.kv_heads == c.heads ? "" : str(" on ", c.kv_heads, " KV heads"), " of ", c.head_size,
+               c.has_linear_attention() ? ", attention " + c.attention : "", ", vocabulary ", c.vocab_size);
 }
 
 ModelConfig config_from_json(const json& object, const std::string& path) {

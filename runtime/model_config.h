@@ -58,6 +58,9 @@ std::vector<std::string> preset_names();
 // "gpt2" or "llama" where that family expresses the config exactly, else "train_gpt".
 std::string model_family(const ModelConfig& config);
 
+// For a person: "124,439,808 weights, 12 layers x 768 channels, ...".
+std::string describe(const ModelConfig& config, int64_t weights);
+
 // Reads a config.json (transformers 4 and 5 forms of GPT-2 and LLaMA; our own "train_gpt"). path names it in errors.
 // A value that would change the logits and that we do not implement is an Error naming the key.
 ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);

@@ -4,6 +4,7 @@
 
 #include "runtime/convert.h"
 #include "runtime/device.h"
+#include "runtime/log.h"
 
 namespace {
 
@@ -95,6 +96,17 @@ void ParamTable::layout(int64_t world) {
                 position < 0 ? "" : params[size_t(position)].name);
         position = int(i);
     }
+}
+
+std::string ParamTable::describe_groups(int first, int last, DType dtype) const {
+    const auto name = [&](int g) -> std::string {
+        for (const Param& p : params)
+            if (p.group == g) return p.fp32 ? "what stays fp32" : p.layer < 0 ? p.name : str("layer ", p.layer);
+        return "nothing";
+    };
+    const int64_t elements = group_begin[size_t(last)] - group_begin[size_t(first)];
+    return str(name(first), last - first > 1 ? " to " + name(last - 1) : "", ", ",
+               human_bytes(elements * dtype_size(dtype)));
 }
 
 namespace {

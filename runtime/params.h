@@ -52,6 +52,8 @@ struct ParamTable {
     int64_t group_size(int g) const { return group_begin[size_t(g) + 1] - group_begin[size_t(g)]; }
 
     int64_t num_weights() const;  // elements as in files
+    // Groups [first, last) of that dtype for a person: "layer 10 to layer 11, 54.07 MiB".
+    std::string describe_groups(int first, int last, DType dtype) const;
     // The parameter in that role, or nullptr where this model has none (no bias, tied head). After layout().
     const Param* find(int slot, int layer = -1) const;
     const Param& by_name(const std::string& name) const;  // throws Error

@@ -30,29 +30,57 @@ void Profiler::stop() {
     close(0);
     timing = false;
     synchronize(stream);
+    for (const Record& r : records)
+        if (r.beside) synchronize(r.stream);
     profiler_stop();
 }
 
-int64_t Profiler::open(const char* name) {
+int64_t Profiler::open(const char* name, const Stream* other) {
     if (!timing) return -1;
     const int64_t record = static_cast<int64_t>(records.size());
     if (record == max_records) {
         dropped++;
         return -1;
     }
-    events[static_cast<size_t>(2 * record)].record(stream);
-    records.push_back({name, current});
-    current = record;
+    records.push_back({name, current, other != nullptr, other ? *other : stream});
+    events[static_cast<size_t>(2 * record)].record(records.back().stream);
+    if (!other) current = record;
     return record;
 }
 
 void Profiler::close(int64_t record) {
-    events[static_cast<size_t>(2 * record + 1)].record(stream);
-    current = records[static_cast<size_t>(record)].parent;
+    const Record& r = records[static_cast<size_t>(record)];
+    events[static_cast<size_t>(2 * record + 1)].record(r.stream);
+    if (!r.beside) current = r.parent;
 }
 
-double Profiler::milliseconds(int64_t record) const {
-    return elapsed_ms(events[static_cast<size_t>(2 * record)], events[static_cast<size_t>(2 * record + 1)]);
+std::string Profiler::timeline() const {
+    struct Span {
+        const Record* record;
+        double from, to;  // ms
+    };
+    std::vector<Span> spans;
+    bool any = false;
+    for (size_t i = 1; i < records.size(); i++) {
+        const Record& r = records[i];
+        any |= r.beside;
+        const int64_t at = static_cast<int64_t>(i);
+        if (r.beside || r.parent == 0)
+            spans.push_back({&r, elapsed_ms(begin(0), begin(at)), elapsed_ms(begin(0), end(at))});
+    }
+    if (!any) return "";
+    std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.from < b.from; });
+    char line[256];
+    std::snprintf(line, sizeof line, "%-56s %11s %11s %11s\n", "when, and what was beside it", "from ms", "to ms",
+                  "ms");
+    std::string table = line;
+    for (const Span& s : spans) {
+        std::snprintf(line, sizeof line, "%-56s %11.3f %11.3f %11.3f\n",
+                      (std::string(s.record->beside ? "  | " : "") + s.record->name).c_str(), s.from, s.to,
+                      s.to - s.from);
+        table += line;
+    }
+    return table;
 }
 
 std::string Profiler::report() const {
@@ -67,6 +95,10 @@ std::string Profiler::report() const {
     std::vector<Node> nodes;
     std::vector<size_t> node_of;  // by record; parents come before what is in them
     for (size_t i = 0; i < records.size(); i++) {
+        if (records[i].beside) {
+            node_of.push_back(0);  // nothing is in it
+            continue;
+        }
         size_t node = nodes.size();
         if (i > 0) {
             const size_t parent = node_of[static_cast<size_t>(records[i].parent)];
@@ -77,7 +109,7 @@ std::string Profiler::report() const {
         if (node == nodes.size()) nodes.push_back({records[i].name});
         node_of.push_back(node);
         nodes[node].calls++;
-        nodes[node].ms += milliseconds(static_cast<int64_t>(i));
+        nodes[node].ms += elapsed_ms(begin(static_cast<int64_t>(i)), end(static_cast<int64_t>(i)));
     }
 
     const double whole = nodes[0].ms;
@@ -107,14 +139,18 @@ std::string Profiler::report() const {
     print_inside(0, 0);
     print(0, "whole", "1", whole);
     if (dropped > 0) table += str(dropped, " ranges more than the ", max_records - 1, " that are timed\n");
-    return table;
+    return table + timeline();
 }
 
-Range::Range(Profiler& p, const char* name) : profiler(p) {
+Range::Range(Profiler& p, const char* name) : Range(p, name, nullptr) {}
+
+Range::Range(Profiler& p, const char* name, Stream other) : Range(p, name, &other) {}
+
+Range::Range(Profiler& p, const char* name, const Stream* other) : profiler(p) {
 #ifdef USE_CUDA
     nvtxRangePushA(name);
 #endif
-    record = profiler.open(name);
+    record = profiler.open(name, other);
 }
 
 Range::~Range() {

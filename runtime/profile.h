@@ -7,6 +7,10 @@
 // report() prints them as a table. start() and stop() also give the sign to profilers that wait for it
 // (runtime/device.h).
 //
+// Work on another stream is named likewise, and report() tells when it was done:
+//
+//     Range range(ctx.profiler, "all_reduce", ctx.side);
+//
 // While nothing is timed a range allocates nothing and costs a few nanoseconds. While timing, events come from a pool
 // that start() fills; they cost the device about a microsecond each, which the table includes. Work that is replayed
 // from a Graph passes through no range: a profiled step runs without. One thread at a time.
@@ -29,7 +33,8 @@ class Profiler {
     bool on() const { return timing; }
 
     // What lay between the last start() and stop(): name, calls, ms and share of the whole, the slowest first; ranges
-    // within ranges are indented below them, "(rest)" being what none of those covers.
+    // within ranges are indented below them, "(rest)" being what none of those covers. Where work was timed on other
+    // streams, a second table: from when to when that was, and the outermost ranges beside it.
     std::string report() const;
 
   private:
@@ -37,10 +42,14 @@ class Profiler {
     struct Record {
         const char* name;
         int64_t parent;  // record, -1: outermost
+        bool beside;     // on another stream
+        Stream stream;
     };
-    int64_t open(const char* name);  // its record, or -1
+    int64_t open(const char* name, const Stream* other = nullptr);  // its record, or -1
     void close(int64_t record);
-    double milliseconds(int64_t record) const;
+    const Event& begin(int64_t record) const { return events[static_cast<size_t>(2 * record)]; }
+    const Event& end(int64_t record) const { return events[static_cast<size_t>(2 * record + 1)]; }
+    std::string timeline() const;  // empty where nothing was beside
 
     bool timing = false;
     Stream stream;
@@ -54,11 +63,13 @@ class Profiler {
 class Range {
   public:
     Range(Profiler& profiler, const char* name);
+    Range(Profiler& profiler, const char* name, Stream other);
     ~Range();
     Range(const Range&) = delete;
     Range& operator=(const Range&) = delete;
 
   private:
+    Range(Profiler& profiler, const char* name, const Stream* other);
     Profiler& profiler;
     int64_t record;
 };

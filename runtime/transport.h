@@ -12,8 +12,9 @@
 #include "runtime/launch.h"
 
 struct Transport {
-    virtual ~Transport() = default;  // parts at once, so that the other ranks notice
+    virtual ~Transport() = default;  // parts, unless that was done or it was finished
     virtual void finish() = 0;       // all ranks together, before the destructor: a good end
+    virtual void part() {}           // at once, so that the other ranks notice
 
     // n: elements of x; of out; of inp.
     virtual void all_reduce(void* x, int64_t n, DType dtype, Stream stream) = 0;

@@ -1,0 +1,23 @@
+#include "parallel/checkpoint.h"
+
+#include <memory>
+
+#include "runtime/files.h"
+
+void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,
+                      const TrainingArenas& arenas, const std::function<void(const std::string&)>& small_files) {
+    std::unique_ptr<AtomicDirectory> directory;  // rank 0's; all write their parts into it
+    if (ctx.rank == 0) directory = std::make_unique<AtomicDirectory>(path);
+    std::string temporary = directory ? directory->path() : "";
+    ctx.comm->broadcast_host(temporary, 0);
+    const Writers writers{ctx.rank, ctx.world, [&] { ctx.comm->barrier(); }};
+    const std::string state = join_path(temporary, "state.safetensors");
+    save_state(state, table, arenas, writers);
+    ctx.comm->barrier();
+    // From the state, which has each tensor whole, as no rank need have it.
+    save_weights(join_path(temporary, "model.safetensors"), table, state_weights(state), DType::F32, writers);
+    ctx.comm->barrier();
+    if (ctx.rank > 0) return;
+    small_files(temporary);
+    directory->commit();
+}
