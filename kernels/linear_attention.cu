@@ -1,4 +1,5 @@
-// Linear attention on tensor cores of sm_80 and later (mma.sync); fp32 by the same kernels with fused multiply-adds.
+// Linear attention on tensor cores of sm_80 and later (mma.sync); fp32 by the same kernels with fused multiply-adds. On
+// Hopper GPUs linear_attention_hopper.cu takes over what it can.
 //
 // The products of linear_attention_check.h, chunked: a block owns a segment of a sequence and 64 (of large heads fewer)
 // columns of one head's result, and walks over the segment in chunks of 64 tokens with its columns of the state in

@@ -6,8 +6,8 @@
 // chunk, 64 columns of the result and as many of the state, and heads of 128 take two. dv and dk are made by one block,
 // since they share all they read, and R: dv multiplies it by its rows, dk by its columns.
 //
-// Each thread copies 16 rows' worth of packs that it alone transforms when they have come (features, ĝ, δ), so that one
-// barrier before the products and one after them are all that a chunk needs.
+// A thread copies packs of its warp's 16 rows, of which it alone makes features, ĝ and δ when they have come: two
+// barriers are all that a chunk needs, one before its products and one after them.
 //
 // Only builds for sm_90a have this file, and it is compiled for nothing else.
 #include "kernels/dependent_launch.cuh"
@@ -459,7 +459,6 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                            b = shared_address(R == Role::DK ? c_tile : b_tile),
                            c = shared_address(R == Role::DK ? b_tile : c_tile), s_tile = shared_address(state_tile);
             float s[8][4];
-            if (GATED && R != Role::DK && first_head) scale_state<D>(state, whole), pin_state<D>(state);
             product_of_rows<T, TOKENS, D>(s, a, b);
             if (first_head) {
                 const uint32_t left = rows_descriptor(a);
@@ -475,15 +474,28 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                             sums, left + step_columns<TOKENS>(k),
                             columns_descriptor<D>(s_tile + at.warpgroup * D * CHUNK_ROW) + step_rows(k), k > 0);
                 }
+                product_commit();
             }
-            product_commit();
-            // The state is multiplied by way of its tile, so that it may move on meanwhile.
-            if constexpr (R != Role::DK) add_to_state<D>(at, state, shared_address(b_tile), shared_address(handed_on));
-            constexpr int LATER = R == Role::DK ? 0 : 1;
-            product_wait<LATER + 1>();
+            product_wait<0>();
             pin_registers(s);
+            pin_registers(sums);
+            if (GATED && R != Role::DK && first_head) scale_state<D>(state, whole), pin_state<D>(state);
             float row_gamma[2] = {};
             if constexpr (GATED) row_gamma[0] = gamma[row0], row_gamma[1] = gamma[row0 + 8];
+            if (first_head && (GATED || R == Role::DQ || R == Role::DK)) {
+                float factor[2] = {1, 1};
+                if constexpr (GATED) factor[0] = into[row0], factor[1] = into[row0 + 8];
+#pragma unroll
+                for (int n = 0; n < 8; n++) {
+                    Floats<2> v = {};
+                    if constexpr (NORMALISED) v = load_floats<2>(vector + column0 + n * 8);
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        sums[n][e] = GATED           ? sums[n][e] * factor[e / 2]
+                                     : R == Role::DQ ? fmaf(row_sums[e / 2], v[e % 2], sums[n][e])
+                                                     : sums[n][e] + v[e % 2];
+                }
+            }
             float score_sums[2] = {};
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -507,26 +519,16 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 for (int half = 0; half < 2; half++) row_sums[half] += row_sum(score_sums[half]);
             uint32_t weights[4][4];
             round_to_left<T>(weights, s);
-            product_wait<LATER>();
-            pin_registers(sums);
-            if (first_head && (GATED || R == Role::DQ || R == Role::DK)) {
-                float factor[2] = {1, 1};
-                if constexpr (GATED) factor[0] = into[row0], factor[1] = into[row0 + 8];
-#pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    Floats<2> v = {};
-                    if constexpr (NORMALISED) v = load_floats<2>(vector + column0 + n * 8);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        sums[n][e] = GATED           ? sums[n][e] * factor[e / 2]
-                                     : R == Role::DQ ? fmaf(row_sums[e / 2], v[e % 2], sums[n][e])
-                                                     : sums[n][e] + v[e % 2];
-                }
-            }
             product_of_rounded<T>(sums, weights, c + at.warpgroup * PART);
-            product_wait<0>();
-            pin_registers(sums);
-            if constexpr (R != Role::DK) pin_state<D>(state);
+            if constexpr (R == Role::DK) {
+                product_wait<0>();
+                pin_registers(sums);
+            } else {
+                add_to_state<D>(at, state, shared_address(b_tile), shared_address(handed_on));
+                product_wait<0>();
+                pin_registers(sums);
+                pin_state<D>(state);
+            }
         };
         // Sums become results, rounded.
         const auto finish = [&](auto role, const Product<T>& x, float(&sums)[8][4], uint32_t(&rounded)[4][4]) {
@@ -616,7 +618,6 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
     constexpr bool REVERSED = ROLE == Role::QueryState, GATED = !NORMALISED;
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     float *const floats = reinterpret_cast<float*>(memory + Z::FLOATS), *const vector_parts = floats + Z::VECTOR_PARTS;
-    wait_for_previous();
     let_next_start();
     const Task task = task_of(1, p.NKV, p.segments);
     const Walk walk = walk_of(p, task, false, REVERSED, REVERSED);
@@ -700,13 +701,10 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
     }
 }
 
-template <typename... Arguments>
-void launch(const char* op, void (*kernel)(Arguments...), int threads, int bytes, int64_t blocks, Stream stream,
-            const Arguments&... arguments) {
+template <typename Kernel>
+void prepare_launch(const char* op, Kernel kernel, int bytes, int64_t blocks) {
     require(blocks < int64_t(1) << 31, op, ": ", blocks, " blocks are more than one launch can hold");
-    if (blocks == 0) return;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    launch_dependent(op, kernel, dim3(unsigned(blocks)), unsigned(threads), size_t(bytes), stream, arguments...);
 }
 
 // f(std::integral_constant<int, D>, std::bool_constant<NORMALISED>)
@@ -725,19 +723,30 @@ void dispatch(const Product<T>& p, F f) {
 }
 
 template <Role ROLE>
-void run(const char* op, const Product<T>& p, const Product<T>& other, int64_t blocks, Stream stream) {
+void run(const char* op, const Product<T>& p, [[maybe_unused]] const Product<T>& other, int64_t blocks, Stream stream) {
+    if (blocks == 0) return;
     dispatch(p, [&](auto D, auto normalised) {
         using Z = Sizes<D, ROLE, normalised>;
-        const auto launch_product = [&](auto grouped) {
-            launch(op, product_hopper_kernel<D, ROLE, normalised, grouped>, Z::THREADS, Z::BYTES, blocks, stream, p,
-                   other);
+        [[maybe_unused]] const auto launch_product = [&](auto grouped) {
+            const auto kernel = product_hopper_kernel<D, ROLE, normalised, grouped>;
+            prepare_launch(op, kernel, Z::BYTES, blocks);
+            launch_dependent(op, kernel, dim3(unsigned(blocks)), Z::THREADS, Z::BYTES, stream, p, other);
         };
-        if constexpr (state_only(ROLE))
-            launch(op, state_hopper_kernel<D, ROLE, normalised>, Z::THREADS, Z::BYTES, blocks, stream, p);
-        else if (ROLE != Role::DV || p.NH == p.NKV)
+        if constexpr (state_only(ROLE)) {
+            // Not before the previous kernel has ended: the few blocks there are would crowd where it ends first.
+            const auto kernel = state_hopper_kernel<D, ROLE, normalised>;
+            prepare_launch(op, kernel, Z::BYTES, blocks);
+            kernel<<<unsigned(blocks), Z::THREADS, Z::BYTES, cuda_stream(stream)>>>(p);
+            check_launch(op, stream);
+        }
+        if constexpr (ROLE == Role::DV) {
+            if (p.NH == p.NKV)
+                launch_product(std::false_type{});
+            else
+                launch_product(std::true_type{});
+        } else if constexpr (!state_only(ROLE)) {
             launch_product(std::false_type{});
-        else if constexpr (ROLE == Role::DV)
-            launch_product(std::true_type{});
+        }
     });
 }
 
