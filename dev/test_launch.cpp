@@ -305,8 +305,8 @@ TEST_F(LocalRanksTest, TheSocketListensBeforeAnybodyConnects) {
 
 TEST_F(LocalRanksTest, ErrorsCarryTheRankAndComeOnce) {
     const Ended e =
-        run("if [ $TRAIN_GPT_RANK = 0 ]; then echo progress >&2; exit 0; fi; "
-            "while [ ! -e $1/$((TRAIN_GPT_RANK - 1)) ] && [ $TRAIN_GPT_RANK != 1 ]; do sleep 0.2; done; "
+        run("if [ $TRAIN_GPT_RANK = 0 ]; then echo progress >&2; touch $1/0; exit 0; fi; "
+            "while [ ! -e $1/$((TRAIN_GPT_RANK - 1)) ]; do sleep 0.01; done; sleep 0.2; "
             "echo the same >&2; sleep 0.1; [ $TRAIN_GPT_RANK != 2 ] || echo other >&2; "
             "printf 'no newline %s' $TRAIN_GPT_RANK >&2; touch $1/$TRAIN_GPT_RANK",
             3);
