@@ -284,13 +284,8 @@ TEST(DecodeAttentionArguments, WrongOnesAreErrors) {
 TEST(Advance, FinishedSequencesStay) {
     const TestArray positions = TestArray::ints({0, -1, 41}, {3});
     const std::vector<int64_t> before{5, 6, 7};
-    const TestArray bytes = TestArray::bytes(before.data(), 24), tokens = TestArray::ints({50, 60, 70}, {3});
-    const HostMemory host(host_alloc(12), host_free);
-    int32_t* const drawn = static_cast<int32_t*>(host.get());
-    advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), tokens, drawn,
-            Stream{});
-    synchronize(Stream{});
-    EXPECT_EQ(std::vector<int32_t>(drawn, drawn + 3), (std::vector<int32_t>{50, 60, 70}));
+    const TestArray bytes = TestArray::bytes(before.data(), 24);
+    advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), Stream{});
     EXPECT_EQ(positions.fetch_ints(), (std::vector<int32_t>{1, -1, 42}));
     std::vector<int64_t> after(3);
     bytes.fetch_bytes(after.data());

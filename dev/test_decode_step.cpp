@@ -20,7 +20,7 @@ struct Knobs {
 
 // GPT-2's and LLaMA's kinds of block; sizes that give each product another number of rows and parts a block.
 const Knobs GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
-const Knobs LLAMA = {3, 96, 6, 2, 16, 192, 384, 24, Activation::SwiGLU, false, false, false, 16};
+const Knobs LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
 const Knobs WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
 
 // A model of random weights with a cache, and the same in float64.

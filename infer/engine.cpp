@@ -462,11 +462,12 @@ void Engine::draw(int64_t B) {
     sample_tokens(drawn, logits_rows, config.vocab_size, sequences.rows(0, B), steps.rows(0, B), options.sampling,
                   seen ? seen.rows(0, B) : seen, draw_scratch, stream);
     if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, drawn, config.vocab_size, stream);
-    advance(step_positions.rows(0, B), steps.rows(0, B), drawn, queue[queued % 2].tokens, stream);
+    advance(step_positions.rows(0, B), steps.rows(0, B), stream);
 }
 
 void Engine::queue_results(int64_t B) {
     QueuedStep& q = queue[queued % 2];
+    copy_to_host_async(q.tokens, ids.data, size_t(B) * sizeof(int32_t), stream);
     if (options.logprobs) copy_to_host_async(q.losses, losses.data, size_t(B) * sizeof(float), stream);
     q.done.record(stream);
     q.slots.clear();
@@ -535,7 +536,7 @@ void Engine::decode() {
     if (dynamic) staging->next();
     put_angles(places, text_lengths);
     const int64_t B = int64_t(batch.size()), max_length = bucket(longest, options.context);
-    graphs[{B, max_length, queued % 2}].run(stream, [&] { decode_step(B, max_length); });
+    graphs[{B, max_length}].run(stream, [&] { decode_step(B, max_length); });
     queue_results(B);
 }
 

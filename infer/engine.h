@@ -23,7 +23,6 @@
 // those of the text alone, whoever shares the batch; on a GPU with options.batch_invariant too.
 #pragma once
 
-#include <array>
 #include <map>
 #include <memory>
 
@@ -173,11 +172,11 @@ class Engine {
     Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈V/32⌉] int32
     Tensor draw_scratch;                   // bytes
 
-    std::vector<Text> batch;                         // the rows of a step
-    bool repack = false;                             // the rows on the device are not those of batch
-    std::vector<int64_t> lengths;                    // by slot
-    std::vector<std::vector<int32_t>> marks;         // by slot: bits of the tokens read; empty without a penalty
-    std::map<std::array<int64_t, 3>, Graph> graphs;  // by texts, longest context and place in the queue
+    std::vector<Text> batch;                              // the rows of a step
+    bool repack = false;                                  // the rows on the device are not those of batch
+    std::vector<int64_t> lengths;                         // by slot
+    std::vector<std::vector<int32_t>> marks;              // by slot: bits of the tokens read; empty without a penalty
+    std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by texts and longest context
 
     HostMemory results{nullptr, host_free};
     QueuedStep queue[2];

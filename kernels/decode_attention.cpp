@@ -161,11 +161,10 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     }
 }
 
-void advance(Tensor positions, Tensor steps, Tensor tokens, int32_t* host, Stream) {
-    check_advance("advance", positions, steps, tokens);
+void advance(Tensor positions, Tensor steps, Stream) {
+    check_advance("advance", positions, steps);
     for (int64_t n = 0; n < positions.shape[0]; n++) {
         positions.as<int32_t>()[n] += positions.as<int32_t>()[n] >= 0;
         steps.as<int64_t>()[n]++;
-        host[n] = tokens.as<int32_t>()[n];
     }
 }

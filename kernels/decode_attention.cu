@@ -113,39 +113,32 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     __syncthreads();
     if (!last_block) return;
     __threadfence();
-    // The weights of the pieces first, as many as scores has room for, then each thread adds up channels over them.
+    // The weights of the pieces first, then each thread adds up channels over them.
     for (int h = warp; h < heads; h += WARPS) {
         float max = -INFINITY, sum = 0;
         for (int p = lane; p < used; p += WARP) max = fmaxf(max, __ldcg(partial(p, h)));
         max = warp_max(max);
-        for (int p = lane; p < used; p += WARP) {
-            const float weight = expf(__ldcg(partial(p, h)) - max);
-            sum += weight * __ldcg(partial(p, h) + 1);
-            if (p < DECODE_PIECE) scores[h][p] = weight;
-        }
+        for (int p = lane; p < used; p += WARP) sum += expf(__ldcg(partial(p, h)) - max) * __ldcg(partial(p, h) + 1);
         sum = warp_sum(sum);
         if (lane == 0) maxima[h] = max, totals[h] = sum;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * HS; i += THREADS) {
-        const int h = i / HS, c = i - h * HS, first = int(min(int64_t(used), DECODE_PIECE));
+        const int h = i / HS, c = i - h * HS;
         float sum = 0;
-#pragma unroll 16
-        for (int p = 0; p < first; p++) sum += scores[h][p] * __ldcg(partial(p, h) + 2 + c);
-        for (int p = first; p < used; p++)
-            sum += expf(__ldcg(partial(p, h)) - maxima[h]) * __ldcg(partial(p, h) + 2 + c);
+#pragma unroll 4
+        for (int p = 0; p < used; p++) sum += expf(__ldcg(partial(p, h)) - maxima[h]) * __ldcg(partial(p, h) + 2 + c);
         out[i] = from_float<T>(sum / totals[h]);
     }
 }
 
-__global__ void advance_kernel(int32_t* positions, int64_t* steps, const int32_t* tokens, int32_t* host, int64_t N) {
+__global__ void advance_kernel(int32_t* positions, int64_t* steps, int64_t N) {
     wait_for_previous();
     let_next_start();
     const int64_t n = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
     if (n >= N) return;
     if (positions[n] >= 0) positions[n]++;
     steps[n]++;
-    host[n] = tokens[n];
 }
 
 constexpr int WIDE_HEADS = 4;
@@ -222,11 +215,11 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     });
 }
 
-void advance(Tensor positions, Tensor steps, Tensor tokens, int32_t* host, Stream stream) {
+void advance(Tensor positions, Tensor steps, Stream stream) {
     const char* op = "advance";
-    check_advance(op, positions, steps, tokens);
+    check_advance(op, positions, steps);
     const int64_t N = positions.shape[0];
     if (N == 0) return;
     launch_dependent(op, advance_kernel, grid_of(ceil_div(N, 256)), 256, 0, stream, positions.as<int32_t>(),
-                     steps.as<int64_t>(), tokens.as<int32_t>(), host, N);
+                     steps.as<int64_t>(), N);
 }

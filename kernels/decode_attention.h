@@ -34,5 +34,4 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length);
 
 // After a step: positions [N] int32 that are not negative, and steps [N] int64 (of a sequence's draws), go up by one.
-// What was drawn, tokens [N] int32, goes to `host`, memory of host_alloc(), without a copy's own wait.
-void advance(Tensor positions, Tensor steps, Tensor tokens, int32_t* host, Stream stream);
+void advance(Tensor positions, Tensor steps, Stream stream);

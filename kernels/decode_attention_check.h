@@ -44,9 +44,8 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     return z;
 }
 
-inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps, const Tensor& tokens) {
+inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps) {
     require(positions && positions.rank == 1, op, ": positions is ", shape_string(positions), ", expected [N]");
     check_tensor(op, "positions", positions, DType::I32, {positions.shape[0]});
     check_tensor(op, "steps", steps, DType::I64, {positions.shape[0]});
-    check_tensor(op, "tokens", tokens, DType::I32, {positions.shape[0]});
 }

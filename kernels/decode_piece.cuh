@@ -1,5 +1,5 @@
-// Attention of one token over a piece of its context, by some warps together, for decode_attention.cu (decode_early.cuh
-// is for warps that wait for the query).
+// Attention of one token over a piece of its context, by some warps together: for decode_attention.cu, where a block
+// has one piece, and decode_step.cu, where it comes between products.
 #pragma once
 
 #include "kernels/cuda_common.cuh"

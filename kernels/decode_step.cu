@@ -4,12 +4,9 @@
 // shared memory (cp.async.bulk). It never looks at an activation, so that the ring is full again by the time one has
 // come: where the arithmetic waits for other blocks, memory does not.
 //
-// Eight warps multiply. A unit is two numbers of the output, that is two rows of weight, with SwiGLU two of gate and
-// the same two of up; block b owns the units [b·units/blocks, (b + 1)·units/blocks) of every product. Eight rows make a
-// strip: one side of tensor cores' 8 x 16 tiles, with eight texts on the other, so that one text costs what eight do
-// and few instructions. All warps work on the same strip, in turns of 64 bytes of its rows, which are the same columns
-// in every strip: a warp receives, normalises and multiplies its own columns of x and meets the others only for the
-// norm's sums and for the sums of a product.
+// Eight warps multiply. A unit is two rows of the output, that is two rows of weight, with SwiGLU two of gate and the
+// same two of up; block b owns the units [b·units/blocks, (b + 1)·units/blocks) of every product. Where a block has few
+// units, `parts` warps share one by parts of K.
 //
 // Exchanges: what a block has computed goes to global memory in words of 64 bits, a pair of 16-bit numbers or an fp32
 // one in the low half, the number of the exchange in the high half. Whoever needs it reads until the number is right;
@@ -21,27 +18,18 @@
 
 #include "kernels/activation.cuh"
 #include "kernels/decode_attention_check.h"
-#include "kernels/decode_early.cuh"
+#include "kernels/decode_piece.cuh"
 #include "kernels/hopper.cuh"
 #include "kernels/kv_rotate.cuh"
 
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp streams
-constexpr int STRIP = 8;                          // rows of weight, and texts at most
-constexpr int GROUP = 4;                          // strips whose sums are put together at the same time
-constexpr int TURN_BYTES = 64;                    // of a row: four lanes of 16 bytes
-constexpr int MAX_STAGE_TURNS = 32;               // of each row of a strip; a multiple of WARPS
-constexpr int64_t MAX_HS = 128;
-constexpr int MIN_STAGES = 3, MAX_STAGES = 32;
+constexpr int64_t MAX_HS = 128;                   // a thread for each channel
+constexpr int MIN_STAGES = 3, MAX_STAGES = 24;
+constexpr int64_t STAGE_BYTES = 12 << 10;    // at least
 constexpr int64_t RESERVED_BYTES = 4 << 10;  // of shared memory, for the kernel's static arrays
 constexpr int WIDE_HEADS = 4;
-#ifndef STEP_PIECE_KEYS
-#define STEP_PIECE_KEYS 256
-#endif
-constexpr int64_t PIECE_KEYS = STEP_PIECE_KEYS;  // of a context, for a block's attention
-static_assert(LINEAR_SMALL_N == STRIP && GROUP * STRIP / 2 * STRIP <= THREADS &&
-              (WIDE_HEADS + 2) * MAX_HS / FULL_WIDTH<float> <= THREADS);
 
 enum { QKV, PROJ, FC, FCPROJ, LAYER_PRODUCTS, HEAD = LAYER_PRODUCTS, PRODUCTS };
 
@@ -55,7 +43,8 @@ struct Layer {
 // weight [2·units (SwiGLU 4·units), K]
 struct Product {
     int K, units;
-    bool swiglu;
+    int parts, log_parts;  // a power of two
+    int per_stage;         // units
 };
 
 template <typename T>
@@ -68,47 +57,22 @@ struct Step {
     const Layer* layers;
     uint32_t* exchanges;                    // so many have been, of each kind
     uint64_t *words[LAYER_PRODUCTS], *att;  // of exchanges: what each product gives, and attention
-    uint64_t* partials;                     // [N, NH, pieces, HS + 4] fp32: maximum, sum, two zeros, Σ p·v
+    uint64_t* partials;                     // [N, NH, pieces, HS + 2] fp32: maximum, sum, Σ p·v
     int64_t vocab, places, logits_stride, num_slots, capacity;
     Product products[PRODUCTS];
-    int num_layers, N, C, NH, NKV, HS, passes, pieces, log_lanes;
+    int num_layers, N, C, NH, NKV, HS, passes, pieces, lanes;
     float eps, scale;
     bool centred;
     Activation activation;
-    int stages, stage_bytes, stage_turns;
-    int stage_memory, rows_memory, sums_memory, stream_memory, attention_memory, layers_memory;  // begin, in bytes
+    int stages, stage_bytes;
+    int stage_memory, rows_memory, x_memory, heads_memory, layers_memory;  // where they begin, in bytes
 };
 
-// Elements of T in a word of an exchange; words of 16 bytes of T.
+// Elements of T in a word of an exchange.
 template <typename T>
 constexpr int PER_WORD = 4 / int(sizeof(T));
-constexpr int VECTOR_WORDS = 4;
-
-__host__ __device__ constexpr int partial_floats(int HS) {
-    return VECTOR_WORDS + HS;
-}
-
-// Bytes from a row of a strip to the next in a stage of so many turns, an even number: an odd multiple of a turn, so
-// that two rows of it lie in different banks.
-__host__ __device__ constexpr int row_pitch(int turns) {
-    return (turns + 1) * TURN_BYTES;
-}
-
-// Floats of shared memory for queries and sums of HEADS heads, then two numbers for each head and warp, then turns.
-__host__ __device__ constexpr int attention_sums(int heads, int HS) {
-    return heads * HS + WARPS * heads * HS;
-}
-__host__ __device__ constexpr int attention_floats(int heads, int HS) {
-    return attention_sums(heads, HS) + 2 * WARPS * heads + HS;
-}
 
 #if __CUDA_ARCH__ >= 900
-
-// In `rows` the second and the third word of 16 bytes have changed places (StripSums). Where number i of a vector's
-// words stands, and the other way.
-__device__ constexpr int swapped(int i) {
-    return (i & ~3) | (i & 1) << 1 | (i >> 1 & 1);
-}
 
 __device__ __forceinline__ void sync_computing_warps() {
     named_barrier_sync(1, THREADS);
@@ -132,46 +96,30 @@ __device__ __forceinline__ void store_two(uint64_t* to, uint64_t a, uint64_t b) 
     asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(a), "l"(b) : "memory");
 }
 
-// COUNT vectors of 16 bytes from words[i·distance], once their numbers are right, as many as there are below `end` of i
-// = first, first + step, …; the others are copies of the first. All are under way together, and again where one came
-// too early. A block that never answers would hold the GPU for ever: after seconds the kernel gives up.
-template <int COUNT>
-__device__ __forceinline__ void receive_few(uint4 (&to)[COUNT], const uint64_t* words, int distance, uint32_t number,
-                                            int first, int step, int end) {
-    ulonglong2 w[COUNT][2];
-    bool early = true;
-    for (unsigned tries = 0; early; tries++) {
-        if (tries > 1u << 23) __trap();
-#pragma unroll
-        for (int b = 0; b < COUNT; b++) {
-            const int i = first + b * step < end ? first + b * step : first;
-#pragma unroll
-            for (int h = 0; h < 2; h++) w[b][h] = load_two(words + i * distance + 2 * h);
-        }
-        early = false;
-#pragma unroll
-        for (int b = 0; b < COUNT; b++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                early |= uint32_t(w[b][h].x >> 32) != number || uint32_t(w[b][h].y >> 32) != number;
-    }
-#pragma unroll
-    for (int b = 0; b < COUNT; b++)
-        to[b] = make_uint4(uint32_t(w[b][0].x), uint32_t(w[b][0].y), uint32_t(w[b][1].x), uint32_t(w[b][1].y));
-}
-
-// All of them, to to[i·pitch] in shared memory, words swapped. A function of its own: what is executed once and left
-// again costs more cycles to be fetched than to be computed.
-__device__ __noinline__ void receive(uint4* to, int pitch, const uint64_t* words, int distance, uint32_t number,
-                                     int first, int step, int end) {
-    constexpr int COUNT = 4;
+// Pairs of words i = first, first + step, … below n, once their numbers are right; the payloads go to to[i] in shared
+// memory. A few loads are under way at a time, and again all of them where one came too early. A block that never
+// answers would hold the GPU for ever: after seconds the kernel gives up.
+//
+// A function of its own, like all that several places need: what is executed once and left again costs more cycles to
+// be fetched than to be computed.
+__device__ __noinline__ void receive(uint2* to, const uint64_t* words, uint32_t number, int first, int step, int n) {
+    constexpr int BATCH = 2;
 #pragma unroll 1
-    for (int base = first; base < end; base += COUNT * step) {
-        uint4 v[COUNT];
-        receive_few(v, words, distance, number, base, step, end);
+    for (int base = first; base < n; base += BATCH * step) {
+        ulonglong2 w[BATCH];
+        bool early = true;
+        for (unsigned tries = 0; early; tries++) {
+            if (tries > 1u << 23) __trap();
 #pragma unroll
-        for (int b = 0; b < COUNT; b++)
-            if (base + b * step < end) to[(base + b * step) * pitch] = make_uint4(v[b].x, v[b].z, v[b].y, v[b].w);
+            for (int b = 0; b < BATCH; b++) w[b] = load_two(words + 2 * min(base + b * step, n - 1));
+            early = false;
+#pragma unroll
+            for (int b = 0; b < BATCH; b++)
+                early |= uint32_t(w[b].x >> 32) != number || uint32_t(w[b].y >> 32) != number;
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (base + b * step < n) to[base + b * step] = make_uint2(uint32_t(w[b].x), uint32_t(w[b].y));
     }
 }
 
@@ -179,7 +127,8 @@ __device__ __noinline__ void receive(uint4* to, int pitch, const uint64_t* words
 template <typename T>
 __device__ __forceinline__ void send(uint64_t* row, int i, float a, float b, uint32_t number) {
     if constexpr (sizeof(T) == 2) {
-        store_one(row + i, exchange_word(pack_two<T>(a, b), number));
+        const Pack<T, 2> pair = as_pack<T>(Floats<2>{{a, b}});
+        store_one(row + i, exchange_word(pair.word[0], number));
     } else {
         store_two(row + 2 * i, exchange_word(__float_as_uint(a), number), exchange_word(__float_as_uint(b), number));
     }
@@ -187,51 +136,28 @@ __device__ __forceinline__ void send(uint64_t* row, int i, float a, float b, uin
 
 // --- the ring of weights
 
-__device__ __forceinline__ uint4 load_shared(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-// A place in the ring. The barriers are [2, MAX_STAGES]: full, then empty.
 struct Ring {
-    uint32_t barriers, memory;  // in shared memory
+    Barrier *full, *empty;
+    char* memory;
     int stages, stage_bytes;
-    uint32_t full, here;  // of this stage
-    int parity = 0;
+    int stage = 0, parity = 0;
 
-    __device__ __forceinline__ Ring(uint32_t barriers_, uint32_t memory_, int stages_, int stage_bytes_)
-        : barriers(barriers_),
-          memory(memory_),
-          stages(stages_),
-          stage_bytes(stage_bytes_),
-          full(barriers_),
-          here(memory_) {}
-    __device__ __forceinline__ uint32_t empty() const { return full + MAX_STAGES * int(sizeof(Barrier)); }
+    __device__ __forceinline__ char* here() const { return memory + stage * stage_bytes; }
     __device__ __forceinline__ void advance() {
-        full += sizeof(Barrier), here += stage_bytes;
-        if (full == barriers + stages * int(sizeof(Barrier))) full = barriers, here = memory, parity ^= 1;
+        if (++stage == stages) stage = 0, parity ^= 1;
     }
-    __device__ __forceinline__ void wait() const { barrier_wait(full, parity); }
+    __device__ __forceinline__ void wait() const { barrier_wait(full + stage, parity); }
     // A warp is done with the stage.
     __device__ __forceinline__ void release() {
         __syncwarp();
-        if (threadIdx.x % WARP == 0) barrier_arrive(empty());
+        if (threadIdx.x % WARP == 0) barrier_arrive(empty + stage);
         advance();
     }
-    // A warp: makes room for `bytes`.
-    __device__ __forceinline__ void claim(int bytes) const {
-        if (threadIdx.x % WARP == 0) {
-            barrier_wait(empty(), parity ^ 1);
-            barrier_arrive_expecting(full, bytes);
-        }
-        __syncwarp();
-    }
-    __device__ __forceinline__ void copy(int to, const void* from, int bytes) const {
-        copy_bytes(here + to, from, bytes, full);
+    // One thread: makes room for `bytes`.
+    __device__ __forceinline__ char* claim(int bytes) const {
+        barrier_wait(empty + stage, parity ^ 1);
+        barrier_arrive_expecting(full + stage, bytes);
+        return here();
     }
 };
 
@@ -244,40 +170,29 @@ __device__ __forceinline__ Units units_of_block(const Product& p) {
     return {int(units * blockIdx.x / gridDim.x), int(units * (blockIdx.x + 1) / gridDim.x)};
 }
 
-// A strip has the rows of so many units: their gates in its first half, with SwiGLU, and what those open in the other.
-__device__ __forceinline__ int log_units_of_strip(const Product& p) {
-    return p.swiglu ? 1 : 2;
-}
-
-// By one warp: a lane for each row of a strip.
 template <typename T>
 __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Units* units, Ring ring) {
-    const int lane = int(threadIdx.x) % WARP;
     const auto norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
-        ring.claim(bias ? 2 * bytes : bytes);
-        if (lane == 0) ring.copy(0, weight, bytes);
-        if (lane == 1 && bias) ring.copy(bytes, bias, bytes);
+        char* const to = ring.claim(bias ? 2 * bytes : bytes);
+        copy_bytes(to, weight, bytes, ring.full + ring.stage);
+        if (bias) copy_bytes(to + bytes, bias, bytes, ring.full + ring.stage);
         ring.advance();
     };
-    const int stage_row = a.stage_turns * TURN_BYTES, pitch = row_pitch(a.stage_turns);
-    const auto product = [&](int which, const void* matrix) {
+    const auto product = [&](int which, const void* matrix, bool swiglu) {
         const Product& p = a.products[which];
-        const int log_units = log_units_of_strip(p), half = lane >> (log_units + 1),
-                  row = lane & ((2 << log_units) - 1), row_bytes = p.K * int(sizeof(T)), end = units[which].end;
+        const T* const weight = static_cast<const T*>(matrix);
+        const int end = units[which].end;
 #pragma unroll 1
-        for (int unit = units[which].first; unit < end; unit += 1 << log_units) {
-            const int rows = 2 * min(end - unit, 1 << log_units);
-            const bool mine = lane < STRIP && row < rows;
-            const char* from =
-                static_cast<const char*>(matrix) + (2 * (int64_t(half) * p.units + unit) + row) * row_bytes;
-#pragma unroll 1
-            for (int left = row_bytes; left > 0; left -= stage_row, from += stage_row) {
-                const int bytes = min(left, stage_row);
-                ring.claim((p.swiglu ? 2 * rows : rows) * bytes);
-                if (mine) ring.copy(lane * pitch, from, bytes);
-                ring.advance();
-            }
+        for (int unit = units[which].first; unit < end; unit += p.per_stage) {
+            const int64_t K = p.K;
+            const int bytes = min(p.per_stage, end - unit) * 2 * p.K * int(sizeof(T));
+            char* const to = ring.claim(swiglu ? 2 * bytes : bytes);
+            copy_bytes(to, weight + unit * 2 * K, bytes, ring.full + ring.stage);
+            if (swiglu)
+                copy_bytes(to + p.per_stage * 2 * p.K * int(sizeof(T)), weight + (int64_t(p.units) + unit) * 2 * K,
+                           bytes, ring.full + ring.stage);
+            ring.advance();
         }
     };
 #pragma unroll 1
@@ -290,95 +205,77 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
             norm(head ? a.normf_weight : layer.norm_weight[which == FC],
                  head ? a.normf_bias : layer.norm_bias[which == FC]);
         }
-        product(which, head ? a.head : layer.weight[which]);
+        product(which, head ? a.head : layer.weight[which], which == FC && a.activation == Activation::SwiGLU);
     }
 }
 
 // --- products
 
-// Sums of a strip's rows with all texts, of the columns that a warp multiplies. Lane 4g + t has part t of a turn of row
-// g of the strip, and of row g of x.
-template <typename T>
-struct StripSums {
-    float even[4] = {}, odd[4] = {};
-
-    // w, x: where this lane's 16 bytes are, x those of the first text.
-    __device__ __forceinline__ void add(uint32_t weight, uint32_t x, int) {
-        // x is the left operand, with its first two words where mma.sync has rows 0 … 7 and the others where it has
-        // rows 8 … 15: of the products with the first half of w the upper rows are wanted, of the others the lower.
-        // Which columns these are does not matter as long as both sides agree.
-        const uint4 w = load_shared(weight), v = load_shared(x);
-        const uint32_t left[4] = {v.x, v.y, v.z, v.w};
-        mma<T>(even, left, w.x, w.y);
-        mma<T>(odd, left, w.z, w.w);
-    }
-    // To [N, WARPS, STRIP].
-    __device__ __forceinline__ void store(float* to, int N) const {
-        const int lane = int(threadIdx.x) % WARP;
-        if (lane / 4 < N)
-            *reinterpret_cast<float2*>(to + lane / 4 * WARPS * STRIP + lane % 4 * 2) =
-                make_float2(even[0] + odd[2], even[1] + odd[3]);
-    }
-    // Lane 4g + t reads text g.
-    static __device__ __forceinline__ int text_of_lane(int N) { return min(int(threadIdx.x) % WARP / 4, N - 1); }
-};
-
-template <>
-struct StripSums<float> {
-    float sum[STRIP] = {};
-
-    __device__ __forceinline__ void add(uint32_t weight, uint32_t x, int N) {
-        const uint4 w = load_shared(weight);
+// The block's units of a product of x [N, K] in shared memory, and bias [2·halves, units of the block] likewise.
+// finish(unit, n, y): a lane for each text n; y: the unit's sums with their biases, with SwiGLU those of gate, then
+// those of up.
+template <int NB, typename T, typename Finish>
+__device__ __forceinline__ void multiply(const Step<T>& a, const Product& p, int halves, Ring& ring, const T* x,
+                                         Units mine, bool biased, const T* bias, float (&partial)[WARPS][4][NB],
+                                         Finish finish) {
+    constexpr int W = FULL_WIDTH<T>;
+    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
+    const int groups = WARPS >> p.log_parts, group = warp >> p.log_parts, part = warp & (p.parts - 1);
+    const int first = mine.first, end = mine.end;
+    const auto close = [&](int unit) {
+        if (part != 0 || lane >= a.N) return;
+        float y[4] = {};
 #pragma unroll
-        for (int n = 0; n < STRIP; n++) {
-            if (n >= N) break;
-            const uint4 v = load_shared(x + n * TURN_BYTES);
-            sum[n] = fmaf(__uint_as_float(v.x), __uint_as_float(w.x), sum[n]);
-            sum[n] = fmaf(__uint_as_float(v.z), __uint_as_float(w.y), sum[n]);
-            sum[n] = fmaf(__uint_as_float(v.y), __uint_as_float(w.z), sum[n]);
-            sum[n] = fmaf(__uint_as_float(v.w), __uint_as_float(w.w), sum[n]);
-        }
-    }
-    __device__ __forceinline__ void store(float* to, int N) const {
-        const int lane = int(threadIdx.x) % WARP;
-#pragma unroll
-        for (int n = 0; n < STRIP; n++) {
-            if (n >= N) break;
-            float y = sum[n];
-            y += __shfl_xor_sync(ALL_LANES, y, 1);
-            y += __shfl_xor_sync(ALL_LANES, y, 2);
-            if (lane % 4 == 0) to[n * WARPS * STRIP + lane / 4] = y;
-        }
-    }
-    static __device__ __forceinline__ int text_of_lane(int) {
-        return 0;
-    }
-};
-
-// A warp's part of a strip's sums. Of each row it has `turns`, every eighth, in stages of `stage_turns` of them; x:
-// where the lane's first is, the next x_step further.
-//
-// Little is done here and in what else is on the way from one exchange to the next: a warp that is alone takes five
-// cycles and more for each instruction.
-template <typename T>
-__device__ __forceinline__ void multiply_strip(Ring& ring, uint32_t in_stage, uint32_t x, int x_step, int turns,
-                                               int stage_turns, int stages, int N, float* to) {
-    constexpr int TURN_STEP = WARPS * TURN_BYTES, AT_ONCE = 3;
-    StripSums<T> sums;
+        for (int r = 0; r < 4; r++) {
+            if (r >= 2 * halves) break;
 #pragma unroll 1
-    for (; stages > 0; stages--, turns -= stage_turns) {
+            for (int q = 0; q < p.parts; q++) y[r] += partial[warp + q][r][lane];
+            if (biased) y[r] += as_float(bias[r * (end - first) + unit - first]);
+        }
+        finish(unit, lane, y);
+    };
+#pragma unroll 1
+    for (int base = first; base < end; base += p.per_stage) {
         ring.wait();
-        uint32_t weight = ring.here + in_stage;
-        int left = min(turns, stage_turns);
+        const T* const weight = reinterpret_cast<const T*>(ring.here());
+        const int last = min(base + p.per_stage, end);
 #pragma unroll 1
-        for (; left >= AT_ONCE; left -= AT_ONCE, weight += AT_ONCE * TURN_STEP, x += AT_ONCE * x_step)
+        for (int unit = base + ((group - (base - first)) & (groups - 1)); unit < last; unit += groups) {
+#pragma unroll 1
+            for (int half = 0; half < halves; half++) {
+                const T* const row0 = weight + (unit - base + half * p.per_stage) * 2 * p.K;
+                const T* const row1 = row0 + p.K;
+                float sum0[NB] = {}, sum1[NB] = {};
+#pragma unroll 1
+                for (int c = (part * WARP + lane) * W; c < p.K; c += p.parts * WARP * W) {
+                    const Floats<W> v0 = load_floats<W>(row0 + c), v1 = load_floats<W>(row1 + c);
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) sums.add(weight + i * TURN_STEP, x + i * x_step, N);
-#pragma unroll 1
-        for (; left > 0; left--, weight += TURN_STEP, x += x_step) sums.add(weight, x, N);
+                    for (int n = 0; n < NB; n++) {
+                        const Floats<W> in = load_floats<W>(x + min(n, a.N - 1) * p.K + c);
+#pragma unroll
+                        for (int k = 0; k < W; k++) {
+                            sum0[n] = fmaf(in[k], v0[k], sum0[n]);
+                            sum1[n] = fmaf(in[k], v1[k], sum1[n]);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < NB; n++) {
+                    const float y0 = warp_sum(sum0[n]), y1 = warp_sum(sum1[n]);
+                    if (lane == 0) partial[warp][2 * half][n] = y0, partial[warp][2 * half + 1][n] = y1;
+                }
+            }
+            if (p.parts > 1) continue;
+            __syncwarp();
+            close(unit);
+            __syncwarp();
+        }
         ring.release();
     }
-    sums.store(to, N);
+    if (p.parts > 1) {  // then each warp has one unit at most
+        sync_computing_warps();
+        if (first + group < end) close(first + group);
+    }
 }
 
 // --- attention
@@ -401,26 +298,25 @@ __device__ __forceinline__ Item item_of(const Step<T>& a, const int64_t* positio
     t.head0 = t.kv * group + pass * HEADS, t.heads = min(HEADS, group - pass * HEADS);
     const int64_t length = positions[t.n] + 1;
     t.slot = slots[t.n];
-    t.begin = int64_t(t.piece) * PIECE_KEYS;
+    t.begin = int64_t(t.piece) * DECODE_PIECE;
     if (length <= 0 || length > a.capacity || t.slot < 0 || t.slot >= a.num_slots) return t;
-    t.used = int(ceil_div(length, PIECE_KEYS));
+    t.used = int(ceil_div(length, DECODE_PIECE));
     if (t.used > a.pieces) t.used = 0;
-    t.keys = int(min(int64_t(PIECE_KEYS), length - t.begin));
+    t.keys = int(min(int64_t(DECODE_PIECE), length - t.begin));
     return t;
 }
 
-// One layer's attention, from qkv to att. memory: attention_floats, then T [HEADS + 4, HS]: queries, key and value as
-// they come, key and value as they go to the cache.
+// One layer's attention, from qkv to att. memory: for queries, scores, sums and turns; heads: [HEADS + 2, HS].
 template <int HEADS, typename T>
 __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, const int64_t* positions,
-                                       const int64_t* slots, const Item& first_item, float* memory, uint32_t number) {
-    constexpr int W = FULL_WIDTH<T>, BATCH = HEADS == 1 ? 4 : 2;
-    const int thread = int(threadIdx.x), HS = a.HS, log_row = a.log_lanes + (W == 8 ? 3 : 2);
-    float* const two = memory + attention_sums(HEADS, HS);
-    float* const turns = two + 2 * WARPS * HEADS;
-    T* const heads = reinterpret_cast<T*>(memory + attention_floats(HEADS, HS));
-    const EarlyPiece<WARPS, HEADS, T> work{
-        memory, memory + HEADS * HS, two, two + WARPS * HEADS, HS, heads + (HEADS + 2) * HS, heads + (HEADS + 3) * HS};
+                                       const int64_t* slots, const Item& first_item, float* memory, T* heads,
+                                       uint32_t number) {
+    constexpr int QUAD = 2 * PER_WORD<T>;
+    const int thread = int(threadIdx.x), HS = a.HS;
+    __shared__ float maxima[HEADS], totals[HEADS];
+    const Piece<WARPS, HEADS> work{memory, memory + HEADS * HS, memory + HEADS * (HS + DECODE_PIECE), maxima, totals,
+                                   HS};
+    float* const turns = memory + HEADS * (HS + DECODE_PIECE) + WARPS * HEADS * HS;
     const int items = a.N * a.NKV * a.passes * a.pieces;
     const int64_t row = int64_t(a.NKV) * HS, qkv_channels = int64_t(a.NH + 2 * a.NKV) * HS;
 
@@ -428,67 +324,59 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
     for (int i = int(blockIdx.x); i < items; i += int(gridDim.x)) {
         const Item t = i < int(gridDim.x) ? first_item : item_of<HEADS>(a, positions, slots, i);
         if (t.piece >= max(t.used, 1)) continue;
+        const float* const turn = a.angles.of(t.n);
+        sync_computing_warps();  // memory is free
+        if (turn)
+#pragma unroll 1
+            for (int c = thread; c < 2 * a.angles.pairs; c += THREADS) turns[c] = turn[c];
+        const uint64_t* const words = a.words[QKV] + t.n * qkv_channels / PER_WORD<T>;
+        // By other warps each, so that they wait at the same time.
+        const auto fetch = [&](int first_warp, int to, int64_t channel, int count) {
+            receive(reinterpret_cast<uint2*>(heads + to), words + channel / PER_WORD<T>, number,
+                    (thread + THREADS - first_warp * WARP) % THREADS, THREADS, count / QUAD);
+        };
+        fetch(0, 0, int64_t(t.head0) * HS, t.heads * HS);
+        fetch(WARPS / 2, HEADS * HS, int64_t(a.NH + t.kv) * HS, HS);
+        fetch(3 * WARPS / 4, (HEADS + 1) * HS, int64_t(a.NH + a.NKV + t.kv) * HS, HS);
+        sync_computing_warps();
         uint64_t* const att = a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>;
         if (t.used == 0) {
 #pragma unroll 1
             for (int c = thread; c < t.heads * HS / 2; c += THREADS) send<T>(att, t.head0 * HS / 2 + c, 0, 0, number);
             continue;
         }
-        const float* const turn = a.angles.of(t.n);
-        const uint64_t* const words = a.words[QKV] + t.n * qkv_channels / PER_WORD<T>;
         const int64_t start = (t.slot * a.capacity + t.begin) * row + int64_t(t.kv) * HS;
         T *const k_cache = static_cast<T*>(layer.k), *const v_cache = static_cast<T*>(layer.v);
-        const bool newest = t.piece == t.used - 1;
-        if (i != int(blockIdx.x)) sync_computing_warps();  // memory is free
-        const auto ready = [&] {
-            if (turn)
+        if (t.piece == t.used - 1) {
+            // Every pass of a KV head writes the same, each for itself to read.
+            const int64_t to = start + (t.keys - 1) * row;
 #pragma unroll 1
-                for (int c = thread; c < 2 * a.angles.pairs; c += THREADS) turns[c] = turn[c];
-            // A vector for each thread: HS ≤ MAX_HS.
-            const int r = thread >> a.log_lanes, first = (thread & ((1 << a.log_lanes) - 1)) * W;
-            if (r < HEADS + 2 && (r < t.heads || r >= HEADS) && first < HS) {
-                const int head = r < HEADS ? t.head0 + r : a.NH + (r - HEADS) * a.NKV + t.kv;
-                uint4 v[1];
-                receive_few(v, words + (head * HS + first) / PER_WORD<T>, 0, number, 0, 0, 1);
-                *reinterpret_cast<uint4*>(heads + r * HS + first) = v[0];
+            for (int c = thread; c < HS; c += THREADS) {
+                k_cache[to + c] = from_float<T>(rotated(heads + HEADS * HS, c, turn ? turns : nullptr, a.angles.pairs));
+                v_cache[to + c] = heads[(HEADS + 1) * HS + c];
             }
-            sync_computing_warps();
-            if (newest) {
-                // Every pass of a KV head writes the same.
-                const int64_t to = start + (t.keys - 1) * row;
+        }
 #pragma unroll 1
-                for (int c = thread; c < HS; c += THREADS) {
-                    k_cache[to + c] = work.key[c] =
-                        from_float<T>(rotated(heads + HEADS * HS, c, turn ? turns : nullptr, a.angles.pairs));
-                    v_cache[to + c] = work.value[c] = heads[(HEADS + 1) * HS + c];
-                }
-            }
-#pragma unroll 1
-            for (int i = thread; i < HEADS << log_row; i += THREADS) {
-                const int h = i >> log_row, c = i - (h << log_row);
-                if (c >= HS) continue;
-                work.queries[h * HS + c] =
-                    h < t.heads ? a.scale * rotated(heads + h * HS, c, turn ? turns : nullptr, a.angles.pairs) : 0.0f;
-            }
-            sync_computing_warps();
-        };
-        attend_early<W, BATCH>(work, k_cache + start, v_cache + start, row, t.keys, newest, HS, a.log_lanes, ready);
+        for (int c = thread; c < HEADS * HS; c += THREADS) {
+            const int h = c / HS;
+            work.queries[c] =
+                h < t.heads ? a.scale * rotated(heads + h * HS, c - h * HS, turn ? turns : nullptr, a.angles.pairs)
+                            : 0.0f;
+        }
         sync_computing_warps();
+        attend_piece<FULL_WIDTH<T>, 1, 2>(work, k_cache + start, v_cache + start, row, t.keys, t.heads, HS, a.lanes,
+                                          sync_computing_warps);
 #pragma unroll 1
-        for (int i = 2 * thread; i < t.heads << log_row; i += 2 * THREADS) {
-            const int h = i >> log_row, channel = i - (h << log_row);
-            if (channel >= HS) continue;
-            float sum[2];
-            const float max = work.maximum(h), total = work.total(h, channel, max, sum);
+        for (int c = 2 * thread; c < t.heads * HS; c += 2 * THREADS) {
+            const int h = c / HS, channel = c - h * HS;
+            const float s0 = work.sum(h, channel), s1 = work.sum(h, channel + 1);
             if (t.used == 1) {
-                send<T>(att, ((t.head0 + h) * HS + channel) / 2, quotient_for<T>(sum[0], total),
-                        quotient_for<T>(sum[1], total), number);
+                send<T>(att, (t.head0 * HS + c) / 2, s0 / totals[h], s1 / totals[h], number);
                 continue;
             }
-            uint64_t* const to =
-                a.partials + ((int64_t(t.n) * a.NH + t.head0 + h) * a.pieces + t.piece) * partial_floats(HS);
-            send<float>(to, 2 + channel / 2, sum[0], sum[1], number);
-            if (channel == 0) send<float>(to, 0, max, total, number), send<float>(to, 1, 0, 0, number);
+            uint64_t* const to = a.partials + ((int64_t(t.n) * a.NH + t.head0 + h) * a.pieces + t.piece) * (HS + 2);
+            send<float>(to, 1 + channel / 2, s0, s1, number);
+            if (channel == 0) send<float>(to, 0, maxima[h], totals[h], number);
         }
     }
 
@@ -497,7 +385,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
     for (int i = int(blockIdx.x); i < items; i += int(gridDim.x)) {
         const Item t = i < int(gridDim.x) ? first_item : item_of<HEADS>(a, positions, slots, i);
         if (t.piece > 0 || t.used <= 1) continue;
-        const int floats = partial_floats(HS), room = WARPS * HS / floats;
+        const int floats = HS + 2, room = WARPS * HS / floats;
 #pragma unroll 1
         for (int h = 0; h < t.heads; h++) {
             const uint64_t* const from = a.partials + (int64_t(t.n) * a.NH + t.head0 + h) * a.pieces * floats;
@@ -506,24 +394,20 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
             for (int first = 0; first < t.used; first += room) {
                 const int count = min(room, t.used - first);
                 sync_computing_warps();
-                receive(reinterpret_cast<uint4*>(work.sums), 1, from + int64_t(first) * floats, VECTOR_WORDS, number,
-                        thread, THREADS, count * floats / VECTOR_WORDS);
+                receive(reinterpret_cast<uint2*>(work.sums), from + int64_t(first) * floats, number, thread, THREADS,
+                        count * floats / 2);
                 sync_computing_warps();
                 if (thread >= HS) continue;
-                float larger = max;
-#pragma unroll 4
-                for (int p = 0; p < count; p++) larger = nan_max(larger, work.sums[p * floats]);
-                const float old = weight_of<T>(max, larger);
-                total *= old, sum *= old, max = larger;
-#pragma unroll 4
+#pragma unroll 1
                 for (int p = 0; p < count; p++) {
                     const float* const x = work.sums + p * floats;
-                    const float f = weight_of<T>(x[0], max);
-                    total = fmaf(x[swapped(1)], f, total);
-                    sum = fmaf(x[VECTOR_WORDS + swapped(thread)], f, sum);
+                    const float larger = fmaxf(max, x[0]), old = expf(max - larger), weight = expf(x[0] - larger);
+                    total = total * old + x[1] * weight;
+                    sum = sum * old + x[2 + thread] * weight;
+                    max = larger;
                 }
             }
-            const float y = quotient_for<T>(sum, total), next = __shfl_down_sync(ALL_LANES, y, 1);
+            const float y = sum / total, next = __shfl_down_sync(ALL_LANES, y, 1);
             if (thread < HS && thread % 2 == 0)
                 send<T>(a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>, ((t.head0 + h) * HS + thread) / 2, y, next,
                         number);
@@ -531,183 +415,147 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
     }
 }
 
-// Channels c … c + 3 of the first layer's input.
-template <int W, typename T>
-__device__ __forceinline__ Floats<W> embedded(const Step<T>& a, int64_t id, int64_t place, int c) {
-    Floats<W> v = {};
-    if (id >= 0 && id < a.vocab) v = load_floats<W>(a.wte + id * a.C + c);
-    if (a.wpe && place >= 0 && place < a.places) {
-        const Floats<W> p = load_floats<W>(a.wpe + place * a.C + c);
-#pragma unroll
-        for (int k = 0; k < W; k++) v[k] += p[k];
-    }
-    return v;
-}
-
-// What the norm's sums are put together from: those of the columns of one warp.
-struct alignas(16) NormPart {
-    float sum, squares, mean, count;  // Σ x, Σ (x − mean)², of how many; RMSNorm: mean 0
-};
-
-// The compiler may not compute x later.
-__device__ __forceinline__ void compute_now(int& x) {
-    asm volatile("" : "+r"(x));
-}
-template <typename P>
-__device__ __forceinline__ void compute_now(P*& x) {
-    asm volatile("" : "+l"(x));
-}
-
 #endif
 
-template <typename T, int HEADS>
+template <typename T, int NB, int HEADS>
 __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Step<T> a) {
 #if __CUDA_ARCH__ >= 900
-    constexpr int W = FULL_WIDTH<T>, LANES = 4, PAIR = PER_WORD<T>;
+    constexpr int QUAD = 2 * PER_WORD<T>;
     extern __shared__ __align__(128) char memory[];
-    __shared__ Barrier barriers[2][MAX_STAGES];
-    __shared__ int64_t positions[STRIP], slots[STRIP];
-    __shared__ NormPart norm_parts[STRIP][WARPS];
+    __shared__ Barrier full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ float partial[WARPS][4][NB];
+    __shared__ int64_t positions[NB], slots[NB];
+    __shared__ float norm_sums[NB][WARPS];
+    __shared__ T biases[THREADS];
     __shared__ Units units[PRODUCTS];
     __shared__ uint32_t shared_number;
-    const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP, N = a.N;
+    const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
     Layer* const layers = reinterpret_cast<Layer*>(memory + a.layers_memory);
-    char* const rows = memory + a.rows_memory;  // [turns, N, TURN_BYTES] what a product multiplies
-    float* const sums = reinterpret_cast<float*>(memory + a.sums_memory);  // [2, GROUP, N, WARPS, STRIP]
-    T* const stream = reinterpret_cast<T*>(memory + a.stream_memory);      // [units of C, N, 2] the residual stream
+    T* const rows = reinterpret_cast<T*>(memory + a.rows_memory);    // [N, K] what a product multiplies
+    T* const stream = reinterpret_cast<T*>(memory + a.x_memory);     // [N, C] the residual stream
+    T* const heads = reinterpret_cast<T*>(memory + a.heads_memory);  // [HEADS + 2, HS]
 #pragma unroll 1
-    for (int s = thread; s < a.stages; s += THREADS + WARP)
-        barrier_init(barriers[0] + s, 1), barrier_init(barriers[1] + s, WARPS);
+    for (int s = thread; s < a.stages; s += THREADS + WARP) barrier_init(full + s, 1), barrier_init(empty + s, WARPS);
     if (thread == 0) barrier_init_fence();
 #pragma unroll 1
     for (int i = thread; i < a.num_layers * int(sizeof(Layer) / sizeof(uint64_t)); i += THREADS + WARP)
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
-    if (thread < N) positions[thread] = a.positions[thread], slots[thread] = a.slots[thread];
+    if (thread < a.N) positions[thread] = a.positions[thread], slots[thread] = a.slots[thread];
     if (thread == 0) shared_number = *a.exchanges;
     if (thread < PRODUCTS) units[thread] = units_of_block(a.products[thread]);
     __syncthreads();
-    Ring ring(shared_address(barriers), shared_address(memory + a.stage_memory), a.stages, a.stage_bytes);
-    if (warp == WARPS) return stream_weights(a, layers, units, ring);
+    Ring ring{full, empty, memory + a.stage_memory, a.stages, a.stage_bytes};
+    if (warp == WARPS) {
+        if (lane == 0) stream_weights(a, layers, units, ring);
+        return;
+    }
     const uint32_t number = shared_number;
     __shared__ Item first_item;  // of the block; nothing where there are fewer items than blocks
     if (thread == 0) {
         first_item = {};
-        if (int(blockIdx.x) < N * a.NKV * a.passes * a.pieces)
+        if (int(blockIdx.x) < a.N * a.NKV * a.passes * a.pieces)
             first_item = item_of<HEADS>(a, positions, slots, int(blockIdx.x));
-    }
-    // What a thread finishes: of each group of strips unit `my_unit` for text `my_text`.
-    const int my_text = thread % STRIP, my_unit = thread / STRIP;
-    if (my_text < N) {
-        const Units mine = units[PROJ];
-#pragma unroll 1
-        for (int i = my_unit; i < mine.end - mine.first; i += THREADS / STRIP)
-            store_pack(stream + (i * N + my_text) * 2,
-                       as_pack<T>(embedded<2>(a, a.ids[my_text], positions[my_text], 2 * (mine.first + i))));
     }
     sync_computing_warps();
 
-    // Of x in `rows` a warp has the turns warp, warp + WARPS, …. They are received by all lanes: lane 4g + t takes
-    // vector t of a turn of text g mod N, each (8 / N)th turn of the warp. For the norm it has vectors t of text g
-    // whatever N is, so that the bits don't depend on it.
-    const int g = lane / LANES, t = lane % LANES, every = STRIP / N, from_turn = g / N, from_text = g - from_turn * N;
-    const int x_step = WARPS * N * TURN_BYTES;
-    const auto x_of = [&](int text) { return rows + (warp * N + text) * TURN_BYTES + t * 16; };
-    uint4* const received = reinterpret_cast<uint4*>(x_of(from_text));
-    uint4* const normed = reinterpret_cast<uint4*>(x_of(min(g, N - 1)));
-    const uint32_t multiplied = shared_address(x_of(StripSums<T>::text_of_lane(N)));
-    const uint32_t in_stage = uint32_t(g * row_pitch(a.stage_turns) + warp * TURN_BYTES + t * 16);
-    float* const my_sums = sums + warp * STRIP;
-    // Turns of a row of K that are this warp's.
-    const auto turns_of = [&](int K) { return (K / (LANES * W) - warp + WARPS - 1) / WARPS; };
-    const auto stage = [&](const uint64_t* from, uint32_t exchange, int K) {
-        if (from_turn < every)
-            receive(received, x_step / 16, from + int64_t(from_text) * (K / PAIR) + VECTOR_WORDS * (LANES * warp + t),
-                    VECTOR_WORDS * LANES * WARPS, exchange, from_turn, every, turns_of(K));
+    // The biases of the block's part of a product: asked for early, put down before the last barrier of a stage.
+    T bias_here{};
+    const auto put_bias = [&](int count) {
+        if (thread < count) biases[thread] = bias_here;
     };
-    // Of the residual stream a warp's part of the norm.
-    const int norm_turns = turns_of(a.C);
-    const float count = float(norm_turns * LANES * W), share = count > 0 ? 1 / count : 0.0f, all = 1 / float(a.C);
-    // The residual stream, received or (from: null) embedded, to its norm in `rows`.
-    const auto normalise = [&](const uint64_t* from, uint32_t exchange, bool has_bias) {
+
+    // The residual stream comes and goes through a norm to `rows`: NB teams of warps, a row each. from: the exchange's
+    // words; null: the embedding. A row's sums are those of all eight warps, added up in order: a team of fewer does
+    // the work of all, so that the bits don't depend on how many rows there are.
+    const auto stage_normed = [&](const uint64_t* from, uint32_t exchange, bool has_bias, int count) {
+        constexpr int TEAM = WARPS / NB;
+        const int quads = a.C / QUAD, n = warp / TEAM, in_team = thread % (TEAM * WARP);
+        T *const x = stream + n * a.C, *const out = rows + n * a.C;
+        const int end = n < a.N ? quads : 0;
         if (from) {
-            stage(from, exchange, a.C);
-        } else if (g < N) {
+            if (n < a.N)
+                receive(reinterpret_cast<uint2*>(x), from + int64_t(n) * a.C / PER_WORD<T>, exchange, in_team,
+                        TEAM * WARP, quads);
+        } else if (n < a.N) {
+            const int64_t id = a.ids[n], place = positions[n];
 #pragma unroll 1
-            for (int j = 0; j < norm_turns; j++) {
-                const Pack<T, W> x =
-                    as_pack<T>(embedded<W>(a, a.ids[g], positions[g], (LANES * (warp + WARPS * j) + t) * W));
-                const uint4& v = reinterpret_cast<const uint4&>(x);
-                *reinterpret_cast<uint4*>(x_of(g) + j * x_step) = make_uint4(v.x, v.z, v.y, v.w);
+            for (int q = in_team; q < quads; q += TEAM * WARP) {
+                Floats<QUAD> v = {};
+                if (id >= 0 && id < a.vocab) v = load_floats<QUAD>(a.wte + id * a.C + q * QUAD);
+                if (a.wpe && place >= 0 && place < a.places) {
+                    const Floats<QUAD> p = load_floats<QUAD>(a.wpe + place * a.C + q * QUAD);
+#pragma unroll
+                    for (int k = 0; k < QUAD; k++) v[k] += p[k];
+                }
+                *reinterpret_cast<Pack<T, QUAD>*>(x + q * QUAD) = as_pack<T>(v);
             }
         }
-        __syncwarp();
-        // Sums of a warp's columns around one of them, so that a mean far from 0 costs no digits.
-        const float middle =
-            a.centred && norm_turns > 0
-                ? __shfl_sync(ALL_LANES, as_float(*reinterpret_cast<const T*>(normed)), lane & ~(LANES - 1))
-                : 0.0f;
-        float parts[W] = {}, squares[W] = {};
+        // The quads that this thread has received, for each of the NB warps that it stands for.
+        const auto each = [&](auto f) {
 #pragma unroll 1
-        for (int j = 0; j < norm_turns; j++) {
-            const Floats<W> x = load_floats<W>(reinterpret_cast<const T*>(normed + j * (x_step / 16)));
+            for (int base = 0; base < end; base += THREADS) {
 #pragma unroll
-            for (int k = 0; k < W; k++) {
-                const float d = x[k] - middle;
-                parts[k] += d;
-                squares[k] = fmaf(d, d, squares[k]);
+                for (int i = 0; i < NB; i++) {
+                    const int q = base + i * TEAM * WARP + in_team;
+                    if (q < end) f(q, i);
+                }
             }
-        }
-        const auto total = [&](float(&v)[W]) {
-#pragma unroll
-            for (int width = W / 2; width > 0; width /= 2)
-#pragma unroll
-                for (int k = 0; k < width; k++) v[k] += v[k + width];
-            v[0] += __shfl_xor_sync(ALL_LANES, v[0], 1);
-            return v[0] + __shfl_xor_sync(ALL_LANES, v[0], 2);
         };
-        const float sum = a.centred ? total(parts) : 0.0f, square = total(squares), off = sum * share;
-        if (t == 0) norm_parts[g][warp] = {fmaf(count, middle, sum), fmaf(-sum, off, square), middle + off, count};
-        sync_computing_warps();
-        float mean = 0, squared = 0;
+        const auto total = [&](const float(&sums)[NB]) {
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) mean += norm_parts[g][w].sum;
-        mean *= all;
+            for (int i = 0; i < NB; i++) {
+                const float sum = warp_sum(sums[i]);
+                if (lane == 0) norm_sums[n][i * TEAM + warp % TEAM] = sum;
+            }
+            sync_computing_warps();
+            float sum = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const NormPart other = norm_parts[g][w];
-            const float apart = other.mean - mean;
-            squared += fmaf(other.count * apart, apart, other.squares);
+            for (int w = 0; w < WARPS; w++) sum += norm_sums[n][w];
+            sync_computing_warps();
+            return sum;
+        };
+        float mean = 0;
+        if (a.centred) {
+            float sums[NB] = {};
+            each([&](int q, int i) {
+                const Floats<QUAD> v = load_floats<QUAD>(x + q * QUAD);
+#pragma unroll
+                for (int k = 0; k < QUAD; k++) sums[i] += v[k];
+            });
+            mean = total(sums) / float(a.C);
         }
-        const float rstd = rsqrtf(fmaf(squared, all, a.eps));
+        float squares[NB] = {};
+        each([&](int q, int i) {
+            const Floats<QUAD> v = load_floats<QUAD>(x + q * QUAD);
+#pragma unroll
+            for (int k = 0; k < QUAD; k++) squares[i] = fmaf(v[k] - mean, v[k] - mean, squares[i]);
+        });
+        const float rstd = 1 / sqrtf(total(squares) / float(a.C) + a.eps);
         ring.wait();
-        uint32_t weight = ring.here + uint32_t((LANES * warp + t) * W * int(sizeof(float)));
-#pragma unroll 1
-        for (int j = 0; j < norm_turns; j++, weight += LANES * WARPS * W * int(sizeof(float))) {
-            T* const at = reinterpret_cast<T*>(normed + j * (x_step / 16));
-            Floats<W> x = load_floats<W>(at);
-            uint4 scale[W / 4], shift[W / 4] = {};
+        const float* const weight = reinterpret_cast<const float*>(ring.here());
+        each([&](int q, int) {
+            Floats<QUAD> v = load_floats<QUAD>(x + q * QUAD), shift = {};
+            const Floats<QUAD> w = load_floats<QUAD>(weight + q * QUAD);
+            if (has_bias) shift = load_floats<QUAD>(weight + a.C + q * QUAD);
 #pragma unroll
-            for (int i = 0; i < W / 4; i++) {
-                scale[i] = load_shared(weight + 16 * i);
-                if (has_bias) shift[i] = load_shared(weight + a.C * int(sizeof(float)) + 16 * i);
-            }
-#pragma unroll
-            for (int k = 0; k < W; k++) {
-                const int c = PAIR * swapped(k / PAIR) + k % PAIR;
-                const auto element = [&](const uint4& v) {
-                    return __uint_as_float(c % 4 == 0 ? v.x : c % 4 == 1 ? v.y : c % 4 == 2 ? v.z : v.w);
-                };
-                x[k] = fmaf((x[k] - mean) * rstd, element(scale[c / 4]), element(shift[c / 4]));
-            }
-            if (g < N) *reinterpret_cast<Pack<T, W>*>(at) = as_pack<T>(x);
-        }
+            for (int k = 0; k < QUAD; k++) v[k] = fmaf((v[k] - mean) * rstd, w[k], shift[k]);
+            *reinterpret_cast<Pack<T, QUAD>*>(out + q * QUAD) = as_pack<T>(v);
+        });
         ring.release();
+        put_bias(count);
+        sync_computing_warps();
+    };
+    const auto stage_plain = [&](const uint64_t* from, uint32_t exchange, int K, int count) {
+        sync_computing_warps();  // nobody reads what lay in `rows`
+        receive(reinterpret_cast<uint2*>(rows), from, exchange, thread, THREADS, a.N * K / QUAD);
+        put_bias(count);
+        sync_computing_warps();
     };
     // The keys and values of the block's first item: on their way to the cache of the GPU while qkv is computed.
     const auto prefetch_item = [&](const Layer& layer) {
-        const Item& item = first_item;
-        if (item.piece >= item.used || thread >= item.keys) return;
-        const int64_t at = ((item.slot * a.capacity + item.begin + thread) * a.NKV + item.kv) * a.HS;
+        const Item& t = first_item;
+        if (t.piece >= t.used || thread >= t.keys) return;
+        const int64_t at = ((t.slot * a.capacity + t.begin + thread) * a.NKV + t.kv) * a.HS;
 #pragma unroll 1
         for (int c = 0; c < a.HS; c += 128 / int(sizeof(T))) {
             for (const void* cache : {layer.k, layer.v})
@@ -717,90 +565,56 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     };
 
     // Products in order. All of them are the same lines of code, which so stay in the cache of instructions.
-    int buffer = 0;  // of sums: one is filled while the other may still be read
+    const int swiglu_halves = a.activation == Activation::SwiGLU ? 2 : 1;
 #pragma unroll 1
     for (int step = 0; step <= LAYER_PRODUCTS * a.num_layers; step++) {
         const int l = step / LAYER_PRODUCTS, which = l < a.num_layers ? step % LAYER_PRODUCTS : int(HEAD);
         const Product& p = a.products[which];
         const Layer& layer = layers[which == HEAD ? 0 : l];
         const uint32_t now = number + uint32_t(l) + 1;
-        const Units mine = units[which];
-        const int log_units = log_units_of_strip(p), units_at_once = GROUP << log_units, K = p.K;
-        const int turns = turns_of(K), stage_turns = a.stage_turns / WARPS,
-                  stages = (K / (LANES * W) + a.stage_turns - 1) / a.stage_turns;
-        const bool finishes = my_text < N && my_unit < units_at_once, adds = which == PROJ || which == FCPROJ;
-        // Where what this thread finishes stands and goes, and its biases, all asked for before there is anything to
-        // wait for.
-        const int strip = my_unit >> log_units;
-        int from = (strip * N + my_text) * WARPS * STRIP + 2 * (my_unit - (strip << log_units)),
-            x = (my_unit * N + my_text) * 2;
-        uint64_t* to = which == HEAD ? nullptr : a.words[which] + int64_t(my_text) * (2 * p.units / PAIR);
-        T* logits = a.logits + my_text * a.logits_stride;
-        T bias[4] = {};
-        const auto ask_for_bias = [&](int unit) {
-            const T* const b = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
-            if (!b || !finishes || unit >= mine.end) return;
-            bias[0] = b[2 * unit], bias[1] = b[2 * unit + 1];
-            if (p.swiglu) bias[2] = b[2 * (p.units + unit)], bias[3] = b[2 * (p.units + unit) + 1];
-        };
-        ask_for_bias(mine.first + my_unit);
+        const int halves = which == FC ? swiglu_halves : 1;
         if (which == QKV) prefetch_item(layer);
-        if (which == PROJ)
-            attend<HEADS>(a, layer, positions, slots, first_item, reinterpret_cast<float*>(memory + a.attention_memory),
-                          now);
-        compute_now(from), compute_now(x), compute_now(to), compute_now(logits);
-        if (adds)
-            stage(which == PROJ ? a.att : a.words[FC], now, K);
-        else
-            normalise(which == FC ? a.words[PROJ]
-                      : l > 0     ? a.words[FCPROJ]
-                                  : nullptr,
-                      which == FC ? now : now - 1, which == HEAD ? a.normf_bias : layer.norm_bias[which == FC]);
 
-#pragma unroll 1
-        for (int base = mine.first; base < mine.end; base += units_at_once, x += units_at_once * N * 2) {
-            __syncwarp();
-            if (base > mine.first) ask_for_bias(base + my_unit);
-            const int offset = buffer * GROUP * N * WARPS * STRIP, strips = (mine.end - base - 1 >> log_units) + 1;
-            buffer ^= 1;
-#pragma unroll 1
-            for (int s = 0; s < min(strips, GROUP); s++)
-                multiply_strip<T>(ring, in_stage, multiplied, x_step, turns, stage_turns, stages, N,
-                                  my_sums + offset + s * N * WARPS * STRIP);
-            sync_computing_warps();
-            const int unit = base + my_unit;
-            if (!finishes || unit >= mine.end) continue;
-            float y[4] = {};
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) {
-                const float2 part = *reinterpret_cast<const float2*>(sums + from + offset + w * STRIP);
-                y[0] += part.x, y[1] += part.y;
-            }
-            y[0] += as_float(bias[0]), y[1] += as_float(bias[1]);
-            if (which == HEAD) {
-                store_floats<2>(logits + 2 * unit, Floats<2>{{y[0], y[1]}});
-                continue;
-            }
-            if (p.swiglu) {
-#pragma unroll
-                for (int w = 0; w < WARPS; w++) {
-                    const float2 part = *reinterpret_cast<const float2*>(sums + from + offset + w * STRIP + STRIP / 2);
-                    y[2] += part.x, y[3] += part.y;
-                }
-                y[0] = swiglu<T>(y[0], y[2] + as_float(bias[2])), y[1] = swiglu<T>(y[1], y[3] + as_float(bias[3]));
-            } else if (which == FC) {
-                if (a.activation == Activation::GELU)
-                    y[0] = gelu<T>(y[0]), y[1] = gelu<T>(y[1]);
-                else
-                    y[0] = relu2(y[0]), y[1] = relu2(y[1]);
-            }
-            if (adds) {
-                const Floats<2> before = load_floats<2>(stream + x);
-                y[0] += before[0], y[1] += before[1];
-                store_pack(stream + x, as_pack<T>(Floats<2>{{y[0], y[1]}}));
-            }
-            send<T>(to, unit, y[0], y[1], now);
+        const Units mine = units[which];
+        const int owned = mine.end - mine.first, count = which == HEAD ? 0 : 2 * halves * owned;
+        const T* const bias = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
+        bias_here = {};
+        if (bias && thread < count) {
+            const int r = thread / owned;
+            bias_here = bias[2 * (r / 2 * p.units + mine.first + thread - r * owned) + r % 2];
         }
+        if (which == PROJ)
+            attend<HEADS>(a, layer, positions, slots, first_item, reinterpret_cast<float*>(rows), heads, now);
+        if (which == PROJ || which == FCPROJ)
+            stage_plain(which == PROJ ? a.att : a.words[FC], now, p.K, count);
+        else
+            stage_normed(which == FC ? a.words[PROJ]
+                         : l > 0     ? a.words[FCPROJ]
+                                     : nullptr,
+                         which == FC ? now : now - 1, which == HEAD ? a.normf_bias : layer.norm_bias[which == FC],
+                         count);
+
+        multiply<NB>(a, p, halves, ring, rows, mine, which != HEAD, biases, partial,
+                     [&](int unit, int n, float(&y)[4]) {
+                         if (which == HEAD) {
+                             store_floats<2>(a.logits + n * a.logits_stride + 2 * unit, Floats<2>{{y[0], y[1]}});
+                             return;
+                         }
+                         if (which == FC) {
+#pragma unroll
+                             for (int r = 0; r < 2; r++) {
+                                 if (a.activation == Activation::SwiGLU)
+                                     y[r] = swiglu(y[r], y[2 + r]);
+                                 else
+                                     y[r] = a.activation == Activation::GELU ? gelu(y[r]) : relu2(y[r]);
+                             }
+                         }
+                         if (which == PROJ || which == FCPROJ) {
+                             const T* const x = stream + n * a.C + 2 * unit;
+                             y[0] += as_float(x[0]), y[1] += as_float(x[1]);
+                         }
+                         send<T>(a.words[which] + int64_t(n) * (2 * p.units / PER_WORD<T>), unit, y[0], y[1], now);
+                     });
     }
     // Every block has read the number by now: it has taken part in an exchange since.
     if (blockIdx.x == 0 && thread == 0) *a.exchanges = number + uint32_t(a.num_layers);
@@ -818,11 +632,8 @@ struct Layout {
     bool possible = false;
     int64_t blocks = 0;
     Product products[PRODUCTS];
-    int64_t stages = 0, stage_bytes = 0, stage_turns = 0;
-    int64_t rows_bytes = 0, sums_bytes = 0, stream_bytes = 0, attention_bytes = 0, layers_bytes = 0;
-    int64_t shared_bytes() const {
-        return stages * stage_bytes + rows_bytes + sums_bytes + stream_bytes + attention_bytes + layers_bytes;
-    }
+    int64_t stages = 0, stage_bytes = 0, rows_bytes = 0, x_bytes = 0, heads_bytes = 0, layers_bytes = 0;
+    int64_t shared_bytes() const { return stages * stage_bytes + rows_bytes + x_bytes + heads_bytes + layers_bytes; }
 };
 
 int heads_at_once(const DecodeModel& m) {
@@ -834,27 +645,34 @@ Layout layout_of(const DecodeModel& m, int64_t N) {
     const int64_t item = dtype_size(m.dtype), W = 16 / item, Q = m.NH * m.HS, qkv = (m.NH + 2 * m.NKV) * m.HS;
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || !device_attribute(cudaDevAttrCooperativeLaunch))
         return z;
-    for (const int64_t columns : {m.C, Q, m.FFN})
-        if (columns == 0 || columns * item % TURN_BYTES) return z;
-    if (m.HS % W || m.Vp % 2 || m.HS > MAX_HS || N < 1) return z;
+    if (m.C % W || m.HS % W || m.FFN % W || m.Vp % 2 || m.C < 2 * W || m.HS > MAX_HS || m.FFN == 0 || N < 1) return z;
     z.blocks = std::min(num_multiprocessors(), m.C / 2);
+    const bool swiglu = m.activation == Activation::SwiGLU;
     const auto product = [&](int which, int64_t outputs, int64_t K) {
-        z.products[which] = {int(K), int(outputs / 2), which == FC && m.activation == Activation::SwiGLU};
+        Product& p = z.products[which];
+        p.K = int(K), p.units = int(outputs / 2);
+        const int64_t most = ceil_div(p.units, std::max<int64_t>(z.blocks, 1));
+        p.parts = 1, p.log_parts = 0;
+        while (most * p.parts * 2 <= WARPS && p.parts * WARP * W < K) p.parts *= 2, p.log_parts++;
+        const int64_t rows = which == FC && swiglu ? 4 : 2, bytes = rows * K * item;
+        z.stage_bytes = std::max(z.stage_bytes, bytes);
+        if (which != HEAD && most * rows > THREADS) z.blocks = 0;  // biases: a thread each
+        return bytes;
     };
-    product(QKV, qkv, m.C), product(PROJ, m.C, Q), product(FC, m.FFN, m.C), product(FCPROJ, m.C, m.FFN);
-    product(HEAD, m.Vp, m.C);
-    const auto turns = [&](int64_t K) { return K * item / TURN_BYTES; };
-    z.stage_turns = std::min<int64_t>(ceil_div(turns(m.C), WARPS) * WARPS, MAX_STAGE_TURNS);
-    z.stage_bytes = aligned(std::max<int64_t>(STRIP * row_pitch(int(z.stage_turns)), 2 * m.C * int64_t(sizeof(float))));
-    z.rows_bytes = aligned(N * turns(std::max({m.C, Q, m.FFN})) * TURN_BYTES);
-    z.sums_bytes = aligned(2 * GROUP * WARPS * N * STRIP * int64_t(sizeof(float)));
-    z.stream_bytes = aligned(ceil_div(m.C / 2, z.blocks) * N * 2 * item);
-    const int heads = heads_at_once(m), HS = int(m.HS);
-    z.attention_bytes = aligned(attention_floats(heads, HS) * int64_t(sizeof(float)) + (heads + 4) * HS * item);
+    z.stage_bytes = std::max(STAGE_BYTES, 2 * m.C * int64_t(sizeof(float)));
+    const int64_t bytes[PRODUCTS] = {product(QKV, qkv, m.C), product(PROJ, m.C, Q), product(FC, m.FFN, m.C),
+                                     product(FCPROJ, m.C, m.FFN), product(HEAD, m.Vp, m.C)};
+    z.stage_bytes = aligned(z.stage_bytes);
+    for (int i = 0; i < PRODUCTS; i++) z.products[i].per_stage = int(z.stage_bytes / bytes[i]);
+    const int64_t heads = heads_at_once(m);
+    const int64_t attention = (heads * (m.HS + DECODE_PIECE) + WARPS * heads * m.HS + m.HS) * int64_t(sizeof(float));
+    z.rows_bytes = aligned(std::max(N * std::max({m.C, Q, m.FFN}) * item, attention));
+    z.x_bytes = aligned(N * m.C * item);
+    z.heads_bytes = aligned((heads + 2) * m.HS * item);
     z.layers_bytes = aligned(m.layers * int64_t(sizeof(Layer)));
     const int64_t room = max_shared_bytes() - RESERVED_BYTES - z.shared_bytes();
     z.stages = std::min<int64_t>(room / z.stage_bytes, MAX_STAGES);
-    z.possible = z.stages >= MIN_STAGES;
+    z.possible = z.blocks > 0 && z.stages >= MIN_STAGES;
     return z;
 }
 
@@ -875,7 +693,7 @@ struct Words {
         products[PROJ] = take(N * m.C / per_word);
         products[FC] = take(N * m.FFN / per_word);
         products[FCPROJ] = take(N * m.C / per_word);
-        partials = take(N * m.NH * ceil_div(m.capacity, PIECE_KEYS) * partial_floats(int(m.HS)));
+        partials = take(N * m.NH * decode_pieces(m.capacity) * (m.HS + 2));
         end = at;
     }
 };
@@ -898,10 +716,17 @@ void launch(const char* op, const Step<T>& a, const Layout& z, Stream stream) {
         cuda_check(cudaLaunchKernelEx(&config, kernel, a), op);
         check_launch(op, stream);
     };
-    if (a.NH == a.NKV)
-        run(decode_step_kernel<T, 1>);
-    else
-        run(decode_step_kernel<T, WIDE_HEADS>);
+    const auto with_heads = [&](auto rows) {
+        constexpr int NB = decltype(rows)::value;
+        if (a.NH == a.NKV)
+            run(decode_step_kernel<T, NB, 1>);
+        else
+            run(decode_step_kernel<T, NB, WIDE_HEADS>);
+    };
+    if (a.N == 1) return with_heads(std::integral_constant<int, 1>{});
+    if (a.N == 2) return with_heads(std::integral_constant<int, 2>{});
+    if (a.N <= 4) return with_heads(std::integral_constant<int, 4>{});
+    with_heads(std::integral_constant<int, int(LINEAR_SMALL_N)>{});
 }
 
 void check_weight(const char* op, const char* name, const Tensor& t, DType dtype, int64_t rows, int64_t columns) {
@@ -1013,10 +838,10 @@ void decode_step(Tensor logits, Tensor ids, const DecodePlace& place, const Deco
         a.num_layers = int(m.layers), a.N = int(N), a.C = int(m.C);
         a.NH = int(m.NH), a.NKV = int(m.NKV), a.HS = int(m.HS);
         a.passes = int(ceil_div(m.NH / m.NKV, heads_at_once(m))),
-        a.pieces = int(ceil_div(std::min(place.max_length, m.capacity), PIECE_KEYS));
-        while ((1 << a.log_lanes) < m.HS / FULL_WIDTH<T>) a.log_lanes++;
+        a.pieces = int(decode_pieces(std::min(place.max_length, m.capacity)));
+        for (a.lanes = 1; a.lanes < m.HS / FULL_WIDTH<T>;) a.lanes *= 2;
         a.eps = m.eps, a.scale = m.scale, a.centred = m.centred, a.activation = m.activation;
-        a.stages = int(z.stages), a.stage_bytes = int(z.stage_bytes), a.stage_turns = int(z.stage_turns);
+        a.stages = int(z.stages), a.stage_bytes = int(z.stage_bytes);
         int64_t at = 0;
         const auto take = [&](int64_t bytes) {
             const int64_t begin = at;
@@ -1024,8 +849,7 @@ void decode_step(Tensor logits, Tensor ids, const DecodePlace& place, const Deco
             return int(begin);
         };
         a.stage_memory = take(z.stages * z.stage_bytes), a.rows_memory = take(z.rows_bytes);
-        a.sums_memory = take(z.sums_bytes), a.stream_memory = take(z.stream_bytes);
-        a.attention_memory = take(z.attention_bytes), a.layers_memory = take(z.layers_bytes);
+        a.x_memory = take(z.x_bytes), a.heads_memory = take(z.heads_bytes), a.layers_memory = take(z.layers_bytes);
         launch(op, a, z, stream);
     });
 }

@@ -55,8 +55,8 @@ struct DecodeModel {
 };
 
 // Texts that a step takes at most: as many as there are slots, up to LINEAR_SMALL_N, or fewer; 0 where such a model
-// can't be run this way: on an old GPU, with rows of channels that are no multiple of 64 bytes or heads of 16, heads
-// wider than 128, or rows too long for shared memory.
+// can't be run this way: on an old GPU, with channels or a head size that fill no 16 bytes, heads wider than 128, or
+// rows too long for shared memory.
 int64_t decode_step_rows(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_rows is.

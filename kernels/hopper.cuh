@@ -38,18 +38,13 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint32_t address) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive(Barrier* b) {
-    barrier_arrive(shared_address(b));
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_expecting(uint32_t address, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address), "r"(bytes) : "memory");
-}
 __device__ __forceinline__ void barrier_arrive_expecting(Barrier* b, int bytes) {
-    barrier_arrive_expecting(shared_address(b), bytes);
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
+                 : "memory");
 }
 
 // Arrives once this thread's copy_async_4 and copy_async_16 so far have landed [cp.async.mbarrier.arrive]; one of the
@@ -58,7 +53,7 @@ __device__ __forceinline__ void barrier_arrive_after_copies(Barrier* b) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint32_t address, int parity) {
+__device__ __forceinline__ void barrier_wait(Barrier* b, int parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -67,12 +62,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t address, int parity) {
         "@done bra end;\n"
         "bra again;\n"
         "end:\n"
-        "}\n" ::"r"(address),
+        "}\n" ::"r"(shared_address(b)),
         "r"(parity)
         : "memory");
-}
-__device__ __forceinline__ void barrier_wait(Barrier* b, int parity) {
-    barrier_wait(shared_address(b), parity);
 }
 
 // A place in a ring of stages and the parity of its current use; both sides walk the ring in the same order.
@@ -140,11 +132,11 @@ __device__ __forceinline__ void fence_async_proxy() {
 // --- copies of consecutive bytes [cp.async.bulk]: both addresses and the length are multiples of 16. One thread asks;
 // the barrier counts the bytes.
 
-__device__ __forceinline__ void copy_bytes(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-        "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(barrier)
-        : "memory");
+__device__ __forceinline__ void copy_bytes(void* shared, const void* global, int bytes, Barrier* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b))
+                 : "memory");
 }
 
 // --- registers [Miscellaneous Instructions: setmaxnreg]: of each thread, by all warps of a warpgroup

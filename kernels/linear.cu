@@ -247,7 +247,6 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
         for (int i = 0; i < EACH; i++) sums[i] = warp_sum(sums[i]);
     };
     float means[EACH] = {}, rstds[EACH] = {};
-#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
         Pack<T, W> x[EACH];
 #pragma unroll
@@ -264,7 +263,6 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
     total(means);
 #pragma unroll
     for (int i = 0; i < EACH; i++) means[i] = a.centred ? means[i] / float(a.C) : 0.0f;
-#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
@@ -276,7 +274,6 @@ __device__ __forceinline__ void normalise_texts(T* rows, const Layer<T>& a, int 
     total(rstds);
 #pragma unroll
     for (int i = 0; i < EACH; i++) rstds[i] = 1 / sqrtf(rstds[i] / float(a.C) + a.eps);
-#pragma unroll 1
     for (int64_t c = lane * W; c < a.C; c += WARP * W) {
         const Floats<W> w = load_floats<W>(a.norm_weight + c);
         Floats<W> shift = {};
@@ -365,7 +362,6 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
             }
     };
     if (TEXTS_AHEAD) load_texts(in[0], warp);
-#pragma unroll 1
     for (int base = warp; base < chunks; base += 2 * CHUNKS_AHEAD * WARPS) {
 #pragma unroll
         for (int s = 0; s < 2 * CHUNKS_AHEAD; s++) {
@@ -384,7 +380,6 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
             for (int i = 0; i < 4; i++) sums[warp][8 * n + 2 * t + i % 2][16 * m + i / 2 * 8 + g] = sum[m][n][i];
     __syncthreads();
 
-#pragma unroll 1
     for (int text = int(threadIdx.x) / outputs; text < TEXTS; text += THREADS / outputs) {
         const int64_t n = first_text + text;
         if (n >= a.N || o >= a.columns) break;
