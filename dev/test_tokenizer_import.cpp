@@ -146,7 +146,7 @@ class TokenizerImport : public testing::Test {
 }  // namespace
 
 TEST_F(TokenizerImport, LlmcGivesTheMergesBack) {
-    const json& gpt2 = fixture_case("gpt2");
+    const json gpt2 = fixture_case("gpt2");
     const json imported = json::parse(import_tokenizer(write(llmc_file())));
     EXPECT_EQ(imported["model"]["vocab"], gpt2["tokenizer"]["model"]["vocab"]);
     EXPECT_EQ(imported["model"]["merges"], gpt2["tokenizer"]["model"]["merges"]);
