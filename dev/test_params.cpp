@@ -167,6 +167,13 @@ TEST(Params, PartsOfGroups) {
                 arenas.store(p, values.data() + half, half, p.padded_numel() - half);
                 const ParamArena::Span span = arenas.weights.span(p, 0, p.padded_numel());
                 EXPECT_TRUE(!span.count || span.begin == covered) << p.name;
+                // The rank's share of the group, in the order of the ranks: where reduce-scatter leaves its sums.
+                const int64_t share = p.group_size / world, first = p.offset + span.begin - p.group_begin;
+                if (span.count) {
+                    EXPECT_LE(rank * share, first) << p.name;
+                    EXPECT_LE(first + span.count, (rank + 1) * share) << p.name;
+                    EXPECT_EQ(span.at, p.group_begin / world + first - rank * share) << p.name;
+                }
                 for (int64_t i = 0; i < span.count; i++)
                     EXPECT_EQ(arenas.weights.elements(span).as<float>()[i], values[size_t(span.begin + i)]);
                 covered += span.count;
