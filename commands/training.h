@@ -2,6 +2,7 @@
 // code: the driver takes it from here.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "commands/commands.h"

@@ -724,10 +724,12 @@ __device__ __forceinline__ void weight_gradients_to_score_gradients(float (&dp)[
     }
 }
 
+constexpr int KEY_PASS_WARPGROUPS = 2, KEY_PASS_BN = KEY_PASS_WARPGROUPS * 64, KEY_PASS_BQ = 64;
+
 // Of this pass, and of the single one, which needs Extra beside it.
 template <int D, int STAGES_, typename Extra>
 struct KeySizes {
-    static constexpr int WARPGROUPS = 2, BN = WARPGROUPS * 64, BQ = 64;
+    static constexpr int WARPGROUPS = KEY_PASS_WARPGROUPS, BN = KEY_PASS_BN, BQ = KEY_PASS_BQ;
     static constexpr int STAGES = STAGES_;
     using Roles = ::Roles<WARPGROUPS>;
     // Whether P and dS are still being multiplied while the next scores are: registers for that are there at D = 64.
@@ -931,9 +933,9 @@ struct GradientSums {
 
 template <int D>
 struct SinglePassExtra {
-    // dSᵀ of a step and of the one before, which the other warpgroup may still read: [keys, queries].
-    alignas(SWIZZLE_ALIGNMENT) unsigned char ds[2][128 * 64 * 2];
-    float4 dq[2][WARPGROUP / WARP][16 * GradientSums<D>::COLUMNS / 4];  // of each warpgroup's warps
+    // dSᵀ of a step and of the one before, which the other warpgroup may still read.
+    alignas(SWIZZLE_ALIGNMENT) unsigned char ds[2][KEY_PASS_BN * KEY_PASS_BQ * 2];
+    float4 dq[KEY_PASS_WARPGROUPS][WARPGROUP / WARP][16 * GradientSums<D>::COLUMNS / 4];  // of each warp
 };
 template <int D>
 using SinglePassSizes = KeySizes<D, D <= 64 ? 4 : 2, SinglePassExtra<D>>;

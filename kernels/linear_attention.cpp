@@ -320,8 +320,8 @@ void Walk::recurrent() {
 
 void Walk::chunked() {
     alignas(64) float a[CHUNK * MAX_CHUNKED], b[CHUNK * MAX_CHUNKED], bt[CHUNK * MAX_CHUNKED], c[CHUNK * MAX_CHUNKED],
-        o[CHUNK * MAX_CHUNKED], score[CHUNK * CHUNK], beta[CHUNK], into[CHUNK], within[CHUNK], norm[CHUNK] = {},
-                                                                                               added[MAX_CHUNKED];
+        o[CHUNK * MAX_CHUNKED], score[CHUNK * CHUNK], beta[CHUNK], into[CHUNK], within[CHUNK], added[MAX_CHUNKED],
+        norm[CHUNK] = {};
     double gamma[CHUNK];  // Σ of the gates from the chunk's first token on; in double, for differences of them
     const int64_t width = state.width, E = round_up(x.E), chunks = ceil_div(length, CHUNK);
     for (int64_t step = 0; step < chunks; step++) {

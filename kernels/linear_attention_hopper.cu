@@ -93,6 +93,24 @@ __device__ __forceinline__ void transform_packs(const Place& at, const unsigned 
     }
 }
 
+// Each row times factor(i).
+template <typename F>
+__device__ __forceinline__ void scale_packs(const Place& at, const unsigned char* from, unsigned char* to, int count,
+                                            int columns, F factor) {
+    transform_packs(at, from, to, count, columns, [&](Floats<PACK>& x, int i) {
+        const float f = factor(i);
+#pragma unroll
+        for (int j = 0; j < PACK; j++) x[j] *= f;
+    });
+}
+
+// Gradients become ĝ: rows divided by d.
+__device__ __forceinline__ void divide_packs(const Place& at, unsigned char* tile, const float* norm, int count,
+                                             int columns) {
+    scale_packs(at, tile, tile, count, columns,
+                [&](int i) { return at.row(i) < count ? reciprocal_for<T>(norm[at.row(i)]) : 0.0f; });
+}
+
 // φ = max(x + 1, min(exp(x), 1)): the greater is x + 1 above 0 and the exponential below. Two at a time, but for the
 // exponentials: what is rounded to T first need not be rounded again.
 __device__ __forceinline__ uint32_t features_of(uint32_t two) {
@@ -361,11 +379,6 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         float whole = 1;
         if constexpr (NORMALISED) {
             const float *norm = rows + at.warpgroup * 2 * TOKENS, *delta = norm + TOKENS;
-            const auto divide = [&](Floats<PACK>& x, int i) {
-                const float factor = at.row(i) < count ? reciprocal_for<T>(norm[at.row(i)]) : 0.0f;
-#pragma unroll
-                for (int j = 0; j < PACK; j++) x[j] *= factor;
-            };
             float sum[PACK] = {};
             if constexpr (ROLE == Role::Out) {
                 apply_features(at, b_tile, count, p.E);
@@ -384,7 +397,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             }
             if constexpr (ROLE == Role::DQ) {
                 apply_features(at, c_tile, count, p.M);
-                transform_packs(at, a_tile, a_tile, count, p.E, divide);
+                divide_packs(at, a_tile, norm, count, p.E);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {  // δ, from ĝ as it is multiplied
                     const Floats<PACK> x = load_floats<PACK>(reinterpret_cast<const T*>(a_tile + at.offset(i))),
@@ -400,7 +413,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             if constexpr (REVERSED) {
                 apply_features(at, a_tile, count, p.E);
                 apply_features(at, b_tile, count, p.E);
-                transform_packs(at, c_tile, c_tile, count, p.M, divide);
+                divide_packs(at, c_tile, norm, count, p.M);
                 if (at.warpgroup == 0 && at.lane < 16)
                     delta_tile[at.warp * 16 + at.lane] = delta[at.warp * 16 + at.lane];
                 sum_columns(at, b_tile, delta, sum);
@@ -417,11 +430,8 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     gamma[2 * at.lane + i] = decays.gamma[i], into[2 * at.lane + i] = decays.into[i];
-            transform_packs(at, c_tile, memory + Z::DECAYED, count, p.M, [&](Floats<PACK>& x, int i) {
-                const float factor = decays.within_row(at.row(i));
-#pragma unroll
-                for (int j = 0; j < PACK; j++) x[j] *= factor;
-            });
+            scale_packs(at, c_tile, memory + Z::DECAYED, count, p.M,
+                        [&](int i) { return decays.within_row(at.row(i)); });
         }
         if (first_head) {
 #pragma unroll
@@ -654,22 +664,13 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         if constexpr (NORMALISED) {
             const float *norm = rows + at.warpgroup * 2 * TOKENS, *delta = norm + TOKENS;
             apply_features(at, b_tile, count, p.E);
-            if constexpr (REVERSED)
-                transform_packs(at, c_tile, c_tile, count, p.M, [&](Floats<PACK>& x, int i) {
-                    const float factor = at.row(i) < count ? reciprocal_for<T>(norm[at.row(i)]) : 0.0f;
-#pragma unroll
-                    for (int j = 0; j < PACK; j++) x[j] *= factor;
-                });
+            if constexpr (REVERSED) divide_packs(at, c_tile, norm, count, p.M);
             sum_columns(at, b_tile, REVERSED ? delta : nullptr, z);
         } else {
             const Decays decays(rows + (at.warpgroup * 4 + at.warp) * TOKENS, REVERSED);
             whole = walk.first_of_chunk(step) ? decays.whole : 1.0f;
             if (walk.first_of_chunk(step)) all_gates += decays.log_whole;
-            transform_packs(at, c_tile, c_tile, count, p.M, [&](Floats<PACK>& x, int i) {
-                const float factor = decays.within_row(at.row(i));
-#pragma unroll
-                for (int j = 0; j < PACK; j++) x[j] *= factor;
-            });
+            scale_packs(at, c_tile, c_tile, count, p.M, [&](int i) { return decays.within_row(at.row(i)); });
         }
         fence_async_proxy();
     };
