@@ -1667,6 +1667,7 @@ void run_info(const Args& args) {
 
 #ifndef TRAIN_GPT_NO_MAIN
 int main(int argc, char** argv) {
+    take_signals_in_a_thread();
     return run_program(argc, argv,
                        {{"train", "train a model", run_train},
                         {"eval", "score a split of a data set", run_eval},

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """End-to-end tests of the commands: real data, real files, the driver as users start it (TRAIN_GPT names it)."""
+import glob
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -39,6 +41,11 @@ def digest(path):
 
 def digests(checkpoint):
     return {name: digest(os.path.join(checkpoint, name)) for name in ("model.safetensors", "state.safetensors", "trainer.json")}
+
+
+def text_of(path):
+    with open(path) as file:
+        return file.read()
 
 
 def log(run_dir):
@@ -459,6 +466,11 @@ class CommandsTest(unittest.TestCase):
             deadline = time.time() + 60
             while time.time() < deadline and not (os.path.exists(other + "/log.jsonl") and os.path.getsize(other + "/log.jsonl")):
                 time.sleep(0.02)
+            # One thread takes them, in none that computes a handler's frame can land on a buffer (runtime/signals.h).
+            blocked = [int(re.search(r"^SigBlk:\s*(\w+)", text_of(path), re.M)[1], 16)
+                       for path in glob.glob(f"/proc/{process.pid}/task/*/status")]
+            self.assertGreaterEqual(len(blocked), 3)
+            self.assertEqual(sum(mask >> (number - 1) & 1 == 0 for mask in blocked), 1, blocked)
             process.send_signal(number)
             stderr = process.communicate(timeout=60)[1]
             self.assertEqual(process.returncode, 0, stderr)

@@ -526,6 +526,16 @@ class Arrays(KernelsTest):
             bound[name] = len(types)
         self.assertEqual(bound, {name: len([a for a in arguments if a != "void"]) for name, arguments in declared.items()})
 
+    def test_signal_handlers_have_a_stack(self):
+        # During a product the stack pointer may be a buffer on the heap, where a handler would write over other memory.
+        script = ("import ctypes, sys; sys.path.insert(0, sys.argv[1]); import train_gpt_kernels as t\n"
+                  "class Stack(ctypes.Structure): _fields_ = [('p', ctypes.c_void_p), ('flags', ctypes.c_int), ('size', ctypes.c_size_t)]\n"
+                  "def size(): s = Stack(); ctypes.CDLL(None).sigaltstack(None, ctypes.byref(s)); return 0 if s.flags & 2 else s.size\n"
+                  "print(size()); t.Kernels(); print(size() >= 1 << 16)")
+        done = subprocess.run([sys.executable, "-c", script, os.path.join(ROOT, "scripts")], capture_output=True, text=True, timeout=60,
+                              env={k: v for k, v in os.environ.items() if k != "PYTHONFAULTHANDLER"})
+        self.assertEqual(done.stdout.split(), ["0", "True"], done.stderr)
+
     def test_the_library_is_found_from_anywhere(self):
         script = ("import sys; sys.path.insert(0, sys.argv[1]); import train_gpt_kernels as t; "
                   "k = t.Kernels(); print(k.path)")

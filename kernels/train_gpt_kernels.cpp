@@ -1,5 +1,7 @@
 #include "kernels/train_gpt_kernels.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -209,6 +211,18 @@ TensorFunction function_of(const char* op, int32_t function) {
 }
 
 }  // namespace
+
+// Signal handlers of a host program may run in the middle of a matrix product, while the stack pointer is a buffer on
+// the heap (runtime/signals.h). Python's ask for a stack of their own (SA_ONSTACK): here is one, for the thread that
+// loads the library, which in practice is the first of the process, to which the system gives signals before all
+// others.
+[[gnu::constructor]] static void give_handlers_a_stack() {
+    alignas(64) static char memory[1 << 16];
+    stack_t before;
+    if (sigaltstack(nullptr, &before) || !(before.ss_flags & SS_DISABLE)) return;
+    const stack_t ours = {memory, 0, sizeof memory};
+    sigaltstack(&ours, nullptr);
+}
 
 extern "C" {
 

@@ -1,6 +1,10 @@
 #include "runtime/signals.h"
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <csignal>
+#include <thread>
 
 namespace {
 // A signal handler can reach nothing but a global.
@@ -11,6 +15,18 @@ void on_signal(int number) {
     std::signal(number, SIG_DFL);
 }
 }  // namespace
+
+void take_signals_in_a_thread() {
+    sigset_t stopping;
+    sigemptyset(&stopping);
+    sigaddset(&stopping, SIGINT);
+    sigaddset(&stopping, SIGTERM);
+    pthread_sigmask(SIG_BLOCK, &stopping, nullptr);
+    std::thread([stopping] {
+        pthread_sigmask(SIG_UNBLOCK, &stopping, nullptr);
+        for (;;) pause();
+    }).detach();
+}
 
 void catch_stop_signals() {
     stop_signal = 0;
