@@ -783,24 +783,40 @@ TEST(Training, PlanIsRight) {
     }
 }
 
+// Calls that ask for memory so far, of the host and of the device. What counts them is preloaded (dev/alloc_shim.c):
+// the binary runs the test once more by itself, and where `counting` is false that was all.
+struct Allocations {
+    using Counter = long (*)();
+    const Counter host = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_host")),
+                  device = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_device"));
+    const bool counting = host;
+
+    explicit Allocations(const std::string& test) {
+        if (counting) return;
+        if (std::getenv("ALLOC_SHIM_EXPECTED")) throw Error("the library was not loaded");
+        const TempDir dir;
+        const int status =
+            run_self({"--gtest_filter=" + test},
+                     {{"LD_PRELOAD", preload_path("alloc_shim")}, {"ALLOC_SHIM_EXPECTED", "1"}}, dir.file("output"));
+        EXPECT_TRUE(exited(status, 0)) << read_file(dir.file("output"));
+    }
+    void expect_none(const std::string& what, const std::function<void()>& f) const {
+        const long host_before = host(), device_before = device();
+        EXPECT_GT(host_before, 0);
+        EXPECT_EQ(device_before > 0, backend_device() != Device::CPU);
+        f();
+        EXPECT_EQ(host(), host_before) << what;
+        EXPECT_EQ(device(), device_before) << what;
+    }
+};
+
 // A step of fixed shape, from its batch to the copy of its scalars, asks for no memory, of the host or the device, in
-// our code or in a library's. (What is logged of it is text, and allocates.) This binary runs itself with
-// dev/alloc_shim.c preloaded, which counts.
+// our code or in a library's. (What is logged of it is text, and allocates.)
 TEST(Training, AllocatesNothingAfterTheFirstStep) {
     if (backend_device() == Device::CPU) GTEST_SKIP() << "oneDNN allocates its packing buffers in every product";
     if (why_no_preload()) GTEST_SKIP() << why_no_preload();
-    using Counter = long (*)();
-    const auto host = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_host")),
-               device = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_device"));
-    if (!host) {
-        ASSERT_FALSE(std::getenv("ALLOC_SHIM_EXPECTED")) << "the library was not loaded";
-        const TempDir dir;
-        const int status =
-            run_self({"--gtest_filter=Training.AllocatesNothingAfterTheFirstStep"},
-                     {{"LD_PRELOAD", preload_path("alloc_shim")}, {"ALLOC_SHIM_EXPECTED", "1"}}, dir.file("output"));
-        EXPECT_TRUE(exited(status, 0)) << read_file(dir.file("output"));
-        return;
-    }
+    const Allocations allocations("Training.AllocatesNothingAfterTheFirstStep");
+    if (!allocations.counting) return;
     const Args small = {"--batch-size", "2", "--seq-len", "32", "--layers", "2", "--channels", "64", "--heads", "2"};
     for (const Args& args : {Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--total-batch-tokens", "192"},
                              Args{"--model", "llama-tiny", "--kv-heads", "1", "--recompute", "block"},
@@ -809,12 +825,7 @@ TEST(Training, AllocatesNothingAfterTheFirstStep) {
         all.insert(all.end(), small.begin(), small.end());
         TrainingRun run(all);
         run.steps(1);
-        const long host_before = host(), device_before = device();
-        EXPECT_GT(host_before, 0);
-        EXPECT_GT(device_before, 0);
-        run.steps(20);
-        EXPECT_EQ(host(), host_before) << args[1];
-        EXPECT_EQ(device(), device_before) << args[1];
+        allocations.expect_none(args[1], [&] { run.steps(20); });
     }
 }
 
@@ -891,6 +902,26 @@ TEST_P(GenerationOfKinds, TextsComeAndGo) {
     };
     EXPECT_EQ(third, expected(prompts[2], third.size()));
     EXPECT_EQ(last, expected({0, random_tokens(c, 5, 9), 7, 0}, last.size()));
+}
+
+// Nor does a step of generation ask for memory, but for the graph of a longer context now and then.
+TEST(Generation, AllocatesNothingInAStep) {
+    if (backend_device() == Device::CPU)
+        GTEST_SKIP() << "libgomp allocates a team where the one before had another size";
+    if (why_no_preload()) GTEST_SKIP() << why_no_preload();
+    const Allocations allocations("Generation.AllocatesNothingInAStep");
+    if (!allocations.counting) return;
+    for (const char* attention : {"SS", "LG"}) {
+        Driver driver(long_config(attention), {1, 8, true});
+        driver.randomise(3);
+        Generation g(driver.model, engine_options(3, 64));
+        g.prefill({{0, {1, 2, 3}, 0, 0}, {2, {4}, 1, 0}});
+        const auto step = [&] { g.engine.decode(), g.engine.next(); };
+        step(), step();
+        allocations.expect_none(attention, [&] {
+            for (int i = 0; i < 20; i++) step();
+        });
+    }
 }
 
 // Dynamic NTK scaling: a prompt is turned by its own length, as forward() does; a token that follows by the length that

@@ -1520,8 +1520,7 @@ void run_eval(const Args& args) {
     const ModelSource source = o.model.resolve(0);
     check_same_tokenizer(data, source);
     int64_t T = o.seq_len;
-    const std::string trainer = join_path(source.directory, "trainer.json");
-    if (!T && !source.directory.empty() && path_exists(trainer)) T = read_json(trainer).value("seq_len", int64_t(0));
+    if (!T && !source.directory.empty()) T = trained_seq_len(source.directory);
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const Evaluation e =

@@ -17,7 +17,7 @@ ChatCommandOptions parse_chat(const Args& args) {
     app.add_option("--max-tokens", o.max_tokens, "tokens of an answer at most")
         ->check(at_least(1))
         ->capture_default_str();
-    add_context_options(app, o.context, o.slide);
+    add_context_options(app, o.context, o.slide, "the positions that the model was trained for, up to 4096");
     add_draw_options(app, o.draw);
     parse(app, args);
     return o;

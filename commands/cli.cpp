@@ -94,7 +94,7 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
     const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model, "a preset, a model directory in Hugging Face layout, or a run directory")
         ->required();
-    app.add_option("--dtype", o.dtype, "what weights and activations are computed in")
+    app.add_option("--dtype", o.dtype, "what weights and activations are computed in; not fp16 in training")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
         ->capture_default_str();
     const std::string knobs = "Knobs of a preset";
@@ -153,11 +153,9 @@ void add_draw_options(CLI::App& app, DrawOptions& o) {
     app.add_option("--seed", o.seed, "seed of the draws")->check(at_least(0))->capture_default_str();
 }
 
-void add_context_options(CLI::App& app, int64_t& context, bool& slide) {
-    app.add_option(
-           "--context", context,
-           "tokens that the cache has room for, prompt and answer; if not given, what is needed, up to the rows "
-           "of a position table")
+void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& if_not_given) {
+    app.add_option("--context", context,
+                   "tokens that the cache has room for, prompt and answer; if not given, " + if_not_given)
         ->check(at_least(2));
     app.add_option_function<std::string>(
            "--context-full", [&slide](const std::string& what) { slide = what == "slide"; },

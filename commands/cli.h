@@ -14,8 +14,8 @@ CLI::Validator number_in(double low, double high);
 
 void add_model_options(CLI::App& app, ModelOptions& options);
 void add_draw_options(CLI::App& app, DrawOptions& options);
-// --context and --context-full.
-void add_context_options(CLI::App& app, int64_t& context, bool& slide);
+// --context and --context-full. if_not_given: how many tokens there is room for then.
+void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& if_not_given);
 // --gpus, --rendezvous and --comm-timeout: of this launch, not of the run, so run.toml keeps none of them.
 void add_launch_options(CLI::App& app, LaunchOptions& options);
 // --zero-stage, --reduce-dtype and --reduce-bucket-mib.

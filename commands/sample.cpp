@@ -18,7 +18,7 @@ SampleOptions parse_sample(const Args& args) {
         ->check(at_least(1))
         ->capture_default_str();
     app.add_option("--batch-size", o.batch_size, "texts at a time at most")->check(at_least(1))->capture_default_str();
-    add_context_options(app, o.context, o.slide);
+    add_context_options(app, o.context, o.slide, "what is needed, up to the rows of a position table");
     app.add_option("--keep", o.keep, "tokens of the beginning that stay when a text slides")
         ->check(at_least(0))
         ->capture_default_str();

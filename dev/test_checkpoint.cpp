@@ -229,7 +229,7 @@ TEST(Weights, Shards) {
         write_json(index, changed);
         expect_error([&] { loaded(dir.path(), table); }, {index, "transformer.wte.weight"});
     }
-    for (const json& wrong : {json::array(), json::object(), json({{"weight_map", 1}})}) {
+    for (const json& wrong : {json::object(), json({{"weight_map", 1}})}) {
         write_json(index, wrong);
         expect_error([&] { loaded(dir.path(), table); }, {index, "weight_map"});
     }
@@ -293,10 +293,22 @@ TEST(Json, DamageIsOneClearError) {
         put_file(path, text);
         expect_error([&] { read_json(path); }, {path, "broken JSON at byte", "damaged"});
     }
+    for (const char* text : {"[1, 2]", "5", "null"}) {
+        put_file(path, text);
+        expect_error([&] { read_json(path); }, {path, "no object", "damaged"});
+        expect_error([&] { trained_seq_len(dir.path()); }, {path, "no object"});
+    }
     put_file(path, "{\"a\": 1e999}");
     expect_error([&] { read_json(path); }, {path, "out of range"});
     put_file(path, std::string(1000000, '['));
     expect_error([&] { read_json(path); }, {path, "nested more than 100 deep"});
+    for (const char* text : {"{}", "{\"seq_len\": \"x\"}", "{\"seq_len\": 1.5}"}) {
+        put_file(path, text);
+        expect_error([&] { trained_seq_len(dir.path()); }, {path, "seq_len", "damaged"});
+    }
+    put_file(path, "{\"seq_len\": 64}");
+    EXPECT_EQ(trained_seq_len(dir.path()), 64);
+    EXPECT_EQ(trained_seq_len(dir.file("none")), 0);
 }
 
 // A run directory: what a training run writes, in the same order.

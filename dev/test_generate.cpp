@@ -89,6 +89,25 @@ TEST(Prompts, LieBetweenLinesOfDashes) {
     EXPECT_EQ(split_prompts(""), (Texts{""}));
 }
 
+TEST(Prompts, TextsEndAtTheTokensOfTheModelAndItsGenerationConfig) {
+    const TempDir dir;
+    ModelSource source;
+    source.directory = dir.path();
+    source.config.vocab_size = 100, source.config.eos = 7;
+    const auto ends = [&](const std::string& file) {
+        write_file(dir.file("generation_config.json"), file);
+        return end_tokens(source, nullptr);
+    };
+    using Ids = std::vector<int32_t>;
+    EXPECT_EQ(end_tokens(source, nullptr), (Ids{7}));
+    EXPECT_EQ(ends("{\"eos_token_id\": 99}"), (Ids{7, 99}));
+    EXPECT_EQ(ends("{\"eos_token_id\": [3, 4]}"), (Ids{7, 3, 4}));
+    // Not ids of this vocabulary, 2^32 + 9 and 2^64 − 1 among them.
+    EXPECT_EQ(ends("{\"eos_token_id\": [100, -1, 4294967305, 18446744073709551615, 1.5, \"9\", null]}"), (Ids{7}));
+    EXPECT_EQ(ends("{}"), (Ids{7}));
+    EXPECT_THROW(ends("[9]"), Error);
+}
+
 TEST(SampleOutput, PrintsInOrder) {
     std::ostringstream out;
     SampleOutput output(out, {"A", "B", "C"});

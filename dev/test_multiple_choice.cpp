@@ -26,12 +26,15 @@ TEST(Questions, DamageIsOneClearError) {
                       good = "{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": 0}\n";
     for (const auto& [line, message] : std::vector<std::pair<std::string, std::string>>{
              {"{\"ctx\": \"A\"", "expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}"},
+             {"{\"ctx\": " + std::string(200000, '[') + std::string(200000, ']') + "}",
+              "expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}"},
              {"[]", "expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}"},
              {"{\"ctx\": 1, \"endings\": [\"b\", \"c\"], \"label\": 0}",
               "expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\"], \"label\": 0}", "1 endings; there must be two or more"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\", \"\"], \"label\": 0}", "an ending is no text or empty"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\", 7], \"label\": 0}", "an ending is no text or empty"},
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", [\"c\"]], \"label\": 0}", "an ending is no text or empty"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": 2}", "label 2 names none of 2 endings"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": -1}", "label -1 names none of 2 endings"}}) {
         write_file(path, good + line + "\n" + good);

@@ -130,8 +130,8 @@ TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
         tgk_rmsnorm_backward(c, none, none, none, none, none, none, none, none, 0),
         tgk_softmax_forward(c, none, none, none, 0, 1, 0),
         tgk_softmax_backward(c, none, none, none, 1),
-        tgk_attention_forward(c, none, none, none, none, none, none, none, 0, 0, 1),
-        tgk_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 0, 1),
+        tgk_attention_forward(c, none, none, none, none, none, none, none, 0, 0, 1, 0, 1),
+        tgk_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 0, 1, 0, 1),
         tgk_linear_attention_forward(c, none, none, none, none, none, none, none, none, none, none, none, 0, 1, 1),
         tgk_linear_attention_backward(c, none, none, none, none, none, none, none, none, none, none, none, none, none,
                                       none, none, none, none, none, 0, 1, 1),
@@ -261,13 +261,14 @@ TEST_F(CInterface, AttentionBothWays) {
     const tgk_tensor to = queries(out), tl = host(lse, {NH, T}), tq = queries(q), tk = keys(k), tv = keys(v),
                      tc = host(cum.data(), TGK_I32, {3}), tdq = queries(dq), tdk = keys(dk), tdv = keys(dv),
                      td = queries(dout);
-    ASSERT_EQ(tgk_attention_forward(context, &to, &tl, &tq, &tk, &tv, &tc, &tc, 4, 4, 0.25f), TGK_OK)
+    ASSERT_EQ(tgk_attention_forward(context, &to, &tl, &tq, &tk, &tv, &tc, &tc, 4, 4, 1, 0, 0.25f), TGK_OK)
         << tgk_last_error();
     const reference::Attention ref = reference::attention_forward(widened(q).data(), widened(k).data(),
                                                                   widened(v).data(), cum, cum, NH, NKV, HS, 0.25);
     expect_reference(out, ref.out, T);
-    ASSERT_EQ(tgk_attention_backward(context, &tdq, &tdk, &tdv, &td, &tq, &tk, &tv, &to, &tl, &tc, &tc, 4, 4, 0.25f),
-              TGK_OK)
+    ASSERT_EQ(
+        tgk_attention_backward(context, &tdq, &tdk, &tdv, &td, &tq, &tk, &tv, &to, &tl, &tc, &tc, 4, 4, 1, 0, 0.25f),
+        TGK_OK)
         << tgk_last_error();
     const reference::AttentionGradients grads =
         reference::attention_backward(widened(dout).data(), widened(q).data(), widened(k).data(), widened(v).data(),

@@ -230,6 +230,8 @@ class TensorOperations(KernelsTest):
                 (TypeError, "layernorm_forward: weight is float16", lambda: k.layernorm_forward(x, x[0].astype(np.float16))),
                 (ValueError, "layernorm_forward: weight is fp32", lambda: k.layernorm_forward(x, x[:, 0])),
                 (TypeError, "rope: positions is int64", lambda: k.rope(x.reshape(3, 1, 4), np.arange(3), k.rope_table(3, 4))),
+                (TypeError, "params is None", lambda: k.adamw_update(None, x[0], x[1], x[2], 1)),
+                (TypeError, "x is None", lambda: k.rope(None, np.arange(3, dtype=np.int32), k.rope_table(3, 4))),
                 (ValueError, "top_k: k is 5, expected 1 to 4", lambda: k.top_k(x, 5)),
                 (ValueError, "adamw_update: t is 0", lambda: k.adamw_update(x[0], x[1], x[2], np.ones(4, np.float32), 0))]:
             with self.subTest(message):
@@ -307,13 +309,14 @@ class Networks(KernelsTest):
             self.assert_close(self.k.softmax_backward(dout, out, scale=0.5), expected, scale=4 * p)
 
     @staticmethod
-    def attention(q, k, v, dout, scale):
-        """Causal attention of one sequence with its gradients; arrays [tokens, heads, HS]."""
+    def attention(q, k, v, dout, scale, causal, window):
+        """Attention of one sequence with its gradients; arrays [tokens, heads, HS]."""
         group = q.shape[1] // k.shape[1]
         q, k, v, dout = (a.astype(np.float64).transpose(1, 0, 2) for a in (q, k, v, dout))
         k, v = np.repeat(k, group, axis=0), np.repeat(v, group, axis=0)
         s = scale * q @ k.transpose(0, 2, 1)
-        s = np.where(np.tril(np.ones(s.shape[1:]), s.shape[2] - s.shape[1]) > 0, s, -np.inf)
+        ahead = np.arange(s.shape[2]) - (np.arange(s.shape[1])[:, None] + s.shape[2] - s.shape[1])  # of the key, of its query
+        s = np.where(((ahead <= 0) | (not causal)) & ((abs(ahead) < window) | (window == 0)), s, -np.inf)
         lse = np.log(np.exp(s).sum(axis=2))
         p = np.exp(s - lse[:, :, None])
         out = p @ v
@@ -333,12 +336,14 @@ class Networks(KernelsTest):
         q, k, v = heads[:, :NH], heads[:, NH:NH + NKV], heads[:, NH + NKV:]
         for cums, spans in ((cum, list(zip(cum[:-1], cum[1:]))), (None, [(0, T)])):
             sequences = {} if cums is None else {"cum_q": cums, "cum_k": cums, "max_q": 21, "max_k": 21}
-            out, lse = self.k.attention_forward(q, k, v, **sequences)
-            grads = self.k.attention_backward(dout, q, k, v, out, lse, **sequences)
-            for a, b in spans:
-                expected = self.attention(q[a:b], k[a:b], v[a:b], dout[a:b], 1 / np.sqrt(HS))
-                for got, ref in zip((out[a:b], lse[:, a:b], *(g[a:b] for g in grads)), expected):
-                    self.assert_close(got, ref, scale=np.abs(ref).max() + 1)
+            for seen in ({}, {"causal": False}, {"window": 4}, {"causal": False, "window": 2}):
+                out, lse = self.k.attention_forward(q, k, v, **sequences, **seen)
+                grads = self.k.attention_backward(dout, q, k, v, out, lse, **sequences, **seen)
+                for a, b in spans:
+                    expected = self.attention(q[a:b], k[a:b], v[a:b], dout[a:b], 1 / np.sqrt(HS), seen.get("causal", True),
+                                              seen.get("window", 0))
+                    for got, ref in zip((out[a:b], lse[:, a:b], *(g[a:b] for g in grads)), expected):
+                        self.assert_close(got, ref, scale=np.abs(ref).max() + 1)
 
     @staticmethod
     def linear_attention(q, k, v, gate, elu, normalise, s, z):

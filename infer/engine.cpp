@@ -529,8 +529,7 @@ void Engine::decode() {
     std::vector<int32_t> places;
     std::vector<int64_t> text_lengths;
     for (const Text& t : batch) {
-        places.push_back(static_cast<int32_t>(length(t.slot)));
-        text_lengths.push_back(length(t.slot) + 1);
+        if (dynamic) places.push_back(static_cast<int32_t>(length(t.slot))), text_lengths.push_back(length(t.slot) + 1);
         if (!t.retired) longest = std::max(longest, ++lengths[size_t(t.slot)]);
     }
     if (dynamic) staging->next();

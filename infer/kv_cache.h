@@ -33,7 +33,7 @@ class KvCache {
 
   private:
     int64_t layer_bytes() const;
-    Tensor view(int64_t part, const std::vector<int64_t>& shape) const {
+    Tensor view(int64_t part, std::initializer_list<int64_t> shape) const {
         return memory.at(part * layer_bytes(), dtype, shape);
     }
 

@@ -21,7 +21,7 @@ std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* toke
     if (source.directory.empty() || !path_exists(path)) return ids;
     const json eos = read_json(path).value("eos_token_id", json());
     for (const json& id : eos.is_array() ? eos : json::array({eos}))
-        if (id.is_number_integer()) ids.push_back(id.get<int32_t>());
+        if (id.is_number_integer() && id >= 0 && id < source.config.vocab_size) ids.push_back(id.get<int32_t>());
     return ids;
 }
 

@@ -24,20 +24,25 @@ constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunk
 // Σ_j w_j δ_j c_j (DK). KeyState and QueryState compute that alone: S and z, R and r.
 enum class LinearAttentionRole : uint8_t { Out, DQ, DV, DK, KeyState, QueryState };
 
-inline void check_state(const char* op, const std::string& name, const LinearAttentionState& state,
+// What the parts of a state are called in an error; made once, since a step must not allocate.
+struct StateNames {
+    const char *rows, *s, *z;
+};
+
+inline void check_state(const char* op, const StateNames& name, const LinearAttentionState& state,
                         const LinearAttentionSizes& z, bool normalise, Given given, bool may_have_rows = false) {
-    require(!state.rows || (may_have_rows && state.s.rank == 4), op, ": ", name, ".rows must not be given here");
-    check_tensor(op, (name + ".rows").c_str(), state.rows, DType::I32, {z.S}, Given::Optional);
+    require(!state.rows || (may_have_rows && state.s.rank == 4), op, ": ", name.rows, " must not be given here");
+    check_tensor(op, name.rows, state.rows, DType::I32, {z.S}, Given::Optional);
     const int64_t R = state.rows ? state.s.shape[0] : z.S;
-    check_tensor(op, (name + ".s").c_str(), state.s, DType::F32, {R, z.NKV, z.E, z.M}, given);
-    check_contiguous(op, (name + ".s").c_str(), state.s);
-    require(!state.z || normalise, op, ": ", name, ".z is given, but nothing is normalised");
+    check_tensor(op, name.s, state.s, DType::F32, {R, z.NKV, z.E, z.M}, given);
+    check_contiguous(op, name.s, state.s);
+    require(!state.z || normalise, op, ": ", name.z, " is given, but nothing is normalised");
     if (!state.s || !normalise) {
-        require(!state.z, op, ": ", name, ".z is given without ", name, ".s");
+        require(!state.z, op, ": ", name.z, " is given without ", name.s);
         return;
     }
-    check_tensor(op, (name + ".z").c_str(), state.z, DType::F32, {R, z.NKV, z.E});
-    check_contiguous(op, (name + ".z").c_str(), state.z);
+    check_tensor(op, name.z, state.z, DType::F32, {R, z.NKV, z.E});
+    check_contiguous(op, name.z, state.z);
 }
 
 inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
@@ -71,7 +76,7 @@ inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, 
     check_tensor(op, "cum", sequences.cum, DType::I32, {z.S + 1});
     z.max_length = sequences.max_length;
     z.states = bool(initial.s);
-    check_state(op, "initial", initial, z, kind.normalise, Given::Optional);
+    check_state(op, {"initial.rows", "initial.s", "initial.z"}, initial, z, kind.normalise, Given::Optional);
     return z;
 }
 
@@ -81,7 +86,7 @@ inline void check_linear_attention_forward(const char* op, DType dtype, LinearAt
                                            const LinearAttention& kind, const Tensor& scratch) {
     check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
     if (kind.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
-    check_state(op, "final", final, z, kind.normalise, Given::Optional, true);
+    check_state(op, {"final.rows", "final.s", "final.z"}, final, z, kind.normalise, Given::Optional, true);
     z.states |= bool(final.s);
     check_scratch(op, scratch, linear_attention_forward_scratch(z));
 }
@@ -101,8 +106,8 @@ inline void check_linear_attention_backward(const char* op, DType dtype, LinearA
         check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
         check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N});
     }
-    check_state(op, "dinitial", dinitial, z, kind.normalise, Given::Optional);
-    check_state(op, "dfinal", dfinal, z, kind.normalise, Given::Optional);
+    check_state(op, {"dinitial.rows", "dinitial.s", "dinitial.z"}, dinitial, z, kind.normalise, Given::Optional);
+    check_state(op, {"dfinal.rows", "dfinal.s", "dfinal.z"}, dfinal, z, kind.normalise, Given::Optional);
     z.states |= dinitial.s || dfinal.s;
     check_scratch(op, scratch, linear_attention_backward_scratch(z));
 }
@@ -120,6 +125,6 @@ inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType 
     LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
     z.S = z.N;
     check_tensor(op, "out", out, dtype, {z.S, z.NH, z.M});
-    check_state(op, "state", state, z, kind.normalise, Given::Required, true);
+    check_state(op, {"state.rows", "state.s", "state.z"}, state, z, kind.normalise, Given::Required, true);
     return z;
 }

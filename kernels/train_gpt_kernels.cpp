@@ -423,24 +423,26 @@ int tgk_softmax_backward(tgk_context* context, const tgk_tensor* dinp, const tgk
 
 int tgk_attention_forward(tgk_context* context, const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* q,
                           const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* cum_q, const tgk_tensor* cum_k,
-                          int64_t max_q, int64_t max_k, float scale) {
+                          int64_t max_q, int64_t max_k, int32_t causal, int64_t window, float scale) {
     return call("tgk_attention_forward", context, 2, {out, lse, q, k, v, cum_q, cum_k},
                 [&](Tensors& t, tgk_context& c) {
-                    attention_forward(t[0], t[1], t[2], t[3], t[4], {t[5], t[6], max_q, max_k}, scale,
-                                      scratch(c, attention_forward_scratch()), c.stream);
+                    attention_forward(t[0], t[1], t[2], t[3], t[4], {t[5], t[6], max_q, max_k, causal != 0, window},
+                                      scale, scratch(c, attention_forward_scratch()), c.stream);
                 });
 }
 
 int tgk_attention_backward(tgk_context* context, const tgk_tensor* dq, const tgk_tensor* dk, const tgk_tensor* dv,
                            const tgk_tensor* dout, const tgk_tensor* q, const tgk_tensor* k, const tgk_tensor* v,
                            const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* cum_q,
-                           const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, float scale) {
+                           const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, int32_t causal, int64_t window,
+                           float scale) {
     return call("tgk_attention_backward", context, 3, {dq, dk, dv, dout, q, k, v, out, lse, cum_q, cum_k},
                 [&](Tensors& t, tgk_context& c) {
                     const Tensor& query = t[4];
                     const int64_t bytes = attention_backward_scratch(size(query, 0), size(query, 1), size(query, 2));
                     attention_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8],
-                                       {t[9], t[10], max_q, max_k}, scale, scratch(c, bytes), c.stream);
+                                       {t[9], t[10], max_q, max_k, causal != 0, window}, scale, scratch(c, bytes),
+                                       c.stream);
                 });
 }
 

@@ -129,16 +129,17 @@ TGK_API int tgk_softmax_forward(tgk_context*, const tgk_tensor* out, const tgk_t
 TGK_API int tgk_softmax_backward(tgk_context*, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* out,
                                  float scale);
 /* out [Nq, NH, HS]; lse [NH, Nq] fp32 or null; q [Nq, NH, HS]; k, v [Nk, NKV, HS]; cum_q, cum_k [S + 1] int32;
- * max_q, max_k: no sequence is longer */
+ * max_q, max_k: no sequence is longer; window: keys that a query sees on either side, its own among them, 0: all */
 TGK_API int tgk_attention_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* q,
                                   const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* cum_q,
-                                  const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, float scale);
+                                  const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, int32_t causal, int64_t window,
+                                  float scale);
 /* dq [Nq, NH, HS]; dk, dv [Nk, NKV, HS]; dout, q, out [Nq, NH, HS]; k, v [Nk, NKV, HS]; lse [NH, Nq] */
 TGK_API int tgk_attention_backward(tgk_context*, const tgk_tensor* dq, const tgk_tensor* dk, const tgk_tensor* dv,
                                    const tgk_tensor* dout, const tgk_tensor* q, const tgk_tensor* k,
                                    const tgk_tensor* v, const tgk_tensor* out, const tgk_tensor* lse,
                                    const tgk_tensor* cum_q, const tgk_tensor* cum_k, int64_t max_q, int64_t max_k,
-                                   float scale);
+                                   int32_t causal, int64_t window, float scale);
 
 /* --- causal linear attention (linear_attention.h) and the gate of its kind G (decay_gate.h); fp32, on CUDA also bf16
  */

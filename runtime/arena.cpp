@@ -27,8 +27,8 @@ Arena& Arena::operator=(Arena&& other) noexcept {
     return *this;
 }
 
-Tensor Arena::at(int64_t offset, DType dtype, const std::vector<int64_t>& shape) const {
-    Tensor t = make_tensor(nullptr, dtype, backend_device(), shape.data(), static_cast<int>(shape.size()));
+Tensor Arena::at(int64_t offset, DType dtype, const int64_t* shape, size_t rank) const {
+    Tensor t = make_tensor(nullptr, dtype, backend_device(), shape, static_cast<int>(rank));
     require(offset >= 0 && offset <= size && t.bytes() <= size - offset, "arena of ", size, " bytes asked for ",
             t.bytes(), " bytes at ", offset);
     t.data = base + offset;

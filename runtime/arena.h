@@ -22,7 +22,13 @@ class Arena {
     Arena& operator=(Arena&& other) noexcept;
 
     // A tensor at a byte offset; throws Error if it would run past the end.
-    Tensor at(int64_t offset, DType dtype, const std::vector<int64_t>& shape) const;
+    Tensor at(int64_t offset, DType dtype, const int64_t* shape, size_t rank) const;
+    Tensor at(int64_t offset, DType dtype, std::initializer_list<int64_t> shape) const {
+        return at(offset, dtype, shape.begin(), shape.size());
+    }
+    Tensor at(int64_t offset, DType dtype, const std::vector<int64_t>& shape) const {
+        return at(offset, dtype, shape.data(), shape.size());
+    }
     int64_t bytes() const { return size; }
     explicit operator bool() const { return base != nullptr; }
 

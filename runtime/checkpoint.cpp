@@ -90,7 +90,7 @@ WeightFiles open_weights(const std::string& directory) {
     require(path_exists(index), directory, ": holds neither ", WEIGHTS, " nor ", WEIGHTS_INDEX,
             "; save the model in safetensors format");
     const json content = read_json(index);
-    const bool has_map = content.is_object() && content.contains("weight_map") && content["weight_map"].is_object();
+    const bool has_map = content.contains("weight_map") && content["weight_map"].is_object();
     require(has_map, index, ": key 'weight_map' is missing or not an object; the file is damaged");
     std::set<std::string> shards;
     for (const auto& [name, shard] : content["weight_map"].items()) {
@@ -490,13 +490,24 @@ json read_json(const std::string& path) {
         require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
         return true;
     };
+    json object;
     try {
-        return json::parse(text, limit_depth);
+        object = json::parse(text, limit_depth);
     } catch (const json::parse_error& e) {
         throw Error(str(path, ": broken JSON at byte ", e.byte, "; the file is damaged"));
     } catch (const json::exception&) {
         throw Error(str(path, ": holds a number out of range; the file is damaged"));
     }
+    require(object.is_object(), path, ": JSON, but no object; the file is damaged");
+    return object;
+}
+
+int64_t trained_seq_len(const std::string& directory) {
+    const std::string path = join_path(directory, "trainer.json");
+    if (!path_exists(path)) return 0;
+    const json length = read_json(path).value("seq_len", json());
+    require(length.is_number_integer(), path, ": seq_len is missing or no whole number; the file is damaged");
+    return length;
 }
 
 std::string best_checkpoint(const std::string& run_dir) {

@@ -107,9 +107,12 @@ void load_state(const std::string& path, const ParamTable& table, const Training
 // The params of a state.safetensors that is there, for save_weights().
 FetchParam state_weights(const std::string& path);
 
-// trainer.json, flushed; read back with a clear Error where it is damaged.
+// A JSON object, flushed; read back with a clear Error where it is damaged or something else.
 void write_json(const std::string& path, const nlohmann::json& json);
 nlohmann::json read_json(const std::string& path);
+
+// The sequence length of trainer.json; 0 where the directory has no such file.
+int64_t trained_seq_len(const std::string& directory);
 
 // The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated.
 std::string best_checkpoint(const std::string& run_dir);

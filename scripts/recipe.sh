@@ -17,7 +17,7 @@ recipe() {
     [[ -x $driver ]] || stop "there is no $driver: run make first."
     out=${OUT:-runs/$name}
     DATA=${DATA:-data/tokens/fineweb-$(basename "${TOKENIZER:-gpt2}")}
-    if [[ -n ${RANK:-}${OMPI_COMM_WORLD_RANK:-} || ${SLURM_STEP_NUM_TASKS:-1} -gt 1 ]]; then
+    if [[ -n ${RANK:-}${OMPI_COMM_WORLD_RANK:-}${MPI_LOCALRANKID:-} || ${SLURM_STEP_NUM_TASKS:-1} -gt 1 ]]; then
         [[ -e $DATA ]] || stop "there are no tokens in $DATA: make them before ranks are started (make data TEXT=...)."
     else
         launch=(--gpus "${GPUS:-all}")

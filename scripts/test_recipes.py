@@ -9,7 +9,7 @@ import unittest
 SCRIPTS = os.path.dirname(os.path.abspath(__file__))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT") or os.path.join(SCRIPTS, "..", "train_gpt"))
 RECIPES = sorted(set(glob.glob(os.path.join(SCRIPTS, "run_*.sh"))) - {os.path.join(SCRIPTS, "run_quickstart.sh")})
-LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS")
+LAUNCHERS = {"RANK": "3", "OMPI_COMM_WORLD_RANK": "3", "MPI_LOCALRANKID": "3", "SLURM_STEP_NUM_TASKS": "8"}
 
 
 class RecipeTest(unittest.TestCase):
@@ -63,7 +63,7 @@ class RecipeTest(unittest.TestCase):
 
     def test_a_launchers_ranks_start_no_others(self):
         os.mkdir(self.data)
-        for name, value in zip(LAUNCHERS, ("3", "3", "8")):
+        for name, value in LAUNCHERS.items():
             self.assertNotIn("--gpus", self.arguments(**{name: value}))
         self.assertIn("--gpus", self.arguments(SLURM_STEP_NUM_TASKS="1"))
 

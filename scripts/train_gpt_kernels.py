@@ -75,8 +75,8 @@ OPERATIONS = {
     "rmsnorm_backward": ("", "Tff|TTTff", "I"),
     "softmax_forward": ("", "T|Tu", "LFI"),
     "softmax_backward": ("", "T|TT", "F"),
-    "attention_forward": ("", "Tf|TTTii", "LLF"),
-    "attention_backward": ("", "TTT|TTTTTfii", "LLF"),
+    "attention_forward": ("", "Tf|TTTii", "LLILF"),
+    "attention_backward": ("", "TTT|TTTTTfii", "LLILF"),
     "linear_attention_forward": ("", "Tfff|TTTfffi", "LII"),
     "linear_attention_backward": ("", "TTTfff|TffTTTfffTfi", "LII"),
     "linear_attention_decode": ("", "Tff|TTTf", "II"),
@@ -415,18 +415,20 @@ class Kernels:
         dinp, result = self._out(None, out.shape, out)
         return self._run("softmax_backward", [], [dinp, dout, out], [scale], result)
 
-    def attention_forward(self, q, k, v, scale=None, cum_q=None, cum_k=None, max_q=None, max_k=None):
-        """Causal attention: (out [Nq, NH, HS], lse [NH, Nq]) of q [Nq, NH, HS] and k, v [Nk, NKV, HS]; NKV divides NH.
+    def attention_forward(self, q, k, v, scale=None, cum_q=None, cum_k=None, max_q=None, max_k=None, causal=True, window=0):
+        """Attention: (out [Nq, NH, HS], lse [NH, Nq]) of q [Nq, NH, HS] and k, v [Nk, NKV, HS]; NKV divides NH.
         Sequence s has the tokens cum_q[s] … cum_q[s + 1] of q, and cum_k of k (int32 [S + 1], None: one sequence); max_q
-        and max_k bound their lengths. scale: 1/√HS by default."""
+        and max_k bound their lengths. Query i sees keys up to i + (keys − queries) if causal, and of these no more than
+        `window` on either side, its own among them (0: all). scale: 1/√HS by default."""
         q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
         sequences, limits = self._sequences(q, k, cum_q, cum_k, max_q, max_k)
         out, r0 = self._out(None, q.shape, q)
         lse, r1 = self._out(None, (q.shape[1], q.shape[0]), q, "float32")
         scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-        return self._run("attention_forward", [], [out, lse, q, k, v, *sequences], [*limits, scale], (r0, r1))
+        return self._run("attention_forward", [], [out, lse, q, k, v, *sequences], [*limits, causal, window, scale], (r0, r1))
 
-    def attention_backward(self, dout, q, k, v, out, lse, scale=None, cum_q=None, cum_k=None, max_q=None, max_k=None):
+    def attention_backward(self, dout, q, k, v, out, lse, scale=None, cum_q=None, cum_k=None, max_q=None, max_k=None, causal=True,
+                           window=0):
         """(dq, dk, dv), shaped as q, k and v. The other arguments are those of attention_forward and its results."""
         dout, q, k, v, out = (self._view(n, t, rank=3)
                               for n, t in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out)))
@@ -434,7 +436,7 @@ class Kernels:
         sequences, limits = self._sequences(q, k, cum_q, cum_k, max_q, max_k)
         grads, results = zip(*(self._out(None, t.shape, t) for t in (q, k, v)))
         scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-        return self._run("attention_backward", [], [*grads, dout, q, k, v, out, lse, *sequences], [*limits, scale],
+        return self._run("attention_backward", [], [*grads, dout, q, k, v, out, lse, *sequences], [*limits, causal, window, scale],
                          results)
 
     # --- causal linear attention (kernels/linear_attention.h) and its gate (kernels/decay_gate.h)
@@ -502,8 +504,7 @@ class Kernels:
     def rope(self, x, positions, table, backward=False):
         """x [N, H, HS] rotated IN PLACE by positions [N] int32 and a table of rope_table; backward: rotated back.
         Returns x."""
-        result, x = x, self._view("x", x, rank=3)
-        self._must_be_writable(x)
+        result, x = x, self._written("x", x, rank=3)
         positions, table = self._view("positions", positions), self._view("table", table)
         return self._run("rope", [], [x, positions, table], [backward], result)
 
@@ -536,10 +537,8 @@ class Kernels:
     def adamw_update(self, params, m, v, grads, t, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0,
                      grad_scale=1.0):
         """Update number t (from 1) of params, m and v [n] float32, IN PLACE, by grads [n]."""
-        params, m, v, grads = (self._view(n, a, rank=1)
-                               for n, a in (("params", params), ("m", m), ("v", v), ("grads", grads)))
-        for view in (params, m, v):
-            self._must_be_writable(view)
+        params, m, v = (self._written(n, a, rank=1) for n, a in (("params", params), ("m", m), ("v", v)))
+        grads = self._view("grads", grads, rank=1)
         self._run("adamw_update", [], [params, m, v, grads], [lr, beta1, beta2, eps, weight_decay, grad_scale, t], None)
 
     def top_k(self, inp, k):
@@ -603,17 +602,18 @@ class Kernels:
         pointer, read_only = interface["data"]
         return _View(name, pointer, shape, strides, dtype.name, CUDA, array, not read_only)
 
-    @staticmethod
-    def _must_be_writable(view):
+    def _written(self, name, array, rank=None):
+        view = self._view(name, array, rank)
+        if view is None:
+            raise TypeError(f"{name} is None, expected an array")
         if not view.writable:
-            raise ValueError(f"{view.name} is read-only")
+            raise ValueError(f"{name} is read-only")
+        return view
 
     def _out(self, out, shape, like, dtype=None):
         """The _View of a result and the array to return: `out`, or a new one of `like`'s kind."""
         if out is not None:
-            view = self._view("out", out)
-            self._must_be_writable(view)
-            return view, out
+            return self._written("out", out), out
         dtype = dtype or like.dtype
         array = DeviceArray(self, shape, _dtype(dtype)) if like.device == CUDA else np.empty(shape, _dtype(dtype))
         return self._view("out", array), array
@@ -647,11 +647,8 @@ class Kernels:
     def _state(self, name, state, written=False):
         """The views of a state (s, z); of None two."""
         s, z = (None, None) if state is None else state
-        views = self._view(name + "[0]", s, rank=4), self._view(name + "[1]", z, rank=3)
-        for view in views:
-            if written and view is not None:
-                self._must_be_writable(view)
-        return views
+        view = lambda name, a, rank: self._written(name, a, rank) if written and a is not None else self._view(name, a, rank)
+        return view(name + "[0]", s, 4), view(name + "[1]", z, 3)
 
     def _new_state(self, shape, like, normalise):
         """Views and arrays of a new state (s, z)."""
