@@ -3,7 +3,8 @@
 #
 #   scripts/check_gpu.sh [build] [test] [sanitize] [bench]      all of them without arguments
 #
-#   test      every test of the CUDA build
+#   test      the ops' tests, test_gpt, and the driver's as a user runs it and against the CPU's (test_commands.py,
+#             test_backends.py); `make test BACKEND=cuda` runs every test
 #   sanitize  the kernels' tests under compute-sanitizer's memcheck and synccheck, a selection under racecheck and
 #             initcheck; each with a time limit (LIMIT, 300 s), programs side by side
 #   bench     every benchmark
@@ -25,7 +26,7 @@ run_tests() {
         python3 scripts/run_tests.py $(kernel_tests) build/cuda/test_gpt dev/test_commands.py dev/test_backends.py || failed=1
 }
 
-# Tests of the ops; the rest of dev/ has no kernels.
+# Tests of the ops: those named as a header of kernels/.
 kernel_tests() {
     local op
     for op in kernels/*.h; do

@@ -4,8 +4,9 @@
 #   scripts/run_gpt2_124M.sh                   all GPUs of this machine; again after an interruption: it goes on
 #   STEPS=1000 OUT=runs/short scripts/run_gpt2_124M.sh --eval-every 100
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. One H100: 604,934 tokens/s and 23.6 GB were measured with this
-# batch (docs/performance.md), which is 4.6 hours for the whole. 1, 2, 4 or 8 GPUs divide the step; with 16 say BATCH=32.
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Measured with these options (docs/performance.md): one H100
+# 607,272 tokens/s and 23.6 GB, which is 4.5 hours for the whole; two H200 1,226,427 tokens/s. More GPUs were not measured. 1, 2, 4
+# or 8 divide the step; with 16 say BATCH=32.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/recipe.sh

