@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -141,17 +142,18 @@ class ParallelTest(unittest.TestCase):
     # ---- the same numbers ------------------------------------------------------------------------------------------------
 
     def test_every_stage_computes_what_one_rank_does(self):
-        # An output head of its own, and one that is the embedding; each group reduced by itself, and all at once.
-        for model, bucket in (("gpt2-tiny", 0), ("llama-tiny", 32)):
-            extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2]
-            counts = COUNTS if model == "gpt2-tiny" else COUNTS[:1]
+        # An output head that is the embedding, and one of its own; each group reduced by itself, and all at once; the gates and
+        # the heads' norms that linear attention has, in documents of their own.
+        for model, bucket, counts, *kinds in (("gpt2-tiny", 0, COUNTS),
+                                              ("llama-tiny", 32, COUNTS[:1], "--attention", "LGS", "--document-mask")):
+            extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2, *kinds]
             alone, *runs = self.train_all((1, *extra), *((ranks, *extra, "--zero-stage", stage) for ranks in counts for stage in STAGES),
                                           model=model)
             for i, ranks in enumerate(counts):
                 of_ranks = runs[i * len(STAGES):(i + 1) * len(STAGES)]
                 for stage, run_dir in zip(STAGES, of_ranks):
-                    self.expect_same_numbers(run_dir, alone, f"{model}, stage {stage} on {ranks} ranks")
-                self.expect_same_bits(of_ranks, f"{model} on {ranks} ranks")
+                    self.expect_same_numbers(run_dir, alone, f"{model} {kinds}, stage {stage} on {ranks} ranks")
+                self.expect_same_bits(of_ranks, f"{model} {kinds} on {ranks} ranks")
 
     def test_gradient_accumulation(self):
         alone, *runs = self.train_all((1,), *((2, "--batch-size", 1, "--zero-stage", stage) for stage in STAGES))
@@ -194,7 +196,7 @@ class ParallelTest(unittest.TestCase):
 
     @unittest.skipUnless(CUDA, "the CPU computes in fp32")
     def test_16_bit_weights(self):
-        for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"]):
+        for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"], ["--dtype", "bf16", "--attention", "LGS"]):
             alone, *runs = self.train_all((1, *extra), *((2, *extra, "--zero-stage", stage) for stage in STAGES))
             for stage, run_dir in zip(STAGES, runs):
                 self.expect_same_numbers(run_dir, alone, f"{extra} in stage {stage}", tolerance=1e-2)
@@ -207,7 +209,7 @@ class ParallelTest(unittest.TestCase):
             self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
 
     def test_samples_and_a_profile_are_told_once(self):
-        args = ["--steps", 2, "--save-every", 0, "--sample-every", 1, "--profile", 2, "--reduce-bucket-mib", 0]
+        args = ["--steps", 2, "--batch-size", 2, "--save-every", 0, "--sample-every", 1, "--profile", 2, "--reduce-bucket-mib", 0]
         texts = []
         for ranks, stage in ((1, 0), (2, 0), (2, 3)):
             done = run(ranks, *self.args(f"samples{ranks}{stage}", "gpt2-tiny", ranks, *args, "--zero-stage", stage))
@@ -221,6 +223,10 @@ class ParallelTest(unittest.TestCase):
                         (2, 3): [f"all_gather of {group}" for group in groups] + ["all_gather of updated weights"] +
                                 [f"reduce_scatter of {group}" for group in (*groups, "what stays fp32")]}[ranks, stage]
             self.assertEqual([line[:line.find("  ")] if "  " in line else line for line in sent], sorted(expected), done.stderr)
+            # Of two micro-steps stage 0 sums once, stage 3 each.
+            for group in groups if ranks > 1 else []:
+                sums = re.findall(rf"  \| (?:all_reduce|reduce_scatter) of {group},", done.stderr)
+                self.assertEqual(len(sums), 2 if stage else 1, done.stderr)
             self.assertEqual(done.stderr.count("wait for gradients"), int(ranks > 1), done.stderr)
             self.assertEqual("wait for weights" in done.stderr, stage == 3, done.stderr)
         self.assertEqual(texts[1], texts[2])
@@ -261,9 +267,9 @@ class ParallelTest(unittest.TestCase):
 
     # ---- ranks that stop -------------------------------------------------------------------------------------------------
 
-    def start(self, ranks, name, *args):
+    def start(self, ranks, name, *args, save_every=0):
         process = subprocess.Popen(command(ranks, *self.args(name, "gpt2-tiny", ranks, "--steps", 1000000, "--eval-every", 0, "--save-every",
-                                                             0, *args)),
+                                                             save_every, *args)),
                                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
         path = os.path.join(self.top, name, "log.jsonl")
         end = time.monotonic() + 120
@@ -283,14 +289,27 @@ class ParallelTest(unittest.TestCase):
         self.assertEqual(commands.checkpoints(run_dir), [f"step_{last:08}"])
         self.assertIn(f"stopped at step {last}; ", errors)
 
-    def test_a_rank_that_is_killed_ends_the_run(self):
-        with self.start(2, "killed", "--zero-stage", 3, "--comm-timeout", 10) as process:
+    def test_a_rank_that_is_killed_ends_the_run_but_not_its_training(self):
+        """What was saved goes on, with any number of ranks alike."""
+        run_dir = os.path.join(self.top, "killed")
+        with self.start(2, "killed", "--zero-stage", 3, "--comm-timeout", 10, save_every=2) as process:
+            end = time.monotonic() + 60
+            while not commands.checkpoints(run_dir):
+                self.assertLess(time.monotonic(), end, "nothing is saved")
+                time.sleep(0.02)
             begin = time.monotonic()
             os.kill(process_of_rank(1, process.pid), signal.SIGKILL)
             _, errors = process.communicate(timeout=60)
         self.assertNotEqual(process.returncode, 0)
         self.assertLess(time.monotonic() - begin, 30, errors)
-        self.assertEqual(commands.checkpoints(os.path.join(self.top, "killed")), [])
+        last, resumed = int(commands.checkpoints(run_dir)[-1][len("step_"):]), []
+        for ranks in (1, COUNTS[-1]):
+            resumed.append(f"{run_dir}{ranks}")
+            shutil.copytree(run_dir, resumed[-1])
+            done = run(ranks, "--resume", "--out", resumed[-1], "--batch-size", 8 // ranks, "--steps", last + 2)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(log(resumed[-1])[-1]["step"], last + 2)
+        self.expect_same_numbers(*resumed, "after a rank was killed")
 
     def test_what_is_not_finite_is_skipped_by_all_ranks(self):
         done = run(2, *self.args("diverged", "gpt2-tiny", 2, "--lr", 1e6, "--warmup", 0, "--schedule", "constant", "--grad-clip", 0,
