@@ -176,6 +176,13 @@ std::vector<DType> dtypes() {
     return {DType::F32, DType::BF16};
 }
 
+// Those in which it generates: there is no linear attention in fp16.
+std::vector<DType> generation_dtypes(const ModelConfig& config) {
+    std::vector<DType> all = dtypes();
+    if (all.size() > 1 && !config.has_linear_attention()) all.push_back(DType::F16);
+    return all;
+}
+
 RunShape training_shape(int64_t B, int64_t T, DType dtype) {
     RunShape shape{B, T, true};
     shape.dtype = dtype;
@@ -324,6 +331,14 @@ const Knobs KNOBS[] = {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
          c.rope_scaling.kind = RopeScaling::Kind::Linear, c.rope_scaling.factor = 2;
      }},
+    // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
+    {"llama_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+     }},
+    {"linear_heads_of_16",
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.kv_heads = 2, c.head_size = 16, c.attention = "LG"; }},
 };
 
 class MixedKnobs : public testing::TestWithParam<Knobs> {
@@ -360,11 +375,17 @@ class MixedKnobs : public testing::TestWithParam<Knobs> {
 };
 
 TEST_P(MixedKnobs, LogitsAndLoss) {
-    const reference::Weights weights = reference::widen(driver.model.table, driver.params().data());
-    const reference::ModelOutput ref =
-        reference::model_forward(driver.model.config, weights, batch.tokens, batch.targets, B, T);
-    EXPECT_LE(max_abs(difference(driver.logits(batch), ref.logits)), 1e-5 * max_abs(ref.logits));
-    EXPECT_LE(std::fabs(driver.gradients({batch}) - ref.loss), 1e-5 * ref.loss);
+    for (const DType dtype : dtypes()) {
+        SCOPED_TRACE(dtype_name(dtype));
+        Driver d(config(), training_shape(B, T, dtype));
+        d.randomise(3);
+        const reference::Weights weights = reference::widen(d.model.table, d.params().data());
+        const reference::ModelOutput ref =
+            reference::model_forward(config(), weights, batch.tokens, batch.targets, B, T);
+        const double limit = bounds(dtype).logits * max_abs(ref.logits);
+        EXPECT_LE(max_abs(difference(d.logits(batch), ref.logits)), limit);
+        EXPECT_LE(std::fabs(d.gradients({batch}) - ref.loss), dtype == DType::F32 ? 1e-5 * ref.loss : 2 * limit);
+    }
 }
 
 // 20 random directions through all weights, and one through each tensor alone. Along a standard normal direction d the
@@ -524,7 +545,7 @@ std::vector<int32_t> random_tokens(const ModelConfig& config, int64_t n, uint64_
 
 // The logits after the last token, by forward() over the whole text.
 std::vector<double> logits_after(Driver& driver, const std::vector<int32_t>& text) {
-    Activations acts(driver.model.config, {1, int64_t(text.size())});
+    Activations acts(driver.model.config, inference_shape(1, int64_t(text.size()), driver.model.precision.dtype));
     acts.allocate(driver.ctx);
     const Input in = upload(driver.ctx, acts, single_sequence(text.data(), int64_t(text.size())));
     forward(driver.ctx, driver.model, acts, in);
@@ -533,48 +554,57 @@ std::vector<double> logits_after(Driver& driver, const std::vector<int32_t>& tex
     return {row.begin(), row.begin() + driver.model.config.vocab_size};
 }
 
-void expect_same_logits(const std::vector<float>& got, const std::vector<double>& ref, const std::string& where) {
-    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), 1e-5 * max_abs(ref)) << where;
+void expect_same_logits(const std::vector<float>& got, const std::vector<double>& ref, const std::string& where,
+                        DType dtype = DType::F32) {
+    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bounds(dtype).logits * max_abs(ref)) << where;
 }
 
 // Prompts of unequal length in one packed pass, then steps at positions of their own.
 TEST_P(MixedKnobs, EngineComputesWhatForwardDoes) {
     constexpr int64_t CONTEXT = 14;
-    Generation g(driver.model, engine_options(4, CONTEXT));
-    std::vector<std::vector<int32_t>> texts;
-    std::vector<Prompt> prompts;
-    for (const int64_t n : {5, 1, 9, 2}) {
-        texts.push_back(random_tokens(config(), n, uint64_t(n)));
-        prompts.push_back({3 - int64_t(prompts.size()), texts.back(), 0, 0});  // slots in another order
-    }
-    std::vector<std::vector<float>> logits = g.prefill(prompts);
-    for (int step = 0; step < 6; step++) {
-        for (size_t i = 0; i < texts.size(); i++) {
-            const std::vector<double> ref = logits_after(driver, texts[i]);
-            expect_same_logits(logits[i], ref, str("text ", i, " step ", step));
-            EXPECT_EQ(g.drawn[i], std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin());
-            texts[i].push_back(g.drawn[i]);
+    for (const DType dtype : generation_dtypes(config())) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        Generation g(d.model, engine_options(4, CONTEXT));
+        std::vector<std::vector<int32_t>> texts;
+        std::vector<Prompt> prompts;
+        for (const int64_t n : {5, 1, 9, 2}) {
+            texts.push_back(random_tokens(config(), n, uint64_t(n)));
+            prompts.push_back({3 - int64_t(prompts.size()), texts.back(), 0, 0});  // slots in another order
         }
-        if (step < 5) logits = g.decode();
+        std::vector<std::vector<float>> logits = g.prefill(prompts);
+        for (int step = 0; step < 6; step++) {
+            for (size_t i = 0; i < texts.size(); i++) {
+                const std::vector<double> ref = logits_after(d, texts[i]);
+                expect_same_logits(logits[i], ref, str(dtype_name(dtype), ", text ", i, " step ", step), dtype);
+                EXPECT_EQ(g.drawn[i], std::max_element(logits[i].begin(), logits[i].end()) - logits[i].begin());
+                texts[i].push_back(g.drawn[i]);
+            }
+            if (step < 5) logits = g.decode();
+        }
     }
 }
 
 // The same text fed whole, in two halves, and token by token.
 TEST_P(MixedKnobs, PrefillGoesOnFromAPast) {
     const std::vector<int32_t> text = random_tokens(config(), 11, 3);
-    const std::vector<double> ref = logits_after(driver, text);
-    for (const std::vector<size_t>& cuts :
-         {std::vector<size_t>{11}, {4, 11}, {1, 2, 9, 11}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}) {
-        Generation g(driver.model, engine_options(2, 12));
-        std::vector<std::vector<float>> logits;
-        size_t begin = 0;
-        for (const size_t end : cuts) {
-            if (begin) g.engine.retire(1);
-            logits = g.prefill({{1, {text.begin() + long(begin), text.begin() + long(end)}, 0, 0}});
-            begin = end;
+    for (const DType dtype : generation_dtypes(config())) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        const std::vector<double> ref = logits_after(d, text);
+        for (const std::vector<size_t>& cuts :
+             {std::vector<size_t>{11}, {4, 11}, {1, 2, 9, 11}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}}) {
+            Generation g(d.model, engine_options(2, 12));
+            std::vector<std::vector<float>> logits;
+            size_t begin = 0;
+            for (const size_t end : cuts) {
+                if (begin) g.engine.retire(1);
+                logits = g.prefill({{1, {text.begin() + long(begin), text.begin() + long(end)}, 0, 0}});
+                begin = end;
+            }
+            expect_same_logits(logits[0], ref, str(dtype_name(dtype), ", ", cuts.size(), " pieces"), dtype);
+            EXPECT_EQ(g.engine.length(1), 11);
         }
-        expect_same_logits(logits[0], ref, str(cuts.size(), " pieces"));
-        EXPECT_EQ(g.engine.length(1), 11);
     }
 }
 
@@ -835,6 +865,8 @@ TEST(Training, AllocatesNothingAfterTheFirstStep) {
 ModelConfig long_config(const char* attention = "SS") {
     ModelConfig c = base_config();
     c.attention = attention;
+    c.channels = 32,
+    c.head_size = 8;  // whole 16 bytes in any dtype: steps of up to 8 texts take one launch on some GPUs
     c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
     c.max_positions = 64;
     return c;
@@ -851,7 +883,10 @@ INSTANTIATE_TEST_SUITE_P(Kinds, GenerationOfKinds, testing::Values("SS", "LG", "
 
 // Contexts past the pieces of the attention and past the tokens of a pass, which cuts the prompt.
 TEST_P(GenerationOfKinds, LongContexts) {
-    for (const int64_t n : {63, 64, 600, 1025, 2047}) {
+    std::vector<int64_t> lengths = {63, 64, 600, 1025, 4097};
+    if (backend_device() != Device::CPU) lengths.insert(lengths.end(), {9000, 32768});
+    ASSERT_GT(lengths.back(), Engine::pass_tokens());
+    for (const int64_t n : lengths) {
         Generation g(driver.model, engine_options(2, n + 4));
         std::vector<int32_t> text = random_tokens(driver.model.config, n, 4);
         std::vector<std::vector<float>> logits =
@@ -862,6 +897,31 @@ TEST_P(GenerationOfKinds, LongContexts) {
             logits = g.decode();
         }
     }
+}
+
+// More texts than a step takes in one launch, and than the kernels for few rows are for.
+TEST_P(GenerationOfKinds, ManyTexts) {
+    for (const int64_t slots : {12, 70})
+        for (const DType dtype : generation_dtypes(driver.model.config)) {
+            Driver d(driver.model.config, training_shape(1, 8, dtype));
+            d.randomise(3);
+            Generation g(d.model, engine_options(slots, 20));
+            std::vector<std::vector<int32_t>> texts;
+            std::vector<Prompt> prompts;
+            for (int64_t i = 0; i < slots; i++) {
+                texts.push_back(random_tokens(d.model.config, 1 + i % 13, uint64_t(i)));
+                prompts.push_back({i, texts.back(), i, 0});
+            }
+            std::vector<std::vector<float>> logits = g.prefill(prompts);
+            for (int step = 0; step < 3; step++) {
+                for (size_t i = 0; i < texts.size(); i++) {
+                    expect_same_logits(logits[i], logits_after(d, texts[i]),
+                                       str(dtype_name(dtype), ", text ", i, " of ", slots, ", step ", step), dtype);
+                    texts[i].push_back(g.drawn[i]);
+                }
+                logits = g.decode();
+            }
+        }
 }
 
 // Texts that end are left out; those that come take their slots; the others don't notice.
@@ -1165,7 +1225,7 @@ TEST(Generation, StatesOfLinearLayers) {
     EXPECT_EQ(engine("SL", 32)->cache_bytes(), kv / 2);
     EXPECT_EQ(engine("LG", 32)->cache_bytes(), 0);
     EXPECT_EQ(engine("SS", 32)->state_bytes(), 0);
-    EXPECT_GE(engine("GG", 32)->state_bytes(), 2 * 3 * 2 * 6 * 6 * 4);
+    EXPECT_GE(engine("GG", 32)->state_bytes(), 2 * 3 * 2 * 8 * 8 * 4);
     EXPECT_GT(engine("LL", 32)->state_bytes(), engine("GG", 32)->state_bytes());  // with sums of keys
     EXPECT_EQ(engine("LL", 32)->state_bytes(), engine("LL", 4096)->state_bytes());
 

@@ -207,14 +207,15 @@ INSTANTIATE_DTYPES(DecodeAttention);
 
 class KvAppend : public DTypeTest {};
 
-// Tokens of several sequences to rows in any order: q turned in place, k turned on its way, v as it is; row −1 nowhere.
+// Tokens of several sequences to rows in any order: q turned in place, k turned on its way, v as it is; row −1 and rows
+// beyond the cache nowhere.
 TEST_P(KvAppend, PacksAnyRows) {
     const DType T = activation();
     for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
                                               {3, 1, 10, 6, 5},
                                               {2, 2, 8, 0, 0}}) {
-        const int64_t N = 6, total = 9, row = NKV * HS, channels = (NH + 2 * NKV) * HS;
-        const std::vector<int32_t> rows{7, 8, 0, -1, 3, 2}, angles{5, 6, 0, 1, 0, 1};
+        const int64_t N = 8, total = 9, row = NKV * HS, channels = (NH + 2 * NKV) * HS;
+        const std::vector<int32_t> rows{7, 8, 0, -1, 3, 9, 2, INT32_MAX}, angles{5, 6, 0, 1, 0, 7, 1, 2};
         const TestArray k = TestArray::poisoned(T, {total, NKV, HS}), v = TestArray::poisoned(T, {total, NKV, HS});
         const TestArray qkv = TestArray::random(T, {N, channels + gap}, 3);
         const TestArray table =
@@ -226,7 +227,7 @@ TEST_P(KvAppend, PacksAnyRows) {
                                   got_v = v.fetch();
         std::vector<bool> written(size_t(total), false);
         for (int64_t n = 0; n < N; n++) {
-            if (rows[size_t(n)] < 0) continue;
+            if (rows[size_t(n)] < 0 || rows[size_t(n)] >= total) continue;
             written[size_t(rows[size_t(n)])] = true;
             const double* x = before.data() + n * channels;
             reference::Values turned(NH * HS + row);
