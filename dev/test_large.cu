@@ -487,6 +487,20 @@ TEST(Large, TensorOperations) {
             sums.add(out.fetch(row * C + c, 1)[0],
                      reference::tensor_function(TensorFunction::Add, x.filled(row * C + c), y.filled(c)));
     sums.expect("zip", 1, C, DType::BF16);
+    LargeArray block(DType::BF16, {2, C});  // divides x, whose rows are even in number
+    block.fill(3, 1);
+    Compared differences;
+    tensor_bin_bcast(out, TensorFunction::Sub, x, block, Stream{});
+    for (const int64_t row : sampled_rows(N, C, 16)) {
+        const std::vector<double> got = out.fetch(row * C, C), a = x.filled(row * C, C),
+                                  b = block.filled(row % 2 * C, C);
+        for (size_t c = 0; c < got.size(); c++)
+            differences.add(got[c], reference::tensor_function(TensorFunction::Sub, a[c], b[c]));
+    }
+    differences.expect("bin_bcast", 1, C, DType::BF16);
+    tensor_bin_bcast(out, TensorFunction::Mul, Tensor{}, block, Stream{});
+    for (const int64_t row : sampled_rows(N, C, 16))
+        EXPECT_EQ(out.fetch(row * C, C), block.filled(row % 2 * C, C)) << "row " << row << " of bin_bcast without x";
     tensor_map(out, TensorFunction::Neg, x, Stream{});
     for (const int64_t begin : sampled_runs(n, 512))
         for (int64_t i = begin; i < begin + 512; i++)
