@@ -3,8 +3,8 @@
 // another exception, never memory that the file can't account for.
 //
 // Half of the mutations aim at headers, lengths and offsets: the numbers of a JSON header, the integers at the start of
-// a binary file. The others hit anywhere. All follow from fixed seeds; FUZZ_ROUNDS=n in the environment makes n times
-// as many.
+// a binary file. The others hit anywhere; a few put JSON into lists, deeper than a stack is. All follow from fixed
+// seeds; FUZZ_ROUNDS=n in the environment makes n times as many.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -15,12 +15,16 @@
 #include <nlohmann/json.hpp>
 
 #include "data/loader.h"
+#include "data/multiple_choice.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
 #include "dev/fixtures.h"
 #include "dev/temp_dir.h"
+#include "infer/chat_template.h"
+#include "infer/prompts.h"
 #include "runtime/bin_models.h"
+#include "runtime/log.h"
 #include "runtime/rng.h"
 
 using nlohmann::json;
@@ -30,7 +34,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr int64_t MEMORY_LIMIT = 48 << 20;  // bytes; the files have at most 200 kB
+constexpr int64_t MEMORY_LIMIT = 48 << 20;  // bytes; the files have at most 400 kB
 std::atomic<int64_t> in_use{0}, limit{INT64_MAX};
 
 void* counted_alloc(size_t n) {
@@ -188,6 +192,17 @@ void mutate_anywhere(std::string& bytes, Random& random) {
     }
 }
 
+// A value of JSON, or all of a text, becomes one in a list or in 100,000 lists, or what begins with them.
+void mutate_nesting(std::string& text, Random& random) {
+    const size_t depth = random.below(2) ? 1 : 100000;
+    const size_t colon = random.below(4) ? text.find(':', size_t(random.below(text.size()))) : std::string::npos;
+    const bool all = colon == std::string::npos;
+    const size_t begin = all ? 0 : colon + 1,
+                 end = std::min(text.find_first_of(all ? "\n" : ",}\n", begin), text.size());
+    if (random.below(4)) text.insert(end, depth, ']');
+    text.insert(begin, depth, '[');
+}
+
 // A file to damage: how long its header is, and whether that is text.
 struct Header {
     size_t bytes;
@@ -198,7 +213,9 @@ std::string mutated(const std::string& good, const Header& header, uint64_t seed
     Random random(seed);
     std::string bad = good;
     for (uint64_t times = 1 + (random.below(4) == 0); times > 0 && !bad.empty(); times--) {
-        if (random.below(2))
+        if (header.text && random.below(32) == 0)
+            mutate_nesting(bad, random);
+        else if (random.below(2))
             mutate_anywhere(bad, random);
         else if (header.text && (header.bytes <= 8 || random.below(4)))
             mutate_number(bad, header.bytes, random);
@@ -480,6 +497,55 @@ TEST_F(Fuzz, ArraysAndNotesOfATraining) {
     const std::string notes = dir.file("trainer.json");
     fuzz(notes, R"({"step": 12, "gemm": "", "val_loss": 1.25, "list": [1, [2, [3]], {"a": null}]})", {1 << 20, true},
          150, [&] { read_json(notes); });
+}
+
+TEST_F(Fuzz, Questions) {
+    const std::string path = dir.file("questions.jsonl");
+    fuzz(path,
+         "{\"ctx\": \"The cat\", \"endings\": [\"sat\", \"ran\", \"of\"], \"label\": 1}\n\n"
+         "{\"ctx\": \"\", \"endings\": [\"x\", \"y\"], \"label\": 0, \"id\": 17, \"tags\": [1, [2, {}]]}\n",
+         {1 << 20, true}, 300, [&] { read_questions(path); });
+}
+
+TEST_F(Fuzz, NotesForGeneration) {
+    ModelSource source;
+    source.directory = dir.path();
+    const std::string path = dir.file("generation_config.json");
+    fuzz(path, R"({"bos_token_id": 1, "eos_token_id": [2, 128001, 7], "temperature": 0.6, "more": {"a": [null]}})",
+         {1 << 20, true}, 200, [&] { end_tokens(source, nullptr); });
+}
+
+TEST_F(Fuzz, ChatTemplates) {
+    const std::string chatml =
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
+        "{% endfor %}<|im_start|>system\\nYou help.<|im_end|>\\n";
+    const json one = {{"chat_template", chatml}, {"model_max_length", 4096}},
+               several = {{"chat_template",
+                           {{{"name", "tools"}, {"template", "no"}}, {{"name", "default"}, {"template", chatml}}}}};
+    const auto read = [&] { find_chat_template(dir.path()); };
+    for (const json& config : {one, several})
+        fuzz(dir.file("tokenizer_config.json"), config.dump(), {1 << 20, true}, 200, read);
+    // Of a template only the marks are read, which little damage meets.
+    fuzz(dir.file("chat_template.jinja"), "<|im_start|>system\\nYou help.<|im_end|>", {0, false}, 200, read);
+}
+
+// What is no line of a log is left out, so that there is no damage to notice.
+TEST_F(Fuzz, Logs) {
+    const std::string path = dir.file("log.jsonl"),
+                      good =
+                          "{\"step\": 1, \"loss\": 3.25}\n{\"step\": 2, \"loss\": 3.0, \"val_loss\": null}\n"
+                          "{\"step\": 3, \"loss\": 2.5, \"of\": [1, [2, {}]]}\n";
+    for (uint64_t i = 0; i < 300; i++) {
+        put_file(path, mutated(good, {1 << 20, true}, i));
+        limit = in_use + MEMORY_LIMIT;
+        EXPECT_NO_THROW(RunLog(path, 2)) << i;
+        limit = INT64_MAX;
+        const std::string kept = read_file(path);
+        for (size_t begin = 0; begin < kept.size(); begin = kept.find('\n', begin) + 1) {
+            const json line = json::parse(kept.substr(begin, kept.find('\n', begin) - begin), nullptr, false);
+            EXPECT_TRUE(line.is_object() && line["step"] <= 2) << i;
+        }
+    }
 }
 
 // A prompt may be any bytes: there is no damage to notice, and what is encoded must come back.
