@@ -14,7 +14,7 @@
 //
 // On the CPU it runs in fp32, with the clock and the repeats of Google Benchmark. On a GPU it runs in bf16 and in fp32
 // (in fp32 alone if it does not ask for a dtype); its time is the median of 21 runs by the device's clock, before each
-// of which 256 MiB are written, so that nothing is found in the L2 cache.
+// of which 256 MiB are read, so that nothing is found in the L2 cache and nothing in it waits to be written.
 #pragma once
 
 #include <benchmark/benchmark.h>
