@@ -824,6 +824,8 @@ struct Allocations {
     using Counter = long (*)();
     const Counter host = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_host")),
                   device = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_device"));
+    using Name = const char* (*)();
+    const Name last = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "alloc_shim_last"));
     const bool counting = host;
 
     explicit Allocations(const std::string& test) {
@@ -840,7 +842,9 @@ struct Allocations {
         EXPECT_GT(host_before, 0);
         EXPECT_EQ(device_before > 0, backend_device() != Device::CPU);
         f();
-        EXPECT_EQ(host(), host_before) << what;
+        const long host_after = host();
+        const char* const caller = last();
+        EXPECT_EQ(host_after, host_before) << what << "; the last call came from " << caller;
         EXPECT_EQ(device(), device_before) << what;
     }
 };

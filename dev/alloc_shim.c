@@ -3,6 +3,7 @@
 //   long alloc_shim_host(void)     calls of malloc, calloc, realloc, aligned_alloc, posix_memalign and memalign, which
 //                                  new and everything else in the process comes down to
 //   long alloc_shim_device(void)   calls that ask CUDA for memory, of the device or page-locked
+//   const char* alloc_shim_last(void)   the library that the last call counted by alloc_shim_host came from
 //
 // by dlsym(RTLD_DEFAULT, …) before and after what must not allocate. Counts are of the whole process since its start,
 // from all threads.
@@ -40,33 +41,44 @@ static void count(atomic_long* calls) {
     atomic_fetch_add_explicit(calls, 1, memory_order_relaxed);
 }
 
+static void* volatile last_caller;
+
+#define COUNT_HOST() (last_caller = __builtin_return_address(0), count(&host_calls))
+
+const char* alloc_shim_last(void) {
+    Dl_info from;
+    return last_caller && dladdr(last_caller, &from) && from.dli_fname ? from.dli_fname : "unknown";
+}
+
 void* malloc(size_t bytes) {
-    count(&host_calls);
+    COUNT_HOST();
     return __libc_malloc(bytes);
 }
 
 void* calloc(size_t number, size_t bytes) {
-    count(&host_calls);
+    COUNT_HOST();
     return __libc_calloc(number, bytes);
 }
 
 void* realloc(void* data, size_t bytes) {
-    count(&host_calls);
+    COUNT_HOST();
     return __libc_realloc(data, bytes);
 }
 
 void* memalign(size_t alignment, size_t bytes) {
-    count(&host_calls);
+    COUNT_HOST();
     return __libc_memalign(alignment, bytes);
 }
 
 void* aligned_alloc(size_t alignment, size_t bytes) {
-    return memalign(alignment, bytes);
+    COUNT_HOST();
+    return __libc_memalign(alignment, bytes);
 }
 
 int posix_memalign(void** data, size_t alignment, size_t bytes) {
     if (alignment % sizeof(void*) != 0 || alignment == 0 || (alignment & (alignment - 1)) != 0) return EINVAL;
-    void* const p = memalign(alignment, bytes);
+    COUNT_HOST();
+    void* const p = __libc_memalign(alignment, bytes);
     if (!p) return ENOMEM;
     *data = p;
     return 0;

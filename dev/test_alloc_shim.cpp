@@ -2,7 +2,9 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -74,6 +76,18 @@ TEST_F(Inside, EveryHostFunctionCounts) {
               0);
 }
 
+TEST_F(Inside, TheLastCallerIsNamed) {
+    using Name = const char* (*)();
+    const Name last = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "alloc_shim_last"));
+    ASSERT_TRUE(last);
+    free(seen(malloc(10)));
+    const char* name = last();  // before anything else allocates
+    EXPECT_STREQ(name, program_invocation_name);
+    delete seen(new int(3));
+    name = last();
+    EXPECT_TRUE(std::strstr(name, "libstdc++")) << name;
+}
+
 TEST_F(Inside, ThreadsCountTogether) {
     const long total = host([] {
         std::thread threads[4];
@@ -114,7 +128,7 @@ TEST(AllocShim, CountsInAProcessOfItsOwn) {
         run_self({}, {{"LD_PRELOAD", preload_path("alloc_shim")}, {INSIDE_VARIABLE, "1"}}, dir.file("output"));
     const std::string output = read_file(dir.file("output"));
     EXPECT_TRUE(exited(status, 0)) << output;
-    EXPECT_NE(output.find("[  PASSED  ] 3 tests."), std::string::npos) << output;
+    EXPECT_NE(output.find("[  PASSED  ] 4 tests."), std::string::npos) << output;
 }
 
 int main(int argc, char** argv) {

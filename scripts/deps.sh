@@ -82,7 +82,7 @@ install() {
     run "${as_root[@]}" apt-get update || echo "apt-get update failed: going on with the package lists that are here." >&2
     local wanted=()
     for package in "${packages[@]}"; do
-        if [[ " ${REQUIRED[*]} " == *" $package "* ]] || apt-cache policy "$package" | grep -q 'Candidate: [^(]'; then
+        if [[ " ${REQUIRED[*]} " == *" $package "* ]] || [[ $(apt-cache policy "$package") == *"Candidate: "[^\(]* ]]; then
             wanted+=("$package")
         else
             echo "This distribution has no $package: going on without it."
