@@ -1288,8 +1288,8 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
     val_loss = e.loss();
     log.write({{"step", step}, {"val_loss", e.loss()}, {"bits_per_byte", e.bits_per_byte()}});
     char text[128];
-    std::snprintf(text, sizeof text, "step %" PRId64 "  val_loss %.4f  bits_per_byte %.4f", step, e.loss(),
-                  e.bits_per_byte());
+    int length = std::snprintf(text, sizeof text, "step %" PRId64 "  val_loss %.4f", step, e.loss());
+    if (e.bytes > 0) std::snprintf(text + length, sizeof text - length, "  bits_per_byte %.4f", e.bits_per_byte());
     progress.note(text);
 }
 
