@@ -183,19 +183,27 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         count_bytes(b.headnorm);
     }
     count_bytes(weights.head);
-    tune();
+    prepare_steps();
 }
 
-// Products of many rows take the library's fastest algorithms, found by timing them on a step of texts that are all
-// finished. What it computes means nothing, and prefill() overwrites it.
-void Engine::tune() {
+// Steps of a full batch on a GPU, before the first text: with products of many rows the library's fastest algorithms
+// are found by timing them, and for every length that a text may grow to the step is recorded, which takes milliseconds
+// that nobody should wait for between two tokens. All texts are finished; what is computed means nothing and is
+// overwritten.
+void Engine::prepare_steps() {
     const int64_t B = options.slots;
-    if (!graphs_replay() || options.batch_invariant || B <= LINEAR_SMALL_N) return;
-    device_fill(step_positions.data, 0xFF, size_t(step_positions.bytes()), stream);  // −1
-    for (const Tensor& t : {ids, slot_ids}) device_fill(t.data, 0, size_t(t.bytes()), stream);
-    matmul_tuning(true, stream);
-    decode_step(B, bucket(1, options.context));
-    matmul_tuning(false, stream);
+    if (!graphs_replay()) return;
+    for (const Tensor& t : {step_positions, slot_ids}) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
+    for (const Tensor& t : {ids, sequences, steps}) device_fill(t.data, 0, size_t(t.bytes()), stream);
+    if (!options.batch_invariant && B > LINEAR_SMALL_N) {
+        matmul_tuning(true, stream);
+        decode_step(B, bucket(1, options.context));
+        matmul_tuning(false, stream);
+    }
+    for (int64_t length = 0; length < options.context;) {
+        length = bucket(length + 1, options.context);
+        graphs[{B, length}].run(stream, [&] { decode_step(B, length); });
+    }
 }
 
 // x [N, C] through all blocks. attend(l) computes att from qkv and the cache.

@@ -127,7 +127,7 @@ class Engine {
     };
 
     void plan_memory();
-    void tune();
+    void prepare_steps();
     void pass(const std::vector<Piece>& pieces, int64_t first_finished);
     template <typename Attend>
     void blocks(Tensor hidden, bool batch_invariant, Attend attend);
