@@ -4,6 +4,7 @@ shapes, strides and broadcasts that hypothesis picks, arrays of every kind, and 
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import unittest
@@ -530,6 +531,14 @@ class Arrays(KernelsTest):
                 self.assertTrue(argument.startswith(kind), f"{name}: {argument}, bound as {kind}")
             bound[name] = len(types)
         self.assertEqual(bound, {name: len([a for a in arguments if a != "void"]) for name, arguments in declared.items()})
+
+    @unittest.skipUnless(shutil.which("nm"), "nm is not here")
+    def test_only_the_interface_shows(self):
+        # What the C++ library defines inside would be taken for the process's own, and crash where the two differ.
+        symbols = subprocess.run(["nm", "-D", "--defined-only", self.k.path], capture_output=True, text=True, check=True).stdout
+        names = {line.split()[-1] for line in symbols.splitlines()}
+        self.assertIn("tgk_create", names)
+        self.assertEqual([name for name in names if not name.startswith("tgk_")], [])
 
     def test_signal_handlers_have_a_stack(self):
         # During a product the stack pointer may be a buffer on the heap, where a handler would write over other memory.
