@@ -286,11 +286,24 @@ TEST(Advance, FinishedSequencesStay) {
     const TestArray positions = TestArray::ints({0, -1, 41}, {3});
     const std::vector<int64_t> before{5, 6, 7};
     const TestArray bytes = TestArray::bytes(before.data(), 24);
-    advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), Stream{});
+    const TestArray ids = TestArray::ints({50, 51, 52}, {3}), turn = TestArray::ints({0}, {1});
+    const HostMemory memory(host_alloc(2 * 4 * sizeof(int32_t)), host_free);
+    int32_t* const told = static_cast<int32_t*>(memory.get());
+    std::fill_n(told, 8, -7);
+    const auto step = [&] {
+        advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), ids,
+                make_tensor(told, DType::I32, Device::CPU, {2, 4}), turn, Stream{});
+        synchronize(Stream{});
+    };
+    step();
     EXPECT_EQ(positions.fetch_ints(), (std::vector<int32_t>{1, -1, 42}));
     std::vector<int64_t> after(3);
     bytes.fetch_bytes(after.data());
     EXPECT_EQ(after, (std::vector<int64_t>{6, 7, 8}));
+    EXPECT_EQ(std::vector<int32_t>(told, told + 8), (std::vector<int32_t>{50, 51, 52, -7, -7, -7, -7, -7}));
+    step(), step();
+    EXPECT_EQ(std::vector<int32_t>(told, told + 8), (std::vector<int32_t>{50, 51, 52, -7, 50, 51, 52, -7}));
+    EXPECT_EQ(turn.fetch_ints(), std::vector<int32_t>{1});
 }
 
 }  // namespace

@@ -131,6 +131,7 @@ void Engine::plan_memory() {
     kept(&logits_out, "logits", T, {B, c.padded_vocab()});
     kept(&losses, "losses", DType::F32, {B});
     kept(&ids, "ids", DType::I32, {B});
+    kept(&turn, "turn", DType::I32, {1});
     kept(&slot_ids, "slots", DType::I32, {B});
     kept(&step_positions, "step_positions", DType::I32, {B});
     kept(&sequences, "sequences", DType::I64, {B});
@@ -153,8 +154,10 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     staging = std::make_unique<Staging>(
         (4 * N + 10 * B + 9) * 4 + (dynamic ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0), 4);
     results = HostMemory(host_alloc(size_t(B) * 16), host_free);
+    const Tensor rows_of_results = make_tensor(results.get(), DType::I32, Device::CPU, {2, 2 * B});
+    told = rows_of_results.columns(0, B);
     for (int i = 0; i < 2; i++) {
-        queue[i].tokens = static_cast<int32_t*>(results.get()) + 2 * i * B;
+        queue[i].tokens = rows_of_results.as<int32_t>() + i * rows_of_results.stride[0];
         queue[i].losses = reinterpret_cast<float*>(queue[i].tokens + B);
     }
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
@@ -184,6 +187,7 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     }
     count_bytes(weights.head);
     prepare_steps();
+    device_fill(turn.data, 0, size_t(turn.bytes()), stream);
 }
 
 // Steps of a full batch on a GPU, before the first text: with products of many rows the library's fastest algorithms
@@ -194,7 +198,7 @@ void Engine::prepare_steps() {
     const int64_t B = options.slots;
     if (!graphs_replay()) return;
     for (const Tensor& t : {step_positions, slot_ids}) device_fill(t.data, 0xFF, size_t(t.bytes()), stream);  // −1
-    for (const Tensor& t : {ids, sequences, steps}) device_fill(t.data, 0, size_t(t.bytes()), stream);
+    for (const Tensor& t : {ids, sequences, steps, turn}) device_fill(t.data, 0, size_t(t.bytes()), stream);
     if (!options.batch_invariant && B > LINEAR_SMALL_N) {
         matmul_tuning(true, stream);
         decode_step(B, bucket(1, options.context));
@@ -470,12 +474,11 @@ void Engine::draw(int64_t B) {
     sample_tokens(drawn, logits_rows, config.vocab_size, sequences.rows(0, B), steps.rows(0, B), options.sampling,
                   seen ? seen.rows(0, B) : seen, draw_scratch, stream);
     if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, drawn, config.vocab_size, stream);
-    advance(step_positions.rows(0, B), steps.rows(0, B), stream);
+    advance(step_positions.rows(0, B), steps.rows(0, B), drawn, told, turn, stream);
 }
 
 void Engine::queue_results(int64_t B) {
     QueuedStep& q = queue[queued % 2];
-    copy_to_host_async(q.tokens, ids.data, size_t(B) * sizeof(int32_t), stream);
     if (options.logprobs) copy_to_host_async(q.losses, losses.data, size_t(B) * sizeof(float), stream);
     q.done.record(stream);
     q.slots.clear();

@@ -170,6 +170,7 @@ class Engine {
     Tensor logits_out, losses;             // [B, Vp], [B] fp32
     Tensor ids, slot_ids, step_positions;  // [B] int32
     Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈V/32⌉] int32
+    Tensor told, turn;                     // [2, B] on the host, what is drawn in turns; [1] int32
     Tensor draw_scratch;                   // bytes
 
     std::vector<Text> batch;                              // the rows of a step

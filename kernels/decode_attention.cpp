@@ -161,10 +161,13 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     }
 }
 
-void advance(Tensor positions, Tensor steps, Stream) {
-    check_advance("advance", positions, steps);
+void advance(Tensor positions, Tensor steps, Tensor ids, Tensor told, Tensor turn, Stream) {
+    check_advance("advance", positions, steps, ids, told, turn);
+    int32_t& row = *turn.as<int32_t>();
     for (int64_t n = 0; n < positions.shape[0]; n++) {
+        told.as<int32_t>()[row * told.stride[0] + n] = ids.as<int32_t>()[n];
         positions.as<int32_t>()[n] += positions.as<int32_t>()[n] >= 0;
         steps.as<int64_t>()[n]++;
     }
+    row ^= 1;
 }

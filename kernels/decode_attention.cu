@@ -132,13 +132,19 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     }
 }
 
-__global__ void advance_kernel(int32_t* positions, int64_t* steps, int64_t N) {
+// One block, so that all threads have read `turn` before it changes.
+__global__ void advance_kernel(int32_t* positions, int64_t* steps, const int32_t* ids, int32_t* told,
+                               int64_t told_stride, int32_t* turn, int64_t N) {
     wait_for_previous();
     let_next_start();
-    const int64_t n = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
-    if (n >= N) return;
-    if (positions[n] >= 0) positions[n]++;
-    steps[n]++;
+    const int row = *turn;
+    __syncthreads();
+    for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
+        told[row * told_stride + n] = ids[n];
+        if (positions[n] >= 0) positions[n]++;
+        steps[n]++;
+    }
+    if (threadIdx.x == 0) *turn = row ^ 1;
 }
 
 constexpr int WIDE_HEADS = 4;
@@ -215,11 +221,11 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     });
 }
 
-void advance(Tensor positions, Tensor steps, Stream stream) {
+void advance(Tensor positions, Tensor steps, Tensor ids, Tensor told, Tensor turn, Stream stream) {
     const char* op = "advance";
-    check_advance(op, positions, steps);
+    check_advance(op, positions, steps, ids, told, turn);
     const int64_t N = positions.shape[0];
     if (N == 0) return;
-    launch_dependent(op, advance_kernel, grid_of(ceil_div(N, 256)), 256, 0, stream, positions.as<int32_t>(),
-                     steps.as<int64_t>(), N);
+    launch_dependent(op, advance_kernel, 1, 256, 0, stream, positions.as<int32_t>(), steps.as<int64_t>(),
+                     ids.as<int32_t>(), told.as<int32_t>(), told.stride[0], turn.as<int32_t>(), N);
 }

@@ -33,5 +33,8 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
                       Tensor scratch, Stream stream);
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length);
 
-// After a step: positions [N] int32 that are not negative, and steps [N] int64 (of a sequence's draws), go up by one.
-void advance(Tensor positions, Tensor steps, Stream stream);
+// After a step: positions [N] int32 that are not negative, and steps [N] int64 (of a sequence's draws), go up by one;
+// the tokens drawn, ids [N] int32, go to row turn[0] of told [2, N or more] int32, page-locked memory of the host, and
+// turn [1] int32 from 0 to 1 or from 1 to 0. So the host reads one step's tokens while the device is at the next,
+// without a copy between them.
+void advance(Tensor positions, Tensor steps, Tensor ids, Tensor told, Tensor turn, Stream stream);

@@ -44,8 +44,14 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     return z;
 }
 
-inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps) {
+inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps, const Tensor& ids,
+                          const Tensor& told, const Tensor& turn) {
     require(positions && positions.rank == 1, op, ": positions is ", shape_string(positions), ", expected [N]");
     check_tensor(op, "positions", positions, DType::I32, {positions.shape[0]});
     check_tensor(op, "steps", steps, DType::I64, {positions.shape[0]});
+    check_tensor(op, "ids", ids, DType::I32, {positions.shape[0]});
+    check_tensor(op, "turn", turn, DType::I32, {1});
+    require(told && told.rank == 2 && told.shape[1] >= positions.shape[0], op, ": told is ", shape_string(told),
+            ", expected [2, ", positions.shape[0], "] or wider");
+    check_tensor(op, "told", told, DType::I32, {2, told.shape[1]});
 }
