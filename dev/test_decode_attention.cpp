@@ -130,15 +130,18 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
 }
 
 TEST_P(DecodeAttention, Lengths) {
-    // Below, at and beyond the edges of pieces (64 up to 2048 keys, then 256).
+    // Below, at and beyond the edges of pieces (CPU: 64 up to 2048 keys, then 256).
     for (const int32_t p : {0, 1, 62, 63, 64, 65, 127, 200, 1023, 2047, 2048, 2100})
         check(activation(), {2, 2, 16, 2200}, 1, {0}, {p}, 16);
+    // CUDA: pieces of 256, which 16-bit heads have as long as 32 of them suffice.
+    for (const int32_t p : {254, 255, 256, 511, 512, 4096, 8191, 8192, 8999})
+        check(activation(), {8, 2, 64, 9000}, 1, {0}, {p}, 64);
     check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
     check(activation(), {2, 2, 8, 5}, 1, {0}, {4}, 8);  // the last row of the cache
 }
 
 TEST_P(DecodeAttention, HeadSizes) {
-    for (const int64_t HS : {2, 6, 16, 40, 64, 80, 96, 128, 160, 256})
+    for (const int64_t HS : {2, 6, 8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 256})
         check(activation(), {4, 2, HS, 150}, 2, {1, 0}, {100, 7}, HS);
     check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly turned
 }
@@ -147,6 +150,7 @@ TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
     check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
     check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
+    for (const int64_t group : {4, 8, 9, 20}) check(activation(), {2 * group, 2, 64, 600}, 1, {0}, {530}, 64);
 }
 
 // Slots in any order, sequences of any length beside each other, finished ones and those without room skipped; rows of
@@ -160,8 +164,9 @@ TEST_P(DecodeAttention, UnequalSequences) {
 
 // The same bits alone and in a batch, for any bound on the length, called again, and with any number of threads.
 TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
-    const Shape z{4, 2, 64, 700};
-    const std::vector<int32_t> slots{0, 1, 2, 3}, positions{500, 64, 699, 3};
+    const std::vector<int32_t> slots{0, 1, 2, 3};
+    Shape z{4, 2, 64, 0};
+    std::vector<int32_t> positions;
     const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t max_length) {
         const Cache cache(activation(), z, 4, slots, positions);
         const Cache mine(activation(), z, 4, slot, position);
@@ -173,12 +178,16 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
         decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
         return out.fetch();
     };
-    const std::vector<double> together = run(slots, positions, 700);
-    for (int32_t s = 0; s < 4; s++) {
-        const std::vector<double> row(together.begin() + s * 256, together.begin() + (s + 1) * 256);
-        expect_same_bits("alone", row, run({s}, {positions[size_t(s)]}, positions[size_t(s)] + 1));
+    for (const std::vector<int32_t>& lengths : std::vector<std::vector<int32_t>>{{500, 64, 699, 3}, {8999, 64, 8191, 700}}) {
+        positions = lengths;
+        z.capacity = *std::max_element(lengths.begin(), lengths.end()) + 1;
+        const std::vector<double> together = run(slots, positions, z.capacity);
+        for (int32_t s = 0; s < 4; s++) {
+            const std::vector<double> row(together.begin() + s * 256, together.begin() + (s + 1) * 256);
+            expect_same_bits("alone", row, run({s}, {positions[size_t(s)]}, positions[size_t(s)] + 1));
+        }
+        expect_deterministic("decode_attention", [&] { return run(slots, positions, z.capacity + 3); });
     }
-    expect_deterministic("decode_attention", [&] { return run(slots, positions, 703); });
 }
 
 // One scratch for calls of any size, one after the other, as a batch that shrinks and grows makes them.
