@@ -3,6 +3,7 @@
 #include "kernels/decode_attention.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
@@ -164,27 +165,34 @@ TEST_P(DecodeAttention, UnequalSequences) {
 
 // The same bits alone and in a batch, for any bound on the length, called again, and with any number of threads.
 TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
-    const std::vector<int32_t> slots{0, 1, 2, 3};
-    Shape z{4, 2, 64, 0};
-    std::vector<int32_t> positions;
-    const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t max_length) {
-        const Cache cache(activation(), z, 4, slots, positions);
-        const Cache mine(activation(), z, 4, slot, position);
-        Call call(activation(), cache, 64), own(activation(), mine, 64);
-        own.place.max_length = max_length;
-        const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
-        const int64_t first = slot[0];
-        Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
-        decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
-        return out.fetch();
+    struct Batch {
+        Shape z;
+        std::vector<int32_t> positions;
     };
-    for (const std::vector<int32_t>& lengths : std::vector<std::vector<int32_t>>{{500, 64, 699, 3}, {8999, 64, 8191, 700}}) {
-        positions = lengths;
-        z.capacity = *std::max_element(lengths.begin(), lengths.end()) + 1;
+    for (const Batch& batch :
+         std::vector<Batch>{{{4, 2, 64, 700}, {500, 64, 699, 3}}, {{2, 1, 32, 8300}, {8299, 64}}}) {
+        const Shape& z = batch.z;
+        const std::vector<int32_t>& positions = batch.positions;
+        std::vector<int32_t> slots(positions.size());
+        std::iota(slots.begin(), slots.end(), 0);
+        const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position,
+                             int64_t max_length) {
+            const Cache cache(activation(), z, int64_t(slots.size()), slots, positions);
+            const Cache mine(activation(), z, int64_t(slots.size()), slot, position);
+            Call call(activation(), cache, z.HS), own(activation(), mine, z.HS);
+            own.place.max_length = max_length;
+            const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
+            const int64_t first = slot[0];
+            Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
+            decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
+            return out.fetch();
+        };
         const std::vector<double> together = run(slots, positions, z.capacity);
-        for (int32_t s = 0; s < 4; s++) {
-            const std::vector<double> row(together.begin() + s * 256, together.begin() + (s + 1) * 256);
-            expect_same_bits("alone", row, run({s}, {positions[size_t(s)]}, positions[size_t(s)] + 1));
+        const int64_t width = z.NH * z.HS;
+        for (size_t s = 0; s < slots.size(); s++) {
+            const std::vector<double> row(together.begin() + int64_t(s) * width,
+                                          together.begin() + int64_t(s + 1) * width);
+            expect_same_bits("alone", row, run({slots[s]}, {positions[s]}, positions[s] + 1));
         }
         expect_deterministic("decode_attention", [&] { return run(slots, positions, z.capacity + 3); });
     }

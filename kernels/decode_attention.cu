@@ -73,8 +73,7 @@ __device__ __forceinline__ void for_new_key(const Decode<T>& a, const Task& t, B
     const T* const k = a.qkv + t.n * a.qkv_stride + int64_t(a.NH + t.kv) * a.HS;
     const T* const v = k + a.row();
     const float* const turn = a.angles.of(t.n);
-    for (int c = threadIdx.x; c < a.HS; c += THREADS)
-        body(c, from_float<T>(rotated(k, c, turn, a.angles.pairs)), v[c]);
+    for (int c = threadIdx.x; c < a.HS; c += THREADS) body(c, from_float<T>(rotated(k, c, turn, a.angles.pairs)), v[c]);
 }
 
 // W channels of every fourth piece a lane, 32 pieces at a time; a warp for each head.
@@ -117,8 +116,7 @@ __device__ __forceinline__ void combine_pieces(const Decode<T>& a, const Task& t
             }
 #pragma unroll
             for (int k = 0; k < W; k++) {
-                for (int offset = SIDE; offset < WARP; offset *= 2)
-                    x[k] += __shfl_xor_sync(ALL_LANES, x[k], offset);
+                for (int offset = SIDE; offset < WARP; offset *= 2) x[k] += __shfl_xor_sync(ALL_LANES, x[k], offset);
                 if (lane < SIDE && c < a.HS) out[h * a.HS + c + k] = from_float<T>(x[k] / total);
             }
         }
@@ -201,7 +199,10 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
                           : 1>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.keys, t.heads, HS, a.lanes,
                                [] { __syncthreads(); });
     finish(
-        a, t, [&](int h) { return HeadStats{maxima[h], totals[h]}; },
+        a, t,
+        [&](int h) {
+            return HeadStats{maxima[h], totals[h]};
+        },
         [&](const HeadStats&, int h, int c) { return work.sum(h, c); });
 }
 
@@ -211,7 +212,9 @@ constexpr int64_t MAX_STREAM_HS = 128;
 
 // Tiles of a warp under way: about 50 KB of shared memory a block, so that four blocks share a multiprocessor.
 template <int D>
-constexpr int STREAM_STAGES = D <= 32 ? 5 : D <= 64 ? 3 : 2;
+constexpr int STREAM_STAGES = D <= 32   ? 5
+                              : D <= 64 ? 3
+                                        : 2;
 
 template <int D, typename T>
 __global__ void __launch_bounds__(THREADS, D <= 64 ? 4 : 3) stream_kernel(const Decode<T> a) {

@@ -24,10 +24,10 @@ __host__ __device__ inline unsigned stream_piece(unsigned length) {
 // What a block reads: keys and values of one KV head, of which the last may not be in the cache but beside it.
 template <typename T>
 struct Stretch {
-    const T *k, *v;              // of the first key in the cache
-    int64_t row;                 // elements from one key to the next
-    int HS, keys, cached;        // HS a multiple of 8; cached: keys or keys − 1
-    const T *last_k, *last_v;    // [HS], in shared memory: the key that is not cached
+    const T *k, *v;            // of the first key in the cache
+    int64_t row;               // elements from one key to the next
+    int HS, keys, cached;      // HS a multiple of 8; cached: keys or keys − 1
+    const T *last_k, *last_v;  // [HS], in shared memory: the key that is not cached
 };
 
 // D: HS or more, a multiple of 32. STAGES tiles of a warp are under way at a time.
@@ -46,8 +46,8 @@ class KeyStream {
         for (int stage = 0; stage < STAGES; stage++) fetch(stage, warp + stage * WARPS);
     }
 
-    // q: [16, D] in shared memory, PITCH apart: heads scaled to scores in units of ln 2, rounded, and from row 8 on what
-    // that left. Ends with a barrier; then result() and sum() may be asked.
+    // q: [16, D] in shared memory, PITCH apart: heads scaled to scores in units of ln 2, rounded, and from row 8 on
+    // what that left. Ends with a barrier; then result() and sum() may be asked.
     __device__ __forceinline__ void run(const T* q) {
         const LeftTile<T, 1, D, true> queries(q);
         float max = -INFINITY, sum = 0, o[1][D / 8][4] = {};
@@ -116,7 +116,9 @@ class KeyStream {
     __device__ __forceinline__ T* keys(int stage) const {
         return reinterpret_cast<T*>(ring) + stage * 2 * STREAM_KEYS * PITCH<T, D>;
     }
-    __device__ __forceinline__ T* values(int stage) const { return keys(stage) + STREAM_KEYS * PITCH<T, D>; }
+    __device__ __forceinline__ T* values(int stage) const {
+        return keys(stage) + STREAM_KEYS * PITCH<T, D>;
+    }
 
     // A group of copies: the tile, zeros where the cache holds nothing, or nothing beyond the last tile.
     __device__ __forceinline__ void fetch(int stage, int tile) const {

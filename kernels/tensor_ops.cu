@@ -1,6 +1,7 @@
 #include "kernels/tensor_ops.h"
 
 #include "kernels/cuda_common.cuh"
+#include "kernels/dependent_launch.cuh"
 #include "kernels/tensor_ops_check.h"
 
 namespace {
@@ -109,6 +110,22 @@ __device__ __forceinline__ float apply(float x, float y) {
     if constexpr (F == Fn::ReluBack) return x > 0 ? y : 0;
 }
 
+// bf16: operands and result are. ln by the special function unit is off by up to 2⁻²¹ from 1/2 to 2, and by 3 units in
+// the last place elsewhere. The bf16 number next to 1 is 1 − 2⁻⁸, so that this is at most 2⁻¹³ of a result that is not
+// 0, a sixteenth of half a unit of bf16. (fp16's 1 − 2⁻¹¹ would have results that are off by a unit.)
+template <TensorFunction F, int W>
+__device__ __forceinline__ Floats<W> apply_each(const Floats<W>& x, const Floats<W>& y, bool bf16) {
+    Floats<W> z;
+    if (F == TensorFunction::Log && bf16) {
+#pragma unroll
+        for (int i = 0; i < W; i++) z[i] = __logf(x[i]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < W; i++) z[i] = apply<F>(x[i], y[i]);
+    }
+    return z;
+}
+
 // body(F) with f as a constant, for the functions of as many arguments.
 template <int ARGUMENTS, typename Body>
 __device__ __forceinline__ void with_function(TensorFunction f, Body body) {
@@ -133,6 +150,7 @@ struct Elementwise {
     int64_t packs, pieces;  // of all; row_pieces_kernel: pieces of a row
     Operand out, inp[INPUTS];
     TensorFunction f;
+    bool bf16;  // all operands are
 };
 
 // A thread does PACKS packs, THREADS apart: one where a pack is 16 bytes, and several loads have to be in flight where
@@ -166,10 +184,7 @@ __global__ void __launch_bounds__(THREADS) elementwise_kernel(const __grid_const
             if (first + p * THREADS >= a.packs) continue;
             const Floats<W> x = as_floats(stored[p][0], a.inp[0].dtype),
                             y = as_floats(stored[p][INPUTS - 1], a.inp[INPUTS - 1].dtype);
-            Floats<W> z;
-#pragma unroll
-            for (int i = 0; i < W; i++) z[i] = apply<decltype(f)::value>(x[i], y[i]);
-            store_as<W>(a.out.data, a.out.dtype, at_out[p], z);
+            store_as<W>(a.out.data, a.out.dtype, at_out[p], apply_each<decltype(f)::value>(x, y, a.bf16));
         }
     });
 }
@@ -242,10 +257,7 @@ __global__ void __launch_bounds__(THREADS) row_pieces_kernel(const __grid_consta
     }
     const Floats<RUN> x = as_floats(run[0], a.inp[0].dtype), y = as_floats(run[INPUTS - 1], a.inp[INPUTS - 1].dtype);
     Floats<RUN> z;
-    with_function<INPUTS>(a.f, [&](auto f) {
-#pragma unroll
-        for (int i = 0; i < RUN; i++) z[i] = apply<decltype(f)::value>(x[i], y[i]);
-    });
+    with_function<INPUTS>(a.f, [&](auto f) { z = apply_each<decltype(f)::value>(x, y, a.bf16); });
     const int64_t step = WARP * a.out.stride[last];
     if (a.out.dtype == DType::F32)
         store_run<float>(a.out.data, at_out, step, left, z);
@@ -253,6 +265,88 @@ __global__ void __launch_bounds__(THREADS) row_pieces_kernel(const __grid_consta
         store_run<bf16>(a.out.data, at_out, step, left, z);
     else
         store_run<fp16>(a.out.data, at_out, step, left, z);
+}
+
+// Rows of 16-bit elements that begin anywhere: packs as they lie in out's memory, a thread each, the first and the last
+// of a row cut off.
+
+// Elements begin, begin + 1, … of a row, zeros outside [0, length). `repeats`: of the row's one element.
+__device__ __forceinline__ Stored<8> load_ragged(const uint16_t* row, int64_t begin, int64_t length, bool repeats) {
+    constexpr int W = 8;
+    Stored<W> s;
+    const uint16_t* const p = row + begin;
+    const bool whole = begin >= 0 && begin + W <= length;
+    if (repeats) {
+        const uint32_t word = *row * 0x10001u;
+#pragma unroll
+        for (uint32_t& to : s.word) to = word;
+    } else if (whole && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+        *reinterpret_cast<uint4*>(s.word) = *reinterpret_cast<const uint4*>(p);
+    } else if (begin > 0 && begin + W < length) {
+        // The words that hold them, shifted by half a word where a word begins with the element before.
+        const bool odd = reinterpret_cast<uintptr_t>(p) % 4 != 0;
+        const uint32_t* const words = reinterpret_cast<const uint32_t*>(p - odd);
+        uint32_t word[W / 2 + 1];
+#pragma unroll
+        for (int i = 0; i < W / 2; i++) word[i] = words[i];
+        word[W / 2] = odd ? words[W / 2] : 0;
+#pragma unroll
+        for (int i = 0; i < W / 2; i++) s.word[i] = __funnelshift_r(word[i], word[i + 1], odd ? 16 : 0);
+    } else {
+        uint32_t element[W];
+#pragma unroll
+        for (int i = 0; i < W; i++) element[i] = begin + i >= 0 && begin + i < length ? p[i] : 0;
+#pragma unroll
+        for (int i = 0; i < W / 2; i++) s.word[i] = element[2 * i] | element[2 * i + 1] << 16;
+    }
+    return s;
+}
+
+template <int INPUTS>
+__global__ void __launch_bounds__(THREADS) ragged_rows_kernel(const __grid_constant__ Elementwise<INPUTS> a) {
+    constexpr int W = 8;
+    const int last = a.rank - 1;
+    const int64_t pack = blockIdx.x * int64_t(THREADS) + threadIdx.x, length = a.size[last];
+    if (pack >= a.packs) return;
+    const RowItem at = row_item(pack, a.pieces);
+    int64_t at_out = 0, at_inp[INPUTS] = {}, rest = at.row;
+    for (int d = last - 1; d >= 0; d--) {
+        const RowItem outer = d == 0 ? RowItem{0, rest} : row_item(rest, a.size[d]);
+        rest = outer.row;
+        at_out += outer.item * a.out.stride[d];
+#pragma unroll
+        for (int k = 0; k < INPUTS; k++) at_inp[k] += outer.item * a.inp[k].stride[d];
+    }
+    uint16_t* const out = static_cast<uint16_t*>(a.out.data) + at_out;
+    const int64_t begin = at.item * W - int64_t(reinterpret_cast<uintptr_t>(out) % 16 / sizeof(*out));
+    if (begin >= length) return;
+    Stored<W> stored[INPUTS];
+#pragma unroll
+    for (int k = 0; k < INPUTS; k++)
+        stored[k] = load_ragged(static_cast<const uint16_t*>(a.inp[k].data) + at_inp[k], begin, length,
+                                a.inp[k].stride[last] == 0);
+    const Floats<W> x = as_floats(stored[0], a.inp[0].dtype),
+                    y = as_floats(stored[INPUTS - 1], a.inp[INPUTS - 1].dtype);
+    Floats<W> z;
+    with_function<INPUTS>(a.f, [&](auto f) { z = apply_each<decltype(f)::value>(x, y, a.bf16); });
+    if (begin >= 0 && begin + W <= length) {
+        store_as<W>(out, a.out.dtype, begin, z);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < W; i++)
+        if (begin + i >= 0 && begin + i < length) store_as<1>(out, a.out.dtype, begin + i, Floats<1>{{z[i]}});
+}
+
+// Whether ragged_rows_kernel takes it: 16-bit elements side by side, or repeated, in rows that are mostly whole packs.
+bool ragged_rows(const StridedLoop& loop) {
+    const int last = loop.rank - 1;
+    for (int k = 0; k < loop.operands; k++) {
+        const StridedLoop::Operand& operand = loop.operand[k];
+        const bool in_order = operand.stride[last] == 1 || (k > 0 && operand.stride[last] == 0);
+        if (dtype_size(operand.dtype) != 2 || !in_order) return false;
+    }
+    return loop.inner() >= 64;
 }
 
 // Whether operand k can be read and written W elements at a time along the innermost dimension.
@@ -298,14 +392,23 @@ void launch_elementwise(const char* op, const StridedLoop& loop, TensorFunction 
     }
     Elementwise<INPUTS> a{};
     a.rank = loop.rank, a.f = f, a.packs = loop.numel() / W;
+    a.bf16 = std::all_of(loop.operand, loop.operand + loop.operands,
+                         [](const StridedLoop::Operand& operand) { return operand.dtype == DType::BF16; });
     for (int d = 0; d < loop.rank; d++) a.size[d] = d == last ? loop.shape[d] / W : loop.shape[d];
     for (int k = 0; k <= INPUTS; k++) {
         Operand& operand = k == 0 ? a.out : a.inp[k - 1];
         operand.data = loop.operand[k].data, operand.dtype = loop.operand[k].dtype;
         for (int d = 0; d < loop.rank; d++) operand.stride[d] = loop.operand[k].stride[d] * (d == last ? W : 1);
     }
+    const int64_t rows = loop.numel() / loop.inner();
+    if (W == 1 && ragged_rows(loop)) {
+        a.pieces = (loop.inner() + 7 + 7) / 8, a.packs = rows * a.pieces;  // 7: the most that begin and end may lack
+        ragged_rows_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS)), THREADS, 0, cuda_stream(stream)>>>(a);
+        check_launch(op, stream);
+        return;
+    }
     if (W == 1 && loop.inner() >= 2 * WARP) {
-        a.pieces = ceil_div(loop.inner(), PIECE), a.packs = loop.numel() / loop.inner() * a.pieces;
+        a.pieces = ceil_div(loop.inner(), PIECE), a.packs = rows * a.pieces;
         row_pieces_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS / WARP)), THREADS, 0, cuda_stream(stream)>>>(a);
         check_launch(op, stream);
         return;
@@ -407,6 +510,8 @@ __device__ __forceinline__ void store_result(const Reduce& a, int64_t piece, int
 // A group of threads for each result: the block, or a.group threads of a warp.
 template <TensorFunction F, int W, bool BLOCK>
 __global__ void __launch_bounds__(THREADS) along_kernel(const __grid_constant__ Reduce a) {
+    let_next_start();
+    wait_for_previous();
     const int group = BLOCK ? THREADS : a.group, lane = int(threadIdx.x) & (group - 1);
     const RowItem block = row_item(blockIdx.x, a.blocks);
     const int64_t result = (block.item * THREADS + threadIdx.x) >> (31 - __clz(group));
@@ -433,6 +538,8 @@ __global__ void __launch_bounds__(THREADS) along_kernel(const __grid_constant__ 
 // ROWS threads share the axis of a pack of results, and THREADS / ROWS packs stand side by side.
 template <TensorFunction F, int W, int ROWS>
 __global__ void __launch_bounds__(THREADS) across_kernel(const __grid_constant__ Reduce a) {
+    let_next_start();
+    wait_for_previous();
     constexpr int COLUMNS = THREADS / ROWS;
     const int column = threadIdx.x % COLUMNS, row = threadIdx.x / COLUMNS;
     const RowItem block = row_item(blockIdx.x, a.blocks);
@@ -501,9 +608,10 @@ ReducePlan plan_reduction(const Reduction& r, bool in_pieces = true) {
         plan.group = 4;
         while (plan.group < WARP && packs > IN_FLIGHT * plan.group) plan.group *= 2;
     }
-    // As many pieces as give each multiprocessor 16 blocks, but none shorter than IN_FLIGHT packs for a thread.
+    // As many pieces as give each multiprocessor BLOCKS blocks, but none shorter than IN_FLIGHT packs for a thread.
+    constexpr int64_t BLOCKS = 16;
     const int64_t blocks = ceil_div(items, THREADS / plan.group);
-    const int64_t wanted = in_pieces ? ceil_div(16 * multiprocessors, blocks) : 1;
+    const int64_t wanted = in_pieces ? std::max<int64_t>(1, BLOCKS * multiprocessors / blocks) : 1;
     const int64_t least = IN_FLIGHT * plan.group * (plan.along ? plan.W : 1);
     const int64_t pieces = std::max<int64_t>(1, std::min(wanted, n / least));
     const int64_t unit = plan.along ? plan.group * plan.W : 1;
@@ -535,27 +643,28 @@ void launch_reduce(const char* op, const Reduction& r, const ReducePlan& plan, f
     }
     a.items = a.results / W, a.blocks = ceil_div(a.items, THREADS / plan.group), a.group = plan.group;
     const dim3 grid = grid_of(a.blocks * plan.pieces);
-    const auto launch = [&](auto width) {
+    const auto launch = [&](auto kernel) { launch_dependent(op, kernel, grid, THREADS, 0, stream, a); };
+    const auto launch_width = [&](auto width) {
         if (plan.along && plan.group == THREADS)
-            along_kernel<F, width, true><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            launch(along_kernel<F, width, true>);
         else if (plan.along)
-            along_kernel<F, width, false><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            launch(along_kernel<F, width, false>);
         else if (plan.group == 1)
-            across_kernel<F, width, 1><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            launch(across_kernel<F, width, 1>);
         else if (plan.group == 8)
-            across_kernel<F, width, 8><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            launch(across_kernel<F, width, 8>);
         else
-            across_kernel<F, width, 32><<<grid, THREADS, 0, cuda_stream(stream)>>>(a);
+            launch(across_kernel<F, width, 32>);
     };
     if (plan.W == 8)
-        launch(std::integral_constant<int, 8>{});
+        launch_width(std::integral_constant<int, 8>{});
     else if (plan.W == 4)
-        launch(std::integral_constant<int, 4>{});
+        launch_width(std::integral_constant<int, 4>{});
     else
-        launch(std::integral_constant<int, 1>{});
-    check_launch(op, stream);
+        launch_width(std::integral_constant<int, 1>{});
     if (!a.partial) return;
-    // The partial results are an array [pieces, results], reduced over its first dimension.
+    // The partial results are an array [pieces, results], reduced over its first dimension by a kernel whose blocks
+    // wait on the multiprocessors before the first one's have ended.
     Reduction rest = r;
     rest.length = plan.pieces, rest.stride = a.results;
     rest.loop.operand[0].data = partial, rest.loop.operand[0].dtype = DType::F32;
