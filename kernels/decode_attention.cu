@@ -210,14 +210,14 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
 
 constexpr int64_t MAX_STREAM_HS = 128;
 
-// Tiles of a warp under way: about 50 KB of shared memory a block, so that four blocks share a multiprocessor.
+// Tiles of a warp under way: about 50 KB of shared memory a block, so that three blocks share a multiprocessor.
 template <int D>
 constexpr int STREAM_STAGES = D <= 32   ? 5
                               : D <= 64 ? 3
                                         : 2;
 
 template <int D, typename T>
-__global__ void __launch_bounds__(THREADS, D <= 64 ? 4 : 3) stream_kernel(const Decode<T> a) {
+__global__ void __launch_bounds__(THREADS, 3) stream_kernel(const Decode<T> a) {
     using Stream = KeyStream<T, D, STREAM_STAGES<D>, WARPS>;
     extern __shared__ __align__(16) char memory[];
     __shared__ __align__(16) T queries[2 * STREAM_HEADS][PITCH<T, D>];
