@@ -151,6 +151,11 @@ TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
     check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
     check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
+    // CUDA: so many blocks that heads of up to 64 run more of them at a time.
+    for (const int64_t HS : {32, 64}) {
+        check(activation(), {140, 140, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, HS);
+        check(activation(), {240, 120, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, 0);
+    }
     for (const int64_t group : {4, 8, 9, 20}) check(activation(), {2 * group, 2, 64, 600}, 1, {0}, {530}, 64);
 }
 
@@ -169,8 +174,9 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
         Shape z;
         std::vector<int32_t> positions;
     };
-    for (const Batch& batch :
-         std::vector<Batch>{{{4, 2, 64, 700}, {500, 64, 699, 3}}, {{2, 1, 32, 8300}, {8299, 64}}}) {
+    for (const Batch& batch : std::vector<Batch>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
+                                                 {{2, 1, 32, 8300}, {8299, 64}},
+                                                 {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
         const Shape& z = batch.z;
         const std::vector<int32_t>& positions = batch.positions;
         std::vector<int32_t> slots(positions.size());

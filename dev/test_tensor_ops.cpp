@@ -355,6 +355,28 @@ TEST(TensorZip, RowsThatBeginAnywhere) {
             }
 }
 
+// Rows of 16-bit elements, whole vectors or not, of any number, two blocks of them; y is a row, a column, a row of each
+// block, or as x.
+TEST(TensorZip, AnyNumberOfRows) {
+    for (const DType T : {DType::BF16, DType::F16})
+        for (const int64_t C : {64, 67, 136})
+            for (const int64_t N : {1, 2, 7, 8, 15, 16, 17, 63, 65, 200}) {
+                SCOPED_TRACE(str(dtype_name(T), " [2, ", N, ", ", C, "]"));
+                const TestArray x = TestArray::random(T, {2, N, C}, 1);
+                for (const Shape& of_y : {Shape{C}, Shape{2, N, 1}, Shape{2, 1, C}, Shape{2, N, C}}) {
+                    View y{TestArray::random(T, {2 * N * C}, 2), {}};
+                    y.tensor = shaped(y.memory, of_y);
+                    const TestArray out = TestArray::poisoned(T, {2, N, C});
+                    tensor_zip(out, F::Sub, x, y.tensor, Stream{});
+                    const std::vector<double> b = broadcast(y, {2, N, C});
+                    std::vector<double> expected;
+                    for (size_t i = 0; i < b.size(); i++) expected.push_back(rounded(T, x.values()[i] - b[i]));
+                    expect_equal(out.fetch(), expected);
+                    if (HasFailure()) return;
+                }
+            }
+}
+
 // Sizes whose launch would pass 65,535 blocks in y or z if dimensions were laid out so.
 TEST(TensorZip, LongDimensionsOfEveryKind) {
     const Shape shapes[] = {{70000, 1, 3}, {3, 70000, 2}, {2, 3, 70000}, {70000, 5}, {66000, 1, 1, 4}};

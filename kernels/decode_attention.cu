@@ -19,23 +19,6 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int64_t MAX_HS = 256;
 
-template <typename T>
-struct Decode {
-    T *out, *k_cache, *v_cache;
-    const T* qkv;
-    const int32_t *slots, *positions;
-    Angles angles;
-    unsigned* counters;             // [N, NKV, passes]
-    float *sums, *maxima, *totals;  // of pieces: Σ p·v [N, pieces, NH, HS]; maximum, Σ p [N, pieces, NH]
-    int64_t out_stride, qkv_stride, num_slots, capacity;
-    int NH, NKV, HS, pieces, passes;  // passes: blocks for each piece and KV head
-    int lanes;                        // decode_kernel: of a warp that share a key, a power of two
-    bool wide;                        // sums may be read 16 bytes at a time
-    float scale;
-
-    __device__ __forceinline__ int64_t row() const { return int64_t(NKV) * HS; }
-};
-
 // What a block is to do: a piece of sequence n for query heads head0, head0 + 1, … which read KV head kv.
 struct Task {
     int n, kv, head0, heads;
@@ -46,12 +29,38 @@ struct Task {
     __device__ __forceinline__ bool ends_context() const { return piece == used - 1; }
 };
 
+template <typename T>
+struct Decode {
+    T *out, *k_cache, *v_cache;
+    const T* qkv;
+    const int32_t *slots, *positions;
+    Angles angles;
+    unsigned* counters;             // [N, NKV, passes]
+    float *sums, *maxima, *totals;  // of pieces: Σ p·v [N, pieces, NH, HS]; maximum, Σ p [N, pieces, NH]
+    int64_t out_stride, qkv_stride, num_slots, capacity;
+    int NH, NKV, HS, pieces, passes;  // passes: blocks for each piece and KV head
+    int group;                        // query heads of a KV head
+    int lanes;                        // decode_kernel: of a warp that share a key, a power of two
+    float scale;
+
+    __device__ __forceinline__ int64_t row() const { return int64_t(NKV) * HS; }
+    // Of the blocks that share a sequence and KV head, and a pass.
+    __device__ __forceinline__ unsigned* counter() const { return counters + blockIdx.z * gridDim.x + blockIdx.x; }
+    // The new token's of a task; its value lies a row() behind its key.
+    __device__ __forceinline__ const T* queries(const Task& t) const {
+        return qkv + t.n * qkv_stride + int64_t(t.head0) * HS;
+    }
+    __device__ __forceinline__ const T* new_key(const Task& t) const {
+        return qkv + t.n * qkv_stride + int64_t(NH + t.kv) * HS;
+    }
+};
+
 // False where there is nothing to do. HEADS: of a pass. piece_of(length): keys of a piece.
 template <int HEADS, typename T, typename PieceOf>
 __device__ __forceinline__ bool find_task(const Decode<T>& a, Task& t, PieceOf piece_of) {
-    const int pass = blockIdx.x % a.passes, group = a.NH / a.NKV;
-    t.n = blockIdx.z, t.kv = blockIdx.x / a.passes, t.piece = blockIdx.y;
-    t.head0 = t.kv * group + pass * HEADS, t.heads = min(HEADS, group - pass * HEADS);
+    t.n = blockIdx.z, t.kv = a.passes == 1 ? blockIdx.x : blockIdx.x / a.passes, t.piece = blockIdx.y;
+    const int pass = blockIdx.x - t.kv * a.passes;
+    t.head0 = t.kv * a.group + pass * HEADS, t.heads = min(HEADS, a.group - pass * HEADS);
     const int position = a.positions[t.n], slot = a.slots[t.n];
     if (position < 0 || position >= a.capacity || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
@@ -67,58 +76,53 @@ __device__ __forceinline__ bool find_task(const Decode<T>& a, Task& t, PieceOf p
     return true;
 }
 
-// The new token's key, turned, and its value: body(channel, key, value) for every channel.
-template <typename T, typename Body>
-__device__ __forceinline__ void for_new_key(const Decode<T>& a, const Task& t, Body body) {
-    const T* const k = a.qkv + t.n * a.qkv_stride + int64_t(a.NH + t.kv) * a.HS;
-    const T* const v = k + a.row();
-    const float* const turn = a.angles.of(t.n);
-    for (int c = threadIdx.x; c < a.HS; c += THREADS) body(c, from_float<T>(rotated(k, c, turn, a.angles.pairs)), v[c]);
-}
-
-// W channels of every fourth piece a lane, 32 pieces at a time; a warp for each head.
+// A warp takes 8·W channels of a head from 32 pieces at a time: W of every fourth piece a lane. All that it reads is
+// asked for before anything waits, and earlier sums shrink where the maximum grows.
 template <int W, typename T>
 __device__ __forceinline__ void combine_pieces(const Decode<T>& a, const Task& t, T* out) {
     constexpr int SIDE = 8, ROWS = WARP / SIDE, ROUNDS = WARP / ROWS;
-    const int lane = threadIdx.x % WARP;
-    for (int h = int(threadIdx.x) / WARP; h < t.heads; h += WARPS) {
+    const int lane = threadIdx.x % WARP, strips = (a.HS + SIDE * W - 1) / (SIDE * W);
+#pragma unroll 1
+    for (int i = int(threadIdx.x) / WARP; i < t.heads * strips; i += WARPS) {
+        const int h = i / strips, c = (i - h * strips) * SIDE * W + lane % SIDE * W;
         const auto index = [&](int p) { return (int64_t(t.n) * a.pieces + p) * a.NH + t.head0 + h; };
         float max = -INFINITY, total = 0;
-        for (int p = lane; p < t.used; p += WARP) max = nan_max(max, __ldcg(a.maxima + index(p)));
-        max = warp_max(max);
-        const auto weight_of = [&](int p) { return p < t.used ? expf(__ldcg(a.maxima + index(p)) - max) : 0.0f; };
-        for (int p = lane; p < t.used; p += WARP) total += weight_of(p) * __ldcg(a.totals + index(p));
-        total = warp_sum(total);
-        for (int c0 = 0; c0 < a.HS; c0 += SIDE * W) {
-            const int c = c0 + lane % SIDE * W;
-            Floats<W> x{};
-            for (int first = 0; first < t.used; first += WARP) {
-                Floats<W> part[ROUNDS] = {};
+        Floats<W> x{};
+#pragma unroll 1
+        for (int first = 0; first < t.used; first += WARP) {
+            const int mine = first + lane;
+            const float piece_max = mine < t.used ? __ldcg(a.maxima + index(mine)) : -INFINITY,
+                        piece_total = mine < t.used ? __ldcg(a.totals + index(mine)) : 0.0f;
+            Floats<W> part[ROUNDS] = {};
 #pragma unroll
-                for (int i = 0; i < ROUNDS; i++) {
-                    const int p = first + i * ROWS + lane / SIDE;
-                    if (p >= t.used || c >= a.HS) continue;
-                    const float* const from = a.sums + index(p) * a.HS + c;
-                    if constexpr (W == 4) {
-                        const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
-                        part[i] = {{four.x, four.y, four.z, four.w}};
-                    } else {
-                        part[i][0] = __ldcg(from);
-                    }
-                }
-                const float weight = weight_of(first + lane);
-#pragma unroll
-                for (int i = 0; i < ROUNDS; i++) {
-                    const float w = __shfl_sync(ALL_LANES, weight, i * ROWS + lane / SIDE);
-#pragma unroll
-                    for (int k = 0; k < W; k++) x[k] += w * part[i][k];
+            for (int r = 0; r < ROUNDS; r++) {
+                const int p = first + r * ROWS + lane / SIDE;
+                if (p >= t.used || c >= a.HS) continue;
+                const float* const from = a.sums + index(p) * a.HS + c;
+                if constexpr (W == 4) {
+                    const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
+                    part[r] = {{four.x, four.y, four.z, four.w}};
+                } else {
+                    part[r][0] = __ldcg(from);
                 }
             }
+            const float highest = nan_max(max, warp_max(piece_max)), shrink = expf(max - highest),
+                        weight = expf(piece_max - highest);
+            max = highest;
+            total = total * shrink + warp_sum(weight * piece_total);
 #pragma unroll
-            for (int k = 0; k < W; k++) {
-                for (int offset = SIDE; offset < WARP; offset *= 2) x[k] += __shfl_xor_sync(ALL_LANES, x[k], offset);
-                if (lane < SIDE && c < a.HS) out[h * a.HS + c + k] = from_float<T>(x[k] / total);
+            for (int k = 0; k < W; k++) x[k] *= shrink;
+#pragma unroll
+            for (int r = 0; r < ROUNDS; r++) {
+                const float w = __shfl_sync(ALL_LANES, weight, r * ROWS + lane / SIDE);
+#pragma unroll
+                for (int k = 0; k < W; k++) x[k] += w * part[r][k];
             }
+        }
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            for (int offset = SIDE; offset < WARP; offset *= 2) x[k] += __shfl_xor_sync(ALL_LANES, x[k], offset);
+            if (lane < SIDE && c < a.HS) out[h * a.HS + c + k] = from_float<T>(x[k] / total);
         }
     }
 }
@@ -130,7 +134,7 @@ struct HeadStats {
 
 // The end of a block: the result, or a part of it that the last block combines with the others. stats(h), sum(h, c):
 // of this block's heads, there for all threads.
-template <typename T, typename Stats, typename Sum>
+template <bool WIDE, typename T, typename Stats, typename Sum>
 __device__ __forceinline__ void finish(const Decode<T>& a, const Task& t, Stats stats, Sum sum) {
     __shared__ bool last_block;
     T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
@@ -150,17 +154,13 @@ __device__ __forceinline__ void finish(const Decode<T>& a, const Task& t, Stats 
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();  // for all threads of the block: the barrier has ordered their writes before it
-        unsigned* const counter = a.counters + int64_t(t.n) * a.NKV * a.passes + blockIdx.x;
-        last_block = atomicAdd(counter, 1u) == unsigned(t.used - 1);
-        if (last_block) *counter = 0;
+        last_block = atomicAdd(a.counter(), 1u) == unsigned(t.used - 1);
+        if (last_block) *a.counter() = 0;
         __threadfence();
     }
     __syncthreads();
     if (!last_block) return;
-    if (a.wide)
-        combine_pieces<4>(a, t, out);
-    else
-        combine_pieces<1>(a, t, out);
+    combine_pieces<WIDE ? 4 : 1>(a, t, out);
 }
 
 // --- any dtype and head size
@@ -179,13 +179,17 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
 
     const int HS = a.HS;
     const int64_t row = a.row();
+    const float* const turn = a.angles.of(t.n);
     if (t.ends_context()) {
         // Every pass of a KV head writes the same, each for itself to read.
         const int64_t to = t.start + (t.keys - 1) * row;
-        for_new_key(a, t, [&](int c, T key, T value) { a.k_cache[to + c] = key, a.v_cache[to + c] = value; });
+        const T *const k = a.new_key(t), *const v = k + row;
+        for (int c = threadIdx.x; c < HS; c += THREADS) {
+            a.k_cache[to + c] = from_float<T>(rotated(k, c, turn, a.angles.pairs));
+            a.v_cache[to + c] = v[c];
+        }
     }
-    const T* const q = a.qkv + t.n * a.qkv_stride + int64_t(t.head0) * HS;
-    const float* const turn = a.angles.of(t.n);
+    const T* const q = a.queries(t);
     for (int i = threadIdx.x; i < HEADS * HS; i += THREADS) {
         const int h = i / HS, c = i - h * HS;
         queries[h][c] = h < t.heads ? a.scale * rotated(q + h * HS, c, turn, a.angles.pairs) : 0.0f;
@@ -198,7 +202,7 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
                  : V == 2 ? 2
                           : 1>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.keys, t.heads, HS, a.lanes,
                                [] { __syncthreads(); });
-    finish(
+    finish<(W > 1)>(
         a, t,
         [&](int h) {
             return HeadStats{maxima[h], totals[h]};
@@ -210,48 +214,60 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
 
 constexpr int64_t MAX_STREAM_HS = 128;
 
-// Tiles of a warp under way: about 50 KB of shared memory a block, so that three blocks share a multiprocessor.
-template <int D>
-constexpr int STREAM_STAGES = D <= 32   ? 5
-                              : D <= 64 ? 3
-                                        : 2;
+// Tiles of a warp under way, and blocks that share a multiprocessor's memory so. Where there are many blocks, all of
+// them should run at once: heads of 64 have room for six of two tiles. Where there are few, they should ask for more.
+template <int D, bool MANY>
+constexpr int STREAM_STAGES = D <= 32            ? (MANY ? 3 : 5)
+                              : D <= 64 && !MANY ? 3
+                                                 : 2;
+template <int D, bool MANY>
+constexpr int STREAM_BLOCKS = D <= 64 && MANY ? 6 : 3;
 
-template <int D, typename T>
-__global__ void __launch_bounds__(THREADS, 3) stream_kernel(const Decode<T> a) {
-    using Stream = KeyStream<T, D, STREAM_STAGES<D>, WARPS>;
+template <int D, bool MANY, typename T>
+__global__ void __launch_bounds__(THREADS, STREAM_BLOCKS<D, MANY>) stream_kernel(const Decode<T> a) {
+    using Stream = KeyStream<T, D, STREAM_STAGES<D, MANY>, WARPS>;
     extern __shared__ __align__(16) char memory[];
-    __shared__ __align__(16) T queries[2 * STREAM_HEADS][PITCH<T, D>];
+    T* const queries = reinterpret_cast<T*>(memory + Stream::BYTES);  // [2, heads] rows, PITCH apart
     __shared__ T new_key[D], new_value[D];
     let_next_start();
+    // The keys that went by since the last call have pushed the counter out of L2.
+    if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.counter()));
     wait_for_previous();
+    const float* const turn = a.angles.of(blockIdx.z);  // asked for beside the position
     Task t;
     if (!find_task<STREAM_HEADS>(a, t, stream_piece)) return;
 
     const int cached = t.keys - t.ends_context();
     Stream stream(memory, Stretch<T>{a.k_cache + t.start, a.v_cache + t.start, a.row(), a.HS, t.keys, cached, new_key,
                                      new_value});
-    // While the first keys are on their way. Every pass of a KV head appends the same key.
-    if (t.ends_context()) {
-        const int64_t to = t.start + cached * a.row();
-        for_new_key(a, t, [&](int c, T key, T value) {
-            a.k_cache[to + c] = new_key[c] = key;
-            a.v_cache[to + c] = new_value[c] = value;
-        });
+    // While the first keys are on their way: the new key, which every pass of a KV head appends, a channel a thread,
+    // from the last thread on, so that one query head is the work of other warps; then the query heads.
+    static_assert(D <= THREADS);
+    const int channel = THREADS - 1 - int(threadIdx.x);
+    const bool appends = t.ends_context() && channel < a.HS;
+    T key{}, value{};
+    if (appends) {
+        const T* const k = a.new_key(t);
+        value = k[a.row() + channel];
+        key = from_float<T>(rotated(k, channel, turn, a.angles.pairs));
     }
-    const T* const q = a.qkv + t.n * a.qkv_stride + int64_t(t.head0) * a.HS;
-    const float* const turn = a.angles.of(t.n);
+    const T* const q = a.queries(t);
     const float scale = a.scale * LOG2E;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < STREAM_HEADS * D; i += THREADS) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < t.heads * D; i += THREADS) {
         const int h = i / D, c = i % D;
-        const bool inside = h < t.heads && c < a.HS;
-        const float x = inside ? scale * rotated(q + h * a.HS, c, turn, a.angles.pairs) : 0.0f;
-        queries[h][c] = from_float<T>(x);
-        queries[h + STREAM_HEADS][c] = from_float<T>(x - rounded_to<T>(x));
+        const float x = c < a.HS ? scale * rotated(q + h * a.HS, c, turn, a.angles.pairs) : 0.0f;
+        queries[h * PITCH<T, D> + c] = from_float<T>(x);
+        queries[(t.heads + h) * PITCH<T, D> + c] = from_float<T>(x - rounded_to<T>(x));
+    }
+    if (appends) {
+        const int64_t to = t.start + cached * a.row() + channel;
+        a.k_cache[to] = new_key[channel] = key;
+        a.v_cache[to] = new_value[channel] = value;
     }
     __syncthreads();
-    stream.run(&queries[0][0]);
-    finish(
+    stream.run(queries, t.heads);
+    finish<true>(
         a, t, [&](int h) { return stream.weights(h); },
         [&](const typename Stream::Weights& w, int h, int c) { return stream.sum(w, h, c); });
 }
@@ -276,7 +292,7 @@ int64_t partial_bytes(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
 template <typename T>
 void launch(const char* op, void (*kernel)(Decode<T>), Decode<T> a, int64_t N, int heads, int64_t shared_bytes,
             Stream stream) {
-    a.passes = int(ceil_div(a.NH / a.NKV, heads));
+    a.passes = int(ceil_div(a.group, heads));
     const dim3 grid(unsigned(a.NKV * a.passes), unsigned(a.pieces), unsigned(N));
     launch_dependent(op, kernel, grid, THREADS, size_t(shared_bytes), stream, a);
 }
@@ -290,20 +306,26 @@ void launch_any(const char* op, const Decode<T>& a, int64_t N, Stream stream) {
         launch(op, decode_kernel<W, V, WIDE_HEADS, T>, a, N, WIDE_HEADS, 0, stream);
 }
 
+template <int D, bool MANY, typename T>
+void launch_stream(const char* op, const Decode<T>& a, int64_t N, Stream stream) {
+    const int64_t queries = 2 * std::min(a.group, STREAM_HEADS) * PITCH<T, D> * int64_t(sizeof(T)),
+                  bytes = KeyStream<T, D, STREAM_STAGES<D, MANY>, WARPS>::BYTES + queries;
+    const auto kernel = stream_kernel<D, MANY, T>;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
+    launch(op, kernel, a, N, STREAM_HEADS, bytes, stream);
+}
+
 template <typename T>
 void launch_stream(const char* op, Decode<T> a, int64_t N, Stream stream) {
     a.pieces = int(std::min<int64_t>(a.pieces, STREAM_PIECES));
-    const auto run = [&](auto size) {
-        constexpr int D = decltype(size)::value;
-        constexpr int64_t bytes = KeyStream<T, D, STREAM_STAGES<D>, WARPS>::BYTES;
-        const auto kernel = stream_kernel<D, T>;
-        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
-        launch(op, kernel, a, N, STREAM_HEADS, bytes, stream);
-    };
-    if (a.HS <= 32) return run(std::integral_constant<int, 32>{});
-    if (a.HS <= 64) return run(std::integral_constant<int, 64>{});
-    if (a.HS <= 96) return run(std::integral_constant<int, 96>{});
-    run(std::integral_constant<int, int(MAX_STREAM_HS)>{});
+    const int64_t blocks = N * a.pieces * a.NKV * ceil_div(a.group, STREAM_HEADS);
+    const bool many = blocks > 3 * num_multiprocessors();
+    if (a.HS <= 32)
+        return many ? launch_stream<32, true>(op, a, N, stream) : launch_stream<32, false>(op, a, N, stream);
+    if (a.HS <= 64)
+        return many ? launch_stream<64, true>(op, a, N, stream) : launch_stream<64, false>(op, a, N, stream);
+    if (a.HS <= 96) return launch_stream<96, true>(op, a, N, stream);
+    launch_stream<int(MAX_STREAM_HS), true>(op, a, N, stream);
 }
 
 }  // namespace
@@ -334,13 +356,12 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, place.max_length), heads = z.N * pieces * z.NH;
         a.sums = reinterpret_cast<float*>(static_cast<char*>(scratch.data) + (scratch.bytes() - bytes) / 16 * 16);
         a.maxima = a.sums + heads * z.HS, a.totals = a.maxima + heads;
-        a.wide = z.HS % 4 == 0 && rows_aligned({scratch});
         a.out_stride = row_stride(out), a.qkv_stride = row_stride(qkv);
         a.num_slots = z.slots, a.capacity = z.capacity;
-        a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS);
+        a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS), a.group = a.NH / a.NKV;
         a.pieces = int(pieces);
         a.scale = scale;
-        const bool full = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({k_cache, v_cache});
+        const bool full = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({k_cache, v_cache, scratch});
         if constexpr (!std::is_same_v<T, float>) {
             if (full && z.HS <= MAX_STREAM_HS) return launch_stream(op, a, z.N, stream);
         }

@@ -46,10 +46,15 @@ class KeyStream {
         for (int stage = 0; stage < STAGES; stage++) fetch(stage, warp + stage * WARPS);
     }
 
-    // q: [16, D] in shared memory, PITCH apart: heads scaled to scores in units of ln 2, rounded, and from row 8 on
-    // what that left. Ends with a barrier; then result() and sum() may be asked.
-    __device__ __forceinline__ void run(const T* q) {
-        const LeftTile<T, 1, D, true> queries(q);
+    // q: [2·heads, D] in shared memory, PITCH apart: heads scaled to scores in units of ln 2, rounded, and behind them
+    // what that left. Ends with a barrier; then weights() and sum() of these heads may be asked.
+    __device__ __forceinline__ void run(const T* q, int heads) {
+        // Rows that no head needs repeat the last one: nobody asks for their sums.
+        const int lane = lane_id(), row = min(lane % STREAM_HEADS, heads - 1) + (lane & STREAM_HEADS ? heads : 0);
+        uint32_t queries[D / 16][4];
+#pragma unroll
+        for (int k = 0; k < D / 16; k++)
+            load_matrix(queries[k], shared_address(q + row * PITCH<T, D> + lane / 16 * 8 + k * 16));
         float max = -INFINITY, sum = 0, o[1][D / 8][4] = {};
         int stage = 0;
 #pragma unroll 1
@@ -58,7 +63,7 @@ class KeyStream {
             __syncwarp();
             if (tile * STREAM_KEYS + STREAM_KEYS > s.cached) append(stage, s.cached - tile * STREAM_KEYS);
             float S[1][STREAM_KEYS / 8][4] = {};
-            product_nt(S, queries, keys(stage));
+            score(S[0], queries, keys(stage));
             weigh(S, s.keys - tile * STREAM_KEYS, max, sum, o);
             product_nn<T, D>(o, S, values(stage));
             __syncwarp();
@@ -67,7 +72,7 @@ class KeyStream {
         }
         // In the warp's own ring, which is empty.
         sum = row_sum(sum);
-        const int g = lane_id() / 4, t = lane_id() % 4;
+        const int g = lane / 4, t = lane % 4;
         Left& left = left_by(warp);
         if (t == 0) left.maxima[g] = max, left.totals[g] = sum;
 #pragma unroll
@@ -146,6 +151,21 @@ class KeyStream {
             values(stage)[row * PITCH<T, D> + c] = s.last_v[c];
         }
         __syncwarp();
+    }
+
+    // S += Q·Kᵀ of a tile.
+    __device__ __forceinline__ static void score(float (&S)[STREAM_KEYS / 8][4], const uint32_t (&q)[D / 16][4],
+                                                 const T* k) {
+        static_assert(STREAM_KEYS == 16);
+        const int lane = lane_id();
+        const uint32_t at = shared_address(k + (lane % 8 + lane / 16 * 8) * PITCH<T, D> + lane / 8 % 2 * 8);
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            uint32_t right[4];
+            load_matrix(right, at + i * 16 * int(sizeof(T)));
+            mma<T>(S[0], q[i], right[0], right[1]);
+            mma<T>(S[1], q[i], right[2], right[3]);
+        }
     }
 
     // Scores to p = 2^(S − max), in rows 0 … 7 as T will round them, in rows 8 … 15 what that leaves; earlier sums
