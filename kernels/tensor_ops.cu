@@ -333,7 +333,7 @@ struct PackOfRow {
 };
 
 template <int INPUTS>
-__global__ void __launch_bounds__(THREADS) walk_rows_kernel(const __grid_constant__ Elementwise<INPUTS> a) {
+__global__ void __launch_bounds__(THREADS, 4) walk_rows_kernel(const __grid_constant__ Elementwise<INPUTS> a) {
     constexpr int W = PackOfRow::W, AT_ONCE = 2;  // rows whose loads are in flight together
     const int last = a.rank - 1, walk = last - 1;
     const int64_t index = blockIdx.x * int64_t(THREADS) + threadIdx.x, length = a.size[last];
@@ -378,16 +378,17 @@ __global__ void __launch_bounds__(THREADS) walk_rows_kernel(const __grid_constan
                 if (step != 0 && row + u < rows)
                     stored[u][k] = PackOfRow(inp[k], begin, length, a.inp[k].stride[last] == 0).load(inp[k] + u * step);
             }
+        Floats<W> z[AT_ONCE];
         with_function<INPUTS>(a.f, [&](auto f) {
 #pragma unroll
-            for (int u = 0; u < AT_ONCE; u++) {
-                if (row + u >= rows) continue;
-                const Floats<W> x = as_floats(stored[u][0], a.inp[0].dtype),
-                                y = as_floats(stored[u][INPUTS - 1], a.inp[INPUTS - 1].dtype);
-                of_out.store(out + u * SIDE * a.out.stride[walk], a.out.dtype,
-                             apply_each<decltype(f)::value>(x, y, a.bf16));
-            }
+            for (int u = 0; u < AT_ONCE; u++)
+                z[u] =
+                    apply_each<decltype(f)::value>(as_floats(stored[u][0], a.inp[0].dtype),
+                                                   as_floats(stored[u][INPUTS - 1], a.inp[INPUTS - 1].dtype), a.bf16);
         });
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+            if (row + u < rows) of_out.store(out + u * SIDE * a.out.stride[walk], a.out.dtype, z[u]);
         out += AT_ONCE * SIDE * a.out.stride[walk];
 #pragma unroll
         for (int k = 0; k < INPUTS; k++) inp[k] += AT_ONCE * SIDE * a.inp[k].stride[walk];
@@ -675,8 +676,13 @@ ReducePlan plan_reduction(const Reduction& r, bool in_pieces = true) {
     } else if (packs > 1024 || (packs > 256 && results < 64 * multiprocessors)) {
         plan.group = THREADS;
     } else {
+        // Threads that end after one round of loads leave memory idle in between; four where there are results enough.
+        const auto suffices = [&](int64_t group) {
+            return packs <= IN_FLIGHT * group ||
+                   (packs <= 4 * IN_FLIGHT * group && results * group >= 4096 * multiprocessors);
+        };
         plan.group = 4;
-        while (plan.group < WARP && packs > IN_FLIGHT * plan.group) plan.group *= 2;
+        while (plan.group < WARP && !suffices(plan.group)) plan.group *= 2;
     }
     // As many pieces as give each multiprocessor BLOCKS blocks, but none shorter than IN_FLIGHT packs for a thread.
     constexpr int64_t BLOCKS = 4;
