@@ -27,7 +27,9 @@ void decode(benchmark::State& state, DType T) {
 const std::vector<std::string> NAMES = {"N", "NH", "NKV", "HS", "length"};
 BENCH(decode, NAMES, (Sizes{{1, 12, 12, 64, 1024}, {8, 12, 12, 64, 1024}, {1, 9, 3, 64, 2048}}),
       (Sizes{{1, 12, 12, 64, 256},
+             {1, 12, 12, 64, 512},
              {1, 12, 12, 64, 1024},
+             {64, 12, 12, 64, 128},
              {64, 12, 12, 64, 256},
              {1, 32, 8, 64, 2048},
              {1, 32, 8, 64, 32768},

@@ -3,6 +3,7 @@
 #include "kernels/decode_attention.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
@@ -130,15 +131,18 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
 }
 
 TEST_P(DecodeAttention, Lengths) {
-    // Below, at and beyond the edges of pieces (64 up to 2048 keys, then 256).
+    // Below, at and beyond the edges of pieces (CPU: 64 up to 2048 keys, then 256).
     for (const int32_t p : {0, 1, 62, 63, 64, 65, 127, 200, 1023, 2047, 2048, 2100})
         check(activation(), {2, 2, 16, 2200}, 1, {0}, {p}, 16);
+    // CUDA: pieces of 256, which 16-bit heads have as long as 32 of them suffice.
+    for (const int32_t p : {254, 255, 256, 511, 512, 4096, 8191, 8192, 8999})
+        check(activation(), {8, 2, 64, 9000}, 1, {0}, {p}, 64);
     check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
     check(activation(), {2, 2, 8, 5}, 1, {0}, {4}, 8);  // the last row of the cache
 }
 
 TEST_P(DecodeAttention, HeadSizes) {
-    for (const int64_t HS : {2, 6, 16, 40, 64, 80, 96, 128, 160, 256})
+    for (const int64_t HS : {2, 6, 8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 256})
         check(activation(), {4, 2, HS, 150}, 2, {1, 0}, {100, 7}, HS);
     check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly turned
 }
@@ -147,6 +151,12 @@ TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
     check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
     check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
+    // CUDA: so many blocks that heads of up to 64 run more of them at a time.
+    for (const int64_t HS : {32, 64}) {
+        check(activation(), {140, 140, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, HS);
+        check(activation(), {240, 120, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, 0);
+    }
+    for (const int64_t group : {4, 8, 9, 20}) check(activation(), {2 * group, 2, 64, 600}, 1, {0}, {530}, 64);
 }
 
 // Slots in any order, sequences of any length beside each other, finished ones and those without room skipped; rows of
@@ -160,25 +170,38 @@ TEST_P(DecodeAttention, UnequalSequences) {
 
 // The same bits alone and in a batch, for any bound on the length, called again, and with any number of threads.
 TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
-    const Shape z{4, 2, 64, 700};
-    const std::vector<int32_t> slots{0, 1, 2, 3}, positions{500, 64, 699, 3};
-    const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t max_length) {
-        const Cache cache(activation(), z, 4, slots, positions);
-        const Cache mine(activation(), z, 4, slot, position);
-        Call call(activation(), cache, 64), own(activation(), mine, 64);
-        own.place.max_length = max_length;
-        const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
-        const int64_t first = slot[0];
-        Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
-        decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
-        return out.fetch();
+    struct Batch {
+        Shape z;
+        std::vector<int32_t> positions;
     };
-    const std::vector<double> together = run(slots, positions, 700);
-    for (int32_t s = 0; s < 4; s++) {
-        const std::vector<double> row(together.begin() + s * 256, together.begin() + (s + 1) * 256);
-        expect_same_bits("alone", row, run({s}, {positions[size_t(s)]}, positions[size_t(s)] + 1));
+    for (const Batch& batch : std::vector<Batch>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
+                                                 {{2, 1, 32, 8300}, {8299, 64}},
+                                                 {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
+        const Shape& z = batch.z;
+        const std::vector<int32_t>& positions = batch.positions;
+        std::vector<int32_t> slots(positions.size());
+        std::iota(slots.begin(), slots.end(), 0);
+        const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position,
+                             int64_t max_length) {
+            const Cache cache(activation(), z, int64_t(slots.size()), slots, positions);
+            const Cache mine(activation(), z, int64_t(slots.size()), slot, position);
+            Call call(activation(), cache, z.HS), own(activation(), mine, z.HS);
+            own.place.max_length = max_length;
+            const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
+            const int64_t first = slot[0];
+            Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
+            decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
+            return out.fetch();
+        };
+        const std::vector<double> together = run(slots, positions, z.capacity);
+        const int64_t width = z.NH * z.HS;
+        for (size_t s = 0; s < slots.size(); s++) {
+            const std::vector<double> row(together.begin() + int64_t(s) * width,
+                                          together.begin() + int64_t(s + 1) * width);
+            expect_same_bits("alone", row, run({slots[s]}, {positions[s]}, positions[s] + 1));
+        }
+        expect_deterministic("decode_attention", [&] { return run(slots, positions, z.capacity + 3); });
     }
-    expect_deterministic("decode_attention", [&] { return run(slots, positions, 703); });
 }
 
 // One scratch for calls of any size, one after the other, as a batch that shrinks and grows makes them.

@@ -3,6 +3,7 @@
 #include "kernels/tensor_ops.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "dev/reference.h"
@@ -239,6 +240,23 @@ TEST(TensorFunctions, SpecialValuesAreThoseOfNumPy) {
     expect(F::ReluBack, {0, 0, -0.0, 0, 0, INF, 0});
 }
 
+// Of every positive number of bf16, subnormal ones too: to 0.6 units in the last place.
+TEST(TensorFunctions, LogOfEveryBf16) {
+    std::vector<double> xs;
+    for (uint32_t bits = 1; bits < 0x7f80; bits++) {
+        const uint32_t word = bits << 16;
+        float x;
+        std::memcpy(&x, &word, sizeof(x));
+        xs.push_back(double(x));
+    }
+    const TestArray x = TestArray::of(DType::BF16, xs, {int64_t(xs.size())});
+    const std::vector<double> got = run(F::Log, DType::BF16, x, x);
+    for (size_t i = 0; i < xs.size(); i++) {
+        const double exact = std::log(xs[i]), unit = exact == 0 ? 0 : std::ldexp(1.0, std::ilogb(exact) - 7);
+        ASSERT_LE(std::fabs(got[i] - exact), 0.6 * unit) << "ln " << xs[i] << " is " << got[i] << ", not " << exact;
+    }
+}
+
 // is_close has no tolerance of its own: the difference is exact.
 TEST(TensorFunctions, IsCloseIsExactAtTheEdge) {
     std::vector<double> xs, ys;
@@ -301,6 +319,61 @@ TEST(TensorZip, OddRowsForwardsAndBackwards) {
                 for (int64_t i = 0; i < N * C; i++) expected[size_t(i)] = -a[size_t(i)];
                 expect_equal(out.fetch(), expected);
                 if (HasFailure()) return;
+            }
+}
+
+// Rows of 16-bit elements that begin anywhere within 16 bytes, each operand's elsewhere, with gaps between them; rows
+// and columns that repeat.
+TEST(TensorZip, RowsThatBeginAnywhere) {
+    for (const DType T : {DType::BF16, DType::F16})
+        for (const int64_t C : {64, 65, 71, 130, 1023})
+            for (int64_t offset = 0; offset < 8; offset++) {
+                const int64_t N = 9;
+                SCOPED_TRACE(str(dtype_name(T), " [", N, ", ", C, "] offset ", offset));
+                const auto view = [&](TestArray memory, int64_t first, int64_t row, int64_t column) {
+                    View v{std::move(memory), {}};
+                    v.tensor = shaped(v.memory, {N, C});
+                    v.tensor.data = static_cast<char*>(v.memory.tensor().data) + first * 2;
+                    v.tensor.stride[0] = row, v.tensor.stride[1] = column;
+                    return v;
+                };
+                const int64_t size = N * (C + 9) + 16;
+                const View x = view(TestArray::random(T, {size}, 1), offset * 3 % 8, C + 1, 1);
+                for (const View& y : {view(TestArray::random(T, {size}, 2), offset * 5 % 8, C + 8, 1),
+                                      view(TestArray::random(T, {size}, 2), offset, 0, 1),
+                                      view(TestArray::random(T, {size}, 2), offset, 1, 0),
+                                      view(TestArray::random(T, {size}, 2), offset + (N - 1) * (C + 3), -C - 3, 1)}) {
+                    const View out = view(TestArray::poisoned(T, {size}), offset, C + offset % 3, 1);
+                    const std::vector<double> a = x.values(), b = y.values();
+                    std::vector<double> expected;
+                    for (int64_t i = 0; i < N * C; i++) expected.push_back(rounded(T, a[size_t(i)] + b[size_t(i)]));
+                    tensor_zip(out.tensor, F::Add, x.tensor, y.tensor, Stream{});
+                    expect_equal(out.fetch(), expected);
+                    EXPECT_TRUE(out.gaps_untouched());
+                    if (HasFailure()) return;
+                }
+            }
+}
+
+// Rows of 16-bit elements, whole vectors or not, of any number, two blocks of them; y is a row, a column, a row of each
+// block, or as x.
+TEST(TensorZip, AnyNumberOfRows) {
+    for (const DType T : {DType::BF16, DType::F16})
+        for (const int64_t C : {64, 67, 136})
+            for (const int64_t N : {1, 2, 7, 8, 15, 16, 17, 63, 65, 200}) {
+                SCOPED_TRACE(str(dtype_name(T), " [2, ", N, ", ", C, "]"));
+                const TestArray x = TestArray::random(T, {2, N, C}, 1);
+                for (const Shape& of_y : {Shape{C}, Shape{2, N, 1}, Shape{2, 1, C}, Shape{2, N, C}}) {
+                    View y{TestArray::random(T, {2 * N * C}, 2), {}};
+                    y.tensor = shaped(y.memory, of_y);
+                    const TestArray out = TestArray::poisoned(T, {2, N, C});
+                    tensor_zip(out, F::Sub, x, y.tensor, Stream{});
+                    const std::vector<double> b = broadcast(y, {2, N, C});
+                    std::vector<double> expected;
+                    for (size_t i = 0; i < b.size(); i++) expected.push_back(rounded(T, x.values()[i] - b[i]));
+                    expect_equal(out.fetch(), expected);
+                    if (HasFailure()) return;
+                }
             }
 }
 
