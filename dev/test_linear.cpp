@@ -163,6 +163,8 @@ TEST_P(Linear, SomeRows) {
     check({64, 3072, 70, NormKind::None, Activation::None, true, true}, activation());
     check({63, 2048, 66, NormKind::RMSNorm, Activation::None, false, true}, activation());
     check({12, 4096, 33, NormKind::None, Activation::GELU}, activation());
+    check({61, 768, 2304, NormKind::LayerNorm, Activation::None, true}, activation());
+    check({20, 1024, 2200, NormKind::RMSNorm, Activation::SwiGLU}, activation());
     for (const int64_t N : {9, 12, 33, 63, 64})
         for (const int64_t C : {8, 64, 72, 776})
             for (const int64_t OC : {2, 50, 74, 2310}) {
@@ -175,13 +177,21 @@ TEST_P(Linear, SomeRows) {
             }
 }
 
+// An output head: so many outputs that on a GPU every multiprocessor has several tiles of them.
+TEST_P(Linear, ManyOutputs) {
+    check({64, 72, 17001, NormKind::LayerNorm, Activation::None, true}, activation());
+    check({33, 264, 17000, NormKind::RMSNorm, Activation::None}, activation());
+    check({9, 1024, 17002, NormKind::None, Activation::None, true, false, 8}, activation());
+}
+
 // A text that goes on while others end keeps its bits as long as the same kernel takes it; in fp32 that is the library,
 // which promises nothing.
 TEST_P(Linear, SomeRowsAreIndependent) {
     if (activation() == DType::F32) return;
     for (const Case& c : {Case{64, 768, 70, NormKind::LayerNorm, Activation::GELU, true},
                           Case{64, 768, 2304, NormKind::RMSNorm, Activation::None},
-                          Case{64, 3072, 52, NormKind::None, Activation::None, true, true}}) {
+                          Case{64, 3072, 52, NormKind::None, Activation::None, true, true},
+                          Case{64, 64, 17000, NormKind::LayerNorm, Activation::None}}) {
         const Arrays a(c, activation());
         const TestArray together = TestArray::poisoned(activation(), {c.N, a.columns});
         a.run(c, together, activation());

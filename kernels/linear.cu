@@ -104,8 +104,7 @@ __device__ __forceinline__ void stage_rows(T* rows, const Layer<T>& a) {
 
 __device__ __forceinline__ void prefetch(const float* data, int64_t n) {
     if (!data) return;
-    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(data + i)));
+    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32) prefetch_line(data + i);
 }
 
 // y: the unit's two sums for row n with their biases; residual: what is added to them.
@@ -494,7 +493,7 @@ bool linear_here(const char* op, const LinearSizes& z, const Layer<T>& a, bool a
     }
     if constexpr (sizeof(T) == 2) {
 #ifdef HAVE_SM90A
-        if (aligned && hopper_linear_takes(z.N, z.C, z.OC, a.norm_weight)) {
+        if (aligned && z.N <= MAX_SOME_ROWS && hopper_linear_takes(a)) {
             hopper_linear(op, a, stream);
             return true;
         }

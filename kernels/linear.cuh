@@ -17,12 +17,13 @@ struct Layer {
     Activation activation;
 };
 
-// ---- the kernel for Hopper GPUs (linear_hopper.cu): 9 to 64 rows of 16-bit numbers. Builds that have it define
+// ---- the kernels for Hopper GPUs (linear_hopper.cu): 9 to 64 rows of 16-bit numbers. Builds that have them define
 // HAVE_SM90A.
 
-// Whether this is such a GPU and the matrix one that the kernel reads faster than the library. Rows of inp and weight,
-// and the norm's vectors, are aligned to 16 bytes.
-bool hopper_linear_takes(int64_t N, int64_t C, int64_t OC, bool has_norm);
+// Whether this is such a GPU and the matrix one that they read faster than the library. Rows of inp and weight, and the
+// norm's vectors, are aligned to 16 bytes.
+template <typename T>
+bool hopper_linear_takes(const Layer<T>& a);
 
 template <typename T>
 void hopper_linear(const char* op, const Layer<T>& a, Stream stream);

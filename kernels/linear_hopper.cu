@@ -11,8 +11,6 @@
 //   4. the sums go to the block that finishes those texts, eight of every 8·S, which adds the S of them up in order.
 //
 // A text's sums have one order, which follows from C and OC alone.
-#include <cstdlib>
-
 #include "kernels/activation.cuh"
 #include "kernels/cluster.cuh"
 #include "kernels/dependent_launch.cuh"
@@ -25,6 +23,7 @@ constexpr int THREADS = 256, TEXTS = 64;
 constexpr int W = 8;             // elements of 16 bytes
 constexpr int TEAM = CHUNK / W;  // threads side by side in a row of a tile
 constexpr int MAX_SLICE = 512, MAX_NORM_SLICE = 256;
+constexpr int64_t MAX_WEIGHTS = 4 << 20;  // beyond, reading the weights takes longer than the library's launch
 
 // A block's columns: `width`, a multiple of the 16 that a product contracts at a time, of which `count` exist.
 struct Slice {
@@ -282,49 +281,242 @@ __global__ void __launch_bounds__(THREADS, 2) cluster_kernel(const Layer<T> a) {
     }
 }
 
+// --- many weights: a ring
+
+// An output head: what counts is that reading it never pauses. Every block keeps all texts in shared memory and takes
+// tiles of weight in turn; one warpgroup copies them to a ring of stages, from before the kernel before has ended, the
+// other multiplies.
+constexpr int STAGES = 5, STAGE_COLUMNS = 2 * CHUNK, MAX_RING_C = 1024;
+constexpr int STAGE_ROWS = 64, STAGE_BYTES = STAGE_ROWS * STAGE_COLUMNS * 2;
+
+struct RingBarriers {
+    Barrier full[STAGES], empty[STAGES];
+};
+
+int ring_stages_of_row(int64_t C) {
+    return int(ceil_div(C, STAGE_COLUMNS));
+}
+int ring_bytes(int64_t C) {
+    return SWIZZLE_ALIGNMENT + ring_stages_of_row(C) * TEXTS * STAGE_COLUMNS * 2 + STAGES * STAGE_BYTES;
+}
+
+// All texts, normalised if there is a norm, to their tile of `width` columns, zeros from column C on.
+template <typename T>
+__device__ __forceinline__ void stage_texts(unsigned char* tile, const Layer<T>& a, int width) {
+    constexpr int EACH = TEXTS / (THREADS / TEAM), PACKS = MAX_RING_C / CHUNK;
+    const int C = int(a.C);
+    const auto text = [&](int i) { return int(threadIdx.x) / TEAM + i * (THREADS / TEAM); };
+    const auto column = [&](int p) { return p * CHUNK + int(threadIdx.x) % TEAM * W; };
+    Pack<T, W> x[EACH][PACKS] = {};
+#pragma unroll
+    for (int i = 0; i < EACH; i++)
+#pragma unroll
+        for (int p = 0; p < PACKS; p++)
+            if (text(i) < a.N && column(p) < C) x[i][p] = load_pack<W>(a.inp + text(i) * a.inp_stride + column(p));
+    float means[EACH] = {}, rstds[EACH] = {};
+    if (a.norm_weight) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            float sum = 0;
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                const Floats<W> v = as_floats(x[i][p]);
+#pragma unroll
+                for (int k = 0; k < W; k++) sum += v[k];
+            }
+            if (a.centred) means[i] = team_sum(sum) / float(C);
+            sum = 0;
+#pragma unroll
+            for (int p = 0; p < PACKS; p++) {
+                if (column(p) >= C) continue;
+                const Floats<W> v = as_floats(x[i][p]);
+#pragma unroll
+                for (int k = 0; k < W; k++) sum = fmaf(v[k] - means[i], v[k] - means[i], sum);
+            }
+            rstds[i] = 1 / sqrtf(team_sum(sum) / float(C) + a.eps);
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        if (column(p) >= width) continue;
+        const bool inside = a.norm_weight && column(p) < C;
+        Floats<W> weight = {}, bias = {};
+        if (inside) weight = load_floats<W>(a.norm_weight + column(p));
+        if (inside && a.norm_bias) bias = load_floats<W>(a.norm_bias + column(p));
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (inside) {
+                Floats<W> v = as_floats(x[i][p]);
+#pragma unroll
+                for (int k = 0; k < W; k++) v[k] = fmaf((v[k] - means[i]) * rstds[i], weight[k], bias[k]);
+                x[i][p] = as_pack<T>(v);
+            }
+            *reinterpret_cast<Pack<T, W>*>(tile + tile_offset<TEXTS>(text(i), column(p))) = x[i][p];
+        }
+    }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 1) ring_kernel(const Layer<T> a) {
+    extern __shared__ unsigned char shared[];
+    __shared__ RingBarriers barriers;
+    let_next_start();
+    const int per_row = (int(a.C) + STAGE_COLUMNS - 1) / STAGE_COLUMNS, width = per_row * STAGE_COLUMNS;
+    unsigned char* const texts =
+        shared + (SWIZZLE_ALIGNMENT - shared_address(shared) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
+    unsigned char* const stages = texts + TEXTS * width * 2;
+    const int64_t tiles = ceil_div(a.columns, STAGE_ROWS);
+    const int64_t uses = (tiles - blockIdx.x + gridDim.x - 1) / gridDim.x * per_row;  // of stages, by this block
+    const bool copies = threadIdx.x >= WARPGROUP;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(&barriers.full[s], WARPGROUP);
+            barrier_init(&barriers.empty[s], WARPGROUP);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+
+    RingPosition<STAGES> place;
+    int64_t tile = blockIdx.x;
+    int part = 0;  // of the tile's rows
+    const auto advance = [&] {
+        place.advance();
+        if (++part == per_row) part = 0, tile += gridDim.x;
+    };
+    const auto copy_stage = [&] {
+        unsigned char* const stage = stages + place.stage * STAGE_BYTES;
+        constexpr int PIECES = STAGE_COLUMNS / W;
+        const int piece = int(threadIdx.x) % PIECES, column = part * STAGE_COLUMNS + piece * W;
+#pragma unroll
+        for (int i = 0; i < STAGE_ROWS / (WARPGROUP / PIECES); i++) {
+            const int r = int(threadIdx.x) % WARPGROUP / PIECES + i * (WARPGROUP / PIECES);
+            const int64_t o = tile * STAGE_ROWS + r;
+            const bool inside = o < a.columns && column < int(a.C);
+            copy_async_16(stage + tile_offset<STAGE_ROWS>(r, piece * W),
+                          inside ? a.weight + o * a.weight_stride + column : a.weight, inside);
+        }
+        barrier_arrive_after_copies(&barriers.full[place.stage]);
+        advance();
+    };
+    const int64_t first_uses = min(uses, int64_t(STAGES));
+    if (copies)
+        for (int64_t i = 0; i < first_uses; i++) copy_stage();
+    wait_for_previous();
+    stage_texts(texts, a, width);
+    fence_async_proxy();
+    __syncthreads();
+
+    if (copies) {
+        for (int64_t i = first_uses; i < uses; i++) {
+            barrier_wait(&barriers.empty[place.stage], place.parity ^ 1);
+            copy_stage();
+        }
+        wait_for_copies();
+        return;
+    }
+    const int warp = int(threadIdx.x) / WARP, lane = lane_id(), g = lane / 4, t = lane % 4;
+    const bool pairs = a.columns % 2 == 0 && a.out_stride % 2 == 0 && reinterpret_cast<uintptr_t>(a.out) % 4 == 0;
+    const uint32_t left = rows_descriptor(shared_address(texts));
+    float sum[STAGE_ROWS / 8][4] = {};
+    for (int64_t i = 0; i < uses; i++) {
+        barrier_wait(&barriers.full[place.stage], place.parity);
+        fence_async_proxy();
+        const uint32_t right = rows_descriptor(shared_address(stages + place.stage * STAGE_BYTES));
+        pin_registers(sum);
+        product_begin();
+#pragma unroll
+        for (int k = 0; k < STAGE_COLUMNS / 16; k++)
+            product_step<T, false, false>(sum, left + step_columns<TEXTS>(part * (STAGE_COLUMNS / 16) + k),
+                                          right + step_columns<STAGE_ROWS>(k), part + k > 0);
+        product_commit();
+        product_wait<0>();
+        pin_registers(sum);
+        barrier_arrive(&barriers.empty[place.stage]);
+        if (part == per_row - 1) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int n = 16 * warp + 8 * half + g;
+                if (n >= a.N) continue;
+#pragma unroll
+                for (int j = 0; j < STAGE_ROWS / 8; j++) {
+                    const int64_t o = tile * STAGE_ROWS + 8 * j + 2 * t;
+                    if (o >= a.columns) continue;
+                    float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+                    if (a.bias) low += as_float(a.bias[o]);
+                    if (a.bias && o + 1 < a.columns) high += as_float(a.bias[o + 1]);
+                    T* const to = a.out + n * a.out_stride + o;
+                    if (pairs) {
+                        *reinterpret_cast<uint32_t*>(to) = pack_two<T>(low, high);
+                        continue;
+                    }
+                    to[0] = from_float<T>(low);
+                    if (o + 1 < a.columns) to[1] = from_float<T>(high);
+                }
+            }
+        }
+        advance();
+    }
+}
+
+template <typename T>
+void launch_ring(const char* op, const Layer<T>& a, Stream stream) {
+    const int bytes = ring_bytes(a.C);
+    const auto kernel = ring_kernel<T>;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+    const int64_t blocks = std::min(ceil_div(a.columns, STAGE_ROWS), num_multiprocessors());
+    launch_dependent(op, kernel, grid_of(blocks), THREADS, size_t(bytes), stream, a);
+}
+
 bool is_hopper() {
     static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
                                device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
     return hopper;
 }
 
-struct Shape {
-    int S, NT;
-};
-Shape shape_of(int64_t C, int64_t OC) {
-    if (const char* e = std::getenv(str("SOME_", C, "x", OC).c_str())) return {e[0] - '0', e[1] - '0'};
-    if (C <= 1024 && ceil_div(OC, 64) * 4 >= num_multiprocessors()) return {4, 8};
-    if (C <= 1024) return {8, 4};
-    return {8, ceil_div(OC, 48) * 8 <= num_multiprocessors() ? 6 : 8};
+template <typename T>
+int64_t rows_of_weight(const Layer<T>& a) {
+    return a.activation == Activation::SwiGLU ? 2 * a.columns : a.columns;
 }
 
+// Whether the ring takes it: a plain product with tiles for all multiprocessors, again and again.
+template <typename T>
+bool in_ring(const Layer<T>& a) {
+    return a.activation == Activation::None && !a.residual && a.C <= MAX_RING_C &&
+           a.columns >= 2 * STAGE_ROWS * num_multiprocessors();
+}
+
+// f(blocks of a cluster, tiles of 8 rows of weight for each): as many blocks as there are multiprocessors, but no more
+// than share the texts' sums in little time; slices that leave room for two blocks on each.
 template <typename F>
-void dispatch_shape(Shape s, F f) {
-    const auto with = [&](auto clusters) {
-        if (s.NT == 4) return f(clusters, std::integral_constant<int, 4>{});
-        if (s.NT == 6) return f(clusters, std::integral_constant<int, 6>{});
-        f(clusters, std::integral_constant<int, 8>{});
-    };
-    if (s.S == 4)
-        with(std::integral_constant<int, 4>{});
+void dispatch_cluster(int64_t C, int64_t OC, F f) {
+    const auto eight = std::integral_constant<int, 8>{};
+    const bool short_rows = C <= 4 * MAX_NORM_SLICE;
+    if (short_rows && ceil_div(OC, 64) * 4 >= num_multiprocessors())
+        f(std::integral_constant<int, 4>{}, eight);
+    else if (short_rows)
+        f(eight, std::integral_constant<int, 4>{});
+    else if (ceil_div(OC, 48) * 8 <= num_multiprocessors())
+        f(eight, std::integral_constant<int, 6>{});
     else
-        with(std::integral_constant<int, 8>{});
+        f(eight, eight);
 }
 
 }  // namespace
 
-bool hopper_linear_takes(int64_t N, int64_t C, int64_t OC, bool has_norm) {
-    static const int64_t max_weights = std::getenv("SOME_MAX") ? atoll(std::getenv("SOME_MAX")) : 4 << 20;
-    const Shape shape = shape_of(C, OC);
-    return is_hopper() && N <= TEXTS && C > 0 && C % W == 0 && C * OC <= max_weights &&
-           C <= shape.S * (has_norm ? MAX_NORM_SLICE : MAX_SLICE) && !std::getenv("SOME_OFF");
+template <typename T>
+bool hopper_linear_takes(const Layer<T>& a) {
+    if (!is_hopper() || a.N > TEXTS || a.C == 0 || a.C % W != 0) return false;
+    return in_ring(a) ||
+           (a.C * rows_of_weight(a) <= MAX_WEIGHTS && a.C <= 8 * (a.norm_weight ? MAX_NORM_SLICE : MAX_SLICE));
 }
 
 template <typename T>
 void hopper_linear(const char* op, const Layer<T>& a, Stream stream) {
-    const int64_t OC = a.activation == Activation::SwiGLU ? 2 * a.columns : a.columns;
-    dispatch_shape(shape_of(a.C, OC), [&](auto clusters, auto n_tiles) {
-        constexpr int S = decltype(clusters)::value, NT = decltype(n_tiles)::value;
+    if (in_ring(a)) return launch_ring(op, a, stream);
+    const int64_t OC = rows_of_weight(a);
+    dispatch_cluster(a.C, OC, [&](auto blocks, auto tiles) {
+        constexpr int S = decltype(blocks)::value, NT = decltype(tiles)::value;
         const int bytes = Tiles<NT>::bytes(slice_width<S>(a.C));
         const auto kernel = a.norm_weight ? cluster_kernel<T, S, NT, true> : cluster_kernel<T, S, NT, false>;
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
@@ -333,5 +525,7 @@ void hopper_linear(const char* op, const Layer<T>& a, Stream stream) {
     });
 }
 
+template bool hopper_linear_takes(const Layer<bf16>&);
+template bool hopper_linear_takes(const Layer<fp16>&);
 template void hopper_linear(const char*, const Layer<bf16>&, Stream);
 template void hopper_linear(const char*, const Layer<fp16>&, Stream);
