@@ -32,22 +32,6 @@ struct Decode {
     float scale;
 };
 
-// The keys and values of a block's piece on their way to the L2 cache while the kernel before ends. Where a sequence
-// stands may not have been written yet; then other lines of the cache come, and nobody reads them.
-template <typename T>
-__device__ __forceinline__ void prefetch_piece(const Decode<T>& a, int n, int kv, int piece) {
-    constexpr int LINE = 128 / int(sizeof(T));
-    const int64_t position = a.positions[n], slot = a.slots[n], begin = piece * DECODE_PIECE;
-    if (position < 0 || position >= a.capacity || slot < 0 || slot >= a.num_slots) return;
-    const int64_t row = int64_t(a.NKV) * a.HS, start = (slot * a.capacity + begin) * row + int64_t(kv) * a.HS;
-    const int keys = int(min(DECODE_PIECE, position - begin)), lines = (a.HS + LINE - 1) / LINE;
-    for (int i = threadIdx.x; i < keys * lines; i += THREADS) {
-        const int64_t at = start + i / lines * row + i % lines * LINE;
-        prefetch_line(a.k_cache + at);
-        prefetch_line(a.v_cache + at);
-    }
-}
-
 // W elements a vector, V vectors a lane for a key: channel (v·lanes + lane)·W + k of a head.
 template <int W, int V, int HEADS, typename T>
 __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
@@ -56,11 +40,10 @@ __global__ void __launch_bounds__(THREADS) decode_kernel(const Decode<T> a) {
     __shared__ float sums[WARPS][HEADS][MAX_HS];
     __shared__ float maxima[HEADS], totals[HEADS];
     __shared__ bool last_block;
-    const int n = blockIdx.z, kv = blockIdx.y / a.passes, pass = blockIdx.y % a.passes, piece = blockIdx.x;
     let_next_start();
-    if (pass == 0) prefetch_piece(a, n, kv, piece);
     wait_for_previous();
 
+    const int n = blockIdx.z, kv = blockIdx.y / a.passes, pass = blockIdx.y % a.passes, piece = blockIdx.x;
     const int HS = a.HS, group = a.NH / a.NKV, head0 = kv * group + pass * HEADS;
     const int heads = min(HEADS, group - pass * HEADS);
     const int64_t position = a.positions[n], slot = a.slots[n];

@@ -22,11 +22,6 @@ __device__ __forceinline__ void let_next_start() {
 #endif
 }
 
-// Brings a line to the L2 cache, where all multiprocessors see the same: what it holds may still change.
-__device__ __forceinline__ void prefetch_line(const void* p) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
-}
-
 inline bool has_dependent_launch() {
     static const bool has = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9;
     return has;

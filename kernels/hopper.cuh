@@ -215,13 +215,11 @@ __device__ __forceinline__ uint32_t step_rows(int k) {
 #define WGMMA_4(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define WGMMA_16(c, n) WGMMA_4(c, n), WGMMA_4(c, n + 1), WGMMA_4(c, n + 2), WGMMA_4(c, n + 3)
 #define WGMMA_SUMS_32(c) WGMMA_16(c, 0)
-#define WGMMA_SUMS_48(c) WGMMA_16(c, 0), WGMMA_4(c, 4), WGMMA_4(c, 5)
 #define WGMMA_SUMS_64(c) WGMMA_16(c, 0), WGMMA_16(c, 4)
 #define WGMMA_SUMS_128(c) WGMMA_16(c, 0), WGMMA_16(c, 4), WGMMA_16(c, 8), WGMMA_16(c, 12)
 #define WGMMA_FIRST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_FIRST_32 WGMMA_FIRST_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_NAMES_32 "{" WGMMA_FIRST_16 "}, "
-#define WGMMA_NAMES_48 "{" WGMMA_FIRST_16 ",%16,%17,%18,%19,%20,%21,%22,%23}, "
 #define WGMMA_NAMES_64 "{" WGMMA_FIRST_32 "}, "
 #define WGMMA_NAMES_128                                                                                     \
     "{" WGMMA_FIRST_32                                                                                      \
@@ -238,15 +236,13 @@ __device__ __forceinline__ uint32_t step_rows(int k) {
 
 template <typename T, bool A_COLUMNS, bool B_COLUMNS, int NT>
 __device__ __forceinline__ void product_step(float (&c)[NT][4], uint32_t a, uint32_t b, bool add) {
-    static_assert(NT == 4 || NT == 6 || NT == 8 || NT == 16);
+    static_assert(NT == 4 || NT == 8 || NT == 16);
     constexpr bool BF16 = std::is_same_v<T, bf16>;
 #define WGMMA_A(N, TYPE, A, A_T, B, HIGH, ADD, B_T)                                                       \
     WGMMA(N, TYPE, "mov.b64 a, {%" #A ", %" #HIGH "};\n", "a", B, HIGH, ADD, "%" #A_T ", %" #B_T, "r"(a), \
           "n"(int(A_COLUMNS)))
     if constexpr (NT == 4 && BF16) WGMMA_A(32, "bf16", 16, 17, 18, 19, 20, 21);
     if constexpr (NT == 4 && !BF16) WGMMA_A(32, "f16", 16, 17, 18, 19, 20, 21);
-    if constexpr (NT == 6 && BF16) WGMMA_A(48, "bf16", 24, 25, 26, 27, 28, 29);
-    if constexpr (NT == 6 && !BF16) WGMMA_A(48, "f16", 24, 25, 26, 27, 28, 29);
     if constexpr (NT == 8 && BF16) WGMMA_A(64, "bf16", 32, 33, 34, 35, 36, 37);
     if constexpr (NT == 8 && !BF16) WGMMA_A(64, "f16", 32, 33, 34, 35, 36, 37);
     if constexpr (NT == 16 && BF16) WGMMA_A(128, "bf16", 64, 65, 66, 67, 68, 69);
@@ -269,13 +265,11 @@ __device__ __forceinline__ void product_step(float (&c)[NT][4], const uint32_t (
 #undef WGMMA
 #undef WGMMA_NAMES_128
 #undef WGMMA_NAMES_64
-#undef WGMMA_NAMES_48
 #undef WGMMA_NAMES_32
 #undef WGMMA_FIRST_32
 #undef WGMMA_FIRST_16
 #undef WGMMA_SUMS_128
 #undef WGMMA_SUMS_64
-#undef WGMMA_SUMS_48
 #undef WGMMA_SUMS_32
 #undef WGMMA_16
 #undef WGMMA_4
