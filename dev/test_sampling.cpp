@@ -247,6 +247,23 @@ TEST(Sampling, IndependentOfTheBatch) {
     EXPECT_GT(differing(sample(logits, V, sequences, steps, options(1, 0, 2))), B / 2);
 }
 
+// Thousands of tokens in a row that can't be drawn, as where a grammar or a mask rules them out.
+TEST(Sampling, LongStretchesWithoutWeight) {
+    constexpr int64_t V = 50000;
+    std::vector<double> logits(size_t(V), -INF);
+    logits[20000] = 1, logits[49000] = 1;
+    for (const int64_t k : {0, 5, 1000, 2000})
+        for (const float p : {1.0f, 0.9f}) {
+            SamplingOptions o = options(0.7f, k);
+            o.top_p = p;
+            int64_t first = 0, second = 0;
+            for (const int32_t id : sample_row(logits, o, 100)) first += id == 20000, second += id == 49000;
+            EXPECT_EQ(first + second, 100) << "top_k " << k << " top_p " << p;
+            EXPECT_GT(first, 20) << "top_k " << k << " top_p " << p;
+            EXPECT_GT(second, 20) << "top_k " << k << " top_p " << p;
+        }
+}
+
 INSTANTIATE_DTYPES(SamplingDTypes);
 
 TEST(Sampling, Errors) {

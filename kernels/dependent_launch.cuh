@@ -27,19 +27,34 @@ inline bool has_dependent_launch() {
     return has;
 }
 
+// cluster: blocks in a row of the grid that form a cluster; 1: none (sm_90 and later have them).
 template <typename... Parameters>
-void launch_dependent(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
-                      Stream stream, std::common_type_t<Parameters>... arguments) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+void launch_dependent_clusters(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned cluster,
+                               unsigned threads, size_t shared_bytes, Stream stream,
+                               std::common_type_t<Parameters>... arguments) {
+    cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = cuda_stream(stream);
-    config.attrs = &early;
-    config.numAttrs = has_dependent_launch() ? 1 : 0;
+    config.attrs = attributes;
+    if (has_dependent_launch()) {
+        cudaLaunchAttribute& early = attributes[config.numAttrs++];
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        cudaLaunchAttribute& neighbours = attributes[config.numAttrs++];
+        neighbours.id = cudaLaunchAttributeClusterDimension;
+        neighbours.val.clusterDim.x = cluster, neighbours.val.clusterDim.y = neighbours.val.clusterDim.z = 1;
+    }
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments...), op);
     check_launch(op, stream);
+}
+
+template <typename... Parameters>
+void launch_dependent(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared_bytes,
+                      Stream stream, std::common_type_t<Parameters>... arguments) {
+    launch_dependent_clusters(op, kernel, grid, 1, threads, shared_bytes, stream, arguments...);
 }

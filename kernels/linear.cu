@@ -14,6 +14,7 @@
 #include "kernels/dependent_launch.cuh"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
+#include "kernels/linear.cuh"
 #include "kernels/linear_check.h"
 #include "kernels/matmul.h"
 #include "kernels/relu2.h"
@@ -27,17 +28,11 @@ constexpr int WARPS = 8, THREADS = WARPS * WARP, UNIT = 2;
 constexpr int AHEAD = 4;                    // vectors of each row that a lane asks for at once
 constexpr int64_t SHARED_BYTES = 64 << 10;  // for the rows of inp: two blocks fit on every multiprocessor
 
+// A layer by units.
 template <typename T>
-struct Layer {
-    const T *inp, *weight, *bias, *residual;
-    T* out;
-    const float *norm_weight, *norm_bias;
-    int64_t inp_stride, weight_stride, residual_stride, out_stride;
-    int64_t C, columns, units;
-    int N, parts;  // rows of inp; WK
-    float eps;
-    bool centred;
-    Activation activation;
+struct Units : Layer<T> {
+    int64_t units;
+    int parts;  // WK
 };
 
 // The rows of inp as T in shared memory, normalised if there is a norm: NB teams of warps, a row each. Every lane reads
@@ -131,7 +126,7 @@ __device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, c
 }
 
 template <int W, int NB, typename T>
-__global__ void __launch_bounds__(THREADS) few_rows_kernel(const Layer<T> a) {
+__global__ void __launch_bounds__(THREADS) few_rows_kernel(const Units<T> a) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[WARPS][UNIT][NB];
     T* const x = reinterpret_cast<T*>(shared);  // [NB, C]
@@ -409,7 +404,7 @@ int parts_of(int64_t units, int64_t C, int W) {
 }
 
 template <int W, typename T>
-void launch_few_rows(const char* op, Layer<T> a, Stream stream) {
+void launch_few_rows(const char* op, Units<T> a, Stream stream) {
     a.parts = parts_of(a.units, a.C, W);
     const int64_t blocks = std::min(ceil_div(a.units, WARPS / a.parts), 8 * num_multiprocessors());
     const size_t bytes = size_t(a.N) * size_t(a.C) * sizeof(T);
@@ -433,23 +428,16 @@ int64_t rows_at_once(int64_t C, DType dtype) {
 }
 
 template <typename T>
-void few_rows(const char* op, const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
-              const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual, Stream stream) {
-    Layer<T> a{};
-    a.inp_stride = row_stride(inp), a.weight_stride = row_stride(weight), a.out_stride = row_stride(out);
-    a.residual_stride = residual ? row_stride(residual) : 0;
-    a.weight = weight.as<T>(), a.bias = bias ? bias.as<T>() : nullptr;
-    a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
-    a.C = z.C, a.columns = z.columns;
-    a.units = activation == Activation::SwiGLU ? z.columns : ceil_div(z.OC, UNIT);
-    a.eps = norm.eps, a.centred = norm.centred, a.activation = activation;
-    const int64_t step = rows_at_once(z.C, inp.dtype);
-    const bool full = z.C % FULL_WIDTH<T> == 0 && rows_aligned({inp, weight, norm.weight, norm.bias});
-    for (int64_t n = 0; n < z.N; n += step) {
-        a.N = int(std::min(step, z.N - n));
-        a.inp = inp.as<T>() + n * a.inp_stride, a.out = out.as<T>() + n * a.out_stride;
-        a.residual = residual ? residual.as<T>() + n * a.residual_stride : nullptr;
-        dispatch_width<T>(full, [&](auto width) { launch_few_rows<decltype(width)::value>(op, a, stream); });
+void few_rows(const char* op, const Layer<T>& layer, int64_t N, bool aligned, Stream stream) {
+    Units<T> a{layer, 0, 0};
+    a.units = a.activation == Activation::SwiGLU ? a.columns : ceil_div(a.columns, UNIT);
+    const int64_t step = rows_at_once(a.C, dtype_of<T>());
+    for (int64_t n = 0; n < N; n += step) {
+        a.N = int(std::min(step, N - n));
+        dispatch_width<T>(aligned && a.C % FULL_WIDTH<T> == 0,
+                          [&](auto width) { launch_few_rows<decltype(width)::value>(op, a, stream); });
+        a.inp += step * a.inp_stride, a.out += step * a.out_stride;
+        if (a.residual) a.residual += step * a.residual_stride;
     }
 }
 
@@ -458,40 +446,65 @@ int64_t some_rows_bytes(int64_t C, DType dtype) {
     return SOME_TEXTS * some_pitch(C) * dtype_size(dtype);
 }
 
-bool takes_some_rows(const LinearSizes& z, DType dtype, const Tensor& inp, const InputNorm& norm,
-                     const Tensor& weight) {
-    const bool norm_fits =
-        some_rows_bytes(z.C, dtype) <= max_shared_bytes() / 2 - (36 << 10) && rows_aligned({norm.weight, norm.bias});
-    return dtype_size(dtype) == 2 && z.N <= MAX_SOME_ROWS && z.C > 0 && z.C % 32 == 0 &&
-           z.C * z.OC <= MAX_SOME_WEIGHTS && (!norm.weight || norm_fits) && rows_aligned({inp, weight});
+bool takes_some_rows(int64_t N, int64_t C, int64_t OC, bool has_norm) {
+    return N <= MAX_SOME_ROWS && C > 0 && C % 32 == 0 && C * OC <= MAX_SOME_WEIGHTS &&
+           (!has_norm || some_rows_bytes(C, DType::BF16) <= max_shared_bytes() / 2 - (36 << 10));
 }
 
 template <typename T>
-void some_rows(const char* op, const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
-               const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual, Stream stream) {
-    Layer<T> a{};
-    a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
-    a.weight = weight.as<T>(), a.weight_stride = row_stride(weight);
-    a.out = out.as<T>(), a.out_stride = row_stride(out);
-    a.residual = residual ? residual.as<T>() : nullptr, a.residual_stride = residual ? row_stride(residual) : 0;
-    a.bias = bias ? bias.as<T>() : nullptr;
-    a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
-    a.C = z.C, a.columns = z.columns, a.N = int(z.N);
-    a.eps = norm.eps, a.centred = norm.centred, a.activation = activation;
-    const int64_t texts = ceil_div(z.N, SOME_TEXTS);
+void some_rows(const char* op, const Layer<T>& a, int64_t OC, Stream stream) {
+    const int64_t texts = ceil_div(a.N, SOME_TEXTS);
     const auto launch = [&](auto tiles) {
         constexpr int MT = decltype(tiles)::value;
-        const dim3 grid(unsigned(texts), unsigned(ceil_div(z.OC, 16 * MT)));
-        if (!norm.weight) return launch_dependent(op, some_rows_kernel<T, MT, false>, grid, THREADS, 0, stream, a);
-        const int64_t bytes = some_rows_bytes(z.C, inp.dtype);
+        const dim3 grid(unsigned(texts), unsigned(ceil_div(OC, 16 * MT)));
+        if (!a.norm_weight) return launch_dependent(op, some_rows_kernel<T, MT, false>, grid, THREADS, 0, stream, a);
+        const int64_t bytes = some_rows_bytes(a.C, dtype_of<T>());
         const auto kernel = some_rows_kernel<T, MT, true>;
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
         launch_dependent(op, kernel, grid, THREADS, size_t(bytes), stream, a);
     };
-    if (texts * ceil_div(z.OC, 32) >= num_multiprocessors())
+    if (texts * ceil_div(OC, 32) >= num_multiprocessors())
         launch(std::integral_constant<int, 2>{});
     else
         launch(std::integral_constant<int, 1>{});
+}
+
+template <typename T>
+Layer<T> layer_of(const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
+                  const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual) {
+    Layer<T> a{};
+    a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
+    a.weight = weight.as<T>(), a.weight_stride = row_stride(weight);
+    a.out = out.as<T>(), a.out_stride = row_stride(out);
+    if (bias) a.bias = bias.as<T>();
+    if (residual) a.residual = residual.as<T>(), a.residual_stride = row_stride(residual);
+    a.norm_weight = norm.weight.as<float>(), a.norm_bias = norm.bias.as<float>();
+    a.C = z.C, a.columns = z.columns, a.N = int(z.N);
+    a.eps = norm.eps, a.centred = norm.centred, a.activation = activation;
+    return a;
+}
+
+// Whether one of the kernels here took the layer.
+template <typename T>
+bool linear_here(const char* op, const LinearSizes& z, const Layer<T>& a, bool aligned, bool batch_invariant,
+                 Stream stream) {
+    if ((z.N <= LINEAR_SMALL_N || batch_invariant) && z.C > 0 && rows_at_once(z.C, dtype_of<T>()) > 0) {
+        few_rows(op, a, z.N, aligned, stream);
+        return true;
+    }
+    if constexpr (sizeof(T) == 2) {
+#ifdef HAVE_SM90A
+        if (aligned && z.N <= MAX_SOME_ROWS && hopper_linear_takes(a)) {
+            hopper_linear(op, a, stream);
+            return true;
+        }
+#endif
+        if (aligned && takes_some_rows(z.N, z.C, z.OC, a.norm_weight)) {
+            some_rows(op, a, z.OC, stream);
+            return true;
+        }
+    }
+    return false;
 }
 
 }  // namespace
@@ -506,20 +519,12 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
     const DType dtype = check_activation_dtype(op, "inp", inp);
     const LinearSizes z = check_linear(op, dtype, out, inp, norm, weight, bias, activation, residual, scratch);
     if (z.N == 0 || z.OC == 0) return;
-    if ((z.N <= LINEAR_SMALL_N || batch_invariant) && z.C > 0 && rows_at_once(z.C, dtype) > 0) {
-        dispatch_dtype(op, dtype, [&](auto zero) {
-            few_rows<decltype(zero)>(op, z, out, inp, norm, weight, bias, activation, residual, stream);
-        });
-        return;
-    }
-    if (takes_some_rows(z, dtype, inp, norm, weight)) {
-        dispatch_dtype(op, dtype, [&](auto zero) {
-            using T = decltype(zero);
-            if constexpr (sizeof(T) == 2)
-                some_rows<T>(op, z, out, inp, norm, weight, bias, activation, residual, stream);
-        });
-        return;
-    }
+    bool done = false;
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        done = linear_here(op, z, layer_of<decltype(zero)>(z, out, inp, norm, weight, bias, activation, residual),
+                           rows_aligned({inp, weight, norm.weight, norm.bias}), batch_invariant, stream);
+    });
+    if (done) return;
     Tensor x = inp;
     if (norm.weight) {
         x = linear_normed(scratch, z, inp);

@@ -10,7 +10,7 @@
 // while they come. On the CPU every sum over c has one order whatever N is: a row of a batch is bit for bit the row
 // computed alone. On CUDA that holds where `batch_invariant` asks for it and for N ≤ LINEAR_SMALL_N: those rows are
 // multiplied by a kernel that reads the weights once for 8 rows (fewer where rows are too long for shared memory). Up
-// to 64 rows of 16 bits meet tensor cores in a kernel of their own where the weights are few enough to be read in the
+// to 64 rows of 16 bits meet tensor cores in kernels of their own where the weights are few enough to be read in the
 // time of a launch or two; more of either goes to matmul.h, whose order of sums is the library's choice.
 //
 // T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights are fp32, sums

@@ -56,6 +56,7 @@ struct Draw {
     const int64_t *sequences, *steps;
     int64_t stride, seen_stride, V;
     SamplingOptions options;
+    double inverse_temperature;  // a product where a division takes as long as the exponential; 0 for argmax
 
     __device__ __forceinline__ Row<T> row(int64_t b) const {
         return {logits + b * stride, seen ? seen + b * seen_stride : nullptr, options.repeat_penalty};
@@ -195,11 +196,11 @@ __global__ void __launch_bounds__(ROUND_THREADS)
         return;
     }
     double sum = 0;
-    if (draw.options.temperature > 0) {
-        const double max = logit_of(best), temperature = draw.options.temperature;
+    const double max = logit_of(best);
+    if (draw.options.temperature > 0 && isfinite(max)) {  // all −∞: no weight, whatever the row's maximum
 #pragma unroll
         for (int i = 0; i < PER; i++)
-            if (tokens[i] != 0) sum += exp((double(logit_of(tokens[i])) - max) / temperature);
+            if (tokens[i] != 0) sum += exp((double(logit_of(tokens[i])) - max) * draw.inverse_temperature);
 #pragma unroll
         for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
         if (lane == 0) sums[warp] = sum;
@@ -273,8 +274,8 @@ __device__ bool best_of(const Found* found, int stretches, Token* best) {
 // What is kept of a row: tokens no less likely than the edge that have min_p of the likeliest's weight.
 struct Filter {
     Token edge;
-    double max, temperature, min_p;
-    __device__ __forceinline__ double weight(float x) const { return exp((double(x) - max) / temperature); }
+    double max, inverse_temperature, min_p;
+    __device__ __forceinline__ double weight(float x) const { return exp((double(x) - max) * inverse_temperature); }
     // The weight of a token, 0 if it isn't kept.
     __device__ __forceinline__ double kept(float x, int64_t v) const {
         const double w = token_of(x, v) >= edge ? weight(x) : 0.0;
@@ -291,7 +292,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
     Token best;
     if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
-    const Filter filter{edges[b], logit_of(best), draw.options.temperature, draw.options.min_p};
+    const Filter filter{edges[b], logit_of(best), draw.inverse_temperature, draw.options.min_p};
     const Row<T> row = draw.row(b);
     __shared__ double warp_sums[ROUND_WARPS];
     double sum = 0;
@@ -325,39 +326,38 @@ __global__ void __launch_bounds__(ROUND_THREADS)
         if (threadIdx.x == 0) draw.choose(b, finite ? id_of(best) : -1);
         return;
     }
-    const Filter filter{edges ? edges[b] : 0, logit_of(best), draw.options.temperature,
+    const Filter filter{edges ? edges[b] : 0, logit_of(best), draw.inverse_temperature,
                         edges ? double(draw.options.min_p) : 0.0};
-    // For `threads` stretches at a time: each thread's one's weight and the sum up to it.
     const auto stretch_weight = [&](int s) {
-        if (s >= stretches) return 0.0;
         return sums ? sums[b * stretches + s] : found[s].sum * filter.weight(logit_of(found[s].best));
     };
-    double total = 0;
-    for (int first = 0; first < stretches; first += ROUND_THREADS) {
-        double up_to[1] = {stretch_weight(first + int(threadIdx.x))};
-        total += block_inclusive_sums(up_to);
-    }
-    const double threshold = draw.uniform(b) * total;
-    __shared__ int chosen;
+    // Every thread has some stretches in a row, one where a vocabulary is not larger than most.
+    const int each = (stretches + ROUND_THREADS - 1) / ROUND_THREADS, mine = min(stretches, int(threadIdx.x) * each),
+              end = min(stretches, mine + each);
+    double weight = 0;
+    for (int s = mine; s < end; s++) weight += stretch_weight(s);
+    double up_to_mine[1] = {weight};
+    const double total = block_inclusive_sums(up_to_mine), threshold = draw.uniform(b) * total;
+    __shared__ int drawn, chosen;  // the thread, and its stretch
     __shared__ double before;
-    if (threadIdx.x == 0) chosen = stretches;
-    double passed = 0;
-    for (int first = 0; first < stretches; first += ROUND_THREADS) {
-        const int s = first + int(threadIdx.x);
-        const double weight = stretch_weight(s);
-        double up_to[1] = {weight};
-        const double sum = block_inclusive_sums(up_to);
-        if (s < stretches && passed + up_to[0] > threshold) atomicMin(&chosen, s);
-        __syncthreads();
-        if (s == chosen) before = passed + (up_to[0] - weight);
-        if (chosen < stretches) break;
-        passed += sum;
-    }
+    if (threadIdx.x == 0) drawn = ROUND_THREADS;
     __syncthreads();
-    if (chosen == stretches) {  // rounding
+    if (weight > 0 && up_to_mine[0] > threshold) atomicMin(&drawn, int(threadIdx.x));
+    __syncthreads();
+    if (drawn == ROUND_THREADS) {  // rounding
         if (threadIdx.x == 0) draw.choose(b, id_of(best));
         return;
     }
+    if (int(threadIdx.x) == drawn) {
+        double sum = up_to_mine[0] - weight;
+        for (int s = mine; s < end; s++) {
+            const double w = each > 1 ? stretch_weight(s) : weight;
+            if (w > 0) chosen = s, before = sum;
+            sum += w;
+            if (w > 0 && sum > threshold) break;
+        }
+    }
+    __syncthreads();
 
     const Row<T> row = draw.row(b);
     const int64_t begin = int64_t(chosen) * STRETCH<FEW> + int64_t(threadIdx.x) * FEW;
@@ -416,8 +416,8 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     while (sorted < k) sorted *= 2;
     sort_descending(kept, sorted);
 
-    const double max = logit_of(best), temperature = draw.options.temperature;
-    const auto weight = [&](Token t) { return exp((double(logit_of(t)) - max) / temperature); };
+    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
+    const auto weight = [&](Token t) { return exp((double(logit_of(t)) - max) * inverse_temperature); };
     const int first = int(threadIdx.x) * PER;
     if (draw.options.top_p < 1 || draw.options.min_p > 0) {
         double weights[PER], sums[PER];
@@ -440,7 +440,8 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     double sums[PER];
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        sums[i] = first + i < left ? exp((double(from_key(uint32_t(kept[first + i]))) - max) / temperature) : 0.0;
+        sums[i] =
+            first + i < left ? exp((double(from_key(uint32_t(kept[first + i]))) - max) * inverse_temperature) : 0.0;
     const double total = block_inclusive_sums(sums), threshold = draw.uniform(b) * total;
     __shared__ int chosen;
     if (threadIdx.x == 0) chosen = MAX_K;
@@ -578,8 +579,8 @@ __device__ Number exclusive_sum(Number mine, Number* total) {
 
 // Interval of a logit's distance to the largest, in steps that change the weight by a factor of exp(1/64); the last one
 // has everything whose weight is 0 as an integer.
-__device__ __forceinline__ int interval_of(float x, double max, double temperature) {
-    const double at = (max - double(x)) / temperature * 64;
+__device__ __forceinline__ int interval_of(float x, double max, double inverse_temperature) {
+    const double at = (max - double(x)) * inverse_temperature * 64;
     return at < INTERVALS - 1 ? int(at) : INTERVALS - 1;
 }
 
@@ -592,7 +593,7 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
     Token best;
     if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
-    const double max = logit_of(best), temperature = draw.options.temperature;
+    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
     for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS) weights[i] = 0;
     __syncthreads();
     const Row<T> row = draw.row(b);
@@ -601,8 +602,8 @@ __global__ void __launch_bounds__(ROUND_THREADS)
         const int64_t v = begin + i * ROUND_THREADS + int(threadIdx.x);
         if (v >= draw.V) continue;
         const float x = row[v];
-        const Weight weight = Weight(llrint(exp((double(x) - max) / temperature) * FIXED_ONE));
-        if (weight > 0) atomicAdd(&weights[interval_of(x, max, temperature)], weight);
+        const Weight weight = Weight(llrint(exp((double(x) - max) * inverse_temperature) * FIXED_ONE));
+        if (weight > 0) atomicAdd(&weights[interval_of(x, max, inverse_temperature)], weight);
     }
     __syncthreads();
     for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS)
@@ -612,14 +613,16 @@ __global__ void __launch_bounds__(ROUND_THREADS)
 // The least likely token of the fewest that have together top_p of a row's weight. 0 where too many lie in the interval
 // that decides.
 template <typename T>
-__device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* intervals, double max, double temperature,
-                              float top_p) {
+__device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* intervals, double max,
+                              double inverse_temperature, float top_p) {
     constexpr int PER = INTERVALS / THREADS;
     __shared__ Token inside[INTERVALS];
     __shared__ int count, deciding;
     __shared__ Weight above;
     __shared__ Token edge;
-    const auto fixed = [&](float x) { return Weight(llrint(exp((double(x) - max) / temperature) * FIXED_ONE)); };
+    const auto fixed = [&](float x) {
+        return Weight(llrint(exp((double(x) - max) * inverse_temperature) * FIXED_ONE));
+    };
     if (threadIdx.x == 0) count = 0, deciding = INTERVALS - 1, edge = 0;
     Weight mine[PER], sum = 0, total;
 #pragma unroll
@@ -636,7 +639,7 @@ __device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* interv
     __syncthreads();
     for (int64_t v = threadIdx.x; v < V; v += THREADS) {
         const float x = row[v];
-        if (interval_of(x, max, temperature) != deciding) continue;
+        if (interval_of(x, max, inverse_temperature) != deciding) continue;
         const int at = atomicAdd(&count, 1);
         if (at < INTERVALS) inside[at] = token_of(x, v);
     }
@@ -692,14 +695,14 @@ __global__ void __launch_bounds__(THREADS)
     Token best, edge = 0;
     if (!best_of<THREADS>(all + b * stretches, stretches, &best)) return;
     const Row<T> row = draw.row(b);
-    const double max = logit_of(best), temperature = options.temperature;
-    if (intervals) edge = nucleus_edge(row, draw.V, intervals + b * INTERVALS, max, temperature, options.top_p);
+    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
+    if (intervals) edge = nucleus_edge(row, draw.V, intervals + b * INTERVALS, max, inverse_temperature, options.top_p);
     if (edge == 0) {
         Kept kept{0, 0};
         if (options.top_k > 0 && options.top_k < draw.V)
             kept.edge = kth_largest(row, draw.V, options.top_k, &kept.ties);
         if (options.top_p < 1) {
-            const auto weight = [&](float x) { return exp((double(x) - max) / temperature); };
+            const auto weight = [&](float x) { return exp((double(x) - max) * inverse_temperature); };
             kept = nucleus(row, draw.V, kept, options.top_p, weight);
         }
         edge = edge_of(row, draw.V, kept);
@@ -765,7 +768,8 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
                            logits.stride[0],
                            seen ? seen.stride[0] : 0,
                            V,
-                           options};
+                           options,
+                           options.temperature > 0 ? 1 / double(options.temperature) : 0.0};
         char* const base = static_cast<char*>(scratch.data);
         Found* const found = reinterpret_cast<Found*>(base + z.found);
         const int stretches = int(z.stretches), k = int(z.k);
