@@ -147,8 +147,7 @@ template <int INPUTS>
 struct Elementwise {
     int rank;
     int64_t size[MAX_DIMS];
-    int64_t packs, pieces;  // of all; kernels of rows: pieces of a row
-    int side_shift;         // walk_rows_kernel: 1 << side_shift threads stand side by side in the rows' dimension
+    int64_t packs, pieces;  // of all; row_pieces_kernel: pieces of a row
     Operand out, inp[INPUTS];
     TensorFunction f;
     bool bf16;  // all operands are
@@ -268,145 +267,6 @@ __global__ void __launch_bounds__(THREADS) row_pieces_kernel(const __grid_consta
         store_run<fp16>(a.out.data, at_out, step, left, z);
 }
 
-// Rows of 16-bit elements, which may begin anywhere: a thread does the same pack of columns in WALK rows, SIDE rows
-// apart, so that the index is divided out once for all of them, an operand that repeats one row stays in registers,
-// and, 8 rows being whole packs whatever their length, each operand is off the grid of 16 bytes by the same number of
-// elements in all of them. Packs are those of out's memory, the first and the last of a row cut off.
-constexpr int WALK = 8, SIDE = 8;
-
-// Elements begin … begin + 7 of an operand's rows.
-struct PackOfRow {
-    static constexpr int W = 8;
-    int64_t begin, length;
-    bool whole;    // all of them belong to the row
-    bool repeats;  // the row is one element
-    int off;       // elements by which they are off a grid of 16 bytes
-
-    __device__ __forceinline__ PackOfRow(const uint16_t* row, int64_t begin_, int64_t length_, bool repeats_)
-        : begin(begin_),
-          length(length_),
-          whole(begin_ >= 0 && begin_ + W <= length_),
-          repeats(repeats_),
-          off(int(reinterpret_cast<uintptr_t>(row + begin_) % 16 / 2)) {}
-
-    __device__ __forceinline__ bool has(int i) const { return begin + i >= 0 && begin + i < length; }
-
-    // Zeros outside the row.
-    __device__ __forceinline__ Stored<W> load(const uint16_t* row) const {
-        Stored<W> s;
-        const uint16_t* const p = row + begin;
-        if (repeats) {
-            const uint32_t word = *row * 0x10001u;
-#pragma unroll
-            for (uint32_t& to : s.word) to = word;
-        } else if (whole && (off == 0 || begin - off + 2 * W <= length)) {
-            // The two packs of the grid that hold them, moved by 2, 1 and half a word. The second one ends within the
-            // row, as nothing may lie behind it.
-            const uint4* const grid = reinterpret_cast<const uint4*>(p - off);
-            const uint4 a = grid[0], b = off ? grid[1] : uint4{};
-            uint32_t w[W] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-            for (int i = 0; i < W - 2; i++) w[i] = off & 4 ? w[i + 2] : w[i];
-#pragma unroll
-            for (int i = 0; i < W - 3; i++) w[i] = off & 2 ? w[i + 1] : w[i];
-#pragma unroll
-            for (int i = 0; i < W / 2; i++) s.word[i] = __funnelshift_r(w[i], w[i + 1], off & 1 ? 16 : 0);
-        } else {
-            uint32_t element[W];
-#pragma unroll
-            for (int i = 0; i < W; i++) element[i] = has(i) ? p[i] : 0;
-#pragma unroll
-            for (int i = 0; i < W / 2; i++) s.word[i] = element[2 * i] | element[2 * i + 1] << 16;
-        }
-        return s;
-    }
-
-    __device__ __forceinline__ void store(uint16_t* row, DType dtype, const Floats<W>& x) const {
-        if (whole) {
-            store_as<W>(row, dtype, begin, x);
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < W; i++)
-            if (has(i)) store_as<1>(row, dtype, begin + i, Floats<1>{{x[i]}});
-    }
-};
-
-template <int INPUTS>
-__global__ void __launch_bounds__(THREADS, 4) walk_rows_kernel(const __grid_constant__ Elementwise<INPUTS> a) {
-    constexpr int W = PackOfRow::W, AT_ONCE = 2;  // rows whose loads are in flight together
-    const int last = a.rank - 1, walk = last - 1;
-    const int64_t index = blockIdx.x * int64_t(THREADS) + threadIdx.x, length = a.size[last];
-    if (index >= a.packs) return;
-    const RowItem at = row_item(index, a.pieces);
-    const int64_t group = at.row >> a.side_shift, groups = (a.size[walk] + WALK * SIDE - 1) / (WALK * SIDE);
-    const RowItem of_walk = walk == 0 ? RowItem{0, group} : row_item(group, groups);
-    const int64_t first = of_walk.item * (WALK * SIDE) + (at.row & ((1 << a.side_shift) - 1));
-    int64_t at_out = first * a.out.stride[walk], at_inp[INPUTS], rest = of_walk.row;
-#pragma unroll
-    for (int k = 0; k < INPUTS; k++) at_inp[k] = first * a.inp[k].stride[walk];
-    for (int d = walk - 1; d >= 0; d--) {
-        const RowItem outer = d == 0 ? RowItem{0, rest} : row_item(rest, a.size[d]);
-        rest = outer.row;
-        at_out += outer.item * a.out.stride[d];
-#pragma unroll
-        for (int k = 0; k < INPUTS; k++) at_inp[k] += outer.item * a.inp[k].stride[d];
-    }
-    uint16_t* out = static_cast<uint16_t*>(a.out.data) + at_out;
-    const int64_t begin = at.item * W - int64_t(reinterpret_cast<uintptr_t>(out) % 16 / sizeof(*out));
-    const int rows = int(min((a.size[walk] - first + SIDE - 1) / SIDE, int64_t(WALK)));
-    if (begin >= length || first >= a.size[walk]) return;
-
-    const uint16_t* inp[INPUTS];
-    Stored<W> kept[INPUTS];
-#pragma unroll
-    for (int k = 0; k < INPUTS; k++) {
-        inp[k] = static_cast<const uint16_t*>(a.inp[k].data) + at_inp[k];
-        if (a.inp[k].stride[walk] == 0)
-            kept[k] = PackOfRow(inp[k], begin, length, a.inp[k].stride[last] == 0).load(inp[k]);
-    }
-    const PackOfRow of_out(out, begin, length, false);
-#pragma unroll 1
-    for (int row = 0; row < rows; row += AT_ONCE) {
-        Stored<W> stored[AT_ONCE][INPUTS];
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++)
-#pragma unroll
-            for (int k = 0; k < INPUTS; k++) {
-                const int64_t step = SIDE * a.inp[k].stride[walk];
-                stored[u][k] = kept[k];
-                if (step != 0 && row + u < rows)
-                    stored[u][k] = PackOfRow(inp[k], begin, length, a.inp[k].stride[last] == 0).load(inp[k] + u * step);
-            }
-        Floats<W> z[AT_ONCE];
-        with_function<INPUTS>(a.f, [&](auto f) {
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++)
-                z[u] =
-                    apply_each<decltype(f)::value>(as_floats(stored[u][0], a.inp[0].dtype),
-                                                   as_floats(stored[u][INPUTS - 1], a.inp[INPUTS - 1].dtype), a.bf16);
-        });
-#pragma unroll
-        for (int u = 0; u < AT_ONCE; u++)
-            if (row + u < rows) of_out.store(out + u * SIDE * a.out.stride[walk], a.out.dtype, z[u]);
-        out += AT_ONCE * SIDE * a.out.stride[walk];
-#pragma unroll
-        for (int k = 0; k < INPUTS; k++) inp[k] += AT_ONCE * SIDE * a.inp[k].stride[walk];
-    }
-}
-
-// Whether walk_rows_kernel takes it: 16-bit elements side by side, or repeated, in rows that are mostly whole packs;
-// where these lie on the grid anyhow, there should be rows to walk.
-bool walks_rows(const StridedLoop& loop, int W) {
-    const int last = loop.rank - 1;
-    for (int k = 0; k < loop.operands; k++) {
-        const StridedLoop::Operand& operand = loop.operand[k];
-        const bool in_order = operand.stride[last] == 1 || (k > 0 && operand.stride[last] == 0);
-        if (dtype_size(operand.dtype) != 2 || !in_order) return false;
-    }
-    return loop.inner() >= 64 && (W < 8 || (loop.rank > 1 && loop.shape[last - 1] >= 2 * SIDE));
-}
-
 // Whether operand k can be read and written W elements at a time along the innermost dimension.
 bool packable(const StridedLoop& loop, int k, int W, bool may_repeat) {
     const StridedLoop::Operand& operand = loop.operand[k];
@@ -448,14 +308,6 @@ void launch_elementwise(const char* op, const StridedLoop& loop, TensorFunction 
         launch_elementwise<INPUTS>(op, part, f, stream);
         return;
     }
-    const bool walks = walks_rows(loop, W);
-    if (walks && loop.rank == 1) {  // a row of its own
-        StridedLoop row = loop;
-        row.rank = 2, row.shape[0] = 1, row.shape[1] = loop.shape[0];
-        for (int k = 0; k < loop.operands; k++)
-            row.operand[k].stride[0] = 0, row.operand[k].stride[1] = loop.operand[k].stride[0];
-        return launch_elementwise<INPUTS>(op, row, f, stream);
-    }
     Elementwise<INPUTS> a{};
     a.rank = loop.rank, a.f = f, a.packs = loop.numel() / W;
     a.bf16 = std::all_of(loop.operand, loop.operand + loop.operands,
@@ -466,20 +318,8 @@ void launch_elementwise(const char* op, const StridedLoop& loop, TensorFunction 
         operand.data = loop.operand[k].data, operand.dtype = loop.operand[k].dtype;
         for (int d = 0; d < loop.rank; d++) operand.stride[d] = loop.operand[k].stride[d] * (d == last ? W : 1);
     }
-    const int64_t rows = loop.numel() / loop.inner();
-    if (walks) {
-        const int64_t walk = loop.shape[last - 1];
-        while (a.side_shift < 3 && (1 << a.side_shift) < walk) a.side_shift++;
-        a.size[last] = loop.inner();
-        for (int k = 0; k <= INPUTS; k++) (k == 0 ? a.out : a.inp[k - 1]).stride[last] = loop.operand[k].stride[last];
-        a.pieces = (loop.inner() + 7 + 7) / 8;  // 7: the most that begin and end may lack
-        a.packs = rows / walk * ceil_div(walk, WALK * SIDE) * (int64_t(1) << a.side_shift) * a.pieces;
-        walk_rows_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS)), THREADS, 0, cuda_stream(stream)>>>(a);
-        check_launch(op, stream);
-        return;
-    }
     if (W == 1 && loop.inner() >= 2 * WARP) {
-        a.pieces = ceil_div(loop.inner(), PIECE), a.packs = rows * a.pieces;
+        a.pieces = ceil_div(loop.inner(), PIECE), a.packs = loop.numel() / loop.inner() * a.pieces;
         row_pieces_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS / WARP)), THREADS, 0, cuda_stream(stream)>>>(a);
         check_launch(op, stream);
         return;
