@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "kernels/tensor_ops.h"
+#include "dev/cache_flush.h"
 #include "runtime/convert.h"
 #include "runtime/rng.h"
 
@@ -19,17 +19,6 @@ std::shared_ptr<void> device_memory(const void* from, int64_t bytes) {
 bool on_gpu() {
     return backend_device() != Device::CPU;
 }
-
-// Read before each run on a GPU: several times what any L2 holds. Writing would leave the cache full of lines that have
-// yet to go to memory, some 50 MB that the operation measured would wait for.
-class CacheFlush {
-  public:
-    void operator()(Stream stream) { tensor_reduce(maxima, TensorFunction::Max, rows, 1, 0, scratch, stream); }
-
-  private:
-    BenchArray rows{DType::F32, {1 << 16, 1 << 10}}, maxima{DType::F32, {1 << 16, 1}};
-    BenchArray scratch = BenchArray::bytes(tensor_reduce_scratch(maxima, rows, 1));
-};
 
 }  // namespace
 

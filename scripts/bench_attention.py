@@ -12,7 +12,7 @@ PyTorch's two backends are timed as they come and, where there is one, with a de
     FlashAttention-2    the same with SDPBackend.FLASH_ATTENTION. Deterministic: torch.use_deterministic_algorithms
 
 All are timed alike: by the device's clock, the median of 21 runs after 3, all launched before one is waited for, with
-256 MiB written before each so that nothing is found in the L2 cache. Contenders take turns, so that a change of the
+256 MiB read before each so that nothing is found in the L2 cache. Contenders take turns, so that a change of the
 machine's speed meets all of them; figures are medians over the turns. TFLOP/s count the pairs of a query and a key that it
 sees, two products forward and five backward. Prints one Markdown table: each figure of PyTorch's is followed by how many
 times as fast the project is. A deterministic backward pass is one whose results have been the same twice.
@@ -33,7 +33,7 @@ OURS, CUDNN, FLASH, DETERMINISTIC = "this project", "cuDNN", "FlashAttention-2",
 PEERS = [CUDNN, CUDNN + DETERMINISTIC, FLASH, FLASH + DETERMINISTIC]
 NONDETERMINISTIC = "backward_nondeterministic"  # the project's alone
 PASSES = {"forward": 2, "backward": 5, NONDETERMINISTIC: 5}  # products
-WARM_UP, RUNS, FLUSH_BYTES = 3, 21, 256 << 20  # as dev/bench_util.cpp has them
+WARM_UP, RUNS, FLUSH_BYTES = 3, 21, 256 << 20  # as dev/bench_util.cpp and dev/cache_flush.h have them
 
 
 class BenchError(Exception):
@@ -89,7 +89,7 @@ def device_ms(launch, flush):
     torch.cuda.synchronize()
     starts, ends = ([torch.cuda.Event(enable_timing=True) for _ in range(WARM_UP + RUNS)] for _ in range(2))
     for start, end in zip(starts, ends):
-        flush.zero_()
+        flush.amax()
         start.record()
         launch()
         end.record()
@@ -263,7 +263,7 @@ def compare(args):
     if not torch.cuda.is_available():
         raise BenchError("PyTorch sees no GPU")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would be timed
-    flush = torch.empty(FLUSH_BYTES, device="cuda", dtype=torch.uint8)
+    flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
     turns, notes, peers = [], set(), {}
     for turn in range(args.turns):
         ours, machine = run_bench(args.bench)

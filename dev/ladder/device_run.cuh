@@ -6,6 +6,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "dev/cache_flush.h"
 #include "runtime/convert.h"
 #include "runtime/device.h"
 #include "runtime/rng.h"
@@ -83,18 +84,18 @@ class DeviceArray {
     std::vector<double> host;
 };
 
-// Device time of launches, each after the L2 has been overwritten: the median of as many as fit into a third of a
+// Device time of launches, each after the L2 has been flushed: the median of as many as fit into a third of a
 // second, at least 3 and at most 50. One more before them warms up.
 class ColdTimer {
   public:
-    explicit ColdTimer(Stream stream_) : stream(stream_), flushed(device_alloc(FLUSH_BYTES), device_free) {}
+    explicit ColdTimer(Stream stream_) : stream(stream_) {}
 
     template <typename Launch>
     double median_ms(Launch launch) {
         std::vector<double> times;
         double total = 0;
         for (int i = 0; i <= 50 && (i <= 3 || total < 333); i++) {
-            device_fill(flushed.get(), i, FLUSH_BYTES, stream);
+            flush(stream);
             begin.record(stream);
             launch();
             end.record(stream);
@@ -106,8 +107,7 @@ class ColdTimer {
     }
 
   private:
-    static constexpr size_t FLUSH_BYTES = size_t(256) << 20;  // several times the largest L2
     Stream stream;
-    std::shared_ptr<void> flushed;
+    CacheFlush flush;
     Event begin, end;
 };

@@ -1,0 +1,33 @@
+// What is called before each timed run on a GPU, so that nothing is found in the L2 cache: reads several times what any
+// L2 holds. Writing would leave the cache full of lines that have yet to go to memory, some 50 MB that the operation
+// measured would wait for.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels/tensor_ops.h"
+#include "runtime/device.h"
+
+class CacheFlush {
+  public:
+    CacheFlush() {
+        const auto place = [&](DType dtype, std::initializer_list<int64_t> shape) {
+            Tensor t = make_tensor(nullptr, dtype, backend_device(), shape);
+            memory.emplace_back(device_alloc(size_t(t.bytes())), device_free);
+            t.data = memory.back().get();
+            return t;
+        };
+        rows = place(DType::F32, {int64_t(BYTES) >> 12, 1 << 10});
+        maxima = place(DType::F32, {rows.shape[0], 1});
+        scratch = place(DType::U8, {tensor_reduce_scratch(maxima, rows, 1)});
+        device_fill(rows.data, 0, BYTES, Stream{});
+        synchronize(Stream{});
+    }
+    void operator()(Stream stream) { tensor_reduce(maxima, TensorFunction::Max, rows, 1, 0, scratch, stream); }
+
+  private:
+    static constexpr size_t BYTES = size_t(256) << 20;
+    std::vector<std::unique_ptr<void, void (*)(void*)>> memory;
+    Tensor rows, maxima, scratch;
+};
