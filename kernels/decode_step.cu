@@ -50,6 +50,10 @@ constexpr int WIDE_HEADS = 4;
 #define STEP_EARLY 0
 #endif
 constexpr bool EARLY_KEYS = STEP_EARLY;
+#ifndef STEP_SPREAD
+#define STEP_SPREAD 1
+#endif
+constexpr bool SPREAD = STEP_SPREAD;
 constexpr int64_t PIECE = STEP_PIECE;  // keys that a block takes of a context
 
 enum { QKV, PROJ, FC, FCPROJ, LAYER_PRODUCTS, HEAD = LAYER_PRODUCTS, PRODUCTS };
@@ -465,6 +469,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
         }
         if (i >= int(gridDim.x) || !EARLY_KEYS) past.load(past.key, a, layer.k, t, slot, slots_in_round);
         past.load(past.value, a, layer.v, t, slot, slots_in_round);
+        __syncwarp();  // from the last item, of which not every lane had channels
         // A warp for each row of queries, for the key and for the value.
         if (warp < t.heads || (t.has_newest() && (warp == HEADS || warp == HEADS + 1))) {
             const bool is_key = warp == HEADS, is_value = warp == HEADS + 1;
@@ -639,6 +644,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
         send_copies<T>(a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>, a.att_copy, t.head0 * HS / 2 + thread, s0 / sum,
                        s1 / sum, number);
     }
+    __syncwarp();
 }
 
 #endif
@@ -834,10 +840,14 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
             const uint64_t* const words =
                 which == PROJ ? a.att + copy * a.att_copy : a.words[from] + copy * a.copy[from];
             const int at = slice.first * (W / Q);
-            receive<NB == 1   ? 3
-                    : NB == 2 ? 4
-                              : 8>(reinterpret_cast<uint2*>(has_norm ? stream : rows) + at, words + 2 * at,
-                                   which == QKV || which == HEAD ? now - 1 : now, a.N, p.K / Q, slice.count * (W / Q));
+            uint2* const to = reinterpret_cast<uint2*>(has_norm ? stream : rows) + at;
+            const uint32_t exchange = which == QKV || which == HEAD ? now - 1 : now;
+            const int row = p.K / Q, count = slice.count * (W / Q);
+            constexpr int BATCH = NB == 1 ? 3 : NB == 2 ? 4 : 8;
+            if (NB == 1 && count <= WARP)
+                receive<1>(to, words + 2 * at, exchange, 1, row, count);
+            else
+                receive<BATCH>(to, words + 2 * at, exchange, a.N, row, count);
         }
         if (has_norm) {
             if (owned > 0) norm(norm_weight, which == HEAD ? a.normf_bias : layer.norm_bias[which == FC]);
@@ -854,7 +864,8 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
 
         // Sums of the stages [first, end) of the block's part: a thread for a unit and a text.
         const auto finish = [&](int first, int end) {
-            const int n = thread % NB, unit = (first << p.log_per_stage) + thread / NB;
+            const int n = thread % NB,
+                      unit = (first << p.log_per_stage) + (SPREAD ? lane / NB * WARPS + warp : thread / NB);
             if (n >= a.N || unit >= min(end << p.log_per_stage, owned)) return;
             const int stage = unit >> p.log_per_stage, begin = stage << p.log_per_stage;
             const int row = (stage - first) * p.stage_rows + 2 * (unit - begin);
