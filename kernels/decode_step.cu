@@ -12,8 +12,7 @@
 //
 // Exchanges: what a block has computed goes to global memory in words of 64 bits, a pair of 16-bit numbers or an fp32
 // one in the low half, the number of the exchange in the high half. Whoever needs it reads until the number is right;
-// one load gives both halves, so that no fence is needed. What every block reads, x (after both halves of a layer), att
-// and act, is there in COPIES, so that not all of them ask for the same lines.
+// one load gives both halves, so that no fence is needed.
 //
 // A word is written again one layer later. Its writer has by then received every word of x or x2 that came after it;
 // each of these was sent behind a barrier of its block at which all warps had done their reading of the first. That is
@@ -27,18 +26,10 @@
 #include "kernels/hopper.cuh"
 #include "kernels/kv_rotate.cuh"
 
-#ifndef STEP_COPIES
-#define STEP_COPIES 4
-#endif
-#ifndef STEP_PIECE
-#define STEP_PIECE 256
-#endif
-
 namespace {
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp streams
 constexpr int64_t MAX_HS = 128;                   // a warp for each of 4 heads of queries, a lane for each 16 bytes
-constexpr int COPIES = STEP_COPIES;
 constexpr int MIN_STAGES = 3, MAX_STAGES = 24;
 constexpr int64_t STAGE_BYTES = 12 << 10;       // at least
 constexpr int64_t RESERVED_BYTES = 4 << 10;     // of shared memory, for the kernel's static arrays, and for each text
@@ -46,15 +37,7 @@ constexpr int STAGE_ROWS = 8;                   // at most: as many as four lane
 constexpr int GROUP = 3;                        // stages that a warp multiplies side by side
 constexpr int CHUNK_ROWS = GROUP * STAGE_ROWS;  // between two barriers
 constexpr int WIDE_HEADS = 4;
-#ifndef STEP_EARLY
-#define STEP_EARLY 0
-#endif
-constexpr bool EARLY_KEYS = STEP_EARLY;
-#ifndef STEP_SPREAD
-#define STEP_SPREAD 1
-#endif
-constexpr bool SPREAD = STEP_SPREAD;
-constexpr int64_t PIECE = STEP_PIECE;  // keys that a block takes of a context
+constexpr int64_t PIECE = 256;  // keys that a block takes of a context
 
 enum { QKV, PROJ, FC, FCPROJ, LAYER_PRODUCTS, HEAD = LAYER_PRODUCTS, PRODUCTS };
 
@@ -83,7 +66,6 @@ struct Step {
     const Layer* layers;
     uint32_t* exchanges;                    // so many have been, of each kind
     uint64_t *words[LAYER_PRODUCTS], *att;  // of exchanges: what each product gives, and attention
-    int copy[LAYER_PRODUCTS], att_copy;     // words from one copy to the next
     uint64_t* partials;                     // [N, NH, pieces, HS + 2] fp32: maximum, sum, Σ p·v
     int64_t vocab, places, logits_stride, num_slots, capacity;
     Product products[PRODUCTS];
@@ -192,11 +174,6 @@ __device__ __forceinline__ void send(uint64_t* row, int i, float a, float b, uin
     } else {
         store_two(row + 2 * i, exchange_word(__float_as_uint(a), number), exchange_word(__float_as_uint(b), number));
     }
-}
-template <typename T>
-__device__ __forceinline__ void send_copies(uint64_t* row, int copy, int i, float a, float b, uint32_t number) {
-#pragma unroll
-    for (int c = 0; c < COPIES; c++) send<T>(row + c * copy, i, a, b, number);
 }
 
 // --- the ring of weights
@@ -441,14 +418,13 @@ struct Past {
     }
 };
 
-// One layer's attention, from qkv to att. past: of the block's first item, loaded beforehand. turns: of each text,
-// [2·pairs].
-template <int HEADS, int ROUNDS, typename T>
+// One layer's attention, from qkv to att. turns: of each text, [2·pairs].
+template <int HEADS, typename T>
 __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, const int64_t* positions,
-                                       const int64_t* slots, const Item& first_item, Past<ROUNDS, T>& past,
-                                       const float (*turns)[MAX_HS], const bool* turned, char* memory, int my_head,
-                                       uint32_t number) {
+                                       const int64_t* slots, const Item& first_item, const float (*turns)[MAX_HS],
+                                       const bool* turned, char* memory, int my_head, uint32_t number) {
     constexpr int W = FULL_WIDTH<T>;
+    constexpr int ROUNDS = HEADS == 1 ? 8 : 2;  // of keys that a lane has at a time
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP, HS = a.HS;
     const int lanes = 1 << a.log_lanes, slot = thread >> a.log_lanes, slots_in_round = THREADS >> a.log_lanes;
     const int channel = (thread & (lanes - 1)) * W, my_channel = 2 * thread - my_head * HS;
@@ -464,10 +440,11 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
         if (t.piece >= max(t.used, 1)) continue;
         uint64_t* const att = a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>;
         if (t.used == 0) {
-            if (my_head < t.heads) send_copies<T>(att, a.att_copy, (t.head0 * HS) / 2 + thread, 0, 0, number);
+            if (my_head < t.heads) send<T>(att, (t.head0 * HS) / 2 + thread, 0, 0, number);
             continue;
         }
-        if (i >= int(gridDim.x) || !EARLY_KEYS) past.load(past.key, a, layer.k, t, slot, slots_in_round);
+        Past<ROUNDS, T> past;
+        past.load(past.key, a, layer.k, t, slot, slots_in_round);
         past.load(past.value, a, layer.v, t, slot, slots_in_round);
         __syncwarp();  // from the last item, of which not every lane had channels
         // A warp for each row of queries, for the key and for the value.
@@ -599,7 +576,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
             sum = fmaf(of_warp.y, weight, sum), s0 = fmaf(x.x, weight, s0), s1 = fmaf(x.y, weight, s1);
         }
         if (t.used == 1) {
-            send_copies<T>(att, a.att_copy, t.head0 * HS / 2 + thread, s0 / sum, s1 / sum, number);
+            send<T>(att, t.head0 * HS / 2 + thread, s0 / sum, s1 / sum, number);
             continue;
         }
         uint64_t* const to = a.partials + ((int64_t(t.n) * a.NH + t.head0 + my_head) * a.pieces + t.piece) * (HS + 2);
@@ -641,8 +618,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
                 max = larger;
             }
         }
-        send_copies<T>(a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>, a.att_copy, t.head0 * HS / 2 + thread, s0 / sum,
-                       s1 / sum, number);
+        send<T>(a.att + int64_t(t.n) * a.NH * HS / PER_WORD<T>, t.head0 * HS / 2 + thread, s0 / sum, s1 / sum, number);
     }
     __syncwarp();
 }
@@ -653,7 +629,6 @@ template <typename T, int NB, int HEADS>
 __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Step<T> a) {
 #if __CUDA_ARCH__ >= 900
     constexpr int W = FULL_WIDTH<T>, Q = QUAD<T>;
-    constexpr int ROUNDS = HEADS == 1 ? 8 : 2;
     extern __shared__ __align__(128) char memory[];
     __shared__ Barrier full[MAX_STAGES], empty[MAX_STAGES];
     __shared__ Partial<NB> partial;
@@ -699,10 +674,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
             for (int c = lane; c < 2 * a.angles.pairs; c += WARP) turns[n][c] = turn[c];
     }
     sync_computing_warps();
-    Past<ROUNDS, T> past;
-    const int slot = thread >> a.log_lanes, slots_in_round = THREADS >> a.log_lanes;
     const int my_head = 2 * thread / a.HS;  // of an item, with two channels of it
-    if (EARLY_KEYS) past.load(past.key, a, layers[0].k, first_item, slot, slots_in_round);
     const Slice normed = slice_of<T>(a.C, warp);
 
     // The warp's part of the residual stream, of each text, through a norm to `rows`. What the warps have is combined
@@ -801,7 +773,6 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
 
     // Products in order. All of them are the same lines of code, which so stay in the cache of instructions.
     const int swiglu_halves = a.activation == Activation::SwiGLU ? 2 : 1;
-    const int copy = int(blockIdx.x) % COPIES;
     int turn = 0;  // of partial
 #pragma unroll 1
     for (int step = 0; step <= LAYER_PRODUCTS * a.num_layers; step++) {
@@ -815,8 +786,8 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         const int owned = mine.end - mine.first;
 
         if (which == PROJ)
-            attend<HEADS>(a, layer, positions, slots, first_item, past, turns, turned, memory + a.attention_memory,
-                          my_head, now);
+            attend<HEADS>(a, layer, positions, slots, first_item, turns, turned, memory + a.attention_memory, my_head,
+                          now);
 
         // The biases of the block's part: asked for early, put down before the product's first barrier.
         const T* const bias = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
@@ -837,8 +808,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
             embed();
         } else {
             const int from = which == QKV || which == HEAD ? FCPROJ : which - 1;
-            const uint64_t* const words =
-                which == PROJ ? a.att + copy * a.att_copy : a.words[from] + copy * a.copy[from];
+            const uint64_t* const words = which == PROJ ? a.att : a.words[from];
             const int at = slice.first * (W / Q);
             uint2* const to = reinterpret_cast<uint2*>(has_norm ? stream : rows) + at;
             const uint32_t exchange = which == QKV || which == HEAD ? now - 1 : now;
@@ -855,17 +825,13 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
             if (lane == 0) barrier_arrive(empty + norm_stage);
         }
         // Long before they are needed, and when nothing else is waited for.
-        if (which == FC && l + 1 < a.num_layers && first_item.keys > 0) {
-            if (EARLY_KEYS) past.load(past.key, a, layers[l + 1].k, first_item, slot, slots_in_round);
-            prefetch(layers[l + 1]);
-        }
+        if (which == FC && l + 1 < a.num_layers) prefetch(layers[l + 1]);
         if (my_bias) biases[which & 1][thread] = bias_here;
         __syncwarp();
 
         // Sums of the stages [first, end) of the block's part: a thread for a unit and a text.
         const auto finish = [&](int first, int end) {
-            const int n = thread % NB,
-                      unit = (first << p.log_per_stage) + (SPREAD ? lane / NB * WARPS + warp : thread / NB);
+            const int n = thread % NB, unit = (first << p.log_per_stage) + thread / NB;
             if (n >= a.N || unit >= min(end << p.log_per_stage, owned)) return;
             const int stage = unit >> p.log_per_stage, begin = stage << p.log_per_stage;
             const int row = (stage - first) * p.stage_rows + 2 * (unit - begin);
@@ -903,10 +869,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
                 y[0] += as_float(x[0]), y[1] += as_float(x[1]);
             }
             uint64_t* const to = a.words[which] + int64_t(n) * (2 * p.units / PER_WORD<T>);
-            if (which == QKV)
-                send<T>(to, at, y[0], y[1], now);
-            else
-                send_copies<T>(to, a.copy[which], at, y[0], y[1], now);
+            send<T>(to, at, y[0], y[1], now);
         };
         if (owned == 0) sync_computing_warps();  // nobody is more than a product ahead
         int first = 0, done = 0;
@@ -1007,24 +970,18 @@ Layout layout_of(const DecodeModel& m, int64_t N) {
 struct Words {
     static constexpr int64_t EXCHANGES = 0, LAYERS = 128;
     int64_t products[LAYER_PRODUCTS], att, partials, end;
-    int64_t copy[LAYER_PRODUCTS], att_copy;  // words from one copy to the next
     explicit Words(const DecodeModel& m) {
         const int64_t per_word = 4 / dtype_size(m.dtype), N = std::min(m.slots, LINEAR_SMALL_N);
         int64_t at = LAYERS + aligned(m.layers * int64_t(sizeof(Layer)));
-        const auto take = [&](int64_t words, int64_t copies) {
+        const auto take = [&](int64_t words) {
             const int64_t begin = at;
-            at += copies * words * int64_t(sizeof(uint64_t));
+            at += aligned(words * int64_t(sizeof(uint64_t)));
             return begin;
         };
-        const auto words_of = [&](int64_t channels) { return aligned(N * channels / per_word); };
         const int64_t Q = m.NH * m.HS, channels[LAYER_PRODUCTS] = {Q + 2 * m.NKV * m.HS, m.C, m.FFN, m.C};
-        for (int i = 0; i < LAYER_PRODUCTS; i++) {
-            copy[i] = words_of(channels[i]);
-            products[i] = take(copy[i], i == QKV ? 1 : COPIES);
-        }
-        att_copy = words_of(Q);
-        att = take(att_copy, COPIES);
-        partials = take(N * m.NH * step_pieces(m.capacity) * (m.HS + 2), 1);
+        for (int i = 0; i < LAYER_PRODUCTS; i++) products[i] = take(N * channels[i] / per_word);
+        att = take(N * Q / per_word);
+        partials = take(N * m.NH * step_pieces(m.capacity) * (m.HS + 2));
         end = at;
     }
 };
@@ -1161,9 +1118,8 @@ void decode_step(Tensor logits, Tensor ids, const DecodePlace& place, const Deco
         const auto words = [&](int64_t at) { return reinterpret_cast<uint64_t*>(base + at); };
         a.exchanges = reinterpret_cast<uint32_t*>(base + Words::EXCHANGES);
         a.layers = reinterpret_cast<const Layer*>(base + Words::LAYERS);
-        for (int i = 0; i < LAYER_PRODUCTS; i++) a.words[i] = words(w.products[i]), a.copy[i] = int(w.copy[i]);
-        a.att = words(w.att), a.att_copy = int(w.att_copy);
-        a.partials = words(w.partials);
+        for (int i = 0; i < LAYER_PRODUCTS; i++) a.words[i] = words(w.products[i]);
+        a.att = words(w.att), a.partials = words(w.partials);
         std::copy_n(z.products, PRODUCTS, a.products);
         a.num_slots = m.slots, a.capacity = m.capacity;
         a.num_layers = int(m.layers), a.N = int(N), a.C = int(m.C);
