@@ -1,5 +1,4 @@
-// Attention of one token over a piece of its context, by some warps together: for decode_attention.cu, where a block
-// has one piece, and decode_step.cu, where it comes between products.
+// Attention of one token over a piece of its context, by the warps of a block together: for decode_attention.cu.
 #pragma once
 
 #include "kernels/cuda_common.cuh"
