@@ -37,7 +37,7 @@ constexpr int STAGE_ROWS = 8;                   // at most: as many as four lane
 constexpr int GROUP = 3;                        // stages that a warp multiplies side by side
 constexpr int CHUNK_ROWS = GROUP * STAGE_ROWS;  // between two barriers
 constexpr int WIDE_HEADS = 4;
-constexpr int64_t PIECE = 256;  // keys that a block takes of a context
+constexpr int64_t PIECE = 128;  // keys that a block takes of a context
 
 enum { QKV, PROJ, FC, FCPROJ, LAYER_PRODUCTS, HEAD = LAYER_PRODUCTS, PRODUCTS };
 
@@ -424,7 +424,7 @@ __device__ __forceinline__ void attend(const Step<T>& a, const Layer& layer, con
                                        const int64_t* slots, const Item& first_item, const float (*turns)[MAX_HS],
                                        const bool* turned, char* memory, int my_head, uint32_t number) {
     constexpr int W = FULL_WIDTH<T>;
-    constexpr int ROUNDS = HEADS == 1 ? 8 : 2;  // of keys that a lane has at a time
+    constexpr int ROUNDS = HEADS == 1 ? 4 : 2;  // of keys that a lane has at a time
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP, HS = a.HS;
     const int lanes = 1 << a.log_lanes, slot = thread >> a.log_lanes, slots_in_round = THREADS >> a.log_lanes;
     const int channel = (thread & (lanes - 1)) * W, my_channel = 2 * thread - my_head * HS;
