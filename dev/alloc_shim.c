@@ -1,7 +1,8 @@
 // Preloaded into a process to count its allocations (dev/preload.h), those of libraries included. A test asks
 //
 //   long alloc_shim_host(void)     calls of malloc, calloc, realloc, aligned_alloc, posix_memalign and memalign, which
-//                                  new and everything else in the process comes down to
+//                                  new and everything else in the process comes down to, but for those of CUDA's driver
+//                                  since the first question: its bookkeeping depends on what other processes do
 //   long alloc_shim_device(void)   calls that ask CUDA for memory, of the device or page-locked
 //   const char* alloc_shim_last(void)   the library that the last call counted by alloc_shim_host came from
 //
@@ -15,6 +16,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <link.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -22,8 +24,8 @@
 
 static atomic_long host_calls, device_calls;
 
-long alloc_shim_host(void) {
-    return atomic_load(&host_calls);
+static void count(atomic_long* calls) {
+    atomic_fetch_add_explicit(calls, 1, memory_order_relaxed);
 }
 
 long alloc_shim_device(void) {
@@ -37,13 +39,34 @@ extern void* __libc_calloc(size_t number, size_t bytes);
 extern void* __libc_realloc(void* data, size_t bytes);
 extern void* __libc_memalign(size_t alignment, size_t bytes);
 
-static void count(atomic_long* calls) {
-    atomic_fetch_add_explicit(calls, 1, memory_order_relaxed);
+static void* volatile last_caller;
+static volatile uintptr_t driver_begin, driver_bytes;  // where libcuda's code lies
+
+#define COUNT_HOST()                                                             \
+    do {                                                                         \
+        void* const caller = __builtin_return_address(0);                        \
+        if ((uintptr_t)caller - driver_begin < driver_end - driver_begin) break; \
+        last_caller = caller;                                                    \
+        count(&host_calls);                                                      \
+    } while (0)
+
+static int find_driver(struct dl_phdr_info* info, size_t size, void* unused) {
+    (void)size, (void)unused;
+    if (!strstr(info->dlpi_name, "/libcuda.so")) return 0;
+    uintptr_t end = 0;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr)* const part = info->dlpi_phdr + i;
+        if (part->p_type == PT_LOAD && part->p_vaddr + part->p_memsz > end) end = part->p_vaddr + part->p_memsz;
+    }
+    driver_begin = info->dlpi_addr;
+    driver_bytes = end;
+    return 1;
 }
 
-static void* volatile last_caller;
-
-#define COUNT_HOST() (last_caller = __builtin_return_address(0), count(&host_calls))
+long alloc_shim_host(void) {
+    if (!driver_bytes) dl_iterate_phdr(find_driver, NULL);
+    return atomic_load(&host_calls);
+}
 
 const char* alloc_shim_last(void) {
     Dl_info from;
