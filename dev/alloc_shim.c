@@ -42,12 +42,12 @@ extern void* __libc_memalign(size_t alignment, size_t bytes);
 static void* volatile last_caller;
 static volatile uintptr_t driver_begin, driver_bytes;  // where libcuda's code lies
 
-#define COUNT_HOST()                                                             \
-    do {                                                                         \
-        void* const caller = __builtin_return_address(0);                        \
-        if ((uintptr_t)caller - driver_begin < driver_end - driver_begin) break; \
-        last_caller = caller;                                                    \
-        count(&host_calls);                                                      \
+#define COUNT_HOST()                                                \
+    do {                                                            \
+        void* const caller = __builtin_return_address(0);           \
+        if ((uintptr_t)caller - driver_begin < driver_bytes) break; \
+        last_caller = caller;                                       \
+        count(&host_calls);                                         \
     } while (0)
 
 static int find_driver(struct dl_phdr_info* info, size_t size, void* unused) {
