@@ -678,7 +678,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     const Slice normed = slice_of<T>(a.C, warp);
 
     // The warp's part of the residual stream, of each text, through a norm to `rows`. What the warps have is combined
-    // from their means and squares (Chan et al. 1979).
+    // from their means and squares (Chan et al. 1983).
     const auto norm = [&](const float* weight, bool has_bias) {
         const int first = normed.first * W, quads = normed.count * (W / Q);
         float mean[NB] = {}, squares[NB] = {};
