@@ -3,11 +3,14 @@
 #include "kernels/decode_attention.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "kernels/embedding.h"
 #include "kernels/kv_cache.h"
+#include "kernels/linear.h"
 
 namespace {
 
@@ -134,8 +137,8 @@ TEST_P(DecodeAttention, Lengths) {
     // Below, at and beyond the edges of pieces (CPU: 64 up to 2048 keys, then 256).
     for (const int32_t p : {0, 1, 62, 63, 64, 65, 127, 200, 1023, 2047, 2048, 2100})
         check(activation(), {2, 2, 16, 2200}, 1, {0}, {p}, 16);
-    // CUDA: pieces of 256, which 16-bit heads have as long as 32 of them suffice.
-    for (const int32_t p : {254, 255, 256, 511, 512, 4096, 8191, 8192, 8999})
+    // CUDA: 16-bit heads have one piece up to 512 keys, then pieces of 256 as long as 32 of them suffice.
+    for (const int32_t p : {254, 255, 256, 510, 511, 512, 767, 768, 4096, 8191, 8192, 8999})
         check(activation(), {8, 2, 64, 9000}, 1, {0}, {p}, 64);
     check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
     check(activation(), {2, 2, 8, 5}, 1, {0}, {4}, 8);  // the last row of the cache
@@ -224,6 +227,48 @@ TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
         };
         expect_same_bits("out", run({}), run(scratch));
     }
+}
+
+// A step's chain: a launch that waits for all before it, the product that leaves q, k and v, and attention, which may
+// read the cache before that product has ended. Three steps in a row append to one cache, a finished sequence beside.
+TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
+    const DType T = activation();
+    const Shape z{12, 12, 64, 600};
+    const int64_t N = 20, C = 64, Q = z.NH * z.HS;
+    std::vector<int32_t> slot, position;
+    for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 31 * n);
+    const TestArray table = TestArray::random(T, {N, C}, 5), weight = TestArray::random(T, {z.channels(), C}, 6);
+    const TestArray rows = TestArray::ints(slot, {N});
+    const auto run = [&](bool settled) {
+        const Cache cache(T, z, N, slot, position);
+        const Call call(T, cache, z.HS);
+        DecodePlace place = call.place;
+        place.settled = settled;
+        const TestArray inp = TestArray::poisoned(T, {N, C}), qkv = TestArray::poisoned(T, {N, z.channels()});
+        const TestArray scratch = TestArray::scratch(linear_scratch(N, C, z.channels(), T));
+        std::vector<double> all;
+        for (int32_t step = 0; step < 3; step++) {
+            const TestArray out = TestArray::poisoned(T, {N, Q}), positions = [&] {
+                std::vector<int32_t> next = position;
+                for (int32_t& p : next) p += p < 0 ? 0 : step;
+                return TestArray::ints(next, {N});
+            }();
+            place.positions = place.angles = positions;
+            embedding_forward(inp, rows, rows, table, {}, Stream{});
+            linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, Stream{});
+            decode_attention(out, qkv, cache.k, cache.v, place, call.scale, call.scratch, Stream{});
+            const std::vector<double> got = out.fetch();
+            all.insert(all.end(), got.begin(), got.end());
+        }
+        for (const TestArray* a : {&cache.k, &cache.v}) {
+            const std::vector<double> got = a->fetch();
+            std::transform(got.begin(), got.end(), std::back_inserter(all),
+                           [](double x) { return std::isnan(x) ? -1e30 : x; });
+        }
+        return all;
+    };
+    const std::vector<double> late = run(false);
+    for (int i = 0; i < 5; i++) expect_same_bits("early", late, run(true));
 }
 
 INSTANTIATE_DTYPES(DecodeAttention);

@@ -494,6 +494,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     const Tensor hidden = x.rows(0, B), places = step_positions.rows(0, B);
     DecodePlace place;
     place.slots = slot_ids.rows(0, B), place.positions = places, place.max_length = max_length;
+    place.settled = true;  // by the embedding's launch
     const Tensor angles = dynamic ? iota.rows(0, B) : places;
     if (table) place.table = table, place.angles = angles;
     if (B <= single_launch_rows) {

@@ -41,6 +41,7 @@ struct Decode {
     int NH, NKV, HS, pieces, passes;  // passes: blocks for each piece and KV head
     int group;                        // query heads of a KV head
     int lanes;                        // decode_kernel: of a warp that share a key, a power of two
+    bool settled;                     // slots, positions and cache may be read before wait_for_previous()
     float scale;
 
     __device__ __forceinline__ int64_t row() const { return int64_t(NKV) * HS; }
@@ -64,6 +65,7 @@ __device__ __forceinline__ bool find_task(const Decode<T>& a, Task& t, PieceOf p
     const int position = a.positions[t.n], slot = a.slots[t.n];
     if (position < 0 || position >= a.capacity || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
+        wait_for_previous();
         if (t.piece == 0)
             for (int i = threadIdx.x; i < t.heads * a.HS; i += THREADS) out[i] = T{};
         return false;
@@ -232,14 +234,15 @@ __global__ void __launch_bounds__(THREADS, STREAM_BLOCKS<D, MANY>) stream_kernel
     let_next_start();
     // The keys that went by since the last call have pushed the counter out of L2.
     if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.counter()));
-    wait_for_previous();
-    const float* const turn = a.angles.of(blockIdx.z);  // asked for beside the position
+    if (!a.settled) wait_for_previous();
     Task t;
     if (!find_task<STREAM_HEADS>(a, t, stream_piece)) return;
 
     const int cached = t.keys - t.ends_context();
     Stream stream(memory, Stretch<T>{a.k_cache + t.start, a.v_cache + t.start, a.row(), a.HS, t.keys, cached, new_key,
                                      new_value});
+    const float* const turn = a.angles.of(t.n);
+    wait_for_previous();
     // While the first keys are on their way: the new key, which every pass of a KV head appends, a channel a thread,
     // from the last thread on, so that one query head is the work of other warps; then the query heads.
     static_assert(D <= THREADS);
@@ -322,8 +325,8 @@ void launch_stream(const char* op, const Decode<T>& a, int64_t N, Stream stream)
 }
 
 template <typename T>
-void launch_stream(const char* op, Decode<T> a, int64_t N, Stream stream) {
-    a.pieces = int(std::min<int64_t>(a.pieces, STREAM_PIECES));
+void launch_stream(const char* op, Decode<T> a, int64_t N, int64_t max_length, Stream stream) {
+    a.pieces = int(stream_pieces(unsigned(max_length)));
     const int64_t blocks = N * a.pieces * a.NKV * ceil_div(a.group, STREAM_HEADS);
     const bool many = blocks > 3 * num_multiprocessors();
     if (a.HS <= 32)
@@ -366,10 +369,11 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         a.num_slots = z.slots, a.capacity = z.capacity;
         a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS), a.group = a.NH / a.NKV;
         a.pieces = int(pieces);
+        a.settled = place.settled;
         a.scale = scale;
         const bool full = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({k_cache, v_cache, scratch});
         if constexpr (!std::is_same_v<T, float>) {
-            if (full && z.HS <= MAX_STREAM_HS) return launch_stream(op, a, z.N, stream);
+            if (full && z.HS <= MAX_STREAM_HS) return launch_stream(op, a, z.N, place.max_length, stream);
         }
         const auto lanes_for = [](int64_t vectors) {
             int lanes = 1;

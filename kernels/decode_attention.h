@@ -24,6 +24,10 @@ struct DecodePlace {
     Tensor slots, positions;  // [N] int32
     Tensor angles, table;     // [N] int32, [T, R/2, 2] fp32: rope.h's table, and the row for each token; or both null
     int64_t max_length = 0;   // no sequence is longer, its new token included: decides the launch's size
+    // Between whoever wrote slots, positions, angles and the cache as it stands, and this call, lies an ordinary
+    // launch, one that waits for all before it. Then a GPU reads them while the kernel before is at work
+    // (dependent_launch.cuh).
+    bool settled = false;
 };
 
 // out [N, NH·HS]; qkv [N, (NH + 2·NKV)·HS] (may be overwritten); k_cache, v_cache [slots, capacity, NKV, HS].

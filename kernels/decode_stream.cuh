@@ -12,12 +12,17 @@
 constexpr int STREAM_HEADS = 8;  // query heads of a block
 constexpr int STREAM_KEYS = 16;  // keys of a tile
 
-// Keys of a piece of a context: at most STREAM_PIECES pieces, of 256 keys while these suffice. It is a function of the
-// context's own length, as the result's bits are.
-constexpr unsigned STREAM_PIECES = 32;
+// Keys of a piece of a context: one piece up to STREAM_WHOLE keys, which is faster than to combine two; then pieces of
+// 256, or longer ones, as there are at most STREAM_PIECES. It is a function of the context's own length, as the
+// result's bits are.
+constexpr unsigned STREAM_PIECES = 32, STREAM_WHOLE = 512;
+__host__ __device__ inline unsigned stream_pieces(unsigned length) {
+    const unsigned wanted = length <= STREAM_WHOLE ? 1 : (length + 255) / 256;
+    return wanted < STREAM_PIECES ? wanted : STREAM_PIECES;
+}
 __host__ __device__ inline unsigned stream_piece(unsigned length) {
-    constexpr unsigned KEYS = 256, UNIT = 64;
-    const unsigned wanted = (length + KEYS - 1) / KEYS, pieces = wanted < STREAM_PIECES ? wanted : STREAM_PIECES;
+    constexpr unsigned UNIT = 64;
+    const unsigned pieces = stream_pieces(length);
     return (length + pieces * UNIT - 1) / (pieces * UNIT) * UNIT;
 }
 
