@@ -4,10 +4,10 @@
 
 namespace {
 
-// Reads the logits once. temperature is in tenths, top_p in hundredths.
+// Reads the logits once, from rows padded as a model's are. temperature is in tenths, top_p in hundredths.
 void sample(benchmark::State& state, DType T) {
-    const int64_t B = state.range(0), V = state.range(1);
-    const BenchArray ids = BenchArray::ints({B}, 1), logits(T, {B, V}, 3), keys = BenchArray::bytes(B * 8);
+    const int64_t B = state.range(0), V = state.range(1), Vp = (V + 127) / 128 * 128;
+    const BenchArray ids = BenchArray::ints({B}, 1), logits(T, {B, Vp}, 3), keys = BenchArray::bytes(B * 8);
     const Tensor zeros = make_tensor(keys.tensor().data, DType::I64, keys.tensor().device, {B});
     SamplingOptions options;
     options.temperature = float(state.range(2)) / 10;

@@ -6,6 +6,7 @@
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "kernels/exp2_product.h"
 
 namespace {
 
@@ -264,18 +265,85 @@ TEST(Sampling, LongStretchesWithoutWeight) {
         }
 }
 
+// A GPU looks at a row in stretches, and reads aligned rows in vectors: vocabularies below, at and behind the edges of
+// both, and rows that begin anywhere. A row's draw is that of the oracle, alone and beside 63 and 69 others.
+TEST_P(SamplingDTypes, StretchesAndAlignment) {
+    for (const int64_t V : {1, 15, 31, 33, 511, 512, 513, 1025, 5001, 50257})
+        for (const int64_t padding : {0, 1, 16}) {
+            const int64_t B = V > 10000 ? 6 : 70, Vp = V % 2 + V + padding;
+            std::vector<double> rows = TestArray::random({B, Vp}, uint64_t(V), 2.5).values();
+            for (int64_t b = 0; b < B; b++) std::fill(rows.begin() + b * Vp + V, rows.begin() + (b + 1) * Vp, 1e30);
+            const TestArray logits = TestArray::of(activation(), rows, {B, Vp});
+            for (const float temperature : {0.0f, 1.0f}) {
+                std::vector<int64_t> sequences, steps(size_t(B), 8);
+                for (int64_t b = 0; b < B; b++) sequences.push_back(b);
+                const std::vector<int32_t> got = sample(logits, V, sequences, steps, options(temperature, 0, 5));
+                for (int64_t b = 0; b < B; b++) {
+                    const Philox4 r = philox(5, uint64_t(b), 8);
+                    const std::vector<double> p =
+                        reference::sampling_probabilities(logits.data() + b * Vp, V, double(temperature), 0);
+                    ASSERT_EQ(got[size_t(b)], reference::sample(p, uniform01(r.v[0], r.v[1])))
+                        << "V " << V << " Vp " << Vp << " row " << b << " temperature " << temperature;
+                }
+                for (const int64_t few : {int64_t(1), std::min(B, int64_t(64))}) {
+                    const std::vector<double> some(rows.begin() + (B - few) * Vp, rows.end());
+                    const std::vector<int64_t> last(sequences.end() - few, sequences.end());
+                    const std::vector<int64_t> same(size_t(few), 8);
+                    EXPECT_EQ(
+                        sample(TestArray::of(activation(), some, {few, Vp}), V, last, same, options(temperature, 0, 5)),
+                        std::vector<int32_t>(got.end() - few, got.end()))
+                        << "V " << V << " Vp " << Vp << " " << few << " rows";
+                }
+            }
+        }
+}
+
+// More stretches than a GPU's last round has threads. All have the same weight but one, which has none.
+TEST(Sampling, ManyStretches) {
+    constexpr int64_t V = 300007, B = 12;
+    std::vector<double> row(size_t(V), 2.0);
+    std::fill(row.begin() + 100 * 512, row.begin() + 101 * 512, -INF);
+    const std::vector<int32_t> got = sample_row(row, options(1, 0, 3), B);
+    const std::vector<double> p = reference::sampling_probabilities(row.data(), V, 1, 0);
+    for (int64_t b = 0; b < B; b++) {
+        const Philox4 r = philox(3, 0, uint64_t(b));
+        EXPECT_EQ(got[size_t(b)], reference::sample(p, uniform01(r.v[0], r.v[1])));
+    }
+}
+
+// The header's bound, over temperatures from 1/100 to 100, and the ends of its range.
+TEST(Sampling, Exp2Product) {
+    for (uint64_t i = 0; i < 1000000; i++) {
+        const Philox4 r = philox(3, i, 0);
+        const double u = uniform01(r.v[0], r.v[1]), rate = std::pow(100, 2 * uniform01(r.v[2], r.v[3]) - 1);
+        const double x = -(i % 2 ? 1020 * u : 3 * u) / rate;
+        const long double exact = exp2l(static_cast<long double>(x) * static_cast<long double>(rate));
+        ASSERT_LT(std::abs(double((static_cast<long double>(exp2_product(x, rate)) - exact) / exact)), 5e-16)
+            << "x " << x << " rate " << rate;
+    }
+    EXPECT_EQ(exp2_product(0, 1e45), 1);
+    EXPECT_EQ(exp2_product(-1, 1), 0.5);
+    EXPECT_EQ(exp2_product(-1021, 1), 0x1p-1021);
+    for (const double x : {-1022.0, -1e5, -0x1p52, -1e16, -3 * 0x1p52, -1e18, -1e300, -INF})
+        for (const double rate : {1.0, 1.25, 1e30}) EXPECT_EQ(exp2_product(x, rate), 0) << x << " " << rate;
+}
+
 INSTANTIATE_DTYPES(SamplingDTypes);
 
 TEST(Sampling, Errors) {
     const double nan = std::numeric_limits<double>::quiet_NaN();
     [[maybe_unused]] const std::string bad =
         "sample_tokens: row 0 of the logits holds NaN, or its maximum is not finite";
-    for (const std::vector<double>& row : {std::vector<double>{1, nan}, {nan, 1}, {1, INF}, {-INF, -INF}})
-        for (const float temperature : {0.0f, 1.0f}) {
+    SamplingOptions top_p = options(1);
+    top_p.top_p = 0.5f;
+    std::vector<double> late(2000, 1);
+    late.back() = -nan;
+    for (const std::vector<double>& row : {std::vector<double>{1, nan}, {nan, 1}, {1, INF}, {-INF, -INF}, late})
+        for (const SamplingOptions& filters : {options(0), options(1), options(1, 1), top_p}) {
 #ifdef USE_CUDA  // nobody waits for such a check: the id is -1
-            EXPECT_EQ(sample_row(row, options(temperature))[0], -1);
+            EXPECT_EQ(sample_row(row, filters)[0], -1);
 #else
-            expect_error([&] { sample_row(row, options(temperature)); }, bad);
+            expect_error([&] { sample_row(row, filters); }, bad);
 #endif
         }
     expect_error([&] { sample_row({1, 2}, options(-1)); }, "sample_tokens: temperature is -1, expected 0 or more");

@@ -1,24 +1,26 @@
-// Rounds: blocks look at stretches of a row side by side, and one block puts together what they found.
+// Rounds: many look at stretches of a row side by side, and one block puts together what they found.
 //
-// Without filters two rounds: the likeliest token and the weight of each stretch; the draw. With top_k up to
-// SAMPLING_FAST_TOP_K two rounds as well: each stretch's k likeliest; the rest with those alone. Any other filter comes
-// down to an edge, the least likely token that is kept: two more rounds find it, by the weights of 2,048 intervals of
-// logits and a sort of what lies in the one where top_p is reached, and one adds up what is kept of each stretch.
+// Without filters two rounds: the likeliest token and the weight of each stretch, which is a warp's; the draw. With
+// top_k up to SAMPLING_FAST_TOP_K two rounds as well: the k likeliest of each stretch, a longer one and a block's; the
+// rest with those alone. Any other filter comes down to an edge, the least likely token that is kept: two more rounds
+// find it, by the weights of 2,048 intervals of logits and a sort of what lies in the one where top_p is reached, and
+// one adds up what is kept of each stretch.
 #include "kernels/sampling.h"
 
 #include "kernels/dependent_launch.cuh"
+#include "kernels/exp2_product.h"
 #include "kernels/sampling_check.h"
 #include "runtime/rng.h"
 
 namespace {
 
-// Larger floats have larger keys; −0 and 0 share one.
+// Larger floats have larger keys; −0 and 0 share one. NaN has the largest, so that it can't hide.
 __device__ __forceinline__ uint32_t ordered(float x) {
-    const uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const uint32_t bits = __float_as_uint(x + 0.0f), key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return x == x ? key : ~0u;
 }
 
-// The float behind a key.
+// The float behind a key; NaN behind 0.
 __device__ __forceinline__ float from_key(uint32_t key) {
     return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
@@ -41,10 +43,39 @@ struct Row {
     const T* logits;
     const int32_t* seen;
     float penalty;
+    double inverse_penalty;
+    int64_t V;
+    bool aligned;  // to 16 bytes
+    // The product gives the quotient's bits wherever that is a normal number: no quotient of floats is so close to the
+    // middle between two of them that the roundings of doubles matter. A division would be many times the code.
+    __device__ __forceinline__ float penalised(float x) const {
+        return x > 0 ? float(double(x) * inverse_penalty) : x * penalty;
+    }
     __device__ __forceinline__ float operator[](int64_t v) const {
         const float x = as_float(logits[v]);
-        if (penalty == 1 || !(uint32_t(seen[v / 32]) >> (v % 32) & 1)) return x;
-        return x > 0 ? x / penalty : x * penalty;
+        return penalty == 1 || !(uint32_t(seen[v / 32]) >> (v % 32) & 1) ? x : penalised(x);
+    }
+    // N in a row, from a multiple of N on, all asked for at once. N divides 32. Beyond the vocabulary −∞: no weight.
+    template <int N>
+    __device__ __forceinline__ Floats<N> tokens(int64_t begin) const {
+        const int left = int(min(int64_t(N), V - begin));
+        Floats<N> x;
+        if (aligned && left == N) {
+            x = load_floats<N>(logits + begin);
+        } else {
+            const T* const from = logits + (left > 0 ? begin : 0);
+            T raw[N];
+#pragma unroll
+            for (int i = 0; i < N; i++) raw[i] = from[min(i, max(left - 1, 0))];
+#pragma unroll
+            for (int i = 0; i < N; i++) x[i] = i < left ? as_float(raw[i]) : -INFINITY;
+        }
+        if (penalty == 1 || left <= 0) return x;
+        const uint32_t marks = uint32_t(seen[begin / 32]) >> (begin % 32);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (marks >> i & 1) x[i] = penalised(x[i]);
+        return x;
     }
 };
 
@@ -55,11 +86,18 @@ struct Draw {
     int32_t* seen;
     const int64_t *sequences, *steps;
     int64_t stride, seen_stride, V;
+    bool aligned;
     SamplingOptions options;
-    double inverse_temperature;  // a product where a division takes as long as the exponential; 0 for argmax
+    double inverse_penalty;
+    double rate;  // of weights, 2^((l − maximum)·rate): log2(e)/temperature; 0 for argmax
 
     __device__ __forceinline__ Row<T> row(int64_t b) const {
-        return {logits + b * stride, seen ? seen + b * seen_stride : nullptr, options.repeat_penalty};
+        return {logits + b * stride,
+                seen + (seen ? b * seen_stride : 0),
+                options.repeat_penalty,
+                inverse_penalty,
+                V,
+                aligned};
     }
     __device__ __forceinline__ double uniform(int64_t b) const {
         const Philox4 random = philox(options.seed, uint64_t(sequences[b]), uint64_t(steps[b]));
@@ -71,6 +109,36 @@ struct Draw {
         if (seen && id >= 0) seen[b * seen_stride + id / 32] |= int32_t(1u << (id % 32));
     }
 };
+
+// Weights as integers, whose sums are the same in any order; and how many intervals of logits they are counted in.
+using Weight = unsigned long long;
+constexpr double FIXED_ONE = 0x1p44;
+constexpr int INTERVALS = 2048;
+constexpr double INTERVALS_PER_OCTAVE = 45;
+
+// What weights are relative to: a logit of `max` has 1.
+struct Weighing {
+    double max, rate;
+    __device__ __forceinline__ double operator()(float x) const { return exp2_product(double(x) - max, rate); }
+    __device__ __forceinline__ Weight fixed(float x) const { return Weight(llrint((*this)(x)*FIXED_ONE)); }
+    // Interval of a logit's distance to the largest, in steps that change the weight by a factor of 2^(1/45); the last
+    // one has everything whose weight is 0 as an integer.
+    __device__ __forceinline__ int interval(float x) const {
+        const double at = (max - double(x)) * rate * INTERVALS_PER_OCTAVE;
+        return at < INTERVALS - 1 ? int(at) : INTERVALS - 1;
+    }
+};
+
+__device__ __forceinline__ Token warp_max(Token t) {
+    const uint32_t key = uint32_t(t >> 32), largest = __reduce_max_sync(ALL_LANES, key);
+    return Token(largest) << 32 | __reduce_max_sync(ALL_LANES, key == largest ? uint32_t(t) : 0u);
+}
+
+__device__ __forceinline__ double warp_sum(double x) {
+#pragma unroll
+    for (int offset = WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
+    return x;
+}
 
 __device__ __forceinline__ double warp_inclusive_sum(double x) {
 #pragma unroll
@@ -84,23 +152,72 @@ __device__ __forceinline__ double warp_inclusive_sum(double x) {
 // --------------------------------------------------------------------------------------------------------------------
 // Two rounds.
 
+// A warp's stretch: each lane has some tokens in a row. Enough to hide the exponentials' latency behind each other, and
+// few enough to spread one sequence over most of the machine. Warps share a block only to be launched together.
+constexpr int LANE_TOKENS = 16, STRETCH = WARP * LANE_TOKENS;
+constexpr int STRETCH_WARPS = 4, STRETCH_THREADS = STRETCH_WARPS * WARP;
+
+// Where a block has a part of a row: its threads, and the tokens of each. Candidates are looked for among many, because
+// fewer stretches leave fewer of them.
 constexpr int ROUND_THREADS = 256, ROUND_WARPS = ROUND_THREADS / WARP;
-// Tokens of a stretch that a thread has. With candidates many: fewer stretches leave fewer of them.
 constexpr int FEW = 4, MANY = 16;
-template <int PER>
-constexpr int STRETCH = ROUND_THREADS* PER;
 
-// Weights as integers, whose sums are the same in any order; and how many intervals of logits they are counted in.
-using Weight = unsigned long long;
-constexpr double FIXED_ONE = 0x1p44;
-constexpr int INTERVALS = 2048;
-
-// What a stretch tells: its likeliest token, and Σ exp((l − its own maximum)/temperature).
-struct Found {
+// What a stretch tells: its likeliest token, NaN if it holds one, and Σ exp((l − its own maximum)/temperature).
+struct alignas(16) Found {
     Token best;
     double sum;
-    int64_t has_nan;
 };
+
+// The warp's number among all of the grid, which is that of its stretch among all rows'.
+__device__ __forceinline__ int64_t warp_in_grid() {
+    return int64_t(blockIdx.x) * STRETCH_WARPS + threadIdx.x / WARP;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(STRETCH_THREADS, 8)
+    stretch_kernel(const Draw<T> draw, Found* found, int64_t B, int stretches, Weight* intervals) {
+    let_next_start();
+    const RowItem stretch = row_item(warp_in_grid(), stretches);
+    const Row<T> row = draw.row(stretch.row);
+    const int lane = int(threadIdx.x % WARP);
+    const int64_t begin = stretch.item * STRETCH + lane * LANE_TOKENS;
+    wait_for_previous();
+    if (stretch.row >= B) return;
+    const Floats<LANE_TOKENS> x = row.template tokens<LANE_TOKENS>(begin);
+    if (intervals)
+#pragma unroll 1
+        for (int64_t i = stretch.item * WARP + lane; i < INTERVALS; i += stretches * WARP)
+            intervals[stretch.row * INTERVALS + i] = 0;
+    float largest = -INFINITY;
+    int at = 0;
+    bool has_nan = false;
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+        has_nan |= x[i] != x[i];
+        if (x[i] > largest) largest = x[i], at = i;
+    }
+    const Token best = warp_max(token_of(has_nan ? NAN : largest, begin + at));
+    const Weighing weight{logit_of(best), draw.rate};
+    double sum = 0;
+    if (draw.options.temperature > 0 && isfinite(weight.max)) {  // all −∞: no weight, whatever the row's maximum
+#pragma unroll
+        for (int i = 0; i < LANE_TOKENS; i++) sum += weight(x[i]);
+        sum = warp_sum(sum);
+    }
+    if (lane == 0) found[warp_in_grid()] = {best, sum};
+}
+
+// The largest of a block's N threads, in all of them.
+template <int N>
+__device__ Token block_max(Token t) {
+    __shared__ Token maxima[N / WARP];
+    t = warp_max(t);
+    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = t;
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < N / WARP; w++) t = max(t, maxima[w]);
+    return t;
+}
 
 // The least Token of the k largest of those that visit(f) calls f(token) for, each thread some; all must differ, or be
 // 0. Byte by byte from the top, until a byte's tokens are all among the k. At least k are not 0.
@@ -143,72 +260,38 @@ __device__ Token kth_largest_token(int k, Visit visit) {
     return edge;
 }
 
-template <int PER, typename T>
+// The k likeliest of each stretch, in any order: the second round sorts.
+template <typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
-    stretch_kernel(const Draw<T> draw, Found* found, Token* candidates, int k, Weight* intervals) {
+    candidates_kernel(const Draw<T> draw, Found* found, Token* candidates, int k) {
     let_next_start();
     wait_for_previous();
-    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<PER>;
+    __shared__ int written;
+    const int64_t b = blockIdx.x, stretch = b * gridDim.y + blockIdx.y;
+    const int64_t begin = int64_t(blockIdx.y) * ROUND_THREADS * MANY;
     const Row<T> row = draw.row(b);
-    const int count = int(min(int64_t(STRETCH<PER>), draw.V - begin));
-    if (intervals)
-        for (int i = int(blockIdx.y) * ROUND_THREADS + int(threadIdx.x); i < INTERVALS;
-             i += int(gridDim.y) * ROUND_THREADS)
-            intervals[b * INTERVALS + i] = 0;
-    Token tokens[PER], best = 0;
-    bool has_nan = false;
+    const int count = int(min(int64_t(ROUND_THREADS * MANY), draw.V - begin));
+    Token tokens[MANY], best = 0;
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
+    for (int i = 0; i < MANY; i++) {
         const int at = i * ROUND_THREADS + int(threadIdx.x);
-        tokens[i] = 0;
-        if (at >= count) continue;
-        const float x = row[begin + at];
-        has_nan |= x != x;
-        tokens[i] = token_of(x, begin + at);
+        tokens[i] = at < count ? token_of(row[begin + at], begin + at) : 0;
         best = max(best, tokens[i]);
     }
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, offset));
-    __shared__ Token maxima[ROUND_WARPS];
-    __shared__ double sums[ROUND_WARPS];
-    __shared__ int written;
-    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
-    if (lane == 0) maxima[warp] = best;
     if (threadIdx.x == 0) written = 0;
-    has_nan = __syncthreads_or(has_nan);
-    for (int w = 0; w < ROUND_WARPS; w++) best = max(best, maxima[w]);
-    Found* const mine = found + b * gridDim.y + blockIdx.y;
-
-    if (k > 0) {
-        // The k likeliest of the stretch, in any order: the second round sorts.
-        const auto visit = [&](auto f) {
+    best = block_max<ROUND_THREADS>(best);
+    if (threadIdx.x == 0) found[stretch] = {best, 0};
+    const auto visit = [&](auto f) {
 #pragma unroll
-            for (int i = 0; i < PER; i++) f(tokens[i]);
-        };
-        const Token edge = count <= k ? 1 : kth_largest_token(k, visit);
-        Token* const to = candidates + (b * gridDim.y + blockIdx.y) * k;
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (tokens[i] >= edge) to[atomicAdd(&written, 1)] = tokens[i];
-        __syncthreads();
-        for (int i = written + int(threadIdx.x); i < k; i += ROUND_THREADS) to[i] = 0;
-        if (threadIdx.x == 0) *mine = {best, 0, has_nan};
-        return;
-    }
-    double sum = 0;
-    const double max = logit_of(best);
-    if (draw.options.temperature > 0 && isfinite(max)) {  // all −∞: no weight, whatever the row's maximum
-#pragma unroll
-        for (int i = 0; i < PER; i++)
-            if (tokens[i] != 0) sum += exp((double(logit_of(tokens[i])) - max) * draw.inverse_temperature);
-#pragma unroll
-        for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
-        if (lane == 0) sums[warp] = sum;
-        __syncthreads();
-        sum = 0;
-        for (int w = 0; w < ROUND_WARPS; w++) sum += sums[w];
-    }
-    if (threadIdx.x == 0) *mine = {best, sum, has_nan};
+        for (int i = 0; i < MANY; i++) f(tokens[i]);
+    };
+    const Token edge = count <= k ? 1 : kth_largest_token(k, visit);
+    Token* const to = candidates + stretch * k;
+    visit([&](Token t) {
+        if (t >= edge) to[atomicAdd(&written, 1)] = t;
+    });
+    __syncthreads();
+    for (int i = written + int(threadIdx.x); i < k; i += ROUND_THREADS) to[i] = 0;
 }
 
 // For each of n numbers, a thread having PER of them in a row, the sum up to and with it. Returns the total.
@@ -252,136 +335,137 @@ __device__ void sort_descending(Token* x, int n) {
     __syncthreads();
 }
 
+// Which of the block's N threads the cumulative sum of their numbers passes threshold(their total) in: the last with a
+// number above 0 before which the sum doesn't exceed it, so that rounding can't miss them all. True in that one, where
+// *rest is what is left of the threshold before its number. Between two calls there must be a barrier.
+template <int N, typename Threshold>
+__device__ bool falls_here(double mine, Threshold threshold, double* rest) {
+    __shared__ double sums[N / WARP];
+    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
+    const double inclusive = warp_inclusive_sum(mine);
+    if (lane == WARP - 1) sums[warp] = inclusive;
+    __syncthreads();
+    double total = 0;
+#pragma unroll
+    for (int w = 0; w < N / WARP; w++) total += sums[w];
+    double left = threshold(total);
+    int drawn = 0;
+    *rest = 0;
+#pragma unroll
+    for (int w = 0; w < N / WARP; w++) {
+        if (sums[w] > 0 && left >= 0) drawn = w, *rest = left;
+        left -= sums[w];
+    }
+    *rest -= inclusive - mine;
+    const unsigned possible = __ballot_sync(ALL_LANES, mine > 0 && *rest >= 0);
+    return warp == drawn && possible >> lane == 1;
+}
+
 // The best token of all stretches, known to the whole block of N threads; false where the logits can't be drawn from.
 template <int N>
 __device__ bool best_of(const Found* found, int stretches, Token* best) {
-    __shared__ Token maxima[N / WARP];
     Token mine = 0;
-    bool has_nan = false;
-    for (int s = int(threadIdx.x); s < stretches; s += N) {
-        mine = max(mine, found[s].best);
-        has_nan |= found[s].has_nan != 0;
-    }
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) mine = max(mine, __shfl_xor_sync(ALL_LANES, mine, offset));
-    if (threadIdx.x % WARP == 0) maxima[threadIdx.x / WARP] = mine;
-    has_nan = __syncthreads_or(has_nan);
-    *best = 0;
-    for (int w = 0; w < N / WARP; w++) *best = max(*best, maxima[w]);
-    return !has_nan && isfinite(logit_of(*best));
+    for (int s = int(threadIdx.x); s < stretches; s += N) mine = max(mine, found[s].best);
+    *best = block_max<N>(mine);
+    return isfinite(logit_of(*best));
 }
 
 // What is kept of a row: tokens no less likely than the edge that have min_p of the likeliest's weight.
 struct Filter {
     Token edge;
-    double max, inverse_temperature, min_p;
-    __device__ __forceinline__ double weight(float x) const { return exp((double(x) - max) * inverse_temperature); }
-    // The weight of a token, 0 if it isn't kept.
+    Weighing weight;
+    double min_p;
+    // The weight of a token, 0 if it isn't kept. Without a branch, so that several are computed side by side.
     __device__ __forceinline__ double kept(float x, int64_t v) const {
-        const double w = token_of(x, v) >= edge ? weight(x) : 0.0;
+        const double w = weight(token_of(x, v) >= edge ? x : -INFINITY);
         return w >= min_p ? w : 0.0;
     }
 };
 
 // What is kept of each stretch.
 template <typename T>
-__global__ void __launch_bounds__(ROUND_THREADS)
-    kept_kernel(const Draw<T> draw, const Found* all, const Token* edges, double* sums) {
+__global__ void __launch_bounds__(STRETCH_THREADS, 8)
+    kept_kernel(const Draw<T> draw, const Found* all, int64_t B, int stretches, const Token* edges, double* sums) {
     let_next_start();
+    const RowItem stretch = row_item(warp_in_grid(), stretches);
+    const int64_t b = stretch.row;
+    const int lane = int(threadIdx.x) % WARP;
+    const int64_t begin = stretch.item * STRETCH + lane * LANE_TOKENS;
     wait_for_previous();
-    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
-    Token best;
-    if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
-    const Filter filter{edges[b], logit_of(best), draw.inverse_temperature, draw.options.min_p};
-    const Row<T> row = draw.row(b);
-    __shared__ double warp_sums[ROUND_WARPS];
+    if (b >= B) return;
+    const Floats<LANE_TOKENS> x = draw.row(b).template tokens<LANE_TOKENS>(begin);
+    Token best = 0;
+    for (int s = lane; s < stretches; s += 4 * WARP)
+#pragma unroll
+        for (int i = 0; i < 4; i++) best = max(best, all[b * stretches + min(s + i * WARP, stretches - 1)].best);
+    best = warp_max(best);
+    if (!isfinite(logit_of(best))) return;
+    const Filter filter{edges[b], {logit_of(best), draw.rate}, draw.options.min_p};
     double sum = 0;
 #pragma unroll
-    for (int i = 0; i < FEW; i++) {
-        const int64_t v = begin + i * ROUND_THREADS + int(threadIdx.x);
-        if (v < draw.V) sum += filter.kept(row[v], v);
-    }
-#pragma unroll
-    for (int offset = WARP / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
-    if (threadIdx.x % WARP == 0) warp_sums[threadIdx.x / WARP] = sum;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    sum = 0;
-    for (int w = 0; w < ROUND_WARPS; w++) sum += warp_sums[w];
-    sums[b * gridDim.y + blockIdx.y] = sum;
+    for (int i = 0; i < LANE_TOKENS; i++) sum += filter.kept(x[i], begin + i);
+    sum = warp_sum(sum);
+    if (lane == 0) sums[warp_in_grid()] = sum;
 }
 
-// The draw: the stretch that u falls into, and the token within it. edges and sums: of what is kept; null without
-// filters.
+// The draw: the stretch that u falls into, and the token within it. Of both every thread has some in a row; of
+// stretches one, where a vocabulary is not large. edges and sums: of what is kept; null without filters.
+constexpr int DRAW_THREADS = 128, DRAW_TOKENS = STRETCH / DRAW_THREADS;
+
 template <typename T>
-__global__ void __launch_bounds__(ROUND_THREADS)
+__global__ void __launch_bounds__(DRAW_THREADS)
     draw_kernel(const Draw<T> draw, const Found* all, int stretches, const Token* edges, const double* sums) {
     let_next_start();
     wait_for_previous();
     const int64_t b = blockIdx.x;
     const Found* const found = all + b * stretches;
-    Token best;
-    const bool finite = best_of<ROUND_THREADS>(found, stretches, &best);
+    const double u = draw.uniform(b);
+    const int each = (stretches + DRAW_THREADS - 1) / DRAW_THREADS, begin = min(stretches, int(threadIdx.x) * each),
+              end = min(stretches, begin + each);
+    Token best = 0;
+#pragma unroll 1
+    for (int s = begin; s < end; s++) best = max(best, found[s].best);
+    best = block_max<DRAW_THREADS>(best);
+    const bool finite = isfinite(logit_of(best));
     if (!finite || draw.options.temperature == 0) {
         if (threadIdx.x == 0) draw.choose(b, finite ? id_of(best) : -1);
         return;
     }
-    const Filter filter{edges ? edges[b] : 0, logit_of(best), draw.inverse_temperature,
-                        edges ? double(draw.options.min_p) : 0.0};
+    const Filter filter{edges ? edges[b] : 0, {logit_of(best), draw.rate}, edges ? double(draw.options.min_p) : 0.0};
     const auto stretch_weight = [&](int s) {
         return sums ? sums[b * stretches + s] : found[s].sum * filter.weight(logit_of(found[s].best));
     };
-    // Every thread has some stretches in a row, one where a vocabulary is not larger than most.
-    const int each = (stretches + ROUND_THREADS - 1) / ROUND_THREADS, mine = min(stretches, int(threadIdx.x) * each),
-              end = min(stretches, mine + each);
-    double weight = 0;
-    for (int s = mine; s < end; s++) weight += stretch_weight(s);
-    double up_to_mine[1] = {weight};
-    const double total = block_inclusive_sums(up_to_mine), threshold = draw.uniform(b) * total;
-    __shared__ int drawn, chosen;  // the thread, and its stretch
-    __shared__ double before;
-    if (threadIdx.x == 0) drawn = ROUND_THREADS;
-    __syncthreads();
-    if (weight > 0 && up_to_mine[0] > threshold) atomicMin(&drawn, int(threadIdx.x));
-    __syncthreads();
-    if (drawn == ROUND_THREADS) {  // rounding
-        if (threadIdx.x == 0) draw.choose(b, id_of(best));
-        return;
-    }
-    if (int(threadIdx.x) == drawn) {
-        double sum = up_to_mine[0] - weight;
-        for (int s = mine; s < end; s++) {
-            const double w = each > 1 ? stretch_weight(s) : weight;
-            if (w > 0) chosen = s, before = sum;
-            sum += w;
-            if (w > 0 && sum > threshold) break;
+    double mine = 0, rest;
+#pragma unroll 1
+    for (int s = begin; s < end; s++) mine += stretch_weight(s);
+    __shared__ int drawn;
+    __shared__ double rest_of_drawn;
+    const auto part = [&](double total) { return u * total; };
+    if (falls_here<DRAW_THREADS>(mine, part, &rest)) {
+#pragma unroll 1
+        for (int s = begin; s < end; s++) {
+            const double weight = each > 1 ? stretch_weight(s) : mine;
+            if (weight > 0 && rest >= 0) drawn = s, rest_of_drawn = rest;
+            rest -= weight;
         }
     }
     __syncthreads();
 
-    const Row<T> row = draw.row(b);
-    const int64_t begin = int64_t(chosen) * STRETCH<FEW> + int64_t(threadIdx.x) * FEW;
-    double up_to[FEW];
-    bool possible[FEW];
+    const int64_t first = int64_t(drawn) * STRETCH + int(threadIdx.x) * DRAW_TOKENS;
+    const Floats<DRAW_TOKENS> x = draw.row(b).template tokens<DRAW_TOKENS>(first);
+    double weights[DRAW_TOKENS];
+    mine = 0;
 #pragma unroll
-    for (int i = 0; i < FEW; i++) {
-        up_to[i] = begin + i < draw.V ? filter.kept(row[begin + i], begin + i) : 0.0;
-        possible[i] = up_to[i] > 0;
-    }
-    block_inclusive_sums(up_to);
-    __shared__ int first, last;
-    if (threadIdx.x == 0) first = STRETCH<FEW>, last = -1;
-    __syncthreads();
+    for (int i = 0; i < DRAW_TOKENS; i++) mine += weights[i] = filter.kept(x[i], first + i);
+    const auto found_rest = [&](double) { return rest_of_drawn; };
+    if (!falls_here<DRAW_THREADS>(mine, found_rest, &rest)) return;
+    int at = 0;
 #pragma unroll
-    for (int i = 0; i < FEW; i++) {
-        const int at = int(threadIdx.x) * FEW + i;
-        if (possible[i]) atomicMax(&last, at);
-        if (possible[i] && before + up_to[i] > threshold) atomicMin(&first, at);
+    for (int i = 0; i < DRAW_TOKENS; i++) {
+        if (weights[i] > 0 && rest >= 0) at = i;
+        rest -= weights[i];
     }
-    __syncthreads();
-    // Where rounding keeps the sum from passing the threshold, the last that can be drawn.
-    if (threadIdx.x == 0)
-        draw.choose(b, int32_t(int64_t(chosen) * STRETCH<FEW> + (first < STRETCH<FEW> ? first : last)));
+    draw.choose(b, int32_t(first + at));
 }
 
 // top_k, with top_p and min_p after it: the k likeliest of all stretches' candidates, sorted.
@@ -416,13 +500,12 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     while (sorted < k) sorted *= 2;
     sort_descending(kept, sorted);
 
-    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
-    const auto weight = [&](Token t) { return exp((double(logit_of(t)) - max) * inverse_temperature); };
+    const Weighing weight{logit_of(best), draw.rate};
     const int first = int(threadIdx.x) * PER;
     if (draw.options.top_p < 1 || draw.options.min_p > 0) {
         double weights[PER], sums[PER];
 #pragma unroll
-        for (int i = 0; i < PER; i++) sums[i] = weights[i] = first + i < k ? weight(kept[first + i]) : 0.0;
+        for (int i = 0; i < PER; i++) sums[i] = weights[i] = first + i < k ? weight(logit_of(kept[first + i])) : 0.0;
         const double total = block_inclusive_sums(sums), enough = double(draw.options.top_p) * total;
 #pragma unroll
         for (int i = 0; i < PER; i++) {
@@ -437,21 +520,20 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     for (int i = int(threadIdx.x); i < sorted; i += ROUND_THREADS)
         kept[i] = i < left ? Token(~uint32_t(id_of(kept[i]))) << 32 | uint32_t(kept[i] >> 32) : 0;
     sort_descending(kept, sorted);  // the larger ~id first; the key has become the low half
-    double sums[PER];
+    double weights[PER], sum = 0, rest;
 #pragma unroll
     for (int i = 0; i < PER; i++)
-        sums[i] =
-            first + i < left ? exp((double(from_key(uint32_t(kept[first + i]))) - max) * inverse_temperature) : 0.0;
-    const double total = block_inclusive_sums(sums), threshold = draw.uniform(b) * total;
-    __shared__ int chosen;
-    if (threadIdx.x == 0) chosen = MAX_K;
-    __syncthreads();
+        sum += weights[i] = first + i < left ? weight(from_key(uint32_t(kept[first + i]))) : 0.0;
+    const double u = draw.uniform(b);
+    const auto part = [&](double total) { return u * total; };
+    if (!falls_here<ROUND_THREADS>(sum, part, &rest)) return;
+    int at = 0;
 #pragma unroll
-    for (int i = 0; i < PER; i++)
-        if (first + i < left && sums[i] > threshold) atomicMin(&chosen, first + i);
-    __syncthreads();
-    // best only if rounding keeps the sum from passing the threshold
-    if (threadIdx.x == 0) draw.choose(b, chosen == MAX_K ? id_of(best) : int32_t(~uint32_t(kept[chosen] >> 32)));
+    for (int i = 0; i < PER; i++) {
+        if (weights[i] > 0 && rest >= 0) at = i;
+        rest -= weights[i];
+    }
+    draw.choose(b, int32_t(~uint32_t(kept[first + at] >> 32)));
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -499,22 +581,20 @@ struct Kept {
 
 // As few of the likeliest as have together at least top_p of the weight of what `kept` keeps: like kth_largest, with
 // weights in place of counts.
-template <typename T, typename Weight>
-__device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p, Weight weight) {
-    __shared__ unsigned long long weights[256];
-    __shared__ unsigned long long shared_above;
+template <typename T>
+__device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p, Weighing weight) {
+    __shared__ Weight weights[256];
+    __shared__ Weight shared_above;
     __shared__ double shared_enough;
     __shared__ uint32_t shared_edge;
     __shared__ int64_t shared_ties;
-    const auto fixed = [&](float x) { return static_cast<unsigned long long>(llrint(weight(x) * FIXED_ONE)); };
-    const unsigned long long on_edge =
-        kept.edge ? static_cast<unsigned long long>(kept.ties) * fixed(from_key(kept.edge)) : 0;
+    const Weight on_edge = kept.edge ? Weight(kept.ties) * weight.fixed(from_key(kept.edge)) : 0;
     if (threadIdx.x == 0) shared_above = on_edge;
     __syncthreads();
-    unsigned long long mine = 0;
+    Weight mine = 0;
     for (int64_t v = threadIdx.x; v < V; v += THREADS) {
         const float x = logits[v];
-        if (ordered(x) > kept.edge) mine += fixed(x);
+        if (ordered(x) > kept.edge) mine += weight.fixed(x);
     }
     atomicAdd(&shared_above, mine);
     __syncthreads();
@@ -528,13 +608,13 @@ __device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p,
         for (int64_t v = threadIdx.x; v < V; v += THREADS) {
             const float x = logits[v];
             const uint32_t key = ordered(x);
-            if (key > kept.edge && (key & known) == edge) atomicAdd(&weights[key >> shift & 255], fixed(x));
+            if (key > kept.edge && (key & known) == edge) atomicAdd(&weights[key >> shift & 255], weight.fixed(x));
         }
         if (threadIdx.x == 0 && kept.edge && (kept.edge & known) == edge)
             atomicAdd(&weights[kept.edge >> shift & 255], on_edge);
         __syncthreads();
         if (threadIdx.x == 0) {
-            unsigned long long above = shared_above;
+            Weight above = shared_above;
             int byte = 255;
             for (; byte > 0 && double(above + weights[byte]) < shared_enough; byte--) above += weights[byte];
             shared_above = above;
@@ -545,7 +625,7 @@ __device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p,
     }
     // How many on the edge are needed: at least one, and no more than there are.
     if (threadIdx.x == 0) {
-        const double each = double(fixed(from_key(edge)));
+        const double each = double(weight.fixed(from_key(edge)));
         const double missing = shared_enough - double(shared_above);
         shared_ties = each > 0 ? max(int64_t(1), int64_t(ceil(missing / each))) : INT64_MAX;
         if (edge == kept.edge && kept.ties < shared_ties) shared_ties = kept.ties;
@@ -577,33 +657,24 @@ __device__ Number exclusive_sum(Number mine, Number* total) {
     return before + inclusive - mine;
 }
 
-// Interval of a logit's distance to the largest, in steps that change the weight by a factor of exp(1/64); the last one
-// has everything whose weight is 0 as an integer.
-__device__ __forceinline__ int interval_of(float x, double max, double inverse_temperature) {
-    const double at = (max - double(x)) * inverse_temperature * 64;
-    return at < INTERVALS - 1 ? int(at) : INTERVALS - 1;
-}
-
 template <typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
-    interval_kernel(const Draw<T> draw, const Found* all, Weight* all_intervals) {
+    interval_kernel(const Draw<T> draw, const Found* all, int stretches, Weight* all_intervals) {
     let_next_start();
     wait_for_previous();
     __shared__ Weight weights[INTERVALS];
-    const int64_t b = blockIdx.x, begin = int64_t(blockIdx.y) * STRETCH<FEW>;
+    const int64_t b = blockIdx.x;
+    const Floats<FEW> x =
+        draw.row(b).template tokens<FEW>((int64_t(blockIdx.y) * ROUND_THREADS + int(threadIdx.x)) * FEW);
     Token best;
-    if (!best_of<ROUND_THREADS>(all + b * gridDim.y, int(gridDim.y), &best)) return;
-    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
+    if (!best_of<ROUND_THREADS>(all + b * stretches, stretches, &best)) return;
+    const Weighing weight{logit_of(best), draw.rate};
     for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS) weights[i] = 0;
     __syncthreads();
-    const Row<T> row = draw.row(b);
 #pragma unroll
     for (int i = 0; i < FEW; i++) {
-        const int64_t v = begin + i * ROUND_THREADS + int(threadIdx.x);
-        if (v >= draw.V) continue;
-        const float x = row[v];
-        const Weight weight = Weight(llrint(exp((double(x) - max) * inverse_temperature) * FIXED_ONE));
-        if (weight > 0) atomicAdd(&weights[interval_of(x, max, inverse_temperature)], weight);
+        const Weight w = weight.fixed(x[i]);
+        if (w > 0) atomicAdd(&weights[weight.interval(x[i])], w);
     }
     __syncthreads();
     for (int i = int(threadIdx.x); i < INTERVALS; i += ROUND_THREADS)
@@ -613,16 +684,12 @@ __global__ void __launch_bounds__(ROUND_THREADS)
 // The least likely token of the fewest that have together top_p of a row's weight. 0 where too many lie in the interval
 // that decides.
 template <typename T>
-__device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* intervals, double max,
-                              double inverse_temperature, float top_p) {
+__device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* intervals, float top_p, Weighing weight) {
     constexpr int PER = INTERVALS / THREADS;
     __shared__ Token inside[INTERVALS];
     __shared__ int count, deciding;
     __shared__ Weight above;
     __shared__ Token edge;
-    const auto fixed = [&](float x) {
-        return Weight(llrint(exp((double(x) - max) * inverse_temperature) * FIXED_ONE));
-    };
     if (threadIdx.x == 0) count = 0, deciding = INTERVALS - 1, edge = 0;
     Weight mine[PER], sum = 0, total;
 #pragma unroll
@@ -639,7 +706,7 @@ __device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* interv
     __syncthreads();
     for (int64_t v = threadIdx.x; v < V; v += THREADS) {
         const float x = row[v];
-        if (interval_of(x, max, inverse_temperature) != deciding) continue;
+        if (weight.interval(x) != deciding) continue;
         const int at = atomicAdd(&count, 1);
         if (at < INTERVALS) inside[at] = token_of(x, v);
     }
@@ -653,7 +720,7 @@ __device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* interv
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int at = int(threadIdx.x) * PER + i;
-        sum += mine[i] = at < count ? fixed(logit_of(inside[at])) : 0;
+        sum += mine[i] = at < count ? weight.fixed(logit_of(inside[at])) : 0;
     }
     up_to = above + exclusive_sum(sum, &total);
 #pragma unroll
@@ -695,20 +762,19 @@ __global__ void __launch_bounds__(THREADS)
     Token best, edge = 0;
     if (!best_of<THREADS>(all + b * stretches, stretches, &best)) return;
     const Row<T> row = draw.row(b);
-    const double max = logit_of(best), inverse_temperature = draw.inverse_temperature;
-    if (intervals) edge = nucleus_edge(row, draw.V, intervals + b * INTERVALS, max, inverse_temperature, options.top_p);
+    const Weighing weight{logit_of(best), draw.rate};
+    if (intervals) edge = nucleus_edge(row, draw.V, intervals + b * INTERVALS, options.top_p, weight);
     if (edge == 0) {
         Kept kept{0, 0};
         if (options.top_k > 0 && options.top_k < draw.V)
             kept.edge = kth_largest(row, draw.V, options.top_k, &kept.ties);
-        if (options.top_p < 1) {
-            const auto weight = [&](float x) { return exp((double(x) - max) * inverse_temperature); };
-            kept = nucleus(row, draw.V, kept, options.top_p, weight);
-        }
+        if (options.top_p < 1) kept = nucleus(row, draw.V, kept, options.top_p, weight);
         edge = edge_of(row, draw.V, kept);
     }
     if (threadIdx.x == 0) edges[b] = edge;
 }
+
+constexpr double LOG2E = 1.4426950408889634074;
 
 enum class Way { All, Candidates, Edge };
 Way way_of(const SamplingOptions& o, int64_t V) {
@@ -729,7 +795,7 @@ struct Scratch {
             bytes += size;
             return begin;
         };
-        stretches = ceil_div(V, way == Way::Candidates ? STRETCH<MANY> : STRETCH<FEW>);
+        stretches = ceil_div(V, way == Way::Candidates ? ROUND_THREADS * MANY : STRETCH);
         found = take(B * stretches * int64_t(sizeof(Found)));
         if (way == Way::Candidates) {
             k = std::min(o.top_k, V);
@@ -757,7 +823,8 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
     const int64_t B = logits.shape[0];
     if (B == 0) return;
     const Scratch z(B, V, options);
-    require(z.stretches <= 65535, op, ": a vocabulary of ", V, "; at most ", 65535 * STRETCH<FEW>);
+    constexpr int64_t MOST = 65535 * ROUND_THREADS * FEW;
+    require(V <= MOST, op, ": a vocabulary of ", V, "; at most ", MOST);
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         const Draw<T> draw{ids.as<int32_t>(),
@@ -768,17 +835,19 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
                            logits.stride[0],
                            seen ? seen.stride[0] : 0,
                            V,
+                           rows_aligned({logits}),
                            options,
-                           options.temperature > 0 ? 1 / double(options.temperature) : 0.0};
+                           1 / double(options.repeat_penalty),
+                           options.temperature > 0 ? LOG2E / double(options.temperature) : 0.0};
         char* const base = static_cast<char*>(scratch.data);
         Found* const found = reinterpret_cast<Found*>(base + z.found);
         const int stretches = int(z.stretches), k = int(z.k);
-        const dim3 each_stretch = {unsigned(B), unsigned(stretches), 1};
+        const auto parts = [&](int64_t n) { return dim3(unsigned(B), unsigned(n)); };
         const Way way = way_of(options, V);
         if (way == Way::Candidates) {
             Token* const candidates = reinterpret_cast<Token*>(base + z.candidates);
-            launch_dependent(op, stretch_kernel<MANY, T>, each_stretch, ROUND_THREADS, 0, stream, draw, found,
-                             candidates, k, nullptr);
+            launch_dependent(op, candidates_kernel<T>, parts(stretches), ROUND_THREADS, 0, stream, draw, found,
+                             candidates, k);
             launch_dependent(op, draw_from_candidates_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found,
                              candidates, stretches, k);
             return;
@@ -791,15 +860,18 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
             const bool top_k = options.top_k > 0 && options.top_k < V;
             if (options.top_p < 1 && !top_k) intervals = reinterpret_cast<Weight*>(base + z.intervals);
         }
-        launch_dependent(op, stretch_kernel<FEW, T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, nullptr, 0,
+        const dim3 each_stretch = grid_of(ceil_div(B * stretches, STRETCH_WARPS));
+        launch_dependent(op, stretch_kernel<T>, each_stretch, STRETCH_THREADS, 0, stream, draw, found, B, stretches,
                          intervals);
         if (intervals)
-            launch_dependent(op, interval_kernel<T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, intervals);
+            launch_dependent(op, interval_kernel<T>, parts(ceil_div(V, ROUND_THREADS * FEW)), ROUND_THREADS, 0, stream,
+                             draw, found, stretches, intervals);
         if (way == Way::Edge) {
             launch_dependent(op, edge_kernel<T>, grid_of(B), THREADS, 0, stream, draw, found, stretches, intervals,
                              edges);
-            launch_dependent(op, kept_kernel<T>, each_stretch, ROUND_THREADS, 0, stream, draw, found, edges, sums);
+            launch_dependent(op, kept_kernel<T>, each_stretch, STRETCH_THREADS, 0, stream, draw, found, B, stretches,
+                             edges, sums);
         }
-        launch_dependent(op, draw_kernel<T>, grid_of(B), ROUND_THREADS, 0, stream, draw, found, stretches, edges, sums);
+        launch_dependent(op, draw_kernel<T>, grid_of(B), DRAW_THREADS, 0, stream, draw, found, stretches, edges, sums);
     });
 }
