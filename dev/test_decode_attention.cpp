@@ -233,10 +233,11 @@ TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
 // read the cache before that product has ended. Three steps in a row append to one cache, a finished sequence beside.
 TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
     const DType T = activation();
-    const Shape z{12, 12, 64, 600};
-    const int64_t N = 20, C = 64, Q = z.NH * z.HS;
+    const Shape z{12, 12, 64, 70};
+    const int64_t N = 16, C = 64, Q = z.NH * z.HS;
+    const Stream stream = create_stream();
     std::vector<int32_t> slot, position;
-    for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 31 * n);
+    for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 4 * n);
     const TestArray table = TestArray::random(T, {N, C}, 5), weight = TestArray::random(T, {z.channels(), C}, 6);
     const TestArray rows = TestArray::ints(slot, {N});
     const auto run = [&](bool settled) {
@@ -254,9 +255,10 @@ TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
                 return TestArray::ints(next, {N});
             }();
             place.positions = place.angles = positions;
-            embedding_forward(inp, rows, rows, table, {}, Stream{});
-            linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, Stream{});
-            decode_attention(out, qkv, cache.k, cache.v, place, call.scale, call.scratch, Stream{});
+            embedding_forward(inp, rows, rows, table, {}, stream);
+            linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, stream);
+            decode_attention(out, qkv, cache.k, cache.v, place, call.scale, call.scratch, stream);
+            synchronize(stream);
             const std::vector<double> got = out.fetch();
             all.insert(all.end(), got.begin(), got.end());
         }
@@ -268,7 +270,8 @@ TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
         return all;
     };
     const std::vector<double> late = run(false);
-    for (int i = 0; i < 5; i++) expect_same_bits("early", late, run(true));
+    for (int i = 0; i < 3; i++) expect_same_bits("early", late, run(true));
+    destroy_stream(stream);
 }
 
 INSTANTIATE_DTYPES(DecodeAttention);

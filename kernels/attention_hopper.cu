@@ -16,7 +16,7 @@
 // Heads narrower than D = 64 or 128 get columns of zeros from the copies. Rows of a tile past the end of their sequence
 // hold the next one's: harmless where rows stay apart; where they are summed over, the loading warp zeroes them.
 #include "kernels/attention.cuh"
-#include "kernels/hopper.cuh"
+#include "kernels/tensor_map.cuh"
 
 namespace {
 
@@ -1108,39 +1108,6 @@ __global__ void __launch_bounds__(ROW_KERNEL_THREADS) round_sums_hopper_kernel(c
 // ---------------------------------------------------------------------------------------------------------------------
 // Launch
 
-// The driver's function, found by name at run time: programs need not link against the driver's library.
-auto tensor_map_encoder() {
-    static const auto function = [] {
-        void* found = nullptr;
-        cudaDriverEntryPointQueryResult result{};
-        cuda_check(
-            cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result),
-            "cuTensorMapEncodeTiled");
-        require(result == cudaDriverEntryPointSuccess, "the CUDA driver has no cuTensorMapEncodeTiled; update it");
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
-    }();
-    return function;
-}
-
-// Boxes of `rows` tokens and 64 columns of heads [tokens, heads, HS].
-template <typename T>
-CUtensorMap tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int HS, int rows) {
-    const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
-    // Strides of dimensions of length 1 are never walked, but must be multiples of 16 bytes.
-    const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
-    const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
-    const cuuint32_t box[3] = {CHUNK, 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
-    constexpr CUtensorMapDataType type =
-        std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    CUtensorMap map;
-    const CUresult result = tensor_map_encoder()(&map, type, 3, x.data, shape, strides, box, steps,
-                                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    require(result == CUDA_SUCCESS, op, ": no tensor map for ", tokens, " tokens of ", heads, " heads of ", HS,
-            " columns (CUDA driver error ", int(result), ")");
-    return map;
-}
-
 // inner_bytes: what a pair's tasks read again and again.
 Schedule make_schedule(int64_t S, int64_t heads, int tiles, int64_t inner_bytes, uint32_t* next) {
     constexpr int64_t L2_SHARE = 32 << 20, MOST = 32;
@@ -1165,12 +1132,6 @@ void launch(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const 
     first_task_kernel<<<1, 1, 0, cuda_stream(stream)>>>(schedule.next);
     kernel<<<unsigned(blocks), Sizes::Roles::THREADS, bytes, cuda_stream(stream)>>>(a, maps, schedule);
     check_launch(op, stream);
-}
-
-bool is_hopper() {
-    static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-                               device_attribute(cudaDevAttrComputeCapabilityMinor) == 0;
-    return hopper;
 }
 
 constexpr int MAX_HS = 128;

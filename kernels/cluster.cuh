@@ -11,11 +11,11 @@ __device__ __forceinline__ int cluster_rank() {
     return rank;
 }
 
-// A barrier of all threads of the cluster in two halves: what a thread wrote before it arrived, in whosever shared
-// memory, is seen by all that have waited. Nobody may be written to who has not started, and nobody may leave who is
-// still to be written to.
+// A barrier of all threads of the cluster in two halves. It orders no memory but the initialisation of barriers behind
+// which barrier_init_fence() stands (hopper.cuh): who has waited knows that all have started and may send to them.
+// Nobody may leave who is still to be sent to.
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
@@ -27,6 +27,18 @@ __device__ __forceinline__ uint32_t cluster_address(const void* p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
-__device__ __forceinline__ void cluster_store(uint32_t address, float x, float y) {
-    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+// Numbers to `address`, whose bytes the barrier (hopper.cuh) at `barrier`, of the same block, counts: who waits for
+// that barrier sees them, and nobody waits for more. Only in launches with clusters of two blocks or more [st.async].
+__device__ __forceinline__ void cluster_send(uint32_t address, const float2& x, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+        "f"(x.x), "f"(x.y), "r"(barrier)
+        : "memory");
+}
+__device__ __forceinline__ void cluster_send(uint32_t address, const float4& x, uint32_t barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            address),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+        : "memory");
 }

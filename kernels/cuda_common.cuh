@@ -161,6 +161,11 @@ __device__ __forceinline__ void store_floats(T* p, const Floats<W>& x) {
     store_pack(p, as_pack<T>(x));
 }
 
+// The line of global memory around p is on its way to L2.
+__device__ __forceinline__ void prefetch_line(const void* p) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+}
+
 // --- sums and maxima of a warp and of a block, the same bits in every thread. The order is a tree of fixed shape.
 
 __device__ __forceinline__ float warp_sum(float x) {

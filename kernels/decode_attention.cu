@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(THREADS, STREAM_BLOCKS<D, MANY>) stream_kernel
     __shared__ T new_key[D], new_value[D];
     let_next_start();
     // The keys that went by since the last call have pushed the counter out of L2.
-    if (threadIdx.x == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(a.counter()));
+    if (threadIdx.x == 0) prefetch_line(a.counter());
     if (!a.settled) wait_for_previous();
     Task t;
     if (!find_task<STREAM_HEADS>(a, t, stream_piece)) return;

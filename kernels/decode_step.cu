@@ -746,9 +746,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
             const int64_t at = ((t.last - j) * a.NKV + t.kv) * a.HS;
 #pragma unroll 1
             for (int c = 0; c < a.HS; c += 128 / int(sizeof(T)))
-                for (const void* cache : {layer.k, layer.v})
-                    asm volatile("prefetch.global.L2 [%0];" ::"l"(
-                        __cvta_generic_to_global(static_cast<const T*>(cache) + at + c)));
+                for (const void* cache : {layer.k, layer.v}) prefetch_line(static_cast<const T*>(cache) + at + c);
         }
     };
     const auto embed = [&] {

@@ -104,8 +104,7 @@ __device__ __forceinline__ void stage_rows(T* rows, const Layer<T>& a) {
 
 __device__ __forceinline__ void prefetch(const float* data, int64_t n) {
     if (!data) return;
-    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(data + i)));
+    for (int64_t i = threadIdx.x * 32; i < n; i += THREADS * 32) prefetch_line(data + i);
 }
 
 // y: the unit's two sums for row n with their biases; residual: what is added to them.
