@@ -2,8 +2,9 @@
 // what they do until wait_for_previous() overlaps with its end. In a chain of short kernels that is most of a launch.
 //
 // A kernel launched so must call wait_for_previous(), in every thread, before it reads what an earlier kernel wrote or
-// writes what an earlier one might read. Only what no kernel writes (weights) may be read before. Elsewhere both
-// functions do nothing, and launches are ordinary ones.
+// writes what an earlier one might read. What no kernel writes (weights) may be read before, and what was written
+// before the last ordinary launch, which waits for everything (decode_attention.h: settled). Elsewhere both functions
+// do nothing, and launches are ordinary ones.
 #pragma once
 
 #include "kernels/cuda_common.cuh"
