@@ -60,7 +60,7 @@ endif
 # ---- how it is compiled -----------------------------------------------------------------------------------------------
 BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(subst $(COMMA),-,$(SANITIZE)))
 
-# x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (kernels/cpu.h), so that a binary may be copied.
+# x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (kernels/cpu/cpu.h), so that a binary may be copied.
 ARCH_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g1 -fno-omit-frame-pointer,-O3))
 # Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter.
@@ -76,8 +76,9 @@ HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--para
 COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 LIBS := -lpcre2-8 -pthread -ldl
 
-# In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these rooms asks.
-SOURCES := $(wildcard kernels/*.cpp runtime/*.cpp parallel/*.cpp data/*.cpp infer/*.cpp commands/*.cpp)
+# In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
+MODULES := kernels kernels/* runtime runtime/* parallel data infer commands
+SOURCES := $(wildcard $(MODULES:%=%/*.cpp))
 source = $(1).cpp
 ifeq ($(BACKEND),cuda)
   $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))
@@ -94,7 +95,7 @@ ifeq ($(BACKEND),cuda)
              $(foreach arch,$(PTX),-gencode arch=compute_$(arch),code=compute_$(arch))
   # Kernels in Hopper's own dialect, which only builds for it have, are compiled for nothing else.
   HOPPER := $(filter 90a,$(ARCHS))
-  CU := $(filter-out $(if $(HOPPER),,%_hopper.cu),$(wildcard kernels/*.cu runtime/*.cu))
+  CU := $(filter-out $(if $(HOPPER),,%_hopper.cu),$(wildcard $(MODULES:%=%/*.cu)))
   SOURCES := $(filter-out $(CU:.cu=.cpp),$(SOURCES)) $(CU)
   PREPROCESS += -DUSE_CUDA $(if $(HOPPER),-DHAVE_SM90A) $(addprefix -isystem ,$(call cuda,include))
   # Full names and rpath: libraries from wheels have no lib<name>.so, and no loader knows their folder.
@@ -128,9 +129,9 @@ else ifeq ($(BACKEND),cpu)
 else
   $(error BACKEND is cpu or cuda, not $(BACKEND))
 endif
-# What moves bytes between processes: of runtime/comm_*, which define the same, the one whose library is here. Only that
+# What moves bytes between processes: of runtime/communication/comm_*, which define the same, the one whose library is here. Only that
 # file and the linker need to know, so that nothing else recompiles when a library appears.
-SOURCES := $(filter-out runtime/comm_%,$(SOURCES)) $(wildcard runtime/comm_$(TRANSPORT).c*)
+SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runtime/communication/comm_$(TRANSPORT).c*)
 
 OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
 LIB := $(BUILD)/libtrain_gpt.a
@@ -150,7 +151,7 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
-$(BUILD)/runtime/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
+$(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/dev/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
@@ -170,8 +171,8 @@ $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
 $(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
-$(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB) kernels/train_gpt_kernels.map
-	$(LINK) -shared -Wl,--version-script=kernels/train_gpt_kernels.map
+$(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
+	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map
 
 # Objects of the sources that the backend picks.
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))

@@ -297,16 +297,16 @@ ModelConfig base_config() {
     return c;
 }
 
-struct Knobs {
+struct ModelOptions {
     const char* name;
     void (*apply)(ModelConfig&);
 };
 
-void PrintTo(const Knobs& knobs, std::ostream* out) {
+void PrintTo(const ModelOptions& knobs, std::ostream* out) {
     *out << knobs.name;
 }
 
-const Knobs KNOBS[] = {
+const ModelOptions KNOBS[] = {
     {"gpt2", [](ModelConfig&) {}},
     {"llama",
      [](ModelConfig& c) {
@@ -346,7 +346,7 @@ const Knobs KNOBS[] = {
      }},
 };
 
-class MixedKnobs : public testing::TestWithParam<Knobs> {
+class MixedOptions : public testing::TestWithParam<ModelOptions> {
   protected:
     static constexpr int64_t B = 2, T = 11;
     static ModelConfig config() {
@@ -379,7 +379,7 @@ class MixedKnobs : public testing::TestWithParam<Knobs> {
     }
 };
 
-TEST_P(MixedKnobs, LogitsAndLoss) {
+TEST_P(MixedOptions, LogitsAndLoss) {
     for (const DType dtype : dtypes()) {
         SCOPED_TRACE(dtype_name(dtype));
         Driver d(config(), training_shape(B, T, dtype));
@@ -395,7 +395,7 @@ TEST_P(MixedKnobs, LogitsAndLoss) {
 
 // 20 random directions through all weights, and one through each tensor alone. Along a standard normal direction d the
 // derivative g·d has standard deviation |g|: that is what 1e-5 is relative to.
-TEST_P(MixedKnobs, DirectionalDerivatives) {
+TEST_P(MixedOptions, DirectionalDerivatives) {
     driver.gradients({batch});
     const ParamTable& table = driver.model.table;
     const reference::Weights weights = reference::widen(table, driver.params().data()),
@@ -425,7 +425,7 @@ TEST_P(MixedKnobs, DirectionalDerivatives) {
 // The plan with every tensor in bytes of its own, and the one where tensors share them: the same bits. Likewise for
 // what is computed again in the backward pass; two micro-steps, so that the second finds the memory used. The levels
 // that compute GELU alone take it out of the forward product: they are compared where it is not in there.
-TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
+TEST_P(MixedOptions, MemoryPlansAgreeBitwise) {
     const std::vector<Batch> batches = {batch, random_batch(config(), B, T, 6)};
     for (const DType dtype : dtypes()) {
         for (const GeluEpilogue epilogue : {GeluEpilogue::Off, GeluEpilogue::Backward, GeluEpilogue::Both}) {
@@ -465,7 +465,7 @@ TEST_P(MixedKnobs, MemoryPlansAgreeBitwise) {
 }
 
 // A recorded micro-step, replayed on other batches, gives the bits of an ordinary one.
-TEST_P(MixedKnobs, GraphsReplayTheSameBits) {
+TEST_P(MixedOptions, GraphsReplayTheSameBits) {
     for (const DType dtype : dtypes()) {
         Driver ordinary(config(), training_shape(B, T, dtype)), recorded(config(), training_shape(B, T, dtype));
         ordinary.randomise(3);
@@ -486,7 +486,7 @@ TEST_P(MixedKnobs, GraphsReplayTheSameBits) {
 }
 
 // The plan without training keeps less and computes the same.
-TEST_P(MixedKnobs, InferencePlanAgreesBitwise) {
+TEST_P(MixedOptions, InferencePlanAgreesBitwise) {
     Driver inference(config(), {B, T, true});
     inference.randomise(3);
     const std::vector<double> expected = inference.logits(batch);
@@ -565,7 +565,7 @@ void expect_same_logits(const std::vector<float>& got, const std::vector<double>
 }
 
 // Prompts of unequal length in one packed pass, then steps at positions of their own.
-TEST_P(MixedKnobs, EngineComputesWhatForwardDoes) {
+TEST_P(MixedOptions, EngineComputesWhatForwardDoes) {
     constexpr int64_t CONTEXT = 14;
     for (const DType dtype : generation_dtypes(config())) {
         Driver d(config(), training_shape(1, T, dtype));
@@ -591,7 +591,7 @@ TEST_P(MixedKnobs, EngineComputesWhatForwardDoes) {
 }
 
 // The same text fed whole, in two halves, and token by token.
-TEST_P(MixedKnobs, PrefillGoesOnFromAPast) {
+TEST_P(MixedOptions, PrefillGoesOnFromAPast) {
     const std::vector<int32_t> text = random_tokens(config(), 11, 3);
     for (const DType dtype : generation_dtypes(config())) {
         Driver d(config(), training_shape(1, T, dtype));
@@ -614,7 +614,7 @@ TEST_P(MixedKnobs, PrefillGoesOnFromAPast) {
 }
 
 // Bit for bit: each text of an unequal batch is the text alone, prompts and steps. On a GPU where it is asked for.
-TEST_P(MixedKnobs, TextsDoNotDependOnTheirBatch) {
+TEST_P(MixedOptions, TextsDoNotDependOnTheirBatch) {
     EngineOptions o = engine_options(3, 16, 1);
     o.batch_invariant = true, o.sampling.repeat_penalty = 1.3f;
     Generation together(driver.model, o);
@@ -637,7 +637,7 @@ TEST_P(MixedKnobs, TextsDoNotDependOnTheirBatch) {
 }
 
 // Tokens that change leave the logits before them as they were, to the bit.
-TEST_P(MixedKnobs, TheFutureDoesNotChangeThePast) {
+TEST_P(MixedOptions, TheFutureDoesNotChangeThePast) {
     constexpr int64_t PAST = 6;
     for (const DType dtype : dtypes()) {
         Driver d(config(), training_shape(1, T, dtype));
@@ -657,7 +657,7 @@ TEST_P(MixedKnobs, TheFutureDoesNotChangeThePast) {
 // loses more: at a text's first token its output is v times a number which the heads' norm divides out again, so that
 // q's and k's gradients are 0 there but for rounding, divided by that number, which may be small. Up to 3e-6 of those
 // tensors was seen from this alone; such models are held to what gradients are held to against the oracle.
-TEST_P(MixedKnobs, MicroStepsAddUp) {
+TEST_P(MixedOptions, MicroStepsAddUp) {
     driver.gradients({batch});
     const std::vector<float> whole = driver.grads();
     driver.gradients(split(batch, B, T));
@@ -690,7 +690,7 @@ TEST(Head, ChunksAddUp) {
 }
 
 // Documents of unequal length packed into one row see themselves only.
-TEST_P(MixedKnobs, PackedDocuments) {
+TEST_P(MixedOptions, PackedDocuments) {
     const std::vector<int32_t> starts = {0, 5, 6, 13, 22};
     Batch packed = batch;
     packed.cum_seqlens = starts;
@@ -710,7 +710,7 @@ TEST_P(MixedKnobs, PackedDocuments) {
     EXPECT_LE(max_abs(difference(driver.logits(packed), ref)), 1e-5 * max_abs(ref));
 }
 
-INSTANTIATE_TEST_SUITE_P(Reference, MixedKnobs, testing::ValuesIn(KNOBS),
+INSTANTIATE_TEST_SUITE_P(Reference, MixedOptions, testing::ValuesIn(KNOBS),
                          [](const auto& test) { return std::string(test.param.name); });
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -1039,9 +1039,9 @@ TEST(Generation, LogprobsAreTheModels) {
 
 // What generate() makes of a list of texts, in all its ways to end one.
 struct Texts {
-    std::vector<Answer> answers;
+    std::vector<Completion> answers;
     std::vector<Request> requests;
-    Texts(const std::vector<std::vector<int32_t>>& prompts, const AnswerOptions& options) {
+    Texts(const std::vector<std::vector<int32_t>>& prompts, const CompletionOptions& options) {
         answers.reserve(prompts.size());
         for (const std::vector<int32_t>& p : prompts) {
             answers.emplace_back(nullptr, options);
@@ -1055,7 +1055,7 @@ TEST(Generation, SlotsAreTakenInTurn) {
     driver.randomise(3);
     std::vector<std::vector<int32_t>> prompts;
     for (int64_t i = 0; i < 7; i++) prompts.push_back(random_tokens(driver.model.config, 1 + 3 * (i % 4), uint64_t(i)));
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 12;
     options.eos = {5, 17, 40};  // some texts end early
     std::vector<std::vector<int32_t>> first;
@@ -1069,7 +1069,7 @@ TEST(Generation, SlotsAreTakenInTurn) {
         const GenerateStatistics s =
             generate(g.engine, texts.requests, {}, {}, [&](const Request& r) { done.push_back(r.sequence); });
         std::vector<std::vector<int32_t>> tokens;
-        for (const Answer& a : texts.answers) {
+        for (const Completion& a : texts.answers) {
             tokens.push_back(a.tokens());
             EXPECT_TRUE(a.finish() == std::string("eos") ||
                         (a.finish() == std::string("length") && a.tokens().size() == 12));
@@ -1090,7 +1090,7 @@ TEST(Generation, EndOfTextOnTheFirstToken) {
     Generation g(driver.model, engine_options(1, 30));
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 4, 1);
     g.prefill({{0, prompt, 0, 0}});
-    AnswerOptions options;
+    CompletionOptions options;
     options.eos = {g.drawn[0]};
     g.engine.retire(0), g.engine.forget(0);
     Texts texts({prompt}, options);
@@ -1105,7 +1105,7 @@ TEST(Generation, EndOfTextOnTheFirstToken) {
 TEST_P(GenerationOfKinds, FullContexts) {
     constexpr int64_t CONTEXT = 12, KEEP = 2;
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 7, 1);
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 20;
     for (const bool slide : {false, true}) {
         Generation g(driver.model, engine_options(1, CONTEXT));
@@ -1135,13 +1135,13 @@ TEST(Generation, InterruptionsEndTheTextsAndNotTheEngine) {
     Driver driver(long_config(), {1, 8, true});
     driver.randomise(3);
     Generation g(driver.model, engine_options(2, 40));
-    AnswerOptions options;
+    CompletionOptions options;
     const std::vector<std::vector<int32_t>> prompts{
         random_tokens(driver.model.config, 4, 1), random_tokens(driver.model.config, 6, 2), {3}};
     int asked = 0;
     Texts stopped(prompts, options);
     generate(g.engine, stopped.requests, {}, [&] { return ++asked > 5; });
-    for (const Answer& a : stopped.answers) EXPECT_STREQ(a.finish(), "interrupted");
+    for (const Completion& a : stopped.answers) EXPECT_STREQ(a.finish(), "interrupted");
     EXPECT_GE(stopped.answers[0].tokens().size(), 5u);
     EXPECT_TRUE(stopped.answers[2].tokens().empty());  // it never had a slot
     options.max_tokens = 5;
@@ -1154,7 +1154,7 @@ TEST(Generation, InterruptionsEndTheTextsAndNotTheEngine) {
 
 TEST_P(GenerationOfKinds, CacheOfEarlierRoundsIsUsedAgain) {
     Generation g(driver.model, engine_options(1, 60));
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 6;
     std::vector<int32_t> conversation = random_tokens(driver.model.config, 9, 1), held;
     for (int round = 0; round < 3; round++) {
@@ -1176,7 +1176,7 @@ TEST_P(GenerationOfKinds, CacheMayHoldTheEnd) {
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 9, 1);
     Generation first(driver.model, engine_options(1, 40)), g(driver.model, engine_options(1, 40)),
         other(driver.model, engine_options(1, 40));
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 5;
     Texts all({prompt}, options);
     generate(first.engine, all.requests, {});

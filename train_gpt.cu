@@ -28,41 +28,41 @@
 #include "infer/prompts.h"
 #include "infer/sample_output.h"
 #include "kernels/adamw.h"
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 #include "kernels/cross_entropy.h"
-#include "kernels/decay_gate.h"
 #include "kernels/embedding.h"
 #include "kernels/gelu.h"
+#include "kernels/generation/read_bandwidth.h"
+#include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
 #include "kernels/layernorm.h"
-#include "kernels/linear_attention.h"
+#include "kernels/linear_attention/decay_gate.h"
+#include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
-#include "kernels/read_bandwidth.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
-#include "kernels/sampling.h"
 #include "kernels/swiglu.h"
 #include "parallel/checkpoint.h"
 #include "parallel/evaluation.h"
 #include "parallel/update.h"
 #include "parallel/weights.h"
-#include "runtime/arena.h"
-#include "runtime/checkpoint.h"
 #include "runtime/context.h"
-#include "runtime/convert.h"
-#include "runtime/device.h"
-#include "runtime/files.h"
-#include "runtime/heads.h"
-#include "runtime/initialise.h"
-#include "runtime/log.h"
-#include "runtime/memory_plan.h"
-#include "runtime/model_config.h"
-#include "runtime/params.h"
-#include "runtime/peaks.h"
+#include "runtime/device/arena.h"
+#include "runtime/device/device.h"
+#include "runtime/device/memory_plan.h"
+#include "runtime/device/peaks.h"
+#include "runtime/device/staging.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/convert.h"
+#include "runtime/files/files.h"
+#include "runtime/files/log.h"
+#include "runtime/model/heads.h"
+#include "runtime/model/initialise.h"
+#include "runtime/model/model_config.h"
+#include "runtime/model/params.h"
 #include "runtime/rng.h"
 #include "runtime/signals.h"
-#include "runtime/staging.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
@@ -170,7 +170,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
                {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C, std,
                c.qkv_bias);
-        if (c.kind(l) == 'G') {
+        if (c.attention_type(l) == 'G') {
             // Heads begin with decays σ(bias) from 1 − 1/32 to 1 − 1/512, which forget slowly enough for gradients to
             // reach far and fast enough for sums to stay small (RetNet's span: Sun et al. 2023, section 3.1).
             const double slowest = std::log(511), fastest = std::log(31);
@@ -207,7 +207,7 @@ struct Model {
     ParamTable table;
     Precision precision;
     Sharding sharding;
-    GroupPlaces places;  // of gathered groups, where each rank keeps its part of the weights
+    GroupSlots places;  // of gathered groups, where each rank keeps its part of the weights
     Arena memory;
     WeightArenas arenas;
     std::unique_ptr<WeightGatherer> gatherer;  // likewise
@@ -215,7 +215,7 @@ struct Model {
     // The table only; allocate() gets the memory.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {})
         : config(model_config), table(parameter_table(config, ranks.world)), precision(p), sharding(ranks) {
-        if (sharding.splits_weights()) places = GroupPlaces(table, WeightGatherer::LAYER_PLACES, false);
+        if (sharding.splits_weights()) places = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
     }
 
     // Elements: of the weights that are kept, of those that are gathered, of fp32 master weights, of what stays fp32
@@ -443,7 +443,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
         keep(&LayerActs::norm1, "norm1", {N, C}, NORM1, F(l, QKV), QKV, again_norms);
         keep(&LayerActs::qkv, "qkv", {N, c.qkv_channels()}, QKV, F(l, ATTENTION), ATTENTION, again_block);
         keep(&LayerActs::att, "att", {N, c.heads * c.head_size}, ATTENTION, F(l, PROJ), ATTENTION, again_block);
-        const char kind = c.kind(l);
+        const char kind = c.attention_type(l);
         if (training && kind != 'G') {
             keep_as(DType::F32, &LayerActs::lse, kind == 'S' ? "lse" : "denominator", {c.heads, N}, ATTENTION,
                     F(l, ATTENTION), ATTENTION, again_block);
@@ -607,23 +607,23 @@ void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
 
 // RoPE on q and k where they lie, side by side in the packed rows; backward: on their gradients.
 void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_t l, Tensor qkv, bool backward) {
-    if (!acts.config.turns(l)) return;
+    if (!acts.config.uses_rope(l)) return;
     const Range range(ctx.profiler, "rope");
     rope(split_qk(acts.config, qkv), in.positions, acts.rope_table, backward, ctx.stream);
 }
 
 // Kind G: a log decay for each token and KV head.
 void gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
-    if (model.config.kind(l) != 'G') return;
+    if (model.config.attention_type(l) != 'G') return;
     const Range range(ctx.profiler, "gate");
     decay_gate_forward(a.gate, a.norm1, model.weight(GATE_W, l), model.weight(GATE_B, l), ctx.stream);
 }
 
 // a.att from a.qkv, by the layer's kind of attention.
-void mix_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
-                 const Input& in) {
+void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a,
+                             const Activations& acts, const Input& in) {
     const ModelConfig& c = model.config;
-    const char kind = c.kind(l);
+    const char kind = c.attention_type(l);
     const QkvHeads x = split_qkv(c, a.qkv);
     const Range range(ctx.profiler, "attention");
     if (kind == 'S') {
@@ -631,7 +631,7 @@ void mix_forward(const Context& ctx, const Model& model, int64_t l, const LayerA
                                  acts.forward_scratch, ctx.stream);
     }
     linear_attention_forward(split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse, {}, x.q, x.k, x.v, a.gate, {},
-                             {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind),
+                             {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(kind),
                              acts.forward_scratch, ctx.stream);
     if (kind == 'G') {
         rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_mix), head_matrix(a.mix, c.heads), {},
@@ -646,7 +646,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
     gate_forward(ctx, model, l, a);
     rotate(ctx, acts, in, l, a.qkv, false);
-    mix_forward(ctx, model, l, a, acts, in);
+    layer_attention_forward(ctx, model, l, a, acts, in);
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, a.norm2, a.res2, a.mean2, a.rstd2, a.res1, a.proj);
     if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
@@ -794,10 +794,10 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
 }
 
 // a.dqkv and a.dgate from a.datt. The gradient of the heads' norm takes the place of its output.
-void mix_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
-                  const Activations& acts, const Input& in, bool accumulate) {
+void layer_attention_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
+                              const LayerActs& a, const Activations& acts, const Input& in, bool accumulate) {
     const ModelConfig& c = model.config;
-    const char kind = c.kind(l);
+    const char kind = c.attention_type(l);
     const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
     const Range range(ctx.profiler, "attention");
     if (kind == 'S') {
@@ -812,14 +812,14 @@ void mix_backward(const Context& ctx, const Model& model, const Gradients& grads
     }
     linear_attention_backward(d.q, d.k, d.v, a.dgate, {}, split_heads(kind == 'G' ? a.att : a.datt, c.heads), {}, x.q,
                               x.k, x.v, a.gate, {}, split_heads(kind == 'G' ? a.mix : a.att, c.heads), a.lse,
-                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_kind(kind), acts.scratch,
+                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(kind), acts.scratch,
                               ctx.stream);
 }
 
 // Kind G: gradients of the gate's weights, and of its input, which is added to dnorm1.
 void gate_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
                    bool accumulate) {
-    if (model.config.kind(l) != 'G') return;
+    if (model.config.attention_type(l) != 'G') return;
     const Range range(ctx.profiler, "gate");
     const Tensor dx = a.dgate_x.columns(0, model.config.kv_heads);
     decay_gate_backward(dx, a.dgate, a.gate, ctx.stream);
@@ -845,7 +845,7 @@ void block_backward(const Context& ctx, const Model& model, Gradients& grads, in
                   a.rstd2, acts.scratch, accumulate);
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
-    mix_backward(ctx, model, grads, l, a, acts, in, accumulate);
+    layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
     rotate(ctx, acts, in, l, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     gate_backward(ctx, model, grads, l, a, accumulate);
@@ -899,7 +899,7 @@ struct Optimizer {
     Arena memory;
     Gradients grads;
     ParamArena m, v;
-    std::vector<UpdatePiece> pieces;
+    std::vector<UpdateSlice> pieces;
     std::vector<Event> updated;  // by piece
     AdamWOptions options;
 
@@ -919,7 +919,7 @@ struct Optimizer {
         m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
         v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
         options = adamw;
-        pieces = make_update_pieces(table, sharding, model.arenas, grads, m, v, weight_decay);
+        pieces = make_update_slices(table, sharding, model.arenas, grads, m, v, weight_decay);
         updated = std::vector<Event>(pieces.size());
     }
 };
@@ -929,18 +929,18 @@ struct Optimizer {
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1) {
     const Range range(ctx.profiler, "update");
-    const std::vector<UpdatePiece>& pieces = optimizer.pieces;
+    const std::vector<UpdateSlice>& pieces = optimizer.pieces;
     for (size_t i = 0; i < pieces.size(); i++)
         sum_squares(acts.sum(ctx.rank, SUM_SQUARES), pieces[i].own_grads, i > 0, acts.scratch, ctx.stream);
     ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
     step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
     for (size_t i = 0; i < pieces.size(); i++) {
-        const UpdatePiece& p = pieces[i];
+        const UpdateSlice& p = pieces[i];
         adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
                      static_cast<int64_t>(p.segments.size()), optimizer.options, acts.scalars, ctx.stream);
         if (!p.gathered) continue;
         optimizer.updated[i].record(ctx.stream);
-        optimizer.updated[i].hold(ctx.side);
+        optimizer.updated[i].make_wait(ctx.side);
         const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
         ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
         optimizer.updated[i].record(ctx.side);
@@ -948,7 +948,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     if (!model.sharding.splits_optimizer()) return;
     const Range waiting(ctx.profiler, "wait for weights");
     for (size_t i = 0; i < pieces.size(); i++)
-        if (pieces[i].gathered) optimizer.updated[i].hold(ctx.stream);
+        if (pieces[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -1087,7 +1087,7 @@ class Trainer {
     int64_t skips_in_a_row = 0;
     bool stop = false;                          // a rank was asked to, before a step that is finished
     double peak_flops = 0, measured_flops = 0;  // what MFU is of; a product measured at the start
-    const Farewell farewell{ctx};
+    const AbortOnFailure abort_on_failure{ctx};
 };
 
 void Trainer::tell(const std::string& text) const {
@@ -1140,7 +1140,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
 
 // The device may still be at work on a step, and write to its scalars.
 Trainer::~Trainer() {
-    if (farewell.failed()) return;
+    if (abort_on_failure.failed()) return;
     try {
         synchronize(ctx.stream);
     } catch (const Error&) {  // a destructor has nobody to tell
@@ -1299,9 +1299,9 @@ bool Trainer::stopping() const {
 }
 
 void Trainer::sample_text(Progress& progress) {
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 64;
-    Answer answer(tokenizer.get(), options);
+    Completion answer(tokenizer.get(), options);
     std::vector<int32_t> tokens = {start_token(model.config, tokenizer.get())};
     do {
         tokens.push_back(next_token(ctx, model, acts, tokens, o.seed, int64_t(tokens.size()) - 1));
@@ -1533,7 +1533,7 @@ void run_eval(const Args& args) {
                  o.json);
 }
 
-SamplingOptions sampling_options(const DrawOptions& o) {
+SamplingOptions sampling_options(const SamplingFlags& o) {
     return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
 }
 

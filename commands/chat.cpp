@@ -18,7 +18,7 @@ ChatCommandOptions parse_chat(const Args& args) {
         ->check(at_least(1))
         ->capture_default_str();
     add_context_options(app, o.context, o.slide, "the positions that the model was trained for, up to 4096");
-    add_draw_options(app, o.draw);
+    add_sampling_flags(app, o.draw);
     parse(app, args);
     return o;
 }

@@ -4,7 +4,7 @@
 #include <iostream>
 #include <new>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace {
 
@@ -97,7 +97,7 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
     app.add_option("--dtype", o.dtype, "what weights and activations are computed in; not fp16 in training")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
         ->capture_default_str();
-    const std::string knobs = "Knobs of a preset";
+    const std::string knobs = "ModelOptions of a preset";
     app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(knobs);
     app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(knobs);
     app.add_option("--heads", o.heads, "query heads")->check(size)->group(knobs);
@@ -131,7 +131,7 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
         ->group(knobs);
 }
 
-void add_draw_options(CLI::App& app, DrawOptions& o) {
+void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
     app.add_option("--repeat-penalty", o.repeat_penalty,
                    "divides the positive and multiplies the negative logits of tokens that the context has already; "
                    "applied first; 1: none")

@@ -13,7 +13,7 @@ CLI::Validator at_least(int64_t least);
 CLI::Validator number_in(double low, double high);
 
 void add_model_options(CLI::App& app, ModelOptions& options);
-void add_draw_options(CLI::App& app, DrawOptions& options);
+void add_sampling_flags(CLI::App& app, SamplingFlags& options);
 // --context and --context-full. if_not_given: how many tokens there is room for then.
 void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& if_not_given);
 // --gpus, --rendezvous and --comm-timeout: of this launch, not of the run, so run.toml keeps none of them.

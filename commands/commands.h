@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
-#include "runtime/checkpoint.h"
-#include "runtime/launch.h"
-#include "runtime/model_config.h"
-#include "runtime/tensor.h"
+#include "runtime/communication/launch.h"
+#include "runtime/device/tensor.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/model/model_config.h"
 
 using Args = std::vector<std::string>;
 
@@ -87,8 +87,8 @@ struct EvalOptions {
     bool json = false;
 };
 
-// How tokens are drawn: kernels/sampling.h has the order in which these are applied.
-struct DrawOptions {
+// How tokens are drawn: kernels/generation/sampling.h has the order in which these are applied.
+struct SamplingFlags {
     double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
     int64_t top_k = 0;
     uint64_t seed = 42;
@@ -96,7 +96,7 @@ struct DrawOptions {
 
 struct SampleOptions {
     ModelOptions model;
-    DrawOptions draw;
+    SamplingFlags draw;
     std::string prompt, prompt_file;
     int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep = 0;
     int64_t context = 0;  // 0: as long as the longest prompt and its answer, up to the rows of a position table
@@ -107,7 +107,7 @@ struct SampleOptions {
 
 struct ChatCommandOptions {
     ModelOptions model;
-    DrawOptions draw;
+    SamplingFlags draw;
     std::string system;
     bool system_given = false;  // else the template's own
     int64_t max_tokens = 1024, context = 0;

@@ -3,8 +3,8 @@
 #include "commands/cli.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
-#include "runtime/bin_models.h"
-#include "runtime/files.h"
+#include "runtime/files/bin_models.h"
+#include "runtime/files/files.h"
 
 using nlohmann::json;
 

@@ -5,12 +5,12 @@
 #include "data/token_files.h"
 #include "data/tokenizer.h"
 #include "kernels/matmul.h"
-#include "runtime/bin_models.h"
-#include "runtime/comm.h"
-#include "runtime/device.h"
-#include "runtime/files.h"
-#include "runtime/log.h"
-#include "runtime/safetensors.h"
+#include "runtime/communication/comm.h"
+#include "runtime/device/device.h"
+#include "runtime/files/bin_models.h"
+#include "runtime/files/files.h"
+#include "runtime/files/log.h"
+#include "runtime/files/safetensors.h"
 
 using nlohmann::ordered_json;
 

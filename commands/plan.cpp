@@ -5,8 +5,8 @@
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
-#include "runtime/device.h"
-#include "runtime/log.h"
+#include "runtime/device/device.h"
+#include "runtime/files/log.h"
 
 using nlohmann::json;
 

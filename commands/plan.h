@@ -1,8 +1,8 @@
 // What `plan` prints.
 #pragma once
 
-#include "runtime/arena.h"
-#include "runtime/memory_plan.h"
+#include "runtime/device/arena.h"
+#include "runtime/device/memory_plan.h"
 
 struct PlanReport {
     std::string name, description;  // of the model

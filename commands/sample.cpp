@@ -13,7 +13,7 @@ SampleOptions parse_sample(const Args& args) {
                    "a file with the text to continue, or with several, between lines of ---")
         ->excludes(prompt);
     app.add_option("--max-tokens", o.max_tokens, "tokens to draw at most")->check(at_least(1))->capture_default_str();
-    add_draw_options(app, o.draw);
+    add_sampling_flags(app, o.draw);
     app.add_option("--num-samples", o.num_samples, "how many texts for each prompt")
         ->check(at_least(1))
         ->capture_default_str();

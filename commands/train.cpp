@@ -1,7 +1,7 @@
 #include <sstream>
 
 #include "commands/cli.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 namespace {
 

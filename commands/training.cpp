@@ -6,8 +6,8 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "runtime/files.h"
-#include "runtime/log.h"
+#include "runtime/files/files.h"
+#include "runtime/files/log.h"
 #include "runtime/rng.h"
 
 using nlohmann::json;

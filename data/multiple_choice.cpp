@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 using nlohmann::json;
 

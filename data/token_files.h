@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 class TokenFiles {
   public:

@@ -14,7 +14,7 @@
 #include "data/bpe.h"
 #include "data/token_text.h"
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 namespace {
 

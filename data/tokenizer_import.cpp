@@ -12,7 +12,7 @@
 #include "data/token_text.h"
 #include "data/utf8.h"
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 using nlohmann::json;
 

@@ -1,4 +1,4 @@
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 
 #include <cmath>
 #include <vector>

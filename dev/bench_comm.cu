@@ -13,8 +13,8 @@
 #include <functional>
 #include <vector>
 
-#include "runtime/comm.h"
-#include "runtime/cuda_check.h"
+#include "runtime/communication/comm.h"
+#include "runtime/device/cuda_check.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "kernels/decay_gate.h"
+#include "kernels/linear_attention/decay_gate.h"
 
 #include "dev/bench_util.h"
 

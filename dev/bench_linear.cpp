@@ -1,6 +1,6 @@
 // Linear layers of a decode step, with the norm before them and what follows: a few rows read every weight once. The
 // shapes of GPT-2 124M and of a LLaMA of 1.2B parameters.
-#include "kernels/linear.h"
+#include "kernels/generation/linear.h"
 
 #include "dev/bench_util.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/linear_attention.h"
+#include "kernels/linear_attention/linear_attention.h"
 
 #include <vector>
 

@@ -7,7 +7,7 @@
 
 #include "dev/bench_util.h"
 #ifndef USE_CUDA
-#include "kernels/gemm_blocked.h"
+#include "kernels/cpu/gemm_blocked.h"
 #endif
 
 namespace {

@@ -1,4 +1,4 @@
-#include "kernels/sampling.h"
+#include "kernels/generation/sampling.h"
 
 #include "dev/bench_util.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/tensor_ops.h"
+#include "kernels/tensor_library/tensor_ops.h"
 
 #include "dev/bench_util.h"
 

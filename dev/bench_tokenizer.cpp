@@ -5,7 +5,7 @@
 
 #include "dev/bench_util.h"
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "kernels/topk.h"
+#include "kernels/generation/topk.h"
 
 #include "dev/bench_util.h"
 

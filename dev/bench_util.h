@@ -25,8 +25,8 @@
 #include <vector>
 
 #include "dev/machine_limits.h"
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // A tensor's memory on the backend's device: normal random numbers of the given scale around shift. T: F32, BF16, F16.
 class BenchArray {

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/tensor_ops.h"
-#include "runtime/device.h"
+#include "kernels/tensor_library/tensor_ops.h"
+#include "runtime/device/device.h"
 
 class CacheFlush {
   public:

@@ -6,8 +6,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "kernels/cpu_loops.h"
-#include "runtime/device.h"
+#include "kernels/cpu/cpu_loops.h"
+#include "runtime/device/device.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "kernels/matmul.h"
-#include "runtime/cuda_check.h"
+#include "runtime/device/cuda_check.h"
 
 namespace {
 

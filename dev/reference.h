@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "kernels/rope.h"
-#include "kernels/tensor_ops.h"
+#include "kernels/tensor_library/tensor_ops.h"
 #include "runtime/rng.h"
 
 namespace reference {
@@ -614,7 +614,8 @@ inline AttentionGradients attention_backward(const double* dout, const double* q
 
 // Linear attention, token by token as its header defines it.
 struct LinearAttentionInputs {
-    const double *q, *k, *v, *gate, *initial, *initial_z;  // as in kernels/linear_attention.h; the last three or null
+    const double *q, *k, *v, *gate, *initial,
+        *initial_z;  // as in kernels/linear_attention/linear_attention.h; the last three or null
     std::vector<int32_t> cum;
     int64_t NH, NKV, E, M;
     bool elu, normalise;

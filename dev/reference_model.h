@@ -16,8 +16,8 @@
 #include "dev/reference.h"
 #include "kernels/cross_entropy.h"
 #include "runtime/error.h"
-#include "runtime/model_config.h"
-#include "runtime/params.h"
+#include "runtime/model/model_config.h"
+#include "runtime/model/params.h"
 
 namespace reference {
 
@@ -130,11 +130,11 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
         const std::vector<double> qkv = linear(weights, layer + "qkv", inp, N, C, width);
         std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
         const std::vector<double> v = columns(qkv, N, width, Q + K, width);
-        if (c.turns(l)) {
+        if (c.uses_rope(l)) {
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
             k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
         }
-        const std::vector<double> att = c.kind(l) == 'S'
+        const std::vector<double> att = c.attention_type(l) == 'S'
                                             ? attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
                                                                 c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
                                                   .out.value

@@ -9,8 +9,8 @@
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
-#include "runtime/device.h"
-#include "runtime/files.h"
+#include "runtime/device/device.h"
+#include "runtime/files/files.h"
 
 namespace {
 

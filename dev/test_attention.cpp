@@ -1,7 +1,7 @@
 // Attention against the oracle over packed, grouped, causal, windowed and degenerate shapes, and the mistakes known
 // from others: a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the
 // past.
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 
 #include <algorithm>
 #include <limits>
@@ -306,7 +306,8 @@ TEST_P(Attention, LargeLogits) {
     check(activation(), {{65}, {65}, 1, 1, 32}, 30, true);  // softmax close to a maximum
 }
 
-// What a query must not see cannot change its results by a bit, on the CPU not even NaN (kernels/attention.h).
+// What a query must not see cannot change its results by a bit, on the CPU not even NaN
+// (kernels/attention/attention.h).
 std::vector<double> poisons(DType dtype) {
 #ifdef USE_CUDA
     return {rounded(dtype, dtype == DType::F16 ? 6e4 : 1e30)};

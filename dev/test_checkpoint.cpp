@@ -1,6 +1,6 @@
-// runtime/checkpoint.h: weights and state in and out, model sources, and saves that are killed or run out of disk at
-// every write, fsync and rename.
-#include "runtime/checkpoint.h"
+// runtime/files/checkpoint.h: weights and state in and out, model sources, and saves that are killed or run out of disk
+// at every write, fsync and rename.
+#include "runtime/files/checkpoint.h"
 
 #include <sys/stat.h>
 
@@ -11,8 +11,8 @@
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
-#include "runtime/convert.h"
-#include "runtime/safetensors.h"
+#include "runtime/files/convert.h"
+#include "runtime/files/safetensors.h"
 
 using nlohmann::json;
 

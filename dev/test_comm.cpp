@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "dev/test_util.h"
-#include "runtime/comm.h"
-#include "runtime/convert.h"
+#include "runtime/communication/comm.h"
+#include "runtime/files/convert.h"
 
 namespace {
 

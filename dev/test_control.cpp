@@ -1,5 +1,5 @@
 // The hosts' connection: ranks as threads of this process, over the loopback interface.
-#include "runtime/control.h"
+#include "runtime/communication/control.h"
 
 #include <gtest/gtest.h>
 #include <netinet/in.h>

@@ -1,7 +1,7 @@
 // The small products that CPU kernels are made of: an element is one sum in the order of k, the same bits however rows,
 // vectors and k are blocked, which is what makes attention independent of the number of threads. Into::Added adds that
 // sum to what was there.
-#include "kernels/cpu_tile.h"
+#include "kernels/cpu/cpu_tile.h"
 
 #include <cstring>
 #include <vector>

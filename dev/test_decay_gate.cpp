@@ -1,6 +1,6 @@
 // The gate of gated linear attention against the oracle: odd sizes, rows with gaps, gates from nearly none to nearly
 // all; and that a row does not depend on the rows beside it.
-#include "kernels/decay_gate.h"
+#include "kernels/linear_attention/decay_gate.h"
 
 #include "dev/reference.h"
 #include "dev/test_util.h"

@@ -1,6 +1,6 @@
 // The KV cache and attention of one new token a sequence: against the oracle over lengths, heads and head sizes, with
 // what belongs to nobody poisoned; and what must not change a bit.
-#include "kernels/decode_attention.h"
+#include "kernels/generation/decode_attention.h"
 
 #include <algorithm>
 #include <iterator>
@@ -9,8 +9,8 @@
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/embedding.h"
-#include "kernels/kv_cache.h"
-#include "kernels/linear.h"
+#include "kernels/generation/kv_cache.h"
+#include "kernels/generation/linear.h"
 
 namespace {
 
@@ -57,7 +57,7 @@ std::vector<double> angle_table(int64_t T, int64_t R) {
 
 struct Call {
     TestArray qkv, slots, positions, table, scratch;
-    DecodePlace place;
+    DecodeLocation place;
     float scale;
     int64_t N;
     Call(DType T, const Cache& c, int64_t R, int64_t gap = 0)
@@ -240,11 +240,11 @@ TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
     for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 4 * n);
     const TestArray table = TestArray::random(T, {N, C}, 5), weight = TestArray::random(T, {z.channels(), C}, 6);
     const TestArray rows = TestArray::ints(slot, {N});
-    const auto run = [&](bool settled) {
+    const auto run = [&](bool inputs_ready) {
         const Cache cache(T, z, N, slot, position);
         const Call call(T, cache, z.HS);
-        DecodePlace place = call.place;
-        place.settled = settled;
+        DecodeLocation place = call.place;
+        place.inputs_ready = inputs_ready;
         const TestArray inp = TestArray::poisoned(T, {N, C}), qkv = TestArray::poisoned(T, {N, z.channels()});
         const TestArray scratch = TestArray::scratch(linear_scratch(N, C, z.channels(), T));
         std::vector<double> all;

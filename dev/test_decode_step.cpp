@@ -1,6 +1,6 @@
 // A step of generation over all layers, by its ops and, where the machine can, in one launch: both against the same
 // formula in float64, over several steps whose keys and values stay in the cache.
-#include "kernels/decode_step.h"
+#include "kernels/generation/decode_step.h"
 
 #include <algorithm>
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace {
 
-struct Knobs {
+struct ModelOptions {
     int64_t layers, C, NH, NKV, HS, FFN, V, capacity;
     Activation activation;
     bool centred, biases, wpe;
@@ -19,13 +19,13 @@ struct Knobs {
 };
 
 // GPT-2's and LLaMA's kinds of block; sizes that give each product another number of rows and parts a block.
-const Knobs GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
-const Knobs LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
-const Knobs WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
+const ModelOptions GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
+const ModelOptions LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
+const ModelOptions WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
 
 // A model of random weights with a cache, and the same in float64.
 struct Fixture {
-    const Knobs z;
+    const ModelOptions z;
     const DType T;
     const int64_t slots;
     uint64_t seed = 100;
@@ -35,7 +35,7 @@ struct Fixture {
     TestArray table;
 
     // past: the spread of what the cache holds already; 0: nothing.
-    Fixture(const Knobs& knobs, DType dtype, int64_t num_slots, double past = 0)
+    Fixture(const ModelOptions& knobs, DType dtype, int64_t num_slots, double past = 0)
         : z(knobs),
           T(dtype),
           slots(num_slots),
@@ -91,7 +91,7 @@ using Step = std::vector<int32_t>;  // a token for each text; a text's position 
 
 // Logits [V] of the last token of one text, by the formula.
 std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) {
-    const Knobs& z = f.z;
+    const ModelOptions& z = f.z;
     const int64_t n = int64_t(text.size()), Q = z.NH * z.HS, kv = z.NKV * z.HS, row = Q + 2 * kv;
     std::vector<int32_t> place(text.size());
     for (size_t i = 0; i < text.size(); i++) place[i] = int32_t(i);
@@ -171,7 +171,7 @@ class Runner {
         }
         const TestArray ids = TestArray::ints(id, {N}), positions = TestArray::ints(at, {N}),
                         embedded = TestArray::ints(rows_of_wpe, {N});
-        DecodePlace place;
+        DecodeLocation place;
         place.slots = slots, place.positions = positions, place.max_length = f.z.capacity;
         if (f.z.R) place.angles = positions, place.table = f.table;
         const TestArray logits = TestArray::poisoned(f.T, {N, f.z.V});
@@ -186,8 +186,8 @@ class Runner {
     }
 
   private:
-    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodePlace& place) {
-        const Knobs& z = f.z;
+    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodeLocation& place) {
+        const ModelOptions& z = f.z;
         const int64_t Q = z.NH * z.HS, qkv_channels = Q + 2 * z.NKV * z.HS;
         const TestArray x = TestArray::poisoned(f.T, {N, z.C}), qkv = TestArray::poisoned(f.T, {N, qkv_channels}),
                         att = TestArray::poisoned(f.T, {N, Q}), act = TestArray::poisoned(f.T, {N, z.FFN});
@@ -243,7 +243,7 @@ int32_t token_of(const Fixture& f, int64_t text, int64_t step) {
 }
 
 TEST_P(DecodeStep, ComputesTheFormula) {
-    for (const Knobs& knobs : {GPT2, LLAMA, WIDE}) {
+    for (const ModelOptions& knobs : {GPT2, LLAMA, WIDE}) {
         const Fixture f(knobs, activation(), 8);
         for (const int64_t N : {1, 2, 3, 8}) {
             for (const bool single : ways(f, N)) {
@@ -276,10 +276,10 @@ TEST_P(DecodeStep, ComputesTheFormula) {
 // More than a piece of context, and more pieces than are combined at a time; several passes over the query heads. Both
 // ways against each other: decode_attention's own test has long contexts against the oracle.
 TEST_P(DecodeStep, LongContexts) {
-    Knobs long_gpt2 = GPT2, long_llama = LLAMA;
+    ModelOptions long_gpt2 = GPT2, long_llama = LLAMA;
     long_gpt2.layers = 1, long_gpt2.capacity = 600;
     long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
-    for (const Knobs& knobs : {long_gpt2, long_llama}) {
+    for (const ModelOptions& knobs : {long_gpt2, long_llama}) {
         const Fixture f(knobs, activation(), 2, 1);
         for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
             if (at >= knobs.capacity) continue;
@@ -298,7 +298,7 @@ TEST_P(DecodeStep, LongContexts) {
 }
 
 TEST_P(DecodeStep, BitsDependOnTheTextAlone) {
-    for (const Knobs& knobs : {GPT2, LLAMA}) {
+    for (const ModelOptions& knobs : {GPT2, LLAMA}) {
         const Fixture f(knobs, activation(), 8);
         for (const bool single : ways(f, 8)) {
             std::vector<std::vector<double>> alone;
@@ -342,7 +342,7 @@ TEST_P(DecodeStep, WrongArgumentsAreErrors) {
     EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
     decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
-    DecodePlace place;
+    DecodeLocation place;
     place.slots = ids, place.positions = ids, place.max_length = 1;
     EXPECT_THROW(decode_step(logits, ids, place, m, f.weights, scratch, Stream{}), Error);
 }

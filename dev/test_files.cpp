@@ -1,5 +1,6 @@
-// runtime/files.h and runtime/convert.h: whole files, atomic replacement, maps, .npy, and every error's words.
-#include "runtime/files.h"
+// runtime/files/files.h and runtime/files/convert.h: whole files, atomic replacement, maps, .npy, and every error's
+// words.
+#include "runtime/files/files.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -10,7 +11,7 @@
 #include <random>
 
 #include "dev/temp_dir.h"
-#include "runtime/convert.h"
+#include "runtime/files/convert.h"
 
 namespace {
 

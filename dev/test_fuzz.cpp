@@ -23,8 +23,8 @@
 #include "dev/temp_dir.h"
 #include "infer/chat_template.h"
 #include "infer/prompts.h"
-#include "runtime/bin_models.h"
-#include "runtime/log.h"
+#include "runtime/files/bin_models.h"
+#include "runtime/files/log.h"
 #include "runtime/rng.h"
 
 using nlohmann::json;

@@ -18,12 +18,12 @@ const Tokenizer& bytes() {
 }
 
 // Feeds a text byte by byte; what was shown after each.
-std::vector<std::string> shown(const std::string& text, const AnswerOptions& options, Answer** kept = nullptr) {
-    static std::vector<std::unique_ptr<Answer>> answers;  // `kept` outlives the call
+std::vector<std::string> shown(const std::string& text, const CompletionOptions& options, Completion** kept = nullptr) {
+    static std::vector<std::unique_ptr<Completion>> answers;  // `kept` outlives the call
     std::vector<std::string> after;
     auto total = std::make_shared<std::string>();
     answers.push_back(
-        std::make_unique<Answer>(&bytes(), options, [total](std::string_view piece) { *total += piece; }));
+        std::make_unique<Completion>(&bytes(), options, [total](std::string_view piece) { *total += piece; }));
     for (const int32_t id : bytes().encode(text)) {
         const bool ended = answers.back()->add(id);
         after.push_back(*total);
@@ -34,23 +34,23 @@ std::vector<std::string> shown(const std::string& text, const AnswerOptions& opt
 }
 
 TEST(Answers, ShowWholeCharacters) {
-    const AnswerOptions options;
+    const CompletionOptions options;
     EXPECT_EQ(shown("a\u00e9z", options), (std::vector<std::string>{"a", "a", "a\u00e9", "a\u00e9z"}));
     EXPECT_EQ(shown("\U0001F600", options).back(), "\U0001F600");
     EXPECT_EQ(shown("\U0001F600", options)[2], "");
     EXPECT_EQ(shown("x\xff y", options).back(), "x\xff y");  // no UTF-8, but bytes are bytes
-    Answer* answer;
+    Completion* answer;
     std::string end = "ab\xe2\x82";  // the text ends inside a character
-    AnswerOptions four;
+    CompletionOptions four;
     four.max_tokens = 4;
     EXPECT_EQ(shown(end, four, &answer).back(), end);
     EXPECT_EQ(answer->text(), end);
 }
 
 TEST(Answers, StopStringsAreNeverShown) {
-    AnswerOptions options;
+    CompletionOptions options;
     options.stop = {"END", "\n\n"};
-    Answer* answer;
+    Completion* answer;
     EXPECT_EQ(shown("ab ENDxyz", options, &answer).back(), "ab ");
     EXPECT_STREQ(answer->finish(), "stop");
     EXPECT_EQ(answer->text(), "ab ");
@@ -63,9 +63,9 @@ TEST(Answers, StopStringsAreNeverShown) {
 }
 
 TEST(Answers, EndAtLimitsAndEndTokens) {
-    AnswerOptions options;
+    CompletionOptions options;
     options.max_tokens = 3;
-    Answer* answer;
+    Completion* answer;
     EXPECT_EQ(shown("abcdef", options, &answer).back(), "abc");
     EXPECT_STREQ(answer->finish(), "length");
     options.max_tokens = 10, options.eos = {int32_t('x'), bytes().encode("d")[0]};
@@ -73,9 +73,9 @@ TEST(Answers, EndAtLimitsAndEndTokens) {
     EXPECT_STREQ(answer->finish(), "eos");
     EXPECT_EQ(answer->tokens(), bytes().encode("abc"));
     options.stop = {"x"};
-    EXPECT_THROW(Answer(nullptr, options), Error);
+    EXPECT_THROW(Completion(nullptr, options), Error);
     options.stop.clear();
-    Answer without_text(nullptr, options);
+    Completion without_text(nullptr, options);
     EXPECT_FALSE(without_text.add(1000));
     EXPECT_EQ(without_text.text(), "");
 }
@@ -129,7 +129,7 @@ TEST(SampleOutput, StatisticsAddUp) {
     GenerateStatistics s;
     s.prompt_tokens = 100, s.prefill_seconds = 0.5;
     EXPECT_EQ(statistics_text(s, 0), "prompt: 100 tokens in 0.500 s, 200 tokens/s\n");
-    s.answer_tokens = 60, s.steps = 20, s.step_texts = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
+    s.completion_tokens = 60, s.steps = 20, s.step_texts = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
     EXPECT_EQ(statistics_text(s, 8e9),
               "prompt: 100 tokens in 0.500 s, 200 tokens/s\nanswer: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for each "
               "text, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");

@@ -6,16 +6,16 @@
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/adamw.h"
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 #include "kernels/cross_entropy.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/embedding.h"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/matmul.h"
 #include "kernels/swiglu.h"
-#include "kernels/tensor_ops.h"
-#include "runtime/convert.h"
+#include "kernels/tensor_library/tensor_ops.h"
+#include "runtime/files/convert.h"
 
 namespace {
 
@@ -50,8 +50,7 @@ class LargeArray {
         seed = of_seed, scale = of_scale, positive = are_positive;
         dispatch_dtype("fill", view.dtype, [&](auto zero) {
             using T = decltype(zero);
-            fill_kernel<<<unsigned(16 * num_multiprocessors()), 256>>>(view.as<T>(), view.numel(), seed, scale,
-                                                                       positive);
+            fill_kernel<<<unsigned(16 * num_sms()), 256>>>(view.as<T>(), view.numel(), seed, scale, positive);
         });
         check_launch("fill", Stream{});
     }

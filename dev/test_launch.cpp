@@ -11,9 +11,9 @@
 
 #include "dev/temp_dir.h"
 #include "dev/test_util.h"
-#include "runtime/files.h"
-#include "runtime/launch.h"
-#include "runtime/local_ranks.h"
+#include "runtime/communication/launch.h"
+#include "runtime/communication/local_ranks.h"
+#include "runtime/files/files.h"
 
 namespace {
 

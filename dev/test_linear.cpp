@@ -1,6 +1,6 @@
 // Linear layers of inference against the oracle: every norm, activation and residual, odd sizes, rows with gaps; and
 // that a row does not depend on who shares its batch.
-#include "kernels/linear.h"
+#include "kernels/generation/linear.h"
 
 #include "dev/reference.h"
 #include "dev/test_util.h"

@@ -1,7 +1,7 @@
 // Linear attention against the oracle: lengths, head sizes and numbers of heads in all pairs, kinds L and G and what
 // lies between them, states, packed and strided rows; and the mistakes known from others: a feature that becomes 0 for
 // very negative inputs, decays that overflow, gradients that cancel, a result that depends on the chunk.
-#include "kernels/linear_attention.h"
+#include "kernels/linear_attention/linear_attention.h"
 
 #include <algorithm>
 #include <limits>

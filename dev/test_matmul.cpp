@@ -14,7 +14,7 @@
 
 #include "kernels/gelu.h"
 #else
-#include "kernels/gemm_blocked.h"
+#include "kernels/cpu/gemm_blocked.h"
 #endif
 
 namespace {

@@ -1,5 +1,5 @@
-// runtime/model_config.h: presets, config.json in every form, and the errors of configs that we must not run.
-#include "runtime/model_config.h"
+// runtime/model/model_config.h: presets, config.json in every form, and the errors of configs that we must not run.
+#include "runtime/model/model_config.h"
 
 #include <nlohmann/json.hpp>
 #include <random>
@@ -323,9 +323,9 @@ TEST(ModelConfig, KindsOfAttention) {
     EXPECT_EQ(model_family(c), "train_gpt");
     EXPECT_TRUE(c.has_linear_attention());
     EXPECT_EQ(c.layers_of('S'), 2);
-    EXPECT_TRUE(c.turns(0) && c.turns(1) && c.turns(2));
+    EXPECT_TRUE(c.uses_rope(0) && c.uses_rope(1) && c.uses_rope(2));
     c.linear_rope = false;
-    EXPECT_TRUE(c.turns(0) && !c.turns(1) && !c.turns(2) && c.turns(3));
+    EXPECT_TRUE(c.uses_rope(0) && !c.uses_rope(1) && !c.uses_rope(2) && c.uses_rope(3));
     const json saved = config_to_json(c, json::object());
     EXPECT_EQ(saved["attention"], "SLGS");
     EXPECT_EQ(saved["linear_rope"], false);
@@ -342,7 +342,7 @@ TEST(ModelConfig, KindsOfAttention) {
     EXPECT_FALSE(c.has_linear_attention());
     c.positions = Positions::Learned;
     c.attention = "LLLL";
-    EXPECT_FALSE(c.turns(0));
+    EXPECT_FALSE(c.uses_rope(0));
     EXPECT_FALSE(config_to_json(c, json::object()).contains("linear_rope"));
 }
 

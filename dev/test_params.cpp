@@ -1,10 +1,10 @@
-// runtime/params.h: the layout of the arenas and look-ups by role and name.
-#include "runtime/params.h"
+// runtime/model/params.h: the layout of the arenas and look-ups by role and name.
+#include "runtime/model/params.h"
 
 #include <cmath>
 
 #include "dev/temp_dir.h"
-#include "runtime/convert.h"
+#include "runtime/files/convert.h"
 
 namespace {
 

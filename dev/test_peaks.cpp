@@ -1,9 +1,9 @@
-// runtime/peaks.h: names as drivers print them, and those that look alike.
-#include "runtime/peaks.h"
+// runtime/device/peaks.h: names as drivers print them, and those that look alike.
+#include "runtime/device/peaks.h"
 
 #include <gtest/gtest.h>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace {
 

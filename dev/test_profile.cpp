@@ -1,5 +1,5 @@
-// runtime/profile.h: times, nesting and the table, on the CPU by the clock and on a GPU by events.
-#include "runtime/profile.h"
+// runtime/device/profile.h: times, nesting and the table, on the CPU by the clock and on a GPU by events.
+#include "runtime/device/profile.h"
 
 #include <gtest/gtest.h>
 
@@ -125,7 +125,7 @@ TEST(Profile, WorkBesideIsTimedWhereItRuns) {
         const Range layer(profiler, "layer");
         Event complete;
         complete.record(stream);
-        complete.hold(side);
+        complete.make_wait(side);
         const Range sum(profiler, "sum", side);
         work(2);
     }

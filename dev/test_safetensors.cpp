@@ -1,5 +1,5 @@
-// runtime/safetensors.h: round trips in each dtype, every rule of the format broken once, and random damage.
-#include "runtime/safetensors.h"
+// runtime/files/safetensors.h: round trips in each dtype, every rule of the format broken once, and random damage.
+#include "runtime/files/safetensors.h"
 
 #include <cstring>
 #include <nlohmann/json.hpp>

@@ -1,12 +1,12 @@
 // Sampling: exact against the oracle draw by draw, its distribution by a χ² test, ties, and independence of the batch.
-#include "kernels/sampling.h"
+#include "kernels/generation/sampling.h"
 
 #include <algorithm>
 #include <limits>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
-#include "kernels/exp2_product.h"
+#include "kernels/linear_attention/exp2_product.h"
 
 namespace {
 

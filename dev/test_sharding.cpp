@@ -69,7 +69,7 @@ TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
 TEST(Places, ThoseInUseTogetherLieApart) {
     for (const bool tied : {false, true}) {
         const ParamTable table = table_of(2, tied);
-        const GroupPlaces places(table, 2, true);
+        const GroupSlots places(table, 2, true);
         std::vector<float> memory(size_t(places.total()));
         const std::vector<Tensor> views =
             places.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {places.total()}));
@@ -83,7 +83,7 @@ TEST(Places, ThoseInUseTogetherLieApart) {
         for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // what stays fp32 and others
         EXPECT_TRUE(overlap(1, 3));
         EXPECT_LT(places.total(), table.total);
-        const GroupPlaces weights(table, 2, false);
+        const GroupSlots weights(table, 2, false);
         EXPECT_EQ(weights.place(LAYERS + 2), -1);
         EXPECT_EQ(places.total() - weights.total(), table.fp32_total);
     }
@@ -122,8 +122,8 @@ struct Rank {
         m_arena = arena(m, s.splits_optimizer());
         v_arena = arena(v, s.splits_optimizer());
     }
-    std::vector<UpdatePiece> pieces(const ParamTable& table) const {
-        return make_update_pieces(table, sharding, arenas, gradients, m_arena, v_arena, 0.1);
+    std::vector<UpdateSlice> pieces(const ParamTable& table) const {
+        return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, 0.1);
     }
 };
 
@@ -138,7 +138,7 @@ TEST(UpdatePieces, CoverEveryElementOnce) {
                 int64_t normed = 0;
                 for (int64_t rank = 0; rank < world; rank++) {
                     const Rank r(table, {stage, rank, world}, mode > 0, mode == 1);
-                    for (const UpdatePiece& piece : r.pieces(table)) {
+                    for (const UpdateSlice& piece : r.pieces(table)) {
                         normed += piece.own_grads.numel();
                         EXPECT_EQ(piece.m.numel(), piece.grads.numel());
                         EXPECT_TRUE(!piece.params || piece.params.numel() == piece.m.numel());

@@ -1,5 +1,5 @@
-// runtime/tensor.h: views, and what is refused instead of being read as something else.
-#include "runtime/tensor.h"
+// runtime/device/tensor.h: views, and what is refused instead of being read as something else.
+#include "runtime/device/tensor.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Elementwise functions, reductions and products of strided tensors against the oracle: every function in every dtype,
 // random layouts with permuted, repeated and reversed dimensions, edges of every kernel, and what is refused.
-#include "kernels/tensor_ops.h"
+#include "kernels/tensor_library/tensor_ops.h"
 
 #include <algorithm>
 #include <cstring>
@@ -8,7 +8,7 @@
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
-#include "kernels/strided.h"
+#include "kernels/tensor_library/strided.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 #include "runtime/rng.h"
 
 using nlohmann::json;

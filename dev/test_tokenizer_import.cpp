@@ -11,7 +11,7 @@
 #include "data/tokenizer.h"
 #include "dev/temp_dir.h"
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 using nlohmann::json;
 

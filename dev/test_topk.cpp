@@ -1,5 +1,5 @@
 // The k largest of rows against a sort: ties, NaN and infinities, rows of one stretch and of many.
-#include "kernels/topk.h"
+#include "kernels/generation/topk.h"
 
 #include <algorithm>
 #include <limits>

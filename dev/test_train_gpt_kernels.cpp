@@ -1,12 +1,12 @@
 // The C interface: error codes and messages, tensors of the host and of the device, memory that tensors share, and that
 // each function hands its arguments on in the right order. dev/test_train_gpt_kernels.py compares results with NumPy.
-#include "kernels/train_gpt_kernels.h"
+#include "kernels/tensor_library/train_gpt_kernels.h"
 
 #include <thread>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 #include "kernels/layernorm.h"
 
 namespace {

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 #include "runtime/rng.h"
-#include "runtime/tensor.h"
 
 constexpr double UNIT_ROUNDOFF = 0x1p-24;  // fp32
 

@@ -7,7 +7,7 @@
 
 #include "data/tokenizer.h"
 #include "dev/temp_dir.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 // The tokenizer.json of the fixture of that name.
 inline nlohmann::json tokenizer_description(const std::string& name, const std::vector<std::string>& special = {}) {

@@ -16,7 +16,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
                         const std::function<bool()>& interrupted, const std::function<void()>& begin_answer,
                         const std::function<void()>& end_answer) {
     GenerateStatistics sum;
-    AnswerOptions answer_options = options.answer;
+    CompletionOptions answer_options = options.answer;
     append(answer_options.eos, ChatWriter(format.format, tokenizer).end_tokens());
     std::vector<int32_t> said, held;  // the conversation, and what of it the cache holds
     int64_t keep = 0, round = 0;
@@ -46,7 +46,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
             continue;
         }
 
-        Answer answer(&tokenizer, answer_options, [&](std::string_view piece) { out << piece << std::flush; });
+        Completion answer(&tokenizer, answer_options, [&](std::string_view piece) { out << piece << std::flush; });
         const auto common = std::mismatch(held.begin(), held.end(), said.begin(), said.end()).first;
         std::vector<Request> requests{{said, common - held.begin(), round++, &answer, {}}};
         begin_answer();

@@ -11,9 +11,9 @@
 
 struct ChatOptions {
     std::string system;
-    AnswerOptions answer;  // with the tokens that end an answer, beside those of the format
-    bool slide = true;     // when the context is full, forget old rounds; else the conversation ends
-    bool prompts = true;   // show "> " where a question is awaited
+    CompletionOptions answer;  // with the tokens that end an answer, beside those of the format
+    bool slide = true;         // when the context is full, forget old rounds; else the conversation ends
+    bool prompts = true;       // show "> " where a question is awaited
 };
 
 // Reads a question a line until the stream ends; empty lines are passed over, /reset forgets what was said, /exit ends.

@@ -2,8 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
-#include "runtime/checkpoint.h"
-#include "runtime/files.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
 
 using nlohmann::json;
 

@@ -4,18 +4,18 @@
 #include <cmath>
 #include <numeric>
 
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 #include "kernels/cross_entropy.h"
-#include "kernels/decay_gate.h"
-#include "kernels/decode_attention.h"
 #include "kernels/embedding.h"
-#include "kernels/kv_cache.h"
+#include "kernels/generation/decode_attention.h"
+#include "kernels/generation/kv_cache.h"
 #include "kernels/layernorm.h"
-#include "kernels/linear_attention.h"
+#include "kernels/linear_attention/decay_gate.h"
+#include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
-#include "runtime/convert.h"
+#include "runtime/files/convert.h"
 
 namespace {
 
@@ -222,7 +222,7 @@ void Engine::blocks(Tensor hidden, bool batch_invariant, Attend attend) {
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
-        if (config.kind(l) == 'G') {  // the gate reads the norm's output too
+        if (config.attention_type(l) == 'G') {  // the gate reads the norm's output too
             const Tensor out = normed.rows(0, N);
             const float eps = static_cast<float>(config.norm_eps);
             if (config.norm == Norm::LayerNorm)
@@ -246,11 +246,11 @@ void Engine::blocks(Tensor hidden, bool batch_invariant, Attend attend) {
 template <typename Attend>
 void Engine::mix_linear(int64_t l, int64_t N, const Tensor& angles, Attend attend) {
     const Tensor packed = qkv.rows(0, N);
-    if (config.turns(l)) rope(split_qk(config, packed), angles, table, false, stream);
-    const bool gated = config.kind(l) == 'G';
+    if (config.uses_rope(l)) rope(split_qk(config, packed), angles, table, false, stream);
+    const bool gated = config.attention_type(l) == 'G';
     const Tensor out = (gated ? mix : att).rows(0, N);
     attend(split_qkv(config, packed), split_heads(out, config.heads), gated ? gate.rows(0, N) : Tensor{},
-           linear_attention_kind(config.kind(l)));
+           linear_attention_type(config.attention_type(l)));
     if (!gated) return;
     rmsnorm_forward(head_matrix(att.rows(0, N), config.heads), {}, {}, head_matrix(out, config.heads), {},
                     weights.blocks[size_t(l)].headnorm, static_cast<float>(config.norm_eps), stream);
@@ -340,7 +340,7 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
     const Tensor hidden = x.rows(0, N);
     embedding_forward(hidden, token_ids, token_places, weights.wte, weights.wpe, stream);
     blocks(hidden, false, [&](int64_t l) {
-        if (c.kind(l) != 'S') {
+        if (c.attention_type(l) != 'S') {
             return mix_linear(l, N, table ? angle_rows(N) : Tensor{},
                               [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
                                   const LinearAttentionState end = states.layer(l, text_slots);
@@ -492,9 +492,9 @@ void Engine::queue_results(int64_t B) {
 void Engine::decode_step(int64_t B, int64_t max_length) {
     const ModelConfig& c = config;
     const Tensor hidden = x.rows(0, B), places = step_positions.rows(0, B);
-    DecodePlace place;
+    DecodeLocation place;
     place.slots = slot_ids.rows(0, B), place.positions = places, place.max_length = max_length;
-    place.settled = true;  // by the embedding's launch
+    place.inputs_ready = true;  // by the embedding's launch
     const Tensor angles = dynamic ? iota.rows(0, B) : places;
     if (table) place.table = table, place.angles = angles;
     if (B <= single_launch_rows) {
@@ -503,7 +503,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     }
     embedding_forward(hidden, ids.rows(0, B), places, weights.wte, weights.wpe, stream);
     blocks(hidden, options.batch_invariant, [&](int64_t l) {
-        if (c.kind(l) != 'S') {
+        if (c.attention_type(l) != 'S') {
             return mix_linear(l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
                 linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, kind, stream);
             });

@@ -11,13 +11,14 @@
 //     }
 //
 // The mathematics of a block is that of forward() in train_gpt.cu with other seams: norm, bias, activation and residual
-// are computed inside the products (kernels/linear.h), because a few tokens' pass waits for weights and for launches,
-// not for arithmetic, and nothing has to be kept for a backward pass. Tests hold the two together.
+// are computed inside the products (kernels/generation/linear.h), because a few tokens' pass waits for weights and for
+// launches, not for arithmetic, and nothing has to be kept for a backward pass. Tests hold the two together.
 //
 // Prompts of unequal length are packed without padding. A prompt may continue a text: its slot keeps what is in the
 // cache. On a GPU a decode step is one CUDA graph for each number of texts and each doubling of the longest context;
 // the host may queue a step before it has read the one before, so that it never keeps the device waiting. For a few
-// texts, where the GPU allows it, all from the tokens to the logits is a single launch (kernels/decode_step.h).
+// texts, where the GPU allows it, all from the tokens to the logits is a single launch
+// (kernels/generation/decode_step.h).
 //
 // What a text draws depends on (seed, its sequence number, its step) and its logits. On the CPU these are bit for bit
 // those of the text alone, whoever shares the batch; on a GPU with options.batch_invariant too.
@@ -28,10 +29,10 @@
 
 #include "infer/kv_cache.h"
 #include "infer/state_cache.h"
-#include "kernels/decode_step.h"
-#include "kernels/sampling.h"
-#include "runtime/heads.h"
-#include "runtime/staging.h"
+#include "kernels/generation/decode_step.h"
+#include "kernels/generation/sampling.h"
+#include "runtime/device/staging.h"
+#include "runtime/model/heads.h"
 
 struct EngineOptions {
     int64_t slots = 1;          // texts at a time
@@ -43,7 +44,7 @@ struct EngineOptions {
     bool logprobs = false;  // Step::logprobs is wanted
 };
 
-// New tokens of a text. sequence and step key the draw that follows them (kernels/sampling.h).
+// New tokens of a text. sequence and step key the draw that follows them (kernels/generation/sampling.h).
 struct Prompt {
     int64_t slot = 0;
     std::vector<int32_t> tokens;

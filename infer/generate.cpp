@@ -4,25 +4,25 @@
 #include <chrono>
 #include <deque>
 
-Answer::Answer(const Tokenizer* tokenizer, const AnswerOptions& o, std::function<void(std::string_view)> s)
+Completion::Completion(const Tokenizer* tokenizer, const CompletionOptions& o, std::function<void(std::string_view)> s)
     : options(o), show(std::move(s)) {
     require(tokenizer || options.stop.empty(), "stop strings need a tokenizer");
     if (tokenizer) stream.emplace(*tokenizer);
 }
 
-void Answer::show_up_to(size_t end) {
+void Completion::show_up_to(size_t end) {
     if (end <= shown) return;
     if (show) show(std::string_view(shown_text).substr(shown, end - shown));
     shown = end;
 }
 
-void Answer::end(const char* why) {
+void Completion::end(const char* why) {
     reason = why;
     if (stream) shown_text += stream->finish();
     show_up_to(shown_text.size());
 }
 
-bool Answer::add(int32_t token, float logprob) {
+bool Completion::add(int32_t token, float logprob) {
     if (std::find(options.eos.begin(), options.eos.end(), token) != options.eos.end()) {
         end("eos");
         return true;
@@ -53,7 +53,7 @@ bool Answer::add(int32_t token, float logprob) {
 }
 
 void GenerateStatistics::add(const GenerateStatistics& s) {
-    prompt_tokens += s.prompt_tokens, answer_tokens += s.answer_tokens;
+    prompt_tokens += s.prompt_tokens, completion_tokens += s.completion_tokens;
     steps += s.steps, step_texts += s.step_texts, step_bytes += s.step_bytes;
     prefill_seconds += s.prefill_seconds, decode_seconds += s.decode_seconds;
 }
@@ -157,7 +157,7 @@ class Generator {
         for (size_t i = 0; i < s.tokens.size(); i++) {
             Request* r = at_work[size_t(s.slots[i])];
             if (!r) continue;  // finished while this step was on its way
-            stats.answer_tokens += decoding;
+            stats.completion_tokens += decoding;
             const size_t before = r->answer->tokens().size();
             const bool ended = r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
             const bool part = r->answer->tokens().size() > before;

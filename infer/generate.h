@@ -10,19 +10,20 @@
 #include "data/tokenizer.h"
 #include "infer/engine.h"
 
-struct AnswerOptions {
+struct CompletionOptions {
     int64_t max_tokens = 256;
     std::vector<std::string> stop;  // the text ends before the first of these
     std::vector<int32_t> eos;       // tokens that end the text
 };
 
 // A text as it grows, token by token.
-class Answer {
+class Completion {
   public:
     // show receives the text piece by piece as soon as nothing can change it any more: whole UTF-8 characters that are
     // not the beginning of a stop string. tokenizer may be null: then there must be no stop strings, and there is no
     // text.
-    Answer(const Tokenizer* tokenizer, const AnswerOptions& options, std::function<void(std::string_view)> show = {});
+    Completion(const Tokenizer* tokenizer, const CompletionOptions& options,
+               std::function<void(std::string_view)> show = {});
 
     // Whether the text ends here. A token of `eos` is not part of it.
     bool add(int32_t token, float logprob = 0);
@@ -38,7 +39,7 @@ class Answer {
     void show_up_to(size_t end);
 
     std::optional<TextStream> stream;  // holds back a character until it is whole
-    const AnswerOptions& options;
+    const CompletionOptions& options;
     std::function<void(std::string_view)> show;
     std::vector<int32_t> ids;
     std::vector<float> probabilities;
@@ -57,14 +58,14 @@ struct Request {
     std::vector<int32_t> tokens;  // the text so far
     int64_t cached = 0;           // so many of them are in the cache already (of an engine with one slot)
     int64_t sequence = 0;         // keys its draws
-    Answer* answer = nullptr;
+    Completion* answer = nullptr;
     std::vector<int32_t> context;  // when it is done: the text with its answer, as far as it has not slid away. The
                                    // cache holds its first engine.length() tokens at most, `end` after them included
     int32_t end = -1;              // the token that ended it and is not part of it; -1: none
 };
 
 struct GenerateStatistics {
-    int64_t prompt_tokens = 0, answer_tokens = 0;       // drawn by a step, that is all but the first of each text
+    int64_t prompt_tokens = 0, completion_tokens = 0;   // drawn by a step, that is all but the first of each text
     int64_t steps = 0, step_texts = 0, step_bytes = 0;  // decode steps, and texts and bytes summed over them
     double prefill_seconds = 0, decode_seconds = 0;
 

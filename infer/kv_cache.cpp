@@ -9,7 +9,7 @@ KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType 
       dtype(type) {
     for (int64_t l = 0, before = 0; l < c.layers; l++) {
         place.push_back(before);
-        before += c.kind(l) == 'S';
+        before += c.attention_type(l) == 'S';
     }
     int64_t rows;
     require(layers == 0 || (!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30),

@@ -5,8 +5,8 @@
 
 #include <vector>
 
-#include "runtime/arena.h"
-#include "runtime/model_config.h"
+#include "runtime/device/arena.h"
+#include "runtime/model/model_config.h"
 
 class KvCache {
   public:

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "data/tokenizer.h"
-#include "runtime/checkpoint.h"
+#include "runtime/files/checkpoint.h"
 
 // The token that a text starts from when there is no prompt: the beginning of text, or GPT-2's end of the one before.
 // Where neither is known, any token will do. tokenizer may be null.

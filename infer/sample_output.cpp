@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "runtime/log.h"
+#include "runtime/files/log.h"
 
 SampleOutput::SampleOutput(std::ostream& o, std::vector<std::string> prompts)
     : out(o), waiting(std::move(prompts)), done(waiting.size(), false) {
@@ -31,7 +31,7 @@ void SampleOutput::finish(size_t answer, const std::string& after) {
     }
 }
 
-std::string logprob_lines(const Answer& answer, const Tokenizer* tokenizer) {
+std::string logprob_lines(const Completion& answer, const Tokenizer* tokenizer) {
     std::string lines;
     for (size_t i = 0; i < answer.tokens().size(); i++) {
         const int32_t id = answer.tokens()[i];
@@ -50,10 +50,10 @@ std::string statistics_text(const GenerateStatistics& s, double read_bandwidth) 
                   double(s.prompt_tokens) / std::max(s.prefill_seconds, 1e-9));
     std::string lines = text;
     if (s.steps == 0) return lines;
-    const double rate = double(s.answer_tokens) / s.decode_seconds, bytes = double(s.step_bytes) / s.decode_seconds;
+    const double rate = double(s.completion_tokens) / s.decode_seconds, bytes = double(s.step_bytes) / s.decode_seconds;
     std::snprintf(text, sizeof text,
                   "answer: %s tokens in %.3f s, %.1f tokens/s, %.1f for each text, weights and cache read at %.1f GB/s",
-                  with_commas(s.answer_tokens).c_str(), s.decode_seconds, rate,
+                  with_commas(s.completion_tokens).c_str(), s.decode_seconds, rate,
                   rate * double(s.steps) / double(s.step_texts), bytes / 1e9);
     lines += text;
     if (read_bandwidth > 0) {
@@ -65,9 +65,12 @@ std::string statistics_text(const GenerateStatistics& s, double read_bandwidth) 
 }
 
 nlohmann::json statistics_json(const GenerateStatistics& s, double read_bandwidth) {
-    nlohmann::json result = {{"prompt_tokens", s.prompt_tokens}, {"prefill_seconds", s.prefill_seconds},
-                             {"answer_tokens", s.answer_tokens}, {"decode_seconds", s.decode_seconds},
-                             {"decode_steps", s.steps},          {"decode_bytes", s.step_bytes}};
+    nlohmann::json result = {{"prompt_tokens", s.prompt_tokens},
+                             {"prefill_seconds", s.prefill_seconds},
+                             {"completion_tokens", s.completion_tokens},
+                             {"decode_seconds", s.decode_seconds},
+                             {"decode_steps", s.steps},
+                             {"decode_bytes", s.step_bytes}};
     if (read_bandwidth > 0) result["read_bandwidth"] = read_bandwidth;
     return result;
 }
@@ -86,7 +89,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
     std::vector<std::string> heads;
     for (int64_t i = 0; i < texts; i++) heads.push_back(job.prompts[prompt_of(i)]);
     SampleOutput output(job.json ? unseen : out, heads);
-    std::vector<Answer> answers;
+    std::vector<Completion> answers;
     std::vector<Request> requests;
     answers.reserve(size_t(texts));
     for (int64_t i = 0; i < texts; i++) {
@@ -95,7 +98,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
         requests.push_back({job.tokens[prompt_of(i)], 0, i, &answers.back(), {}});
     }
     const GenerateStatistics statistics = generate(engine, requests, job.policy, {}, [&](const Request& r) {
-        const Answer& answer = *r.answer;
+        const Completion& answer = *r.answer;
         std::string ids;
         for (const int32_t id : answer.tokens()) ids += tokenizer ? "" : str(id, " ");
         output.text(size_t(r.sequence), ids);
@@ -109,7 +112,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
     nlohmann::json result = {{"samples", nlohmann::json::array()},
                              {"statistics", statistics_json(statistics, bandwidth)}};
     for (int64_t i = 0; i < texts; i++) {
-        const Answer& a = answers[size_t(i)];
+        const Completion& a = answers[size_t(i)];
         result["samples"].push_back(
             {{"prompt", heads[size_t(i)]}, {"text", a.text()}, {"tokens", a.tokens()}, {"finish", a.finish()}});
         if (logprobs) result["samples"].back()["logprobs"] = a.logprobs();

@@ -33,7 +33,7 @@ class SampleOutput {
 };
 
 // A line for each token: its logarithmic probability, its id and its text as a JSON string.
-std::string logprob_lines(const Answer& answer, const Tokenizer* tokenizer);
+std::string logprob_lines(const Completion& answer, const Tokenizer* tokenizer);
 
 // Tokens per second of both phases, bytes per second of decode steps and their fraction of read_bandwidth (0: not
 // known).
@@ -44,7 +44,7 @@ struct SampleJob {
     std::vector<std::string> prompts;
     std::vector<std::vector<int32_t>> tokens;  // of each prompt
     int64_t num_samples = 1;                   // texts for each prompt
-    AnswerOptions answer;
+    CompletionOptions answer;
     ContextPolicy policy;
     bool json = false;  // one object at the end instead of text as it grows
 };

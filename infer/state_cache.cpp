@@ -8,9 +8,9 @@ StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
         return at;
     };
     for (int64_t l = 0; l < c.layers; l++) {
-        if (c.kind(l) == 'S') continue;
+        if (c.attention_type(l) == 'S') continue;
         places[size_t(l)].s = take(slots * heads * head_size * head_size);
-        if (linear_attention_kind(c.kind(l)).normalise) places[size_t(l)].z = take(slots * heads * head_size);
+        if (linear_attention_type(c.attention_type(l)).normalise) places[size_t(l)].z = take(slots * heads * head_size);
     }
 }
 

@@ -1,14 +1,15 @@
 // What layers of linear attention keep of a text while it grows: a state of one size, however long the text is
-// (kernels/linear_attention.h). One arena, in which each layer of kind L or G has a state for each of `slots` texts.
+// (kernels/linear_attention/linear_attention.h). One arena, in which each layer of kind L or G has a state for each of
+// `slots` texts.
 //
 // A state holds all tokens of its text: none can be taken back.
 #pragma once
 
 #include <vector>
 
-#include "kernels/linear_attention.h"
-#include "runtime/arena.h"
-#include "runtime/model_config.h"
+#include "kernels/linear_attention/linear_attention.h"
+#include "runtime/device/arena.h"
+#include "runtime/model/model_config.h"
 
 class StateCache {
   public:

@@ -1,8 +1,8 @@
 #include "kernels/accumulate.h"
 
 #include "kernels/accumulate_check.h"
-#include "kernels/cpu_loops.h"
-#include "runtime/convert.h"
+#include "kernels/cpu/cpu_loops.h"
+#include "runtime/files/convert.h"
 
 namespace {
 

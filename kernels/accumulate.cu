@@ -1,7 +1,7 @@
 #include "kernels/accumulate.h"
 
 #include "kernels/accumulate_check.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 namespace {
 

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "kernels/adamw_check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 
 namespace {
 

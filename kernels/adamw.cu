@@ -1,7 +1,7 @@
 #include "kernels/adamw.h"
 
 #include "kernels/adamw_check.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 #include "runtime/rng.h"
 
 namespace {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(THREADS) adamw_kernel(Arenas<T> a, const StepS
 int64_t resident_blocks(const char* op, const void* kernel) {
     int blocks = 0;
     cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, THREADS, 0), op);
-    return blocks * num_multiprocessors();
+    return blocks * num_sms();
 }
 
 template <typename T>

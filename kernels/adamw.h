@@ -24,8 +24,8 @@
 #pragma once
 
 #include "kernels/global_norm.h"
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // Elements [begin, end) of m, v, grads and params_T: a tensor or a part of one. Gaps between segments (padding) are not
 // touched.

@@ -2,7 +2,7 @@
 //     layernorm_forward: weight is fp32 [64], expected fp32 [128]
 #pragma once
 
-#include "runtime/tensor.h"
+#include "runtime/device/tensor.h"
 
 enum class Given : uint8_t { Required, Optional };
 

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "kernels/check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 
 namespace {
 

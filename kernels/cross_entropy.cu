@@ -2,7 +2,7 @@
 
 #include <cfloat>
 
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 namespace {
 
@@ -128,14 +128,14 @@ void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_
         using T = decltype(zero);
         dispatch_width<T>(Vp % FULL_WIDTH<T> == 0 && rows_aligned({logits}), [&](auto width) {
             constexpr int W = decltype(width)::value;
-            // Two blocks on a multiprocessor, of which one reads while the other writes, where two rows fit; else one
+            // Two blocks on an SM, of which one reads while the other writes, where two rows fit; else one
             // block with as many threads. Beside its row a block has 1 KiB for the system and some for its sums.
             // Without the gradient nothing is kept, but the number of threads, and so the loss's bits, are the same.
             constexpr int64_t RESERVED = 2048;
             const int64_t row = Vp * int64_t(sizeof(T));
             const int64_t room = GRADIENT ? std::min(row, max_shared_bytes() - RESERVED) : 0;
             const int64_t kept = room / int64_t(sizeof(Pack<T, W>));
-            if (row <= shared_bytes_per_multiprocessor() / 2 - RESERVED)
+            if (row <= shared_bytes_per_sm() / 2 - RESERVED)
                 launch_rows<GRADIENT, 512, W, T>(op, losses, logits, targets, V, kept, dloss, stream);
             else
                 launch_rows<GRADIENT, 1024, W, T>(op, losses, logits, targets, V, kept, dloss, stream);

@@ -10,8 +10,8 @@
 // be told, the token's loss is NaN, which skips the step).
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 constexpr int32_t IGNORE_TARGET = -1;
 

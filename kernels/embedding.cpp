@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 
 namespace {
 

@@ -2,8 +2,8 @@
 
 #include <cub/device/device_radix_sort.cuh>
 
-#include "kernels/cuda_common.cuh"
-#include "kernels/dependent_launch.cuh"
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/pdl.cuh"
 
 namespace {
 
@@ -22,7 +22,7 @@ template <int W, typename T>
 __global__ void __launch_bounds__(THREADS)
     forward_kernel(T* out, int64_t out_stride, const int32_t* tokens, const int32_t* positions, const T* wte,
                    int64_t wte_stride, int64_t V, const T* wpe, int64_t wpe_stride, int64_t P, int64_t N, int64_t C) {
-    let_next_start();
+    pdl_launch_dependents();
     const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x, step = ceil_div(N, TOKENS);
     if (i >= step * (C / W)) return;
     const RowItem at = row_item(i, C / W);

@@ -11,8 +11,8 @@
 // on floats.
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // out [N, C] T; tokens [N] int32; positions [N] int32; wte [V, C] T; wpe [P, C] T or null (no positions added).
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream);

@@ -1,6 +1,6 @@
 #include "kernels/gelu.h"
 
-#include "kernels/elementwise.cuh"
+#include "kernels/cuda/elementwise.cuh"
 
 namespace {
 

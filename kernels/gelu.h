@@ -7,8 +7,8 @@
 // T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // out [N, C] T; inp [N, C] T. May be the same memory.
 void gelu_forward(Tensor out, Tensor inp, Stream stream);

@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 #include "kernels/global_norm_check.h"
 
 namespace {

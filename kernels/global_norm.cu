@@ -1,6 +1,6 @@
 #include "kernels/global_norm.h"
 
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/global_norm_check.h"
 
 namespace {

@@ -10,8 +10,8 @@
 // Errors: wrong shape or dtype.
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 struct StepScalars {
     // written by the host before a step

@@ -1,6 +1,6 @@
 #include "kernels/layernorm.h"
 
-#include "kernels/norm.cuh"
+#include "kernels/cuda/row_norm.cuh"
 
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
                        Tensor bias, float eps, Stream stream) {

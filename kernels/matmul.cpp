@@ -11,10 +11,10 @@
 #endif
 
 #include "kernels/check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 #include "kernels/gelu.h"
 #ifndef USE_ONEDNN
-#include "kernels/gemm_blocked.h"
+#include "kernels/cpu/gemm_blocked.h"
 #endif
 
 namespace {
@@ -25,8 +25,8 @@ namespace {
 // library.
 constexpr int64_t LONG_ROWS = 2048;
 
-void product_of_rows(const char* op, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b,
-                     int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+void wgmma_ABt(const char* op, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b,
+               int64_t ldb, bool accumulate, float* c, int64_t ldc) {
     using dnnl::memory;
     try {
         const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
@@ -67,7 +67,7 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     }
 #ifdef USE_ONEDNN
     if (!transpose_a && transpose_b && K >= LONG_ROWS) {
-        product_of_rows(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
+        wgmma_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
         return;
     }
     // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.

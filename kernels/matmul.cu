@@ -1,6 +1,6 @@
 // Matrix products through cuBLASLt, sums always in fp32 (never TF32), and the bias gradient by kernels of our own.
 //
-// The handle, the workspace and a plan for each kind of product come with the stream (runtime/blas.h).
+// The handle, the workspace and a plan for each kind of product come with the stream (runtime/device/blas.h).
 #include "kernels/matmul.h"
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/gelu.h"
-#include "runtime/blas.h"
+#include "runtime/device/blas.h"
 #include "runtime/timing.h"
 
 namespace {
@@ -116,7 +116,7 @@ void multiply_fused(const char* op, const Product& p, Stream stream, Apart apart
 constexpr int SUM_WARPS = 16, SUM_LOADS = 8;
 
 // partial [chunks, columns]; a thread owns W columns, a block's warps take its rows in turns, and a warp asks for
-// SUM_LOADS of them at once: two blocks of a multiprocessor then have enough bytes under way to fill the memory's pipe.
+// SUM_LOADS of them at once: two blocks of an SM then have enough bytes under way to fill the memory's pipe.
 template <typename T, int W>
 __global__ void __launch_bounds__(SUM_WARPS* WARP, 2)
     sum_chunks_kernel(float* partial, const T* inp, int64_t stride, int64_t rows, int64_t columns, int64_t chunk) {
@@ -182,9 +182,9 @@ void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumul
         using T = decltype(zero);
         dispatch_width<T>(rows_aligned({inp}) && columns % FULL_WIDTH<T> == 0, [&](auto width) {
             const int64_t blocks = ceil_div(columns, WARP * width);
-            // All blocks at once, two on each multiprocessor, but no fewer than a warp's loads for each warp.
-            const int64_t wanted = std::max<int64_t>(
-                1, std::min(num_multiprocessors() * 2 / blocks, ceil_div(rows, SUM_WARPS * SUM_LOADS)));
+            // All blocks at once, two on each SM, but no fewer than a warp's loads for each warp.
+            const int64_t wanted =
+                std::max<int64_t>(1, std::min(num_sms() * 2 / blocks, ceil_div(rows, SUM_WARPS * SUM_LOADS)));
             const int64_t chunk = std::max<int64_t>(1, ceil_div(rows, std::min({wanted, room, int64_t(65535)})));
             const int64_t chunks = ceil_div(rows, chunk);  // 0 without rows
             float* partial = static_cast<float*>(stream.blas->workspace);

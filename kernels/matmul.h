@@ -14,8 +14,8 @@
 
 #include <string>
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // out[M, N] = (or +=, if accumulate) op(a)·op(b), op being the transpose where asked; op(a) is [M, K], op(b) is [K, N].
 void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream);

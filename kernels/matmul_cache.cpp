@@ -1,6 +1,6 @@
 #include "kernels/matmul.h"
 #include "runtime/error.h"
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 void load_matmul_cache(Stream stream) {
     const std::string path = matmul_cache_path(stream);

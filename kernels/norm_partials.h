@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 
 // At least 32 rows each, so that adding up partials stays a few percent of the work; at most 64 partitions.
 inline int64_t norm_partition_rows(int64_t N) {

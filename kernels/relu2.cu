@@ -1,6 +1,6 @@
 #include "kernels/relu2.h"
 
-#include "kernels/elementwise.cuh"
+#include "kernels/cuda/elementwise.cuh"
 
 namespace {
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "kernels/check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 #include "kernels/norm_partials.h"
 
 namespace {

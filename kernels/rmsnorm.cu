@@ -1,6 +1,6 @@
 #include "kernels/rmsnorm.h"
 
-#include "kernels/norm.cuh"
+#include "kernels/cuda/row_norm.cuh"
 
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream) {

@@ -16,8 +16,8 @@
 // backward pass see the same numbers.
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // out [N, C] T; sum [N, C] T receives x (null: not stored; may be the same memory as inp or residual);
 // rstd [N] (null: not stored); inp [N, C] T; residual [N, C] T or null; weight [C].

@@ -1,7 +1,7 @@
 #include "kernels/rope.h"
 
 #include "kernels/check.h"
-#include "kernels/cpu_loops.h"
+#include "kernels/cpu/cpu_loops.h"
 
 namespace {
 

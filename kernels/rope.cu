@@ -1,4 +1,4 @@
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/rope.h"
 
 namespace {

@@ -12,9 +12,9 @@
 // a token is not turned).
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/rope_scaling.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+#include "runtime/model/rope_scaling.h"
 
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);

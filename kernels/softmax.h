@@ -9,8 +9,8 @@
 // Errors: wrong shape or dtype, R not a multiple of Q.
 #pragma once
 
-#include "runtime/device.h"
-#include "runtime/tensor.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
 
 // out [R, K] T; inp [R, K] T; mask [Q, K] uint8 or null. out may be the same memory as inp.
 void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale, bool causal, Stream stream);

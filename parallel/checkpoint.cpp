@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "runtime/files.h"
+#include "runtime/files/files.h"
 
 void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,
                       const TrainingArenas& arenas, const std::function<void(const std::string&)>& small_files) {

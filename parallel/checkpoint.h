@@ -1,11 +1,11 @@
-// A checkpoint that all ranks of a run write together (runtime/checkpoint.h has the files).
+// A checkpoint that all ranks of a run write together (runtime/files/checkpoint.h has the files).
 #pragma once
 
 #include <functional>
 #include <string>
 
-#include "runtime/checkpoint.h"
 #include "runtime/context.h"
+#include "runtime/files/checkpoint.h"
 
 // What is queued is done by now. Each rank writes its parts of the state, then its share of the weights; rank 0 adds
 // what small_files(directory) writes, and makes the whole appear at path: there when this returns on rank 0.

@@ -25,7 +25,7 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
 Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
     Memory m;
     m.arena = table.total / sharding.parts(sharding.splits_gradients());
-    if (sharding.splits_gradients()) m.places = GroupPlaces(table, LAYER_PLACES, true).total();
+    if (sharding.splits_gradients()) m.places = GroupSlots(table, LAYER_SLOTS, true).total();
     if (sharding.world == 1 || options.dtype == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
         const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
@@ -46,9 +46,9 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOpt
     };
     arena = s.arena(part(DType::F32, m.arena), s.splits_gradients());
     if (s.splits_gradients()) {
-        places = GroupPlaces(t, LAYER_PLACES, true);
+        places = GroupSlots(t, LAYER_SLOTS, true);
         arena.views = places.views(t, part(DType::F32, m.places));
-        state = std::vector<Place>(size_t(places.num_places()));
+        state = std::vector<Place>(size_t(places.num_slots()));
     }
     if (m.buffer_bytes) buffer = part(dtype, m.buffer_bytes / dtype_size(dtype));
     if (s.world > 1) buckets = make_buckets(t, s, options);
@@ -72,7 +72,7 @@ void Gradients::open(int group, Stream stream) {
     const Place& p = state[size_t(places.place(group))];
     if (p.used) {
         const Range range(ctx->profiler, "wait for a place");
-        p.free.hold(stream);
+        p.free.make_wait(stream);
     }
     // Between tensors lie gaps, which count in the norm: what another group left there is none of it.
     const Tensor& view = arena.views[size_t(group)];
@@ -99,7 +99,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     Comm* const comm = ctx->comm.get();
     const Stream side = ctx->side;
     complete.record(stream);
-    complete.hold(side);
+    complete.make_wait(side);
     waiting = true;
     const Range range(ctx->profiler, name, side);
     const bool split = sharding.splits_gradients();
@@ -138,5 +138,5 @@ void Gradients::end(Stream stream) {
     if (!waiting) return;
     const Range range(ctx->profiler, "wait for gradients");
     summed.record(ctx->side);
-    summed.hold(stream);
+    summed.make_wait(stream);
 }

@@ -32,7 +32,7 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
 
 class Gradients {
   public:
-    static constexpr int LAYER_PLACES = 2;  // the layer that is written and the one that is summed
+    static constexpr int LAYER_SLOTS = 2;  // the layer that is written and the one that is summed
 
     // What memory it needs: fp32 elements of the arena and of the places for whole groups; bytes of the buffer for
     // another dtype.
@@ -68,7 +68,7 @@ class Gradients {
     Sharding sharding;
     DType dtype = DType::F32;
     const Context* ctx = nullptr;
-    GroupPlaces places;
+    GroupSlots places;
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the buckets' sums, in a profile
     Tensor buffer;                   // a bucket in dtype

@@ -2,20 +2,20 @@
 
 #include <algorithm>
 
-GroupPlaces::GroupPlaces(const ParamTable& table, int layer_places, bool with_fp32) {
+GroupSlots::GroupSlots(const ParamTable& table, int layer_slots, bool with_fp32) {
     const int groups = table.num_groups(), head = table.fp32_total ? groups - 2 : groups - 1;
-    std::vector<int64_t> size(size_t(layer_places) + 2, 0);
+    std::vector<int64_t> size(size_t(layer_slots) + 2, 0);
     for (int g = 0; g < groups; g++) {
-        const int place = g > head              ? with_fp32 ? layer_places + 1 : -1
-                          : g == 0 || g == head ? layer_places
-                                                : (g - 1) % layer_places;
+        const int place = g > head              ? with_fp32 ? layer_slots + 1 : -1
+                          : g == 0 || g == head ? layer_slots
+                                                : (g - 1) % layer_slots;
         places.push_back(place);
         if (place >= 0) size[size_t(place)] = std::max(size[size_t(place)], table.group_size(g));
     }
     for (const int64_t n : size) end.push_back(total() + n);
 }
 
-std::vector<Tensor> GroupPlaces::views(const ParamTable& table, Tensor memory) const {
+std::vector<Tensor> GroupSlots::views(const ParamTable& table, Tensor memory) const {
     std::vector<Tensor> all(places.size());
     for (size_t g = 0; g < all.size(); g++) {
         const int p = places[g];

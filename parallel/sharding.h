@@ -7,13 +7,14 @@
 //     2     whole      own part    own part              a group's gradient is whole until its backward pass ends
 //     3     own part   own part    own part              a group's weights are whole while they are used
 //
-// A rank's own part is its share of every group (runtime/params.h), so that a group is reduced or gathered by itself.
-// The last group, which stays fp32, is small and read everywhere: its weights are whole on every rank in all stages.
+// A rank's own part is its share of every group (runtime/model/params.h), so that a group is reduced or gathered by
+// itself. The last group, which stays fp32, is small and read everywhere: its weights are whole on every rank in all
+// stages.
 #pragma once
 
 #include <vector>
 
-#include "runtime/params.h"
+#include "runtime/model/params.h"
 
 struct Sharding {
     int64_t stage = 0;
@@ -37,16 +38,16 @@ struct Sharding {
     }
 };
 
-// Places that whole groups take in turns: layer l has one with l + k·layer_places, the embedding one with the head,
+// Places that whole groups take in turns: layer l has one with l + k·layer_slots, the embedding one with the head,
 // which it never meets (a tied head is no group), and what stays fp32 one of its own.
-class GroupPlaces {
+class GroupSlots {
   public:
-    GroupPlaces() = default;
-    GroupPlaces(const ParamTable& table, int layer_places, bool with_fp32);
+    GroupSlots() = default;
+    GroupSlots(const ParamTable& table, int layer_slots, bool with_fp32);
 
     int64_t total() const { return end.empty() ? 0 : end.back(); }  // elements
     int place(int group) const { return places[size_t(group)]; }    // -1: it has none
-    int num_places() const { return int(end.size()); }
+    int num_slots() const { return int(end.size()); }
     // Each group whole in memory [total()], null where it has no place.
     std::vector<Tensor> views(const ParamTable& table, Tensor memory) const;
 

@@ -4,7 +4,7 @@
 
 namespace {
 
-UpdatePiece make_piece(const ParamTable& table, const Sharding& sharding, const WeightArenas& weights,
+UpdateSlice make_piece(const ParamTable& table, const Sharding& sharding, const WeightArenas& weights,
                        const Gradients& grads, const ParamArena& m, const ParamArena& v, double weight_decay, int first,
                        int last) {
     const bool fp32_group = table.fp32_total && last == table.num_groups(), split = sharding.splits_optimizer();
@@ -15,7 +15,7 @@ UpdatePiece make_piece(const ParamTable& table, const Sharding& sharding, const 
     };
     const bool apart = fp32_group && weights.fp32;  // in an arena of its own
     const bool sixteen = weights.weights.data.dtype != DType::F32;
-    UpdatePiece piece;
+    UpdateSlice piece;
     piece.params = updated(apart ? weights.fp32 : sixteen ? weights.master : weights.weights);
     if (sixteen && !apart) piece.params_T = updated(weights.weights);
     piece.m = updated(m), piece.v = updated(v);
@@ -37,11 +37,11 @@ UpdatePiece make_piece(const ParamTable& table, const Sharding& sharding, const 
 
 }  // namespace
 
-std::vector<UpdatePiece> make_update_pieces(const ParamTable& table, const Sharding& sharding,
+std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
                                             const ParamArena& v, double weight_decay) {
     const int groups = table.num_groups();
-    std::vector<UpdatePiece> pieces;
+    std::vector<UpdateSlice> pieces;
     for (int first = 0, last; first < groups; first = last) {
         const bool apart = weights.fp32 && first < groups - 1;
         last = sharding.world > 1 ? first + 1 : apart ? groups - 1 : groups;

@@ -7,7 +7,7 @@
 #include "kernels/adamw.h"
 #include "parallel/gradients.h"
 
-struct UpdatePiece {
+struct UpdateSlice {
     // What this rank updates, in the arenas: params fp32 or null, params_T 16 bits or null (kernels/adamw.h).
     Tensor params, params_T, m, v, grads;
     std::vector<AdamWSegment> segments;
@@ -18,6 +18,6 @@ struct UpdatePiece {
     Tensor gathered;
 };
 
-std::vector<UpdatePiece> make_update_pieces(const ParamTable& table, const Sharding& sharding,
+std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
                                             const ParamArena& v, double weight_decay);

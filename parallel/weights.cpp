@@ -1,26 +1,26 @@
 #include "parallel/weights.h"
 
-WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupPlaces& p)
-    : ctx(context), table(t), weights(w), places(p), state(size_t(p.num_places())) {
+WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupSlots& p)
+    : ctx(context), table(t), weights(w), places(p), state(size_t(p.num_slots())) {
     for (int g = 0; g < t.num_groups(); g++)
         names.push_back("all_gather of " + t.describe_groups(g, g + 1, w.data.dtype));
 }
 
 void WeightGatherer::begin(Stream stream) {
     turn.record(stream);
-    turn.hold(ctx.side);
+    turn.make_wait(ctx.side);
     for (Place& p : state) p.holds = -1, p.read = false;
 }
 
 void WeightGatherer::end(Stream stream) {
     turn.record(ctx.side);
-    turn.hold(stream);
+    turn.make_wait(stream);
 }
 
 void WeightGatherer::gather(int group) {
     Place& p = state[size_t(places.place(group))];
     if (p.holds == group || !table.group_size(group)) return;
-    if (p.read) p.free.hold(ctx.side);
+    if (p.read) p.free.make_wait(ctx.side);
     const Range range(ctx.profiler, names[size_t(group)].c_str(), ctx.side);
     ctx.comm->all_gather(weights.views[size_t(group)], weights.groups(table, group, group + 1), ctx.side);
     p.filled.record(ctx.side);
@@ -30,7 +30,7 @@ void WeightGatherer::gather(int group) {
 void WeightGatherer::use(int group, Stream stream) {
     gather(group);
     const Range range(ctx.profiler, "wait for weights");
-    state[size_t(places.place(group))].filled.hold(stream);
+    state[size_t(places.place(group))].filled.make_wait(stream);
 }
 
 void WeightGatherer::prefetch(int group) {

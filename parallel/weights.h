@@ -15,10 +15,10 @@
 
 class WeightGatherer {
   public:
-    static constexpr int LAYER_PLACES = 2;  // the layer that computes and the one that comes next
+    static constexpr int LAYER_SLOTS = 2;  // the layer that computes and the one that comes next
 
     // weights: parts, with views of the places.
-    WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupPlaces& places);
+    WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupSlots& places);
 
     // A pass begins: the weights may have changed since the last one.
     void begin(Stream stream);
@@ -34,7 +34,7 @@ class WeightGatherer {
     const Context& ctx;
     const ParamTable& table;
     const ParamArena& weights;
-    const GroupPlaces& places;
+    const GroupSlots& places;
     std::vector<std::string> names;  // of the groups' gathering, in a profile
     struct Place {
         int holds = -1;     // a group

@@ -8,9 +8,9 @@
 #include <string>
 #include <thread>
 
-#include "runtime/comm.h"
-#include "runtime/device.h"
-#include "runtime/profile.h"
+#include "runtime/communication/comm.h"
+#include "runtime/device/device.h"
+#include "runtime/device/profile.h"
 
 struct Context {
     int64_t in_use_before = device_bytes_in_use();
@@ -19,7 +19,7 @@ struct Context {
     const std::unique_ptr<Comm> comm;
     mutable Profiler profiler;  // watches, and changes nothing that is computed
 
-    // Throws Error where the ranks don't meet (runtime/comm.h).
+    // Throws Error where the ranks don't meet (runtime/communication/comm.h).
     explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
         if (world > 1) side = create_side_stream();
     }
@@ -49,11 +49,11 @@ struct Context {
 
 // The first that is destroyed of what uses the context: a rank that fails parts from the others before it waits for
 // work that they are part of.
-struct Farewell {
+struct AbortOnFailure {
     const Context& ctx;
     int exceptions = std::uncaught_exceptions();
     bool failed() const { return std::uncaught_exceptions() > exceptions; }
-    ~Farewell() {
+    ~AbortOnFailure() {
         if (failed()) ctx.comm->part();
     }
 };

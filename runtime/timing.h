@@ -5,7 +5,7 @@
 #include <functional>
 #include <vector>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 // Milliseconds for each of so many runs in a row; waits for them.
 inline double timed_ms(const std::function<void()>& work, int runs, Stream stream) {

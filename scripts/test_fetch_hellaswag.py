@@ -24,7 +24,7 @@ def requests():
     for offset in (0, fetch_hellaswag.WITHOUT_CONTEXT):
         for number, q in enumerate(QUESTIONS):
             for index, ending in enumerate(q["endings"]):
-                query = "Answer:" if offset else q["ctx"]
+                query = "Completion:" if offset else q["ctx"]
                 yield {"doc_id": number + offset, "idx": index, "label": q["label"],
                        "doc": {"query": query, "choices": q["endings"], "gold": q["label"]},
                        "request": {"context": "An example.\n\n" + query, "continuation": " " + ending}}

@@ -276,7 +276,7 @@ class Kernels:
         """Waits until all work queued so far is done."""
         self._call("synchronize")
 
-    # --- tensors of any strides (kernels/tensor_ops.h)
+    # --- tensors of any strides (kernels/tensor_library/tensor_ops.h)
 
     def map(self, function, inp, out=None):
         """f(inp), elementwise: id, neg, inv, exp, log, sigmoid, tanh, relu. out: any shape that inp broadcasts to."""
@@ -399,7 +399,7 @@ class Kernels:
         return self._run("rmsnorm_backward", [], [dinp, dweight, None, dout, dresidual, inp, weight, rstd], [False],
                          (r0, r1))
 
-    # --- softmax (kernels/softmax.h), attention (kernels/attention.h)
+    # --- softmax (kernels/softmax.h), attention (kernels/attention/attention.h)
 
     def softmax_forward(self, inp, mask=None, queries=None, scale=1.0, causal=False, out=None):
         """Softmax of scale·inp along the rows of inp [R, K]. Row r is query r mod Q; causal: it sees keys up to
@@ -439,7 +439,7 @@ class Kernels:
         return self._run("attention_backward", [], [*grads, dout, q, k, v, out, lse, *sequences], [*limits, causal, window, scale],
                          results)
 
-    # --- causal linear attention (kernels/linear_attention.h) and its gate (kernels/decay_gate.h)
+    # --- causal linear attention (kernels/linear_attention/linear_attention.h) and its gate (kernels/linear_attention/decay_gate.h)
 
     def linear_attention_forward(self, q, k, v, gate=None, features="elu", normalise=True, initial=None, cum=None, max_length=None):
         """(out [N, NH, M], norm [NH, N] or None, final state) of q [N, NH, E], k [N, NKV, E] and v [N, NKV, M]; NKV
@@ -532,7 +532,7 @@ class Kernels:
         dgate_up, result = self._out(None, gate_up.shape, gate_up)
         return self._run("swiglu_backward", [], [dgate_up, dout, gate_up], [], result)
 
-    # --- AdamW (kernels/adamw.h), top-k (kernels/topk.h)
+    # --- AdamW (kernels/adamw.h), top-k (kernels/generation/topk.h)
 
     def adamw_update(self, params, m, v, grads, t, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0,
                      grad_scale=1.0):

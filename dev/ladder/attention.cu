@@ -10,13 +10,13 @@
 // float64 oracle. The method is the online softmax (Milakov, Gimelshein 2018) in tiles (FlashAttention-2, Dao 2023).
 //
 // Read the rungs from top to bottom: each keeps what the one before it won.
-#include "kernels/attention.h"
+#include "kernels/attention/attention.h"
 
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/attention.cuh"
-#include "kernels/warp_tile.cuh"
+#include "kernels/attention/attention.cuh"
+#include "kernels/cuda/warp_tile.cuh"
 
 namespace {
 
@@ -148,7 +148,7 @@ void online(const Forward& a, Stream stream) {
 // --- tiles: in fp32, in bf16 on tensor cores, and with the next tiles' copies in flight
 
 // 4 warps with 32 queries each walk over 64 keys at a time; T is what the tiles in shared memory hold, and so what
-// multiplies them (product_nt and product_nn in kernels/warp_tile.cuh).
+// multiplies them (product_nt and product_nn in kernels/cuda/warp_tile.cuh).
 constexpr int MT = 2, WARPS = 4, BM = WARPS * MT * 16, BN = 64, THREADS = WARPS * WARP;
 
 // Rows of a head into a tile; zeros from row `count` on.

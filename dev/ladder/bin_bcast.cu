@@ -15,8 +15,8 @@
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/cuda_common.cuh"
-#include "kernels/tensor_ops.h"
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/tensor_library/tensor_ops.h"
 
 namespace {
 

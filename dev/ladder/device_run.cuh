@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "dev/cache_flush.h"
-#include "runtime/convert.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+#include "runtime/files/convert.h"
 #include "runtime/rng.h"
-#include "runtime/tensor.h"
 
 // n elements of T on the device, followed by a guard zone. As made, and after poison(), all of it is bytes 0xff, which
 // is NaN in fp32 and in bf16.

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "dev/reference.h"
+#include "runtime/device/tensor.h"
 #include "runtime/error.h"
-#include "runtime/tensor.h"
 
 // --- options
 

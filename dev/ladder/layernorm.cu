@@ -20,7 +20,7 @@
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 namespace cg = cooperative_groups;
 
@@ -188,7 +188,7 @@ const std::vector<Rung<T>> RUNGS = {
      "barriers of two sums over the block, for three numbers of work in each thread."},
     {"warp per row", warp_per_row<T>,
      "A warp needs no barrier and no shared memory: its sums are five shuffles (cooperative groups), and the other "
-     "warps of a multiprocessor go on with other rows meanwhile. The last pass reads and writes with the hint that "
+     "warps of an SM go on with other rows meanwhile. The last pass reads and writes with the hint that "
      "nobody needs the lines soon."},
     {"vectorised", vectorised<T>,
      "16 bytes for each lane and access: 4 or 8 times fewer instructions for the same bytes. bf16 gains, where a warp "

@@ -11,14 +11,14 @@
 //
 // The first two rungs are the kernels of fast-transformers (Katharopoulos et al. 2020; its low-occupancy kernel by
 // NVIDIA) as they divide the work, written anew.
-#include "kernels/linear_attention.h"
+#include "kernels/linear_attention/linear_attention.h"
 
 #include <cmath>
 
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/cuda_common.cuh"
+#include "kernels/cuda/cuda_common.cuh"
 
 namespace {
 
@@ -257,7 +257,7 @@ constexpr int64_t MAX_SEGMENTS = 16;
 
 template <typename T>
 void segments(const Attention<T>& a, Stream stream) {
-    const int64_t blocks = a.B * a.H * ceil_div(a.M, COLUMNS), wanted = 4 * num_multiprocessors();
+    const int64_t blocks = a.B * a.H * ceil_div(a.M, COLUMNS), wanted = 4 * num_sms();
     columns(a,
             int(std::clamp<int64_t>(ceil_div(wanted, blocks), 1, std::min(MAX_SEGMENTS, ceil_div(a.length, TOKENS)))),
             stream);
@@ -286,7 +286,7 @@ const std::vector<Rung<T>> RUNGS = {
      "v come to shared memory once for 64 columns, 16 bytes a load, and the feature map is taken once for all of them. "
      "But there are only as many blocks as heads."},
     {"segments", segments<T>,
-     "The time is cut into as many segments as fill this GPU's multiprocessors (not a constant number): their sums "
+     "The time is cut into as many segments as fill this GPU's SMs (not a constant number): their sums "
      "first, then prefixes of these, then all segments side by side. What is left is arithmetic: two multiply-adds for "
      "each number of the state and token, on the ordinary units."},
     {"the one used", nullptr,

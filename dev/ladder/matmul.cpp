@@ -5,7 +5,7 @@
 //     build/cpu/dev/ladder/matmul --csv matmul.csv && scripts/plot_ladder.py matmul.csv
 //
 // Read the rungs from top to bottom: each keeps what the one before it won. The last of ours is
-// kernels/gemm_blocked.cpp.
+// kernels/cpu/gemm_blocked.cpp.
 #include "kernels/matmul.h"
 
 #include <omp.h>
@@ -17,8 +17,8 @@
 
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/cpu.h"
-#include "kernels/gemm_blocked.h"
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/gemm_blocked.h"
 
 namespace {
 

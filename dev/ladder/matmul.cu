@@ -15,8 +15,8 @@
 
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
-#include "kernels/cuda_common.cuh"
-#include "kernels/warp_tile.cuh"
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/warp_tile.cuh"
 
 namespace {
 
@@ -213,7 +213,7 @@ void block_128(const Product<float>& p, Stream stream) {
 // --- the pipeline, for ordinary units and for tensor cores
 
 // How a block is made up: WARPS_M x WARPS_N warps compute BM x BN outputs, BK columns of inp and weight at a time, with
-// room for STAGES such steps in shared memory; BLOCKS of them on a multiprocessor.
+// room for STAGES such steps in shared memory; BLOCKS of them on an SM.
 template <typename T_, int BM_, int BN_, int BK_, int STAGES_, int WARPS_M, int WARPS_N_, int BLOCKS_>
 struct Shape {
     using T = T_;
@@ -305,7 +305,7 @@ void double_buffered(const Product<float>& p, Stream stream) {
 
 // --- tensor cores
 
-// A warp's sums in the layout of mma.sync (kernels/warp_tile.cuh), its first row and column given.
+// A warp's sums in the layout of mma.sync (kernels/cuda/warp_tile.cuh), its first row and column given.
 template <int MT, int NT>
 __device__ __forceinline__ void store_sums(const Product<bf16>& p, int64_t m0, int64_t n0,
                                            const float (&c)[MT][NT][4]) {

@@ -14,8 +14,8 @@
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "dev/machine_limits.h"
-#include "kernels/cuda_common.cuh"
-#include "kernels/tensor_ops.h"
+#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/tensor_library/tensor_ops.h"
 
 namespace {
 
@@ -128,7 +128,7 @@ struct Problem {
 template <bool ALL>
 int64_t blocks_for(int64_t n) {
     const int64_t blocks = std::max<int64_t>(1, ceil_div(n, THREADS));
-    return ALL ? blocks : std::min<int64_t>(blocks, 8 * num_multiprocessors());
+    return ALL ? blocks : std::min<int64_t>(blocks, 8 * num_sms());
 }
 
 // The kernel on the numbers, then on its own partial sums until one is left.

@@ -1,0 +1,123 @@
+// What the attention kernels of all GPUs share: their arguments and which query sees which keys.
+#pragma once
+
+#include <limits>
+
+#include "kernels/attention/attention.h"
+#include "kernels/cuda/heads.cuh"
+#include "kernels/cuda/warp_tile.cuh"
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+// The arguments of a kernel; the forward pass leaves the gradients out.
+template <typename T>
+struct Attention {
+    Heads<T> q, k, v, out, dout, dq, dk, dv;
+    float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
+    int64_t lse_stride;
+    uint32_t* next_task;  // scratch of the kernels for Hopper GPUs
+    float* dq_sums;       // the same; null: the deterministic backward pass
+    const int32_t *cum_q, *cum_k;
+    int64_t S, Nq, Nk, NH, NKV;
+    bool causal;
+    int window;  // 0: none
+    int tiles;   // of the longest sequence
+    int HS;
+    float scale;
+    bool aligned;  // all rows to 16 bytes
+};
+
+// The four lanes of a row, as row_sum.
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+}
+
+struct Sequence {
+    int q0, k0, qlen, klen;
+    int first, last;  // query i sees the keys i + first … i + last, as far as they exist
+
+    __device__ __forceinline__ bool sees(int i, int j) const {
+        return unsigned(j - i - first) <= unsigned(last - first);
+    }
+    // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
+    __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
+        return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
+    }
+    __device__ __forceinline__ bool all_seen(int i, int queries, int j, int keys) const {
+        return j + keys - 1 <= i + last && j >= i + queries - 1 + first;
+    }
+};
+
+// Whatever cum_q and cum_k hold, a sequence lies within the tensors.
+template <typename T>
+__device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s) {
+    const auto begin = [](const int32_t* cum, int64_t i, int64_t n) {
+        return int(max(int64_t(0), min(int64_t(cum[i]), n)));
+    };
+    const int q0 = begin(a.cum_q, s, a.Nq), k0 = begin(a.cum_k, s, a.Nk),
+              qlen = max(0, begin(a.cum_q, s + 1, a.Nq) - q0), klen = max(0, begin(a.cum_k, s + 1, a.Nk) - k0),
+              offset = klen - qlen;
+    return {q0,
+            k0,
+            qlen,
+            klen,
+            a.window ? offset - a.window + 1 : -qlen,
+            a.causal   ? offset
+            : a.window ? offset + a.window - 1
+                       : klen};
+}
+
+// Rows of a sequence, end excluded.
+struct RowRange {
+    int begin, end;
+};
+
+// Tiles of queries are laid from the end of a sequence, so that the one that is cut short by its beginning, with
+// numbers below 0, is the one with the fewest keys to see.
+__device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
+    return seq.qlen - (rank + 1) * rows;
+}
+
+// The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
+__device__ __forceinline__ RowRange keys_seen(const Sequence& seq, int begin, int end) {
+    begin = max(0, begin);
+    if (begin >= end) return {0, 0};
+    return {max(0, begin + seq.first), min(seq.klen, end + seq.last)};
+}
+__device__ __forceinline__ RowRange queries_seeing(const Sequence& seq, int begin, int end) {
+    if (begin >= end) return {0, 0};
+    return {max(0, begin - seq.last), min(seq.qlen, end - seq.first)};
+}
+
+// Zeros for one head of the tokens [first, n): one part of `parts`, by `threads` threads.
+template <typename T>
+__device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, int64_t n, int HS, int part, int parts,
+                          int threads) {
+    for (int64_t token = first + part; token < n; token += parts)
+        for (int c = int(threadIdx.x) % threads; c < HS; c += threads) heads.at(token, head)[c] = T{};
+}
+
+// ---- the kernels for Hopper GPUs (attention_hopper.cu), which take 16-bit heads of up to 128 columns. Builds that
+// have them define HAVE_SM90A.
+
+// Whether this is such a GPU and rows are fit for tensor copies.
+template <typename T>
+bool hopper_attention_takes(const Attention<T>& a);
+
+template <typename T>
+void hopper_attention_forward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                              Stream stream);
+template <typename T>
+void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
+                               Stream stream);
+
+// Bytes of dq_sums; 0 where a backward pass with them is not there or not faster.
+int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k);
+
+// ---- at launch
+
+// At least one, for the tokens after the last sequence.
+inline int tiles_of(int64_t longest, int tile) {
+    return int(std::max<int64_t>(1, ceil_div(longest, tile)));
+}

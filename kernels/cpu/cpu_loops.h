@@ -1,0 +1,74 @@
+// The two loops that the memory-bound OpenMP kernels are made of: along a row in vectors, and over a matrix in chunks
+// that threads share. Not for .cu files.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cpu/cpu.h"
+#include "runtime/device/tensor.h"
+
+// Below this many elements a parallel region costs more than it saves.
+constexpr int64_t PARALLEL_MIN = 1 << 14;
+
+// Up to 16 floats; lanes beyond `lanes` are 0 (load) or left alone (store). The test folds away where lanes is the
+// constant 16, as it is in for_each_vector's loop.
+ALWAYS_INLINE vec16 vec_load_lanes(const float* p, int64_t lanes) {
+    return lanes == 16 ? vec_load(p) : vec_load_partial(p, lanes);
+}
+
+ALWAYS_INLINE void vec_store_lanes(float* p, vec16 v, int64_t lanes) {
+    if (lanes == 16)
+        vec_store(p, v);
+    else
+        vec_store_partial(p, v, lanes);
+}
+
+// body(i, lanes) for i = 0, 16, 32 … below n; lanes is 16 but for the rest at the end. Give the body the attribute
+// always_inline (INLINE_LAMBDA), so that it is compiled for the instruction set of the MULTIARCH function around it.
+#define INLINE_LAMBDA __attribute__((always_inline))
+template <typename Body>
+ALWAYS_INLINE void for_each_vector(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) body(i, int64_t(16));
+    if (i < n) body(i, n - i);
+}
+
+ALWAYS_INLINE float vec_dot(const float* a, const float* b, int64_t n) {
+    vec16 sum = {};
+    for_each_vector(n, [&](int64_t i, int64_t lanes)
+                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
+    return vec_sum(sum);
+}
+
+// Row stride in elements of a matrix [N, C]. A single row may carry any, but libraries want one that could be true.
+inline int64_t row_stride(const Tensor& t) {
+    return t.shape[0] > 1 ? t.stride[0] : std::max<int64_t>(1, t.shape[1]);
+}
+
+// Rows of a matrix that may not be given: every row of such a one is null.
+template <typename T>
+class Rows {
+  public:
+    explicit Rows(const Tensor& t) : data(t.as<float>()), stride(t ? row_stride(t) : 0) {}
+    T* operator[](int64_t n) const { return data ? data + n * stride : nullptr; }
+
+  private:
+    T* data;
+    int64_t stride;
+};
+
+// Calls body(row, begin, end) for pieces of up to 8192 columns that together cover [N, C], shared among threads. Only
+// for elementwise work: pieces are cut at multiples of 16 columns and every element is computed alike, so results don't
+// depend on the cut. `flat`: all operands are contiguous, the matrix is walked as one long row.
+template <typename Body>
+void parallel_pieces(int64_t N, int64_t C, bool flat, Body body) {
+    constexpr int64_t PIECE = 8192;
+    const int64_t rows = flat ? 1 : N, columns = flat ? N * C : C;
+    const int64_t per_row = (columns + PIECE - 1) / PIECE;
+#pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
+    for (int64_t i = 0; i < rows * per_row; i++) {
+        const int64_t row = i / per_row, begin = i % per_row * PIECE;
+        body(row, begin, std::min(begin + PIECE, columns));
+    }
+}

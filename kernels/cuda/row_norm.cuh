@@ -1,0 +1,448 @@
+// LayerNorm and RMSNorm are one kernel: RMSNorm is the one that is not centred, without mean and bias.
+//
+// A group of threads holds a row, so that memory is read once. In the forward pass it is a warp, or a whole block for
+// long rows: thread i owns the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them, in registers. In the
+// backward pass it is as many warps as the row has vectors for, which wait in shared memory. Rows that are longer, not
+// aligned or of an odd length take the loops below, which read the row again from the cache.
+//
+// Gradients of weight and bias, and dsum, are sums over all rows. Blocks stay for many rows and keep their sums in
+// registers; what each block has summed goes to scratch, and a second kernel adds the blocks up in order. The number of
+// blocks is a property of the GPU, so that bits are the same for the same GPU.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include "kernels/cuda/cuda_common.cuh"
+
+namespace norm_detail {
+
+constexpr int THREADS = 256;
+constexpr int WIDTH = 8;  // elements of a vector: 16 bytes of bf16, 32 of fp32
+constexpr int64_t LONGEST_IN_REGISTERS = int64_t(THREADS) * WIDTH * 4;
+
+template <typename T>
+struct ForwardArguments {
+    T* out;
+    T* sum;  // null: not stored
+    float *mean, *rstd;
+    const T* inp;
+    const T* residual;
+    const float *weight, *bias;
+    int64_t out_stride, sum_stride, inp_stride, residual_stride;
+    int64_t N;
+    int64_t C;
+    float eps;
+};
+
+template <typename T>
+struct BackwardArguments {
+    T* dinp;
+    float* partials;  // [blocks, sums, C]: dweight, dbias if centred, dsum if wanted
+    const T* dout;
+    const T* dresidual;
+    const T* inp;
+    const float *weight, *mean, *rstd;
+    int64_t dinp_stride, dout_stride, dresidual_stride, inp_stride;
+    int64_t N;
+    int64_t C;
+};
+
+// Into shared memory, 16 bytes at a time, past registers and L1.
+template <typename T, int W>
+__device__ __forceinline__ void copy_async(Pack<T, W>* to, const T* from) {
+    static_assert(sizeof(*to) % 16 == 0);
+#pragma unroll
+    for (size_t byte = 0; byte < sizeof(*to); byte += 16)
+        __pipeline_memcpy_async(reinterpret_cast<char*>(to) + byte, reinterpret_cast<const char*>(from) + byte, 16);
+}
+
+// x = inp + residual as it will be read again: rounded to T whether it is stored or not.
+template <int W, typename T>
+__device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64_t n, int64_t c) {
+    Pack<T, W> x = load_pack<W>(a.inp + n * a.inp_stride + c);
+    if (a.residual) {
+        const Floats<W> r = load_floats<W>(a.residual + n * a.residual_stride + c);
+        Floats<W> sum = as_floats(x);
+#pragma unroll
+        for (int k = 0; k < W; k++) sum[k] += r[k];
+        x = as_pack<T>(sum);
+    }
+    return x;
+}
+
+template <int W, typename T>
+__device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t n, int64_t c, const Pack<T, W>& x,
+                                          float mean, float rstd) {
+    if (a.sum) store_pack(a.sum + n * a.sum_stride + c, x);
+    const Floats<W> weight = load_floats<W>(a.weight + c);
+    Floats<W> y = as_floats(x);
+#pragma unroll
+    for (int k = 0; k < W; k++) y[k] = (y[k] - mean) * rstd * weight[k];
+    if (a.bias) {
+        const Floats<W> bias = load_floats<W>(a.bias + c);
+#pragma unroll
+        for (int k = 0; k < W; k++) y[k] += bias[k];
+    }
+    store_floats<W>(a.out + n * a.out_stride + c, y);
+}
+
+// The variance from x − mean and not from Σx² − (Σx)²/C, which cancels where the mean is large.
+template <bool CENTRED, int GROUP, int PACKS, typename T>
+__global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
+    constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
+    const int64_t n = blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP;
+    if (n >= a.N) return;  // a whole group
+    const int64_t first = threadIdx.x % GROUP * W;
+    Pack<T, W> x[PACKS];
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t c = first + p * (GROUP * W);
+        if (c < a.C) x[p] = load_x<W>(a, n, c);
+    }
+    float mean = 0;
+    if constexpr (CENTRED) {
+#pragma unroll
+        for (int p = 0; p < PACKS; p++)
+            if (first + p * (GROUP * W) < a.C)
+#pragma unroll
+                for (int k = 0; k < W; k++) mean += as_floats(x[p])[k];
+        mean = block_sum<GROUP>(mean) / float(a.C);
+    }
+    float squares = 0;
+#pragma unroll
+    for (int p = 0; p < PACKS; p++)
+        if (first + p * (GROUP * W) < a.C)
+#pragma unroll
+            for (int k = 0; k < W; k++) {
+                const float d = as_floats(x[p])[k] - mean;
+                squares += d * d;
+            }
+    const float rstd = 1 / sqrtf(block_sum<GROUP>(squares) / float(a.C) + a.eps);
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        const int64_t c = first + p * (GROUP * W);
+        if (c < a.C) store_out<W>(a, n, c, x[p], mean, rstd);
+    }
+    if (first == 0) {
+        if (CENTRED && a.mean) a.mean[n] = mean;
+        if (a.rstd) a.rstd[n] = rstd;
+    }
+}
+
+// Any row, one block for each. `sum` may lie over inp or residual, so it is written in the last pass.
+template <bool CENTRED, typename T>
+__global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T> a) {
+    const int64_t n = blockIdx.x;
+    float mean = 0;
+    if constexpr (CENTRED) {
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean += as_floats(load_x<1>(a, n, c))[0];
+        mean = block_sum<THREADS>(mean) / float(a.C);
+    }
+    float squares = 0;
+    for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
+        const float d = as_floats(load_x<1>(a, n, c))[0] - mean;
+        squares += d * d;
+    }
+    const float rstd = 1 / sqrtf(block_sum<THREADS>(squares) / float(a.C) + a.eps);
+    for (int64_t c = threadIdx.x; c < a.C; c += THREADS) store_out<1>(a, n, c, load_x<1>(a, n, c), mean, rstd);
+    if (threadIdx.x == 0) {
+        if (CENTRED && a.mean) a.mean[n] = mean;
+        if (a.rstd) a.rstd[n] = rstd;
+    }
+}
+
+// One vector of dinp − dresidual, with d = dout·weight.
+template <bool CENTRED, int W>
+__device__ __forceinline__ Floats<W> norm_gradient(const Floats<W>& dout, const Floats<W>& x, const Floats<W>& weight,
+                                                   float mean, float rstd, float mean_d, float mean_dx) {
+    Floats<W> dx;
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+        dx[k] = dout[k] * weight[k] - (x[k] - mean) * rstd * mean_dx;
+        if (CENTRED) dx[k] -= mean_d;
+        dx[k] *= rstd;
+    }
+    return dx;
+}
+
+// How a block of the backward pass is laid out, dim3(threads, groups): a group of `threads` holds a row, a vector of it
+// each. What a thread keeps of its columns over all rows (weight and up to three sums) then takes 32 registers whatever
+// the row's length; a thread with more columns would keep so much that too few of them run at once.
+struct BackwardShape {
+    int threads, groups, blocks_per_sm;
+};
+constexpr int BACKWARD_THREADS = 384, BACKWARD_BLOCKS = 2;  // 80 registers a thread
+constexpr int MAX_THREADS = 1024;
+
+inline BackwardShape backward_shape(int64_t C) {
+    const int threads = int(std::min<int64_t>(MAX_THREADS, ceil_div(ceil_div(C, WIDTH), WARP) * WARP));
+    const int groups = std::max(1, BACKWARD_THREADS / threads);
+    return {threads, groups, std::max(1, BACKWARD_THREADS * BACKWARD_BLOCKS / (threads * groups))};
+}
+
+// x (where BOTH) and y summed over the threads of a group, the same bits in each of them. `partial` has a place for
+// each warp of the block; it must be another one in the next call, so that no thread overwrites what another has yet to
+// read.
+template <bool BOTH>
+__device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
+    if (BOTH) x = warp_sum(x);
+    y = warp_sum(y);
+    const int warps = int(blockDim.x) / WARP;
+    if (warps == 1) return;
+    partial += threadIdx.y * warps;
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = {x, y};
+    // The group's own barrier: other groups are elsewhere in their rows.
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+    x = y = 0;
+    for (int w = 0; w < warps; w++) {
+        if (BOTH) x += partial[w].x;
+        y += partial[w].y;
+    }
+}
+
+// While a row is computed, the next one is on its way into shared memory (cp.async), so that registers are left for the
+// sums over rows. A thread reads back only what it has copied itself, so that nobody waits for anybody. SUM: dsum too.
+template <bool CENTRED, bool SUM, int THREADS_BOUND, typename T>
+__global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREADS ? BACKWARD_BLOCKS : 1)
+    backward_kernel(BackwardArguments<T> a) {
+    constexpr int W = WIDTH;
+    extern __shared__ __align__(16) unsigned char dynamic_shared[];
+    __shared__ float2 partial[2][MAX_THREADS / WARP];
+    const int threads = int(blockDim.x * blockDim.y), thread = int(threadIdx.y * blockDim.x + threadIdx.x);
+    const int C = int(a.C), c = int(threadIdx.x) * W;
+    const bool inside = c < C;
+    enum { DOUT, X, DRESIDUAL, MATRICES };
+    const auto staged = [&](int stage, int matrix) -> Pack<T, W>& {
+        return reinterpret_cast<Pack<T, W>*>(dynamic_shared)[(stage * MATRICES + matrix) * threads + thread];
+    };
+    const auto fetch = [&](int64_t n, int stage) {
+        if (n < a.N && inside) {
+            copy_async(&staged(stage, DOUT), a.dout + n * a.dout_stride + c);
+            copy_async(&staged(stage, X), a.inp + n * a.inp_stride + c);
+            if (a.dresidual) copy_async(&staged(stage, DRESIDUAL), a.dresidual + n * a.dresidual_stride + c);
+        }
+        __pipeline_commit();
+    };
+
+    Floats<W> weight{}, dweight{}, dbias{}, dsum{};
+    if (inside) weight = load_floats<W>(a.weight + c);
+    const float inverse_C = 1 / float(C);
+    const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+    int64_t n = blockIdx.x * int64_t(blockDim.y) + threadIdx.y;
+    fetch(n, 0);
+    float next_mean = 0, next_rstd = 0;
+    const auto fetch_statistics = [&](int64_t m) {
+        if (m >= a.N) return;
+        if (CENTRED) next_mean = a.mean[m];
+        next_rstd = a.rstd[m];
+    };
+    fetch_statistics(n);
+    for (int stage = 0; n < a.N; n += stride, stage ^= 1) {
+        fetch(n + stride, stage ^ 1);
+        const float mean = next_mean, rstd = next_rstd;
+        fetch_statistics(n + stride);
+        __pipeline_wait_prior(1);
+        float mean_d = 0, mean_dx = 0;
+        if (inside) {
+            const Floats<W> dout = as_floats(staged(stage, DOUT)), x = as_floats(staged(stage, X));
+#pragma unroll
+            for (int k = 0; k < W; k++) {
+                const float x_hat = (x[k] - mean) * rstd, d = dout[k] * weight[k];
+                if (CENTRED) mean_d += d;
+                mean_dx += d * x_hat;
+                dweight[k] += dout[k] * x_hat;
+                if (CENTRED) dbias[k] += dout[k];
+            }
+        }
+        group_sum<CENTRED>(mean_d, mean_dx, partial[stage]);
+        mean_d *= inverse_C, mean_dx *= inverse_C;
+        asm volatile("" ::: "memory");  // reads the row again instead of keeping it in registers
+        if (!inside) continue;
+        Floats<W> dx = norm_gradient<CENTRED>(as_floats(staged(stage, DOUT)), as_floats(staged(stage, X)), weight, mean,
+                                              rstd, mean_d, mean_dx);
+        if (a.dresidual) {
+            const Floats<W> r = as_floats(staged(stage, DRESIDUAL));
+#pragma unroll
+            for (int k = 0; k < W; k++) dx[k] += r[k];
+        }
+        const Pack<T, W> stored = as_pack<T>(dx);
+        store_pack(a.dinp + n * a.dinp_stride + c, stored);
+        if constexpr (SUM) {
+            const Floats<W> rounded = as_floats(stored);
+#pragma unroll
+            for (int k = 0; k < W; k++) dsum[k] += rounded[k];
+        }
+    }
+
+    // The block's groups are added up in order.
+    __pipeline_wait_prior(0);
+    auto* groups = reinterpret_cast<float*>(dynamic_shared);  // [groups, C]
+    float* out = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * C;
+    const auto add_groups = [&](const Floats<W>& sum) {
+        __syncthreads();
+        if (inside)
+#pragma unroll
+            for (int k = 0; k < W; k++) groups[threadIdx.y * C + c + k] = sum[k];
+        __syncthreads();
+        for (int i = thread; i < C; i += threads) {
+            float total = 0;
+            for (int g = 0; g < int(blockDim.y); g++) total += groups[g * C + i];
+            out[i] = total;
+        }
+        out += C;
+    };
+    add_groups(dweight);
+    if (CENTRED) add_groups(dbias);
+    if (SUM) add_groups(dsum);
+}
+
+// Any row, one block for each at a time; the block's sums lie in scratch, where each thread owns its columns.
+template <bool CENTRED, bool SUM, typename T>
+__global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments<T> a) {
+    float* dweight = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * a.C;
+    float *dbias = dweight + a.C, *dsum = dweight + (1 + CENTRED) * a.C;
+    for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
+        dweight[c] = 0;
+        if (CENTRED) dbias[c] = 0;
+        if (SUM) dsum[c] = 0;
+    }
+    for (int64_t n = blockIdx.x; n < a.N; n += gridDim.x) {
+        const T *dout_row = a.dout + n * a.dout_stride, *x_row = a.inp + n * a.inp_stride;
+        const float mean = CENTRED ? a.mean[n] : 0, rstd = a.rstd[n];
+        float sum_d = 0, sum_dx = 0;
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
+            const float dout = as_float(dout_row[c]), x_hat = (as_float(x_row[c]) - mean) * rstd;
+            const float d = dout * a.weight[c];
+            sum_d += d;
+            sum_dx += d * x_hat;
+            dweight[c] += dout * x_hat;
+            if (CENTRED) dbias[c] += dout;
+        }
+        block_sum<THREADS>(sum_d, sum_dx);
+        const float mean_d = sum_d / float(a.C), mean_dx = sum_dx / float(a.C);
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
+            Floats<1> dx = norm_gradient<CENTRED>(load_floats<1>(dout_row + c), load_floats<1>(x_row + c),
+                                                  load_floats<1>(a.weight + c), mean, rstd, mean_d, mean_dx);
+            if (a.dresidual) dx[0] += as_float(a.dresidual[n * a.dresidual_stride + c]);
+            store_floats<1>(a.dinp + n * a.dinp_stride + c, dx);
+            if (SUM) dsum[c] += rounded_to<T>(dx[0]);
+        }
+    }
+}
+
+// outs[s][c] (+)= Σ_b partials[b, s, c] in a fixed order: SLICES interleaved running sums, then those in turn.
+constexpr int SUM_COLUMNS = 32, SUM_SLICES = 32;
+struct SumOutputs {
+    float* data[3];  // null: not wanted
+};
+static __global__ void __launch_bounds__(SUM_COLUMNS* SUM_SLICES)
+    sum_partials_kernel(SumOutputs outs, const float* partials, int64_t blocks, int64_t C, bool accumulate) {
+    __shared__ float shared[SUM_SLICES][SUM_COLUMNS];
+    float* out = outs.data[blockIdx.y];
+    if (!out) return;
+    const int64_t c = blockIdx.x * int64_t(SUM_COLUMNS) + threadIdx.x;
+    float sum = 0;
+    if (c < C)
+#pragma unroll 8
+        for (int64_t b = threadIdx.y; b < blocks; b += SUM_SLICES)
+            sum += partials[(b * gridDim.y + blockIdx.y) * C + c];
+    shared[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || c >= C) return;
+    sum = accumulate ? out[c] : 0;
+    for (int s = 0; s < SUM_SLICES; s++) sum += shared[s][threadIdx.x];
+    out[c] = sum;
+}
+
+// f(GROUP, PACKS) as integral constants: what holds a row of C channels. False if nothing does.
+template <typename F>
+bool dispatch_row(int64_t C, bool aligned, F f) {
+    if (!aligned || C % WIDTH != 0 || C > LONGEST_IN_REGISTERS) return false;
+    const std::integral_constant<int, WARP> warp;
+    const std::integral_constant<int, THREADS> block;
+    if (C <= 1 * WARP * WIDTH)
+        f(warp, std::integral_constant<int, 1>{});
+    else if (C <= 2 * WARP * WIDTH)
+        f(warp, std::integral_constant<int, 2>{});
+    else if (C <= 3 * WARP * WIDTH)
+        f(warp, std::integral_constant<int, 3>{});
+    else if (C <= 4 * WARP * WIDTH)
+        f(warp, std::integral_constant<int, 4>{});
+    else if (C <= 1 * THREADS * WIDTH)
+        f(block, std::integral_constant<int, 1>{});
+    else if (C <= 2 * THREADS * WIDTH)
+        f(block, std::integral_constant<int, 2>{});
+    else
+        f(block, std::integral_constant<int, 4>{});
+    return true;
+}
+
+}  // namespace norm_detail
+
+template <bool CENTRED, typename T>
+void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>& a, bool aligned, Stream stream) {
+    using namespace norm_detail;
+    if (a.N * a.C == 0) return;
+    const bool in_registers = dispatch_row(a.C, aligned, [&](auto group, auto packs) {
+        constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
+        forward_kernel<CENTRED, GROUP, PACKS>
+            <<<grid_of(ceil_div(a.N, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
+    });
+    if (!in_registers) forward_any_kernel<CENTRED><<<grid_of(a.N), THREADS, 0, cuda_stream(stream)>>>(a);
+    check_launch(op, stream);
+}
+
+// As many blocks as run at once, or as there are rows for.
+inline int64_t norm_backward_blocks(int64_t N, int64_t C) {
+    const norm_detail::BackwardShape shape = norm_detail::backward_shape(C);
+    return std::max<int64_t>(1, std::min(shape.blocks_per_sm * num_sms(), ceil_div(N, shape.groups)));
+}
+// Room for `sums` sums over rows.
+inline int64_t norm_backward_scratch(int64_t N, int64_t C, int64_t sums) {
+    return C == 0 ? 0 : norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
+}
+
+namespace norm_detail {
+
+template <bool CENTRED, bool SUM, typename T>
+void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOutputs& sums, bool accumulate,
+                     bool aligned, Stream stream) {
+    const BackwardShape shape = backward_shape(a.C);
+    const int64_t blocks = norm_backward_blocks(a.N, a.C);
+    const auto kernel = shape.threads <= BACKWARD_THREADS ? backward_kernel<CENTRED, SUM, BACKWARD_THREADS, T>
+                                                          : backward_kernel<CENTRED, SUM, MAX_THREADS, T>;
+    // Two stages of three matrices; at the end a vector of sums, which is less.
+    const int64_t shared = 2 * 3 * int64_t(sizeof(Pack<T, WIDTH>)) * shape.threads * shape.groups;
+    constexpr int64_t STATIC_SHARED = 1024;
+    if (aligned && a.C % WIDTH == 0 && a.C <= MAX_THREADS * WIDTH && shared + STATIC_SHARED <= max_shared_bytes()) {
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)), op);
+        kernel<<<grid_of(blocks), dim3(unsigned(shape.threads), unsigned(shape.groups)), size_t(shared),
+                 cuda_stream(stream)>>>(a);
+    } else {
+        backward_any_kernel<CENTRED, SUM><<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(a);
+    }
+    check_launch(op, stream);
+    const dim3 grid(unsigned(ceil_div(a.C, SUM_COLUMNS)), 1 + CENTRED + SUM);
+    sum_partials_kernel<<<grid, dim3(SUM_COLUMNS, SUM_SLICES), 0, cuda_stream(stream)>>>(sums, a.partials, blocks, a.C,
+                                                                                         accumulate);
+    check_launch(op, stream);
+}
+
+}  // namespace norm_detail
+
+// dbias and dsum null: not wanted.
+template <bool CENTRED, typename T>
+void launch_norm_backward(const char* op, const norm_detail::BackwardArguments<T>& a, float* dweight, float* dbias,
+                          float* dsum, bool accumulate, bool aligned, Stream stream) {
+    using namespace norm_detail;
+    if (a.C == 0) return;
+    SumOutputs sums{{dweight}};
+    if (CENTRED) sums.data[1] = dbias;
+    if (dsum) {
+        sums.data[1 + CENTRED] = dsum;
+        launch_backward<CENTRED, true>(op, a, sums, accumulate, aligned, stream);
+    } else {
+        launch_backward<CENTRED, false>(op, a, sums, accumulate, aligned, stream);
+    }
+}

@@ -1,0 +1,173 @@
+// A task is a piece of one sequence's context with all heads of it: the cache is read in the order in which it lies.
+// Each piece leaves maximum, sum and output of every head; a second loop combines them, piece by piece in order.
+#include "kernels/generation/decode_attention.h"
+
+#include <cmath>
+#include <limits>
+
+#include "kernels/cpu/cpu_loops.h"
+#include "kernels/generation/decode_attention_check.h"
+#include "kernels/generation/kv_cache.h"
+
+namespace {
+
+// Keys of a piece of the context of a sequence of `length` tokens. Short pieces keep all threads busy where the context
+// is short; long ones keep the combination of their results small.
+int64_t decode_piece(int64_t length) {
+    return length <= 2048 ? 64 : 256;
+}
+
+// Pieces of the longest sequence, and of those that are shorter but cut finer.
+int64_t decode_max_pieces(int64_t max_length) {
+    const int64_t fine = std::min<int64_t>(max_length, 2048);
+    return std::max((fine + 63) / 64, (max_length + 255) / 256);
+}
+
+constexpr int64_t MAX_PIECE = 256;
+
+// One head's part of a piece: maximum, sum of exp(S − maximum), and Σ exp(S_j − maximum)·v_j.
+struct Partial {
+    float max, sum;
+};
+
+int64_t partial_floats(int64_t HS) {
+    return HS + 2;
+}
+
+ALWAYS_INLINE float dot(const float* a, const float* b, int64_t n) {
+    vec16 sum = {};
+    for_each_vector(n, [&](int64_t i, int64_t lanes)
+                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
+    return vec_sum(sum);
+}
+
+// out [n] = Σ_j p[j]·v_j over `keys` rows of v, `stride` apart, in order.
+ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, int64_t stride, int64_t keys, int64_t n) {
+    constexpr int64_t WIDE = 64;
+    int64_t c = 0;
+    for (; c + WIDE <= n; c += WIDE) {
+        vec16 a = {}, b = {}, d = {}, e = {};
+        for (int64_t j = 0; j < keys; j++) {
+            const float* row = v + j * stride + c;
+            a += p[j] * vec_load(row), b += p[j] * vec_load(row + 16);
+            d += p[j] * vec_load(row + 32), e += p[j] * vec_load(row + 48);
+        }
+        vec_store(out + c, a), vec_store(out + c + 16, b);
+        vec_store(out + c + 32, d), vec_store(out + c + 48, e);
+    }
+    for_each_vector(n - c, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
+        vec16 sum = {};
+        for (int64_t j = 0; j < keys; j++) sum += p[j] * vec_load_lanes(v + j * stride + c + i, lanes);
+        vec_store_lanes(out + c + i, sum, lanes);
+    });
+}
+
+// s becomes exp(s − maximum).
+ALWAYS_INLINE Partial exponentials(float* s, int64_t n) {
+    vec16 max = vec_set(-std::numeric_limits<float>::infinity());
+    for_each_vector(n, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
+        max = vec_max(max, lanes == 16 ? vec_load(s + i) : vec_load_partial(s + i, lanes, max));
+    });
+    const float m = vec_hmax(max);
+    vec16 sum = {};
+    for_each_vector(n, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
+        const vec16 p = vec_exp(vec_load_lanes(s + i, lanes) - m);
+        vec_store_lanes(s + i, p, lanes);
+        sum += vec_load_lanes(s + i, lanes);
+    });
+    return {m, vec_sum(sum)};
+}
+
+// partial [NH, 2 + HS] of keys k, v [n, NKV, HS].
+MULTIARCH void piece(float* partial, const float* q, const float* k, const float* v, int64_t n, const DecodeSizes& z,
+                     float scale) {
+    const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS;
+    alignas(64) float s[MAX_PIECE];
+    for (int64_t h = 0; h < z.NH; h++) {
+        const int64_t column = h / group * z.HS;
+        for (int64_t j = 0; j < n; j++) s[j] = scale * dot(q + h * z.HS, k + j * row + column, z.HS);
+        float* to = partial + h * partial_floats(z.HS);
+        const Partial p = exponentials(s, n);
+        to[0] = p.max, to[1] = p.sum;
+        weighted_sum(to + 2, s, v + column, row, n, z.HS);
+    }
+}
+
+// out [HS] of one head from its partials, `stride` floats apart.
+MULTIARCH void combine(float* out, const float* partial, int64_t stride, int64_t pieces, int64_t HS) {
+    float max = partial[0];
+    for (int64_t i = 1; i < pieces; i++) max = partial[i * stride] > max ? partial[i * stride] : max;
+    float sum = 0;
+    std::fill_n(out, HS, 0.0f);
+    for (int64_t i = 0; i < pieces; i++) {
+        const float* p = partial + i * stride;
+        const float weight = std::exp(p[0] - max);
+        sum += weight * p[1];
+        for (int64_t c = 0; c < HS; c++) out[c] += weight * p[2 + c];
+    }
+    for (int64_t c = 0; c < HS; c++) out[c] /= sum;
+}
+
+}  // namespace
+
+int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
+    return N * decode_max_pieces(max_length) * NH * partial_floats(HS) * int64_t(sizeof(float)) +
+           N * int64_t(sizeof(int32_t));
+}
+
+void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeLocation& place, float scale,
+                      Tensor scratch, Stream stream) {
+    const char* op = "decode_attention";
+    const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, place, scale, scratch);
+    const int32_t *slot = place.slots.as<int32_t>(), *position = place.positions.as<int32_t>();
+    const int64_t pieces = decode_max_pieces(place.max_length), row = z.NKV * z.HS;
+    float* const partials = static_cast<float*>(scratch.data);
+    const Tensor rows =
+        make_tensor(partials + z.N * pieces * z.NH * partial_floats(z.HS), DType::I32, Device::CPU, {z.N});
+    for (int64_t n = 0; n < z.N; n++) {
+        require(slot[n] >= 0 && slot[n] < z.slots, op, ": slot ", slot[n], " of sequence ", n,
+                " lies outside the cache of ", z.slots);
+        require(position[n] < place.max_length, op, ": position ", position[n], " of sequence ", n,
+                " is not below max_length, ", place.max_length);
+        const bool active = position[n] >= 0 && position[n] < z.capacity;
+        rows.as<int32_t>()[n] = active ? static_cast<int32_t>(slot[n] * z.capacity + position[n]) : -1;
+    }
+    const auto flat = [&](const Tensor& t) {
+        return make_tensor(t.data, t.dtype, t.device, {z.slots * z.capacity, z.NKV, z.HS});
+    };
+    kv_append(flat(k_cache), flat(v_cache), qkv, rows, place.angles, place.table, z.NH, stream);
+
+    const auto length = [&](int64_t n) { return rows.as<int32_t>()[n] < 0 ? 0 : int64_t(position[n]) + 1; };
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t task = 0; task < z.N * pieces; task++) {
+        const int64_t n = task / pieces, size = decode_piece(length(n)), begin = task % pieces * size;
+        if (begin >= length(n)) continue;
+        const int64_t first = (slot[n] * z.capacity + begin) * row;
+        piece(partials + task * z.NH * partial_floats(z.HS), qkv.as<float>() + n * row_stride(qkv),
+              k_cache.as<float>() + first, v_cache.as<float>() + first, std::min(size, length(n) - begin), z, scale);
+    }
+#pragma omp parallel for schedule(static) if (z.N * z.NH * z.HS > PARALLEL_MIN)
+    for (int64_t n = 0; n < z.N; n++) {
+        float* to = out.as<float>() + n * row_stride(out);
+        if (length(n) == 0) {
+            std::fill_n(to, z.NH * z.HS, 0.0f);
+            continue;
+        }
+        const int64_t used = (length(n) + decode_piece(length(n)) - 1) / decode_piece(length(n));
+        for (int64_t h = 0; h < z.NH; h++) {
+            combine(to + h * z.HS, partials + (n * pieces * z.NH + h) * partial_floats(z.HS),
+                    z.NH * partial_floats(z.HS), used, z.HS);
+        }
+    }
+}
+
+void advance(Tensor positions, Tensor steps, Tensor ids, Tensor told, Tensor turn, Stream) {
+    check_advance("advance", positions, steps, ids, told, turn);
+    int32_t& row = *turn.as<int32_t>();
+    for (int64_t n = 0; n < positions.shape[0]; n++) {
+        told.as<int32_t>()[row * told.stride[0] + n] = ids.as<int32_t>()[n];
+        positions.as<int32_t>()[n] += positions.as<int32_t>()[n] >= 0;
+        steps.as<int64_t>()[n]++;
+    }
+    row ^= 1;
+}

@@ -1,0 +1,57 @@
+// The checks of decode_attention's and kv_append's arguments that need no look at what tensors hold, for both backends.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/generation/decode_attention.h"
+
+struct DecodeSizes {
+    int64_t N, NH, NKV, HS, slots, capacity, half;  // half: R/2, 0 without RoPE
+};
+
+inline int64_t check_angles(const char* op, const Tensor& angles, const Tensor& table, int64_t N, int64_t HS) {
+    if (!table) return 0;
+    require(table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
+    check_tensor(op, "table", table, DType::F32, {table.shape[0], table.shape[1], 2});
+    check_contiguous(op, "table", table);
+    check_tensor(op, "angles", angles, DType::I32, {N});
+    require(2 * table.shape[1] <= HS, op, ": the table rotates ", 2 * table.shape[1], " channels, the head has ", HS);
+    return table.shape[1];
+}
+
+inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Tensor& out, const Tensor& qkv,
+                                          const Tensor& k_cache, const Tensor& v_cache, const DecodeLocation& place,
+                                          float scale, const Tensor& scratch) {
+    require(k_cache && k_cache.rank == 4, op, ": k_cache is ", shape_string(k_cache),
+            ", expected [slots, capacity, NKV, HS]");
+    DecodeSizes z{};
+    z.slots = k_cache.shape[0], z.capacity = k_cache.shape[1], z.NKV = k_cache.shape[2], z.HS = k_cache.shape[3];
+    check_tensor(op, "k_cache", k_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
+    check_tensor(op, "v_cache", v_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
+    check_contiguous(op, "k_cache", k_cache);
+    check_contiguous(op, "v_cache", v_cache);
+    require(z.NKV > 0 && z.HS > 0, op, ": k_cache is ", shape_string(k_cache), ", expected [slots, capacity, NKV, HS]");
+    check_matrix(op, "qkv", qkv, dtype);
+    z.N = qkv.shape[0];
+    z.NH = qkv.shape[1] / z.HS - 2 * z.NKV;
+    require(qkv.shape[1] % z.HS == 0 && z.NH > 0 && z.NH % z.NKV == 0, op, ": qkv has rows of ", qkv.shape[1],
+            ", expected (NH + 2*NKV)*HS with ", z.NKV, " KV heads of ", z.HS, " that divide NH");
+    check_matrix(op, "out", out, z.N, z.NH * z.HS, Given::Required, dtype);
+    check_tensor(op, "slots", place.slots, DType::I32, {z.N});
+    check_tensor(op, "positions", place.positions, DType::I32, {z.N});
+    z.half = check_angles(op, place.angles, place.table, z.N, z.HS);
+    require(scale > 0, op, ": scale is ", scale, "; it must be positive");
+    check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, place.max_length));
+    return z;
+}
+
+inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps, const Tensor& ids,
+                          const Tensor& told, const Tensor& turn) {
+    require(positions && positions.rank == 1, op, ": positions is ", shape_string(positions), ", expected [N]");
+    check_tensor(op, "positions", positions, DType::I32, {positions.shape[0]});
+    check_tensor(op, "steps", steps, DType::I64, {positions.shape[0]});
+    check_tensor(op, "ids", ids, DType::I32, {positions.shape[0]});
+    check_tensor(op, "turn", turn, DType::I32, {1});
+    require(told && told.rank == 2 && told.shape[1] >= positions.shape[0], op, ": told is ", shape_string(told),
+            ", expected [2, ", positions.shape[0], "] or wider");
+    check_tensor(op, "told", told, DType::I32, {2, told.shape[1]});
+}

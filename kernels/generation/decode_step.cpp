@@ -1,0 +1,21 @@
+#include "kernels/generation/decode_step.h"
+
+#include "runtime/error.h"
+
+// The CPU has no launches to save: there a step is linear() and decode_attention(), one after the other.
+int64_t decode_step_rows(const DecodeModel&) {
+    return 0;
+}
+
+int64_t decode_step_scratch(const DecodeModel&) {
+    return 0;
+}
+
+void decode_step_prepare(Tensor, const DecodeModel&, const InferenceWeights&, const std::vector<Tensor>&,
+                         const std::vector<Tensor>&, Stream) {
+    throw Error("decode_step_prepare: not on the CPU");
+}
+
+void decode_step(Tensor, Tensor, const DecodeLocation&, const DecodeModel&, const InferenceWeights&, Tensor, Stream) {
+    throw Error("decode_step: not on the CPU");
+}

@@ -1,0 +1,67 @@
+#include "kernels/generation/kv_cache.h"
+
+#include "kernels/cuda/pdl.cuh"
+#include "kernels/generation/decode_attention_check.h"
+#include "kernels/generation/kv_rotate.cuh"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+// A block a token. Its heads are turned pair by pair: a thread reads both channels of a pair before it writes them, so
+// that q can stay where it is. Channels beyond the pairs, and v, are copied.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    kv_append_kernel(T* k_cache, T* v_cache, T* qkv, int64_t stride, const int32_t* rows, int64_t num_rows,
+                     Angles angles, int NH, int NKV, int HS) {
+    pdl_wait();
+    pdl_launch_dependents();
+    const int64_t token = blockIdx.x, row = rows[token];
+    T* const q = qkv + token * stride;
+    const float* const turn = angles.of(token);
+    const bool has_place = row >= 0 && row < num_rows;
+    if (!has_place) return;
+    T* const to_k = k_cache + row * NKV * HS;
+    T* const to_v = v_cache + row * NKV * HS;
+    const int pairs = turn ? angles.pairs : 0, rest = HS - 2 * pairs;
+    for (int i = threadIdx.x; i < (NH + NKV) * pairs; i += THREADS) {
+        const int head = i / pairs, c = i - head * pairs;
+        const T* const x = q + int64_t(head) * HS;
+        const float first = rotated(x, c, turn, pairs), second = rotated(x, c + pairs, turn, pairs);
+        T* const to = head < NH ? q + int64_t(head) * HS : to_k + int64_t(head - NH) * HS;
+        to[c] = from_float<T>(first);
+        to[c + pairs] = from_float<T>(second);
+    }
+    const T* const k = q + int64_t(NH) * HS;
+    for (int i = threadIdx.x; i < NKV * rest; i += THREADS) {
+        const int at = i / rest * HS + 2 * pairs + i % rest;
+        to_k[at] = k[at];
+    }
+    for (int i = threadIdx.x; i < NKV * HS; i += THREADS) to_v[i] = k[NKV * HS + i];
+}
+
+}  // namespace
+
+void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor angles, Tensor table, int64_t NH,
+               Stream stream) {
+    const char* op = "kv_append";
+    require(k_cache && k_cache.rank == 3, op, ": k_cache is ", shape_string(k_cache), ", expected [rows, NKV, HS]");
+    const DType dtype = check_activation_dtype(op, "qkv", qkv);
+    check_matrix(op, "qkv", qkv, dtype);
+    const int64_t N = qkv.shape[0], R = k_cache.shape[0], NKV = k_cache.shape[1], HS = k_cache.shape[2];
+    check_tensor(op, "k_cache", k_cache, dtype, {R, NKV, HS});
+    check_tensor(op, "v_cache", v_cache, dtype, {R, NKV, HS});
+    check_matrix(op, "qkv", qkv, N, (NH + 2 * NKV) * HS, Given::Required, dtype);
+    check_contiguous(op, "k_cache", k_cache);
+    check_contiguous(op, "v_cache", v_cache);
+    check_tensor(op, "rows", rows, DType::I32, {N});
+    const int64_t pairs = check_angles(op, angles, table, N, HS);
+    if (N == 0) return;
+    Angles turn{};
+    if (table) turn = {angles.as<int32_t>(), table.as<float>(), table.shape[0], int(pairs)};
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        launch_pdl(op, kv_append_kernel<T>, grid_of(N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),
+                   qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), R, turn, int(NH), int(NKV), int(HS));
+    });
+}

@@ -1,0 +1,39 @@
+// A linear layer with what surrounds it in a block, for inference: the norm before it, its bias, an activation, and the
+// addition to the residual stream.
+//
+//   x = norm(inp)                                      x = inp without a norm
+//   y[n, o] = Σ_c x[n, c]·weight[o, c] + bias[o]
+//   out = residual + y, or out = f(y)                  f: GELU (gelu.h), ReLU² (relu2.h), or
+//   SwiGLU (swiglu.h):  f(y)[n, i] = gate·σ(gate)·up,  gate = y[n, i], up = y[n, I + i], OC = 2·I
+//
+// Generation multiplies a few rows by large matrices: it waits for the weights to be read, so that all the rest is done
+// while they come. On the CPU every sum over c has one order whatever N is: a row of a batch is bit for bit the row
+// computed alone. On CUDA that holds where `batch_invariant` asks for it and for N ≤ LINEAR_SMALL_N: those rows are
+// multiplied by a kernel that reads the weights once for 8 rows (fewer where rows are too long for shared memory). Up
+// to 64 rows of 16 bits meet tensor cores in kernels of their own where the weights are few enough to be read in the
+// time of a launch or two; more of either goes to matmul.h, whose order of sums is the library's choice.
+//
+// T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights are fp32, sums
+// too; x and, in products of many rows, y are rounded to T. Errors: wrong shape or dtype, odd OC with SwiGLU, an
+// activation and a residual together.
+#pragma once
+
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+
+// The norm of a linear layer's input: LayerNorm (centred) or RMSNorm; layernorm.h and rmsnorm.h have the formulas.
+struct InputNorm {
+    Tensor weight, bias;  // [C] fp32; weight null: no norm, bias null: none
+    float eps = 1e-5f;
+    bool centred = true;
+};
+
+enum class Activation : uint8_t { None, GELU, SwiGLU, ReLU2 };
+
+constexpr int64_t LINEAR_SMALL_N = 8;
+
+// out [N, OC], with SwiGLU [N, OC/2]; inp [N, C]; weight [OC, C]; bias [OC] or null; residual: as out,
+// may be the same memory, or null. scratch: linear_scratch bytes (U8).
+void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor bias, Activation activation,
+            Tensor residual, Tensor scratch, bool batch_invariant, Stream stream);
+int64_t linear_scratch(int64_t N, int64_t C, int64_t OC, DType dtype);

@@ -1,0 +1,42 @@
+// The checks of linear's arguments for both backends.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/generation/linear.h"
+
+struct LinearSizes {
+    int64_t N, C, OC, columns;  // columns of out
+};
+
+inline LinearSizes check_linear(const char* op, DType dtype, const Tensor& out, const Tensor& inp,
+                                const InputNorm& norm, const Tensor& weight, const Tensor& bias, Activation activation,
+                                const Tensor& residual, const Tensor& scratch) {
+    check_matrix(op, "inp", inp, dtype);
+    check_matrix(op, "weight", weight, dtype);
+    LinearSizes z{inp.shape[0], inp.shape[1], weight.shape[0], weight.shape[0]};
+    if (activation == Activation::SwiGLU) {
+        require(z.OC % 2 == 0, op, ": weight has ", z.OC, " rows; SwiGLU needs as many for gate as for up");
+        z.columns = z.OC / 2;
+    }
+    require(activation == Activation::None || !residual, op, ": a residual goes with no activation");
+    check_matrix(op, "out", out, z.N, z.columns, Given::Required, dtype);
+    check_matrix(op, "weight", weight, z.OC, z.C, Given::Required, dtype);
+    check_tensor(op, "bias", bias, dtype, {z.OC}, Given::Optional);
+    check_matrix(op, "residual", residual, z.N, z.columns, Given::Optional, dtype);
+    check_tensor(op, "norm.weight", norm.weight, DType::F32, {z.C}, Given::Optional);
+    check_tensor(op, "norm.bias", norm.bias, DType::F32, {z.C}, Given::Optional);
+    check_scratch(op, scratch, linear_scratch(z.N, z.C, z.OC, dtype));
+    return z;
+}
+
+// scratch: the normalised input, then the layer's output before the activation.
+inline Tensor linear_normed(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
+    return make_tensor(scratch.data, like.dtype, like.device, {z.N, z.C});
+}
+inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
+    return (N * C * dtype_size(dtype) + 255) / 256 * 256;
+}
+inline Tensor linear_product(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
+    return make_tensor(static_cast<char*>(scratch.data) + linear_normed_bytes(z.N, z.C, like.dtype), like.dtype,
+                       like.device, {z.N, z.OC});
+}

@@ -1,0 +1,130 @@
+// What both backends share: the checks of linear attention's arguments that need no look at what tensors hold, and the
+// six causal products that it is made of.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/linear_attention/linear_attention.h"
+#include "runtime/rng.h"
+
+constexpr float LINEAR_ATTENTION_EPS = 1e-6f;
+constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunked can
+
+// Forward and backward pass are the same product of rows a, b (E numbers) and c (M numbers) with other operands:
+//
+//   out_i = Σ_j w_ij·(a_i·b_j + α_i + β_j)·c_j     over j ≤ i or, reversed, j ≥ i;  w_ij = exp of the gates between
+//   them
+//
+//             a       b       c       α    β    order
+//   Out       φ(q)    φ(k)    v                          and d from the sums of its scores
+//   DQ        ĝ       v       φ(k)    δ
+//   DV        φ(k)    φ(q)    ĝ                 reversed, summed over the query heads of a KV head
+//   DK        v       ĝ       φ(q)         δ    reversed, likewise
+//
+// and what a product carries along is the state Σ_j w_j b_j c_jᵀ, with the vector Σ_j w_j b_j (Out), Σ_j w_j c_j (DQ),
+// Σ_j w_j δ_j c_j (DK). KeyState and QueryState compute that alone: S and z, R and r.
+enum class LinearAttentionRole : uint8_t { Out, DQ, DV, DK, KeyState, QueryState };
+
+// What the parts of a state are called in an error; made once, since a step must not allocate.
+struct StateNames {
+    const char *rows, *s, *z;
+};
+
+inline void check_state(const char* op, const StateNames& name, const LinearAttentionState& state,
+                        const LinearAttentionSizes& z, bool normalise, Given given, bool may_have_rows = false) {
+    require(!state.rows || (may_have_rows && state.s.rank == 4), op, ": ", name.rows, " must not be given here");
+    check_tensor(op, name.rows, state.rows, DType::I32, {z.S}, Given::Optional);
+    const int64_t R = state.rows ? state.s.shape[0] : z.S;
+    check_tensor(op, name.s, state.s, DType::F32, {R, z.NKV, z.E, z.M}, given);
+    check_contiguous(op, name.s, state.s);
+    require(!state.z || normalise, op, ": ", name.z, " is given, but nothing is normalised");
+    if (!state.s || !normalise) {
+        require(!state.z, op, ": ", name.z, " is given without ", name.s);
+        return;
+    }
+    check_tensor(op, name.z, state.z, DType::F32, {R, z.NKV, z.E});
+    check_contiguous(op, name.z, state.z);
+}
+
+inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& gate, const LinearAttention& kind) {
+    require(q && q.rank == 3, op, ": q is ", shape_string(q), ", expected [N, NH, E]");
+    require(k && k.rank == 3, op, ": k is ", shape_string(k), ", expected [N, NKV, E]");
+    require(v && v.rank == 3, op, ": v is ", shape_string(v), ", expected [N, NKV, M]");
+    LinearAttentionSizes z{q.shape[0], 0, q.shape[1], k.shape[1], q.shape[2], v.shape[2], 0};
+    check_tensor(op, "q", q, dtype, {z.N, z.NH, z.E});
+    check_tensor(op, "k", k, dtype, {z.N, z.NKV, z.E});
+    check_tensor(op, "v", v, dtype, {z.N, z.NKV, z.M});
+    check_tensor(op, "gate", gate, DType::F32, {z.N, z.NKV}, Given::Optional);
+    require(z.NKV > 0 && z.NH % z.NKV == 0, op, ": ", z.NKV, " KV heads do not divide ", z.NH, " heads");
+    const int64_t limit =
+        kind.form == LinearAttention::Form::Chunked ? LINEAR_ATTENTION_MAX_CHUNKED_SIZE : LINEAR_ATTENTION_MAX_SIZE;
+    require(z.E >= 1 && z.E <= limit && z.M >= 1 && z.M <= limit, op, ": heads of ", z.E, " x ", z.M,
+            " lie outside [1, ", limit, "]");
+    require(!kind.normalise || kind.features == FeatureMap::EluPlusOne, op,
+            ": the normaliser needs positive features, those of elu + 1");
+    return z;
+}
+
+inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
+                                                   const Tensor& v, const Tensor& gate,
+                                                   const LinearAttentionState& initial,
+                                                   const LinearAttentionSequences& sequences,
+                                                   const LinearAttention& kind) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+    z.S = sequences.cum.rank == 1 ? sequences.cum.shape[0] - 1 : -1;
+    require(z.S >= 0, op, ": cum is ", shape_string(sequences.cum), ", expected [sequences + 1]");
+    check_tensor(op, "cum", sequences.cum, DType::I32, {z.S + 1});
+    z.max_length = sequences.max_length;
+    z.states = bool(initial.s);
+    check_state(op, {"initial.rows", "initial.s", "initial.z"}, initial, z, kind.normalise, Given::Optional);
+    return z;
+}
+
+// The arguments of the two passes beyond those.
+inline void check_linear_attention_forward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& out,
+                                           const Tensor& norm, const LinearAttentionState& final,
+                                           const LinearAttention& kind, const Tensor& scratch) {
+    check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
+    if (kind.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
+    check_state(op, {"final.rows", "final.s", "final.z"}, final, z, kind.normalise, Given::Optional, true);
+    z.states |= bool(final.s);
+    check_scratch(op, scratch, linear_attention_forward_scratch(z));
+}
+
+inline void check_linear_attention_backward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& dq,
+                                            const Tensor& dk, const Tensor& dv, const Tensor& dgate,
+                                            const LinearAttentionState& dinitial, const Tensor& dout,
+                                            const LinearAttentionState& dfinal, const Tensor& gate, const Tensor& out,
+                                            const Tensor& norm, const LinearAttention& kind, const Tensor& scratch) {
+    check_tensor(op, "dq", dq, dtype, {z.N, z.NH, z.E});
+    check_tensor(op, "dk", dk, dtype, {z.N, z.NKV, z.E});
+    check_tensor(op, "dv", dv, dtype, {z.N, z.NKV, z.M});
+    check_tensor(op, "dout", dout, dtype, {z.N, z.NH, z.M});
+    require(bool(gate) == bool(dgate), op, ": gate and dgate are given together or not at all");
+    check_tensor(op, "dgate", dgate, DType::F32, {z.N, z.NKV}, Given::Optional);
+    if (kind.normalise) {
+        check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
+        check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N});
+    }
+    check_state(op, {"dinitial.rows", "dinitial.s", "dinitial.z"}, dinitial, z, kind.normalise, Given::Optional);
+    check_state(op, {"dfinal.rows", "dfinal.s", "dfinal.z"}, dfinal, z, kind.normalise, Given::Optional);
+    z.states |= dinitial.s || dfinal.s;
+    check_scratch(op, scratch, linear_attention_backward_scratch(z));
+}
+
+// Where sequence i's final or decoded state lies in the tensors of one; −1: nowhere.
+HOST_DEVICE inline int64_t state_row(const int32_t* rows, int64_t num_rows, int64_t i) {
+    if (!rows) return i;
+    return rows[i] >= 0 && rows[i] < num_rows ? rows[i] : -1;
+}
+
+inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType dtype, const Tensor& out,
+                                                          const LinearAttentionState& state, const Tensor& q,
+                                                          const Tensor& k, const Tensor& v, const Tensor& gate,
+                                                          const LinearAttention& kind) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+    z.S = z.N;
+    check_tensor(op, "out", out, dtype, {z.S, z.NH, z.M});
+    check_state(op, {"state.rows", "state.s", "state.z"}, state, z, kind.normalise, Given::Required, true);
+    return z;
+}

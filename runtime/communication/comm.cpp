@@ -1,0 +1,132 @@
+#include "runtime/communication/comm.h"
+
+#include <cstring>
+#include <exception>
+
+#include "runtime/communication/transport.h"
+
+Comm::Comm(const World& world) : own_rank(world.rank), world_size(world.size), exceptions(std::uncaught_exceptions()) {
+    require(0 <= world.rank && world.rank < world.size, "Comm: rank ", world.rank, " of ", world.size, " is none");
+    if (world.size > 1) transport = connect(world);
+}
+
+Comm::~Comm() {
+    if (!transport || std::uncaught_exceptions() > exceptions) return;
+    try {
+        transport->finish();
+    } catch (const Error&) {  // a destructor has nobody to tell; the work itself is done
+    }
+}
+
+void Comm::part() {
+    if (transport) transport->part();
+}
+
+// "rank 1: all_reduce": how errors begin. A world of one has no need of the rank.
+std::string Comm::named(const char* op) const {
+    return transport ? str("rank ", own_rank, ": ", op) : op;
+}
+
+// These run in every step: they make no text unless it is told.
+void Comm::check_tensor(const char* op, const char* argument, const Tensor& t, bool sums) const {
+    const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", argument, " ", what...)); };
+    if (!t && t.numel() != 0) fail("is not given");
+    if (t.device != backend_device()) fail("is not in the memory of the ", backend_name(), " backend");
+    if (!t.contiguous()) fail(shape_string(t), " is not contiguous");
+    if (sums && (t.dtype == DType::U8 || t.dtype == DType::U16))
+        fail("holds ", dtype_name(t.dtype), ", which is not summed");
+}
+
+// A rank's part of the whole must be of the same dtype and 1/size of it, and may lie nowhere else in it than at its
+// own place.
+void Comm::check_part(const char* op, const char* part_name, const Tensor& part, const char* whole_name,
+                      const Tensor& whole) const {
+    const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", part_name, " ", what...)); };
+    if (part.dtype != whole.dtype || part.numel() * world_size != whole.numel())
+        fail(shape_string(part), " of ", dtype_name(part.dtype), " is not 1/", world_size, " of ", whole_name, " ",
+             shape_string(whole), " of ", dtype_name(whole.dtype));
+    const char* const begin = static_cast<const char*>(whole.data);
+    const char* const own = static_cast<const char*>(part.data);
+    const bool apart = own + part.bytes() <= begin || begin + whole.bytes() <= own;
+    if (!apart && own != begin + own_rank * part.bytes())
+        fail("overlaps ", whole_name, " elsewhere than at rank ", own_rank, "'s part");
+}
+
+void Comm::check_root(const char* op, int64_t root) const {
+    require(0 <= root && root < world_size, named(op), ": root ", root, " of ", world_size, " ranks is none");
+}
+
+namespace {
+
+// For a world of one.
+void copy_part(const Tensor& out, const Tensor& inp, Stream stream) {
+    if (out.data != inp.data) device_copy(out.data, inp.data, size_t(inp.bytes()), stream);
+}
+
+}  // namespace
+
+void Comm::all_reduce(Tensor x, Stream stream) {
+    check_tensor("all_reduce", "x", x, true);
+    if (transport && x.numel() > 0) transport->all_reduce(x.data, x.numel(), x.dtype, stream);
+}
+
+void Comm::reduce_scatter(Tensor out, Tensor inp, Stream stream) {
+    check_tensor("reduce_scatter", "out", out, true);
+    check_tensor("reduce_scatter", "inp", inp, true);
+    check_part("reduce_scatter", "out", out, "inp", inp);
+    if (!transport) return copy_part(out, inp, stream);
+    if (out.numel() > 0) transport->reduce_scatter(out.data, inp.data, out.numel(), out.dtype, stream);
+}
+
+void Comm::all_gather(Tensor out, Tensor inp, Stream stream) {
+    check_tensor("all_gather", "out", out, false);
+    check_tensor("all_gather", "inp", inp, false);
+    check_part("all_gather", "inp", inp, "out", out);
+    if (!transport) return copy_part(out, inp, stream);
+    if (inp.numel() > 0) transport->all_gather(out.data, inp.data, inp.numel(), inp.dtype, stream);
+}
+
+void Comm::broadcast(Tensor x, int64_t root, Stream stream) {
+    check_tensor("broadcast", "x", x, false);
+    check_root("broadcast", root);
+    if (transport && x.numel() > 0) transport->broadcast(x.data, x.numel(), x.dtype, root, stream);
+}
+
+void Comm::group_start() {
+    if (transport) transport->group_start();
+}
+
+void Comm::group_end() {
+    if (transport) transport->group_end();
+}
+
+void Comm::barrier() {
+    if (transport) transport->barrier();
+}
+
+void Comm::broadcast_host(void* bytes, size_t n, int64_t root) {
+    check_root("broadcast_host", root);
+    if (transport) transport->broadcast_host(bytes, n, root);
+}
+
+void Comm::all_gather_host(void* all, const void* own, size_t n) {
+    if (transport)
+        transport->all_gather_host(all, own, n);
+    else
+        std::memcpy(all, own, n);
+}
+
+void Comm::broadcast_host(std::string& text, int64_t root) {
+    uint64_t length = text.size();
+    broadcast_host(length, root);
+    text.resize(length);
+    broadcast_host(text.data(), length, root);
+}
+
+void Comm::check() {
+    if (transport) transport->check();
+}
+
+void Comm::watch(const std::string& what, Stream stream) {
+    if (transport) transport->watch(what, stream);
+}

@@ -1,0 +1,64 @@
+// Memory in a few large blocks whose layout is known before anything is allocated.
+//
+// ArenaPlan: tensors carry the first and the last moment at which they are used; those whose lifetimes don't meet share
+// bytes. The plan's size is the arena's size, and `train_gpt plan` prints it without allocating anything.
+// Offsets: largest first, each at the lowest offset that is free during its lifetime (Pisarchyk, Lee 2020, "Efficient
+// memory management for deep neural net inference", greedy by size).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+
+// One block of device memory. Throws Error when it can't be had.
+class Arena {
+  public:
+    Arena() = default;
+    Arena(int64_t bytes, const char* what);
+    ~Arena();
+    Arena(Arena&& other) noexcept;
+    Arena& operator=(Arena&& other) noexcept;
+
+    // A tensor at a byte offset; throws Error if it would run past the end.
+    Tensor at(int64_t offset, DType dtype, const int64_t* shape, size_t rank) const;
+    Tensor at(int64_t offset, DType dtype, std::initializer_list<int64_t> shape) const {
+        return at(offset, dtype, shape.begin(), shape.size());
+    }
+    Tensor at(int64_t offset, DType dtype, const std::vector<int64_t>& shape) const {
+        return at(offset, dtype, shape.data(), shape.size());
+    }
+    int64_t bytes() const { return size; }
+    explicit operator bool() const { return base != nullptr; }
+
+  private:
+    char* base = nullptr;
+    int64_t size = 0;
+};
+
+class ArenaPlan {
+  public:
+    struct Entry {
+        std::string name;
+        DType dtype;
+        std::vector<int64_t> shape;
+        int64_t first, last;  // moments of first and last use, both included
+        int64_t bytes, offset;
+    };
+    // What GPU kernels and matrix libraries ask for at most: every tensor is aligned alike, so that the choice of an
+    // algorithm doesn't depend on where the plan puts it.
+    static constexpr int64_t ALIGNMENT = 256;
+
+    // Returns the entry's index. Bytes are rounded up to ALIGNMENT.
+    int64_t add(const std::string& name, DType dtype, const std::vector<int64_t>& shape, int64_t first, int64_t last);
+    // Sets all offsets. overlap = false gives every tensor bytes of its own (tests compare the two).
+    void assign_offsets(bool overlap = true);
+
+    int64_t bytes() const { return total; }
+    const std::vector<Entry>& entries() const { return list; }
+
+  private:
+    std::vector<Entry> list;
+    int64_t total = 0;
+};

@@ -1,0 +1,378 @@
+#include "runtime/device/blas.h"
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <tuple>
+#include <vector>
+
+#include "runtime/device/cuda_check.h"
+#include "runtime/timing.h"
+
+namespace {
+
+void blas_check(cublasStatus_t status, const char* op, const char* call) {
+    require(status == CUBLAS_STATUS_SUCCESS, op, ": ", call, ": ", cublasLtGetStatusString(status));
+}
+
+auto fields(const GemmKey& k) {
+    return std::tie(k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.transpose_a,
+                    k.transpose_b, k.accumulate, k.epilogue, k.align_out, k.align_a, k.align_b, k.align_bias,
+                    k.align_aux);
+}
+
+}  // namespace
+
+bool operator<(const GemmKey& x, const GemmKey& y) {
+    return fields(x) < fields(y);
+}
+
+// 32 MiB is what cuBLAS takes for itself on Hopper.
+Blas* create_blas() {
+    auto blas = std::make_unique<Blas>();
+    blas_check(cublasLtCreate(&blas->handle), "create_stream", "cublasLtCreate");
+    blas->workspace_bytes = size_t(32) << 20;
+    try {
+        blas->workspace = device_alloc(blas->workspace_bytes);
+    } catch (...) {
+        cublasLtDestroy(blas->handle);
+        throw;
+    }
+    return blas.release();
+}
+
+void destroy_blas(Blas* blas) {
+    if (!blas) return;
+    device_free(blas->workspace);
+    cublasLtDestroy(blas->handle);
+    delete blas;
+}
+
+// No algorithm asks for more than the 16 bytes of a vector access or a bulk copy, so that one plan serves all matrices
+// aligned to that.
+int64_t gemm_alignment(const void* p) {
+    const auto address = reinterpret_cast<uintptr_t>(p);
+    return int64_t(std::min<uintptr_t>(16, address & (~address + 1)));
+}
+
+namespace {
+
+cudaDataType_t cuda_type(DType dtype) {
+    return dtype == DType::BF16 ? CUDA_R_16BF : dtype == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
+}
+
+template <typename T>
+void set(GemmPlan& plan, const char* op, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    blas_check(cublasLtMatmulDescSetAttribute(&plan.desc, attribute, &value, sizeof(value)), op,
+               "cublasLtMatmulDescSetAttribute");
+}
+
+void set_pointers(GemmPlan& plan, const char* op, const void* bias, const void* aux) {
+    if (bias) set(plan, op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    if (aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
+}
+
+cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
+    switch (epilogue) {
+        case GemmEpilogue::None:
+            return CUBLASLT_EPILOGUE_DEFAULT;
+        case GemmEpilogue::Bias:
+            return CUBLASLT_EPILOGUE_BIAS;
+        case GemmEpilogue::Gelu:
+            return CUBLASLT_EPILOGUE_GELU_AUX;
+        case GemmEpilogue::GeluBias:
+            return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+        case GemmEpilogue::GeluBackward:
+            return CUBLASLT_EPILOGUE_DGELU;
+    }
+    throw Error("library_epilogue: not an epilogue");
+}
+
+// The descriptors of a product, without an algorithm.
+//
+// cuBLASLt thinks in columns: our row-major out [M, N] is its outᵀ [N, M], so it is asked for outᵀ = op(b)ᵀ·op(a)ᵀ with
+// b as its first operand. A row-major matrix is a column-major one transposed, so the transpose flags stay what they
+// are. The bias goes with columns of out, its rows: the library's bias epilogue.
+GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
+    GemmPlan plan;
+    blas_check(cublasLtMatmulDescInit(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), op, "cublasLtMatmulDescInit");
+    set(plan, op, CUBLASLT_MATMUL_DESC_TRANSA, key.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(plan, op, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(key.epilogue));
+    if (key.ld_aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_aux);
+    // The library looks at how these are aligned: addresses that stand for the real ones, never read.
+    const auto stand_in = [&](int64_t align) { return align ? static_cast<char*>(blas.workspace) + align : nullptr; };
+    set_pointers(plan, op, stand_in(key.align_bias), stand_in(key.align_aux));
+
+    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, DType dtype, int64_t rows, int64_t columns, int64_t ld) {
+        blas_check(cublasLtMatrixLayoutInit(&to, cuda_type(dtype), uint64_t(columns), uint64_t(rows), ld), op,
+                   "cublasLtMatrixLayoutInit");
+    };
+    layout(plan.a, key.dtype, key.transpose_a ? key.K : key.M, key.transpose_a ? key.M : key.K, key.ld_a);
+    layout(plan.b, key.dtype, key.transpose_b ? key.N : key.K, key.transpose_b ? key.K : key.N, key.ld_b);
+    layout(plan.out, key.out_dtype, key.M, key.N, key.ld_out);
+    return plan;
+}
+
+constexpr int MAX_CANDIDATES = 32;
+
+// The library's guess at the fastest algorithms, best first.
+int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, int wanted,
+               cublasLtMatmulHeuristicResult_t* results) {
+    cublasLtMatmulPreferenceOpaque_t preference;
+    blas_check(cublasLtMatmulPreferenceInit(&preference), op, "cublasLtMatmulPreferenceInit");
+    const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
+        blas_check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)), op,
+                   "cublasLtMatmulPreferenceSetAttribute");
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(blas.workspace_bytes));
+    // Products split along K may sum their parts in fp32 only, and not at all where an epilogue follows: then the
+    // library rounds the sum to 16 bits before it adds the bias.
+    const bool split = key.out_dtype == DType::F32 || key.epilogue == GemmEpilogue::None;
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t(split ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(key.align_b));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(key.align_a));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(key.align_out));
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t(key.align_out));
+    int count = 0;
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out,
+                                                                 &plan.out, &preference, wanted, results, &count);
+    return status == CUBLAS_STATUS_SUCCESS ? count : 0;
+}
+
+cublasStatus_t launch(const Blas& blas, GemmPlan& plan, const GemmPointers& p, bool accumulate, Stream stream) {
+    const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 what out holds is not read, NaN included
+    return cublasLtMatmul(blas.handle, &plan.desc, &alpha, p.b, &plan.b, p.a, &plan.a, &beta, p.out, &plan.out, p.out,
+                          &plan.out, &plan.algorithm, blas.workspace, blas.workspace_bytes, cuda_stream(stream));
+}
+
+void require_success(const char* op, const GemmKey& key, cublasStatus_t status) {
+    require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLtMatmul failed (", cublasLtGetStatusString(status),
+            ") for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tuning
+
+// *hash += Σ mix(place, bits) over the elements of a matrix. Integer sums don't depend on their order.
+template <typename Bits>
+__global__ void hash_kernel(unsigned long long* hash, const Bits* matrix, int64_t rows, int64_t columns, int64_t ld) {
+    unsigned long long sum = 0;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x)
+        for (int64_t column = threadIdx.x; column < columns; column += blockDim.x) {
+            unsigned long long x =
+                matrix[row * ld + column] + (unsigned long long)(row * columns + column) * 0x9e3779b97f4a7c15ull;
+            x = (x ^ x >> 31) * 0xbf58476d1ce4e5b9ull;
+            sum += x ^ x >> 29;
+        }
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (threadIdx.x % 32 == 0) atomicAdd(hash, sum);
+}
+
+// Of the result that the last product left. The workspace is free between products.
+unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& key, const void* out, Stream stream) {
+    auto* hash = static_cast<unsigned long long*>(blas.workspace);
+    device_fill(hash, 0, sizeof(*hash), stream);
+    const unsigned blocks = unsigned(std::min<int64_t>(key.M, 4096));
+    if (dtype_size(key.out_dtype) == 2)
+        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint16_t*>(out), key.M, key.N,
+                                                             key.ld_out);
+    else
+        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint32_t*>(out), key.M, key.N,
+                                                             key.ld_out);
+    check_launch(op, stream);
+    unsigned long long value = 0;
+    copy_to_host(&value, hash, sizeof(value), stream);
+    return value;
+}
+
+// Leaves the fastest algorithm in the plan; out is overwritten. Inputs stay in the L2 cache from run to run as far as
+// they fit, as they do in training.
+void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
+    constexpr double HOPELESS = 1.25;  // times the fastest single run
+    cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
+    const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
+    std::vector<GemmPlan> runners;
+    double fastest = std::numeric_limits<double>::max();
+    for (int i = 0; i < count; i++) {
+        if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        plan.algorithm = results[i].algo;
+        // Twice without adding, so that both runs must give the same bits. The first one warms up.
+        bool accepted = true;
+        const auto run = [&] { accepted = launch(blas, plan, p, false, stream) == CUBLAS_STATUS_SUCCESS && accepted; };
+        run();
+        if (!accepted) continue;
+        const unsigned long long first = hash_result(blas, op, key, p.out, stream);
+        plan.milliseconds = timed_ms(run, 1, stream);
+        if (!accepted || hash_result(blas, op, key, p.out, stream) != first) continue;
+        runners.push_back(plan);
+        fastest = std::min(fastest, plan.milliseconds);
+    }
+    require(!runners.empty(), op, ": none of cuBLASLt's ", count,
+            " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+    const auto hopeless = [&](const GemmPlan& r) { return r.milliseconds > HOPELESS * fastest; };
+    runners.erase(std::remove_if(runners.begin(), runners.end(), hopeless), runners.end());
+
+    std::vector<std::function<void()>> work;
+    for (GemmPlan& runner : runners)
+        work.push_back([&] { require_success(op, key, launch(blas, runner, p, key.accumulate, stream)); });
+    const std::vector<double> medians = time_in_turns(work, stream);
+    size_t best = 0;
+    for (size_t i = 1; i < runners.size(); i++)
+        if (medians[i] < GEMM_TUNING_MARGIN * medians[best]) best = i;
+    plan.algorithm = runners[best].algorithm;
+    plan.milliseconds = medians[best];
+}
+
+}  // namespace
+
+GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, Stream stream) {
+    Blas& blas = *stream.blas;
+    auto found = blas.plans.find(key);
+    if (found == blas.plans.end()) {
+        GemmPlan plan = describe(blas, op, key);
+        cublasLtMatmulHeuristicResult_t first{};
+        plan.possible = candidates(blas, op, key, plan, 1, &first) > 0;
+        plan.algorithm = first.algo;
+        found = blas.plans.emplace(key, plan).first;
+    }
+    GemmPlan& plan = found->second;
+    plan.used = true;
+    set_pointers(plan, op, p.bias, p.aux);
+    if (blas.tuning && plan.possible && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
+    return plan;
+}
+
+void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
+    set_pointers(plan, op, p.bias, p.aux);
+    require_success(op, key, launch(*stream.blas, plan, p, key.accumulate, stream));
+    check_launch(op, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The table as text: what it was timed with, the columns' names, a line for each product, and a checksum, since what
+// the library would do with an algorithm that isn't one of its own is not known.
+
+namespace {
+
+constexpr const char* LEGEND =
+    "# M N K, ld of out a b aux, dtype, out's, transposes, accumulate, epilogue, alignment of out a b bias aux, "
+    "algorithm, ms";
+constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
+constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
+constexpr const char* APART = "apart";  // for an algorithm, where product and activation are faster as two kernels
+constexpr const char* HEX = "0123456789abcdef";
+
+std::string hex(const void* data, size_t bytes) {
+    std::string text;
+    for (size_t i = 0; i < bytes; i++) {
+        const unsigned byte = static_cast<const unsigned char*>(data)[i];
+        text += {HEX[byte / 16], HEX[byte % 16]};
+    }
+    return text;
+}
+
+bool parse_hex(const std::string& text, void* data, size_t bytes) {
+    if (text.size() != 2 * bytes || text.find_first_not_of(HEX) != std::string::npos) return false;
+    for (size_t i = 0; i < bytes; i++)
+        static_cast<unsigned char*>(data)[i] =
+            static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
+    return true;
+}
+
+// FNV-1a.
+std::string checksum(const std::string& text) {
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (const unsigned char c : text) hash = (hash ^ c) * 0x100000001b3u;
+    return str("checksum ", std::hex, hash);
+}
+
+// What times hold for: the table's first line.
+std::string timed_with() {
+    return device_name() + " " + blas_version();
+}
+
+std::string line_of(const GemmKey& k, const GemmPlan& plan) {
+    return str(k.M, ' ', k.N, ' ', k.K, ' ', k.ld_out, ' ', k.ld_a, ' ', k.ld_b, ' ', k.ld_aux, ' ',
+               dtype_name(k.dtype), ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ',
+               k.accumulate, ' ', EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ',
+               k.align_bias, ' ', k.align_aux, ' ',
+               plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ', plan.milliseconds);
+}
+
+bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
+    std::istringstream in(line);
+    std::string dtype, out_dtype, transposes, epilogue, bytes;
+    in >> k.M >> k.N >> k.K >> k.ld_out >> k.ld_a >> k.ld_b >> k.ld_aux >> dtype >> out_dtype >> transposes >>
+        k.accumulate >> epilogue >> k.align_out >> k.align_a >> k.align_b >> k.align_bias >> k.align_aux >> bytes >>
+        plan.milliseconds;
+    const auto parse_dtype = [](const std::string& name, DType& to) {
+        for (const DType d : DTYPES)
+            if (name == dtype_name(d)) return to = d, true;
+        return false;
+    };
+    const auto found = std::find(EPILOGUES.begin(), EPILOGUES.end(), epilogue);
+    if (!in || !(in >> std::ws).eof() || found == EPILOGUES.end() || transposes.size() != 2 ||
+        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0))
+        return false;
+    k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
+    k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
+    plan.possible = bytes != APART;
+    return parse_dtype(dtype, k.dtype) && parse_dtype(out_dtype, k.out_dtype) &&
+           (!plan.possible || parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm)));
+}
+
+}  // namespace
+
+std::string blas_version() {
+    const size_t version = cublasLtGetVersion();
+    return str("cuBLASLt ", version / 10000, ".", version / 100 % 100, ".", version % 100);
+}
+
+std::string blas_choices(const Blas& blas, bool used_only) {
+    std::string text = str(timed_with(), '\n', LEGEND, '\n');
+    for (const auto& [key, plan] : blas.plans)
+        if (plan.milliseconds >= 0 && (plan.used || !used_only)) text += line_of(key, plan) + '\n';
+    return text + checksum(text) + '\n';
+}
+
+bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
+    const char* op = "matmul_use_choices";
+    if (text.empty()) return true;
+    std::istringstream lines(text);
+    std::string line;
+    std::getline(lines, line);
+    if (line != timed_with()) return false;
+
+    const char* damaged = ": the table of GEMM algorithms is damaged; without it they are timed again";
+    const size_t last = text.rfind("checksum ");
+    require(last != std::string::npos && text.substr(last) == checksum(text.substr(0, last)) + '\n', op, damaged);
+    std::map<GemmKey, GemmPlan> adopted;  // all or nothing
+    while (std::getline(lines, line)) {
+        if (line[0] == '#' || line.rfind("checksum ", 0) == 0) continue;
+        GemmKey key;
+        GemmPlan listed;
+        require(parse_line(line, key, listed), op, damaged);
+        GemmPlan plan = describe(blas, op, key);
+        plan.possible = listed.possible, plan.algorithm = listed.algorithm, plan.milliseconds = listed.milliseconds;
+        plan.compared = true;
+        cublasLtMatmulHeuristicResult_t result{};
+        if (plan.possible)
+            require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
+                                            &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+                        result.workspaceSize <= blas.workspace_bytes,
+                    op, damaged);
+        adopted[key] = plan;
+    }
+    for (const auto& [key, plan] : adopted) {
+        GemmPlan& place = blas.plans[key];
+        const bool was_used = place.used;
+        place = plan;
+        place.used = was_used || used;
+    }
+    return true;
+}

@@ -1,0 +1,180 @@
+#include "runtime/device/device.h"
+
+#include <omp.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+Device backend_device() {
+    return Device::CPU;
+}
+
+const char* backend_name() {
+    return "cpu";
+}
+
+std::string device_name() {
+    return "";
+}
+
+std::string device_description() {
+    const int threads = omp_get_max_threads();
+    std::string text = str(threads, threads == 1 ? " thread" : " threads");
+#if defined(__x86_64__)
+    text += __builtin_cpu_supports("avx512f") ? ", AVX-512" : ", AVX2";
+    if (__builtin_cpu_supports("amx-tile")) text += ", AMX";
+#endif
+    return text;
+}
+
+int64_t device_count() {
+    return 1;
+}
+
+void use_device(int64_t) {}
+
+Stream create_stream() {
+    return {};
+}
+
+Stream create_side_stream() {
+    return {};
+}
+
+void destroy_stream(Stream) {}
+
+namespace {
+
+// The number after a word of a small system file ("MemAvailable:" of /proc/meminfo), or of the whole file if the word
+// is empty; -1 if there is none ("max").
+int64_t system_number(const std::string& path, const std::string& word) {
+    std::ifstream file(path);
+    for (std::string token; file >> token;) {
+        if (word.empty()) return token.find_first_not_of("0123456789") == std::string::npos ? std::stoll(token) : -1;
+        int64_t number;
+        if (token == word && file >> number) return number;
+    }
+    return -1;
+}
+
+}  // namespace
+
+int64_t device_memory_available() {
+    int64_t available = INT64_MAX;
+    auto limit = [&](int64_t bytes) {
+        if (bytes >= 0) available = std::min(available, bytes);
+    };
+    const int64_t free_kib = system_number("/proc/meminfo", "MemAvailable:");
+    if (free_kib >= 0) limit(free_kib * 1024);
+    const int64_t group_max = system_number("/sys/fs/cgroup/memory.max", "");
+    const int64_t group_used = system_number("/sys/fs/cgroup/memory.current", "");
+    // The group's page cache counts as used though it would be given back.
+    const int64_t group_cache = std::max<int64_t>(system_number("/sys/fs/cgroup/memory.stat", "file"), 0);
+    if (group_max >= 0 && group_used >= 0)
+        limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
+    rlimit address_space{};
+    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY)
+        limit(int64_t(address_space.rlim_cur));
+    return available;
+}
+
+int64_t device_overhead_bytes() {
+    return int64_t(32) << 20;
+}
+
+int64_t device_bytes_in_use() {
+    return 0;
+}
+
+int64_t device_chunk_bytes() {
+    return int64_t(64) << 20;
+}
+
+void* device_alloc(size_t bytes) {
+    // Arenas are read and written from end to end: huge pages spare them most page faults and TLB misses.
+    constexpr size_t HUGE_PAGE = size_t(2) << 20;
+    const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : 64;
+    // aligned_alloc wants a multiple of the alignment; no bytes still get an address of their own.
+    const size_t rounded = bytes == 0 ? alignment : (bytes + alignment - 1) / alignment * alignment;
+    void* data = rounded < bytes ? nullptr : std::aligned_alloc(alignment, rounded);
+    if (!data)
+        throw DeviceError(
+            str("device_alloc: cannot allocate ", bytes, " bytes of memory; use a smaller model, batch or context"));
+    if (alignment == HUGE_PAGE) madvise(data, rounded, MADV_HUGEPAGE);  // advice: nothing is lost where it isn't taken
+    return data;
+}
+
+void device_free(void* data) {
+    std::free(data);
+}
+
+void* host_alloc(size_t bytes) {
+    return device_alloc(bytes);
+}
+
+void host_free(void* data) {
+    device_free(data);
+}
+
+void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
+    if (bytes) std::memcpy(device, host, bytes);
+}
+
+void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
+    if (bytes) std::memcpy(host, device, bytes);
+}
+
+void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
+    copy_to_host(host, device, bytes, stream);
+}
+
+void device_copy(void* to, const void* from, size_t bytes, Stream) {
+    if (bytes) std::memcpy(to, from, bytes);
+}
+
+void device_fill(void* device, int byte, size_t bytes, Stream) {
+    if (bytes) std::memset(device, byte, bytes);
+}
+
+void synchronize(Stream) {}
+
+Event::Event() = default;
+Event::~Event() = default;
+
+void Event::record(Stream) {
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool Event::reached() const {
+    return true;
+}
+
+void Event::wait() const {}
+
+void Event::make_wait(Stream) const {}
+
+double elapsed_ms(const Event& from, const Event& to) {
+    return (to.seconds - from.seconds) * 1e3;
+}
+
+Graph::~Graph() = default;
+
+bool Graph::begin(Stream) {
+    return false;
+}
+
+void Graph::end(Stream) {}
+void Graph::abandon(Stream) {}
+void Graph::launch(Stream) {}
+
+bool graphs_replay() {
+    return false;
+}
+
+void profiler_start() {}
+void profiler_stop() {}

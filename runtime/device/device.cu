@@ -1,0 +1,246 @@
+#include "runtime/device/device.h"
+
+#include <cuda_profiler_api.h>
+
+#include <algorithm>
+
+#include "runtime/device/blas.h"
+#include "runtime/device/cuda_check.h"
+
+Device backend_device() {
+    return Device::CUDA;
+}
+
+const char* backend_name() {
+    return "cuda";
+}
+
+namespace {
+
+cudaDeviceProp properties(const char* op) {
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), op);
+    cudaDeviceProp p;
+    cuda_check(cudaGetDeviceProperties(&p, device), op);
+    return p;
+}
+
+cudaEvent_t cuda_event(void* handle) {
+    return static_cast<cudaEvent_t>(handle);
+}
+
+}  // namespace
+
+std::string device_name() {
+    return properties("device_name").name;
+}
+
+std::string device_description() {
+    const cudaDeviceProp p = properties("device_description");
+    return str(p.name, ", ", p.multiProcessorCount, " SMs, sm_", p.major, p.minor, ", ", p.totalGlobalMem >> 30,
+               " GiB");
+}
+
+int64_t device_count() {
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status == cudaErrorNoDevice) {
+        cudaGetLastError();
+        return 0;
+    }
+    cuda_check(status, "device_count");
+    return count;
+}
+
+void use_device(int64_t index) {
+    cuda_check(cudaSetDevice(int(index)), "use_device");
+}
+
+// An ordinary stream: it keeps its order with the default stream, which Stream{} stands for.
+Stream create_stream() {
+    cudaStream_t handle = nullptr;
+    cuda_check(cudaStreamCreate(&handle), "create_stream");
+    try {
+        return {handle, create_blas()};
+    } catch (...) {
+        cudaStreamDestroy(handle);
+        throw;
+    }
+}
+
+Stream create_side_stream() {
+    cudaStream_t handle = nullptr;
+    cuda_check(cudaStreamCreate(&handle), "create_side_stream");
+    return {handle, nullptr};
+}
+
+void destroy_stream(Stream stream) {
+    if (stream.handle) cudaStreamSynchronize(cuda_stream(stream));
+    if (stream.blas) destroy_blas(stream.blas);
+    if (stream.handle) cudaStreamDestroy(cuda_stream(stream));
+}
+
+int64_t device_memory_available() {
+    size_t free_bytes = 0, total_bytes = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "device_memory_available");
+    return int64_t(free_bytes);
+}
+
+// By the time anybody asks for free memory the context is there (527 MiB on an H100 with CUDA 13) and no longer counted
+// as free. What comes later is code that is loaded at its first launch: kernels a few MiB, libraries more.
+int64_t device_overhead_bytes() {
+    return int64_t(64) << 20;
+}
+
+int64_t device_bytes_in_use() {
+    size_t free_bytes = 0, total_bytes = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "device_bytes_in_use");
+    return int64_t(total_bytes - free_bytes);
+}
+
+int64_t device_chunk_bytes() {
+    return int64_t(1) << 30;
+}
+
+// cudaMalloc aligns to 256 bytes.
+void* device_alloc(size_t bytes) {
+    void* data = nullptr;
+    const cudaError_t status = cudaMalloc(&data, std::max<size_t>(bytes, 1));
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();  // it is reported here and must not meet the next launch
+        throw DeviceError(str("device_alloc: cannot allocate ", bytes, " bytes of GPU memory (",
+                              device_memory_available(), " are free); use a smaller model, batch or context"));
+    }
+    cuda_check(status, "device_alloc");
+    return data;
+}
+
+// Called by destructors, so it reports nothing: what a failed kernel left behind is thrown where somebody waits for it.
+void device_free(void* data) {
+    cudaFree(data);
+}
+
+void* host_alloc(size_t bytes) {
+    void* data = nullptr;
+    const cudaError_t status = cudaMallocHost(&data, std::max<size_t>(bytes, 1));
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw DeviceError(str("host_alloc: cannot allocate ", bytes,
+                              " bytes of page-locked host memory; lower --batch-size or "
+                              "--seq-len, or free memory of the host"));
+    }
+    cuda_check(status, "host_alloc");
+    return data;
+}
+
+void host_free(void* data) {
+    cudaFreeHost(data);
+}
+
+void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda_stream(stream)), "copy_to_device");
+}
+
+void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host");
+    cuda_check(cudaStreamSynchronize(cuda_stream(stream)), "copy_to_host");
+}
+
+void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host_async");
+}
+
+void device_copy(void* to, const void* from, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "device_copy");
+}
+
+void device_fill(void* device, int byte, size_t bytes, Stream stream) {
+    if (bytes == 0) return;
+    cuda_check(cudaMemsetAsync(device, byte, bytes, cuda_stream(stream)), "device_fill");
+}
+
+void synchronize(Stream stream) {
+    cuda_check(cudaStreamSynchronize(cuda_stream(stream)), "synchronize");
+}
+
+Event::Event() {
+    cudaEvent_t event = nullptr;
+    cuda_check(cudaEventCreate(&event), "Event");
+    handle = event;
+}
+
+Event::~Event() {
+    if (handle) cudaEventDestroy(cuda_event(handle));
+}
+
+void Event::record(Stream stream) {
+    cuda_check(cudaEventRecord(cuda_event(handle), cuda_stream(stream)), "Event::record");
+}
+
+bool Event::reached() const {
+    const cudaError_t status = cudaEventQuery(cuda_event(handle));
+    if (status != cudaErrorNotReady) cuda_check(status, "Event::reached");
+    return status == cudaSuccess;
+}
+
+void Event::wait() const {
+    cuda_check(cudaEventSynchronize(cuda_event(handle)), "Event::wait");
+}
+
+void Event::make_wait(Stream stream) const {
+    cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), 0), "Event::hold");
+}
+
+double elapsed_ms(const Event& from, const Event& to) {
+    float ms = 0;
+    cuda_check(cudaEventElapsedTime(&ms, cuda_event(from.handle), cuda_event(to.handle)), "elapsed_ms");
+    return ms;
+}
+
+Graph::~Graph() {
+    if (executable) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable));
+}
+
+// Only this thread's calls are held to what a recording allows.
+bool Graph::begin(Stream stream) {
+    cuda_check(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeThreadLocal), "Graph::begin");
+    return true;
+}
+
+void Graph::end(Stream stream) {
+    cudaGraph_t graph = nullptr;
+    cuda_check(cudaStreamEndCapture(cuda_stream(stream), &graph), "Graph::end");
+    cudaGraphExec_t exec = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
+    cudaGraphDestroy(graph);
+    cuda_check(status, "Graph::end");
+    executable = exec;
+    cuda_check(cudaGraphUpload(exec, cuda_stream(stream)), "Graph::end");
+}
+
+void Graph::abandon(Stream stream) {
+    cudaGraph_t graph = nullptr;
+    cudaStreamEndCapture(cuda_stream(stream), &graph);
+    if (graph) cudaGraphDestroy(graph);
+    cudaGetLastError();  // what broke the recording is already being thrown
+}
+
+void Graph::launch(Stream stream) {
+    cuda_check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(executable), cuda_stream(stream)), "Graph::launch");
+}
+
+bool graphs_replay() {
+    return true;
+}
+
+void profiler_start() {
+    cuda_check(cudaProfilerStart(), "profiler_start");
+}
+
+void profiler_stop() {
+    cuda_check(cudaProfilerStop(), "profiler_stop");
+}

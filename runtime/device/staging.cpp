@@ -1,0 +1,32 @@
+#include "runtime/device/staging.h"
+
+#include <cstring>
+
+Staging::Staging(int64_t bytes, int slots)
+    : slot_bytes(bytes), memory(host_alloc(size_t(bytes) * size_t(slots)), host_free), read(size_t(slots)) {}
+
+// The device may still be reading.
+Staging::~Staging() {
+    try {
+        if (used) synchronize(stream);
+        for (const Event& event : read) event.wait();
+    } catch (const Error&) {  // a destructor has nobody to tell
+    }
+}
+
+void Staging::next() {
+    if (used) read[slot].record(stream);
+    slot = (slot + 1) % read.size();
+    used = 0;
+    read[slot].wait();
+}
+
+void Staging::put(void* device, const void* host, int64_t bytes, Stream to) {
+    require(bytes <= slot_bytes - used, "staging: a slot of ", slot_bytes, " bytes holds ", used, " and is given ",
+            bytes, " more");
+    char* const place = static_cast<char*>(memory.get()) + int64_t(slot) * slot_bytes + used;
+    std::memcpy(place, host, size_t(bytes));
+    copy_to_device(device, place, size_t(bytes), to);
+    stream = to;
+    used += bytes;
+}

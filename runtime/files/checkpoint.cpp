@@ -1,0 +1,547 @@
+#include "runtime/files/checkpoint.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <set>
+#include <system_error>
+
+#include "runtime/files/convert.h"
+#include "runtime/files/files.h"
+#include "runtime/files/safetensors.h"
+
+using nlohmann::json;
+
+namespace {
+
+constexpr const char* WEIGHTS = "model.safetensors";
+constexpr const char* WEIGHTS_INDEX = "model.safetensors.index.json";
+
+bool starts_with(const std::string& text, const std::string& start) {
+    return text.compare(0, start.size(), start) == 0;
+}
+
+bool ends_with(const std::string& text, const std::string& end) {
+    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
+}
+
+std::string parent_of(const std::string& path) {
+    const std::string parent = std::filesystem::path(path).parent_path().string();
+    return parent.empty() ? "." : parent;
+}
+
+// Tensor names without the prefix that a file may or may not have.
+std::string bare_name(const std::string& name) {
+    for (const char* prefix : {"transformer.", "model."}) {
+        if (starts_with(name, prefix)) return name.substr(std::strlen(prefix));
+    }
+    return name;
+}
+
+// Tensors that old versions of transformers saved though they hold no weights: causal masks and RoPE frequencies.
+bool is_buffer(const std::string& name) {
+    for (const char* end : {".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"}) {
+        if (ends_with(name, end)) return true;
+    }
+    return false;
+}
+
+std::string shape_string(const std::vector<int64_t>& shape) {
+    std::string text = "[";
+    for (size_t i = 0; i < shape.size(); i++) text += str(i ? ", " : "", shape[i]);
+    return text + "]";
+}
+
+// Where each tensor of a model directory is, by its bare name.
+struct WeightFiles {
+    struct Place {
+        const SafetensorsFile* file;
+        std::string name;
+        Tensor tensor() const { return file->tensor(name); }
+        std::string where() const { return str(file->path(), ": tensor ", name); }
+    };
+    std::vector<std::unique_ptr<SafetensorsFile>> files;
+    std::map<std::string, Place> places;
+
+    void add(const std::string& path) {
+        files.push_back(std::make_unique<SafetensorsFile>(path));
+        for (const auto& [name, entry] : files.back()->entries()) {
+            const auto [place, added] = places.insert({bare_name(name), {files.back().get(), name}});
+            require(added, path, ": tensor ", name, " is there twice (", place->second.where(), "); remove one");
+        }
+    }
+};
+
+WeightFiles open_weights(const std::string& directory) {
+    WeightFiles weights;
+    const std::string single = join_path(directory, WEIGHTS), index = join_path(directory, WEIGHTS_INDEX);
+    if (path_exists(single)) {
+        weights.add(single);
+        return weights;
+    }
+    require(path_exists(index), directory, ": holds neither ", WEIGHTS, " nor ", WEIGHTS_INDEX,
+            "; save the model in safetensors format");
+    const json content = read_json(index);
+    const bool has_map = content.contains("weight_map") && content["weight_map"].is_object();
+    require(has_map, index, ": key 'weight_map' is missing or not an object; the file is damaged");
+    std::set<std::string> shards;
+    for (const auto& [name, shard] : content["weight_map"].items()) {
+        require(shard.is_string() && shard.get<std::string>().find('/') == std::string::npos, index,
+                ": key 'weight_map' gives no file name for ", name);
+        shards.insert(shard.get<std::string>());
+    }
+    for (const std::string& shard : shards) weights.add(join_path(directory, shard));
+    for (const auto& [name, shard] : content["weight_map"].items()) {
+        const auto place = weights.places.find(bare_name(name));
+        require(place != weights.places.end() && place->second.file->path() == join_path(directory, shard), index,
+                ": key 'weight_map' says that ", name, " is in ", shard.get<std::string>(), ", but it is not");
+    }
+    return weights;
+}
+
+std::vector<int64_t> piece_shape(const Param& p, const Piece& piece) {
+    if (p.cols == 0) return {piece.rows};
+    if (piece.transposed) return {p.cols, piece.rows};
+    return {piece.rows, p.cols};
+}
+
+void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where) {
+    require(arenas.fits(table), where, ": the arena is ", dtype_name(arenas.weights.data.dtype), " ",
+            shape_string(arenas.weights.data), ", expected fp32 [", table.total,
+            "], or 16-bit weights beside fp32 ones");
+}
+
+// dst [cols, rows] = src [rows, cols] transposed, in blocks that stay in the first-level cache.
+void transpose(float* dst, const float* src, int64_t rows, int64_t cols) {
+    constexpr int64_t BLOCK = 32, PARALLEL_FROM = 1 << 16;  // elements; starting threads costs more below
+#pragma omp parallel for collapse(2) schedule(static) if (rows * cols >= PARALLEL_FROM)
+    for (int64_t r0 = 0; r0 < rows; r0 += BLOCK) {
+        for (int64_t c0 = 0; c0 < cols; c0 += BLOCK) {
+            const int64_t r1 = std::min(r0 + BLOCK, rows), c1 = std::min(c0 + BLOCK, cols);
+            for (int64_t c = c0; c < c1; c++) {
+                for (int64_t r = r0; r < r1; r++) dst[c * rows + r] = src[r * cols + c];
+            }
+        }
+    }
+}
+
+// A tied model has no head of its own. A file that stores one all the same must store the embedding again: transformers
+// 4 would take the embedding, transformers 5 the stored head, so a difference means that the config is wrong.
+void check_tied_head(const WeightFiles::Place& head, const WeightFiles::Place& embedding) {
+    const Tensor a = head.tensor(), b = embedding.tensor();
+    const bool same =
+        a.dtype == b.dtype && shape_string(a) == shape_string(b) && std::memcmp(a.data, b.data, size_t(a.bytes())) == 0;
+    require(same, head.where(),
+            ": differs from the token embedding, though the config ties the two; set "
+            "tie_word_embeddings to false in config.json");
+}
+
+constexpr const char* STEP_PREFIX = "step_";
+
+// ".tmp-step_00001000-4711": an unfinished directory and the process that writes it.
+std::string temporary_prefix(const std::string& name) {
+    return ".tmp-" + name + "-";
+}
+constexpr const char* REMOVED_PREFIX = ".old-";
+
+bool process_lives(const std::string& pid) {
+    if (pid.empty() || pid.size() > 9 || pid.find_first_not_of("0123456789") != std::string::npos)
+        return true;  // not ours
+    const pid_t id = pid_t(std::stol(pid));
+    return id != ::getpid() && (::kill(id, 0) == 0 || errno == EPERM);
+}
+
+void remove_tree(const std::string& path) {
+    std::error_code error;
+    std::filesystem::remove_all(path, error);
+    require(!error, path, ": cannot remove: ", error.message());
+}
+
+void rename_directory(const std::string& from, const std::string& to) {
+    const bool renamed = ::rename(from.c_str(), to.c_str()) == 0;  // before errno is looked at
+    require(renamed, from, ": cannot rename to ", to, ": ", std::strerror(errno));
+}
+
+bool is_complete(const std::string& directory) {
+    for (const char* name : {"config.json", "state.safetensors", "trainer.json"}) {
+        if (!path_exists(join_path(directory, name))) return false;
+    }
+    return path_exists(join_path(directory, WEIGHTS)) || path_exists(join_path(directory, WEIGHTS_INDEX));
+}
+
+}  // namespace
+
+// Finding models and checkpoints.
+
+int64_t checkpoint_step(const std::string& name) {
+    if (!starts_with(name, STEP_PREFIX)) return -1;
+    const std::string digits = name.substr(std::strlen(STEP_PREFIX));
+    const bool number = digits.find_first_not_of("0123456789") == std::string::npos;
+    // Eight digits, zeros in front; more where the steps need them.
+    if (!number || digits.size() < 8 || digits.size() > 18 || (digits.size() > 8 && digits[0] == '0')) return -1;
+    return std::stoll(digits);
+}
+
+std::vector<std::string> list_checkpoints(const std::string& run_dir) {
+    std::vector<std::string> names;
+    for (const std::string& name : list_directory(run_dir)) {
+        if (checkpoint_step(name) >= 0 && is_complete(join_path(run_dir, name))) names.push_back(name);
+    }
+    std::sort(names.begin(), names.end(),
+              [](const std::string& a, const std::string& b) { return checkpoint_step(a) < checkpoint_step(b); });
+    return names;
+}
+
+ModelSource find_model(const std::string& name) {
+    ModelSource source;
+    source.name = name;
+    source.original_config = json::object();
+    if (preset(name, source.config)) return source;
+
+    std::string presets;
+    for (const std::string& p : preset_names()) presets += (presets.empty() ? "" : ", ") + p;
+    require(path_exists(name), name, ": no such model; name a model directory, a run directory or one of ", presets);
+    require(is_directory(name), name, ": is a file; name the directory that holds the model's config.json");
+    source.directory = name;
+    if (!path_exists(join_path(name, "config.json"))) {
+        const std::vector<std::string> checkpoints = list_checkpoints(name);
+        require(!checkpoints.empty(), name, ": holds neither a config.json nor a complete checkpoint; name a model ",
+                "directory, a run directory or one of ", presets);
+        source.directory = join_path(name, checkpoints.back());
+    }
+    const std::string config_path = join_path(source.directory, "config.json");
+    source.original_config = read_json(config_path);
+    source.config = config_from_json(source.original_config, config_path);
+    return source;
+}
+
+// Weights.
+
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table) {
+    const auto weights = std::make_shared<const WeightFiles>(open_weights(directory));
+
+    std::set<std::string> wanted;
+    for (const Param& p : table.params) {
+        for (const Piece& piece : p.pieces) {
+            const auto place = weights->places.find(bare_name(piece.name));
+            require(place != weights->places.end(), directory, ": tensor ", piece.name,
+                    " is missing from the weights; the files are incomplete or config.json describes another model");
+            const SafetensorsEntry& entry = place->second.file->entries().at(place->second.name);
+            const std::vector<int64_t> expected = piece_shape(p, piece);
+            require(entry.shape == expected, place->second.where(), ": shape ", shape_string(entry.shape),
+                    ", expected ", shape_string(expected), "; the file does not belong to this config.json");
+            const bool floats = entry.dtype == DType::F32 || entry.dtype == DType::F64 || entry.dtype == DType::BF16 ||
+                                entry.dtype == DType::F16;
+            require(floats, place->second.where(), ": is ", dtype_name(entry.dtype),
+                    "; weights must be F32, BF16 or F16");
+            wanted.insert(bare_name(piece.name));
+        }
+    }
+    for (const auto& [name, place] : weights->places) {
+        if (wanted.count(name) || is_buffer(name)) continue;
+        const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].pieces.empty();
+        require(tied_head, place.where(),
+                ": this model has no such tensor; the file does not belong to this config.json");
+        check_tied_head(place, weights->places.at(bare_name(table.params[0].pieces[0].name)));
+    }
+
+    const auto fetch = [weights](const Param& p, std::vector<float>& buffer) {
+        buffer.assign(size_t(p.padded_numel()), 0.0f);
+        std::vector<float> staging;
+        for (const Piece& piece : p.pieces) {
+            const WeightFiles::Place& place = weights->places.at(bare_name(piece.name));
+            const Tensor stored = place.tensor();
+            float* dst = buffer.data() + piece.row * p.row_size();
+            if (piece.transposed && p.cols) {
+                staging.resize(size_t(stored.numel()));
+                convert_to_float(staging.data(), stored.data, stored.dtype, stored.numel());
+                transpose(dst, staging.data(), p.cols, piece.rows);
+            } else {
+                convert_to_float(dst, stored.data, stored.dtype, stored.numel());
+            }
+            place.file->release(place.name);
+        }
+        return static_cast<const float*>(buffer.data());
+    };
+    const bool any = !table.params.empty() && !table.params[0].pieces.empty();
+    const DType dtype = any ? weights->places.at(bare_name(table.params[0].pieces[0].name)).tensor().dtype : DType::F32;
+    return {fetch, dtype};
+}
+
+void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
+    check_arenas(table, arenas, directory);
+    const WeightSource weights = open_weight_source(directory, table);  // all checked before the first is copied
+    std::vector<float> buffer;
+    for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
+}
+
+namespace {
+
+// One writer makes the file, then the others open it.
+void start(SafetensorsWriter& file, const Writers& writers) {
+    if (writers.rank == 0) file.begin();
+    writers.barrier();
+    if (writers.rank != 0) file.join();
+}
+
+}  // namespace
+
+void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
+    check_arenas(table, arenas, path);
+    const auto fetch = [&](const Param& p, std::vector<float>& buffer) { return arenas.fetch(p, buffer); };
+    save_weights(path, table, FetchParam(fetch), dtype);
+}
+
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
+                  const Writers& writers) {
+    require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
+            dtype_name(dtype), "; use fp32, bf16 or fp16");
+    SafetensorsWriter writer(path);
+    for (const Param& p : table.params) {
+        for (const Piece& piece : p.pieces) writer.declare(piece.name, dtype, piece_shape(p, piece));
+    }
+    start(writer, writers);
+    std::vector<float> buffer, transposed;
+    std::vector<char> converted;
+    size_t tensor = 0;
+    for (const Param& p : table.params) {
+        const bool mine = p.group % writers.count == writers.rank;
+        const float* const values = mine ? fetch(p, buffer) : nullptr;
+        for (const Piece& piece : p.pieces) {
+            const size_t number = tensor++;
+            if (!mine) continue;
+            writer.seek(number, 0);
+            const float* src = values + piece.row * p.row_size();
+            const int64_t n = piece.rows * p.row_size();
+            if (piece.transposed && p.cols) {
+                transposed.resize(size_t(n));
+                transpose(transposed.data(), src, piece.rows, p.cols);
+                src = transposed.data();
+            }
+            if (dtype == DType::F32) {
+                writer.write(src, n * dtype_size(dtype));
+            } else {
+                converted.resize(size_t(n * dtype_size(dtype)));
+                convert_from_float(converted.data(), dtype, src, n);
+                writer.write(converted.data(), int64_t(converted.size()));
+            }
+        }
+    }
+    writer.finish();
+}
+
+// Training state.
+
+namespace {
+
+struct StatePart {
+    const char* prefix;
+    WeightArenas arenas;
+};
+
+std::vector<StatePart> state_parts(const TrainingArenas& arenas) {
+    return {{"params/", arenas.params}, {"m/", arenas.m}, {"v/", arenas.v}};
+}
+
+std::vector<int64_t> param_shape(const Param& p) {
+    return p.cols ? std::vector<int64_t>{p.rows, p.cols} : std::vector<int64_t>{p.rows};
+}
+
+}  // namespace
+
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
+                const Writers& writers) {
+    SafetensorsWriter writer(path);
+    for (const auto& [prefix, arena] : state_parts(arenas)) {
+        check_arenas(table, arena, path);
+        for (const Param& p : table.params) writer.declare(prefix + p.name, DType::F32, param_shape(p));
+    }
+    start(writer, writers);
+    std::vector<float> buffer;
+    ParamArena mine;  // which elements, not where
+    mine.part = writers.rank, mine.parts = writers.count;
+    size_t tensor = 0;
+    for (const auto& [prefix, arena] : state_parts(arenas)) {
+        for (const Param& p : table.params) {
+            const size_t number = tensor++;
+            const ParamArena::Span own = mine.span(p, 0, p.numel());
+            if (!own.count) continue;
+            const ParamArena& exact = arena.exact(p);
+            const ParamArena::Span held = exact.span(p, own.begin, own.count);
+            require(held.count == own.count, path, ": this rank lacks a part of ", prefix, p.name);
+            writer.seek(number, own.begin * dtype_size(DType::F32));
+            writer.write(fetch_values(exact.elements(held), buffer), own.count * dtype_size(DType::F32));
+        }
+    }
+    writer.finish();
+}
+
+FetchParam state_weights(const std::string& path) {
+    const auto file = std::make_shared<const SafetensorsFile>(path);
+    return [file](const Param& p, std::vector<float>& buffer) {
+        const std::string name = "params/" + p.name;
+        const Tensor stored = file->tensor(name);
+        buffer.assign(size_t(p.padded_numel()), 0.0f);
+        convert_to_float(buffer.data(), stored.data, stored.dtype, stored.numel());
+        file->release(name);
+        return static_cast<const float*>(buffer.data());
+    };
+}
+
+void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
+    const SafetensorsFile file(path);
+    for (const auto& [prefix, arena] : state_parts(arenas)) {
+        check_arenas(table, arena, path);
+        for (const Param& p : table.params) {
+            const auto entry = file.entries().find(prefix + p.name);
+            require(entry != file.entries().end(), path, ": tensor ", prefix, p.name,
+                    " is missing; the state is of another model");
+            require(entry->second.dtype == DType::F32 && entry->second.shape == param_shape(p), path, ": tensor ",
+                    prefix, p.name, " is ", dtype_name(entry->second.dtype), " ", shape_string(entry->second.shape),
+                    ", expected fp32 ", shape_string(param_shape(p)), "; the state is of another model");
+        }
+    }
+    require(file.entries().size() == 3 * table.params.size(), path, ": holds ", file.entries().size(),
+            " tensors, expected ", 3 * table.params.size(), "; the state is of another model");
+    std::vector<float> values;
+    for (const auto& [prefix, arena] : state_parts(arenas)) {
+        for (const Param& p : table.params) {
+            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());
+            if (!count) continue;
+            const Tensor stored = file.tensor(prefix + p.name);
+            values.assign(size_t(count), 0.0f);
+            const int64_t there = std::clamp<int64_t>(stored.numel() - begin, 0, count);  // the rest is padding
+            convert_to_float(values.data(), static_cast<const char*>(stored.data) + begin * dtype_size(DType::F32),
+                             DType::F32, there);
+            file.release(prefix + p.name);
+            arena.store(p, values.data(), begin, count);
+        }
+    }
+}
+
+// Directories.
+
+AtomicDirectory::AtomicDirectory(const std::string& path) : final_path(path) {
+    while (final_path.size() > 1 && final_path.back() == '/') final_path.pop_back();
+    require(!path_exists(final_path), final_path, ": exists already; choose another name or remove it");
+    const std::string parent = parent_of(final_path), name = std::filesystem::path(final_path).filename().string();
+    const std::string prefix = temporary_prefix(name);
+    for (const std::string& entry : list_directory(parent)) {
+        const bool leftover = starts_with(entry, prefix) && !process_lives(entry.substr(prefix.size()));
+        if (leftover) remove_tree(join_path(parent, entry));
+    }
+    temporary = join_path(parent, prefix + std::to_string(::getpid()));
+    const bool made = ::mkdir(temporary.c_str(), 0777) == 0;
+    require(made, temporary, ": cannot create the directory: ", std::strerror(errno));
+}
+
+AtomicDirectory::~AtomicDirectory() {
+    std::error_code ignored;  // a destructor has nobody to tell
+    if (!committed) std::filesystem::remove_all(temporary, ignored);
+}
+
+void AtomicDirectory::commit() {
+    // The writers of files flush them; whoever else put one here may not have.
+    for (const std::string& name : list_directory(temporary)) {
+        const std::string path = join_path(temporary, name);
+        const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        require(fd >= 0, path, ": cannot open: ", std::strerror(errno));
+        const int error = ::fsync(fd) == 0 ? 0 : errno;
+        ::close(fd);
+        require(error == 0, path, ": cannot flush: ", std::strerror(error));
+    }
+    flush_directory(temporary);
+    require(!path_exists(final_path), final_path, ": exists already; choose another name or remove it");
+    rename_directory(temporary, final_path);
+    committed = true;
+    flush_directory(parent_of(final_path));
+}
+
+void save_model_files(const std::string& directory, const ModelConfig& config, const json& original_config,
+                      const std::vector<std::string>& carry_from) {
+    write_json(join_path(directory, "config.json"), config_to_json(config, original_config));
+    const std::set<std::string> carried = {"tokenizer.json", "tokenizer_config.json", "generation_config.json",
+                                           "special_tokens_map.json"};
+    for (const std::string& source : carry_from) {
+        if (source.empty()) continue;
+        for (const std::string& name : list_directory(source)) {
+            const std::string from = join_path(source, name), to = join_path(directory, name);
+            const bool wanted = carried.count(name) || starts_with(name, "chat_template.");
+            if (wanted && !is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
+        }
+    }
+}
+
+void write_json(const std::string& path, const json& value) {
+    write_file(path, value.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
+}
+
+json read_json(const std::string& path) {
+    const std::string text = read_file(path, int64_t(1) << 28);
+    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // what walks the values later is recursive
+        require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
+        return true;
+    };
+    json object;
+    try {
+        object = json::parse(text, limit_depth);
+    } catch (const json::parse_error& e) {
+        throw Error(str(path, ": broken JSON at byte ", e.byte, "; the file is damaged"));
+    } catch (const json::exception&) {
+        throw Error(str(path, ": holds a number out of range; the file is damaged"));
+    }
+    require(object.is_object(), path, ": JSON, but no object; the file is damaged");
+    return object;
+}
+
+int64_t trained_seq_len(const std::string& directory) {
+    const std::string path = join_path(directory, "trainer.json");
+    if (!path_exists(path)) return 0;
+    const json length = read_json(path).value("seq_len", json());
+    require(length.is_number_integer(), path, ": seq_len is missing or no whole number; the file is damaged");
+    return length;
+}
+
+std::string best_checkpoint(const std::string& run_dir) {
+    std::string best;
+    double lowest = INFINITY;
+    for (const std::string& name : list_checkpoints(run_dir)) {
+        const json trainer = read_json(join_path(join_path(run_dir, name), "trainer.json"));
+        const json loss = trainer.value("val_loss", json());
+        if (loss.is_number() && loss.get<double>() < lowest) {
+            lowest = loss.get<double>();
+            best = name;
+        }
+    }
+    return best;
+}
+
+void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {
+    require(keep >= 1, run_dir, ": cannot keep ", keep, " checkpoints; keep at least 1");
+    // What a killed process left behind: unfinished checkpoints, and old ones that it was about to remove.
+    for (const std::string& name : list_directory(run_dir)) {
+        const size_t dash = name.find_last_of('-');
+        const bool unfinished = starts_with(name, ".tmp-") && dash > 5 && dash != std::string::npos &&
+                                checkpoint_step(name.substr(5, dash - 5)) >= 0 && !process_lives(name.substr(dash + 1));
+        const bool removed =
+            starts_with(name, REMOVED_PREFIX) && checkpoint_step(name.substr(std::strlen(REMOVED_PREFIX))) >= 0;
+        if (unfinished || removed) remove_tree(join_path(run_dir, name));
+    }
+    std::vector<std::string> names = list_checkpoints(run_dir);
+    names.resize(size_t(std::max<int64_t>(0, int64_t(names.size()) - keep)));
+    for (const std::string& name : names) {
+        if (name == spare) continue;
+        const std::string removed = join_path(run_dir, REMOVED_PREFIX + name);
+        rename_directory(join_path(run_dir, name), removed);
+        flush_directory(run_dir);
+        remove_tree(removed);
+    }
+}

@@ -1,0 +1,75 @@
+// Files, checked: whole reads, memory maps, writes that are flushed, and .npy arrays.
+// Errors name the path, what went wrong (the system's words) and, where there is one, the remedy.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "runtime/device/tensor.h"
+
+// Whole file as bytes. A missing file, a directory or an unreadable file is an Error. limit: a larger file is an Error.
+std::string read_file(const std::string& path, int64_t limit = int64_t(1) << 32);
+
+// Creates or replaces path, flushed to disk. The old file stays until the new one is complete (written beside,
+// renamed).
+void write_file(const std::string& path, std::string_view bytes);
+
+// A read-only memory map of a whole file.
+class MappedFile {
+  public:
+    explicit MappedFile(const std::string& path);
+    ~MappedFile();
+    MappedFile(MappedFile&& other) noexcept;
+    MappedFile(const MappedFile&) = delete;
+    MappedFile& operator=(const MappedFile&) = delete;
+    const char* data() const { return bytes; }
+    int64_t size() const { return length; }
+    const std::string& path() const { return name; }
+    // Whoever is done with these bytes lets the system have their memory; reading them again is only slower.
+    void release(int64_t begin, int64_t count) const;
+
+  private:
+    std::string name;
+    char* bytes = nullptr;
+    int64_t length = 0;
+};
+
+// A file being written front to back. Every write is checked; finish() flushes to disk. Not atomic by itself: write
+// into an AtomicDirectory.
+class FileWriter {
+  public:
+    // shown_as: the name in errors, where path is a temporary one. Existing: another process made the file, and its
+    // bytes stay.
+    enum class Open : uint8_t { Create, Existing };
+    explicit FileWriter(const std::string& path, const std::string& shown_as = "", Open how = Open::Create);
+    ~FileWriter();
+    FileWriter(const FileWriter&) = delete;
+    FileWriter& operator=(const FileWriter&) = delete;
+    void seek(int64_t offset);  // where the next bytes go
+    void write(const void* data, int64_t bytes);
+    void finish();
+
+  private:
+    std::string name;
+    int fd = -1;
+};
+
+void make_directories(const std::string& path);  // parents too; fine if it exists as a directory
+void flush_directory(const std::string& path);   // fsync, so that a rename in it survives a power cut
+bool path_exists(const std::string& path);
+bool is_directory(const std::string& path);
+std::string join_path(const std::string& directory, const std::string& name);
+std::vector<std::string> list_directory(const std::string& path);  // names, sorted, without . and ..
+std::vector<std::string> glob_files(const std::string& pattern);   // paths, sorted; empty if none match
+std::string glob_escape(const std::string& text);                  // a pattern that matches exactly these characters
+
+// .npy version 1.0, little endian, C order; fp32, fp64 and int32. The tensor is on the host.
+void write_npy(const std::string& path, const Tensor& t);
+struct NpyArray {
+    DType dtype;
+    std::vector<int64_t> shape;
+    std::string bytes;
+    Tensor tensor();
+};
+NpyArray read_npy(const std::string& path);

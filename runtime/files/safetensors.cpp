@@ -1,0 +1,228 @@
+#include "runtime/files/safetensors.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+
+using nlohmann::json;
+
+namespace {
+
+constexpr int64_t MAX_HEADER = 100'000'000;  // the safetensors project's limit
+
+struct DTypeName {
+    const char* name;
+    DType dtype;
+};
+// The first name of a dtype is the one written. Masks stored as BOOL are bytes of 0 and 1.
+constexpr DTypeName DTYPES[] = {{"F32", DType::F32}, {"F64", DType::F64}, {"BF16", DType::BF16},
+                                {"F16", DType::F16}, {"I32", DType::I32}, {"I64", DType::I64},
+                                {"U16", DType::U16}, {"U8", DType::U8},   {"BOOL", DType::U8}};
+
+// Text from a file as it may stand in an error: printable, on one line, not too long.
+std::string shown(const json& value) {
+    std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
+    if (text.size() > 120) text = text.substr(0, 120) + "…";
+    return text;
+}
+
+int64_t read_length(const std::string& path, const MappedFile& file) {
+    require(file.size() >= 8, path, ": is ", file.size(), " bytes, too short for a safetensors file");
+    uint64_t length = 0;
+    for (int i = 7; i >= 0; i--) length = length << 8 | uint8_t(file.data()[i]);
+    require(length <= uint64_t(MAX_HEADER), path, ": safetensors header of ", length, " bytes; at most ", MAX_HEADER,
+            " are allowed, the file is corrupt or of another kind");
+    require(int64_t(length) <= file.size() - 8, path, ": safetensors header of ", length,
+            " bytes is longer than the file (", file.size(), " bytes); the file is truncated or corrupt");
+    return int64_t(length);
+}
+
+// The JSON library keeps the last of two equal keys; here that would hide a tensor, so they are found while parsing.
+json parse_header(const std::string& path, const char* begin, const char* end) {
+    require(begin != end && *begin == '{', path, ": safetensors header does not start with '{'; the file is corrupt");
+    std::vector<std::set<std::string>> keys;  // of the objects that are open
+    const auto on_event = [&](int depth, json::parse_event_t event, json& value) {
+        // Deeper values mean nothing here, and what would show them in an error is recursive.
+        const bool closed = event == json::parse_event_t::array_end || event == json::parse_event_t::object_end;
+        require(!closed || depth <= 4, path, ": safetensors header is nested too deeply; the file is corrupt");
+        if (event == json::parse_event_t::object_start) keys.emplace_back();
+        if (event == json::parse_event_t::object_end) keys.pop_back();
+        if (event == json::parse_event_t::key) {
+            require(keys.back().insert(value.get<std::string>()).second, path, ": safetensors header names ",
+                    shown(value), " twice; the file is corrupt");
+        }
+        return true;
+    };
+    try {
+        return json::parse(begin, end, on_event);
+    } catch (const json::parse_error& e) {
+        throw Error(str(path, ": safetensors header is broken JSON at byte ", e.byte, "; the file is corrupt"));
+    } catch (const json::exception&) {
+        throw Error(str(path, ": safetensors header holds a number out of range; the file is corrupt"));
+    }
+}
+
+// A list of whole numbers ≥ 0, checked.
+std::vector<int64_t> read_numbers(const std::string& where, const json& tensor, const char* key) {
+    const auto list = tensor.find(key);
+    require(list != tensor.end() && list->is_array(), where, ": ", key,
+            " is missing or not a list; the file is corrupt");
+    std::vector<int64_t> numbers;
+    for (const json& value : *list) {
+        const bool valid =
+            value.is_number_unsigned() && value.get<uint64_t>() <= uint64_t(std::numeric_limits<int64_t>::max());
+        require(valid, where, ": ", key, " is ", shown(*list), ", not a list of sizes; the file is corrupt");
+        numbers.push_back(value.get<int64_t>());
+    }
+    return numbers;
+}
+
+SafetensorsEntry read_entry(const std::string& where, const json& tensor, int64_t data_bytes) {
+    require(tensor.is_object(), where, ": its entry is not a JSON object; the file is corrupt");
+    SafetensorsEntry entry;
+    const auto dtype = tensor.find("dtype");
+    require(dtype != tensor.end() && dtype->is_string(), where,
+            ": dtype is missing or not a string; the file is corrupt");
+    const auto* known =
+        std::find_if(std::begin(DTYPES), std::end(DTYPES), [&](const DTypeName& d) { return *dtype == d.name; });
+    require(known != std::end(DTYPES), where, ": dtype ", shown(*dtype),
+            " is not supported; convert the weights to F32, BF16 or F16");
+    entry.dtype = known->dtype;
+
+    entry.shape = read_numbers(where, tensor, "shape");
+    require(entry.shape.size() <= size_t(MAX_DIMS), where, ": has ", entry.shape.size(), " dimensions; at most ",
+            MAX_DIMS, " are supported");
+    const std::vector<int64_t> offsets = read_numbers(where, tensor, "data_offsets");
+    require(offsets.size() == 2, where, ": data_offsets has ", offsets.size(),
+            " numbers, expected 2; the file is corrupt");
+    entry.begin = offsets[0];
+    entry.end = offsets[1];
+    require(entry.begin <= entry.end && entry.end <= data_bytes, where, ": its data_offsets [", entry.begin, ", ",
+            entry.end, "] lie outside the ", data_bytes, " bytes of data; the file is truncated or corrupt");
+
+    // Strides are products that leave zeros out, so those must fit as well.
+    int64_t bytes = dtype_size(entry.dtype), stride = bytes;
+    for (const int64_t n : entry.shape) {
+        require(!__builtin_mul_overflow(stride, std::max<int64_t>(n, 1), &stride), where,
+                ": the size of its shape overflows 64 bits; the file is corrupt");
+        bytes *= n;
+    }
+    require(entry.end - entry.begin == bytes, where, ": its shape ", shown(tensor["shape"]), " takes ", bytes,
+            " bytes, its data_offsets say ", entry.end - entry.begin, "; the file is corrupt");
+    return entry;
+}
+
+}  // namespace
+
+SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
+    const int64_t header_bytes = read_length(path, file);
+    data_start = 8 + header_bytes;
+    const int64_t data_bytes = file.size() - data_start;
+    const json header = parse_header(path, file.data() + 8, file.data() + data_start);
+
+    for (const auto& [name, value] : header.items()) {
+        if (name == "__metadata__") {
+            require(value.is_object(), path, ": __metadata__ is not a JSON object; the file is corrupt");
+            for (const auto& [key, text] : value.items()) {
+                require(text.is_string(), path, ": __metadata__ ", shown(key), " is not a string; the file is corrupt");
+                meta[key] = text.get<std::string>();
+            }
+        } else {
+            table[name] = read_entry(str(path, ": tensor ", shown(name)), value, data_bytes);
+        }
+    }
+
+    // In the order of their offsets the tensors must follow one another from the first byte to the last.
+    std::vector<std::pair<const std::string*, const SafetensorsEntry*>> order;
+    for (const auto& [name, entry] : table) order.emplace_back(&name, &entry);
+    std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
+        return std::make_pair(a.second->begin, a.second->end) < std::make_pair(b.second->begin, b.second->end);
+    });
+    int64_t at = 0;
+    for (const auto& [name, entry] : order) {
+        require(entry->begin == at, path, ": tensor ", shown(*name), " starts at byte ", entry->begin,
+                " of the data, expected ", at, " (", entry->begin < at ? "overlap" : "hole", "); the file is corrupt");
+        at = entry->end;
+    }
+    require(at == data_bytes, path, ": its tensors take ", at, " bytes, the file holds ", data_bytes,
+            " bytes of data; the file is corrupt");
+}
+
+Tensor SafetensorsFile::tensor(const std::string& name) const {
+    const auto found = table.find(name);
+    require(found != table.end(), path(), ": there is no tensor ", shown(name));
+    const SafetensorsEntry& entry = found->second;
+    char* data = const_cast<char*>(file.data()) + data_start + entry.begin;  // a read-only map: writing faults
+    return make_tensor(data, entry.dtype, Device::CPU, entry.shape.data(), int(entry.shape.size()));
+}
+
+void SafetensorsFile::release(const std::string& name) const {
+    const auto found = table.find(name);
+    if (found != table.end()) file.release(data_start + found->second.begin, found->second.end - found->second.begin);
+}
+
+size_t SafetensorsWriter::declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape) {
+    require(!out, name, ": tensor ", tensor, " is declared after begin()");
+    int64_t bytes = dtype_size(dtype);
+    for (const int64_t n : shape) {
+        require(n >= 0 && !__builtin_mul_overflow(bytes, n, &bytes), name, ": tensor ", tensor,
+                ": its size is not valid");
+    }
+    table.push_back({tensor, {dtype, shape, total, total + bytes}});
+    require(!__builtin_add_overflow(total, bytes, &total), name, ": the size of the file overflows 64 bits");
+    return table.size() - 1;
+}
+
+std::string SafetensorsWriter::header() const {
+    require(!out, name, ": begin() was called twice");
+    json names = {{"__metadata__", {{"format", "pt"}}}};
+    for (const auto& [tensor, entry] : table) {
+        require(!names.contains(tensor), name, ": tensor ", tensor, " is declared twice");
+        const auto* dtype = std::find_if(std::begin(DTYPES), std::end(DTYPES),
+                                         [&, type = entry.dtype](const DTypeName& d) { return d.dtype == type; });
+        names[tensor] = {{"dtype", dtype->name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
+    }
+    std::string text = names.dump();
+    text.append((8 - text.size() % 8) % 8, ' ');  // the data starts at a multiple of 8 bytes, as the format advises
+    require(int64_t(text.size()) <= MAX_HEADER, name, ": safetensors header of ", text.size(), " bytes; at most ",
+            MAX_HEADER, " are allowed");
+    std::string length(8, '\0');
+    for (size_t i = 0; i < 8; i++) length[i] = char(uint64_t(text.size()) >> 8 * i & 255);
+    return length + text;
+}
+
+void SafetensorsWriter::begin() {
+    const std::string text = header();
+    header_bytes = int64_t(text.size());
+    out = std::make_unique<FileWriter>(name);
+    out->write(text.data(), header_bytes);
+}
+
+void SafetensorsWriter::join() {
+    header_bytes = int64_t(header().size());
+    out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
+}
+
+void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
+    const SafetensorsEntry& entry = table.at(tensor).second;
+    require(out && byte >= 0 && byte <= entry.end - entry.begin, name, ": sought byte ", byte, " of a tensor of ",
+            entry.end - entry.begin, " bytes");
+    written = entry.begin + byte;
+    sought = true;
+    out->seek(header_bytes + written);
+}
+
+void SafetensorsWriter::write(const void* data, int64_t bytes) {
+    require(out && bytes >= 0 && bytes <= total - written, name, ": ", bytes, " bytes written after ", written,
+            " of the ", total, " declared");
+    out->write(data, bytes);
+    written += bytes;
+}
+
+void SafetensorsWriter::finish() {
+    require(out && (sought || written == total), name, ": finished after ", written, " of the ", total,
+            " bytes declared");
+    out->finish();
+}

@@ -1,0 +1,72 @@
+// The knobs of the one transformer, the presets that name families of them, and Hugging Face's config.json.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "runtime/error.h"
+#include "runtime/model/rope_scaling.h"
+
+enum class Norm : uint8_t { LayerNorm, RMSNorm };
+enum class Positions : uint8_t { Learned, RoPE };
+enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
+
+struct ModelConfig {
+    int64_t layers = 0, channels = 0, heads = 0, kv_heads = 0, head_size = 0;
+    int64_t ffn = 0;            // inner width of the MLP (of gate and of up each for SwiGLU)
+    int64_t vocab_size = 0;     // as in files; rows in memory are padded_vocab()
+    int64_t max_positions = 0;  // rows of the position table (Learned); the length trained for (RoPE)
+    Norm norm = Norm::LayerNorm;
+    double norm_eps = 1e-5;
+    Positions positions = Positions::Learned;
+    double rope_theta = 10000;
+    RopeScaling rope_scaling;
+    Mlp mlp = Mlp::GELU;
+    bool qkv_bias = true, proj_bias = true, mlp_bias = true;
+    bool tied = true;            // the head is the token embedding
+    double init_std = 0.02;      // standard deviation of the initial weights
+    std::string attention;       // one letter per layer: S softmax, L linear, G gated linear (docs/linear_attention.md)
+    bool linear_rope = true;     // RoPE, where there is one, turns q and k of kinds L and G too
+    int32_t bos = -1, eos = -1;  // -1: none
+
+    int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
+    int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
+    int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
+    float attention_scale() const;  // 1/√head_size
+    char attention_type(int64_t layer) const { return attention[size_t(layer)]; }
+    bool uses_rope(int64_t layer) const {
+        return positions == Positions::RoPE && (attention_type(layer) == 'S' || linear_rope);
+    }
+    int64_t layers_of(char type) const;
+    bool has_linear_attention() const { return layers_of('S') < layers; }
+};
+
+// Fills in what a user or a file may leave out: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
+// layers). Throws Error where head_size is left out and the heads don't divide the channels. To be called before
+// validate(), on any numbers.
+void fill_defaults(ModelConfig& config, const std::string& where);
+
+// Throws Error with the knob and the remedy where the config contradicts itself: zero, negative or overflowing sizes,
+// heads not dividing channels where no head size is given, KV heads not dividing heads, odd RoPE head size, attention
+// letters not one per layer, heads too large for linear attention.
+void validate(const ModelConfig& config, const std::string& where);
+
+// "gpt2-124M", "llama-1B", …: false if the name is no preset. Its config is complete and valid; after changing layers,
+// channels or heads, set attention, head_size and ffn to "" and 0 to have fill_defaults derive them anew.
+bool preset(const std::string& name, ModelConfig& config);
+std::vector<std::string> preset_names();
+
+// "gpt2" or "llama" where that family expresses the config exactly, else "train_gpt".
+std::string model_family(const ModelConfig& config);
+
+// For a person: "124,439,808 weights, 12 layers x 768 channels, ...".
+std::string describe(const ModelConfig& config, int64_t weights);
+
+// Reads a config.json (transformers 4 and 5 forms of GPT-2 and LLaMA; our own "train_gpt"). path names it in errors.
+// A value that would change the logits and that we do not implement is an Error naming the key.
+ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
+
+// The config.json of a model, in a form that transformers 4 and 5 read alike. original: the file that the model was
+// loaded from ({} if none); keys that say nothing about the model as we know it are carried over from it.
+nlohmann::json config_to_json(const ModelConfig& config, const nlohmann::json& original);

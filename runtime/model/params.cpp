@@ -1,0 +1,212 @@
+#include "runtime/model/params.h"
+
+#include <algorithm>
+
+#include "runtime/device/device.h"
+#include "runtime/files/convert.h"
+#include "runtime/files/log.h"
+
+namespace {
+
+constexpr int64_t ALIGNMENT = 128;  // elements: 256 bytes of bf16, ArenaPlan's alignment
+
+int64_t checked_add(int64_t a, int64_t b) {
+    int64_t sum;
+    require(!__builtin_add_overflow(a, b, &sum), "parameter table: its size overflows 64 bits; use a smaller model");
+    return sum;
+}
+
+int64_t round_up(int64_t n, int64_t multiple) {
+    return checked_add(n, multiple - 1) / multiple * multiple;
+}
+
+void check(const Param& p) {
+    require(p.rows > 0 && p.cols >= 0 && p.padded_rows >= p.rows, "parameter ", p.name, ": its shape [", p.rows,
+            " (padded to ", p.padded_rows, "), ", p.cols, "] is not valid");
+    int64_t product;
+    require(!__builtin_mul_overflow(p.padded_rows, p.row_size(), &product), "parameter ", p.name,
+            ": its size overflows 64 bits; use a smaller model");
+    int64_t covered = 0;
+    for (const Piece& piece : p.pieces) {
+        require(piece.row == covered && piece.rows > 0, "parameter ", p.name, ": its piece ", piece.name,
+                " starts at row ", piece.row, ", expected ", covered);
+        covered += piece.rows;
+    }
+    require(covered == p.rows, "parameter ", p.name, ": its pieces cover ", covered, " of ", p.rows, " rows");
+}
+
+}  // namespace
+
+int64_t ParamTable::num_weights() const {
+    int64_t n = 0;
+    for (const Param& p : params) n += p.numel();
+    return n;
+}
+
+const Param* ParamTable::find(int slot, int layer) const {
+    require(params.empty() || !index.empty(), "parameter table: find() needs layout() first");
+    if (slot < 0 || layer < -1 || layer + 1 >= columns) return nullptr;
+    const size_t at = size_t(slot) * size_t(columns) + size_t(layer + 1);
+    return at < index.size() && index[at] >= 0 ? &params[size_t(index[at])] : nullptr;
+}
+
+const Param& ParamTable::by_name(const std::string& name) const {
+    const auto p = std::find_if(params.begin(), params.end(), [&](const Param& q) { return q.name == name; });
+    require(p != params.end(), "parameter table: there is no parameter ", name);
+    return *p;
+}
+
+void ParamTable::layout(int64_t world) {
+    require(world > 0, "parameter table: ", world, " ranks; there must be at least one");
+    group_begin = {0};
+    total = fp32_total = 0;
+    int slots = 0;
+    columns = 0;
+    for (Param& p : params) {
+        check(p);
+        const int last_group = int(group_begin.size()) - 1;
+        require(p.group >= last_group, "parameter table: ", p.name, " of group ", p.group, " comes after group ",
+                last_group);
+        for (int g = last_group; g < p.group; g++) {
+            total = round_up(total, ALIGNMENT * world);
+            group_begin.push_back(total);
+        }
+        p.offset = total;
+        total = round_up(checked_add(total, p.padded_numel()), ALIGNMENT);
+        require(p.slot >= 0 && p.layer >= -1, "parameter ", p.name, ": slot ", p.slot, ", layer ", p.layer,
+                " is no role");
+        slots = std::max(slots, p.slot + 1);
+        columns = std::max(columns, p.layer + 2);
+    }
+    total = round_up(total, ALIGNMENT * world);
+    group_begin.push_back(total);
+    const bool any_fp32 = std::any_of(params.begin(), params.end(), [](const Param& p) { return p.fp32; });
+    if (any_fp32) fp32_total = group_size(num_groups() - 1);
+    for (Param& p : params) {
+        require(p.fp32 == (any_fp32 && p.group == num_groups() - 1), "parameter table: ", p.name, " of group ", p.group,
+                ": what stays fp32, and nothing else, is the last group");
+        p.group_begin = group_begin[size_t(p.group)];
+        p.group_size = group_size(p.group);
+    }
+
+    index.assign(size_t(slots) * size_t(columns), -1);
+    for (size_t i = 0; i < params.size(); i++) {
+        int& position = index[size_t(params[i].slot) * size_t(columns) + size_t(params[i].layer + 1)];
+        require(position < 0, "parameter table: ", params[i].name, " has the role of ",
+                position < 0 ? "" : params[size_t(position)].name);
+        position = int(i);
+    }
+}
+
+std::string ParamTable::describe_groups(int first, int last, DType dtype) const {
+    const auto name = [&](int g) -> std::string {
+        for (const Param& p : params)
+            if (p.group == g) return p.fp32 ? "what stays fp32" : p.layer < 0 ? p.name : str("layer ", p.layer);
+        return "nothing";
+    };
+    const int64_t elements = group_begin[size_t(last)] - group_begin[size_t(first)];
+    return str(name(first), last - first > 1 ? " to " + name(last - 1) : "", ", ",
+               human_bytes(elements * dtype_size(dtype)));
+}
+
+namespace {
+
+Tensor part_of(const Param& p, const Tensor& arena, int64_t offset) {
+    require(arena.rank == 1 && offset + p.padded_numel() <= arena.shape[0], "parameter ", p.name, ": the arena ",
+            shape_string(arena), " is too small");
+    char* const data = static_cast<char*>(arena.data) + offset * dtype_size(arena.dtype);
+    if (p.cols) return make_tensor(data, arena.dtype, arena.device, {p.padded_rows, p.cols});
+    return make_tensor(data, arena.dtype, arena.device, {p.padded_rows});
+}
+
+}  // namespace
+
+Tensor param_tensor(const Param& p, Tensor arena) {
+    return part_of(p, arena, p.offset);
+}
+
+Tensor ParamArena::groups(const ParamTable& table, int first, int last) const {
+    return data.rows(table.group_begin[size_t(first)] / parts - origin,
+                     table.group_begin[size_t(last)] / parts - origin);
+}
+
+Tensor ParamArena::tensor(const Param& p) const {
+    if (parts == 1) return part_of(p, data, p.offset - origin);
+    require(size_t(p.group) < views.size(), "parameter ", p.name, ": only a part of it is here");
+    return part_of(p, views[size_t(p.group)], p.offset - p.group_begin);
+}
+
+ParamArena::Span ParamArena::span(const Param& p, int64_t begin, int64_t n) const {
+    const int64_t size = p.group_size / parts, own = p.group_begin + part * size;
+    const int64_t low = std::max(p.offset + begin, own), high = std::min(p.offset + begin + n, own + size);
+    if (low >= high) return {};
+    return {low - p.offset, high - low, p.group_begin / parts + low - own - origin};
+}
+
+Tensor WeightArenas::tensor(const Param& p) const {
+    return p.fp32 ? exact(p).tensor(p) : weights.tensor(p);
+}
+
+const ParamArena& WeightArenas::exact(const Param& p) const {
+    return p.fp32 && fp32 ? fp32 : master ? master : weights;
+}
+
+bool WeightArenas::fits(const ParamTable& table) const {
+    const auto holds = [](const ParamArena& a, int64_t n) {
+        return a.data && a.data.rank == 1 && a.data.shape[0] >= n / a.parts;
+    };
+    const DType dtype = weights.data.dtype;
+    const bool sixteen = dtype == DType::BF16 || dtype == DType::F16;
+    if (!holds(weights, table.total) || !(dtype == DType::F32 || sixteen)) return false;
+    if (!sixteen && master) return false;
+    if (master && !(holds(master, table.total) && master.data.dtype == DType::F32)) return false;
+    if (fp32) return holds(fp32, table.fp32_total) && fp32.data.dtype == DType::F32 && fp32.parts == 1;
+    return table.fp32_total == 0 || !sixteen;
+}
+
+std::pair<int64_t, int64_t> WeightArenas::needed(const Param& p, int64_t begin, int64_t n) const {
+    const ParamArena::Span a = weights.span(p, begin, n), b = exact(p).span(p, begin, n);
+    if (!a.count || !b.count) return a.count ? std::make_pair(a.begin, a.count) : std::make_pair(b.begin, b.count);
+    const int64_t first = std::min(a.begin, b.begin), last = std::max(a.begin + a.count, b.begin + b.count);
+    return {first, last - first};
+}
+
+void WeightArenas::store(const Param& p, const float* values, int64_t begin, int64_t n) const {
+    const auto put = [&](const ParamArena& arena) {
+        const ParamArena::Span span = arena.span(p, begin, n);
+        if (!span.count) return;
+        const Tensor to = arena.elements(span);
+        const float* from = values + (span.begin - begin);
+        const bool host = to.device == Device::CPU;
+        if (host) return convert_from_float(to.data, to.dtype, from, span.count);
+        if (to.dtype == DType::F32) return copy_to_device(to.data, from, size_t(span.count) * sizeof(float), Stream{});
+        std::vector<uint16_t> rounded(static_cast<size_t>(span.count));
+        convert_from_float(rounded.data(), to.dtype, from, span.count);
+        copy_to_device(to.data, rounded.data(), rounded.size() * sizeof(uint16_t), Stream{});
+    };
+    put(weights);
+    if (&exact(p) != &weights) put(exact(p));
+}
+
+const float* WeightArenas::fetch(const Param& p, std::vector<float>& buffer) const {
+    const ParamArena& arena = exact(p);
+    const ParamArena::Span all = arena.span(p, 0, p.padded_numel());
+    require(all.count == p.padded_numel(), "parameter ", p.name, ": only a part of it is here");
+    return fetch_values(arena.elements(all), buffer);
+}
+
+const float* fetch_values(const Tensor& values, std::vector<float>& buffer) {
+    const bool host = values.device == Device::CPU;
+    if (host && values.dtype == DType::F32) return values.as<float>();
+    buffer.resize(static_cast<size_t>(values.numel()));
+    if (host) {
+        convert_to_float(buffer.data(), values.data, values.dtype, values.numel());
+    } else if (values.dtype == DType::F32) {
+        copy_to_host(buffer.data(), values.data, buffer.size() * sizeof(float), Stream{});
+    } else {
+        std::vector<uint16_t> rounded(buffer.size());
+        copy_to_host(rounded.data(), values.data, rounded.size() * sizeof(uint16_t), Stream{});
+        convert_to_float(buffer.data(), rounded.data(), values.dtype, values.numel());
+    }
+    return buffer.data();
+}
