@@ -171,7 +171,7 @@ $(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
 $(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
-$(KERNEL_LIB): $(BUILD)/kernels/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
+$(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
 	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map
 
 # Objects of the sources that the backend picks.

@@ -226,18 +226,18 @@ TEST_P(Fixtures, Gradients) {
     size_t compared = 0;
     for (const Param& p : driver.model.table.params) {
         std::vector<double> got(grads.begin() + p.offset, grads.begin() + p.offset + p.numel()), ref(got.size(), NAN);
-        for (const Piece& piece : p.pieces) {
-            const std::vector<float> file = f.values<float>("grad/" + piece.name);
-            ASSERT_EQ(int64_t(file.size()), piece.rows * p.row_size()) << piece.name;
-            for (int64_t r = 0; r < piece.rows; r++) {
+        for (const SourceTensor& source : p.sources) {
+            const std::vector<float> file = f.values<float>("grad/" + source.name);
+            ASSERT_EQ(int64_t(file.size()), source.rows * p.row_size()) << source.name;
+            for (int64_t r = 0; r < source.rows; r++) {
                 for (int64_t c = 0; c < p.row_size(); c++) {
-                    ref[size_t((piece.row + r) * p.row_size() + c)] =
-                        file[size_t(piece.transposed ? c * piece.rows + r : r * p.row_size() + c)];
+                    ref[size_t((source.row + r) * p.row_size() + c)] =
+                        file[size_t(source.transposed ? c * source.rows + r : r * p.row_size() + c)];
                 }
             }
             compared++;
         }
-        // q, k and v are compared one by one, gate and up too, also where the file holds them in one piece.
+        // q, k and v are compared one by one, gate and up too, also where the file holds them in one source.
         std::vector<std::pair<int64_t, int64_t>> parts = {{0, p.rows}};
         const int64_t Q = f.config.heads * f.config.head_size, K = f.config.kv_heads * f.config.head_size;
         if (p.slot == QKV_W || p.slot == QKV_B) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};

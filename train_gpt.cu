@@ -104,18 +104,18 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     const bool gpt2 = family == "gpt2", llama = family == "llama";
     ParamTable table;
 
-    // rows × cols; cols = 0 for a vector. pieces: the tensors of a Hugging Face checkpoint that it is made of.
+    // rows × cols; cols = 0 for a vector. sources: the tensors of a Hugging Face checkpoint that it is made of.
     auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double std,
-                   double value, std::vector<Piece> pieces) {
+                   double value, std::vector<SourceTensor> sources) {
         const int64_t group = stays_fp32(slot)             ? c.layers + 2
                               : layer >= 0                 ? 1 + layer
                               : slot == WTE || slot == WPE ? 0
                                                            : 1 + c.layers;
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
-        if (pieces.empty()) pieces = {{name, 0, rows, false}};
+        if (sources.empty()) sources = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
                                 static_cast<float>(std), static_cast<float>(value), cols > 0, stays_fp32(slot),
-                                std::move(pieces)});
+                                std::move(sources)});
     };
     const double std = c.init_std;
     // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
@@ -125,10 +125,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
 
     // One tensor of the file, under the family's name. GPT-2's Conv1D stores matrices transposed.
     auto named = [&](const std::string& gpt2_name, const std::string& llama_name, int64_t rows, bool conv1d) {
-        std::vector<Piece> pieces;
-        if (gpt2) pieces = {{gpt2_name, 0, rows, conv1d}};
-        if (llama) pieces = {{llama_name, 0, rows, false}};
-        return pieces;
+        std::vector<SourceTensor> sources;
+        if (gpt2) sources = {{gpt2_name, 0, rows, conv1d}};
+        if (llama) sources = {{llama_name, 0, rows, false}};
+        return sources;
     };
     auto norm = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
                     const std::string& llama_name) {
@@ -145,15 +145,15 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         for (const bool is_bias : {false, true}) {
             if (is_bias && !bias) continue;
             const std::string suffix = is_bias ? ".bias" : ".weight";
-            std::vector<Piece> pieces = named(gpt2_name + suffix, "", rows, !is_bias);
-            if (llama) pieces.clear();
+            std::vector<SourceTensor> sources = named(gpt2_name + suffix, "", rows, !is_bias);
+            if (llama) sources.clear();
             int64_t row = 0;
             for (const auto& [part, part_rows] : llama_parts) {
-                if (llama) pieces.push_back({part + suffix, row, part_rows, false});
+                if (llama) sources.push_back({part + suffix, row, part_rows, false});
                 row += part_rows;
             }
             add(static_cast<Slot>(slot + is_bias), layer, name + suffix, rows, is_bias ? 0 : cols,
-                is_bias ? 0 : weight_std, 0, pieces);
+                is_bias ? 0 : weight_std, 0, sources);
         }
     };
 
@@ -207,7 +207,7 @@ struct Model {
     ParamTable table;
     Precision precision;
     Sharding sharding;
-    GroupSlots places;  // of gathered groups, where each rank keeps its part of the weights
+    GroupSlots slots;  // of gathered groups, where each rank keeps its part of the weights
     Arena memory;
     WeightArenas arenas;
     std::unique_ptr<WeightGatherer> gatherer;  // likewise
@@ -215,13 +215,13 @@ struct Model {
     // The table only; allocate() gets the memory.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {})
         : config(model_config), table(parameter_table(config, ranks.world)), precision(p), sharding(ranks) {
-        if (sharding.splits_weights()) places = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
+        if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
     }
 
     // Elements: of the weights that are kept, of those that are gathered, of fp32 master weights, of what stays fp32
     // apart from them.
     int64_t kept() const { return table.total / sharding.parts(sharding.splits_weights()); }
-    int64_t gathered() const { return places.total(); }
+    int64_t gathered() const { return slots.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
     int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
     int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
@@ -235,11 +235,11 @@ struct Model {
             return t;
         };
         arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
-        if (gathered()) arenas.weights.views = places.views(table, part(precision.dtype, gathered()));
+        if (gathered()) arenas.weights.views = slots.views(table, part(precision.dtype, gathered()));
         if (master()) arenas.master = sharding.arena(part(DType::F32, master()), sharding.splits_optimizer());
         if (fp32()) arenas.fp32 = part(DType::F32, fp32());
         arenas.fp32.origin = table.total - table.fp32_total;
-        if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, places);
+        if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, slots);
     }
 
     // Null where this model has no such parameter.
@@ -899,8 +899,8 @@ struct Optimizer {
     Arena memory;
     Gradients grads;
     ParamArena m, v;
-    std::vector<UpdateSlice> pieces;
-    std::vector<Event> updated;  // by piece
+    std::vector<UpdateSlice> slices;
+    std::vector<Event> updated;  // by slice
     AdamWOptions options;
 
     // Elements of m, and of v.
@@ -919,8 +919,8 @@ struct Optimizer {
         m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
         v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
         options = adamw;
-        pieces = make_update_slices(table, sharding, model.arenas, grads, m, v, weight_decay);
-        updated = std::vector<Event>(pieces.size());
+        slices = make_update_slices(table, sharding, model.arenas, grads, m, v, weight_decay);
+        updated = std::vector<Event>(slices.size());
     }
 };
 
@@ -929,13 +929,13 @@ struct Optimizer {
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1) {
     const Range range(ctx.profiler, "update");
-    const std::vector<UpdateSlice>& pieces = optimizer.pieces;
-    for (size_t i = 0; i < pieces.size(); i++)
-        sum_squares(acts.sum(ctx.rank, SUM_SQUARES), pieces[i].own_grads, i > 0, acts.scratch, ctx.stream);
+    const std::vector<UpdateSlice>& slices = optimizer.slices;
+    for (size_t i = 0; i < slices.size(); i++)
+        sum_squares(acts.sum(ctx.rank, SUM_SQUARES), slices[i].own_grads, i > 0, acts.scratch, ctx.stream);
     ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
     step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
-    for (size_t i = 0; i < pieces.size(); i++) {
-        const UpdateSlice& p = pieces[i];
+    for (size_t i = 0; i < slices.size(); i++) {
+        const UpdateSlice& p = slices[i];
         adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
                      static_cast<int64_t>(p.segments.size()), optimizer.options, acts.scalars, ctx.stream);
         if (!p.gathered) continue;
@@ -947,8 +947,8 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     }
     if (!model.sharding.splits_optimizer()) return;
     const Range waiting(ctx.profiler, "wait for weights");
-    for (size_t i = 0; i < pieces.size(); i++)
-        if (pieces[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
+    for (size_t i = 0; i < slices.size(); i++)
+        if (slices[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -1014,7 +1014,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
     if (acts.shape.training) {
         const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
         plan.add("gradients", grads.arena * 4);
-        plan.add("gradients in progress", grads.places * 4 + grads.buffer_bytes);
+        plan.add("gradients in progress", grads.slots * 4 + grads.buffer_bytes);
         plan.add("optimizer (m, v)", 2 * Optimizer::moments(model) * 4);
         if (model.sharding.world > 1) plan.add("collectives", comm_overhead_bytes());
     }

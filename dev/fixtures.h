@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/checkpoint.h"
-#include "runtime/files.h"
-#include "runtime/safetensors.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
+#include "runtime/files/safetensors.h"
 
 // Tests run in the project's root.
 inline std::string fixture_directory(const std::string& name) {

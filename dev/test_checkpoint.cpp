@@ -20,14 +20,14 @@ namespace {
 
 enum Slot { WTE, WPE, QKV, QKV_BIAS, PROJ, NORM };
 
-// A table with everything that files and memory see differently: padded rows, Conv1D's transpose, fused pieces,
+// A table with everything that files and memory see differently: padded rows, Conv1D's transpose, fused sources,
 // vectors.
 ParamTable small_table() {
     ParamTable table;
     const auto add = [&](Slot slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
-                         int64_t padded_rows, std::vector<Piece> pieces) {
+                         int64_t padded_rows, std::vector<SourceTensor> sources) {
         table.params.push_back(
-            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, slot == NORM, std::move(pieces)});
+            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, slot == NORM, std::move(sources)});
     };
     add(WTE, -1, 0, "wte", 5, 4, 8, {{"transformer.wte.weight", 0, 5, false}});
     add(WPE, -1, 0, "wpe", 3, 4, 3, {{"transformer.wpe.weight", 0, 3, false}});

@@ -24,7 +24,7 @@ Param matrix(int slot, int layer, int group, const std::string& name, int64_t ro
     p.init_value = 0;
     p.decay = cols > 0;
     p.fp32 = slot == FINAL_NORM;
-    p.pieces = {{name, 0, rows, false}};
+    p.sources = {{name, 0, rows, false}};
     return p;
 }
 
@@ -216,13 +216,13 @@ TEST(Params, RefusesTablesThatContradictThemselves) {
     refused([](ParamTable& t) { t.params[3].group = 0; }, {"layers.1.qkv", "comes after group 1"});
     refused([](ParamTable& t) { t.params[0].padded_rows = 4; }, {"embedding", "not valid"});
     refused([](ParamTable& t) { t.params[1].rows = 0; }, {"layers.0.qkv", "not valid"});
-    refused([](ParamTable& t) { t.params[1].pieces = {{"a", 0, 4, false}}; }, {"layers.0.qkv", "cover 4 of 7 rows"});
+    refused([](ParamTable& t) { t.params[1].sources = {{"a", 0, 4, false}}; }, {"layers.0.qkv", "cover 4 of 7 rows"});
     refused(
         [](ParamTable& t) {
-            t.params[1].pieces = {{"a", 0, 4, false}, {"b", 3, 4, false}};
+            t.params[1].sources = {{"a", 0, 4, false}, {"b", 3, 4, false}};
         },
         {"layers.0.qkv", "b starts at row 3, expected 4"});
-    refused([](ParamTable& t) { t.params[1].pieces.clear(); }, {"layers.0.qkv", "cover 0 of 7"});
+    refused([](ParamTable& t) { t.params[1].sources.clear(); }, {"layers.0.qkv", "cover 0 of 7"});
     refused(
         [](ParamTable& t) {
             t.params[0].rows = t.params[0].padded_rows = int64_t(1) << 40;

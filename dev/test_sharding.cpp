@@ -21,7 +21,7 @@ ParamTable table_of(int64_t world, bool tied) {
         p.rows = p.padded_rows = rows, p.cols = cols;
         p.init_std = p.init_value = 0;
         p.decay = cols > 0, p.fp32 = slot == 4;
-        p.pieces = {{name, 0, rows, false}};
+        p.sources = {{name, 0, rows, false}};
         table.params.push_back(p);
     };
     add(0, -1, 0, "embedding", 101, 7);
@@ -69,10 +69,10 @@ TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
 TEST(Places, ThoseInUseTogetherLieApart) {
     for (const bool tied : {false, true}) {
         const ParamTable table = table_of(2, tied);
-        const GroupSlots places(table, 2, true);
-        std::vector<float> memory(size_t(places.total()));
+        const GroupSlots slots(table, 2, true);
+        std::vector<float> memory(size_t(slots.total()));
         const std::vector<Tensor> views =
-            places.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {places.total()}));
+            slots.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {slots.total()}));
         const auto overlap = [&](int a, int b) {
             const Tensor &x = views[size_t(a)], &y = views[size_t(b)];
             return x.as<float>() < y.as<float>() + y.numel() && y.as<float>() < x.as<float>() + x.numel();
@@ -82,10 +82,10 @@ TEST(Places, ThoseInUseTogetherLieApart) {
         for (int g = 1; g <= LAYERS; g++) EXPECT_FALSE(overlap(0, g));           // the embedding and a layer
         for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // what stays fp32 and others
         EXPECT_TRUE(overlap(1, 3));
-        EXPECT_LT(places.total(), table.total);
+        EXPECT_LT(slots.total(), table.total);
         const GroupSlots weights(table, 2, false);
-        EXPECT_EQ(weights.place(LAYERS + 2), -1);
-        EXPECT_EQ(places.total() - weights.total(), table.fp32_total);
+        EXPECT_EQ(weights.slot(LAYERS + 2), -1);
+        EXPECT_EQ(slots.total() - weights.total(), table.fp32_total);
     }
 }
 
@@ -122,7 +122,7 @@ struct Rank {
         m_arena = arena(m, s.splits_optimizer());
         v_arena = arena(v, s.splits_optimizer());
     }
-    std::vector<UpdateSlice> pieces(const ParamTable& table) const {
+    std::vector<UpdateSlice> slices(const ParamTable& table) const {
         return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, 0.1);
     }
 };
@@ -138,17 +138,17 @@ TEST(UpdatePieces, CoverEveryElementOnce) {
                 int64_t normed = 0;
                 for (int64_t rank = 0; rank < world; rank++) {
                     const Rank r(table, {stage, rank, world}, mode > 0, mode == 1);
-                    for (const UpdateSlice& piece : r.pieces(table)) {
-                        normed += piece.own_grads.numel();
-                        EXPECT_EQ(piece.m.numel(), piece.grads.numel());
-                        EXPECT_TRUE(!piece.params || piece.params.numel() == piece.m.numel());
-                        EXPECT_TRUE(!piece.params_T || piece.params_T.numel() == piece.m.numel());
-                        const bool fp32_group = !piece.params_T && mode > 0;
-                        EXPECT_EQ(bool(piece.params), mode != 2 || fp32_group);
-                        EXPECT_EQ(bool(piece.gathered),
+                    for (const UpdateSlice& slice : r.slices(table)) {
+                        normed += slice.own_grads.numel();
+                        EXPECT_EQ(slice.m.numel(), slice.grads.numel());
+                        EXPECT_TRUE(!slice.params || slice.params.numel() == slice.m.numel());
+                        EXPECT_TRUE(!slice.params_T || slice.params_T.numel() == slice.m.numel());
+                        const bool fp32_group = !slice.params_T && mode > 0;
+                        EXPECT_EQ(bool(slice.params), mode != 2 || fp32_group);
+                        EXPECT_EQ(bool(slice.gathered),
                                   world > 1 && (stage == 1 || stage == 2 ||
-                                                (stage == 3 && piece.m.numel() * world == table.fp32_total)));
-                        for (const AdamWSegment& s : piece.segments)
+                                                (stage == 3 && slice.m.numel() * world == table.fp32_total)));
+                        for (const AdamWSegment& s : slice.segments)
                             for (int64_t i = 0; i < s.end - s.begin; i++)
                                 updates.at(s.key).at(size_t(s.first_element + i))++;
                     }

@@ -25,7 +25,7 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
 Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
     Memory m;
     m.arena = table.total / sharding.parts(sharding.splits_gradients());
-    if (sharding.splits_gradients()) m.places = GroupSlots(table, LAYER_SLOTS, true).total();
+    if (sharding.splits_gradients()) m.slots = GroupSlots(table, LAYER_SLOTS, true).total();
     if (sharding.world == 1 || options.dtype == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
         const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
@@ -46,9 +46,9 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOpt
     };
     arena = s.arena(part(DType::F32, m.arena), s.splits_gradients());
     if (s.splits_gradients()) {
-        places = GroupSlots(t, LAYER_SLOTS, true);
-        arena.views = places.views(t, part(DType::F32, m.places));
-        state = std::vector<Place>(size_t(places.num_slots()));
+        slots = GroupSlots(t, LAYER_SLOTS, true);
+        arena.views = slots.views(t, part(DType::F32, m.slots));
+        state = std::vector<Slot>(size_t(slots.num_slots()));
     }
     if (m.buffer_bytes) buffer = part(dtype, m.buffer_bytes / dtype_size(dtype));
     if (s.world > 1) buckets = make_buckets(t, s, options);
@@ -64,14 +64,14 @@ Tensor Gradients::own(int first_group, int last_group) const {
 
 void Gradients::begin(bool first_micro_step, bool last_micro_step) {
     first = first_micro_step, last = last_micro_step, waiting = false;
-    for (Place& p : state) p.used = false;
+    for (Slot& p : state) p.used = false;
 }
 
 void Gradients::open(int group, Stream stream) {
     if (!sharding.splits_gradients()) return;
-    const Place& p = state[size_t(places.place(group))];
+    const Slot& p = state[size_t(slots.slot(group))];
     if (p.used) {
-        const Range range(ctx->profiler, "wait for a place");
+        const Range range(ctx->profiler, "wait for a slot");
         p.free.make_wait(stream);
     }
     // Between tensors lie gaps, which count in the norm: what another group left there is none of it.
@@ -117,7 +117,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
         const bool direct = first && !buffer;  // to where it is wanted
         comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
         if (!direct) ::accumulate(part, sharding.own(whole), !first, side);
-        Place& p = state[size_t(places.place(b.first))];
+        Slot& p = state[size_t(slots.slot(b.first))];
         p.free.record(side);
         p.used = true;
     } else {

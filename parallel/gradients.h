@@ -5,7 +5,7 @@
 //
 //   stage 0      all-reduce, in the arena, by the step's last micro-step
 //   stage 1      reduce-scatter, likewise: of each group only the rank's own part holds the sum
-//   stages 2, 3  reduce-scatter by every micro-step, from a place that the group shares with others to its part
+//   stages 2, 3  reduce-scatter by every micro-step, from a slot that the group shares with others to its part
 //
 // In stages 0 and 1 groups are merged into buckets of a least size: small messages leave a network's bandwidth unused
 // (Li et al. 2020, "PyTorch distributed", section 3.2). With another dtype than fp32 a bucket is rounded to it, summed
@@ -34,11 +34,11 @@ class Gradients {
   public:
     static constexpr int LAYER_SLOTS = 2;  // the layer that is written and the one that is summed
 
-    // What memory it needs: fp32 elements of the arena and of the places for whole groups; bytes of the buffer for
+    // What memory it needs: fp32 elements of the arena and of the slots for whole groups; bytes of the buffer for
     // another dtype.
     struct Memory {
-        int64_t arena = 0, places = 0, buffer_bytes = 0;
-        int64_t bytes() const { return (arena + places) * 4 + buffer_bytes; }
+        int64_t arena = 0, slots = 0, buffer_bytes = 0;
+        int64_t bytes() const { return (arena + slots) * 4 + buffer_bytes; }
     };
     static Memory memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options);
 
@@ -68,16 +68,16 @@ class Gradients {
     Sharding sharding;
     DType dtype = DType::F32;
     const Context* ctx = nullptr;
-    GroupSlots places;
+    GroupSlots slots;
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the buckets' sums, in a profile
     Tensor buffer;                   // a bucket in dtype
     bool first = true, last = true;
     bool waiting = false;  // for a sum that began in this micro-step
-    struct Place {
+    struct Slot {
         Event free;
         bool used = false;
     };
-    std::vector<Place> state;
+    std::vector<Slot> state;
     Event complete, summed;
 };

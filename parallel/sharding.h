@@ -46,12 +46,12 @@ class GroupSlots {
     GroupSlots(const ParamTable& table, int layer_slots, bool with_fp32);
 
     int64_t total() const { return end.empty() ? 0 : end.back(); }  // elements
-    int place(int group) const { return places[size_t(group)]; }    // -1: it has none
+    int slot(int group) const { return slots[size_t(group)]; }      // -1: it has none
     int num_slots() const { return int(end.size()); }
-    // Each group whole in memory [total()], null where it has no place.
+    // Each group whole in memory [total()], null where it has no slot.
     std::vector<Tensor> views(const ParamTable& table, Tensor memory) const;
 
   private:
-    std::vector<int> places;   // by group
-    std::vector<int64_t> end;  // by place: elements
+    std::vector<int> slots;    // by group
+    std::vector<int64_t> end;  // by slot: elements
 };

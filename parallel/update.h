@@ -1,4 +1,4 @@
-// What the optimizer updates, in pieces: of a world of one everything that one launch can do, else group by group,
+// What the optimizer updates, in slices: of a world of one everything that one launch can do, else group by group,
 // because a rank's parts of two groups don't lie side by side where the groups are whole.
 #pragma once
 

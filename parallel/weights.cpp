@@ -1,7 +1,7 @@
 #include "parallel/weights.h"
 
 WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupSlots& p)
-    : ctx(context), table(t), weights(w), places(p), state(size_t(p.num_slots())) {
+    : ctx(context), table(t), weights(w), slots(p), state(size_t(p.num_slots())) {
     for (int g = 0; g < t.num_groups(); g++)
         names.push_back("all_gather of " + t.describe_groups(g, g + 1, w.data.dtype));
 }
@@ -9,7 +9,7 @@ WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, cons
 void WeightGatherer::begin(Stream stream) {
     turn.record(stream);
     turn.make_wait(ctx.side);
-    for (Place& p : state) p.holds = -1, p.read = false;
+    for (Slot& p : state) p.holds = -1, p.read = false;
 }
 
 void WeightGatherer::end(Stream stream) {
@@ -18,7 +18,7 @@ void WeightGatherer::end(Stream stream) {
 }
 
 void WeightGatherer::gather(int group) {
-    Place& p = state[size_t(places.place(group))];
+    Slot& p = state[size_t(slots.slot(group))];
     if (p.holds == group || !table.group_size(group)) return;
     if (p.read) p.free.make_wait(ctx.side);
     const Range range(ctx.profiler, names[size_t(group)].c_str(), ctx.side);
@@ -30,7 +30,7 @@ void WeightGatherer::gather(int group) {
 void WeightGatherer::use(int group, Stream stream) {
     gather(group);
     const Range range(ctx.profiler, "wait for weights");
-    state[size_t(places.place(group))].filled.make_wait(stream);
+    state[size_t(slots.slot(group))].filled.make_wait(stream);
 }
 
 void WeightGatherer::prefetch(int group) {
@@ -38,7 +38,7 @@ void WeightGatherer::prefetch(int group) {
 }
 
 void WeightGatherer::done(int group, Stream stream) {
-    Place& p = state[size_t(places.place(group))];
+    Slot& p = state[size_t(slots.slot(group))];
     p.free.record(stream);
     p.read = true;
 }

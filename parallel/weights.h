@@ -1,5 +1,5 @@
 // Weights of which each rank keeps its part (stage 3): a group is gathered ahead of its use, on a stream beside the
-// one that computes, and its place is taken by another when it is done.
+// one that computes, and its slot is taken by another when it is done.
 //
 //     const GatheredGroup weights(gather, 1 + l, 2 + l, stream);   // layer l whole, layer l + 1 on its way
 //
@@ -17,8 +17,8 @@ class WeightGatherer {
   public:
     static constexpr int LAYER_SLOTS = 2;  // the layer that computes and the one that comes next
 
-    // weights: parts, with views of the places.
-    WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupSlots& places);
+    // weights: parts, with views of the slots.
+    WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupSlots& slots);
 
     // A pass begins: the weights may have changed since the last one.
     void begin(Stream stream);
@@ -34,14 +34,14 @@ class WeightGatherer {
     const Context& ctx;
     const ParamTable& table;
     const ParamArena& weights;
-    const GroupSlots& places;
+    const GroupSlots& slots;
     std::vector<std::string> names;  // of the groups' gathering, in a profile
-    struct Place {
+    struct Slot {
         int holds = -1;     // a group
         bool read = false;  // since begin()
         Event filled, free;
     };
-    std::vector<Place> state;
+    std::vector<Slot> state;
     Event turn;
 };
 

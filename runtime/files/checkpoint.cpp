@@ -107,10 +107,10 @@ WeightFiles open_weights(const std::string& directory) {
     return weights;
 }
 
-std::vector<int64_t> piece_shape(const Param& p, const Piece& piece) {
-    if (p.cols == 0) return {piece.rows};
-    if (piece.transposed) return {p.cols, piece.rows};
-    return {piece.rows, p.cols};
+std::vector<int64_t> source_shape(const Param& p, const SourceTensor& source) {
+    if (p.cols == 0) return {source.rows};
+    if (source.transposed) return {p.cols, source.rows};
+    return {source.rows, p.cols};
 }
 
 void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where) {
@@ -230,40 +230,40 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 
     std::set<std::string> wanted;
     for (const Param& p : table.params) {
-        for (const Piece& piece : p.pieces) {
-            const auto place = weights->places.find(bare_name(piece.name));
-            require(place != weights->places.end(), directory, ": tensor ", piece.name,
+        for (const SourceTensor& source : p.sources) {
+            const auto place = weights->places.find(bare_name(source.name));
+            require(place != weights->places.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
             const SafetensorsEntry& entry = place->second.file->entries().at(place->second.name);
-            const std::vector<int64_t> expected = piece_shape(p, piece);
+            const std::vector<int64_t> expected = source_shape(p, source);
             require(entry.shape == expected, place->second.where(), ": shape ", shape_string(entry.shape),
                     ", expected ", shape_string(expected), "; the file does not belong to this config.json");
             const bool floats = entry.dtype == DType::F32 || entry.dtype == DType::F64 || entry.dtype == DType::BF16 ||
                                 entry.dtype == DType::F16;
             require(floats, place->second.where(), ": is ", dtype_name(entry.dtype),
                     "; weights must be F32, BF16 or F16");
-            wanted.insert(bare_name(piece.name));
+            wanted.insert(bare_name(source.name));
         }
     }
     for (const auto& [name, place] : weights->places) {
         if (wanted.count(name) || is_buffer(name)) continue;
-        const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].pieces.empty();
+        const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].sources.empty();
         require(tied_head, place.where(),
                 ": this model has no such tensor; the file does not belong to this config.json");
-        check_tied_head(place, weights->places.at(bare_name(table.params[0].pieces[0].name)));
+        check_tied_head(place, weights->places.at(bare_name(table.params[0].sources[0].name)));
     }
 
     const auto fetch = [weights](const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         std::vector<float> staging;
-        for (const Piece& piece : p.pieces) {
-            const WeightFiles::Place& place = weights->places.at(bare_name(piece.name));
+        for (const SourceTensor& source : p.sources) {
+            const WeightFiles::Place& place = weights->places.at(bare_name(source.name));
             const Tensor stored = place.tensor();
-            float* dst = buffer.data() + piece.row * p.row_size();
-            if (piece.transposed && p.cols) {
+            float* dst = buffer.data() + source.row * p.row_size();
+            if (source.transposed && p.cols) {
                 staging.resize(size_t(stored.numel()));
                 convert_to_float(staging.data(), stored.data, stored.dtype, stored.numel());
-                transpose(dst, staging.data(), p.cols, piece.rows);
+                transpose(dst, staging.data(), p.cols, source.rows);
             } else {
                 convert_to_float(dst, stored.data, stored.dtype, stored.numel());
             }
@@ -271,8 +271,9 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
         }
         return static_cast<const float*>(buffer.data());
     };
-    const bool any = !table.params.empty() && !table.params[0].pieces.empty();
-    const DType dtype = any ? weights->places.at(bare_name(table.params[0].pieces[0].name)).tensor().dtype : DType::F32;
+    const bool any = !table.params.empty() && !table.params[0].sources.empty();
+    const DType dtype =
+        any ? weights->places.at(bare_name(table.params[0].sources[0].name)).tensor().dtype : DType::F32;
     return {fetch, dtype};
 }
 
@@ -306,7 +307,7 @@ void save_weights(const std::string& path, const ParamTable& table, const FetchP
             dtype_name(dtype), "; use fp32, bf16 or fp16");
     SafetensorsWriter writer(path);
     for (const Param& p : table.params) {
-        for (const Piece& piece : p.pieces) writer.declare(piece.name, dtype, piece_shape(p, piece));
+        for (const SourceTensor& source : p.sources) writer.declare(source.name, dtype, source_shape(p, source));
     }
     start(writer, writers);
     std::vector<float> buffer, transposed;
@@ -315,15 +316,15 @@ void save_weights(const std::string& path, const ParamTable& table, const FetchP
     for (const Param& p : table.params) {
         const bool mine = p.group % writers.count == writers.rank;
         const float* const values = mine ? fetch(p, buffer) : nullptr;
-        for (const Piece& piece : p.pieces) {
+        for (const SourceTensor& source : p.sources) {
             const size_t number = tensor++;
             if (!mine) continue;
             writer.seek(number, 0);
-            const float* src = values + piece.row * p.row_size();
-            const int64_t n = piece.rows * p.row_size();
-            if (piece.transposed && p.cols) {
+            const float* src = values + source.row * p.row_size();
+            const int64_t n = source.rows * p.row_size();
+            if (source.transposed && p.cols) {
                 transposed.resize(size_t(n));
-                transpose(transposed.data(), src, piece.rows, p.cols);
+                transpose(transposed.data(), src, source.rows, p.cols);
                 src = transposed.data();
             }
             if (dtype == DType::F32) {

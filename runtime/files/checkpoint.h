@@ -49,7 +49,7 @@ struct WeightSource {
 WeightSource open_weight_source(const std::string& directory, const ParamTable& table);
 
 // Fills the arenas, on host or device, from the directory's weights: one file or shards with their index, fp32, bf16,
-// fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every piece present
+// fp16 or fp64, names with or without the family's optional prefix ("transformer." / "model."), every source present
 // with the right shape. Tensors in the files that the table doesn't name are an Error unless they are known buffers
 // (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) or a tied model's lm_head.weight that equals the token
 // embedding, which is the table's first parameter. (Where they differ, transformers 4 takes the embedding and

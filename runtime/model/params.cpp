@@ -27,12 +27,12 @@ void check(const Param& p) {
     require(!__builtin_mul_overflow(p.padded_rows, p.row_size(), &product), "parameter ", p.name,
             ": its size overflows 64 bits; use a smaller model");
     int64_t covered = 0;
-    for (const Piece& piece : p.pieces) {
-        require(piece.row == covered && piece.rows > 0, "parameter ", p.name, ": its piece ", piece.name,
-                " starts at row ", piece.row, ", expected ", covered);
-        covered += piece.rows;
+    for (const SourceTensor& source : p.sources) {
+        require(source.row == covered && source.rows > 0, "parameter ", p.name, ": its source ", source.name,
+                " starts at row ", source.row, ", expected ", covered);
+        covered += source.rows;
     }
-    require(covered == p.rows, "parameter ", p.name, ": its pieces cover ", covered, " of ", p.rows, " rows");
+    require(covered == p.rows, "parameter ", p.name, ": its sources cover ", covered, " of ", p.rows, " rows");
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 
 // Which tensor of a checkpoint holds rows [row, row + rows) of a parameter. transposed: the file stores [cols, rows]
 // (GPT-2's Conv1D). A vector is a parameter of one column. optional_prefix: see checkpoint.h.
-struct Piece {
+struct SourceTensor {
     std::string name;
     int64_t row, rows;
     bool transposed;
@@ -31,7 +31,7 @@ struct Param {
     float init_value;     // the constant
     bool decay;           // weight decay applies (matrices only)
     bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms, biases of gates)
-    std::vector<Piece> pieces;
+    std::vector<SourceTensor> sources;
     float init_step = 0;  // what the constant grows by from one row to the next
     // Set by layout():
     int64_t offset = 0;                       // elements from the start of a whole arena
@@ -60,7 +60,7 @@ struct ParamTable {
 
     // Sets offsets and groups. Each tensor starts at a multiple of 128 elements; each group's size is a multiple of
     // 128·world elements. Throws Error where sizes overflow, groups go backwards, two parameters have one role,
-    // pieces don't cover their parameter's rows in order, or what stays fp32 shares a group with what doesn't or is in
+    // sources don't cover their parameter's rows in order, or what stays fp32 shares a group with what doesn't or is in
     // another than the last.
     void layout(int64_t world);
 
