@@ -28,12 +28,14 @@ endif
 COMMA := ,
 
 # ---- what the machine has ---------------------------------------------------------------------------------------------
-# Looked at before anything else, because installing a library changes how the rest is compiled. Nothing is installed by
-# a dry run (make -n) or a question (make -q).
+# This comes before anything else, because a newly installed library changes how the rest is compiled.
+# Only the goals in INSTALLING install what is missing; every other goal stops and says what is missing. A dry run
+# (make -n) and a question (make -q) install nothing.
 DEPS ?= $(if $(findstring n,$(MODE))$(findstring q,$(MODE)),no)
 ifneq ($(BUILDING),)
-JOBS := build $(filter test bench data train mutants,$(GOALS:bench-binaries=bench))
-$(shell CXX="$(CXX)" DEPS="$(DEPS)" scripts/deps.sh need $(JOBS) >&2)
+INSTALLING := $(filter train test data chat bench mutants,$(GOALS))
+JOBS := build $(filter train test data chat bench mutants,$(GOALS:%-binaries=%))
+$(shell CXX="$(CXX)" DEPS="$(DEPS)" scripts/deps.sh $(if $(INSTALLING),need,check) $(JOBS) >&2)
 ifneq ($(.SHELLSTATUS),0)
 $(error stopped: see above)
 endif

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# What train_gpt needs from the distribution: looks for it, and installs it with apt-get where it may.
+# Finds and installs the distribution packages that train_gpt needs.
 #
-#   scripts/deps.sh need build [test bench data train mutants]    silent and quick if what these jobs need is there,
-#                                                                 else says what is missing and installs everything
-#   scripts/deps.sh install                                       everything that is not installed yet (make deps)
+#   scripts/deps.sh check JOB...    prints nothing if the packages for these jobs are there; else names the missing ones
+#                                   and exits with status 1
+#   scripts/deps.sh need JOB...     the same, but installs all packages if one of them is missing
+#   scripts/deps.sh install         installs every package that is not installed yet (make deps)
 #
-# Each command is printed before it runs. Neither root nor sudo: prints the one apt-get line and exits 1.
-# DEPS=no never installs. Debian 12 and 13 and Ubuntu 24.04 use the same package names.
+# The jobs are build, test, bench, data, train, chat and mutants. Each command is printed before it runs. A user who is
+# neither root nor allowed to use sudo gets the apt-get command to pass on, and exit status 1. DEPS=no installs nothing.
+# Debian 12 and 13 and Ubuntu 24.04 use the same package names.
 set -euo pipefail
 
 CXX=${CXX:-g++}
@@ -40,7 +42,7 @@ missing() {
     else
         fail "There is no compiler '$CXX'."
     fi
-    if [[ $jobs =~ \ (test|data|train|mutants)\  ]]; then
+    if [[ $jobs =~ \ (test|data|train|chat|mutants)\  ]]; then
         if ! command -v python3 >/dev/null; then
             printf 'python3\npython3-venv\n'
         elif [[ ! -x .venv/bin/python ]]; then
@@ -93,6 +95,11 @@ install() {
 }
 
 case ${1:-} in
+    check)
+        shift
+        list=$(missing "$@")
+        [[ -z $list ]] || fail "Missing: ${list//$'\n'/ }. Run 'make deps' to install what is missing."
+        ;;
     need)
         shift
         list=$(missing "$@")
@@ -107,6 +114,6 @@ case ${1:-} in
         missing build test bench data >/dev/null  # versions
         ;;
     *)
-        fail "usage: scripts/deps.sh need JOB... | install"
+        fail "usage: scripts/deps.sh check JOB... | need JOB... | install"
         ;;
 esac
