@@ -39,20 +39,20 @@ struct Problem {
         return starts;
     }
     LinearAttentionSizes sizes() const { return {N, B, NH, NKV, HS, HS, length}; }
-    LinearAttention kind(LinearAttention::Form form) const {
+    LinearAttentionType kind(LinearAttentionType::Form form) const {
         return {gated ? FeatureMap::Identity : FeatureMap::EluPlusOne, !gated, form};
     }
     Tensor q(const Tensor& t) const { return split_heads(t.columns(0, NH * HS), NH); }
     Tensor k(const Tensor& t) const { return split_heads(t.columns(NH * HS, (NH + NKV) * HS), NKV); }
     Tensor v(const Tensor& t) const { return split_heads(t.columns((NH + NKV) * HS, width), NKV); }
-    void forward(LinearAttention::Form form = LinearAttention::Form::Automatic) const {
+    void forward(LinearAttentionType::Form form = LinearAttentionType::Form::Automatic) const {
         linear_attention_forward(out, gated ? Tensor{} : norm, {}, q(qkv), k(qkv), v(qkv), gated ? gate : Tensor{}, {},
                                  {cum, length}, kind(form), scratch, Stream{});
     }
     void backward() const {
         linear_attention_backward(q(dqkv), k(dqkv), v(dqkv), gated ? dgate : Tensor{}, {}, dout, {}, q(qkv), k(qkv),
                                   v(qkv), gated ? gate : Tensor{}, {}, out, gated ? Tensor{} : norm, {cum, length},
-                                  kind(LinearAttention::Form::Automatic), scratch, Stream{});
+                                  kind(LinearAttentionType::Form::Automatic), scratch, Stream{});
     }
     // q, k, v and out once.
     double bytes() const { return qkv.bytes() + out.bytes(); }
@@ -87,7 +87,7 @@ void gated_backward(benchmark::State& state, DType T) {
 // Token by token, the form that the chunked one is measured against.
 void recurrent_forward(benchmark::State& state, DType T) {
     const Problem p(state, T, false);
-    run_bench(state, [&] { p.forward(LinearAttention::Form::Recurrent); });
+    run_bench(state, [&] { p.forward(LinearAttentionType::Form::Recurrent); });
     report_bytes(state, p.bytes());
 }
 

@@ -12,7 +12,7 @@
 
 namespace {
 
-using Form = LinearAttention::Form;
+using Form = LinearAttentionType::Form;
 constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
 
 struct Shape {
@@ -23,7 +23,7 @@ struct Shape {
 struct Kind {
     FeatureMap features = FeatureMap::EluPlusOne;
     bool normalise = true, gated = false, states = false;
-    LinearAttention arguments(Form form) const { return {features, normalise, form}; }
+    LinearAttentionType arguments(Form form) const { return {features, normalise, form}; }
 };
 const Kind L{}, G{FeatureMap::Identity, false, true}, RAW{FeatureMap::Identity, false, false},
     FEATURES{FeatureMap::EluPlusOne, false, false}, GATED_L{FeatureMap::EluPlusOne, true, true};
@@ -136,7 +136,7 @@ Result run(const Problem& p, Form form = Form::Automatic, int64_t extra = 0) {
     const TestArray cum = TestArray::ints(p.cum, {S + 1});
     const LinearAttentionSequences sequences{cum, p.longest()};
     const LinearAttentionSizes sizes{N, S, NH, NKV, E, M, p.longest(), states};
-    const LinearAttention kind = p.kind.arguments(form);
+    const LinearAttentionType kind = p.kind.arguments(form);
     const TestArray forward = TestArray::scratch(linear_attention_forward_scratch(sizes)),
                     backward = TestArray::scratch(linear_attention_backward_scratch(sizes));
     linear_attention_forward(out, norm, {final, final_z}, q, k, v, gate, {initial, initial_z}, sequences, kind, forward,
@@ -558,10 +558,10 @@ TEST_P(LinearAttentionTest, PackedRows) {
         auto q = [&](const Tensor& t) { return part(t, 0, NH); };
         auto k = [&](const Tensor& t) { return part(t, NH, NKV); };
         auto v = [&](const Tensor& t) { return part(t, NH + NKV, NKV); };
-        linear_attention_forward(out, norm, {}, q(qkv), k(qkv), v(qkv), Tensor{}, {}, {cum, 100}, LinearAttention{},
+        linear_attention_forward(out, norm, {}, q(qkv), k(qkv), v(qkv), Tensor{}, {}, {cum, 100}, LinearAttentionType{},
                                  scratch, Stream{});
         linear_attention_backward(q(dqkv), k(dqkv), v(dqkv), Tensor{}, {}, dout, {}, q(qkv), k(qkv), v(qkv), Tensor{},
-                                  {}, out, norm, {cum, 100}, LinearAttention{}, scratch, Stream{});
+                                  {}, out, norm, {cum, 100}, LinearAttentionType{}, scratch, Stream{});
         const std::vector<double> got = dqkv.fetch();
         expect_gaps_untouched("dqkv", got, width + gap, width);
         std::vector<double> dq, dk, dv;
@@ -777,7 +777,7 @@ TEST(LinearAttentionErrors, NameWhatIsWrong) {
                     v = TestArray::random({10, 2, 6}, 3), three = TestArray::random({10, 3, 8}, 2);
     const TestArray out = TestArray::poisoned({10, 4, 6}), cum = TestArray::ints({0, 10}, {2}),
                     gate = TestArray::random({10, 2}, 4), scratch = TestArray::scratch(1 << 20);
-    auto forward = [&](Tensor k_, Tensor v_, Tensor gate_, const LinearAttention& kind,
+    auto forward = [&](Tensor k_, Tensor v_, Tensor gate_, const LinearAttentionType& kind,
                        const LinearAttentionState& initial = {}) {
         linear_attention_forward(out, Tensor{}, {}, q, k_, v_, gate_, initial, {cum, 10}, kind, scratch, Stream{});
     };

@@ -342,7 +342,7 @@ void Engine::pass(const std::vector<Piece>& unsorted, int64_t first_finished) {
     blocks(hidden, false, [&](int64_t l) {
         if (c.attention_type(l) != 'S') {
             return mix_linear(l, N, table ? angle_rows(N) : Tensor{},
-                              [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
+                              [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& kind) {
                                   const LinearAttentionState end = states.layer(l, text_slots);
                                   linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
                                                            has_past ? past_states(end) : LinearAttentionState{}, texts,
@@ -504,9 +504,10 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     embedding_forward(hidden, ids.rows(0, B), places, weights.wte, weights.wpe, stream);
     blocks(hidden, options.batch_invariant, [&](int64_t l) {
         if (c.attention_type(l) != 'S') {
-            return mix_linear(l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttention& kind) {
-                linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, kind, stream);
-            });
+            return mix_linear(
+                l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& kind) {
+                    linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, kind, stream);
+                });
         }
         decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), place, c.attention_scale(),
                          decode_scratch, stream);

@@ -111,14 +111,14 @@ struct Operand {
 // All tensors of a pass. delta, query_dots: [NH, N]; key_dots [NKV, N]: φ(q)·dφ(q) and φ(k)·dφ(k), for the gate.
 struct Pass {
     LinearAttentionSizes z;
-    LinearAttention kind;
+    LinearAttentionType type;
     const int32_t* cum;
     Tensor q, k, v, gate, out, norm, dout, dq, dk, dv, dgate;
     LinearAttentionState initial, final, dinitial, dfinal;
     float *delta = nullptr, *query_dots = nullptr, *key_dots = nullptr, *end_dots = nullptr;  // end_dots [S, NKV]
 
-    Use features() const { return kind.features == FeatureMap::EluPlusOne ? Use::Features : Use::AsStored; }
-    Use gradient() const { return kind.normalise ? Use::Gradient : Use::AsStored; }
+    Use features() const { return type.features == FeatureMap::EluPlusOne ? Use::Features : Use::AsStored; }
+    Use gradient() const { return type.normalise ? Use::Gradient : Use::AsStored; }
     float* norm_of(int64_t h) const { return norm.as<float>() + h * norm.stride[0]; }
 };
 
@@ -198,7 +198,7 @@ class Walk {
         length = p.cum[sequence + 1] - token0;
         // The vector: z over b's columns for Out, z or r over c's for DQ and DK.
         state.E = x.E, state.M = x.M, state.width = round_up(x.M);
-        state.vector_size = !p.kind.normalise || role == Role::DV ? 0 : role == Role::Out ? x.E : x.M;
+        state.vector_size = !p.type.normalise || role == Role::DV ? 0 : role == Role::Out ? x.E : x.M;
         state.load(x.reversed ? p.dfinal : p.initial, sequence * p.z.NKV + kv, role == Role::DQ || role == Role::DK);
     }
 
@@ -235,7 +235,7 @@ class Walk {
     // Row t of the result, which lies in o.
     void store(const float* o, int64_t t, float norm) const {
         float* to = head_rows(x.out, token0 + t, row_head)[0];
-        if (role == Role::Out && p.kind.normalise) {
+        if (role == Role::Out && p.type.normalise) {
             for (int64_t m = 0; m < x.M; m++) to[m] = o[m] / norm;
             if (p.norm) p.norm_of(row_head)[token0 + t] = norm;
             return;
@@ -406,10 +406,10 @@ void Walk::chunked() {
 
 // A product over all sequences and heads.
 void run(const Pass& p, Role role) {
-    using Form = LinearAttention::Form;
+    using Form = LinearAttentionType::Form;
     const int64_t rows = role == Role::DV || role == Role::DK ? p.z.NKV : p.z.NH;
     const bool chunked =
-        p.kind.form == Form::Chunked || (p.kind.form == Form::Automatic && std::max(p.z.E, p.z.M) <= MAX_CHUNKED);
+        p.type.form == Form::Chunked || (p.type.form == Form::Automatic && std::max(p.z.E, p.z.M) <= MAX_CHUNKED);
 #pragma omp parallel for schedule(dynamic)
     for (int64_t task = 0; task < p.z.S * rows; task++) {
         alignas(64) float memory[MAX_SIZE * MAX_SIZE], vector[MAX_SIZE];
@@ -429,10 +429,10 @@ void zero_tail(const Tensor& t, int64_t first) {
 
 Pass pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, const Tensor& k, const Tensor& v,
              const Tensor& gate, const LinearAttentionState& initial, const LinearAttentionSequences& sequences,
-             const LinearAttention& kind) {
+             const LinearAttentionType& type) {
     check_cumulative(op, "cum", sequences.cum, z.N, z.max_length);
     Pass p{};
-    p.z = z, p.kind = kind, p.cum = sequences.cum.as<int32_t>();
+    p.z = z, p.type = type, p.cum = sequences.cum.as<int32_t>();
     p.q = q, p.k = k, p.v = v, p.gate = gate, p.initial = initial;
     return p;
 }
@@ -445,14 +445,14 @@ int64_t linear_attention_forward_scratch(const LinearAttentionSizes&) {
 
 void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionState& final, Tensor q, Tensor k, Tensor v,
                               Tensor gate, const LinearAttentionState& initial,
-                              const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
-                              Stream) {
+                              const LinearAttentionSequences& sequences, const LinearAttentionType& type,
+                              Tensor scratch, Stream) {
     const char* op = "linear_attention_forward";
-    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
-    check_linear_attention_forward(op, DType::F32, z, out, norm, final, kind, scratch);
-    Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, kind);
+    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, type);
+    check_linear_attention_forward(op, DType::F32, z, out, norm, final, type, scratch);
+    Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, type);
     p.out = out, p.final = final;
-    if (kind.normalise) p.norm = norm;
+    if (type.normalise) p.norm = norm;
     run(p, Role::Out);
     zero_tail(out, p.cum[z.S]);
     for (int64_t h = 0; h < z.NH && p.norm; h++) std::fill(p.norm_of(h) + p.cum[z.S], p.norm_of(h) + z.N, 0.0f);
@@ -466,13 +466,13 @@ int64_t linear_attention_backward_scratch(const LinearAttentionSizes& z) {
 void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, const LinearAttentionState& dinitial,
                                Tensor dout, const LinearAttentionState& dfinal, Tensor q, Tensor k, Tensor v,
                                Tensor gate, const LinearAttentionState& initial, Tensor out, Tensor norm,
-                               const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
-                               Stream) {
+                               const LinearAttentionSequences& sequences, const LinearAttentionType& type,
+                               Tensor scratch, Stream) {
     const char* op = "linear_attention_backward";
-    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, kind);
-    check_linear_attention_backward(op, DType::F32, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, kind,
+    LinearAttentionSizes z = check_linear_attention(op, DType::F32, q, k, v, gate, initial, sequences, type);
+    check_linear_attention_backward(op, DType::F32, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, type,
                                     scratch);
-    Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, kind);
+    Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, type);
     p.out = out, p.norm = norm, p.dout = dout, p.dq = dq, p.dk = dk, p.dv = dv, p.dgate = dgate;
     p.dinitial = dinitial, p.dfinal = dfinal;
     p.delta = static_cast<float*>(scratch.data);
@@ -501,11 +501,11 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
 }
 
 void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tensor q, Tensor k, Tensor v, Tensor gate,
-                             const LinearAttention& kind, Stream) {
+                             const LinearAttentionType& type, Stream) {
     const char* op = "linear_attention_decode";
-    const LinearAttentionSizes z = check_linear_attention_decode(op, DType::F32, out, state, q, k, v, gate, kind);
+    const LinearAttentionSizes z = check_linear_attention_decode(op, DType::F32, out, state, q, k, v, gate, type);
     Pass p{};
-    p.z = z, p.kind = kind, p.q = q, p.k = k, p.v = v, p.out = out;
+    p.z = z, p.type = type, p.q = q, p.k = k, p.v = v, p.out = out;
     const Product x = product_of(p, Role::Out);
     const int64_t group = z.NH / z.NKV;
 #pragma omp parallel for schedule(static)
@@ -522,7 +522,7 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
         float *rows = state.s.as<float>() + at * z.E * z.M, *sums = nullptr;
         for (int64_t e = 0; e < z.E; e++)
             for (int64_t m = 0; m < z.M; m++) rows[e * z.M + m] = rows[e * z.M + m] * carry + b[e] * value[m];
-        if (kind.normalise) {
+        if (type.normalise) {
             sums = state.z.as<float>() + at * z.E;
             for (int64_t e = 0; e < z.E; e++) sums[e] = sums[e] * carry + b[e];
         }
@@ -532,7 +532,7 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
             std::fill(to, to + z.M, 0.0f);
             for (int64_t e = 0; e < z.E; e++)
                 for (int64_t m = 0; m < z.M; m++) to[m] += a[e] * rows[e * z.M + m];
-            if (!kind.normalise) continue;
+            if (!type.normalise) continue;
             const float factor = 1 / (dot(a, sums, z.E) + LINEAR_ATTENTION_EPS);
             for (int64_t m = 0; m < z.M; m++) to[m] *= factor;
         }

@@ -1076,7 +1076,7 @@ template <typename T>
 struct Pass {
     const char* op;
     LinearAttentionSizes z;
-    LinearAttention kind;
+    LinearAttentionType type;
     Stream stream;
     Tensor cum, q, k, v, gate, out, norm, dout, dq, dk, dv;
     LinearAttentionState initial, dfinal;
@@ -1084,15 +1084,15 @@ struct Pass {
     bool aligned;
 
     bool recurrent() const {
-        using Form = LinearAttention::Form;
-        return kind.form == Form::Recurrent || std::max(z.E, z.M) > LINEAR_ATTENTION_MAX_CHUNKED_SIZE;
+        using Form = LinearAttentionType::Form;
+        return type.form == Form::Recurrent || std::max(z.E, z.M) > LINEAR_ATTENTION_MAX_CHUNKED_SIZE;
     }
     Segments segments() const {
         const int64_t all = std::max<int64_t>(1, z.max_length);
         return recurrent() ? Segments{1, all} : segments_of(z);
     }
-    int64_t state_size() const { return z.E * z.M + (kind.normalise ? z.E : 0); }
-    bool elu() const { return kind.features == FeatureMap::EluPlusOne; }
+    int64_t state_size() const { return z.E * z.M + (type.normalise ? z.E : 0); }
+    bool elu() const { return type.features == FeatureMap::EluPlusOne; }
     static constexpr bool transposed(Role role) { return role == Role::DQ || role == Role::DK; }
 
     Product<T> product(Role role) const {
@@ -1133,7 +1133,7 @@ struct Pass {
         p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV;
         const Segments g = segments();
         p.segments = int(g.count), p.segment_length = int(g.length);
-        p.elu = elu(), p.normalise = kind.normalise, p.aligned = aligned;
+        p.elu = elu(), p.normalise = type.normalise, p.aligned = aligned;
         return p;
     }
 
@@ -1192,7 +1192,7 @@ struct Pass {
 #endif
         dispatch_size(p.E, [&](auto size) {
             using Z = Sizes<T, size, ROLE>;
-            launch(product_kernel<T, size, ROLE>, p, blocks, Z::THREADS, Z::bytes(bool(gate), kind.normalise));
+            launch(product_kernel<T, size, ROLE>, p, blocks, Z::THREADS, Z::bytes(bool(gate), type.normalise));
         });
     }
 
@@ -1277,9 +1277,9 @@ void dispatch(DType dtype, F f) {
 template <typename T>
 Pass<T> pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, const Tensor& k, const Tensor& v,
                 const Tensor& gate, const LinearAttentionState& initial, const LinearAttentionSequences& sequences,
-                const LinearAttention& kind, const Tensor& scratch, bool backward, Stream stream) {
+                const LinearAttentionType& type, const Tensor& scratch, bool backward, Stream stream) {
     Pass<T> p{};
-    p.op = op, p.z = z, p.kind = kind, p.stream = stream, p.cum = sequences.cum;
+    p.op = op, p.z = z, p.type = type, p.stream = stream, p.cum = sequences.cum;
     p.q = q, p.k = k, p.v = v, p.gate = gate, p.initial = initial;
     const Layout layout(z, backward);
     p.key_states = static_cast<float*>(scratch.data);
@@ -1305,17 +1305,17 @@ int64_t linear_attention_backward_scratch(const LinearAttentionSizes& z) {
 
 void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionState& final, Tensor q, Tensor k, Tensor v,
                               Tensor gate, const LinearAttentionState& initial,
-                              const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
-                              Stream stream) {
+                              const LinearAttentionSequences& sequences, const LinearAttentionType& type,
+                              Tensor scratch, Stream stream) {
     const char* op = "linear_attention_forward";
     const DType dtype = check_dtype(op, q);
-    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
-    check_linear_attention_forward(op, dtype, z, out, norm, final, kind, scratch);
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, type);
+    check_linear_attention_forward(op, dtype, z, out, norm, final, type, scratch);
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
-        Pass<T> p = pass_of<T>(op, z, q, k, v, gate, initial, sequences, kind, scratch, false, stream);
+        Pass<T> p = pass_of<T>(op, z, q, k, v, gate, initial, sequences, type, scratch, false, stream);
         p.out = out;
-        if (kind.normalise) p.norm = norm;
+        if (type.normalise) p.norm = norm;
         if (p.recurrent()) return p.run_scan(Role::Out, initial, final, nullptr);
         p.aligned = z.E % FULL_WIDTH<T> == 0 && z.M % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out});
         const bool states = p.template run_states<Role::KeyState>(initial, final, false);
@@ -1326,18 +1326,18 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
 void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, const LinearAttentionState& dinitial,
                                Tensor dout, const LinearAttentionState& dfinal, Tensor q, Tensor k, Tensor v,
                                Tensor gate, const LinearAttentionState& initial, Tensor out, Tensor norm,
-                               const LinearAttentionSequences& sequences, const LinearAttention& kind, Tensor scratch,
-                               Stream stream) {
+                               const LinearAttentionSequences& sequences, const LinearAttentionType& type,
+                               Tensor scratch, Stream stream) {
     const char* op = "linear_attention_backward";
     const DType dtype = check_dtype(op, q);
-    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, kind);
-    check_linear_attention_backward(op, dtype, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, kind,
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, initial, sequences, type);
+    check_linear_attention_backward(op, dtype, z, dq, dk, dv, dgate, dinitial, dout, dfinal, gate, out, norm, type,
                                     scratch);
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
-        Pass<T> p = pass_of<T>(op, z, q, k, v, gate, initial, sequences, kind, scratch, true, stream);
+        Pass<T> p = pass_of<T>(op, z, q, k, v, gate, initial, sequences, type, scratch, true, stream);
         p.dq = dq, p.dk = dk, p.dv = dv, p.dout = dout, p.dfinal = dfinal;
-        if (kind.normalise) p.out = out, p.norm = norm;
+        if (type.normalise) p.out = out, p.norm = norm;
         const bool to_the_end = gate && dfinal.s;  // the gates' gradient then asks for S after the last token
         if (p.recurrent()) {
             p.run_scan(Role::DQ, initial, {}, to_the_end ? p.key_states : nullptr);
@@ -1364,10 +1364,10 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
 }
 
 void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tensor q, Tensor k, Tensor v, Tensor gate,
-                             const LinearAttention& kind, Stream stream) {
+                             const LinearAttentionType& type, Stream stream) {
     const char* op = "linear_attention_decode";
     const DType dtype = check_dtype(op, q);
-    const LinearAttentionSizes z = check_linear_attention_decode(op, dtype, out, state, q, k, v, gate, kind);
+    const LinearAttentionSizes z = check_linear_attention_decode(op, dtype, out, state, q, k, v, gate, type);
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
         Pass<T> p{};
@@ -1376,10 +1376,10 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
         d.q = heads_of<T>(q), d.k = heads_of<T>(k), d.v = heads_of<T>(v), d.out = heads_of<T>(out);
         if (gate) d.gate = gate.as<float>(), d.gate_stride = gate.stride[0];
         d.s = state.s.as<float>();
-        if (kind.normalise) d.z = state.z.as<float>();
+        if (type.normalise) d.z = state.z.as<float>();
         if (state.rows) d.rows = state.rows.as<int32_t>(), d.num_rows = state.s.shape[0];
         d.NH = z.NH, d.NKV = z.NKV, d.E = int(z.E), d.M = int(z.M);
-        d.elu = kind.features == FeatureMap::EluPlusOne;
+        d.elu = type.features == FeatureMap::EluPlusOne;
         p.launch(decode_kernel<T>, d, z.S * z.NKV, DECODE_THREADS, 0);
     });
 }

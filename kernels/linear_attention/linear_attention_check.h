@@ -46,7 +46,8 @@ inline void check_state(const char* op, const StateNames& name, const LinearAtte
 }
 
 inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, const Tensor& q, const Tensor& k,
-                                                   const Tensor& v, const Tensor& gate, const LinearAttention& kind) {
+                                                   const Tensor& v, const Tensor& gate,
+                                                   const LinearAttentionType& type) {
     require(q && q.rank == 3, op, ": q is ", shape_string(q), ", expected [N, NH, E]");
     require(k && k.rank == 3, op, ": k is ", shape_string(k), ", expected [N, NKV, E]");
     require(v && v.rank == 3, op, ": v is ", shape_string(v), ", expected [N, NKV, M]");
@@ -57,10 +58,10 @@ inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, 
     check_tensor(op, "gate", gate, DType::F32, {z.N, z.NKV}, Given::Optional);
     require(z.NKV > 0 && z.NH % z.NKV == 0, op, ": ", z.NKV, " KV heads do not divide ", z.NH, " heads");
     const int64_t limit =
-        kind.form == LinearAttention::Form::Chunked ? LINEAR_ATTENTION_MAX_CHUNKED_SIZE : LINEAR_ATTENTION_MAX_SIZE;
+        type.form == LinearAttentionType::Form::Chunked ? LINEAR_ATTENTION_MAX_CHUNKED_SIZE : LINEAR_ATTENTION_MAX_SIZE;
     require(z.E >= 1 && z.E <= limit && z.M >= 1 && z.M <= limit, op, ": heads of ", z.E, " x ", z.M,
             " lie outside [1, ", limit, "]");
-    require(!kind.normalise || kind.features == FeatureMap::EluPlusOne, op,
+    require(!type.normalise || type.features == FeatureMap::EluPlusOne, op,
             ": the normaliser needs positive features, those of elu + 1");
     return z;
 }
@@ -69,24 +70,24 @@ inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, 
                                                    const Tensor& v, const Tensor& gate,
                                                    const LinearAttentionState& initial,
                                                    const LinearAttentionSequences& sequences,
-                                                   const LinearAttention& kind) {
-    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+                                                   const LinearAttentionType& type) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, type);
     z.S = sequences.cum.rank == 1 ? sequences.cum.shape[0] - 1 : -1;
     require(z.S >= 0, op, ": cum is ", shape_string(sequences.cum), ", expected [sequences + 1]");
     check_tensor(op, "cum", sequences.cum, DType::I32, {z.S + 1});
     z.max_length = sequences.max_length;
     z.states = bool(initial.s);
-    check_state(op, {"initial.rows", "initial.s", "initial.z"}, initial, z, kind.normalise, Given::Optional);
+    check_state(op, {"initial.rows", "initial.s", "initial.z"}, initial, z, type.normalise, Given::Optional);
     return z;
 }
 
 // The arguments of the two passes beyond those.
 inline void check_linear_attention_forward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& out,
                                            const Tensor& norm, const LinearAttentionState& final,
-                                           const LinearAttention& kind, const Tensor& scratch) {
+                                           const LinearAttentionType& type, const Tensor& scratch) {
     check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
-    if (kind.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
-    check_state(op, {"final.rows", "final.s", "final.z"}, final, z, kind.normalise, Given::Optional, true);
+    if (type.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
+    check_state(op, {"final.rows", "final.s", "final.z"}, final, z, type.normalise, Given::Optional, true);
     z.states |= bool(final.s);
     check_scratch(op, scratch, linear_attention_forward_scratch(z));
 }
@@ -95,19 +96,20 @@ inline void check_linear_attention_backward(const char* op, DType dtype, LinearA
                                             const Tensor& dk, const Tensor& dv, const Tensor& dgate,
                                             const LinearAttentionState& dinitial, const Tensor& dout,
                                             const LinearAttentionState& dfinal, const Tensor& gate, const Tensor& out,
-                                            const Tensor& norm, const LinearAttention& kind, const Tensor& scratch) {
+                                            const Tensor& norm, const LinearAttentionType& type,
+                                            const Tensor& scratch) {
     check_tensor(op, "dq", dq, dtype, {z.N, z.NH, z.E});
     check_tensor(op, "dk", dk, dtype, {z.N, z.NKV, z.E});
     check_tensor(op, "dv", dv, dtype, {z.N, z.NKV, z.M});
     check_tensor(op, "dout", dout, dtype, {z.N, z.NH, z.M});
     require(bool(gate) == bool(dgate), op, ": gate and dgate are given together or not at all");
     check_tensor(op, "dgate", dgate, DType::F32, {z.N, z.NKV}, Given::Optional);
-    if (kind.normalise) {
+    if (type.normalise) {
         check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
         check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N});
     }
-    check_state(op, {"dinitial.rows", "dinitial.s", "dinitial.z"}, dinitial, z, kind.normalise, Given::Optional);
-    check_state(op, {"dfinal.rows", "dfinal.s", "dfinal.z"}, dfinal, z, kind.normalise, Given::Optional);
+    check_state(op, {"dinitial.rows", "dinitial.s", "dinitial.z"}, dinitial, z, type.normalise, Given::Optional);
+    check_state(op, {"dfinal.rows", "dfinal.s", "dfinal.z"}, dfinal, z, type.normalise, Given::Optional);
     z.states |= dinitial.s || dfinal.s;
     check_scratch(op, scratch, linear_attention_backward_scratch(z));
 }
@@ -121,10 +123,10 @@ HOST_DEVICE inline int64_t state_row(const int32_t* rows, int64_t num_rows, int6
 inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType dtype, const Tensor& out,
                                                           const LinearAttentionState& state, const Tensor& q,
                                                           const Tensor& k, const Tensor& v, const Tensor& gate,
-                                                          const LinearAttention& kind) {
-    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, kind);
+                                                          const LinearAttentionType& type) {
+    LinearAttentionSizes z = check_linear_attention(op, dtype, q, k, v, gate, type);
     z.S = z.N;
     check_tensor(op, "out", out, dtype, {z.S, z.NH, z.M});
-    check_state(op, {"state.rows", "state.s", "state.z"}, state, z, kind.normalise, Given::Required, true);
+    check_state(op, {"state.rows", "state.s", "state.z"}, state, z, type.normalise, Given::Required, true);
     return z;
 }

@@ -192,9 +192,9 @@ int64_t size(const Tensor& t, int dimension) {
     return dimension < t.rank ? t.shape[dimension] : 0;
 }
 
-LinearAttention linear_kind(const char* op, int32_t features, int32_t normalise) {
+LinearAttentionType linear_kind(const char* op, int32_t features, int32_t normalise) {
     require(features == 0 || features == 1, op, ": features are ", features, ", expected 0 (identity) or 1 (elu + 1)");
-    LinearAttention kind;
+    LinearAttentionType kind;
     kind.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity, kind.normalise = normalise != 0;
     return kind;
 }
