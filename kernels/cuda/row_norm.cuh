@@ -13,6 +13,7 @@
 #include <cuda_pipeline.h>
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/row_statistics.cuh"
 
 namespace norm_detail {
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t 
     store_floats<W>(a.out + n * a.out_stride + c, y);
 }
 
-// The variance from x − mean and not from Σx² − (Σx)²/C, which cancels where the mean is large.
+// GROUP threads a row, PACKS vectors a thread.
 template <bool CENTRED, int GROUP, int PACKS, typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
@@ -103,21 +104,14 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
     if constexpr (CENTRED) {
 #pragma unroll
         for (int p = 0; p < PACKS; p++)
-            if (first + p * (GROUP * W) < a.C)
-#pragma unroll
-                for (int k = 0; k < W; k++) mean += as_floats(x[p])[k];
+            if (first + p * (GROUP * W) < a.C) mean = add_elements(mean, as_floats(x[p]));
         mean = block_sum<GROUP>(mean) / float(a.C);
     }
-    float squares = 0;
+    float m2 = 0;
 #pragma unroll
     for (int p = 0; p < PACKS; p++)
-        if (first + p * (GROUP * W) < a.C)
-#pragma unroll
-            for (int k = 0; k < W; k++) {
-                const float d = as_floats(x[p])[k] - mean;
-                squares += d * d;
-            }
-    const float rstd = 1 / sqrtf(block_sum<GROUP>(squares) / float(a.C) + a.eps);
+        if (first + p * (GROUP * W) < a.C) m2 = add_squared_deviations(m2, as_floats(x[p]), mean);
+    const float rstd = row_rstd(block_sum<GROUP>(m2), float(a.C), a.eps);
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int64_t c = first + p * (GROUP * W);
@@ -135,15 +129,13 @@ __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T
     const int64_t n = blockIdx.x;
     float mean = 0;
     if constexpr (CENTRED) {
-        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean += as_floats(load_x<1>(a, n, c))[0];
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean = add_elements(mean, as_floats(load_x<1>(a, n, c)));
         mean = block_sum<THREADS>(mean) / float(a.C);
     }
-    float squares = 0;
-    for (int64_t c = threadIdx.x; c < a.C; c += THREADS) {
-        const float d = as_floats(load_x<1>(a, n, c))[0] - mean;
-        squares += d * d;
-    }
-    const float rstd = 1 / sqrtf(block_sum<THREADS>(squares) / float(a.C) + a.eps);
+    float m2 = 0;
+    for (int64_t c = threadIdx.x; c < a.C; c += THREADS)
+        m2 = add_squared_deviations(m2, as_floats(load_x<1>(a, n, c)), mean);
+    const float rstd = row_rstd(block_sum<THREADS>(m2), float(a.C), a.eps);
     for (int64_t c = threadIdx.x; c < a.C; c += THREADS) store_out<1>(a, n, c, load_x<1>(a, n, c), mean, rstd);
     if (threadIdx.x == 0) {
         if (CENTRED && a.mean) a.mean[n] = mean;
