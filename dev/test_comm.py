@@ -41,8 +41,8 @@ class MpiTest(unittest.TestCase):
     def test_ranks_without_mpirun_are_refused_in_one_line(self):
         done = mpi.run([BINARY, "--gtest_filter=Comm.WorldIsTheLaunchers"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-        self.assertIn("torchrun started rank 0 of 2, but to MPI it is rank 0 of 1; start the build for the CPU with the mpirun "
-                      "of the MPI that it was built with", done.stdout + done.stderr)
+        self.assertIn("torchrun started rank 0 of 2, but to MPI it is rank 0 of 1; use the mpirun "
+                      "of the MPI library that this CPU build was linked with", done.stdout + done.stderr)
 
 
 @unittest.skipIf(WHY_NOT, WHY_NOT)

@@ -166,9 +166,9 @@ TEST(Control, RanksThatDoNotFitTogether) {
     expect_told(meet([](int64_t rank, World&, Member& self) { self.library = rank ? "NCCL 2.1" : "NCCL 2.2"; }),
                 "rank 1 on " + machine + " has NCCL 2.1, rank 0 on " + machine +
                     " has NCCL 2.2; use the same build and libraries on every machine");
-    expect_told(meet([](int64_t rank, World& world, Member&) { world.size = rank ? 3 : 2; }),
-                "rank 1 on " + machine +
-                    " is of a world of 3, rank 0 of one of 2; give each run a port of its own (--rendezvous)");
+    expect_told(
+        meet([](int64_t rank, World& world, Member&) { world.size = rank ? 3 : 2; }),
+        "rank 1 on " + machine + " has a world of 3 ranks, rank 0 has 2; give each run its own port (--rendezvous)");
     // On the CPU there is no GPU to be the same.
     for (const std::string& error : meet([](int64_t, World&, Member& self) { self.device_id = ""; }))
         EXPECT_EQ(error, "");
@@ -180,7 +180,7 @@ TEST(Control, TwoOfARank) {
         const int64_t rank = std::min<int64_t>(thread, 1);
         ControlChannel channel(world_of(rank, 3, port, 2), member_of(thread));
     });
-    EXPECT_EQ(errors[0].substr(0, 37), "rank 0: there are two of rank 1, the ");
+    EXPECT_EQ(errors[0].substr(0, 28), "rank 0: rank 1 joined twice,");
     EXPECT_EQ(errors[1], "rank 1" + errors[0].substr(6));
     EXPECT_EQ(errors[2], errors[1]);
 }
@@ -194,8 +194,9 @@ TEST(Control, BusyPort) {
 
 TEST(Control, NobodyComes) {
     const int port = free_port();
-    expect_error([&] { ControlChannel(world_of(0, 3, port, 0.3), member_of(0)); },
-                 str("rank 0: 1 of 3 ranks came to 127.0.0.1:", port, " within 0.3 s (--comm-timeout); missing: 1, 2"));
+    expect_error(
+        [&] { ControlChannel(world_of(0, 3, port, 0.3), member_of(0)); },
+        str("rank 0: 1 of 3 ranks connected to 127.0.0.1:", port, " within 0.3 s (--comm-timeout); missing: 1, 2"));
     expect_error([&] { ControlChannel(world_of(2, 3, port, 0.3), member_of(2)); },
                  str("rank 2: rank 0 could not be reached at 127.0.0.1:", port,
                      " within 0.3 s (--comm-timeout): Connection refused"));
@@ -205,7 +206,7 @@ TEST(Control, NoPlace) {
     World world = world_of(1, 2, 1);
     world.rendezvous.clear();
     expect_error([&] { ControlChannel(world, member_of(1)); },
-                 "rank 1: mpirun doesn't tell on which machine rank 0 is; give --rendezvous HOST:PORT");
+                 "rank 1: mpirun does not set the address of rank 0; give --rendezvous HOST:PORT");
 }
 
 TEST(Control, SomebodyElseAnswers) {
@@ -236,7 +237,7 @@ TEST(Control, ARankThatEndsIsNoticed) {
         std::string trouble;
         while ((trouble = channel.trouble()).empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         EXPECT_EQ(trouble, "rank 2 has ended");
-        channel.tell(trouble);
+        channel.report(trouble);
         while (rank == 0 && !rank_1_knows) std::this_thread::sleep_for(std::chrono::milliseconds(1));
         if (rank == 1) rank_1_knows = true;
     });
@@ -273,8 +274,8 @@ TEST(Control, ARankThatHangs) {
         }
     });
     EXPECT_EQ(errors[0],
-              "rank 0: barrier: nothing heard of rank 1 within 0.5 s (--comm-timeout); it hangs, or waits for "
-              "something else");
+              "rank 0: barrier: no message from rank 1 within 0.5 s (--comm-timeout); it hangs or waits for "
+              "another operation");
 }
 
 TEST(Control, RanksAtDifferentOperations) {
@@ -287,9 +288,10 @@ TEST(Control, RanksAtDifferentOperations) {
         else
             channel.all_gather(all, &own, 4);
     });
-    EXPECT_EQ(errors[0],
-              "rank 0: all_gather_host: rank 1 is at another operation than this rank; do all run the same program "
-              "with the same options?");
+    EXPECT_EQ(
+        errors[0],
+        "rank 0: all_gather_host: rank 1 is at another operation than this rank; start all ranks with the same program "
+        "and options");
 }
 
 }  // namespace

@@ -44,13 +44,13 @@ class GpusTest(unittest.TestCase):
 
     def test_too_many_gpus(self):
         self.assertRegex(self.refused("--gpus", "1000", "--steps", "2"),
-                         r"--gpus 1000: (this is the build for the CPU.*mpirun|\d+ GPUs? can be seen here)")
+                         r"--gpus 1000: (this is the CPU build.*mpirun|\d+ GPUs? visible here)")
 
     def test_half_of_a_launchers_variables(self):
         self.assertIn("torchrun: RANK is set but WORLD_SIZE is not", self.refused("--steps", "2", RANK="0"))
 
     def test_another_launchers_ranks(self):
-        self.assertIn("--gpus 2: torchrun has started 2 ranks already; leave --gpus out", self.refused(
+        self.assertIn("--gpus 2: torchrun has already started 2 ranks; remove --gpus", self.refused(
             "--gpus", "2", "--steps", "2", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29500"))
 

@@ -123,17 +123,17 @@ TEST(Launch, BadNumbers) {
             world_of(with(TORCHRUN, {{"WORLD_SIZE", "0"}}));
         },
         "torchrun: WORLD_SIZE=0 is not a whole number of at least 1");
-    expect_error([&] { world_of(with(TORCHRUN, {{"RANK", "8"}})); }, "torchrun: rank 8 of 8 ranks is none");
+    expect_error([&] { world_of(with(TORCHRUN, {{"RANK", "8"}})); }, "torchrun: rank 8 is outside a world of 8 ranks");
     expect_error(
         [&] {
             world_of(with(TORCHRUN, {{"LOCAL_RANK", "4"}}));
         },
-        "torchrun: local rank 4 of 4 on this machine, of 8 in all, is none");
+        "torchrun: local rank 4 does not fit 4 ranks on this machine and 8 in all");
     expect_error(
         [&] {
             world_of(with(TORCHRUN, {{"LOCAL_WORLD_SIZE", "9"}}));
         },
-        "torchrun: local rank 1 of 9 on this machine, of 8 in all, is none");
+        "torchrun: local rank 1 does not fit 9 ranks on this machine and 8 in all");
     LaunchOptions options;
     options.rendezvous = "nowhere";
     expect_error(
@@ -172,7 +172,7 @@ TEST(Launch, Srun) {
         [&] {
             world_of(with(SRUN, {{"SLURM_NODEID", "3"}}));
         },
-        "srun: SLURM_STEP_TASKS_PER_NODE=4(x2),3 does not tell how many tasks this machine has");
+        "srun: SLURM_STEP_TASKS_PER_NODE=4(x2),3 does not give the number of tasks on this machine");
     // A batch script without srun has one process, whatever the job asked for.
     EXPECT_EQ(world_of(without(SRUN, "SLURM_STEP_ID")).size, 1);
     expect_error([&] { world_of(without(SRUN, "SLURM_STEP_NODELIST")); },
@@ -188,7 +188,7 @@ TEST(Launch, FirstHostOfSlurmsLists) {
     EXPECT_EQ(first_slurm_host("rack[1-2]n[01-16]"), "rack1n01");
     for (const char* const bad : {"gpu[", "gpu[]", "gpu[-3]"})
         expect_error([&] { first_slurm_host(bad); },
-                     str("srun: the node list ", bad, " can't be read; give --rendezvous HOST:PORT"));
+                     str("srun: the node list ", bad, " cannot be parsed; give --rendezvous HOST:PORT"));
     expect_error([&] { first_slurm_host(""); }, "srun: the node list '' names no machine; give --rendezvous HOST:PORT");
 }
 
@@ -215,10 +215,10 @@ TEST(Launch, GpusOption) {
     options.gpus = "100000";
     if (backend_device() == Device::CPU)
         expect_error([&] { ranks_to_start(options); },
-                     "--gpus 100000: this is the build for the CPU, which takes more processes by mpirun: `mpirun -n 2 "
+                     "--gpus 100000: this is the CPU build; start several processes with mpirun: `mpirun -n 2 "
                      "train_gpt train ...`");
     else
-        expect_error([&] { ranks_to_start(options); }, std::vector<std::string>{"--gpus 100000: ", "can be seen here"});
+        expect_error([&] { ranks_to_start(options); }, std::vector<std::string>{"--gpus 100000: ", "visible here"});
 }
 
 // The parent, with the shell as the program. What it writes goes to a file.
@@ -280,7 +280,7 @@ TEST_F(LocalRanksTest, RanksAreToldWhoTheyAre) {
 TEST_F(LocalRanksTest, RanksFormAWorld) {
     Variables variables = {{LOCAL_RANKS_RANK, "0"},
                            {LOCAL_RANKS_SIZE, "2"},
-                           {LOCAL_RANKS_PLACE, "127.0.0.1:5555"},
+                           {LOCAL_RANKS_ADDRESS, "127.0.0.1:5555"},
                            {LOCAL_RANKS_SOCKET, "9"}};
     LaunchOptions options;
     options.rendezvous = "other:1";  // is where a launcher that we are not would meet

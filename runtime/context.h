@@ -1,5 +1,5 @@
-// What every part of a run needs to know of its surroundings; passed, never global. Everything runs on its stream, and
-// beside it what the ranks of a run send each other.
+// The environment of a run: streams, rank, communicator, profiler. It is passed as an argument and never global.
+// Computation runs on `stream`; collectives that overlap it run on `side`.
 #pragma once
 
 #include <chrono>
@@ -17,9 +17,9 @@ struct Context {
     Stream stream = create_stream(), side;
     int64_t rank = 0, world = 1;
     const std::unique_ptr<Comm> comm;
-    mutable Profiler profiler;  // watches, and changes nothing that is computed
+    mutable Profiler profiler;  // mutable: timing changes no result
 
-    // Throws Error where the ranks don't meet (runtime/communication/comm.h).
+    // Throws Error if the ranks fail to connect (runtime/communication/comm.h).
     explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
         if (world > 1) side = create_side_stream();
     }
@@ -30,30 +30,30 @@ struct Context {
     Context(const Context&) = delete;
     Context& operator=(const Context&) = delete;
 
-    // Waits for a moment in the stream's work, but not for a rank that has ended: that is an Error.
-    void wait(const Event& moment) const {
-        while (world > 1 && !moment.reached()) {
+    // Blocks the host until the event is reached. Throws Error if another rank ends meanwhile.
+    void wait(const Event& event) const {
+        while (world > 1 && !event.reached()) {
             comm->check();
             std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
-        moment.wait();
+        event.wait();
     }
-    // For all that is queued on the stream. what: it is called that in the Error.
+    // Waits for all work queued on the stream. `what` names that work in an Error.
     void wait_for_all(const std::string& what) const {
-        Event moment;
-        moment.record(stream);
+        Event queued;
+        queued.record(stream);
         comm->watch(what, stream);
-        wait(moment);
+        wait(queued);
     }
 };
 
-// The first that is destroyed of what uses the context: a rank that fails parts from the others before it waits for
-// work that they are part of.
+// Declare this after everything else that uses the context, so that it is destroyed first. When an exception unwinds
+// the stack it aborts the communicator, so that this rank does not wait for collectives that will never finish.
 struct AbortOnFailure {
     const Context& ctx;
     int exceptions = std::uncaught_exceptions();
     bool failed() const { return std::uncaught_exceptions() > exceptions; }
     ~AbortOnFailure() {
-        if (failed()) ctx.comm->part();
+        if (failed()) ctx.comm->abort();
     }
 };

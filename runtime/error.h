@@ -1,22 +1,23 @@
-// How everything below main() reports failure: one exception type with one clear line of text.
-// main() prints the line to stderr and exits: Error -> 1, UsageError -> 2. Nothing below main() calls exit().
+// Failures are exceptions with a message of one line. main() prints the line to stderr and exits with status 1 (Error)
+// or 2 (UsageError). No other code calls exit().
 #pragma once
 
 #include <sstream>
 #include <stdexcept>
 #include <string>
 
-// The line names the thing that is wrong and the remedy: "runs/a/config.json: key 'n_head' is 0; it must be positive".
+// The message names what failed, the value found and the remedy: "runs/a/config.json: key 'n_head' is 0; it must be
+// positive".
 struct Error : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// What no argument is to blame for: no memory, no GPU, a GPU that failed.
+// A failure that no argument caused: out of memory, no GPU, a GPU that failed.
 struct DeviceError : Error {
     using Error::Error;
 };
 
-// A wrong flag or value on the command line.
+// A wrong option or value on the command line.
 struct UsageError : Error {
     using Error::Error;
 };
@@ -29,7 +30,7 @@ std::string str(const Parts&... parts) {
     return out.str();
 }
 
-// require(fd >= 0, path, ": cannot open: ", strerror(errno)). The message parts are only formatted on failure.
+// require(fd >= 0, path, ": cannot open: ", strerror(errno)). The message is formatted only on failure.
 template <typename... Parts>
 void require(bool ok, const Parts&... parts) {
     if (!ok) throw Error(str(parts...));

@@ -1,5 +1,5 @@
-// Counter-based random numbers: a value depends on (key, counter) alone, never on who asks, when or on which rank.
-// Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.
+// Counter-based random numbers: a value depends on (key, counter) alone, not on the caller, the order of calls or the
+// rank. Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.
 #pragma once
 
 #include <cmath>
@@ -36,14 +36,14 @@ HOST_DEVICE inline double uniform01(uint32_t high, uint32_t low) {
     return double((uint64_t(high) << 32 | low) >> 11) * 0x1p-53;
 }
 
-// Standard normal number i of the stream (key, stream): Box-Muller on the two halves of one Philox block.
+// Standard normal number i of random stream (key, stream): Box-Muller on the two halves of one Philox block.
 inline double normal01(uint64_t key, uint64_t stream, uint64_t i) {
     const Philox4 r = philox(key, i, stream);
     const double u = 1.0 - uniform01(r.v[0], r.v[1]);  // in (0, 1], so that the logarithm is finite
     return std::sqrt(-2 * std::log(u)) * std::cos(6.283185307179586476925 * uniform01(r.v[2], r.v[3]));
 }
 
-// FNV-1a: names a random stream after a tensor, so that adding a tensor moves no other tensor's numbers.
+// FNV-1a hash. A tensor's random stream is keyed by its name, so adding a tensor does not change the others' numbers.
 inline uint64_t name_hash(const std::string& name) {
     uint64_t h = 14695981039346656037ull;
     for (const unsigned char ch : name) h = (h ^ ch) * 1099511628211ull;

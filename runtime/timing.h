@@ -1,4 +1,4 @@
-// Device time of work on a stream.
+// Measures device time of work on a stream.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 #include "runtime/device/device.h"
 
-// Milliseconds for each of so many runs in a row; waits for them.
+// Milliseconds per run, averaged over `runs` consecutive runs. Blocks until they finish.
 inline double timed_ms(const std::function<void()>& work, int runs, Stream stream) {
     Event begin, end;
     begin.record(stream);
@@ -17,8 +17,8 @@ inline double timed_ms(const std::function<void()>& work, int runs, Stream strea
     return elapsed_ms(begin, end) / runs;
 }
 
-// Median milliseconds of each. They have run before; samples of about a millisecond are taken in turns, because the
-// clocks fall as the GPU warms up.
+// Median milliseconds of each candidate, all of which must have run once before. Samples of about a millisecond are
+// interleaved, because GPU clocks drop as the chip warms up.
 inline std::vector<double> time_in_turns(const std::vector<std::function<void()>>& work, Stream stream) {
     constexpr int SAMPLES = 5, MAX_RUNS = 20;
     std::vector<int> runs;

@@ -6,7 +6,8 @@
 #include "runtime/communication/transport.h"
 
 Comm::Comm(const World& world) : own_rank(world.rank), world_size(world.size), exceptions(std::uncaught_exceptions()) {
-    require(0 <= world.rank && world.rank < world.size, "Comm: rank ", world.rank, " of ", world.size, " is none");
+    require(0 <= world.rank && world.rank < world.size, "Comm: rank ", world.rank, " is outside a world of ",
+            world.size);
     if (world.size > 1) transport = connect(world);
 }
 
@@ -14,20 +15,20 @@ Comm::~Comm() {
     if (!transport || std::uncaught_exceptions() > exceptions) return;
     try {
         transport->finish();
-    } catch (const Error&) {  // a destructor has nobody to tell; the work itself is done
+    } catch (const Error&) {  // a destructor cannot report an error; the work itself is done
     }
 }
 
-void Comm::part() {
-    if (transport) transport->part();
+void Comm::abort() {
+    if (transport) transport->abort();
 }
 
-// "rank 1: all_reduce": how errors begin. A world of one has no need of the rank.
+// The beginning of an error message: "rank 1: all_reduce"; without the rank in a world of one.
 std::string Comm::named(const char* op) const {
     return transport ? str("rank ", own_rank, ": ", op) : op;
 }
 
-// These run in every step: they make no text unless it is told.
+// These checks run in every step, so they format text only on failure.
 void Comm::check_tensor(const char* op, const char* argument, const Tensor& t, bool sums) const {
     const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", argument, " ", what...)); };
     if (!t && t.numel() != 0) fail("is not given");
@@ -37,8 +38,8 @@ void Comm::check_tensor(const char* op, const char* argument, const Tensor& t, b
         fail("holds ", dtype_name(t.dtype), ", which is not summed");
 }
 
-// A rank's part of the whole must be of the same dtype and 1/size of it, and may lie nowhere else in it than at its
-// own place.
+// A rank's part must have the dtype of the whole and 1/size of its elements. It may overlap the whole only at this
+// rank's own offset.
 void Comm::check_part(const char* op, const char* part_name, const Tensor& part, const char* whole_name,
                       const Tensor& whole) const {
     const auto fail = [&](const auto&... what) { throw Error(str(named(op), ": ", part_name, " ", what...)); };
@@ -53,12 +54,12 @@ void Comm::check_part(const char* op, const char* part_name, const Tensor& part,
 }
 
 void Comm::check_root(const char* op, int64_t root) const {
-    require(0 <= root && root < world_size, named(op), ": root ", root, " of ", world_size, " ranks is none");
+    require(0 <= root && root < world_size, named(op), ": root ", root, " is outside a world of ", world_size);
 }
 
 namespace {
 
-// For a world of one.
+// The collective in a world of one.
 void copy_part(const Tensor& out, const Tensor& inp, Stream stream) {
     if (out.data != inp.data) device_copy(out.data, inp.data, size_t(inp.bytes()), stream);
 }

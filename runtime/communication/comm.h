@@ -1,17 +1,17 @@
-// Collectives among the ranks of a run. Three definitions behind it: NCCL in the CUDA build (comm_nccl.cu), MPI in the
-// CPU build (comm_mpi.cpp), neither (comm_none.cpp); comm.cpp checks arguments for all of them.
+// Collectives among the ranks of a run. The build links one transport: NCCL (comm_nccl.cu, CUDA build), MPI
+// (comm_mpi.cpp, CPU build) or none (comm_none.cpp). comm.cpp checks the arguments for all of them.
 //
-// Every rank calls the same operations in the same order, with the same sizes and dtypes. A world of one calls no
-// library: each operation is at most a copy from inp to out.
+// Every rank must call the same operations in the same order, with the same sizes and dtypes. With one rank no library
+// is called; an operation is at most a copy from inp to out.
 //
 // Tensors are contiguous, on the backend's device, F32, F64, BF16, F16, I32, I64 (broadcast and all_gather: any dtype).
-// Work is queued on the stream, like a kernel; on the CPU it is done when the call returns. NCCL's may be recorded in a
-// Graph. Sums: MPI adds in rank order, 16-bit floats in fp32 and rounded once, so that all_reduce and reduce_scatter
-// give the same bits, whatever the sizes; NCCL's order depends on its algorithm, the same for the same machine, sizes
-// and version. Sums wrap in integers.
+// Work is queued on the stream, like a kernel; on the CPU it is done when the call returns. NCCL operations may be
+// recorded in a Graph. Order of sums: MPI adds in rank order, 16-bit floats in fp32 with one rounding, so all_reduce
+// and reduce_scatter give the same bits for any size. NCCL's order depends on its algorithm and is fixed for one
+// machine, size and version. Integer sums wrap around.
 //
-// Throws Error with one line that names rank and operation: sizes that don't fit, a peer that has ended, no answer
-// within the world's timeout_s, what the library reports. After such an Error the communicator is of no more use: end.
+// Throws Error naming the rank and the operation: sizes that do not match, a peer that ended, no answer within
+// World::timeout_s, or an error of the library. The communicator is unusable after an Error: end the process.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +28,15 @@ struct Transport;  // runtime/communication/transport.h
 
 class Comm {
   public:
-    // Connects: every rank must come within timeout_s. After join_world(). With MPI one Comm of more than one rank
-    // in a process's life.
+    // Connects to the other ranks, which must arrive within timeout_s. Call join_world() first. With MPI a process can
+    // create only one Comm of more than one rank.
     explicit Comm(const World& world = {});
-    // All ranks together, after what is queued is done and Graphs that hold its operations are gone; while an exception
-    // flies it parts instead.
+    // Collective. Queued work must be done and Graphs that hold its operations must be destroyed. During stack
+    // unwinding it calls abort() instead.
     ~Comm();
-    // What a rank that fails does first: work that waits for others ends, so that nothing waits for it any more. Graphs
-    // that hold operations go next, and last the Comm, for which nothing else may be called meanwhile.
-    void part();
+    // The first thing that a failing rank calls: pending operations end, so nothing waits for the other ranks. After it
+    // destroy the Graphs that hold operations, then the Comm; call nothing else.
+    void abort();
     Comm(const Comm&) = delete;
     Comm& operator=(const Comm&) = delete;
 
@@ -45,19 +45,19 @@ class Comm {
 
     // x: the sum over ranks, in place.
     void all_reduce(Tensor x, Stream stream);
-    // out [n]: this rank's n elements, from rank()·n on, of the sum of inp [size()·n] over ranks. out may be that part
-    // of inp; no other overlap. inp is otherwise unchanged.
+    // out [n] = elements [rank()·n, (rank() + 1)·n) of the sum of inp [size()·n] over ranks. out may be that part of
+    // inp; no other overlap is allowed. The rest of inp is unchanged.
     void reduce_scatter(Tensor out, Tensor inp, Stream stream);
-    // out [size()·n]: every rank's inp [n] in rank order. inp may be this rank's part of out; no other overlap.
+    // out [size()·n] = every rank's inp [n] in rank order. inp may be this rank's part of out; no other overlap.
     void all_gather(Tensor out, Tensor inp, Stream stream);
     void broadcast(Tensor x, int64_t root, Stream stream);
-    // Operations between the two may be launched as one (NCCL fuses them); none is done before group_end.
+    // NCCL may fuse the operations between these calls; none is done before group_end.
     void group_start();
     void group_end();
 
-    // Returns when every rank has called it: hosts wait, devices don't.
+    // Blocks the host until every rank has called it. Does not wait for devices.
     void barrier();
-    // Small things in the hosts' memory: choices, flags, partial sums. They wait for each other.
+    // For small data in host memory: GEMM choices, flags, partial sums. Blocking.
     void broadcast_host(void* bytes, size_t n, int64_t root);
     void all_gather_host(void* all, const void* own, size_t n);  // all: size()·n bytes in rank order
     void broadcast_host(std::string& text, int64_t root);
@@ -74,10 +74,10 @@ class Comm {
         return all;
     }
 
-    // Throws what a rank that ended, the library or a time-out left behind, without waiting. Every operation does too.
+    // Throws Error if a rank ended, the library failed or a time-out passed. Does not wait. Every operation checks too.
     void check();
-    // What is queued on the stream by now must be done within timeout_s, else the run ends with an Error that names
-    // `what`. For work that the library can't watch by itself: a Graph that holds collectives. NCCL only.
+    // Work queued on the stream so far must finish within timeout_s; otherwise the run ends with an Error that names
+    // `what`. Needed for Graphs that hold collectives, which NCCL cannot watch itself. NCCL only.
     void watch(const std::string& what, Stream stream);
 
   private:
@@ -87,11 +87,11 @@ class Comm {
                     const Tensor& whole) const;
     void check_root(const char* op, int64_t root) const;
     int64_t own_rank, world_size;
-    int exceptions;                        // in flight when it was made
+    int exceptions;                        // in flight at construction
     std::unique_ptr<Transport> transport;  // null in a world of one
 };
 
 // "NCCL 2.28.3", "MPI (Open MPI v4.1.4)", "none": for `info`.
 std::string comm_library();
-// What it takes of the device's memory for itself in a world of more than one rank, measured (docs/performance.md).
+// Device memory that the library allocates for itself with more than one rank, measured (docs/performance.md).
 int64_t comm_overhead_bytes();

@@ -1,10 +1,10 @@
-// Comm's transport through MPI, for the CPU build. Everything is sent without blocking and asked after until it is done
-// or the time is over, so that a rank that hangs doesn't hang the others.
+// Comm's transport through MPI, for the CPU build. It uses non-blocking operations and polls them until they finish or
+// the time-out passes, so a rank that hangs does not hang the others.
 //
-// Sums are our own: each rank receives everybody's part of its block and adds them in rank order. So a sum doesn't
-// depend on where the blocks begin, and all_reduce, which is that and then a gathering of the blocks, gives the same
-// bits as reduce_scatter. It moves 2·n·(size − 1)/size elements out of each rank, which is the least that is possible.
-// The C interface alone: the C++ one was taken out of the standard in 2012.
+// reduce_scatter is written here: each rank receives every rank's part of its block and adds the parts in rank order,
+// so a sum does not depend on where blocks begin. all_reduce is reduce_scatter followed by all_gather and gives the
+// same bits; each rank sends 2·n·(size − 1)/size elements, which is the minimum. These macros select MPI's C interface;
+// the C++ one left the standard in 2012.
 #define OMPI_SKIP_MPICXX
 #define MPICH_SKIP_MPICXX
 #include <mpi.h>
@@ -24,26 +24,26 @@
 
 namespace {
 
-// What is received from each rank at a time: small beside a cache, large beside a message's latency.
-constexpr int64_t PIECE_BYTES = 1 << 20;
+// Bytes received from each rank at a time: small enough for the cache, large enough to hide a message's latency.
+constexpr int64_t CHUNK_BYTES = 1 << 20;
 // MPI counts in int.
 constexpr int64_t LARGEST_MESSAGE = 1 << 30;
 
-// The elements of a tensor that each rank has: `block` each, the last ones fewer or none.
+// The block of elements that each rank owns: `block` elements, fewer or none for the last ranks.
 struct Blocks {
     int64_t n, block;
     int64_t begin(int64_t rank) const { return std::min(n, rank * block); }
     int64_t length(int64_t rank) const { return begin(rank + 1) - begin(rank); }
 };
 
-// The type that a sum of Ts is formed in.
+// The accumulator type for sums of T.
 template <typename T>
 struct Sum {
     using type = T;
     static T load(T x) { return x; }
     static void store(T& to, T x) { to = x; }
 };
-// Signed overflow is undefined, and sums wrap.
+// Unsigned, because sums wrap and signed overflow is undefined.
 template <>
 struct Sum<int32_t> {
     using type = uint32_t;
@@ -116,19 +116,19 @@ class MpiTransport : public Transport {
         int initialised = 0, finalised = 0, provided = 0, mpi_rank = 0, mpi_size = 0;
         MPI_Initialized(&initialised);
         MPI_Finalized(&finalised);
-        require(!initialised && !finalised, "Comm: MPI connects the ranks of a process once only");
+        require(!initialised && !finalised, "Comm: a process can connect through MPI only once");
         done(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided));
         MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
         done(MPI_Comm_rank(MPI_COMM_WORLD, &mpi_rank));
         done(MPI_Comm_size(MPI_COMM_WORLD, &mpi_size));
         require(mpi_rank == rank && mpi_size == size, world.launcher, " started rank ", rank, " of ", size,
                 ", but to MPI it is rank ", mpi_rank, " of ", mpi_size,
-                "; start the build for the CPU with the mpirun of the MPI that it was built with");
+                "; use the mpirun of the MPI library that this CPU build was linked with");
         share_processors();
     }
 
     void finish() override {
-        barrier();  // a rank that died before its end may not have been noticed yet
+        barrier();  // detects a rank that died before it got here
         MPI_Finalize();
     }
 
@@ -182,7 +182,7 @@ class MpiTransport : public Transport {
     void watch(const std::string&, Stream) override {}
 
   private:
-    // What an error names.
+    // Sets the name for errors and the deadline of an operation.
     struct Operation {
         Operation(MpiTransport& t, const char* name, int64_t n, DType dtype) {
             t.check();
@@ -205,8 +205,8 @@ class MpiTransport : public Transport {
         fail(text);
     }
 
-    // Until all requests are done. First without rest, because most are soon done; then giving the processor away,
-    // because it may be the one that the other rank waits for; then asleep.
+    // Waits until all requests are done: spins first, because most finish soon; then yields, because the other rank may
+    // need this core; then sleeps.
     void wait() {
         using clock = std::chrono::steady_clock;
         const auto start = clock::now();
@@ -239,18 +239,18 @@ class MpiTransport : public Transport {
         requests.push_back(request);
     }
 
-    // out: the sum over ranks of this rank's block of inp.
+    // out = the sum over ranks of this rank's block of inp.
     void reduce(void* out, const void* inp, const Blocks& blocks, DType dtype) {
-        const int64_t element = dtype_size(dtype), piece = PIECE_BYTES / element;
-        received.resize(size_t(size * std::min(piece, blocks.block) * element));
+        const int64_t element = dtype_size(dtype), chunk = CHUNK_BYTES / element;
+        received.resize(size_t(size * std::min(chunk, blocks.block) * element));
         const char* const own = static_cast<const char*>(inp) + blocks.begin(rank) * element;
         std::vector<const char*> parts(static_cast<size_t>(size));
-        for (int64_t begin = 0; begin < blocks.block; begin += piece) {
-            const auto length = [&](int64_t r) { return std::clamp<int64_t>(blocks.length(r) - begin, 0, piece); };
+        for (int64_t begin = 0; begin < blocks.block; begin += chunk) {
+            const auto length = [&](int64_t r) { return std::clamp<int64_t>(blocks.length(r) - begin, 0, chunk); };
             for (int64_t r = 0; r < size; r++) {
-                char* const place = received.data() + r * std::min(piece, blocks.block) * element;
-                parts[size_t(r)] = r == rank ? own + begin * element : place;
-                if (r != rank && length(rank)) receive(place, length(rank) * element, r);
+                char* const part = received.data() + r * std::min(chunk, blocks.block) * element;
+                parts[size_t(r)] = r == rank ? own + begin * element : part;
+                if (r != rank && length(rank)) receive(part, length(rank) * element, r);
             }
             for (int64_t r = 0; r < size; r++) {
                 const char* const theirs = static_cast<const char*>(inp) + (blocks.begin(r) + begin) * element;
@@ -261,7 +261,7 @@ class MpiTransport : public Transport {
         }
     }
 
-    // out: every rank's block; inp is this rank's.
+    // out = the blocks of all ranks; inp is this rank's block.
     void gather(void* out, const void* inp, const Blocks& blocks, int64_t element) {
         char* const all = static_cast<char*>(out);
         const char* const own = static_cast<const char*>(inp);
@@ -289,23 +289,23 @@ class MpiTransport : public Transport {
         }
     }
 
-    // Ranks of one machine that may run on the same processors divide them, unless OMP_NUM_THREADS says otherwise.
-    // Where the launcher bound each rank to processors of its own, it keeps those.
+    // Ranks on one machine with the same CPU affinity divide its processors among them, unless OMP_NUM_THREADS is set.
+    // A rank that the launcher bound to processors of its own uses all of those.
     void share_processors() {
         if (std::getenv("OMP_NUM_THREADS")) return;
-        struct Place {
+        struct Affinity {
             char machine[MPI_MAX_PROCESSOR_NAME] = "";
             cpu_set_t processors;
         };
-        std::vector<Place> places(static_cast<size_t>(size));
-        Place own;
+        std::vector<Affinity> all(static_cast<size_t>(size));
+        Affinity own;
         int length = 0;
         MPI_Get_processor_name(own.machine, &length);
         CPU_ZERO(&own.processors);
         if (sched_getaffinity(0, sizeof own.processors, &own.processors) != 0) return;
-        all_gather_host(places.data(), &own, sizeof own);
+        all_gather_host(all.data(), &own, sizeof own);
         int sharing = 0;
-        for (const Place& p : places)
+        for (const Affinity& p : all)
             sharing += !std::strcmp(p.machine, own.machine) && CPU_EQUAL(&p.processors, &own.processors);
         omp_set_num_threads(std::max(1, CPU_COUNT(&own.processors) / sharing));
     }
@@ -329,7 +329,7 @@ std::string comm_library() {
     return str("MPI (", version.substr(0, version.find_first_of(",\n")), ")");
 }
 
-// Measured with two ranks (Open MPI 4.1): the resident size beyond that of a process alone.
+// Measured with two ranks (Open MPI 4.1): resident size beyond that of a single process.
 int64_t comm_overhead_bytes() {
     return int64_t(16) << 20;
 }

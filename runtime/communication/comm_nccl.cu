@@ -1,13 +1,12 @@
 // Comm's transport through NCCL, for the CUDA build.
 //
-// The ranks meet over the hosts' own connection (runtime/communication/control.h), which also carries what the hosts
-// say to each other. NCCL's communicator is an ordinary one, whose calls may wait for the peers: a non-blocking one
-// starts a thread for each call, which costs 50 us (measured, H200).
+// The ranks connect over the control channel (runtime/communication/control.h), which also carries host data. The NCCL
+// communicator is a blocking one: a non-blocking communicator starts a thread for each call, which costs 50 us
+// (measured, H200).
 //
-// A watchdog thread asks, ten times a second, whether a peer has ended, NCCL has met an error, or a call or the work
-// that it queued has gone on for too long. Then it aborts the communicator, so that kernels that wait for a peer
-// return, and with them a host that waits for the GPU: what they computed is worthless, and the next call of Comm
-// throws.
+// A watchdog thread checks ten times a second whether a peer has ended, NCCL reports an error, or a call or the work
+// that it queued exceeds the time-out. Then it aborts the communicator: kernels that wait for a peer return, and so
+// does a host that waits for the GPU. Their results are invalid, and the next call of Comm throws.
 #include <nccl.h>
 #include <unistd.h>
 
@@ -31,13 +30,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto WATCH_INTERVAL = std::chrono::milliseconds(100);
-// A rank that ends by an error of its own should be the first to say so.
-constexpr auto COURTESY = std::chrono::milliseconds(500);
-// How long a host may take to notice that the communicator was aborted.
-constexpr auto GRACE = std::chrono::seconds(30);
-// How long a rank that ends by an error waits for NCCL to let go: a thread that is inside it must not meet the end of
-// the process.
-constexpr auto PARTING = std::chrono::seconds(10);
+// A rank that fails with an error of its own should print it first; the others wait this long before they report it.
+constexpr auto REPORT_DELAY = std::chrono::milliseconds(500);
+// How long the main thread may take to notice that the communicator was aborted.
+constexpr auto NOTICE_TIMEOUT = std::chrono::seconds(30);
+// How long a failing rank waits for ncclCommAbort: the process must not exit while a thread is inside NCCL.
+constexpr auto ABORT_TIMEOUT = std::chrono::seconds(10);
 
 std::string nccl_version() {
     int version = 0;
@@ -45,7 +43,8 @@ std::string nccl_version() {
     return str("NCCL ", version / 10000, ".", version / 100 % 100, ".", version % 100);
 }
 
-// Elements of each dtype as NCCL knows them; where nothing is added, those it doesn't know travel as bytes.
+// NCCL's type and count for n elements. Dtypes that NCCL lacks are sent as bytes, which is right where nothing is
+// summed.
 struct Elements {
     ncclDataType_t type;
     size_t count;
@@ -93,7 +92,7 @@ class NcclTransport : public Transport {
         ncclUniqueId id;
         if (rank == 0) {
             const ncclResult_t status = ncclGetUniqueId(&id);
-            require(status == ncclSuccess, "rank 0: ncclGetUniqueId: ", nccl_says(status));
+            require(status == ncclSuccess, "rank 0: ncclGetUniqueId: ", nccl_error(status));
         }
         control.broadcast(&id, sizeof id, 0);
         connect_gpus(int(world.size), id);
@@ -102,8 +101,8 @@ class NcclTransport : public Transport {
 
     ~NcclTransport() override {
         if (!finished) {
-            part();
-            abort_ended.wait_for(PARTING);  // as a rule at once: where a Graph held operations, it is gone
+            abort_communicator();
+            abort_ended.wait_for(ABORT_TIMEOUT);  // usually immediate: Graphs with operations are destroyed by now
         }
         for (const Watched& w : watched) cudaEventDestroy(w.event);
         for (const cudaEvent_t event : spare) cudaEventDestroy(event);
@@ -111,16 +110,16 @@ class NcclTransport : public Transport {
 
     void finish() override {
         check();
-        ending = true;  // from here on a peer may have ended
+        ending = true;  // from here on a peer may exit
         control.barrier();
         stop_watchdog();
         ncclCommDestroy(comm);
         finished = true;
     }
 
-    void part() override {
+    void abort() override {
         stop_watchdog();
-        abort();
+        abort_communicator();
     }
 
     void all_reduce(void* x, int64_t n, DType dtype, Stream stream) override {
@@ -178,7 +177,7 @@ class NcclTransport : public Transport {
     void watch(const std::string& what, Stream stream) override { watch(What{nullptr, 0, DType::F32, what}, stream); }
 
   private:
-    // What is made text of only when it is told: operations are many, and their calls short.
+    // Describes an operation. The text is formatted only for errors, because operations are frequent and short.
     struct What {
         const char* op = nullptr;
         int64_t n = 0;
@@ -188,7 +187,7 @@ class NcclTransport : public Transport {
         explicit operator bool() const { return op || !other.empty(); }
         std::string text() const { return op ? str(op, " of ", n, " ", dtype_name(dtype)) : other; }
     };
-    // Work on a stream, done when the event is reached.
+    // Work on a stream; it is done when the event is reached.
     struct Watched {
         cudaEvent_t event;
         What what;
@@ -198,9 +197,9 @@ class NcclTransport : public Transport {
         check();
         cudaStreamCaptureStatus recording = cudaStreamCaptureStatusNone;
         cuda_check(cudaStreamIsCapturing(cuda_stream(stream), &recording), "Comm");
-        if (recording != cudaStreamCaptureStatusNone) return;  // it runs later
+        if (recording != cudaStreamCaptureStatusNone) return;  // a recorded graph runs later
         const std::lock_guard<std::mutex> lock(state);
-        if (spare.empty()) take_off_finished();  // as a rule the watchdog does it
+        if (spare.empty()) recycle_finished();  // usually the watchdog has done it
         cudaEvent_t event = nullptr;
         if (spare.empty()) {
             cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "Comm");
@@ -213,8 +212,8 @@ class NcclTransport : public Transport {
         watched.push_back({event, what});
     }
 
-    // On a thread of its own, because NCCL waits for all ranks and knows no time-out. If it is given up the thread ends
-    // with the process.
+    // Runs in its own thread, because ncclCommInitRank waits for all ranks without a time-out. After a time-out here
+    // the thread ends with the process.
     void connect_gpus(int ranks, const ncclUniqueId& id) {
         const auto handle = std::make_shared<ncclComm_t>();
         std::packaged_task<ncclResult_t()> task([handle, ranks, id, own = int(rank), on = device] {
@@ -226,13 +225,14 @@ class NcclTransport : public Transport {
         const auto start = Clock::now();
         while (result.wait_for(WATCH_INTERVAL) != std::future_status::ready) {
             const std::string trouble = control.trouble();
-            if (!trouble.empty()) control.tell(trouble);
+            if (!trouble.empty()) control.report(trouble);
             require(trouble.empty(), "rank ", rank, ": ncclCommInitRank: ", trouble);
-            require(seconds_since(start) < timeout_s, "rank ", rank, ": ncclCommInitRank: not done within ", timeout_s,
-                    " s (--comm-timeout); do the machines reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?");
+            require(
+                seconds_since(start) < timeout_s, "rank ", rank, ": ncclCommInitRank: not done within ", timeout_s,
+                " s (--comm-timeout); check that the machines reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)");
         }
         const ncclResult_t status = result.get();
-        require(status == ncclSuccess, "rank ", rank, ": ncclCommInitRank: ", nccl_says(status));
+        require(status == ncclSuccess, "rank ", rank, ": ncclCommInitRank: ", nccl_error(status));
         comm = *handle;
     }
 
@@ -240,7 +240,7 @@ class NcclTransport : public Transport {
         return std::chrono::duration<double>(Clock::now() - start).count();
     }
 
-    // Calls NCCL, which may wait for peers, or for room in a queue; the watchdog sees for how long.
+    // Calls NCCL. The call may block on peers or on a full queue; the watchdog measures for how long.
     template <typename Call>
     void call(const What& what, Call nccl) {
         check();
@@ -260,7 +260,7 @@ class NcclTransport : public Transport {
         }
         check();
         if (status == ncclSuccess) return;
-        const std::string line = str("rank ", rank, ": ", what.text(), ": ", nccl_says(status));
+        const std::string line = str("rank ", rank, ": ", what.text(), ": ", nccl_error(status));
         declare(line);
         throw Error(line);
     }
@@ -273,10 +273,10 @@ class NcclTransport : public Transport {
         if (group_streams.empty() || group_streams.back().handle != stream.handle) group_streams.push_back(stream);
     }
 
-    static std::string nccl_says(ncclResult_t status) {
+    static std::string nccl_error(ncclResult_t status) {
         const char* const detail = ncclGetLastError(nullptr);
         return str(ncclGetErrorString(status), detail && *detail ? str(": ", detail) : "",
-                   " (NCCL_DEBUG=WARN tells more)");
+                   " (set NCCL_DEBUG=WARN for details)");
     }
 
     template <typename Work>
@@ -285,20 +285,20 @@ class NcclTransport : public Transport {
         try {
             work();
         } catch (const Error& error) {
-            std::this_thread::sleep_for(COURTESY);
+            std::this_thread::sleep_for(REPORT_DELAY);
             declare(error.what());
             check();
         }
     }
 
-    // From now on every call throws this.
+    // Every later call throws this error.
     void declare(const std::string& line) {
         const std::lock_guard<std::mutex> lock(state);
         if (failure.empty()) failure = line;
     }
 
-    // state is locked.
-    void take_off_finished() {
+    // Call with `state` locked.
+    void recycle_finished() {
         while (!watched.empty() && cudaEventQuery(watched.front().event) != cudaErrorNotReady) {
             spare.push_back(watched.front().event);
             watched.pop_front();
@@ -306,27 +306,27 @@ class NcclTransport : public Transport {
         }
     }
 
-    // What is wrong now, and with what; empty: nothing.
-    std::string look() {
+    // The current failure and the operation that it concerns; empty if there is none.
+    std::string find_failure() {
         const std::lock_guard<std::mutex> lock(state);
         if (!failure.empty()) return failure;
         const std::string what = calling ? calling.text() : watched.empty() ? "" : watched.front().what.text();
         const std::string who = str("rank ", rank, ": ", what, what.empty() ? "" : ": ");
-        // First, because it asks nothing of the driver, which may be stuck.
+        // Checked first, because it does not call the driver, which may hang.
         const std::string trouble = ending ? "" : control.trouble();
         if (!trouble.empty()) {
-            control.tell(trouble);
+            control.report(trouble);
             return who + trouble;
         }
-        take_off_finished();
+        recycle_finished();
         if ((calling && seconds_since(call_start) > timeout_s) ||
             (!watched.empty() && seconds_since(progress) > timeout_s))
             return str(who, "not done within ", timeout_s,
-                       " s (--comm-timeout); another rank hangs, or the time is too short");
+                       " s (--comm-timeout); another rank hangs, or the time-out is too short");
         ncclResult_t status = ncclSuccess;
         const std::unique_lock<std::timed_mutex> idle(calls, std::try_to_lock);
         if (idle && !aborted) ncclCommGetAsyncError(comm, &status);
-        return status == ncclSuccess || status == ncclInProgress ? "" : who + nccl_says(status);
+        return status == ncclSuccess || status == ncclInProgress ? "" : who + nccl_error(status);
     }
 
     void watch_over() {
@@ -335,20 +335,20 @@ class NcclTransport : public Transport {
         std::string line;
         while (line.empty()) {
             if (stop_sign.wait_for(lock, WATCH_INTERVAL, [&] { return stop; })) return;
-            line = look();
+            line = find_failure();
         }
-        if (stop_sign.wait_for(lock, COURTESY, [&] { return stop; })) return;
+        if (stop_sign.wait_for(lock, REPORT_DELAY, [&] { return stop; })) return;
         declare(line);
-        abort();
-        // The main thread reports it, unless it is stuck in a call of the driver that never returns.
-        if (stop_sign.wait_for(lock, GRACE, [&] { return stop; }) || noticed) return;
+        abort_communicator();
+        // The main thread reports the error, unless it is stuck in a driver call that never returns.
+        if (stop_sign.wait_for(lock, NOTICE_TIMEOUT, [&] { return stop; }) || noticed) return;
         std::fprintf(stderr, "train_gpt: %s\n", line.c_str());
         _exit(1);
     }
 
-    // Kernels that wait for a peer return. NCCL takes this from any thread, also while another is stuck inside a call.
-    // It may hang in its turn, so it has a thread of its own.
-    void abort() {
+    // Makes kernels that wait for a peer return. NCCL allows this from any thread, even while another thread is inside
+    // a call. ncclCommAbort may hang itself, so it runs in a thread of its own.
+    void abort_communicator() {
         {
             const std::unique_lock<std::timed_mutex> lock(calls, std::chrono::seconds(1));
             if (aborted.exchange(true)) return;
@@ -385,13 +385,13 @@ class NcclTransport : public Transport {
     std::atomic<bool> aborted{false}, ending{false}, noticed{false};
     bool finished = false;
 
-    std::mutex state;  // of what follows
+    std::mutex state;  // guards the members below
     std::string failure;
-    What calling;  // the call of NCCL that the main thread is in
+    What calling;  // the NCCL call that the main thread is in
     Clock::time_point call_start;
     std::deque<Watched> watched;
     std::vector<cudaEvent_t> spare;
-    Clock::time_point progress;  // when the first of them became the first
+    Clock::time_point progress;  // when the front of `watched` last changed
 
     std::mutex stopping;
     std::condition_variable stop_sign;
@@ -405,7 +405,7 @@ std::string comm_library() {
     return nccl_version();
 }
 
-// Measured with two ranks on a host (NCCL 2.28.9, H200): what a run uses beyond its plan without this line.
+// Measured with two ranks on one host (NCCL 2.28.9, H200): memory in use beyond the rest of the memory plan.
 int64_t comm_overhead_bytes() {
     return int64_t(840) << 20;
 }

@@ -20,22 +20,23 @@
 namespace {
 
 constexpr uint32_t MAGIC = 0x54475054;  // "TPGT"; changes with the protocol
-constexpr auto STRANGER_PATIENCE = std::chrono::seconds(2);
+// An accepted connection that sends no Hello within this time is dropped.
+constexpr auto HELLO_TIMEOUT = std::chrono::seconds(2);
 constexpr size_t LONGEST_TEXT = 1000;
 
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
 
-// Why in *error where there are none.
-Addresses resolve(const HostPort& place, bool listen, int* error) {
+// Returns null and sets *error if the name has no address.
+Addresses resolve(const HostPort& address, bool listen, int* error) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = listen ? AI_PASSIVE : 0;
-    const bool any = listen && place.host.empty();
-    *error = getaddrinfo(any ? nullptr : place.host.c_str(), std::to_string(place.port).c_str(), &hints, &found);
+    const bool any = listen && address.host.empty();
+    *error = getaddrinfo(any ? nullptr : address.host.c_str(), std::to_string(address.port).c_str(), &hints, &found);
     return {*error ? nullptr : found, freeaddrinfo};
 }
 
-// A machine that loses power or network closes nothing: then the system asks, and gives up after half a minute.
+// A machine that loses power or network closes no connection. TCP keepalive detects that within half a minute.
 void keep_alive(int fd) {
     const auto set = [fd](int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); };
     set(SOL_SOCKET, SO_KEEPALIVE, 1);
@@ -46,7 +47,7 @@ void keep_alive(int fd) {
     set(IPPROTO_TCP, TCP_NODELAY, 1);
 }
 
-// A descriptor for each rank, where the usual limit of 1,024 is too low and may be raised.
+// Raises the limit on open files (usually 1,024) if one connection per rank needs more.
 void allow_descriptors(int64_t count) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur >= rlim_t(count)) return;
@@ -59,7 +60,7 @@ void put_text(char (&to)[N], const std::string& text) {
     std::strncpy(to, text.c_str(), N - 1);
 }
 
-// Waits until the descriptor is ready; false when the time is over.
+// Waits until the descriptor is ready. Returns false on time-out.
 bool ready(int fd, short events, std::chrono::steady_clock::time_point until) {
     for (;;) {
         const auto left = until - std::chrono::steady_clock::now();
@@ -81,34 +82,34 @@ struct ControlChannel::Hello {
 ControlChannel::ControlChannel(const World& world, const Member& self)
     : rank(world.rank), size(world.size), timeout_s(world.timeout_s) {
     if (world.rendezvous.empty())
-        fail(str(world.launcher, " doesn't tell on which machine rank 0 is; give --rendezvous HOST:PORT"));
+        fail(str(world.launcher, " does not set the address of rank 0; give --rendezvous HOST:PORT"));
     if (rank == 0)
-        wait_for_others(world, self);
+        accept_ranks(world, self);
     else
-        go_to_rank_0(world, self);
+        connect_to_rank_0(world, self);
 }
 
 void ControlChannel::fail(const std::string& what) const {
-    throw Error(str("rank ", rank, ": ", doing, doing.empty() ? "" : ": ", what));
+    throw Error(str("rank ", rank, ": ", operation_name, operation_name.empty() ? "" : ": ", what));
 }
 
 ControlChannel::Clock::time_point ControlChannel::deadline() const {
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
 }
 
-// What keeps a rank from joining; empty: nothing.
-std::string ControlChannel::misfit(const std::vector<Hello>& hellos, const Hello& hello) const {
+// The reason why a rank cannot join; empty if it can.
+std::string ControlChannel::incompatibility(const std::vector<Hello>& hellos, const Hello& hello) const {
     const Hello& first = hellos[0];
     const auto differ = [&](const char* what, const char* ours, const char* theirs, const char* remedy) {
         return str("rank ", hello.rank, " on ", hello.machine, " has ", what, theirs, ", rank 0 on ", first.machine,
                    " has ", ours, "; ", remedy);
     };
     if (hello.size != size)
-        return str("rank ", hello.rank, " on ", hello.machine, " is of a world of ", hello.size, ", rank 0 of one of ",
-                   size, "; give each run a port of its own (--rendezvous)");
+        return str("rank ", hello.rank, " on ", hello.machine, " has a world of ", hello.size, " ranks, rank 0 has ",
+                   size, "; give each run its own port (--rendezvous)");
     if (hello.rank < 1 || hello.rank >= size || hellos[size_t(hello.rank)].size)
-        return str("there are two of rank ", hello.rank, ", the second on ", hello.machine,
-                   "; give each run a port of its own (--rendezvous)");
+        return str("rank ", hello.rank, " joined twice, the second time from ", hello.machine,
+                   "; give each run its own port (--rendezvous)");
     if (std::strcmp(hello.device, first.device) != 0)
         return differ("", first.device, hello.device, "use equal GPUs (CUDA_VISIBLE_DEVICES picks them)");
     if (std::strcmp(hello.library, first.library) != 0)
@@ -123,14 +124,14 @@ std::string ControlChannel::misfit(const std::vector<Hello>& hellos, const Hello
 
 namespace {
 
-// Listens at the place: a local name stays on this machine, any other means whatever network the others come by, in
-// IPv6 too where there is one.
+// Listens at the rendezvous address. A loopback name listens on loopback only; any other name listens on all
+// interfaces, because the other ranks may use another network than the name suggests.
 Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
-    HostPort place = parse_host_port(rendezvous, "--rendezvous");
-    const bool local = place.host == "localhost" || place.host.rfind("127.", 0) == 0 || place.host == "::1";
-    if (!local) place.host.clear();
+    HostPort address = parse_host_port(rendezvous, "--rendezvous");
+    const bool local = address.host == "localhost" || address.host.rfind("127.", 0) == 0 || address.host == "::1";
+    if (!local) address.host.clear();
     int error = 0;
-    const Addresses addresses = resolve(place, true, &error);
+    const Addresses addresses = resolve(address, true, &error);
     problem = str("cannot listen at ", rendezvous, ": ", error ? gai_strerror(error) : "no address");
     for (const int family : {AF_INET6, AF_INET}) {
         for (const addrinfo* a = addresses.get(); a; a = a->ai_next) {
@@ -144,7 +145,7 @@ Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
                 return listener;
             }
             problem = errno == EADDRINUSE
-                          ? str("port ", place.port, " is in use; give another one: --rendezvous HOST:PORT")
+                          ? str("port ", address.port, " is in use; give another one: --rendezvous HOST:PORT")
                           : str("cannot listen at ", rendezvous, ": ", std::strerror(errno));
             if (errno == EADDRINUSE) return Descriptor();
         }
@@ -154,7 +155,7 @@ Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
 
 }  // namespace
 
-void ControlChannel::wait_for_others(const World& world, const Member& self) {
+void ControlChannel::accept_ranks(const World& world, const Member& self) {
     const auto until = deadline();
     allow_descriptors(size + 256);
     std::string problem;
@@ -162,7 +163,7 @@ void ControlChannel::wait_for_others(const World& world, const Member& self) {
         world.rendezvous_socket >= 0 ? Descriptor(world.rendezvous_socket) : listen_at(world.rendezvous, problem);
     if (listener < 0) fail(problem);
 
-    std::vector<Hello> hellos(static_cast<size_t>(size));  // size 0: has not come
+    std::vector<Hello> hellos(static_cast<size_t>(size));  // size 0: not connected yet
     Hello& own = hellos[0];
     own.size = size;
     gethostname(own.machine, sizeof own.machine - 1);
@@ -170,12 +171,12 @@ void ControlChannel::wait_for_others(const World& world, const Member& self) {
     put_text(own.device_id, self.device_id);
     put_text(own.library, self.library);
     peers.resize(size_t(size));
-    for (int64_t come = 1; come < size && problem.empty();) {
+    for (int64_t connected = 1; connected < size && problem.empty();) {
         if (!wait(listener, POLLIN, until)) {
             std::string missing;
             for (const Hello& h : hellos)
                 if (!h.size && missing.size() < 40) missing += str(missing.empty() ? "" : ", ", &h - hellos.data());
-            problem = str(come, " of ", size, " ranks came to ", world.rendezvous, " within ", timeout_s,
+            problem = str(connected, " of ", size, " ranks connected to ", world.rendezvous, " within ", timeout_s,
                           " s (--comm-timeout); missing: ", missing);
             break;
         }
@@ -184,17 +185,17 @@ void ControlChannel::wait_for_others(const World& world, const Member& self) {
         keep_alive(peer);
         Hello hello{};
         try {
-            receive(peer, -1, Kind::Hello, &hello, sizeof hello, std::min(until, Clock::now() + STRANGER_PATIENCE));
+            receive(peer, -1, Kind::Hello, &hello, sizeof hello, std::min(until, Clock::now() + HELLO_TIMEOUT));
         } catch (const Error&) {
-            continue;  // somebody else, who is not waited for
+            continue;  // not a rank of this program
         }
         hello.machine[sizeof hello.machine - 1] = hello.device[sizeof hello.device - 1] = '\0';
         hello.device_id[sizeof hello.device_id - 1] = hello.library[sizeof hello.library - 1] = '\0';
-        problem = misfit(hellos, hello);
+        problem = incompatibility(hellos, hello);
         if (problem.empty()) {
             hellos[size_t(hello.rank)] = hello;
             peers[size_t(hello.rank)] = std::move(peer);
-            come++;
+            connected++;
         } else {
             send(peer, hello.rank, Kind::Verdict, problem.data(), problem.size(), until);
         }
@@ -203,20 +204,20 @@ void ControlChannel::wait_for_others(const World& world, const Member& self) {
         try {
             if (peer >= 0) send(peer, &peer - peers.data(), Kind::Verdict, problem.data(), problem.size(), until);
         } catch (const Error&) {
-            if (problem.empty()) throw;  // else it has gone already
+            if (problem.empty()) throw;  // otherwise the peer has already gone
         }
     }
     if (!problem.empty()) fail(problem);
 }
 
-void ControlChannel::go_to_rank_0(const World& world, const Member& self) {
+void ControlChannel::connect_to_rank_0(const World& world, const Member& self) {
     const auto until = deadline();
-    const HostPort place = parse_host_port(world.rendezvous, "--rendezvous");
+    const HostPort address = parse_host_port(world.rendezvous, "--rendezvous");
     Descriptor peer;
-    // Rank 0 may not listen yet, its machine may not have a name yet.
+    // Retry: rank 0 may not listen yet, and its host name may not resolve yet.
     for (auto pause = std::chrono::milliseconds(20); peer < 0; pause = std::min(2 * pause, decltype(pause)(500))) {
         int error = 0;
-        const Addresses addresses = resolve(place, false, &error);
+        const Addresses addresses = resolve(address, false, &error);
         if (error && error != EAI_AGAIN) fail(str("--rendezvous ", world.rendezvous, ": ", gai_strerror(error)));
         std::string why = error ? gai_strerror(error) : "";
         for (const addrinfo* a = addresses.get(); a && peer < 0; a = a->ai_next) {
@@ -259,7 +260,7 @@ void ControlChannel::go_to_rank_0(const World& world, const Member& self) {
     peers.push_back(std::move(peer));
 }
 
-// Looks after all peers while it waits for one.
+// Waits for one peer and checks all peers for failures meanwhile.
 bool ControlChannel::wait(int fd, short events, Clock::time_point until) {
     while (!ready(fd, events, std::min(until, Clock::now() + std::chrono::milliseconds(200)))) {
         const std::string what = trouble();
@@ -269,59 +270,60 @@ bool ControlChannel::wait(int fd, short events, Clock::time_point until) {
     return true;
 }
 
-void ControlChannel::send(int to, int64_t who, Kind kind, const void* bytes, size_t n, Clock::time_point until) {
+void ControlChannel::send(int to, int64_t peer, Kind kind, const void* bytes, size_t n, Clock::time_point until) {
     const std::lock_guard<std::mutex> lock(sending);
     const Header header{MAGIC, kind, operation, n};
     std::string frame(reinterpret_cast<const char*>(&header), sizeof header);
     if (n) frame.append(static_cast<const char*>(bytes), n);
     for (size_t done = 0; done < frame.size();) {
-        if (!wait(to, POLLOUT, until)) fail(str("rank ", who, " takes nothing for ", timeout_s, " s (--comm-timeout)"));
+        if (!wait(to, POLLOUT, until))
+            fail(str("rank ", peer, " received nothing for ", timeout_s, " s (--comm-timeout)"));
         const ssize_t sent = ::send(to, frame.data() + done, frame.size() - done, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        if (sent < 0) fail(str("rank ", who, " has ended"));
+        if (sent < 0) fail(str("rank ", peer, " has ended"));
         done += size_t(sent);
     }
 }
 
-void ControlChannel::receive_bytes(int from, int64_t who, void* bytes, size_t n, Clock::time_point until) {
+void ControlChannel::receive_bytes(int from, int64_t peer, void* bytes, size_t n, Clock::time_point until) {
     for (size_t done = 0; done < n;) {
         if (!wait(from, POLLIN, until))
-            fail(str("nothing heard of rank ", who, " within ", timeout_s,
-                     " s (--comm-timeout); it hangs, or waits for something else"));
+            fail(str("no message from rank ", peer, " within ", timeout_s,
+                     " s (--comm-timeout); it hangs or waits for another operation"));
         const ssize_t got = recv(from, static_cast<char*>(bytes) + done, n - done, MSG_DONTWAIT);
         if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        if (got <= 0) fail(str("rank ", who, " has ended"));
+        if (got <= 0) fail(str("rank ", peer, " has ended"));
         done += size_t(got);
     }
 }
 
-void ControlChannel::fail_as_told(int from, int64_t who, uint64_t length, Clock::time_point until) {
+void ControlChannel::fail_as_reported(int from, int64_t peer, uint64_t length, Clock::time_point until) {
     std::string text(size_t(std::min<uint64_t>(length, LONGEST_TEXT)), '\0');
-    receive_bytes(from, who, text.data(), text.size(), until);
+    receive_bytes(from, peer, text.data(), text.size(), until);
     fail(text);
 }
 
-void ControlChannel::receive(int from, int64_t who, Kind kind, void* bytes, size_t n, Clock::time_point until) {
+void ControlChannel::receive(int from, int64_t peer, Kind kind, void* bytes, size_t n, Clock::time_point until) {
     Header header;
-    receive_bytes(from, who, &header, sizeof header, until);
-    if (header.magic == MAGIC && header.kind == Kind::Trouble) fail_as_told(from, who, header.length, until);
+    receive_bytes(from, peer, &header, sizeof header, until);
+    if (header.magic == MAGIC && header.kind == Kind::Trouble) fail_as_reported(from, peer, header.length, until);
     if (header.magic != MAGIC || header.kind != kind || header.number != operation || header.length != n)
-        fail(str("rank ", who,
-                 " is at another operation than this rank; do all run the same program with the same "
-                 "options?"));
-    receive_bytes(from, who, bytes, n, until);
+        fail(str("rank ", peer,
+                 " is at another operation than this rank; start all ranks with the same program and "
+                 "options"));
+    receive_bytes(from, peer, bytes, n, until);
 }
 
-// An operation of all ranks; if it fails because one has ended, rank 0 tells the others which.
+// Runs a collective operation. If it fails because a rank has ended, rank 0 reports that rank to the others.
 template <typename Body>
 void ControlChannel::operate(const char* name, Body body) {
     operation++;
-    doing = name;
+    operation_name = name;
     try {
         body(deadline());
     } catch (const Error&) {
         const std::string what = trouble();
-        if (!what.empty()) tell(what);
+        if (!what.empty()) report(what);
         throw;
     }
 }
@@ -358,7 +360,7 @@ void ControlChannel::broadcast(void* bytes, size_t n, int64_t root) {
     });
 }
 
-// Looks at what has arrived without taking it, so that it disturbs no operation.
+// Peeks at received data without consuming it, so that pending operations are not disturbed.
 std::string ControlChannel::trouble() {
     for (const Descriptor& peer : peers) {
         if (peer < 0) continue;
@@ -376,13 +378,13 @@ std::string ControlChannel::trouble() {
     return "";
 }
 
-void ControlChannel::tell(const std::string& what) {
+void ControlChannel::report(const std::string& what) {
     const std::unique_lock<std::mutex> lock(sending, std::try_to_lock);
     if (rank != 0 || !lock) return;  // another thread is stuck in the middle of a frame
     const std::string text = what.substr(0, LONGEST_TEXT);
     for (int64_t r = 1; r < size; r++) {
         const Header header{MAGIC, Kind::Trouble, operation, text.size()};
         const std::string frame = std::string(reinterpret_cast<const char*>(&header), sizeof header) + text;
-        ::send(peers[size_t(r)], frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);  // as far as it is taken
+        ::send(peers[size_t(r)], frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT);  // best effort
     }
 }

@@ -1,4 +1,4 @@
-// A file descriptor that is closed in the end.
+// A file descriptor that is closed by the destructor.
 #pragma once
 
 #include <unistd.h>

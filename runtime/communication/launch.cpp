@@ -9,11 +9,11 @@
 
 namespace {
 
-// The names under which a launcher tells its processes who they are.
+// The variables by which a launcher tells a process its rank.
 struct Launcher {
     const char* name;
     const char *rank, *size, *local_rank, *local_size;
-    const char* sign = nullptr;  // without this variable the others may be somebody else's
+    const char* sign = nullptr;  // if set, the launcher is recognised by this variable, since others use the same names
 };
 
 constexpr const char* GPUS_LAUNCHER = "--gpus";
@@ -26,7 +26,7 @@ constexpr Launcher LAUNCHERS[] = {
     {"mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"},
 };
 
-// Jobs of one machine should not meet at one port. Below the range that the system hands out by itself.
+// Each job gets a port of its own, below the system's ephemeral range.
 constexpr int FIRST_PORT = 20000, PORTS = 10000;
 
 class Variables {
@@ -36,9 +36,9 @@ class Variables {
 
     bool has(const char* name) const { return environment(name) != nullptr; }
     std::string text(const char* name) const { return has(name) ? environment(name) : ""; }
-    // reason: a variable of the same launcher that is set.
-    int64_t number(const char* name, const char* reason, int64_t least) const {
-        require(has(name), launcher, ": ", reason, " is set but ", name,
+    // companion: a variable of the same launcher that is set.
+    int64_t number(const char* name, const char* companion, int64_t least) const {
+        require(has(name), launcher, ": ", companion, " is set but ", name,
                 " is not; set both, or unset both to run one process");
         const std::string value = text(name);
         char* end = nullptr;
@@ -53,7 +53,7 @@ class Variables {
     const std::string launcher;
 };
 
-// "4(x2),3" -> the entry of the machine with this index: 4, 4, 3.
+// The number of tasks of a node: "4(x2),3" means 4, 4 and 3.
 int64_t tasks_of_node(const std::string& list, int64_t node) {
     const char* at = list.c_str();
     while (*at) {
@@ -70,7 +70,7 @@ int64_t tasks_of_node(const std::string& list, int64_t node) {
         if (*end != ',') break;
         at = end + 1;
     }
-    throw Error(str("srun: SLURM_STEP_TASKS_PER_NODE=", list, " does not tell how many tasks this machine has"));
+    throw Error(str("srun: SLURM_STEP_TASKS_PER_NODE=", list, " does not give the number of tasks on this machine"));
 }
 
 int port_of_job(const std::string& job) {
@@ -79,8 +79,9 @@ int port_of_job(const std::string& job) {
     return FIRST_PORT + int(hash % PORTS);
 }
 
-// MASTER_ADDR and MASTER_PORT, by which any launcher may tell where rank 0 is; torchrun's store has the port itself.
-std::string master_place(const Variables& v) {
+// The address of rank 0 from MASTER_ADDR and MASTER_PORT, which any launcher may set. The next port is used, because
+// torchrun's store listens on the given one.
+std::string master_address(const Variables& v) {
     if (!v.has("MASTER_ADDR") && !v.has("MASTER_PORT")) return "";
     require(v.has("MASTER_ADDR"),
             "MASTER_PORT is set but MASTER_ADDR is not; set both, or give --rendezvous HOST:PORT");
@@ -101,7 +102,7 @@ World slurm_world(const Environment& environment) {
     world.local_size =
         tasks_of_node(v.text(v.has("SLURM_STEP_TASKS_PER_NODE") ? "SLURM_STEP_TASKS_PER_NODE" : "SLURM_TASKS_PER_NODE"),
                       v.number("SLURM_NODEID", step, 0));
-    world.rendezvous = master_place(v);
+    world.rendezvous = master_address(v);
     if (world.rendezvous.empty()) {
         const char* const nodes = v.has("SLURM_STEP_NODELIST") ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST";
         require(v.has(nodes), "srun: SLURM_STEP_ID is set but SLURM_STEP_NODELIST is not; give --rendezvous HOST:PORT");
@@ -122,19 +123,19 @@ Environment process_environment() {
 
 HostPort parse_host_port(const std::string& text, const std::string& what) {
     const size_t colon = text.rfind(':');
-    HostPort place;
+    HostPort address;
     char* end = nullptr;
     if (colon != std::string::npos) {
-        place.host = text.substr(0, colon);
+        address.host = text.substr(0, colon);
         const char* const digits = text.c_str() + colon + 1;
         const long port = std::strtol(digits, &end, 10);
-        if (*digits && !*end && port > 0 && port < 65536) place.port = int(port);
-        if (place.host.size() > 2 && place.host.front() == '[' && place.host.back() == ']')
-            place.host = place.host.substr(1, place.host.size() - 2);
+        if (*digits && !*end && port > 0 && port < 65536) address.port = int(port);
+        if (address.host.size() > 2 && address.host.front() == '[' && address.host.back() == ']')
+            address.host = address.host.substr(1, address.host.size() - 2);
     }
-    require(place.port && !place.host.empty(), what, " ", text,
+    require(address.port && !address.host.empty(), what, " ", text,
             " is not HOST:PORT with a port from 1 to 65535 (an IPv6 address goes in brackets)");
-    return place;
+    return address;
 }
 
 std::string first_slurm_host(const std::string& list) {
@@ -146,7 +147,7 @@ std::string first_slurm_host(const std::string& list) {
         }
         const size_t close = list.find(']', i), first = list.find_first_of(",-]", i);
         require(close != std::string::npos && first > i + 1, "srun: the node list ", list,
-                " can't be read; give --rendezvous HOST:PORT");
+                " cannot be parsed; give --rendezvous HOST:PORT");
         host += list.substr(i + 1, first - i - 1);
         i = close;
     }
@@ -167,12 +168,12 @@ World world_from_environment(const LaunchOptions& options, const Environment& en
             world.local_rank = v.number(launcher.local_rank, given, 0);
             world.local_size = v.number(launcher.local_size, given, 1);
             if (world.launcher == GPUS_LAUNCHER) {
-                world.rendezvous = v.text(LOCAL_RANKS_PLACE);
+                world.rendezvous = v.text(LOCAL_RANKS_ADDRESS);
                 if (world.rank == 0) world.rendezvous_socket = int(v.number(LOCAL_RANKS_SOCKET, given, 0));
             } else {
-                world.rendezvous = master_place(v);
+                world.rendezvous = master_address(v);
                 if (world.rendezvous.empty() && world.local_size == world.size) {
-                    // One machine. What names the job differs between the launchers; some name none.
+                    // One machine. Each launcher names the job in another variable; some set none.
                     world.rendezvous =
                         str("127.0.0.1:", port_of_job(v.text("PMIX_NAMESPACE") + v.text("OMPI_MCA_ess_base_jobid") +
                                                       v.text("PMI_ID") + v.text("PMI_JOBID")));
@@ -186,9 +187,10 @@ World world_from_environment(const LaunchOptions& options, const Environment& en
         !world.launcher.empty() || !environment("PMIX_RANK"),
         "mpirun: PMIX_RANK is set but OMPI_COMM_WORLD_SIZE is not; start the ranks with Open MPI's mpirun, or unset "
         "it to run one process");
-    require(world.rank < world.size, world.launcher, ": rank ", world.rank, " of ", world.size, " ranks is none");
+    require(world.rank < world.size, world.launcher, ": rank ", world.rank, " is outside a world of ", world.size,
+            " ranks");
     require(world.local_rank < world.local_size && world.local_size <= world.size, world.launcher, ": local rank ",
-            world.local_rank, " of ", world.local_size, " on this machine, of ", world.size, " in all, is none");
+            world.local_rank, " does not fit ", world.local_size, " ranks on this machine and ", world.size, " in all");
     if (!options.rendezvous.empty() && world.size > 1 && world.launcher != GPUS_LAUNCHER) {
         parse_host_port(options.rendezvous, "--rendezvous");
         world.rendezvous = options.rendezvous;
@@ -202,11 +204,11 @@ World join_world(const LaunchOptions& options) {
     if (world.launcher == GPUS_LAUNCHER) follow_parent();
     if (world.size == 1 || backend_device() == Device::CPU) return world;
     const int64_t here = device_count();
-    // One visible GPU is this rank's own if the launcher gives each rank another; if it is the same one for all, the
-    // ranks find that out when they meet.
+    // With one visible GPU the launcher is assumed to give each rank its own; if all ranks have the same one, the check
+    // at connection reports it.
     const int64_t index = here == 1 ? 0 : world.local_rank;
     require(index < here, "rank ", world.rank, ": ", world.local_size, " ranks on this machine, but ", here,
-            " GPUs can be seen; start as many ranks as there are GPUs (or look at CUDA_VISIBLE_DEVICES)");
+            " GPUs are visible; start one rank per GPU (or check CUDA_VISIBLE_DEVICES)");
     use_device(index);
     return world;
 }
@@ -222,14 +224,14 @@ int64_t ranks_to_start(const LaunchOptions& options) {
     }
     const World world = world_from_environment(options);
     if (world.launcher == GPUS_LAUNCHER) return 0;
-    require(world.size == 1, "--gpus ", options.gpus, ": ", world.launcher, " has started ", world.size,
-            " ranks already; leave --gpus out");
+    require(world.size == 1, "--gpus ", options.gpus, ": ", world.launcher, " has already started ", world.size,
+            " ranks; remove --gpus");
     if (n == 1) return 0;
     require(backend_device() != Device::CPU, "--gpus ", options.gpus,
-            ": this is the build for the CPU, which takes more processes by mpirun: `mpirun -n 2 train_gpt train ...`");
+            ": this is the CPU build; start several processes with mpirun: `mpirun -n 2 train_gpt train ...`");
     const int64_t here = device_count();
     require(n <= here, "--gpus ", n, ": ", here, here == 1 ? " GPU" : " GPUs",
-            " can be seen here; ask for no more than that (or look at CUDA_VISIBLE_DEVICES)");
+            " visible here; give a smaller number (or check CUDA_VISIBLE_DEVICES)");
     const int64_t ranks = n ? n : here;
     return ranks > 1 ? ranks : 0;
 }

@@ -29,7 +29,7 @@ void check_system(bool ok, const char* what) {
     require(ok, "--gpus: ", what, ": ", std::strerror(errno));
 }
 
-// Listens on a port of this machine that the system picks, so that two runs never meet.
+// Listens on a loopback port chosen by the system, so that two runs never collide.
 Descriptor listen_here(int& port) {
     Descriptor listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
     sockaddr_in address{};
@@ -44,19 +44,19 @@ Descriptor listen_here(int& port) {
     return listener;
 }
 
-// Where the handler writes the signals' numbers. A handler can reach nothing but a global.
+// The handler writes signal numbers to this pipe. A global, because a handler has no other context.
 volatile int signal_pipe = -1;
 
 void on_signal(int number) {
     const int error = errno;
     const char byte = char(number);
-    (void)!write(signal_pipe, &byte, 1);  // one that finds the pipe full changes nothing for who reads it
+    (void)!write(signal_pipe, &byte, 1);  // a full pipe already holds enough to wake the reader
     errno = error;
 }
 
-// Signals come as data to read for as long as this lives. By handlers: a blocked signal, as signalfd wants it, goes to
-// any thread that doesn't block it, and CUDA has made some by now; there an interrupt would end the process, and the
-// end of a rank would be lost.
+// Delivers signals as data in a pipe during its lifetime. It uses handlers and not signalfd: signalfd needs the signals
+// blocked in every thread, but CUDA's threads do not block them, so SIGINT would end the process there and SIGCHLD
+// would be lost.
 class SignalReader {
   public:
     SignalReader() {
@@ -78,7 +78,7 @@ class SignalReader {
     SignalReader& operator=(const SignalReader&) = delete;
 
     int descriptor() const { return read_end; }
-    int next() const {  // 0: none is left
+    int next() const {  // 0: none pending
         char number;
         return read(read_end, &number, 1) == 1 ? number : 0;
     }
@@ -92,7 +92,7 @@ class SignalReader {
 struct Rank {
     pid_t pid = -1;  // -1: has ended
     Descriptor errors;
-    std::string line;  // begun, not ended
+    std::string line;  // an incomplete line
 };
 
 class LocalRanks {
@@ -142,10 +142,10 @@ class LocalRanks {
 
     void start(const std::vector<std::string>& command, int r, const Descriptor& listener, int port) {
         std::vector<std::string> variables = {str(LOCAL_RANKS_RANK, "=", r), str(LOCAL_RANKS_SIZE, "=", ranks.size()),
-                                              str(LOCAL_RANKS_PLACE, "=127.0.0.1:", port),
+                                              str(LOCAL_RANKS_ADDRESS, "=127.0.0.1:", port),
                                               str(LOCAL_RANKS_PARENT, "=", getpid())};
         if (r == 0) variables.push_back(str(LOCAL_RANKS_SOCKET, "=", int(listener)));
-        // The ranks divide the processors, unless the user did.
+        // The ranks divide the processors, unless OMP_NUM_THREADS is set.
         if (!std::getenv("OMP_NUM_THREADS")) {
             const unsigned processors = std::thread::hardware_concurrency();
             variables.push_back(str("OMP_NUM_THREADS=", std::max<size_t>(1, processors / ranks.size())));
@@ -164,7 +164,7 @@ class LocalRanks {
         posix_spawn_file_actions_addopen(&files, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
         Descriptor write_end;
         if (r == 0) {
-            posix_spawn_file_actions_adddup2(&files, listener, listener);  // keeps it open there
+            posix_spawn_file_actions_adddup2(&files, listener, listener);  // inherited by the rank
         } else {
             int ends[2];
             check_system(pipe2(ends, O_CLOEXEC) == 0, "cannot make a pipe");
@@ -174,7 +174,7 @@ class LocalRanks {
             posix_spawn_file_actions_addopen(&files, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
             posix_spawn_file_actions_adddup2(&files, write_end, STDERR_FILENO);
         }
-        // A group of its own, so that a terminal's Ctrl-C doesn't reach it besides through us.
+        // A process group of its own, so that a terminal's Ctrl-C reaches the rank only through this process.
         sigset_t none, caught;
         sigemptyset(&none);
         sigemptyset(&caught);
@@ -191,7 +191,7 @@ class LocalRanks {
         ranks[size_t(r)].pid = pid;
     }
 
-    // Whether a rank has ended by now, and how it failed.
+    // The exit status of a rank that has ended with a failure; 0 if it runs or succeeded.
     int ended(int r) {
         Rank& rank = ranks[size_t(r)];
         int how = 0;
@@ -199,7 +199,7 @@ class LocalRanks {
         rank.pid = -1;
         show_errors(r);
         if (!rank.line.empty()) show_line(r, std::exchange(rank.line, ""));
-        // It had no time for a line of its own.
+        // A killed process prints no message of its own.
         if (WIFSIGNALED(how) && !killed && WTERMSIG(how) != passed_on)
             write_line(str("train_gpt: rank ", r, " was ended by signal ", WTERMSIG(how), " (",
                            strsignal(WTERMSIG(how)), ")"));
@@ -229,7 +229,7 @@ class LocalRanks {
         write_line(str("[rank ", r, "] ", line));
     }
 
-    // On a terminal rank 0's progress line may stand where this one goes.
+    // On a terminal this clears rank 0's progress line first.
     static void write_line(const std::string& line) {
         const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", line, "\n");
         for (size_t done = 0; done < text.size();) {
@@ -248,7 +248,7 @@ class LocalRanks {
     SignalReader signals;
     std::vector<Rank> ranks;
     bool killed = false;  // by us
-    int passed_on = 0;    // the last signal that they got from us
+    int passed_on = 0;    // the last signal forwarded to the ranks
     std::string last_line;
     int last_rank = 0;
 };
@@ -263,6 +263,6 @@ void follow_parent() {
     const char* const parent = std::getenv(LOCAL_RANKS_PARENT);
     if (!parent) return;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    // It may have died before the call.
+    // The parent may have died before prctl().
     require(std::to_string(getppid()) == parent, "--gpus: the process that started this rank has ended");
 }

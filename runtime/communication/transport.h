@@ -1,6 +1,5 @@
-// What moves the bytes behind Comm (runtime/communication/comm.h): one of comm_nccl.cu, comm_mpi.cpp and comm_none.cpp,
-// as the build has it. Arguments come checked by Comm: contiguous memory of the backend's device, sizes that fit, more
-// than one rank.
+// The interface behind Comm (runtime/communication/comm.h). The build links one of comm_nccl.cu, comm_mpi.cpp and
+// comm_none.cpp. Comm has checked the arguments: contiguous device memory, matching sizes, more than one rank.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +11,11 @@
 #include "runtime/device/device.h"
 
 struct Transport {
-    virtual ~Transport() = default;  // parts, unless that was done or it was finished
-    virtual void finish() = 0;       // all ranks together, before the destructor: a good end
-    virtual void part() {}           // at once, so that the other ranks notice
+    virtual ~Transport() = default;  // aborts, unless finish() or abort() was called
+    virtual void finish() = 0;       // collective, before the destructor: a regular end
+    virtual void abort() {}          // immediate, so that the other ranks notice
 
-    // n: elements of x; of out; of inp.
+    // n: elements of x (all_reduce, broadcast), of out (reduce_scatter), of inp (all_gather).
     virtual void all_reduce(void* x, int64_t n, DType dtype, Stream stream) = 0;
     virtual void reduce_scatter(void* out, const void* inp, int64_t n, DType dtype, Stream stream) = 0;
     virtual void all_gather(void* out, const void* inp, int64_t n, DType dtype, Stream stream) = 0;
@@ -32,5 +31,5 @@ struct Transport {
     virtual void watch(const std::string& what, Stream stream) = 0;
 };
 
-// Meets the other ranks. world.size > 1. Throws Error.
+// Connects to the other ranks. world.size > 1. Throws Error.
 std::unique_ptr<Transport> connect(const World& world);
