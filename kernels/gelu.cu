@@ -1,33 +1,27 @@
 #include "kernels/gelu.h"
 
+#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/elementwise.cuh"
 
 namespace {
 
 constexpr float CUBIC = 0.044715f, TWO_ROOT_2_OVER_PI = 1.5957691216057308f;
 
-// ½(1 + tanh u) is the logistic function of 2u. With e = exp(−|2u|) neither it nor its derivative cancels in the tails:
-// σ = 1/(1 + e) or e/(1 + e),  σ' = σ(1 − σ) = e/(1 + e)².
-struct Logistic {
-    float value, derivative;
-};
-
+// ½(1 + tanh u) is σ(2u).
 template <typename T>
-__device__ Logistic logistic_of_2u(float x) {
-    const float z = TWO_ROOT_2_OVER_PI * x * (1 + CUBIC * x * x);
-    const float e = exp_for<T>(-fabsf(z)), r = reciprocal_for<T>(1 + e), er = e * r;
-    return {z < 0 ? er : r, er * r};
+__device__ Sigmoid sigmoid_of_2u(float x) {
+    return sigmoid<T>(TWO_ROOT_2_OVER_PI * x * (1 + CUBIC * x * x));
 }
 
 template <typename T>
 struct Forward {
-    __device__ float operator()(float x) const { return x * logistic_of_2u<T>(x).value; }
+    __device__ float operator()(float x) const { return x * sigmoid_of_2u<T>(x).value; }
 };
 
 template <typename T>
 struct Backward {
     __device__ float operator()(float dout, float x) const {
-        const Logistic s = logistic_of_2u<T>(x);
+        const Sigmoid s = sigmoid_of_2u<T>(x);
         return dout * (s.value + x * s.derivative * (TWO_ROOT_2_OVER_PI * (1 + 3 * CUBIC * x * x)));
     }
 };

@@ -1,20 +1,9 @@
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/activation.cuh"
 #include "kernels/swiglu.h"
 
 namespace {
 
 constexpr int THREADS = 256;
-
-// σ(x) and σ(−x) = 1 − σ(x), neither by a subtraction: with e = exp(−|x|) they are 1/(1 + e) and e/(1 + e).
-struct Sigmoid {
-    float value, complement;
-};
-
-template <typename T>
-__device__ Sigmoid sigmoid(float x) {
-    const float e = exp_for<T>(-fabsf(x)), r = reciprocal_for<T>(1 + e), er = e * r;
-    return {x < 0 ? er : r, x < 0 ? r : er};
-}
 
 // W inner channels a thread.
 template <int W, typename T>

@@ -1,18 +1,59 @@
-// The activations of linear.h for one number, where they are computed on the way from a product to memory.
+// Activation functions of numbers in registers.
 #pragma once
 
-#include <cuda_runtime.h>
+#include "kernels/activation.h"
+#include "kernels/cuda/cuda_common.cuh"
 
-// gelu.h: with tanh spelt out, 1 + tanh(u) = 2/(1 + exp(−2u)).
-__device__ __forceinline__ float gelu(float x) {
-    const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return x / (1 + expf(-2 * u));
+// σ(x), σ(−x) = 1 − σ(x), and σ'(x) = σ(x)·σ(−x). With e = exp(−|x|) none of them cancels: they are 1/(1 + e),
+// e/(1 + e) and e/(1 + e)². T is the dtype that results are rounded to.
+struct Sigmoid {
+    float value, complement, derivative;
+};
+
+template <typename T>
+__device__ __forceinline__ Sigmoid sigmoid(float x) {
+    const float e = exp_for<T>(-fabsf(x)), r = reciprocal_for<T>(1 + e), er = e * r;
+    return {x < 0 ? er : r, x < 0 ? r : er, er * r};
 }
 
+// NaN stays NaN, which fmaxf(x, 0) would drop.
+__device__ __forceinline__ float relu(float x) {
+    return x < 0 ? 0 : x;
+}
 __device__ __forceinline__ float relu2(float x) {
-    return x > 0 ? x * x : 0;
+    return relu(x) * relu(x);
 }
 
+// How the forward functions of the inference kernels compute exp and the division.
+enum class Math {
+    Exact,  // to about one unit in the last place of fp32
+    Fast,   // by the special function unit, to a few units: for results that are rounded to 16 bits
+};
+
+// x·σ(z)
+template <Math MATH>
+__device__ __forceinline__ float times_sigmoid(float x, float z) {
+    if constexpr (MATH == Math::Exact) return x / (1 + expf(-z));
+    float exp;  // of −z
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exp) : "f"(-1.44269504f * z));
+    return x * __fdividef(1.0f, 1.0f + exp);
+}
+
+// ½x(1 + tanh u) = x·σ(2u)
+template <Math MATH = Math::Exact>
+__device__ __forceinline__ float gelu(float x) {
+    return times_sigmoid<MATH>(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
+}
+
+template <Math MATH = Math::Exact>
 __device__ __forceinline__ float swiglu(float gate, float up) {
-    return gate / (1 + expf(-gate)) * up;
+    return times_sigmoid<MATH>(gate, gate) * up;
+}
+
+// The activations of one number; SwiGLU takes two.
+template <Math MATH = Math::Exact>
+__device__ __forceinline__ float activate(Activation f, float x) {
+    if (f == Activation::GELU) return gelu<MATH>(x);
+    if (f == Activation::ReLU2) return relu2(x);
+    return x;
 }

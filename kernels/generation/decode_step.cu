@@ -859,7 +859,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
                     if (a.activation == Activation::SwiGLU)
                         y[r] = swiglu(y[r], y[2 + r]);
                     else
-                        y[r] = a.activation == Activation::GELU ? gelu(y[r]) : relu2(y[r]);
+                        y[r] = activate(a.activation, y[r]);
                 }
             }
             if (which == PROJ || which == FCPROJ) {

@@ -117,10 +117,7 @@ __device__ __forceinline__ void finish(const Layer<T>& a, int64_t unit, int n, c
     for (int r = 0; r < UNIT; r++) {
         const int64_t o = unit * UNIT + r;
         if (o >= a.columns) return;
-        float x = y[r];
-        if (a.activation == Activation::GELU) x = gelu(x);
-        if (a.activation == Activation::ReLU2) x = relu2(x);
-        store(o, x + residual[r]);
+        store(o, activate(a.activation, y[r]) + residual[r]);
     }
 }
 
@@ -386,8 +383,7 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
             for (int i = 0; i < WARPS; i++) up += sums[i][text][row + 8];
             y = swiglu(y, up + bias1);
         }
-        if (a.activation == Activation::GELU) y = gelu(y);
-        if (a.activation == Activation::ReLU2) y = relu2(y);
+        y = activate(a.activation, y);
         if (a.residual) y += as_float(a.residual[n * a.residual_stride + o]);
         a.out[n * a.out_stride + o] = from_float<T>(y);
     }

@@ -18,6 +18,7 @@
 // activation and a residual together.
 #pragma once
 
+#include "kernels/activation.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
@@ -27,8 +28,6 @@ struct InputNorm {
     float eps = 1e-5f;
     bool centred = true;
 };
-
-enum class Activation : uint8_t { None, GELU, SwiGLU, ReLU2 };
 
 constexpr int64_t LINEAR_SMALL_N = 8;
 

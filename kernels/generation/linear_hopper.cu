@@ -150,17 +150,6 @@ __device__ __forceinline__ void normalise_texts(unsigned char* tile, Shared& sha
     }
 }
 
-// The activations of a number that is rounded to 16 bits behind them: by the special function unit, to some units in
-// the last of 24.
-__device__ __forceinline__ float logistic(float x) {
-    return __fdividef(1.0f, 1.0f + exp2_fast(-LOG2E * x));
-}
-__device__ __forceinline__ float activated(Activation f, float x) {
-    if (f == Activation::GELU) return x * logistic(1.5957691216057308f * (x + 0.044715f * x * x * x));
-    if (f == Activation::ReLU2) return relu2(x);
-    return x;
-}
-
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 2)
     cluster_kernel(const Layer<T> a, const Shape shape, const __grid_constant__ CUtensorMap weight_map,
@@ -286,7 +275,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     for (int i = 0; i < 4; i++) {
         const int half = i / 2, k = i % 2;
         if (columns[half] + k >= a.columns || (is_swiglu && half)) continue;
-        const float z = is_swiglu ? y[0][k] * logistic(y[0][k]) * y[1][k] : activated(a.activation, y[half][k]);
+        const float z =
+            is_swiglu ? swiglu<Math::Fast>(y[0][k], y[1][k]) : activate<Math::Fast>(a.activation, y[half][k]);
         out[columns[half] + k] = from_float<T>(z + as_float(residual[half][k]));
     }
 }

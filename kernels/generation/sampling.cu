@@ -8,6 +8,7 @@
 #include "kernels/generation/sampling.h"
 
 #include "kernels/cuda/pdl.cuh"
+#include "kernels/cuda/radix_select.cuh"
 #include "kernels/generation/sampling_check.h"
 #include "kernels/linear_attention/exp2_product.h"
 #include "runtime/rng.h"
@@ -140,15 +141,6 @@ __device__ __forceinline__ double warp_sum(double x) {
     return x;
 }
 
-__device__ __forceinline__ double warp_inclusive_sum(double x) {
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const double below = __shfl_up_sync(ALL_LANES, x, offset);
-        if (int(threadIdx.x) % WARP >= offset) x += below;
-    }
-    return x;
-}
-
 // --------------------------------------------------------------------------------------------------------------------
 // Two rounds.
 
@@ -219,47 +211,6 @@ __device__ Token block_max(Token t) {
     return t;
 }
 
-// The least Token of the k largest of those that visit(f) calls f(token) for, each thread some; all must differ, or be
-// 0. Byte by byte from the top, until a byte's tokens are all among the k. At least k are not 0.
-template <typename Visit>
-__device__ Token kth_largest_token(int k, Visit visit) {
-    __shared__ int count[256];
-    __shared__ int above[ROUND_WARPS];
-    __shared__ Token shared_edge;
-    __shared__ int shared_k, shared_all;
-    Token edge = 0;
-    for (int shift = 56; shift >= 0; shift -= 8) {
-        count[threadIdx.x] = 0;
-        __syncthreads();
-        const Token known = shift == 56 ? 0 : ~Token(0) << (shift + 8);
-        visit([&](Token t) {
-            if (t != 0 && (t & known) == edge) atomicAdd(&count[t >> shift & 255], 1);
-        });
-        __syncthreads();
-        // Thread i looks at byte 255 − i: how many tokens have it or a larger one?
-        const int byte = 255 - int(threadIdx.x), mine = count[byte], lane = int(threadIdx.x) % WARP;
-        int inclusive = mine;
-#pragma unroll
-        for (int offset = 1; offset < WARP; offset *= 2) {
-            const int below = __shfl_up_sync(ALL_LANES, inclusive, offset);
-            if (lane >= offset) inclusive += below;
-        }
-        if (lane == WARP - 1) above[threadIdx.x / WARP] = inclusive;
-        __syncthreads();
-        for (int w = 0; w < int(threadIdx.x) / WARP; w++) inclusive += above[w];
-        if (inclusive >= k && inclusive - mine < k) {
-            shared_edge = edge | Token(byte) << shift;
-            shared_k = k - (inclusive - mine);
-            shared_all = shared_k == mine;
-        }
-        __syncthreads();
-        edge = shared_edge;
-        k = shared_k;
-        if (shared_all) break;
-    }
-    return edge;
-}
-
 // The k likeliest of each stretch, in any order: the second round sorts.
 template <typename T>
 __global__ void __launch_bounds__(ROUND_THREADS)
@@ -281,13 +232,14 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     if (threadIdx.x == 0) written = 0;
     best = block_max<ROUND_THREADS>(best);
     if (threadIdx.x == 0) found[stretch] = {best, 0};
-    const auto visit = [&](auto f) {
+    const auto for_each_token = [&](auto visit) {
 #pragma unroll
-        for (int i = 0; i < MANY; i++) f(tokens[i]);
+        for (int i = 0; i < MANY; i++)
+            if (tokens[i] != 0) visit(tokens[i]);
     };
-    const Token edge = count <= k ? 1 : kth_largest_token(k, visit);
+    const Token edge = count <= k ? 1 : threshold_of_k_largest<ROUND_THREADS, Token>(k, for_each_token);
     Token* const to = candidates + stretch * k;
-    visit([&](Token t) {
+    for_each_token([&](Token t) {
         if (t >= edge) to[atomicAdd(&written, 1)] = t;
     });
     __syncthreads();
@@ -297,24 +249,15 @@ __global__ void __launch_bounds__(ROUND_THREADS)
 // For each of n numbers, a thread having PER of them in a row, the sum up to and with it. Returns the total.
 template <int PER>
 __device__ double block_inclusive_sums(double (&x)[PER]) {
-    __shared__ double sums[ROUND_WARPS];
+    __shared__ double warp_sums[ROUND_WARPS];
     double mine = 0;
 #pragma unroll
     for (int i = 0; i < PER; i++) mine += x[i];
-    const double inclusive = warp_inclusive_sum(mine);
-    const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
-    __syncthreads();
-    if (lane == WARP - 1) sums[warp] = inclusive;
-    __syncthreads();
-    double before = 0, total = 0;
-    for (int w = 0; w < ROUND_WARPS; w++) {
-        if (w == warp) before = total;
-        total += sums[w];
-    }
-    before += inclusive - mine;
+    const BlockScan<double> scan = block_scan<ROUND_THREADS>(mine, warp_sums);
+    double sum = scan.exclusive(mine);
 #pragma unroll
-    for (int i = 0; i < PER; i++) x[i] = before += x[i];
-    return total;
+    for (int i = 0; i < PER; i++) x[i] = sum += x[i];
+    return scan.total;
 }
 
 // Larger tokens first. n is a power of two.
@@ -340,23 +283,18 @@ __device__ void sort_descending(Token* x, int n) {
 // *rest is what is left of the threshold before its number. Between two calls there must be a barrier.
 template <int N, typename Threshold>
 __device__ bool falls_here(double mine, Threshold threshold, double* rest) {
-    __shared__ double sums[N / WARP];
+    __shared__ double warp_sums[N / WARP];
     const int lane = int(threadIdx.x) % WARP, warp = int(threadIdx.x) / WARP;
-    const double inclusive = warp_inclusive_sum(mine);
-    if (lane == WARP - 1) sums[warp] = inclusive;
-    __syncthreads();
-    double total = 0;
-#pragma unroll
-    for (int w = 0; w < N / WARP; w++) total += sums[w];
-    double left = threshold(total);
+    const BlockScan<double> scan = block_scan<N>(mine, warp_sums);
+    double left = threshold(scan.total);
     int drawn = 0;
     *rest = 0;
 #pragma unroll
     for (int w = 0; w < N / WARP; w++) {
-        if (sums[w] > 0 && left >= 0) drawn = w, *rest = left;
-        left -= sums[w];
+        if (warp_sums[w] > 0 && left >= 0) drawn = w, *rest = left;
+        left -= warp_sums[w];
     }
-    *rest -= inclusive - mine;
+    *rest -= scan.in_warp - mine;
     const unsigned possible = __ballot_sync(ALL_LANES, mine > 0 && *rest >= 0);
     return warp == drawn && possible >> lane == 1;
 }
@@ -486,14 +424,15 @@ __global__ void __launch_bounds__(ROUND_THREADS)
     }
     const Token* const candidates = all_candidates + b * stretches * k;
     const int n = stretches * k;
-    const auto visit = [&](auto f) {
-        for (int i = int(threadIdx.x); i < n; i += ROUND_THREADS) f(candidates[i]);
+    const auto for_each_candidate = [&](auto visit) {
+        for (int i = int(threadIdx.x); i < n; i += ROUND_THREADS)
+            if (const Token t = candidates[i]; t != 0) visit(t);
     };
     if (threadIdx.x == 0) written = 0, limit = MAX_K;
     for (int i = int(threadIdx.x); i < MAX_K; i += ROUND_THREADS) kept[i] = 0;
     __syncthreads();
-    const Token edge = kth_largest_token(k, visit);
-    visit([&](Token t) {
+    const Token edge = threshold_of_k_largest<ROUND_THREADS, Token>(k, for_each_candidate);
+    for_each_candidate([&](Token t) {
         if (t >= edge) kept[atomicAdd(&written, 1)] = t;
     });
     int sorted = 1;
@@ -541,36 +480,17 @@ __global__ void __launch_bounds__(ROUND_THREADS)
 
 constexpr int THREADS = 1024, WARPS = THREADS / WARP;
 
-// The key of the k-th largest logit, byte by byte from the top: each round counts the keys that agree with what is
-// known by their next byte. 1 ≤ k ≤ V. After the last round *ties is how many of the logits on the edge belong to the
-// k.
+// The key of the k-th largest logit. *ties is how many of the logits on the edge belong to the k. 1 ≤ k ≤ V.
 template <typename T>
 __device__ uint32_t kth_largest(const Row<T>& logits, int64_t V, int64_t k, int64_t* ties) {
-    __shared__ unsigned count[256];
-    __shared__ uint32_t shared_edge;
-    __shared__ int64_t shared_k;
-    uint32_t edge = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        if (threadIdx.x < 256) count[threadIdx.x] = 0;
-        __syncthreads();
-        const uint32_t known = shift == 24 ? 0 : 0xffffffffu << (shift + 8);
-        for (int64_t v = threadIdx.x; v < V; v += THREADS) {
-            const uint32_t key = ordered(logits[v]);
-            if ((key & known) == edge) atomicAdd(&count[key >> shift & 255], 1u);
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            int byte = 255;
-            for (; int64_t(count[byte]) < k; byte--) k -= count[byte];
-            shared_edge = edge | uint32_t(byte) << shift;
-            shared_k = k;
-        }
-        __syncthreads();
-        edge = shared_edge;
-        k = shared_k;
-    }
-    *ties = k;
-    return edge;
+    const auto for_each_key = [&](auto add) {
+        for (int64_t v = threadIdx.x; v < V; v += THREADS) add(ordered(logits[v]), 1);
+    };
+    const auto reached = [&](int sum) { return sum >= k; };
+    const auto complete = [](int) { return false; };  // all bits of the key are wanted
+    const auto selection = radix_select<THREADS, uint32_t, int>(for_each_key, reached, complete);
+    *ties = k - selection.above;
+    return selection.threshold;
 }
 
 // What is kept of a row: all above the edge, and the first `ties` of those on it in order of id.
@@ -583,78 +503,34 @@ struct Kept {
 // weights in place of counts.
 template <typename T>
 __device__ Kept nucleus(const Row<T>& logits, int64_t V, Kept kept, float top_p, Weighing weight) {
-    __shared__ Weight weights[256];
-    __shared__ Weight shared_above;
-    __shared__ double shared_enough;
-    __shared__ uint32_t shared_edge;
-    __shared__ int64_t shared_ties;
+    __shared__ Weight shared_total;
     const Weight on_edge = kept.edge ? Weight(kept.ties) * weight.fixed(from_key(kept.edge)) : 0;
-    if (threadIdx.x == 0) shared_above = on_edge;
+    if (threadIdx.x == 0) shared_total = on_edge;
     __syncthreads();
     Weight mine = 0;
     for (int64_t v = threadIdx.x; v < V; v += THREADS) {
         const float x = logits[v];
         if (ordered(x) > kept.edge) mine += weight.fixed(x);
     }
-    atomicAdd(&shared_above, mine);
+    atomicAdd(&shared_total, mine);
     __syncthreads();
-    if (threadIdx.x == 0) shared_enough = double(top_p) * double(shared_above), shared_above = 0;
-    uint32_t edge = 0;
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        __syncthreads();
-        if (threadIdx.x < 256) weights[threadIdx.x] = 0;
-        __syncthreads();
-        const uint32_t known = shift == 24 ? 0 : 0xffffffffu << (shift + 8);
+    const double enough = double(top_p) * double(shared_total);
+    const auto for_each_key = [&](auto add) {
         for (int64_t v = threadIdx.x; v < V; v += THREADS) {
             const float x = logits[v];
-            const uint32_t key = ordered(x);
-            if (key > kept.edge && (key & known) == edge) atomicAdd(&weights[key >> shift & 255], weight.fixed(x));
+            if (const uint32_t key = ordered(x); key > kept.edge) add(key, weight.fixed(x));
         }
-        if (threadIdx.x == 0 && kept.edge && (kept.edge & known) == edge)
-            atomicAdd(&weights[kept.edge >> shift & 255], on_edge);
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            Weight above = shared_above;
-            int byte = 255;
-            for (; byte > 0 && double(above + weights[byte]) < shared_enough; byte--) above += weights[byte];
-            shared_above = above;
-            shared_edge = edge | uint32_t(byte) << shift;
-        }
-        __syncthreads();
-        edge = shared_edge;
-    }
+        if (threadIdx.x == 0 && kept.edge) add(kept.edge, on_edge);
+    };
+    const auto reached = [&](Weight sum) { return double(sum) >= enough; };
+    const auto complete = [](Weight) { return false; };
+    const auto selection = radix_select<THREADS, uint32_t, Weight>(for_each_key, reached, complete);
+    const uint32_t edge = selection.threshold;
     // How many on the edge are needed: at least one, and no more than there are.
-    if (threadIdx.x == 0) {
-        const double each = double(weight.fixed(from_key(edge)));
-        const double missing = shared_enough - double(shared_above);
-        shared_ties = each > 0 ? max(int64_t(1), int64_t(ceil(missing / each))) : INT64_MAX;
-        if (edge == kept.edge && kept.ties < shared_ties) shared_ties = kept.ties;
-    }
-    __syncthreads();
-    return {edge, shared_ties};
-}
-
-// For each thread the sum over the threads before it, and the total.
-template <typename Number>
-__device__ Number exclusive_sum(Number mine, Number* total) {
-    __shared__ Number shared[WARPS];
-    const int warp = int(threadIdx.x) / WARP, lane = int(threadIdx.x) % WARP;
-    Number inclusive = mine;
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const Number below = __shfl_up_sync(ALL_LANES, inclusive, offset);
-        if (lane >= offset) inclusive += below;
-    }
-    __syncthreads();
-    if (lane == WARP - 1) shared[warp] = inclusive;
-    __syncthreads();
-    Number before = 0, sum = 0;
-    for (int w = 0; w < WARPS; w++) {
-        if (w == warp) before = sum;
-        sum += shared[w];
-    }
-    *total = sum;
-    return before + inclusive - mine;
+    const double each = double(weight.fixed(from_key(edge))), missing = enough - double(selection.above);
+    int64_t ties = each > 0 ? max(int64_t(1), int64_t(ceil(missing / each))) : INT64_MAX;
+    if (edge == kept.edge && kept.ties < ties) ties = kept.ties;
+    return {edge, ties};
 }
 
 template <typename T>
@@ -691,11 +567,13 @@ __device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* interv
     __shared__ Weight above;
     __shared__ Token edge;
     if (threadIdx.x == 0) count = 0, deciding = INTERVALS - 1, edge = 0;
-    Weight mine[PER], sum = 0, total;
+    __shared__ Weight warp_sums[WARPS];
+    Weight mine[PER], sum = 0;
 #pragma unroll
     for (int i = 0; i < PER; i++) sum += mine[i] = intervals[int(threadIdx.x) * PER + i];
-    Weight up_to = exclusive_sum(sum, &total);
-    const double enough = double(top_p) * double(total);
+    const BlockScan<Weight> scan = block_scan<THREADS>(sum, warp_sums);
+    const double enough = double(top_p) * double(scan.total);
+    Weight up_to = scan.exclusive(sum);
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const double before = double(up_to);
@@ -722,7 +600,7 @@ __device__ Token nucleus_edge(const Row<T>& row, int64_t V, const Weight* interv
         const int at = int(threadIdx.x) * PER + i;
         sum += mine[i] = at < count ? weight.fixed(logit_of(inside[at])) : 0;
     }
-    up_to = above + exclusive_sum(sum, &total);
+    up_to = above + block_scan<THREADS>(sum, warp_sums).exclusive(sum);
 #pragma unroll
     for (int i = 0; i < PER; i++) {
         const int at = int(threadIdx.x) * PER + i;
@@ -741,9 +619,10 @@ __device__ Token edge_of(const Row<T>& row, int64_t V, Kept kept) {
     __shared__ Token edge;
     if (threadIdx.x == 0) edge = Token(kept.edge) << 32;  // all of them, should there be fewer
     const int64_t part = ceil_div(V, THREADS), begin = min(V, threadIdx.x * part), end = min(V, begin + part);
-    int64_t mine = 0, total;
+    int64_t mine = 0;
     for (int64_t v = begin; v < end; v++) mine += ordered(row[v]) == kept.edge;
-    int64_t before = exclusive_sum(mine, &total);
+    __shared__ int64_t warp_sums[WARPS];
+    int64_t before = block_scan<THREADS>(mine, warp_sums).exclusive(mine);
     if (before < kept.ties && before + mine >= kept.ties)
         for (int64_t v = begin; v < end; v++)
             if (ordered(row[v]) == kept.edge && ++before == kept.ties) edge = token_of(row[v], v);

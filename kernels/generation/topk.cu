@@ -1,67 +1,24 @@
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/radix_select.cuh"
 #include "kernels/generation/topk.h"
 #include "kernels/generation/topk_check.h"
 
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP, DIGIT_BITS = 8, DIGITS = 1 << DIGIT_BITS;
+constexpr int THREADS = 256;
 constexpr int64_t STRETCH = 8192;  // elements of a row that a block of the first round looks at, at least
-static_assert(DIGITS == THREADS, "each thread counts one digit");
-
-struct Digit {
-    int digit, above;  // the digit of the k-th largest key; how many keys have a larger one
-    int count;         // how many have this one
-};
-
-// counts[d]: keys with digit d. Finds the digit at which the sum from the top reaches `wanted`.
-__device__ Digit find_digit(const int* counts, int wanted) {
-    __shared__ int warp_sums[WARPS];
-    __shared__ Digit found;
-    const int digit = DIGITS - 1 - int(threadIdx.x), lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int count = counts[digit];
-    int sum = count;  // of this digit and the larger ones
-#pragma unroll
-    for (int offset = 1; offset < WARP; offset *= 2) {
-        const int below = __shfl_up_sync(ALL_LANES, sum, offset);
-        if (lane >= offset) sum += below;
-    }
-    if (lane == WARP - 1) warp_sums[warp] = sum;
-    __syncthreads();
-    for (int w = 0; w < warp; w++) sum += warp_sums[w];
-    if (sum >= wanted && sum - count < wanted) found = {digit, sum - count, count};
-    __syncthreads();
-    return found;
-}
 
 // The k largest of n different keys, in any order, into selected[0 … k). k ≤ n.
 template <typename Key>
 __device__ void select_largest(uint64_t* selected, Key key, int64_t n, int k) {
-    __shared__ int counts[DIGITS], taken;
-    // Digit by digit from the top: keys whose digits so far are larger than `prefix` are in; those that share it are
-    // not decided. It ends as soon as all that share it are wanted.
-    uint64_t prefix = 0;
-    int wanted = k, shift = 64;
-    for (bool decided = false; !decided;) {
-        shift -= DIGIT_BITS;
-        counts[threadIdx.x] = 0;
-        __syncthreads();
-        for (int64_t i = threadIdx.x; i < n; i += THREADS) {
-            const uint64_t x = key(i) >> shift;
-            if (x >> DIGIT_BITS == prefix) atomicAdd(&counts[x & (DIGITS - 1)], 1);
-        }
-        __syncthreads();
-        const Digit found = find_digit(counts, wanted);
-        prefix = prefix << DIGIT_BITS | uint64_t(found.digit);
-        wanted -= found.above;
-        decided = shift == 0 || found.count == wanted;
-        __syncthreads();  // counts and found are written again
-    }
-    if (threadIdx.x == 0) taken = 0;
-    __syncthreads();
-    for (int64_t i = threadIdx.x; i < n; i += THREADS) {
-        const uint64_t x = key(i);
-        if (x >> shift >= prefix) selected[atomicAdd(&taken, 1)] = x;
-    }
+    __shared__ int taken;
+    if (threadIdx.x == 0) taken = 0;  // radix_select synchronises the block
+    const auto for_each_key = [&](auto visit) {
+        for (int64_t i = threadIdx.x; i < n; i += THREADS) visit(key(i));
+    };
+    const uint64_t threshold = threshold_of_k_largest<THREADS, uint64_t>(k, for_each_key);
+    for_each_key([&](uint64_t x) {
+        if (x >= threshold) selected[atomicAdd(&taken, 1)] = x;
+    });
     __syncthreads();
 }
 
