@@ -148,7 +148,7 @@ void online(const Forward& a, Stream stream) {
 // --- tiles: in fp32, in bf16 on tensor cores, and with the next tiles' copies in flight
 
 // 4 warps with 32 queries each walk over 64 keys at a time; T is what the tiles in shared memory hold, and so what
-// multiplies them (product_nt and product_nn in kernels/cuda/warp_tile.cuh).
+// multiplies them (mma_ABt and mma_AB in kernels/cuda/warp_tile.cuh).
 constexpr int MT = 2, WARPS = 4, BM = WARPS * MT * 16, BN = 64, THREADS = WARPS * WARP;
 
 // Rows of a head into a tile; zeros from row `count` on.
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiled_kernel(Forward a) {
     copy_rows<T, BM>(q_tile, a.q + first + i0 * a.stride(), a.stride(), keys - i0);
     if (STAGES == 2) copy_keys(0);
 
-    const LeftTile<T, MT, HS, false> q(q_tile + warp_row * PITCH<T, HS>);
+    const TileA<T, MT, HS, false> q(q_tile + warp_row * PITCH<T, HS>);
     float out[MT][HS / 8][4] = {}, largest[MT][2], sum[MT][2] = {};
     for (auto& row : largest) row[0] = row[1] = -INF;
     for (int j0 = 0; j0 < keys; j0 += BN) {
@@ -195,13 +195,13 @@ __global__ void __launch_bounds__(THREADS, 2) tiled_kernel(Forward a) {
             __syncthreads();  // nobody reads the tiles any more
             copy_keys(j0);
         }
-        wait_for_copies();
+        cp_async_wait_all();
         __syncthreads();
         if (STAGES == 2 && j0 + BN < keys) copy_keys(j0 + BN);
         if (j0 >= i0 + warp_row + MT * 16) continue;  // no query of this warp sees these keys
         const T* k_tile = stages + j0 / BN % STAGES * 2 * K_TILE;
         float s[MT][BN / 8][4] = {};
-        product_nt(s, q, k_tile);
+        mma_ABt(s, q, k_tile);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiled_kernel(Forward a) {
 #pragma unroll
                     for (int e = half * 2; e < half * 2 + 2; e++) out[m][n][e] *= rescale;
             }
-        product_nn<T, HS>(out, s, k_tile + K_TILE);
+        mma_AB<T, HS>(out, s, k_tile + K_TILE);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++)

@@ -130,7 +130,7 @@ class TileCopier {
             const int left = columns_left > 0 ? rows_left : 0;
 #pragma unroll
             for (int i = 0; i < ROWS / STEP; i++)
-                copy_async_16(to + i * STEP * PITCH<T, BK>, src + i * (STEP * stride), i * STEP < left);
+                cp_async_16(to + i * STEP * PITCH<T, BK>, src + i * (STEP * stride), i * STEP < left);
         } else {
             load_tile<T, BK, ROWS, THREADS>(tile, src, stride, rows_left,
                                             int(max(int64_t(0), min(columns_left, int64_t(BK)))), false);
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(256, 2) block_128_kernel(Product<float> p) {
     for (int64_t k0 = 0; k0 < p.K; k0 += BK) {
         copy_inp.start(inp);
         copy_weight.start(weight);
-        wait_for_copies();
+        cp_async_wait_all();
         __syncthreads();
         multiply_add<SIDE, SIDE, BK, 1>(sum, inp + y * PITCH<float, BK>, weight + x * PITCH<float, BK>);
         __syncthreads();
@@ -346,9 +346,9 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) tensor_core_kernel(Prod
     for (int64_t k0 = 0; k0 < p.K; k0 += BK) {
         copy_inp.start(inp);
         copy_weight.start(weight);
-        wait_for_copies();
+        cp_async_wait_all();
         __syncthreads();
-        product_nt(sum, LeftTile<bf16, MT, BK, false>(inp + m * PITCH<bf16, BK>), weight + n * PITCH<bf16, BK>);
+        mma_ABt(sum, TileA<bf16, MT, BK, false>(inp + m * PITCH<bf16, BK>), weight + n * PITCH<bf16, BK>);
         __syncthreads();
     }
     store_sums(p, tile.m + m, tile.n + n, sum);
@@ -377,10 +377,10 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(Produc
                        weight = shared_address(tiles.weight_row(n + lane % 8 + lane / 16 * 8) + lane / 8 % 2 * 8);
 #pragma unroll
         for (int i = 0; i < MT; i++)
-            load_matrix(a[k % 2][i], inp + (i * 16 * PITCH<bf16, BK> + k * 16) * int(sizeof(bf16)));
+            ldmatrix_x4(a[k % 2][i], inp + (i * 16 * PITCH<bf16, BK> + k * 16) * int(sizeof(bf16)));
 #pragma unroll
         for (int j = 0; j < NT / 2; j++)
-            load_matrix(b[k % 2][j], weight + (j * 16 * PITCH<bf16, BK> + k * 16) * int(sizeof(bf16)));
+            ldmatrix_x4(b[k % 2][j], weight + (j * 16 * PITCH<bf16, BK> + k * 16) * int(sizeof(bf16)));
     };
     tiles.next_step();
     load_fragments(0);
@@ -394,7 +394,8 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(Produc
             for (int i = 0; i < MT; i++)
 #pragma unroll
                 for (int j = 0; j < NT; j++)
-                    mma<bf16>(sum[i][j], a[k % 2][i], b[k % 2][j / 2][j % 2 * 2], b[k % 2][j / 2][j % 2 * 2 + 1]);
+                    mma_m16n8k16<bf16>(sum[i][j], a[k % 2][i], b[k % 2][j / 2][j % 2 * 2],
+                                       b[k % 2][j / 2][j % 2 * 2 + 1]);
         }
     }
     store_sums(p, tile.m + m, tile.n + n, sum);

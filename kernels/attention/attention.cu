@@ -118,9 +118,9 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     const auto stage_of = [&](int j0) { return stages + j0 / BN % STAGES * 2 * TILE; };
     if (first_key < keys) load_k(stage_of(first_key), first_key);
     if (first_key < keys && STAGES == 2) load_v(stage_of(first_key) + TILE, first_key);
-    wait_for_copies();
+    cp_async_wait_all();
     __syncthreads();
-    const LeftTile<T, MT, D, Sizes::KEEP_Q> q(q_tile + warp_row * PITCH<T, D>);
+    const TileA<T, MT, D, Sizes::KEEP_Q> q(q_tile + warp_row * PITCH<T, D>);
 
     // With c = scale·log₂e: P = 2^(c·S − c·(largest S so far)), and sums of this lane's columns.
     const float c = a.scale * LOG2E;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
         const bool seen = seq.any_seen(i0 + warp_row, MT * 16, j0, BN);  // by this warp
         float s[MT][BN / 8][4] = {};
         if (seen) {
-            product_nt(s, q, k_tile);
+            mma_ABt(s, q, k_tile);
             if (j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
@@ -180,12 +180,12 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
                 }
         }
         if (STAGES == 1) {
-            wait_for_copies();
+            cp_async_wait_all();
             __syncthreads();  // V has come, and nobody needs K any more
             if (j0 + BN < keys) load_k(k_tile, j0 + BN);
         }
-        if (seen) product_nn<T, D>(o, s, v_tile);
-        wait_for_copies();
+        if (seen) mma_AB<T, D>(o, s, v_tile);
+        cp_async_wait_all();
         __syncthreads();
     }
 
@@ -264,9 +264,9 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
     load_tile<T, D, BM, THREADS>(dout_tile, a.dout.at(seq.q0 + i0, task.head), a.dout.token_stride, seq.qlen - i0, a.HS,
                                  a.aligned);
     if (first_key < keys) load_keys(first_key);
-    wait_for_copies();
+    cp_async_wait_all();
     __syncthreads();
-    const LeftTile<T, MT, D, false> q(q_tile + warp_row * PITCH<T, D>), dout(dout_tile + warp_row * PITCH<T, D>);
+    const TileA<T, MT, D, false> q(q_tile + warp_row * PITCH<T, D>), dout(dout_tile + warp_row * PITCH<T, D>);
 
     float lse[MT][2], delta[MT][2];  // of this lane's rows, lse in units of ln 2
 #pragma unroll
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
     float dq[MT][D / 8][4] = {};
     for (int j0 = first_key; j0 < keys; j0 += BN) {
         if (j0 > first_key) {
-            wait_for_copies();
+            cp_async_wait_all();
             __syncthreads();  // this step's keys have come, and nobody needs the other stage any more
         }
         if (j0 + BN < keys) load_keys(j0 + BN);
@@ -294,8 +294,8 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
         const T *k_tile = stages + j0 / BN % 2 * STAGE, *v_tile = k_tile + BN * PITCH<T, D>;
         const bool masked = j0 + BN > keys || !seq.all_seen(i0 + warp_row, MT * 16, j0, BN);
         float s[MT][BN / 8][4] = {}, dp[MT][BN / 8][4] = {};
-        product_nt(s, q, k_tile);
-        product_nt(dp, dout, v_tile);
+        mma_ABt(s, q, k_tile);
+        mma_ABt(dp, dout, v_tile);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
                         if (j >= keys || !seq.sees(i, j)) dp[m][n][e] = 0;
                     }
                 }
-        product_nn<T, D>(dq, dp, k_tile);
+        mma_AB<T, D>(dq, dp, k_tile);
     }
 
 #pragma unroll
@@ -360,8 +360,8 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
         for (int i = threadIdx.x; i < BQ; i += THREADS) {
             const bool exists = i < count;
             const int64_t at = seq.q0 + i0 + (exists ? i : 0);
-            copy_async_4(stats + step % 2 * 2 * BQ + i, a.lse + head * a.lse_stride + at, exists);
-            copy_async_4(stats + step % 2 * 2 * BQ + BQ + i, a.delta + head * a.Nq + at, exists);
+            cp_async_4(stats + step % 2 * 2 * BQ + i, a.lse + head * a.lse_stride + at, exists);
+            cp_async_4(stats + step % 2 * 2 * BQ + BQ + i, a.delta + head * a.Nq + at, exists);
         }
     };
 
@@ -370,15 +370,15 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
     load_tile<T, D, BN, THREADS>(v_tile, a.v.at(seq.k0 + j0, task.head), a.v.token_stride, seq.klen - j0, a.HS,
                                  a.aligned);
     if (all_steps > 0) load_queries(0);
-    wait_for_copies();
+    cp_async_wait_all();
     __syncthreads();
-    const LeftTile<T, MT, D, Sizes::KEEP> k(k_tile + warp_row * PITCH<T, D>), v(v_tile + warp_row * PITCH<T, D>);
+    const TileA<T, MT, D, Sizes::KEEP> k(k_tile + warp_row * PITCH<T, D>), v(v_tile + warp_row * PITCH<T, D>);
 
     const float c = a.scale * LOG2E;
     float dk[MT][DO / 8][4] = {}, dv[MT][DO / 8][4] = {};
     for (int step = 0; step < all_steps; step++) {
         if (step > 0) {
-            wait_for_copies();
+            cp_async_wait_all();
             __syncthreads();  // this step's queries have come, and nobody needs the other stage any more
         }
         if (step + 1 < all_steps) load_queries(step + 1);
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
         const float *lse = stats + step % 2 * 2 * BQ, *delta = lse + BQ;
         const bool masked = !seq.all_seen(i0, BQ, j0 + warp_row, MT * 16);
         float p[MT][BQ / 8][4] = {}, ds[MT][BQ / 8][4] = {};
-        product_nt(p, k, q_tile);
+        mma_ABt(p, k, q_tile);
 #pragma unroll
         for (int n = 0; n < BQ / 8; n++) {
             const Floats<2> l = load_floats<2>(lse + n * 8 + lane % 4 * 2);
@@ -403,8 +403,8 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
                     }
                 }
         }
-        product_nn<T, D>(dv, p, dout_tile + first_column);
-        product_nt(ds, v, dout_tile);
+        mma_AB<T, D>(dv, p, dout_tile + first_column);
+        mma_ABt(ds, v, dout_tile);
 #pragma unroll
         for (int n = 0; n < BQ / 8; n++) {
             const Floats<2> d = load_floats<2>(delta + n * 8 + lane % 4 * 2);
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
 #pragma unroll
                 for (int e = 0; e < 4; e++) ds[m][n][e] = p[m][n][e] * (ds[m][n][e] - d[e % 2]);
         }
-        product_nn<T, D>(dk, ds, q_tile + first_column);
+        mma_AB<T, D>(dk, ds, q_tile + first_column);
     }
 
 #pragma unroll

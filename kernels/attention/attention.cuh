@@ -27,12 +27,6 @@ struct Attention {
     bool aligned;  // all rows to 16 bytes
 };
 
-// The four lanes of a row, as row_sum.
-__device__ __forceinline__ float row_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
-    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
-}
-
 struct Sequence {
     int q0, k0, qlen, klen;
     int first, last;  // query i sees the keys i + first … i + last, as far as they exist

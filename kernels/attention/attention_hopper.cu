@@ -16,7 +16,7 @@
 // Heads narrower than D = 64 or 128 get columns of zeros from the copies. Rows of a tile past the end of their sequence
 // hold the next one's: harmless where rows stay apart; where they are summed over, the loading warp zeroes them.
 #include "kernels/attention/attention.cuh"
-#include "kernels/cuda/tma.cuh"
+#include "kernels/cuda/warpgroup_tile.cuh"
 
 namespace {
 
@@ -63,61 +63,42 @@ struct Maps {
 // apart, all may come.
 class Loader {
   public:
-    __device__ explicit Loader(Barrier* own) : own_(own) {}
+    __device__ explicit Loader(Mbarrier* own) : own_(own) {}
 
     template <int ROWS, int D, int N>
     __device__ __forceinline__ void load(unsigned char* const (&tiles)[N], const CUtensorMap* const (&maps)[N],
-                                         int head, int token, Barrier* full, int count = ROWS) {
+                                         int head, int token, Mbarrier* full, int count = ROWS) {
         const bool whole = count >= ROWS;
-        Barrier* arrival = whole ? full : own_;
+        Mbarrier* arrival = whole ? full : own_;
         if (lane_id() == 0) {
-            barrier_arrive_expecting(arrival, N * ROWS * D * 2);
+            mbarrier_arrive_expect_tx(arrival, N * ROWS * D * 2);
 #pragma unroll
             for (int n = 0; n < N; n++)
 #pragma unroll
-                for (int c = 0; c < D / CHUNK; c++)
-                    tma_load(tiles[n] + c * ROWS * CHUNK_ROW, maps[n], c * CHUNK, head, token, arrival);
+                for (int c = 0; c < D / PANEL_COLUMNS; c++)
+                    tma_load(tiles[n] + c * ROWS * PANEL_ROW_BYTES, maps[n], c * PANEL_COLUMNS, head, token, arrival);
         }
         if (whole) return;
-        barrier_wait(own_, parity_);
+        mbarrier_wait(own_, parity_);
         parity_ ^= 1;
 #pragma unroll
         for (int n = 0; n < N; n++)
             for (int i = lane_id(); i < (ROWS - count) * (D / 8); i += WARP)
-                *reinterpret_cast<uint4*>(tiles[n] + tile_offset<ROWS>(count + i / (D / 8), i % (D / 8) * 8)) = {};
+                *reinterpret_cast<uint4*>(tiles[n] + swizzled_offset<ROWS>(count + i / (D / 8), i % (D / 8) * 8)) = {};
         fence_async_proxy();
         __syncwarp();
-        if (lane_id() == 0) barrier_arrive(full);
+        if (lane_id() == 0) mbarrier_arrive(full);
     }
 
   private:
-    Barrier* own_;
+    Mbarrier* own_;
     int parity_ = 0;
-};
-
-// A ring's barriers: `full` is the loading warp's, `empty` has an arrival of each computing warp.
-template <int STAGES>
-struct Ring {
-    Barrier full[STAGES], empty[STAGES];
-    __device__ void init(int warpgroups, int filling = 1) {
-        for (int s = 0; s < STAGES; s++)
-            barrier_init(&full[s], filling), barrier_init(&empty[s], warpgroups * WARPGROUP / WARP);
-    }
-    __device__ __forceinline__ void wait_full(RingPosition<STAGES> at) { barrier_wait(&full[at.stage], at.parity); }
-    __device__ __forceinline__ void wait_empty(RingPosition<STAGES> at) {
-        barrier_wait(&empty[at.stage], at.parity ^ 1);
-    }
-    // By a warp, once it has read the stage and its products too.
-    __device__ __forceinline__ void release(RingPosition<STAGES> at) {
-        __syncwarp();
-        if (lane_id() == 0) barrier_arrive(&empty[at.stage]);
-    }
 };
 
 // Tasks on their way from the loading warp, which is a task ahead, to the others.
 struct TaskRing {
     static constexpr int STAGES = 2;
-    Ring<STAGES> ring;
+    MbarrierRing<STAGES> ring;
     Task tasks[STAGES];
 };
 
@@ -144,7 +125,7 @@ class TaskSource {
         ring_.ring.wait_empty(at_);
         if (lane_id() == 0) {
             ring_.tasks[at_.stage] = task;
-            barrier_arrive(&ring_.ring.full[at_.stage]);
+            mbarrier_arrive(&ring_.ring.full[at_.stage]);
         }
         at_.advance();
         return task.rank >= 0;
@@ -186,6 +167,7 @@ class TaskSink {
 // Threads and registers of a block: WARPGROUPS that compute and one that loads and gives registers up.
 template <int WARPGROUPS>
 struct Roles {
+    static constexpr int WARPS = WARPGROUPS * WARPGROUP / WARP;  // that compute
     static constexpr int THREADS = (WARPGROUPS + 1) * WARPGROUP;
     static constexpr int LOADER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
     static constexpr int REGISTERS = WARPGROUPS == 3 ? 160 : 240;  // 65,536 in all
@@ -199,7 +181,7 @@ struct Roles {
         } else {
             setmaxnreg_inc<REGISTERS>();
             compute(warpgroup);
-            wait_stored();  // the copies read the block's shared memory
+            tma_store_wait();  // the copies read the block's shared memory
         }
     }
 };
@@ -211,31 +193,10 @@ __device__ __forceinline__ typename Sizes::Shared& prepare_shared() {
     auto& shared = *reinterpret_cast<typename Sizes::Shared*>(memory);
     if (threadIdx.x == 0) {
         shared.init();
-        barrier_init_fence();
+        mbarrier_init_fence();
     }
     __syncthreads();
     return shared;
-}
-
-// --- a thread's sums: f(x, row, column) for each; the thread's rows are `row` and row + 8, `column` is the tile's
-// first
-
-template <int NT, typename F>
-__device__ __forceinline__ void for_sums(float (&c)[NT][4], int row, int column, F f) {
-#pragma unroll
-    for (int t = 0; t < NT; t++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) f(c[t][e], row + e / 2 * 8, column + t * 8 + lane_id() % 4 * 2 + e % 2);
-}
-
-template <int NT>
-__device__ __forceinline__ void clear_sums(float (&c)[NT][4]) {
-    for_sums(c, 0, 0, [](float& x, int, int) { x = 0; });
-}
-
-template <int NT>
-__device__ __forceinline__ void scale_sums(float (&c)[NT][4], float factor) {
-    for_sums(c, 0, 0, [&](float& x, int, int) { x *= factor; });
 }
 
 // Columns past `last` (or before `first`) become `to`; the two bounds are for the thread's two rows. Against a bound
@@ -243,12 +204,12 @@ __device__ __forceinline__ void scale_sums(float (&c)[NT][4], float factor) {
 template <int NT>
 __device__ __forceinline__ void drop_after(float (&c)[NT][4], int last, int last_8, float to) {
     const int own = lane_id() % 4 * 2, bound[2] = {last - own, last_8 - own};
-    for_sums(c, 0, -own, [&](float& x, int row, int column) { x = column > bound[row / 8] ? to : x; });
+    for_each(c, 0, -own, [&](float& x, int row, int column) { x = column > bound[row / 8] ? to : x; });
 }
 template <int NT>
 __device__ __forceinline__ void drop_before(float (&c)[NT][4], int first, int first_8, float to) {
     const int own = lane_id() % 4 * 2, bound[2] = {first - own, first_8 - own};
-    for_sums(c, 0, -own, [&](float& x, int row, int column) { x = column < bound[row / 8] ? to : x; });
+    for_each(c, 0, -own, [&](float& x, int row, int column) { x = column < bound[row / 8] ? to : x; });
 }
 
 // Scores of a warpgroup's 64 queries from r0 on, this thread's being `row` and row + 8, and the keys from j0 on: those
@@ -278,14 +239,14 @@ struct ForwardSizes {
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[2][BM * D * 2], out[BM * D * 2];  // q: of this task and the next
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
-        Ring<2> q_ring;
-        Ring<STAGES> k_ring, v_ring;
+        MbarrierRing<2> q_ring;
+        MbarrierRing<STAGES> k_ring, v_ring;
         TaskRing tasks;
-        Barrier loader;
+        Mbarrier loader;
         __device__ void init() {
-            q_ring.init(WARPGROUPS), k_ring.init(WARPGROUPS), v_ring.init(WARPGROUPS);
-            tasks.ring.init(WARPGROUPS);
-            barrier_init(&loader, 1);
+            q_ring.init(Roles::WARPS), k_ring.init(Roles::WARPS), v_ring.init(Roles::WARPS);
+            tasks.ring.init(Roles::WARPS);
+            mbarrier_init(&loader, 1);
         }
     };
 };
@@ -412,7 +373,7 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Map
     } last;
 
     const auto issue_scores = [&] {
-        const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * CHUNK_ROW;
+        const uint32_t q = shared_address(shared.q[q_at.stage]) + warpgroup * 64 * PANEL_ROW_BYTES;
         shared.k_ring.wait_full(k_at);
         wgmma_ABt<T, BM, D>(s, q, shared_address(shared.k[k_at.stage]));
     };
@@ -476,8 +437,8 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Map
                     a.lse[last.head * a.lse_stride + last.token + i] =
                         total == 0 ? -INF : a.scale * softmax.base[half] + logf(total);
             }
-            store_rows<BM>(Rows<T>{&maps.out, a.out.at(last.token + last.row, last.head), a.out.token_stride, last.head,
-                                   last.token + last.row, -last.row, 16, a.HS},
+            store_rows<BM>(OutputRows<T>{&maps.out, a.out.at(last.token + last.row, last.head), a.out.token_stride,
+                                         last.head, last.token + last.row, -last.row, 16, a.HS},
                            shared.out, warpgroup * 64 + warp_row, o);
         }
         if (tail) {
@@ -489,7 +450,7 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Map
                 a.lse[task.head * a.lse_stride + i] = -INF;
         }
 
-        clear_sums(o);
+        set_zero(o);
         softmax = {a.scale * LOG2E};
         last = {exists, sees, sees ? mine.begin - blocks.begin : 0, r0 + warp_row, task.head, int(seq.q0)};
         pass_values(unseen);
@@ -500,7 +461,7 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Map
             };
             int n = mine.end - 1;
             scores_to_weights(n);
-            round_to_left<T>(p, s);
+            round_to_A<T>(p, s);
             for (; n > mine.begin; n--) {
                 take_turn();
                 issue_scores();
@@ -517,7 +478,7 @@ __device__ __forceinline__ void forward_compute(const Attention<T>& a, const Map
 #pragma unroll
                         for (int e = 0; e < 4; e++) o[t][e] *= factor[e / 2];
                 }
-                round_to_left<T>(p, s);
+                round_to_A<T>(p, s);
             }
         } else {
 #pragma unroll 1
@@ -549,14 +510,14 @@ struct QueryPassSizes {
     struct Shared {
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[BM * D * 2], dout[BM * D * 2], dq[BM * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
-        Ring<1> q_ring;
-        Ring<STAGES> kv_ring;
+        MbarrierRing<1> q_ring;
+        MbarrierRing<STAGES> kv_ring;
         TaskRing tasks;
-        Barrier loader;
+        Mbarrier loader;
         __device__ void init() {
-            q_ring.init(WARPGROUPS), kv_ring.init(WARPGROUPS);
-            tasks.ring.init(WARPGROUPS);
-            barrier_init(&loader, 1);
+            q_ring.init(Roles::WARPS), kv_ring.init(Roles::WARPS);
+            tasks.ring.init(Roles::WARPS);
+            mbarrier_init(&loader, 1);
         }
     };
 };
@@ -634,11 +595,11 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
         float s[BN / 8][4], dp[BN / 8][4], dq[D / 8][4];
         uint32_t ds[BN / 16][4];
         const float c = a.scale * LOG2E;
-        clear_sums(dq);
+        set_zero(dq);
         if (blocks.end > blocks.begin) {
             shared.q_ring.wait_full(q_at);
-            const uint32_t q = shared_address(shared.q) + warpgroup * 64 * CHUNK_ROW,
-                           dout = shared_address(shared.dout) + warpgroup * 64 * CHUNK_ROW;
+            const uint32_t q = shared_address(shared.q) + warpgroup * 64 * PANEL_ROW_BYTES,
+                           dout = shared_address(shared.dout) + warpgroup * 64 * PANEL_ROW_BYTES;
             RingPosition<Sizes::STAGES> unreleased;
             bool running = false;  // products that read stage `unreleased`
             const auto finish = [&] {
@@ -673,7 +634,7 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
                 for (int t = 0; t < BN / 8; t++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) dp[t][e] = s[t][e] * (dp[t][e] - delta[e / 2]);
-                round_to_left<T>(ds, dp);
+                round_to_A<T>(ds, dp);
                 wgmma_AB<T>(dq, ds, k);
                 unreleased = at, running = true;
             }
@@ -681,10 +642,10 @@ __device__ __forceinline__ void query_pass_compute(const Attention<T>& a, const 
             shared.q_ring.release(q_at);
             q_at.advance();
         }
-        scale_sums(dq, a.scale);
+        scale_all(dq, a.scale);
         const int first = r0 + warp_row;
-        store_rows<BM>(Rows<T>{&maps.dq, a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, task.head,
-                               seq.q0 + first, -first, 16, a.HS},
+        store_rows<BM>(OutputRows<T>{&maps.dq, a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, task.head,
+                                     seq.q0 + first, -first, 16, a.HS},
                        shared.dq, warpgroup * 64 + warp_row, dq);
     }
 }
@@ -740,15 +701,15 @@ struct KeySizes {
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
         Extra extra;
         alignas(16) float lse[STAGES][BQ], delta[STAGES][BQ];
-        Ring<1> kv_ring;
-        Ring<STAGES> q_ring;
+        MbarrierRing<1> kv_ring;
+        MbarrierRing<STAGES> q_ring;
         TaskRing tasks;
-        Barrier loader;
+        Mbarrier loader;
         __device__ void init() {
-            kv_ring.init(WARPGROUPS);
-            q_ring.init(WARPGROUPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
-            tasks.ring.init(WARPGROUPS);
-            barrier_init(&loader, 1);
+            kv_ring.init(Roles::WARPS);
+            q_ring.init(Roles::WARPS, 1 + WARP);  // the copies of lse and delta arrive for each thread
+            tasks.ring.init(Roles::WARPS);
+            mbarrier_init(&loader, 1);
         }
     };
 };
@@ -786,14 +747,14 @@ __device__ __forceinline__ void key_pass_load(const Attention<T>& a, const Maps&
         kv_at.advance();
         for_queries(task.head * group, group, blocks, [&](int head, int m) {
             shared.q_ring.wait_empty(at);
-            Barrier* full = &shared.q_ring.full[at.stage];
+            Mbarrier* full = &shared.q_ring.full[at.stage];
             for (int i = lane_id(); i < BQ; i += WARP) {
                 const bool exists = m * BQ + i < seq.qlen;
                 const int64_t token = seq.q0 + (exists ? m * BQ + i : 0);
-                copy_async_4(&shared.lse[at.stage][i], a.lse + head * a.lse_stride + token, exists);
-                copy_async_4(&shared.delta[at.stage][i], a.delta + head * a.Nq + token, exists);
+                cp_async_4(&shared.lse[at.stage][i], a.lse + head * a.lse_stride + token, exists);
+                cp_async_4(&shared.delta[at.stage][i], a.delta + head * a.Nq + token, exists);
             }
-            barrier_arrive_after_copies(full);
+            mbarrier_arrive_cp_async(full);
             loader.load<BQ, D, 2>({shared.q[at.stage], shared.dout[at.stage]}, {&maps.q, &maps.dout}, head,
                                   seq.q0 + m * BQ, full, seq.qlen - m * BQ);
             at.advance();
@@ -814,11 +775,11 @@ template <int BN, typename T, int NT>
 __device__ __forceinline__ void store_key_gradients(const Attention<T>& a, const Maps& maps, const Task& task,
                                                     int first, unsigned char* tile, int tile_row, float (&dk)[NT][4],
                                                     const float (&dv)[NT][4]) {
-    scale_sums(dk, a.scale);
+    scale_all(dk, a.scale);
     const Sequence& seq = task.seq;
     const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&sums)[NT][4]) {
-        store_rows<BN>(Rows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first, 0,
-                               seq.klen - first, a.HS},
+        store_rows<BN>(OutputRows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first,
+                                     0, seq.klen - first, a.HS},
                        tile, tile_row, sums);
     };
     store(&maps.dv, a.dv, dv);
@@ -850,12 +811,12 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Ma
         float s[BQ / 8][4], dp[BQ / 8][4], dk[D / 8][4], dv[D / 8][4];
         uint32_t p[BQ / 16][4], ds[BQ / 16][4];
         const float c = a.scale * LOG2E;
-        clear_sums(dk);
-        clear_sums(dv);
+        set_zero(dk);
+        set_zero(dv);
         if (blocks.end > blocks.begin) {
             shared.kv_ring.wait_full(kv_at);
-            const uint32_t k = shared_address(shared.k) + warpgroup * 64 * CHUNK_ROW,
-                           v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
+            const uint32_t k = shared_address(shared.k) + warpgroup * 64 * PANEL_ROW_BYTES,
+                           v = shared_address(shared.v) + warpgroup * 64 * PANEL_ROW_BYTES;
             RingPosition<Sizes::STAGES> unreleased;
             bool running = false;  // products that read stage `unreleased`
             const auto finish = [&] {
@@ -883,12 +844,12 @@ __device__ __forceinline__ void key_pass_compute(const Attention<T>& a, const Ma
                 if (running) shared.q_ring.release(unreleased);
                 scores_to_weights(s, shared.lse[at.stage], c);
                 mask_queries(s, seq, r0, row, m * BQ, 0);
-                round_to_left<T>(p, s);
+                round_to_A<T>(p, s);
                 wgmma_AB<T>(dv, p, dout);
                 wgmma_wait<1>();
                 pin_registers(dp);
                 weight_gradients_to_score_gradients(dp, s, shared.delta[at.stage]);
-                round_to_left<T>(ds, dp);
+                round_to_A<T>(ds, dp);
                 wgmma_AB<T>(dk, ds, q);
                 if constexpr (Sizes::OVERLAP) {
                     unreleased = at, running = true;
@@ -944,7 +905,7 @@ using SinglePassSizes = KeySizes<D, D <= 64 ? 4 : 2, SinglePassExtra<D>>;
 template <int D, int NT>
 __device__ __forceinline__ void add_rows(float* to, int64_t token, int rows, float4* image, const float (&c)[NT][4]) {
     const int lane = lane_id();
-    if (lane == 0) wait_stored();
+    if (lane == 0) tma_store_wait();
     __syncwarp();  // the image may be written
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -955,8 +916,8 @@ __device__ __forceinline__ void add_rows(float* to, int64_t token, int rows, flo
     fence_async_proxy();
     __syncwarp();
     if (lane > 0 || rows <= 0) return;
-    add_bulk(to, image, min(rows, 16) * NT * 32);
-    commit_stores();
+    bulk_reduce_add(to, image, min(rows, 16) * NT * 32);
+    tma_store_commit();
 }
 
 template <typename T, int D>
@@ -986,12 +947,12 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
         float s[BQ / 8][4], dp[BQ / 8][4], dq[COLUMNS / 8][4], dk[D / 8][4], dv[D / 8][4];
         uint32_t p[BQ / 16][4], ds[BQ / 16][4];
         const float c = a.scale * LOG2E;
-        clear_sums(dk);
-        clear_sums(dv);
+        set_zero(dk);
+        set_zero(dv);
         if (blocks.end > blocks.begin) {
             shared.kv_ring.wait_full(kv_at);
-            const uint32_t keys = shared_address(shared.k), k = keys + warpgroup * 64 * CHUNK_ROW,
-                           v = shared_address(shared.v) + warpgroup * 64 * CHUNK_ROW;
+            const uint32_t keys = shared_address(shared.k), k = keys + warpgroup * 64 * PANEL_ROW_BYTES,
+                           v = shared_address(shared.v) + warpgroup * 64 * PANEL_ROW_BYTES;
             // Of the step before, whose dK is multiplied beside the scores of this.
             RingPosition<Sizes::STAGES> last_at;
             bool running = false;
@@ -1013,13 +974,13 @@ __device__ __forceinline__ void single_pass_compute(const Attention<T>& a, const
                 scores_to_weights(s, shared.lse[at.stage], c);
                 mask_queries(s, seq, r0, row, m * BQ, 0);
                 if (r0 + 64 > seq.klen)
-                    for_sums(s, row, 0, [&](float& x, int key, int) { x = key < seq.klen ? x : 0; });
-                round_to_left<T>(p, s);
+                    for_each(s, row, 0, [&](float& x, int key, int) { x = key < seq.klen ? x : 0; });
+                round_to_A<T>(p, s);
                 wgmma_AB<T>(dv, p, dout);
                 wgmma_wait<1>();
                 pin_registers(dp);
                 weight_gradients_to_score_gradients(dp, s, shared.delta[at.stage]);
-                round_to_left<T>(ds, dp);
+                round_to_A<T>(ds, dp);
                 store_rounded<BN>(shared.extra.ds[buffer], warpgroup * 64 + warp_row, ds);
                 fence_async_proxy();
                 named_barrier_sync(GRADIENTS_READY, WARPGROUPS * WARPGROUP);
@@ -1166,10 +1127,10 @@ void hopper_attention_forward(const char* op, const Attention<T>& a, const Atten
     dispatch_head_size(a.HS, [&](auto D) {
         using Sizes = ForwardSizes<D>;
         Maps maps{};
-        maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
-        maps.k = tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
-        maps.v = tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
-        maps.out = tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
+        maps.q = make_tensor_map(op, a.q, a.Nq, a.NH, a.HS, Sizes::BM);
+        maps.k = make_tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
+        maps.v = make_tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
+        maps.out = make_tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
         const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
                                                 sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
         launch<Sizes>(op, forward_hopper_kernel<T, D>, a, maps, schedule, stream);
@@ -1186,13 +1147,13 @@ void hopper_attention_backward(const char* op, const Attention<T>& a, const Atte
         };
         const auto maps_of = [&](int q_rows, int k_rows) {
             Maps maps{};
-            maps.q = tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows),
-            maps.k = tensor_map(op, a.k, a.Nk, a.NKV, a.HS, k_rows);
-            maps.v = tensor_map(op, a.v, a.Nk, a.NKV, a.HS, k_rows),
-            maps.dout = tensor_map(op, a.dout, a.Nq, a.NH, a.HS, q_rows);
-            maps.dq = tensor_map(op, a.dq, a.Nq, a.NH, a.HS, 16);
-            maps.dk = tensor_map(op, a.dk, a.Nk, a.NKV, a.HS, 16),
-            maps.dv = tensor_map(op, a.dv, a.Nk, a.NKV, a.HS, 16);
+            maps.q = make_tensor_map(op, a.q, a.Nq, a.NH, a.HS, q_rows),
+            maps.k = make_tensor_map(op, a.k, a.Nk, a.NKV, a.HS, k_rows);
+            maps.v = make_tensor_map(op, a.v, a.Nk, a.NKV, a.HS, k_rows),
+            maps.dout = make_tensor_map(op, a.dout, a.Nq, a.NH, a.HS, q_rows);
+            maps.dq = make_tensor_map(op, a.dq, a.Nq, a.NH, a.HS, 16);
+            maps.dk = make_tensor_map(op, a.dk, a.Nk, a.NKV, a.HS, 16),
+            maps.dv = make_tensor_map(op, a.dv, a.Nk, a.NKV, a.HS, 16);
             return maps;
         };
         if (a.dq_sums) {

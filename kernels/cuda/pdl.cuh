@@ -1,10 +1,10 @@
-// Kernels that are launched before the one they depend on has ended (programmatic dependent launch, sm_90 and later):
-// what they do until pdl_wait() overlaps with its end. In a chain of short kernels that is most of a launch.
+// Programmatic dependent launch (sm_90 and later): a kernel starts before the previous one has ended, and what it does
+// until pdl_wait() overlaps with that end. In a chain of short kernels this hides most of the launch latency.
 //
-// A kernel launched so must call pdl_wait(), in every thread, before it reads what an earlier kernel wrote or
-// writes what an earlier one might read. What no kernel writes (weights) may be read before, and what was written
-// before the last ordinary launch, which waits for everything (decode_attention.h: inputs_ready). Elsewhere both
-// functions do nothing, and launches are ordinary ones.
+// Every thread of such a kernel calls pdl_wait() before it reads what an earlier kernel wrote, and before it writes
+// what an earlier kernel may still read. It may read earlier: what no kernel writes (weights), and what was written
+// before the last ordinary launch, which waits for everything (decode_attention.h: inputs_ready). On other GPUs both
+// functions do nothing, and launches are ordinary.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -15,8 +15,8 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// From here on the next kernel's blocks may start where there is room. They see nothing of this kernel's work before it
-// has ended, so that the best place is the beginning.
+// From here on, blocks of the next kernel may start on free SMs. Its pdl_wait() still waits for the end of this kernel,
+// so this call comes first in a kernel.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -28,7 +28,7 @@ inline bool has_pdl() {
     return has;
 }
 
-// cluster: blocks in a row of the grid that form a cluster; 1: none (sm_90 and later have them).
+// cluster: consecutive blocks in x that form a cluster (sm_90 and later); 1: no clusters.
 template <typename... Parameters>
 void launch_pdl_clusters(const char* op, void (*kernel)(Parameters...), dim3 grid, unsigned cluster, unsigned threads,
                          size_t shared_bytes, Stream stream, std::common_type_t<Parameters>... arguments) {
@@ -40,14 +40,14 @@ void launch_pdl_clusters(const char* op, void (*kernel)(Parameters...), dim3 gri
     config.stream = cuda_stream(stream);
     config.attrs = attributes;
     if (has_pdl()) {
-        cudaLaunchAttribute& early = attributes[config.numAttrs++];
-        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        early.val.programmaticStreamSerializationAllowed = 1;
+        cudaLaunchAttribute& pdl = attributes[config.numAttrs++];
+        pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        pdl.val.programmaticStreamSerializationAllowed = 1;
     }
     if (cluster > 1) {
-        cudaLaunchAttribute& neighbours = attributes[config.numAttrs++];
-        neighbours.id = cudaLaunchAttributeClusterDimension;
-        neighbours.val.clusterDim.x = cluster, neighbours.val.clusterDim.y = neighbours.val.clusterDim.z = 1;
+        cudaLaunchAttribute& dimension = attributes[config.numAttrs++];
+        dimension.id = cudaLaunchAttributeClusterDimension;
+        dimension.val.clusterDim.x = cluster, dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
     }
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments...), op);
     check_launch(op, stream);

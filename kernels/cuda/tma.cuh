@@ -1,8 +1,67 @@
-// Descriptions of tensors for tensor copies (wgmma.cuh's tma_load and tma_store), made on the host.
+// TMA: copies between global and shared memory that one thread starts and the hardware carries out [cp.async.bulk,
+// cp.async.bulk.tensor] (sm_90 and later), and the tensor maps that describe tensors to it, made on the host.
 #pragma once
 
+#include <cuda.h>
+
 #include "kernels/cuda/heads.cuh"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/mbarrier.cuh"
+#include "kernels/cuda/swizzled_tile.cuh"
+
+// Loads a box [rows, 1 head, 64 columns] of a tensor [tokens, heads, columns] into a panel of a tile; zeros outside the
+// tensor. Called by one thread; the mbarrier counts the bytes.
+__device__ __forceinline__ void tma_load(void* panel, const CUtensorMap* map, int column, int head, int token,
+                                         Mbarrier* b) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+            "r"(shared_address(panel)),
+        "l"(map), "r"(column), "r"(head), "r"(token), "r"(shared_address(b))
+        : "memory");
+}
+
+// Stores a panel to a box; rows and columns outside the tensor are dropped.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, int column, int head, int token, const void* panel) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(column), "r"(head), "r"(token), "r"(shared_address(panel))
+                 : "memory");
+}
+// The thread's stores since its last commit form a group.
+__device__ __forceinline__ void tma_store_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void tma_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Loads consecutive bytes; both addresses and the length are multiples of 16. Called by one thread; the mbarrier counts
+// the bytes.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, Mbarrier* b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"(shared_address(b))
+                 : "memory");
+}
+
+// Adds `bytes` (a multiple of 16) of floats in shared memory to those at `to`, both aligned to 16 bytes. The order of
+// additions by different threads is not defined. Committed and waited for like a store.
+__device__ __forceinline__ void bulk_reduce_add(float* to, const void* from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_descriptor(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Makes this thread's writes to shared memory visible to wgmma and TMA [async proxy].
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- on the host
 
 inline bool is_hopper() {
     static const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
@@ -10,7 +69,7 @@ inline bool is_hopper() {
     return hopper;
 }
 
-// The driver's function, found by name at run time: programs need not link against the driver's library.
+// The driver function, looked up at run time: programs need not link against the driver library.
 inline auto tensor_map_encoder() {
     static const auto function = [] {
         void* found = nullptr;
@@ -24,14 +83,14 @@ inline auto tensor_map_encoder() {
     return function;
 }
 
-// Boxes of `rows` tokens and 64 columns of heads [tokens, heads, HS].
+// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens and 64 columns of one head.
 template <typename T>
-CUtensorMap tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows) {
+CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows) {
     const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
-    // Strides of dimensions of length 1 are never walked, but must be multiples of 16 bytes.
+    // The stride of a dimension of length 1 is never used, but must be a multiple of 16 bytes.
     const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
     const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
-    const cuuint32_t box[3] = {CHUNK, 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
+    const cuuint32_t box[3] = {PANEL_COLUMNS, 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
     constexpr CUtensorMapDataType type = std::is_same_v<std::remove_const_t<T>, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     CUtensorMap map;

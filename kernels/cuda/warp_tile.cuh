@@ -1,21 +1,22 @@
-// Products of small matrices by one warp, the sums in registers: what attention is made of.
+// Matmuls of small matrices by one warp, the accumulators in registers: what the attention kernels are made of.
 //
-// A warp's sums c [16·MT, 8·NT] are laid out as mma.sync's m16n8 tiles lay them out: of tile (m, n) lane 4g + t holds
+// A warp's accumulators c [16·MT, 8·NT] are laid out as mma.sync's m16n8 tiles: of tile (m, n), lane 4g + t holds
 //   c[m][n][0..1] = (row 16m + g,     columns 8n + 2t, 8n + 2t + 1)
 //   c[m][n][2..3] = (row 16m + g + 8, the same columns).
-// Operands in shared memory are tiles of rows of D elements, PITCH apart:
-//   product_nt   c += A·Bᵀ   A [16·MT, D], B [8·NT, D] in shared memory
-//   product_nn   c += P·B    P [16·MT, 8·NK] the sums of an earlier product, rounded to T; B [8·NK, ≥ 8·NT] in shared
-//                            memory. Or A·B, A [16·MT, D] in shared memory
-//   product_tn   c += Aᵀ·B   A [ROWS, ≥ 16·MT], B [ROWS, ≥ 8·NT] in shared memory, rows of A weighted
-// The layout of the sums is that of mma.sync's left operand too, so P never leaves the registers (FlashAttention-2,
-// Dao 2023). bf16 and fp16 run on tensor cores (mma.sync.m16n8k16, sm_80), sums in fp32. fp32 takes the same layout
-// with fused multiply-adds: exact fp32, at the speed of the ordinary units.
+// Operands in shared memory are tiles with rows of D elements, PITCH apart:
+//   mma_ABt   c += A·Bᵀ   A [16·MT, D], B [8·NT, D] in shared memory
+//   mma_AB    c += A·B    A [16·MT, 8·NK] the accumulators of an earlier matmul, rounded to T, or [16·MT, D] in shared
+//                         memory; B [8·NK or D, ≥ 8·NT] in shared memory
+//   mma_AtB   c += Aᵀ·B   A [ROWS, ≥ 16·MT], B [ROWS, ≥ 8·NT] in shared memory, rows of A weighted
+// The accumulators are laid out like operand A of mma.sync, so P never leaves the registers (FlashAttention-2, Dao
+// 2023). bf16 and fp16 run on tensor cores and accumulate in fp32. fp32 takes the same layout with fused multiply-adds:
+// exact fp32, at the speed of the FMA units.
 #pragma once
 
-#include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/cp_async.cuh"
+#include "kernels/cuda/mma.cuh"
 
-// Elements from one row of a tile to the next: 16 bytes more than the row, an odd multiple of 16, so that the same
+// Elements from one row of a tile to the next: the row and 16 bytes. That is an odd multiple of 16 bytes, so the same
 // column of 8 rows lies in 8 different groups of banks.
 template <typename T, int D>
 constexpr int PITCH = D + FULL_WIDTH<T>;
@@ -33,46 +34,60 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Over the four lanes that have a row of sums.
+// --- accumulators
+
+// Reductions over the four lanes that hold a row.
 __device__ __forceinline__ float row_sum(float x) {
     x += __shfl_xor_sync(ALL_LANES, x, 1);
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
-
-// --- copies from global to shared memory that don't wait
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+__device__ __forceinline__ float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 
-// 16 bytes, or zeros where not inside; src is then not read.
-__device__ __forceinline__ void copy_async_16(void* dst, const void* src, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(dst)), "l"(src),
-                 "r"(inside ? 16 : 0)
-                 : "memory");
+// f(x, row, column) for each of the thread's accumulators. The thread's rows of tile m are `row` + 16m and 8 further;
+// `column` is the first column of the tile.
+template <int NT, typename F>
+__device__ __forceinline__ void for_each(float (&c)[NT][4], int row, int column, F f) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) f(c[n][e], row + e / 2 * 8, column + n * 8 + lane_id() % 4 * 2 + e % 2);
+}
+template <int MT, int NT, typename F>
+__device__ __forceinline__ void for_each(float (&c)[MT][NT][4], int row, int column, F f) {
+#pragma unroll
+    for (int m = 0; m < MT; m++) for_each(c[m], row + m * 16, column, f);
 }
 
-__device__ __forceinline__ void copy_async_4(void* dst, const void* src, bool inside) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(dst)), "l"(src),
-                 "r"(inside ? 4 : 0)
-                 : "memory");
+template <int NT>
+__device__ __forceinline__ void set_zero(float (&c)[NT][4]) {
+    for_each(c, 0, 0, [](float& x, int, int) { x = 0; });
 }
 
-// Waits for this thread's own copies; a barrier makes those of the others visible.
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+template <int NT>
+__device__ __forceinline__ void scale_all(float (&c)[NT][4], float factor) {
+    for_each(c, 0, 0, [&](float& x, int, int) { x *= factor; });
 }
-// The copies since the last commit form a group; all but the last PENDING groups have landed.
-__device__ __forceinline__ void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copy_groups() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+template <int MT, int NT>
+__device__ __forceinline__ void scale_all(float (&c)[MT][NT][4], float factor) {
+    for_each(c, 0, 0, [&](float& x, int, int) { x *= factor; });
 }
 
-// A tile of ROWS rows from rows `stride` apart; zeros from row `count` and from column HS on. Asynchronous where rows
-// are aligned to 16 bytes.
+// Multiplies each of the thread's two rows by its own factor.
+template <int NT>
+__device__ __forceinline__ void scale_rows(float (&c)[NT][4], const float (&factor)[2]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) c[n][e] *= factor[e / 2];
+}
+
+// --- tiles in shared memory
+
+// Loads a tile of ROWS rows from rows `stride` apart, with zeros from row `count` and from column HS on. Asynchronous
+// (cp_async_wait_all) if rows are aligned to 16 bytes.
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_tile(T* tile, const T* src, int64_t stride, int count, int HS, bool aligned) {
     constexpr int W = FULL_WIDTH<T>, PACKS = D / W;
@@ -82,7 +97,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* src, int64_t stride,
             const int pack = i * THREADS + int(threadIdx.x), row = pack / PACKS, column = pack % PACKS * W;
             if (ROWS * PACKS % THREADS != 0 && row >= ROWS) break;
             const bool inside = row < count && column < HS;
-            copy_async_16(tile + row * PITCH<T, D> + column, inside ? src + row * stride + column : src, inside);
+            cp_async_16(tile + row * PITCH<T, D> + column, inside ? src + row * stride + column : src, inside);
         }
     } else {
 #pragma unroll 1
@@ -93,57 +108,13 @@ __device__ __forceinline__ void load_tile(T* tile, const T* src, int64_t stride,
     }
 }
 
-// --- tensor cores
+// --- matmuls
 
-__device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_matrix_transposed(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
-template <typename T>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (std::is_same_v<T, bf16>) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
-// Two floats rounded to T, the first in the low half.
-template <typename T>
-__device__ __forceinline__ uint32_t pack_two(float low, float high) {
-    uint32_t packed;
-    if constexpr (std::is_same_v<T, bf16>)
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    else
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
-
-// --- the products
-
-// The left operand of product_nt: 16·MT rows of a tile. IN_REGISTERS: read once and kept, for tensor cores.
+// Operand A in shared memory: 16·MT rows of a tile. IN_REGISTERS: loaded once and kept, for tensor cores.
 template <typename T, int MT, int D, bool IN_REGISTERS>
-class LeftTile {
+class TileA {
   public:
-    __device__ __forceinline__ explicit LeftTile(const T* rows_) : rows(rows_) {
+    __device__ __forceinline__ explicit TileA(const T* rows_) : rows(rows_) {
         if constexpr (!std::is_same_v<T, float>) {
             address = shared_address(rows + lane_id() % 16 * PITCH<T, D> + lane_id() / 16 * 8);
             if constexpr (IN_REGISTERS) {
@@ -152,7 +123,7 @@ class LeftTile {
             }
         }
     }
-    // Columns 16k … 16k + 15 as mma.sync wants them.
+    // Columns 16k … 16k + 15 in the layout of mma.sync.
     __device__ __forceinline__ void fragment(uint32_t (&a)[MT][4], int k) const {
         if constexpr (IN_REGISTERS) {
 #pragma unroll
@@ -166,16 +137,15 @@ class LeftTile {
   private:
     __device__ __forceinline__ void read(uint32_t (&a)[MT][4], int k) const {
 #pragma unroll
-        for (int m = 0; m < MT; m++) load_matrix(a[m], address + (m * 16 * PITCH<T, D> + k * 16) * int(sizeof(T)));
+        for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], address + (m * 16 * PITCH<T, D> + k * 16) * int(sizeof(T)));
     }
     uint32_t address = 0;
     uint32_t kept[IN_REGISTERS ? D / 16 : 1][MT][4];
 };
 
-// K: in fp32, how many of the columns are multiplied.
+// K: in fp32, the number of columns that are contracted.
 template <typename T, int MT, int NT, int D, bool IN_REGISTERS, int K = D>
-__device__ __forceinline__ void product_nt(float (&c)[MT][NT][4], const LeftTile<T, MT, D, IN_REGISTERS>& left,
-                                           const T* b) {
+__device__ __forceinline__ void mma_ABt(float (&c)[MT][NT][4], const TileA<T, MT, D, IN_REGISTERS>& left, const T* b) {
     static_assert(NT % 2 == 0 && D % 16 == 0);
     const int lane = lane_id();
     if constexpr (std::is_same_v<T, float>) {
@@ -209,23 +179,23 @@ __device__ __forceinline__ void product_nt(float (&c)[MT][NT][4], const LeftTile
 #pragma unroll
             for (int n = 0; n < NT; n += 2) {
                 uint32_t right[4];
-                load_matrix(right, at + (n * 8 * PITCH<T, D> + k * 16) * int(sizeof(T)));
+                ldmatrix_x4(right, at + (n * 8 * PITCH<T, D> + k * 16) * int(sizeof(T)));
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    mma<T>(c[m][n], a[m], right[0], right[1]);
-                    mma<T>(c[m][n + 1], a[m], right[2], right[3]);
+                    mma_m16n8k16<T>(c[m][n], a[m], right[0], right[1]);
+                    mma_m16n8k16<T>(c[m][n + 1], a[m], right[2], right[3]);
                 }
             }
         }
     }
 }
 
-// Sums of an earlier product, rounded to T, as a left operand: in 16 bits half as many registers.
+// Operand A from the accumulators of an earlier matmul, rounded to T: 16-bit types take half the registers.
 template <typename T, int MT, int NK>
-class RoundedSums {
+class RoundedA {
   public:
-    RoundedSums() = default;
-    __device__ __forceinline__ explicit RoundedSums(const float (&p)[MT][NK][4]) {
+    RoundedA() = default;
+    __device__ __forceinline__ explicit RoundedA(const float (&p)[MT][NK][4]) {
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -238,7 +208,7 @@ class RoundedSums {
                         words[m][n][i] = pack_two<T>(p[m][n][2 * i], p[m][n][2 * i + 1]);
                 }
     }
-    // Columns 16k … 16k + 15 as mma.sync wants them.
+    // Columns 16k … 16k + 15 in the layout of mma.sync.
     __device__ __forceinline__ void fragment(uint32_t (&a)[MT][4], int k) const {
 #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -255,9 +225,9 @@ class RoundedSums {
     std::conditional_t<std::is_same_v<T, float>, Floats<2>, uint32_t> words[MT][NK][2];
 };
 
-// c += A·B on tensor cores, A from left.fragment(a, k), k < STEPS; D: the row of B's tile.
+// c += A·B on tensor cores, A in left.fragment(a, k) for k < STEPS. D: columns of B's tile.
 template <typename T, int D, int STEPS, int MT, int NT, typename Left>
-__device__ __forceinline__ void multiply_rows(float (&c)[MT][NT][4], const Left& left, const T* b) {
+__device__ __forceinline__ void mma_fragments(float (&c)[MT][NT][4], const Left& left, const T* b) {
     const uint32_t at = shared_address(b + lane_id() % 16 * PITCH<T, D> + lane_id() / 16 * 8);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
@@ -266,18 +236,18 @@ __device__ __forceinline__ void multiply_rows(float (&c)[MT][NT][4], const Left&
 #pragma unroll
         for (int n = 0; n < NT; n += 2) {
             uint32_t right[4];
-            load_matrix_transposed(right, at + (k * 16 * PITCH<T, D> + n * 8) * int(sizeof(T)));
+            ldmatrix_x4_trans(right, at + (k * 16 * PITCH<T, D> + n * 8) * int(sizeof(T)));
 #pragma unroll
             for (int m = 0; m < MT; m++) {
-                mma<T>(c[m][n], a[m], right[0], right[1]);
-                mma<T>(c[m][n + 1], a[m], right[2], right[3]);
+                mma_m16n8k16<T>(c[m][n], a[m], right[0], right[1]);
+                mma_m16n8k16<T>(c[m][n + 1], a[m], right[2], right[3]);
             }
         }
     }
 }
 
 template <typename T, int D, int MT, int NK, int NT>
-__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const RoundedSums<T, MT, NK>& p, const T* b) {
+__device__ __forceinline__ void mma_AB(float (&c)[MT][NT][4], const RoundedA<T, MT, NK>& p, const T* b) {
     static_assert(NT % 2 == 0 && NK % 2 == 0);
     if constexpr (std::is_same_v<T, float>) {
         const float* b_row = b + lane_id() % 4 * 2;
@@ -296,19 +266,18 @@ __device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const RoundedS
             }
         }
     } else {
-        multiply_rows<T, D, NK / 2>(c, p, b);
+        mma_fragments<T, D, NK / 2>(c, p, b);
     }
 }
 
 template <typename T, int D, int MT, int NK, int NT>
-__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const float (&p)[MT][NK][4], const T* b) {
-    product_nn<T, D>(c, RoundedSums<T, MT, NK>(p), b);
+__device__ __forceinline__ void mma_AB(float (&c)[MT][NT][4], const float (&p)[MT][NK][4], const T* b) {
+    mma_AB<T, D>(c, RoundedA<T, MT, NK>(p), b);
 }
 
-// DB: the row of B's tile. In fp32 sums are made in blocks of 32 terms.
+// DB: columns of B's tile. In fp32, blocks of 32 terms are summed before they are added to c.
 template <typename T, int DB, int MT, int NT, int D, bool IN_REGISTERS>
-__device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const LeftTile<T, MT, D, IN_REGISTERS>& left,
-                                           const T* b) {
+__device__ __forceinline__ void mma_AB(float (&c)[MT][NT][4], const TileA<T, MT, D, IN_REGISTERS>& left, const T* b) {
     static_assert(NT % 2 == 0 && D % 32 == 0);
     if constexpr (std::is_same_v<T, float>) {
         const int lane = lane_id();
@@ -336,11 +305,11 @@ __device__ __forceinline__ void product_nn(float (&c)[MT][NT][4], const LeftTile
                 c[i / 4 / NT][i / 4 % NT][i % 4] += sum[i / 4 / NT][i / 4 % NT][i % 4];
         }
     } else {
-        multiply_rows<T, DB, D / 16>(c, left, b);
+        mma_fragments<T, DB, D / 16>(c, left, b);
     }
 }
 
-// Two numbers of T times two floats, rounded again.
+// Two elements of T times two floats, rounded to T.
 template <typename T>
 __device__ __forceinline__ uint32_t scale_two(uint32_t x, float low, float high) {
     Pack<T, 2> pack;
@@ -349,10 +318,10 @@ __device__ __forceinline__ uint32_t scale_two(uint32_t x, float low, float high)
     return pack_two<T>(y[0] * low, y[1] * high);
 }
 
-// DA, DB: the rows of the tiles; weights [ROWS] in shared memory, or null for ones. In fp32 the sum over ROWS is made
-// by itself before it is added.
+// DA, DB: columns of the tiles; weights [ROWS] in shared memory, or null for ones. In fp32, the ROWS terms are summed
+// before they are added to c.
 template <typename T, int DA, int DB, int ROWS, int MT, int NT>
-__device__ __forceinline__ void product_tn(float (&c)[MT][NT][4], const T* a, const T* b, const float* weights) {
+__device__ __forceinline__ void mma_AtB(float (&c)[MT][NT][4], const T* a, const T* b, const float* weights) {
     static_assert(NT % 2 == 0 && ROWS % 16 == 0);
     const int lane = lane_id();
     if constexpr (std::is_same_v<T, float>) {
@@ -385,7 +354,7 @@ __device__ __forceinline__ void product_tn(float (&c)[MT][NT][4], const T* a, co
             uint32_t left[MT][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
-                load_matrix_transposed(left[m], a_at + (k * 16 * PITCH<T, DA> + m * 16) * int(sizeof(T)));
+                ldmatrix_x4_trans(left[m], a_at + (k * 16 * PITCH<T, DA> + m * 16) * int(sizeof(T)));
             if (weights) {
                 const Floats<2> first = load_floats<2>(weights + k * 16 + lane % 4 * 2),
                                 second = load_floats<2>(weights + k * 16 + 8 + lane % 4 * 2);
@@ -399,27 +368,26 @@ __device__ __forceinline__ void product_tn(float (&c)[MT][NT][4], const T* a, co
 #pragma unroll
             for (int n = 0; n < NT; n += 2) {
                 uint32_t right[4];
-                load_matrix_transposed(right, b_at + (k * 16 * PITCH<T, DB> + n * 8) * int(sizeof(T)));
+                ldmatrix_x4_trans(right, b_at + (k * 16 * PITCH<T, DB> + n * 8) * int(sizeof(T)));
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    mma<T>(c[m][n], left[m], right[0], right[1]);
-                    mma<T>(c[m][n + 1], left[m], right[2], right[3]);
+                    mma_m16n8k16<T>(c[m][n], left[m], right[0], right[1]);
+                    mma_m16n8k16<T>(c[m][n + 1], left[m], right[2], right[3]);
                 }
             }
         }
     }
 }
 
-// --- results
-
-// A warp's sums, rounded, to rows of global memory `stride` apart, of which there are `count`, columns below HS. They
-// pass through 16·MT rows of shared memory that no other warp uses, so that memory is written in whole rows.
+// Stores a warp's accumulators, rounded, to the first `count` rows of global memory, `stride` apart, columns below HS.
+// They pass through 16·MT rows of shared memory that no other warp uses, so that global memory is written in whole
+// rows.
 template <typename T, int D, int MT, int NT>
 __device__ __forceinline__ void store_tile(T* dst, int64_t stride, int count, int HS, bool aligned, T* rows,
                                            const float (&c)[MT][NT][4]) {
     constexpr int W = FULL_WIDTH<T>, PACKS = NT * 8 / W;
     const int lane = lane_id();
-    __syncwarp();  // the rows may have been read
+    __syncwarp();  // all lanes have read the rows
 #pragma unroll
     for (int m = 0; m < MT; m++) {
 #pragma unroll

@@ -22,7 +22,7 @@
 #include <cfloat>
 
 #include "kernels/cuda/activation.cuh"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/tma.cuh"
 #include "kernels/generation/decode_attention_check.h"
 #include "kernels/generation/kv_rotate.cuh"
 
@@ -179,7 +179,7 @@ __device__ __forceinline__ void send(uint64_t* row, int i, float a, float b, uin
 // --- the ring of weights
 
 struct Ring {
-    Barrier *full, *empty;
+    Mbarrier *full, *empty;
     char* memory;
     int stages, stage_bytes;
     int stage = 0, parity = 0;
@@ -188,11 +188,11 @@ struct Ring {
     __device__ __forceinline__ void advance() {
         if (++stage == stages) stage = 0, parity ^= 1;
     }
-    __device__ __forceinline__ void wait() const { barrier_wait(full + stage, parity); }
+    __device__ __forceinline__ void wait() const { mbarrier_wait(full + stage, parity); }
     // One thread: makes room for `bytes`.
     __device__ __forceinline__ char* claim(int bytes) const {
-        barrier_wait(empty + stage, parity ^ 1);
-        barrier_arrive_expecting(full + stage, bytes);
+        mbarrier_wait(empty + stage, parity ^ 1);
+        mbarrier_arrive_expect_tx(full + stage, bytes);
         return here();
     }
 };
@@ -213,8 +213,8 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
     const auto norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
         char* const to = ring.claim(bias ? 2 * bytes : bytes);
-        copy_bytes(to, weight, bytes, ring.full + ring.stage);
-        if (bias) copy_bytes(to + bytes, bias, bytes, ring.full + ring.stage);
+        bulk_load(to, weight, bytes, ring.full + ring.stage);
+        if (bias) bulk_load(to + bytes, bias, bytes, ring.full + ring.stage);
         ring.advance();
     };
     const auto product = [&](int which, const void* matrix, bool swiglu) {
@@ -226,9 +226,9 @@ __device__ void stream_weights(const Step<T>& a, const Layer* layers, const Unit
             const int64_t K = p.K;
             const int bytes = min(per_stage, end - unit) * 2 * p.K * int(sizeof(T));
             char* const to = ring.claim(swiglu ? 2 * bytes : bytes);
-            copy_bytes(to, weight + unit * 2 * K, bytes, ring.full + ring.stage);
+            bulk_load(to, weight + unit * 2 * K, bytes, ring.full + ring.stage);
             if (swiglu)
-                copy_bytes(to + bytes, weight + (int64_t(p.units) + unit) * 2 * K, bytes, ring.full + ring.stage);
+                bulk_load(to + bytes, weight + (int64_t(p.units) + unit) * 2 * K, bytes, ring.full + ring.stage);
             ring.advance();
         }
     };
@@ -346,7 +346,7 @@ struct Multiplication {
         __syncwarp();
         if (lane < taken) {
             const int stage = first_stage + lane;
-            barrier_arrive(ring.empty + (stage < ring.stages ? stage : stage - ring.stages));
+            mbarrier_arrive(ring.empty + (stage < ring.stages ? stage : stage - ring.stages));
         }
 #pragma unroll 1
         for (int offset = walk.lanes / 2; offset > 0; offset /= 2)
@@ -630,7 +630,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
 #if __CUDA_ARCH__ >= 900
     constexpr int W = FULL_WIDTH<T>, Q = QUAD<T>;
     extern __shared__ __align__(128) char memory[];
-    __shared__ Barrier full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ Mbarrier full[MAX_STAGES], empty[MAX_STAGES];
     __shared__ Partial<NB> partial;
     __shared__ int64_t positions[NB], slots[NB];
     __shared__ float2 norm_sums[NB][WARPS];  // mean and Σ (x − mean)² of each warp's part
@@ -645,8 +645,8 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     T* const rows = reinterpret_cast<T*>(memory + a.rows_memory);  // [N, K] what a product multiplies
     T* const stream = reinterpret_cast<T*>(memory + a.x_memory);   // [N, C] the residual stream
 #pragma unroll 1
-    for (int s = thread; s < a.stages; s += THREADS + WARP) barrier_init(full + s, 1), barrier_init(empty + s, WARPS);
-    if (thread == 0) barrier_init_fence();
+    for (int s = thread; s < a.stages; s += THREADS + WARP) mbarrier_init(full + s, 1), mbarrier_init(empty + s, WARPS);
+    if (thread == 0) mbarrier_init_fence();
 #pragma unroll 1
     for (int i = thread; i < a.num_layers * int(sizeof(Layer) / sizeof(uint64_t)); i += THREADS + WARP)
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
@@ -820,7 +820,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         if (has_norm) {
             if (owned > 0) norm(norm_weight, which == HEAD ? a.normf_bias : layer.norm_bias[which == FC]);
             __syncwarp();
-            if (lane == 0) barrier_arrive(empty + norm_stage);
+            if (lane == 0) mbarrier_arrive(empty + norm_stage);
         }
         // Long before they are needed, and when nothing else is waited for.
         if (which == FC && l + 1 < a.num_layers) prefetch(layers[l + 1]);

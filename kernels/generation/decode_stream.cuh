@@ -59,18 +59,18 @@ class KeyStream {
         uint32_t queries[D / 16][4];
 #pragma unroll
         for (int k = 0; k < D / 16; k++)
-            load_matrix(queries[k], shared_address(q + row * PITCH<T, D> + lane / 16 * 8 + k * 16));
+            ldmatrix_x4(queries[k], shared_address(q + row * PITCH<T, D> + lane / 16 * 8 + k * 16));
         float max = -INFINITY, sum = 0, o[1][D / 8][4] = {};
         int stage = 0;
 #pragma unroll 1
         for (int tile = warp; tile < tiles; tile += WARPS) {
-            wait_for_copy_groups<STAGES - 1>();
+            cp_async_wait<STAGES - 1>();
             __syncwarp();
             if (tile * STREAM_KEYS + STREAM_KEYS > s.cached) append(stage, s.cached - tile * STREAM_KEYS);
             float S[1][STREAM_KEYS / 8][4] = {};
             score(S[0], queries, keys(stage));
             weigh(S, s.keys - tile * STREAM_KEYS, max, sum, o);
-            product_nn<T, D>(o, S, values(stage));
+            mma_AB<T, D>(o, S, values(stage));
             __syncwarp();
             fetch(stage, tile + STAGES * WARPS);
             stage = stage + 1 < STAGES ? stage + 1 : 0;
@@ -141,11 +141,11 @@ class KeyStream {
                 const int key = tile * STREAM_KEYS + row, to = row * PITCH<T, D> + column;
                 const bool inside = key < s.cached && column < s.HS;
                 const int64_t from = inside ? key * s.row + column : 0;
-                copy_async_16(keys(stage) + to, s.k + from, inside);
-                copy_async_16(values(stage) + to, s.v + from, inside);
+                cp_async_16(keys(stage) + to, s.k + from, inside);
+                cp_async_16(values(stage) + to, s.v + from, inside);
             }
         }
-        commit_copies();
+        cp_async_commit();
     }
 
     // The key that is not cached, if the tile that has landed has a row for it.
@@ -167,9 +167,9 @@ class KeyStream {
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
             uint32_t right[4];
-            load_matrix(right, at + i * 16 * int(sizeof(T)));
-            mma<T>(S[0], q[i], right[0], right[1]);
-            mma<T>(S[1], q[i], right[2], right[3]);
+            ldmatrix_x4(right, at + i * 16 * int(sizeof(T)));
+            mma_m16n8k16<T>(S[0], q[i], right[0], right[1]);
+            mma_m16n8k16<T>(S[1], q[i], right[2], right[3]);
         }
     }
 

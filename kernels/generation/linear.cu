@@ -349,7 +349,8 @@ __global__ void __launch_bounds__(THREADS, 2) some_rows_kernel(const Layer<T> a)
                 const uint32_t left[4] = {upper.word[2 * k], lower.word[2 * k], upper.word[2 * k + 1],
                                           lower.word[2 * k + 1]};
 #pragma unroll
-                for (int n = 0; n < NT; n++) mma<T>(sum[m][n], left, texts[n].word[2 * k], texts[n].word[2 * k + 1]);
+                for (int n = 0; n < NT; n++)
+                    mma_m16n8k16<T>(sum[m][n], left, texts[n].word[2 * k], texts[n].word[2 * k + 1]);
             }
     };
     if (TEXTS_AHEAD) load_texts(in[0], warp);

@@ -19,6 +19,8 @@
 #include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/tma.cuh"
+#include "kernels/cuda/warp_tile.cuh"
+#include "kernels/cuda/wgmma.cuh"
 #include "kernels/generation/linear.cuh"
 
 namespace {
@@ -29,8 +31,8 @@ constexpr int PRODUCT_ROWS = 32;  // that a warpgroup multiplies by; the others 
 constexpr int PITCH = ROWS + 8;   // floats from one text's sums to the next one's, which begin in other banks
 constexpr int W = 8;              // elements of 16 bytes
 constexpr int MAX_BLOCKS = 8;
-constexpr int MAX_CHUNKS = 6;                      // of a slice
-constexpr int MAX_NORM_CHUNKS = WARP * W / CHUNK;  // the same with a norm: a lane has 16 bytes of a row
+constexpr int MAX_CHUNKS = 6;                              // of a slice
+constexpr int MAX_NORM_CHUNKS = WARP * W / PANEL_COLUMNS;  // the same with a norm: a lane has 16 bytes of a row
 
 // How clusters meet a matrix.
 struct Shape {
@@ -43,13 +45,13 @@ struct Slice {
     int begin, count;
 };
 __device__ __forceinline__ Slice slice_of(const Shape& shape, int rank, int64_t C) {
-    const int width = shape.chunks * CHUNK, begin = rank * width;
+    const int width = shape.chunks * PANEL_COLUMNS, begin = rank * width;
     return {begin, max(0, min(width, int(C) - begin))};
 }
 
 struct Shared {
-    Barrier landed[MAX_CHUNKS];  // a chunk of the tile of weights, and without a norm of the texts too, has landed
-    Barrier told, received;      // all blocks' moments; all sums
+    Mbarrier landed[MAX_CHUNKS];  // a chunk of the tile of weights, and without a norm of the texts too, has landed
+    Mbarrier told, received;      // all blocks' moments; all sums
     float2 moments[MAX_BLOCKS][TEXTS];  // of each block's slice: the mean, and Σ of squared deviations from it
 };
 
@@ -58,12 +60,12 @@ struct Tiles {
     float* sums;  // [octets finished here][S][8][PITCH]
     __device__ __forceinline__ Tiles(unsigned char* shared, int chunks) {
         texts = shared + (SWIZZLE_ALIGNMENT - shared_address(shared) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
-        weights = texts + chunks * TEXTS * CHUNK_ROW;
-        sums = reinterpret_cast<float*>(weights + chunks * ROWS * CHUNK_ROW);
+        weights = texts + chunks * TEXTS * PANEL_ROW_BYTES;
+        sums = reinterpret_cast<float*>(weights + chunks * ROWS * PANEL_ROW_BYTES);
     }
     static int bytes(const Shape& shape) {
         const int64_t octets = ceil_div(TEXTS / 8, shape.blocks) * shape.blocks;
-        return SWIZZLE_ALIGNMENT + shape.chunks * (TEXTS + ROWS) * CHUNK_ROW +
+        return SWIZZLE_ALIGNMENT + shape.chunks * (TEXTS + ROWS) * PANEL_ROW_BYTES +
                int(octets) * 8 * PITCH * int(sizeof(float));
     }
 };
@@ -112,11 +114,11 @@ __device__ __forceinline__ void normalise_texts(unsigned char* tile, Shared& sha
 #pragma unroll
     for (int i = 0; i < EACH; i++) squares[i] = warp_sum(inside ? squares[i] : 0.0f);
     if (lane < shape.blocks) {  // each lane tells one block
-        const uint32_t to = cluster_address(&shared.moments[rank][text(0)], lane),
-                       told = cluster_address(&shared.told, lane);
+        const uint32_t to = map_shared_rank(&shared.moments[rank][text(0)], lane),
+                       told = map_shared_rank(&shared.told, lane);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (text(i) < a.N) cluster_send(to + i * WARPS * int(sizeof(float2)), float2{means[i], squares[i]}, told);
+            if (text(i) < a.N) st_async(to + i * WARPS * int(sizeof(float2)), float2{means[i], squares[i]}, told);
     }
     // Lanes side by side combine a row's moments.
     constexpr int SIDE = WARP / EACH;
@@ -134,7 +136,7 @@ __device__ __forceinline__ void normalise_texts(unsigned char* tile, Shared& sha
     if (inside) weight = load_floats<W>(a.norm_weight + slice.begin + column);
     if (inside && a.norm_bias) bias = load_floats<W>(a.norm_bias + slice.begin + column);
     stay_packed();
-    barrier_wait(&shared.told, 0);
+    mbarrier_wait(&shared.told, 0);
     if (s < shape.blocks) moments = shared.moments[s][text(lane / SIDE)], count = float(slice_of(shape, s, a.C).count);
     const float mean = over_side(count * moments.x) * per_row, apart = moments.x - mean,
                 total = over_side(fmaf(count, apart * apart, moments.y));
@@ -142,11 +144,11 @@ __device__ __forceinline__ void normalise_texts(unsigned char* tile, Shared& sha
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         const float by = __shfl_sync(ALL_LANES, scale, i * SIDE), plus = __shfl_sync(ALL_LANES, shift, i * SIDE);
-        if (text(i) >= a.N || column >= shape.chunks * CHUNK) continue;
+        if (text(i) >= a.N || column >= shape.chunks * PANEL_COLUMNS) continue;
         Floats<W> v = as_floats(x[i]);
 #pragma unroll
         for (int k = 0; k < W; k++) v[k] = fmaf(fmaf(v[k], by, plus), weight[k], bias[k]);
-        *reinterpret_cast<Pack<T, W>*>(tile + tile_offset<TEXTS>(text(i), column)) = as_pack<T>(v);
+        *reinterpret_cast<Pack<T, W>*>(tile + swizzled_offset<TEXTS>(text(i), column)) = as_pack<T>(v);
     }
 }
 
@@ -170,21 +172,21 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     if (threadIdx.x == 0) {
 #pragma unroll 1
-        for (int c = 0; c < shape.chunks; c++) barrier_init(&shared.landed[c], 1);
-        barrier_init(&shared.told, 1);
-        barrier_init(&shared.received, 1);
-        barrier_init_fence();
-        barrier_arrive_expecting(&shared.told, S * a.N * int(sizeof(float2)));
-        barrier_arrive_expecting(&shared.received, octets * S * 8 * ROWS * int(sizeof(float)));
+        for (int c = 0; c < shape.chunks; c++) mbarrier_init(&shared.landed[c], 1);
+        mbarrier_init(&shared.told, 1);
+        mbarrier_init(&shared.received, 1);
+        mbarrier_init_fence();
+        mbarrier_arrive_expect_tx(&shared.told, S * a.N * int(sizeof(float2)));
+        mbarrier_arrive_expect_tx(&shared.received, octets * S * 8 * ROWS * int(sizeof(float)));
 #pragma unroll 1
         for (int c = 0; c < shape.chunks; c++) {
-            unsigned char* const chunk = tiles.weights + c * ROWS * CHUNK_ROW;
-            barrier_arrive_expecting(&shared.landed[c], (ROWS + (has_norm ? 0 : TEXTS)) * CHUNK_ROW);
+            unsigned char* const chunk = tiles.weights + c * ROWS * PANEL_ROW_BYTES;
+            mbarrier_arrive_expect_tx(&shared.landed[c], (ROWS + (has_norm ? 0 : TEXTS)) * PANEL_ROW_BYTES);
             for (const bool second : {false, true})
-                tma_load(chunk + second * HALF * CHUNK_ROW, &weight_map, slice.begin + c * CHUNK, 0,
+                tma_load(chunk + second * HALF * PANEL_ROW_BYTES, &weight_map, slice.begin + c * PANEL_COLUMNS, 0,
                          second ? second_rows : first_output, &shared.landed[c]);
         }
-        if (!has_norm) prefetch_map(&text_map);
+        if (!has_norm) tma_prefetch_descriptor(&text_map);
     }
     cluster_arrive();
     // A thread finishes rows r, r + 1 and, HALF further, two more of one text; with SwiGLU these are gate's and up's.
@@ -209,7 +211,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     if (!has_norm && threadIdx.x == 0)
 #pragma unroll 1
         for (int c = 0; c < shape.chunks; c++)
-            tma_load(tiles.texts + c * TEXTS * CHUNK_ROW, &text_map, slice.begin + c * CHUNK, 0, 0, &shared.landed[c]);
+            tma_load(tiles.texts + c * TEXTS * PANEL_ROW_BYTES, &text_map, slice.begin + c * PANEL_COLUMNS, 0, 0,
+                     &shared.landed[c]);
     if (has_norm) {
         normalise_texts(tiles.texts, shared, a, shape, rank);
         fence_async_proxy();
@@ -224,18 +227,19 @@ __global__ void __launch_bounds__(THREADS, 2)
 
     const int first_row = warp / (WARPGROUP / WARP) * PRODUCT_ROWS;
     if (first_row < ROWS) {
-        for (int c = 0; c < shape.chunks; c++) barrier_wait(&shared.landed[c], 0);
+        for (int c = 0; c < shape.chunks; c++) mbarrier_wait(&shared.landed[c], 0);
         float sum[PRODUCT_ROWS / 8][4] = {};
-        const uint32_t left = rows_descriptor(shared_address(tiles.texts)),
-                       right = rows_descriptor(shared_address(tiles.weights) + first_row * CHUNK_ROW);
+        const uint32_t left = k_major_descriptor(shared_address(tiles.texts)),
+                       right = k_major_descriptor(shared_address(tiles.weights) + first_row * PANEL_ROW_BYTES);
         pin_registers(sum);
 #pragma unroll 1
         for (int c = 0; c < shape.chunks; c++) {
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < CHUNK / 16; k++)
-                product_step<T, false, false>(sum, left + c * step_columns<TEXTS>(CHUNK / 16) + step_columns<TEXTS>(k),
-                                              right + c * step_columns<ROWS>(CHUNK / 16) + step_columns<ROWS>(k), true);
+            for (int k = 0; k < PANEL_COLUMNS / 16; k++)
+                wgmma_k16<T, false, false>(
+                    sum, left + c * k_major_step<TEXTS>(PANEL_COLUMNS / 16) + k_major_step<TEXTS>(k),
+                    right + c * k_major_step<ROWS>(PANEL_COLUMNS / 16) + k_major_step<ROWS>(k), true);
             wgmma_commit();
         }
         wgmma_wait<0>();
@@ -245,19 +249,18 @@ __global__ void __launch_bounds__(THREADS, 2)
         for (int half = 0; half < 2; half++) {
             const int octet = warp % (WARPGROUP / WARP) * 2 + half;
             if (octet * 8 >= a.N) break;
-            const uint32_t to = cluster_address(
+            const uint32_t to = map_shared_rank(
                                tiles.sums + ((octet / S * S + rank) * 8 + g) * PITCH + first_row + 4 * t, octet % S),
-                           received = cluster_address(&shared.received, octet % S);
+                           received = map_shared_rank(&shared.received, octet % S);
 #pragma unroll
             for (int n = 0; n < PRODUCT_ROWS / 8; n += 2)
-                cluster_send(
-                    to + n * 8 * int(sizeof(float)),
-                    float4{sum[n][2 * half], sum[n][2 * half + 1], sum[n + 1][2 * half], sum[n + 1][2 * half + 1]},
-                    received);
+                st_async(to + n * 8 * int(sizeof(float)),
+                         float4{sum[n][2 * half], sum[n][2 * half + 1], sum[n + 1][2 * half], sum[n + 1][2 * half + 1]},
+                         received);
         }
     }
     if (!finishes) return;
-    barrier_wait(&shared.received, 0);
+    mbarrier_wait(&shared.received, 0);
 
     const float* const sums = tiles.sums + (place / 8 * S * 8 + place % 8) * PITCH + first_sum;
     float y[2][2] = {};
@@ -293,7 +296,7 @@ int64_t blocks_of(const Shape& shape, int64_t OC) {
 // As many blocks as run on SMs of their own: each then has little to read. Where there are more anyway, as
 // few as possible. No blocks: the matrix has too many columns.
 Shape shape_of(int64_t C, int64_t OC, bool has_norm) {
-    const int64_t columns = ceil_div(C, CHUNK), limit = num_sms();
+    const int64_t columns = ceil_div(C, PANEL_COLUMNS), limit = num_sms();
     Shape best{0, 0};
     for (int S = 2; S <= MAX_BLOCKS; S++) {
         const Shape shape{S, int(ceil_div(columns, S))};
@@ -322,8 +325,8 @@ void hopper_linear(const char* op, const Layer<T>& a, Stream stream) {
     const int bytes = Tiles::bytes(shape);
     const auto kernel = cluster_kernel<T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    const CUtensorMap weights = tensor_map(op, Heads<const T>{a.weight, a.weight_stride, 0}, OC, 1, a.C, ROWS / 2),
-                      texts = tensor_map(op, Heads<const T>{a.inp, a.inp_stride, 0}, a.N, 1, a.C, TEXTS);
+    const CUtensorMap weights = make_tensor_map(op, Heads<const T>{a.weight, a.weight_stride, 0}, OC, 1, a.C, ROWS / 2),
+                      texts = make_tensor_map(op, Heads<const T>{a.inp, a.inp_stride, 0}, a.N, 1, a.C, TEXTS);
     const dim3 grid(unsigned(shape.blocks), unsigned(ceil_div(OC, ROWS)));
     launch_pdl_clusters(op, kernel, grid, unsigned(shape.blocks), THREADS, size_t(bytes), stream, a, shape, weights,
                         texts);

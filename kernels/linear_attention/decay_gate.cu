@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 8) tensor_forward_kernel(const __
                     const uint32_t left[4] = {x[u][0].word[k], x[u][1].word[k], x[u][0].word[k + 1],
                                               x[u][1].word[k + 1]};
 #pragma unroll
-                    for (int n = 0; n < 2; n++) mma<T>(sum[n], left, w[u][n].word[k], w[u][n].word[k + 1]);
+                    for (int n = 0; n < 2; n++) mma_m16n8k16<T>(sum[n], left, w[u][n].word[k], w[u][n].word[k + 1]);
                 }
         }
 #pragma unroll

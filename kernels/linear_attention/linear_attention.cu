@@ -116,22 +116,22 @@ __device__ __forceinline__ void divide_rows(T* tile, int count, const float* nor
 template <typename T, int D, int ROWS, int THREADS>
 __device__ __forceinline__ void load_norm(float* dst, const float* src, int count) {
     for_own_packs<T, D, ROWS, THREADS, ROWS*(D / FULL_WIDTH<T>) / THREADS>(
-        0, [&](int, int row, int) { copy_async_4(dst + row, row < count ? src + row : src, row < count); });
+        0, [&](int, int row, int) { cp_async_4(dst + row, row < count ? src + row : src, row < count); });
 }
 
 // 16 rows of scores with 8·NT columns of B: of fp32 in blocks of 32 terms.
 template <typename T, int E, bool KEEP, int NT>
-__device__ __forceinline__ void score_product(float (&s)[1][NT][4], const LeftTile<T, 1, E, KEEP>& a, const T* b) {
+__device__ __forceinline__ void score_product(float (&s)[1][NT][4], const TileA<T, 1, E, KEEP>& a, const T* b) {
     if constexpr (std::is_same_v<T, float>) {
 #pragma unroll 1
         for (int k = 0; k < E; k += 32) {
             float sum[1][NT][4] = {};
-            product_nt<T, 1, NT, E, KEEP, 32>(sum, LeftTile<T, 1, E, KEEP>(a.rows + k), b + k);
+            mma_ABt<T, 1, NT, E, KEEP, 32>(sum, TileA<T, 1, E, KEEP>(a.rows + k), b + k);
 #pragma unroll
             for (int i = 0; i < NT * 4; i++) s[0][i / 4][i % 4] += sum[0][i / 4][i % 4];
         }
     } else {
-        product_nt(s, a, b);
+        mma_ABt(s, a, b);
     }
 }
 
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
             if constexpr (WEIGHTED_VECTOR) {
                 const float* delta = p.delta + key_head * p.N + token;
                 for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
-                    copy_async_4(floats + CHUNK + i, i < count ? delta + i : delta, i < count);
+                    cp_async_4(floats + CHUNK + i, i < count ? delta + i : delta, i < count);
                 }
             }
         }
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
             for (int j = 0; j < TOKENS; j++) {
                 const int i = lane * TOKENS + j;
                 const float* gate = p.gate + token * p.gate_stride + kv;
-                copy_async_4(floats + 2 * CHUNK + i, i < count ? gate + i * p.gate_stride : gate, i < count);
+                cp_async_4(floats + 2 * CHUNK + i, i < count ? gate + i * p.gate_stride : gate, i < count);
             }
         }
     };
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
         // What the state decays by until row i; what row i decays by until it is handed on; all of the chunk.
         float *into = decays + step % 2 * (2 * CHUNK + 2), *within = into + CHUNK, *whole = within + CHUNK;
 
-        wait_for_copies();
+        cp_async_wait_all();
         if (!p.aligned) __syncthreads();  // then threads have copied what others look at
         if (p.elu) {
             if constexpr (ROLE == Role::Out || ROLE == Role::DV)
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
                     }
                 if (HAS_VECTOR && p.normalise) store_vector();
             }
-            const LeftTile<T, 1, E, KEEP> a(a_tile + row_block * 16 * PITCH<T, E>);
+            const TileA<T, 1, E, KEEP> a(a_tile + row_block * 16 * PITCH<T, E>);
             const T* a_rows = a_tile + row0 * PITCH<T, E>;
 
             // The row's δ, from ĝ as it is multiplied.
@@ -387,7 +387,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
                 }
             }
 
-            RoundedSums<T, 1, KEY_TILES> scores[KEY_BLOCKS];
+            RoundedA<T, 1, KEY_TILES> scores[KEY_BLOCKS];
             float score_sum[2] = {};
             Gamma row_gamma[2] = {};
             if (p.gate) row_gamma[0] = gamma[row0], row_gamma[1] = gamma[row0 + 8];
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
                         if (REVERSED ? j < i : j > i) x = 0;
                         if (ROLE == Role::Out) score_sum[e / 2] += x;
                     }
-                scores[block] = RoundedSums<T, 1, KEY_TILES>(s);
+                scores[block] = RoundedA<T, 1, KEY_TILES>(s);
             }
             __syncthreads();  // the state has come to shared memory; forward_out has been read
             if (ROLE == Role::DQ && p.normalise && step + 1 < steps) load_forward_out(step + 1);
@@ -441,7 +441,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
                 for (int i = 0; i < COLUMN_TILES * 4; i++) o[0][i / 4][i % 4] = 0;
                 norm[0] = norm[1] = 0;
                 if (carried) {
-                    product_nn<T, BLOCK_M>(o, a, state_tile + group_column);
+                    mma_AB<T, BLOCK_M>(o, a, state_tile + group_column);
                     if (HAS_VECTOR && p.normalise) {
                         if constexpr (VECTOR_OF_C) {
 #pragma unroll
@@ -487,7 +487,7 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 #pragma unroll
             for (int block = 0; block < KEY_BLOCKS; block++) {
                 if (hidden(block)) continue;
-                product_nn<T, BLOCK_M>(o, scores[block], c_tile + block * KEYS * PITCH<T, BLOCK_M> + group_column);
+                mma_AB<T, BLOCK_M>(o, scores[block], c_tile + block * KEYS * PITCH<T, BLOCK_M> + group_column);
             }
 
             if (last_head) {
@@ -545,8 +545,8 @@ __global__ void __launch_bounds__((Sizes<T, E, ROLE>::THREADS), (Sizes<T, E, ROL
 #pragma unroll
                 for (int i = 0; i < VECTOR_STEPS * 2; i++) vector[i / 2][i % 2] *= factor;
             }
-            product_tn<T, E, BLOCK_M, CHUNK>(state, b_tile + warp * (E / WARPS), c_tile + group_column,
-                                             p.gate ? within : nullptr);
+            mma_AtB<T, E, BLOCK_M, CHUNK>(state, b_tile + warp * (E / WARPS), c_tile + group_column,
+                                          p.gate ? within : nullptr);
             if (HAS_VECTOR && p.normalise && group_column == 0) {
 #pragma unroll
                 for (int r = 0; r < VECTOR_STEPS; r++) {

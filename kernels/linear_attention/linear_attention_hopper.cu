@@ -11,7 +11,7 @@
 //
 // Only builds for sm_90a have this file, and it is compiled for nothing else.
 #include "kernels/cuda/pdl.cuh"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/cuda/warpgroup_tile.cuh"
 #include "kernels/linear_attention/linear_attention.cuh"
 
 namespace linear_attention {
@@ -21,7 +21,7 @@ namespace {
 using T = bf16;
 
 constexpr int TOKENS = 64, PACK = FULL_WIDTH<T>;
-constexpr int PART = TOKENS * CHUNK_ROW;  // bytes of 64 columns of a tile
+constexpr int PART = TOKENS * PANEL_ROW_BYTES;  // bytes of 64 columns of a tile
 
 // Blocks of an SM. NORMALISED: kind L; else G. GROUPED: DV's KV heads have several query heads.
 template <int D, Role ROLE, bool NORMALISED, bool GROUPED = false>
@@ -64,7 +64,7 @@ struct Place {
     }
     __device__ __forceinline__ int row(int i) const { return warp * 16 + i * 4 + lane / 8; }
     __device__ __forceinline__ int column() const { return warpgroup * 64 + lane % 8 * PACK; }
-    __device__ __forceinline__ int offset(int i) const { return tile_offset<TOKENS>(row(i), column()); }
+    __device__ __forceinline__ int offset(int i) const { return swizzled_offset<TOKENS>(row(i), column()); }
     __device__ __forceinline__ int row0() const { return warp * 16 + lane / 4; }
 };
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void copy_packs(const Place& at, unsigned char* tile,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const bool inside = at.row(i) < count && at.column() < columns;
-        copy_async_16(tile + at.offset(i), inside ? src + at.row(i) * rows.token_stride + at.column() : src, inside);
+        cp_async_16(tile + at.offset(i), inside ? src + at.row(i) * rows.token_stride + at.column() : src, inside);
     }
 }
 
@@ -251,14 +251,14 @@ __device__ __forceinline__ void scale_state(State<D>& state, float factor) {
 // state += Bᵀ·C; a group of its own.
 template <int D>
 __device__ __forceinline__ void add_to_state(const Place& at, State<D>& state, uint32_t b, uint32_t c) {
-    const uint32_t right = columns_descriptor<TOKENS>(c + at.warpgroup * PART);
+    const uint32_t right = mn_major_descriptor<TOKENS>(c + at.warpgroup * PART);
     wgmma_fence();
 #pragma unroll
     for (int m = 0; m < D / 64; m++)
 #pragma unroll
         for (int k = 0; k < TOKENS / 16; k++)
-            product_step<T, true, true>(state[m], columns_descriptor<TOKENS>(b + m * PART) + step_rows(k),
-                                        right + step_rows(k), true);
+            wgmma_k16<T, true, true>(state[m], mn_major_descriptor<TOKENS>(b + m * PART) + mn_major_step(k),
+                                     right + mn_major_step(k), true);
     wgmma_commit();
 }
 
@@ -275,14 +275,13 @@ __device__ __forceinline__ void copy_rows(const Place& at, float* dst, const flo
     const int row = at.warp * 16 + at.lane % 16;
     const float* src = at.lane < 16 ? norm : delta;
     if (src)
-        copy_async_4(dst + (at.warpgroup * 2 + at.lane / 16) * TOKENS + row, row < count ? src + row : src,
-                     row < count);
+        cp_async_4(dst + (at.warpgroup * 2 + at.lane / 16) * TOKENS + row, row < count ? src + row : src, row < count);
 }
 __device__ __forceinline__ void copy_gates(const Place& at, float* dst, const float* gate, int64_t stride, int count) {
 #pragma unroll
     for (int j = 0; j < 2; j++) {
         const int i = at.lane + j * WARP;
-        copy_async_4(dst + (at.warpgroup * 4 + at.warp) * TOKENS + i, i < count ? gate + i * stride : gate, i < count);
+        cp_async_4(dst + (at.warpgroup * 4 + at.warp) * TOKENS + i, i < count ? gate + i * stride : gate, i < count);
     }
 }
 
@@ -345,11 +344,11 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
     // tiles.
     const auto load_queries = [&](int step) {
         if (step < walk.steps) copy_packs(at, queries, p.inputs, walk.token(step), task.head, walk.count(step), p.M);
-        commit_copies();
+        cp_async_commit();
     };
     constexpr int LATER_GROUPS = ROLE == Role::DQ ? 1 : 0;
     load(0);
-    commit_copies();
+    cp_async_commit();
     if constexpr (ROLE == Role::DQ) load_queries(0);
 
     State<D> state = {};
@@ -374,7 +373,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         const float* const rows = floats + step % 2 * Z::STAGE_FLOATS;
         const unsigned char* const handed_on = GATED ? memory + Z::DECAYED : c_tile;  // by the chunk
 
-        wait_for_copy_groups<LATER_GROUPS>();
+        cp_async_wait<LATER_GROUPS>();
         __syncwarp();
         float whole = 1;
         if constexpr (NORMALISED) {
@@ -437,14 +436,14 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
 #pragma unroll
             for (int m = 0; m < D / 64; m++) {
                 uint32_t rounded[4][4];
-                round_to_left<T>(rounded, state[m]);
-                store_rounded<D>(state_tile + at.warpgroup * D * CHUNK_ROW, m * 64 + at.warp * 16, rounded);
+                round_to_A<T>(rounded, state[m]);
+                store_rounded<D>(state_tile + at.warpgroup * D * PANEL_ROW_BYTES, m * 64 + at.warp * 16, rounded);
             }
         }
         fence_async_proxy();
         __syncthreads();  // tiles are ready
         if (step + 1 < walk.steps) load(step + 1);
-        commit_copies();
+        cp_async_commit();
         if (NORMALISED && int(threadIdx.x) < D) {
             const float* part = vector_parts + threadIdx.x;
             vectors[(step + 1) % 2 * D + threadIdx.x] =
@@ -471,18 +470,20 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
             float s[8][4];
             wgmma_ABt<T, TOKENS, D>(s, a, b);
             if (first_head) {
-                const uint32_t left = rows_descriptor(a);
+                const uint32_t left = k_major_descriptor(a);
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < D / 16; k++) {
                     if constexpr (R == Role::DK)
-                        product_step<T, false, false>(
-                            sums, left + step_columns<TOKENS>(k),
-                            rows_descriptor(s_tile + at.warpgroup * 64 * CHUNK_ROW) + step_columns<D>(k), k > 0);
+                        wgmma_k16<T, false, false>(
+                            sums, left + k_major_step<TOKENS>(k),
+                            k_major_descriptor(s_tile + at.warpgroup * 64 * PANEL_ROW_BYTES) + k_major_step<D>(k),
+                            k > 0);
                     else
-                        product_step<T, false, true>(
-                            sums, left + step_columns<TOKENS>(k),
-                            columns_descriptor<D>(s_tile + at.warpgroup * D * CHUNK_ROW) + step_rows(k), k > 0);
+                        wgmma_k16<T, false, true>(
+                            sums, left + k_major_step<TOKENS>(k),
+                            mn_major_descriptor<D>(s_tile + at.warpgroup * D * PANEL_ROW_BYTES) + mn_major_step(k),
+                            k > 0);
                 }
                 wgmma_commit();
             }
@@ -528,7 +529,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
 #pragma unroll
                 for (int half = 0; half < 2; half++) row_sums[half] += row_sum(score_sums[half]);
             uint32_t weights[4][4];
-            round_to_left<T>(weights, s);
+            round_to_A<T>(weights, s);
             wgmma_AB<T>(sums, weights, c + at.warpgroup * PART);
             if constexpr (R == Role::DK) {
                 wgmma_wait<0>();
@@ -560,8 +561,8 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 for (int n = 0; n < 8; n++)
 #pragma unroll
                     for (int half = 0; half < 2; half++) {
-                        const Floats<2> f = load_floats<2>(
-                            reinterpret_cast<const T*>(inputs + tile_offset<TOKENS>(row0 + half * 8, column0 + n * 8)));
+                        const Floats<2> f = load_floats<2>(reinterpret_cast<const T*>(
+                            inputs + swizzled_offset<TOKENS>(row0 + half * 8, column0 + n * 8)));
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
                             float& d = sums[n][half * 2 + e];
@@ -581,7 +582,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                     }
                 }
             }
-            round_to_left<T>(rounded, sums);
+            round_to_A<T>(rounded, sums);
         };
         // By way of a tile that nobody needs any more.
         const auto store = [&](const Product<T>& x, unsigned char* tile, const uint32_t(&rounded)[4][4]) {
@@ -603,7 +604,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         }
         multiply(own, o);
         if constexpr (ROLE == Role::DQ) {
-            wait_for_copy_groups<LATER_GROUPS>();
+            cp_async_wait<LATER_GROUPS>();
             __syncwarp();
         }
         if (last_head) finish(own, p, o, rounded);
@@ -647,7 +648,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
                 copy_rows(at, rows, p.norm + key_head * p.norm_stride + token, p.delta + key_head * p.N + token, count);
             if constexpr (GATED) copy_gates(at, rows, p.gate + token * p.gate_stride + walk.kv, p.gate_stride, count);
         }
-        commit_copies();
+        cp_async_commit();
     };
 #pragma unroll
     for (int step = 0; step < STAGES - 1; step++) load(step);
@@ -659,7 +660,7 @@ __global__ void __launch_bounds__((Sizes<D, ROLE, NORMALISED>::THREADS), (BLOCKS
         const int count = walk.count(step);
         unsigned char *const b_tile = memory + step % STAGES * 2 * TILE, *const c_tile = b_tile + TILE;
         const float* const rows = floats + step % STAGES * Z::STAGE_FLOATS;
-        wait_for_copy_groups<STAGES - 2>();
+        cp_async_wait<STAGES - 2>();
         __syncwarp();
         if constexpr (NORMALISED) {
             const float *norm = rows + at.warpgroup * 2 * TOKENS, *delta = norm + TOKENS;
