@@ -1,5 +1,5 @@
 // Attention of a decode step: every key and value of the context is read once. GPT-2 124M and a LLaMA of 1.2B
-// parameters, one stream and 64 of them; a context of 32k tokens.
+// parameters, 1 and 64 sequences; a context of 32k tokens.
 #include "kernels/generation/decode_attention.h"
 
 #include <numeric>
@@ -18,9 +18,9 @@ void decode(benchmark::State& state, DType T) {
     const BenchArray slots = BenchArray::ints(slot_of),
                      positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1)));
     const BenchArray scratch = BenchArray::bytes(decode_attention_scratch(N, NH, HS, length));
-    DecodeLocation place;
-    place.slots = slots, place.positions = positions, place.max_length = length;
-    run_bench(state, [&] { decode_attention(out, qkv, k, v, place, 0.125f, scratch, Stream{}); });
+    DecodeBatch batch;
+    batch.slots = slots, batch.positions = positions, batch.max_length = length;
+    run_bench(state, [&] { decode_attention(out, qkv, k, v, batch, 0.125f, scratch, Stream{}); });
     report_bytes(state, k.bytes() + v.bytes());
 }
 

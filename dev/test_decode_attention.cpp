@@ -1,5 +1,5 @@
-// The KV cache and attention of one new token a sequence: against the oracle over lengths, heads and head sizes, with
-// what belongs to nobody poisoned; and what must not change a bit.
+// kv_append, decode_attention and advance. Attention is compared with the oracle over lengths, heads and head sizes;
+// rows of the cache that no sequence may read are poisoned. Some results must not change by a bit.
 #include "kernels/generation/decode_attention.h"
 
 #include <algorithm>
@@ -57,7 +57,7 @@ std::vector<double> angle_table(int64_t T, int64_t R) {
 
 struct Call {
     TestArray qkv, slots, positions, table, scratch;
-    DecodeLocation place;
+    DecodeBatch batch;
     float scale;
     int64_t N;
     Call(DType T, const Cache& c, int64_t R, int64_t gap = 0)
@@ -71,8 +71,8 @@ struct Call {
           scale(float(1 / std::sqrt(double(c.z.HS)))),
           N(int64_t(c.slot.size())) {
         device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
-        place.slots = slots, place.positions = positions, place.max_length = c.z.capacity + TABLE_EXTRA;
-        if (R) place.angles = positions, place.table = table;
+        batch.slots = slots, batch.positions = positions, batch.max_length = c.z.capacity + TABLE_EXTRA;
+        if (R) batch.angles = positions, batch.table = table;
     }
 };
 
@@ -85,7 +85,7 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
     const Call call(T, cache, R, gap);
     const int64_t Q = z.NH * z.HS;
     const TestArray out = TestArray::poisoned(T, {call.N, Q});
-    decode_attention(out, call.qkv.tensor().columns(0, z.channels()), cache.k, cache.v, call.place, call.scale,
+    decode_attention(out, call.qkv.tensor().columns(0, z.channels()), cache.k, cache.v, call.batch, call.scale,
                      call.scratch, Stream{});
     const std::vector<double> got = out.fetch(), k_after = cache.k.fetch(), v_after = cache.v.fetch();
     const std::vector<double> qkv = take_columns(call.qkv.values(), z.channels() + gap, z.channels());
@@ -101,7 +101,7 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
             q = reference::rope(q.data(), &at, call.table.data(), 1, z.NH, z.HS, R, false).value;
             key = reference::rope(key.data(), &at, call.table.data(), 1, z.NKV, z.HS, R, false).value;
         }
-        // What was appended: k as turned, rounded once, and v as it was.
+        // Appended are k after rotation, rounded once, and v unchanged.
         std::vector<double> k(cache.k.values().begin() + first, cache.k.values().begin() + first + p * z.row()),
             v(cache.v.values().begin() + first, cache.v.values().begin() + first + p * z.row());
         for (int64_t i = 0; i < z.row(); i++) {
@@ -134,10 +134,10 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
 }
 
 TEST_P(DecodeAttention, Lengths) {
-    // Below, at and beyond the edges of pieces (CPU: 64 up to 2048 keys, then 256).
+    // Around the edges of KV splits. CPU: splits of 64 keys up to 2048, then of 256.
     for (const int32_t p : {0, 1, 62, 63, 64, 65, 127, 200, 1023, 2047, 2048, 2100})
         check(activation(), {2, 2, 16, 2200}, 1, {0}, {p}, 16);
-    // CUDA: 16-bit heads have one piece up to 512 keys, then pieces of 256 as long as 32 of them suffice.
+    // CUDA, 16-bit dtypes: one split up to 512 keys, then splits of 256 as long as 32 of them suffice.
     for (const int32_t p : {254, 255, 256, 510, 511, 512, 767, 768, 4096, 8191, 8192, 8999})
         check(activation(), {8, 2, 64, 9000}, 1, {0}, {p}, 64);
     check(activation(), {4, 1, 64, 33000}, 1, {0}, {32767}, 64);
@@ -147,14 +147,14 @@ TEST_P(DecodeAttention, Lengths) {
 TEST_P(DecodeAttention, HeadSizes) {
     for (const int64_t HS : {2, 6, 8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 256})
         check(activation(), {4, 2, HS, 150}, 2, {1, 0}, {100, 7}, HS);
-    check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly turned
+    check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly rotated
 }
 
 TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
     check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
     check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
-    // CUDA: so many blocks that heads of up to 64 run more of them at a time.
+    // CUDA: enough blocks for the kernels that run more of them on each SM.
     for (const int64_t HS : {32, 64}) {
         check(activation(), {140, 140, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, HS);
         check(activation(), {240, 120, HS, 70}, 4, {2, 0, 1, 3}, {69, 0, 33, 64}, 0);
@@ -162,8 +162,8 @@ TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
     for (const int64_t group : {4, 8, 9, 20}) check(activation(), {2 * group, 2, 64, 600}, 1, {0}, {530}, 64);
 }
 
-// Slots in any order, sequences of any length beside each other, finished ones and those without room skipped; rows of
-// qkv with gaps.
+// Slots in any order, sequences of different lengths in one batch, finished sequences and sequences without room, and
+// gaps between the rows of qkv.
 TEST_P(DecodeAttention, UnequalSequences) {
     for (const int64_t gap : {0, 8, 5})
         check(activation(), {4, 2, 32, 300}, 7, {3, 0, 6, 2, 5}, {299, 0, 64, -1, 128}, 32, gap);
@@ -171,17 +171,17 @@ TEST_P(DecodeAttention, UnequalSequences) {
     check(activation(), z, 3, {2, 1}, {64, 10}, 16);  // position 64 has no row
 }
 
-// The same bits alone and in a batch, for any bound on the length, called again, and with any number of threads.
+// A sequence has the same bits alone and in a batch, for any max_length, in every call, with any number of threads.
 TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
-    struct Batch {
+    struct Case {
         Shape z;
         std::vector<int32_t> positions;
     };
-    for (const Batch& batch : std::vector<Batch>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
-                                                 {{2, 1, 32, 8300}, {8299, 64}},
-                                                 {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
-        const Shape& z = batch.z;
-        const std::vector<int32_t>& positions = batch.positions;
+    for (const Case& tested : std::vector<Case>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
+                                                {{2, 1, 32, 8300}, {8299, 64}},
+                                                {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
+        const Shape& z = tested.z;
+        const std::vector<int32_t>& positions = tested.positions;
         std::vector<int32_t> slots(positions.size());
         std::iota(slots.begin(), slots.end(), 0);
         const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position,
@@ -189,11 +189,11 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
             const Cache cache(activation(), z, int64_t(slots.size()), slots, positions);
             const Cache mine(activation(), z, int64_t(slots.size()), slot, position);
             Call call(activation(), cache, z.HS), own(activation(), mine, z.HS);
-            own.place.max_length = max_length;
+            own.batch.max_length = max_length;
             const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
             const int64_t first = slot[0];
             Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
-            decode_attention(out, qkv, cache.k, cache.v, own.place, call.scale, own.scratch, Stream{});
+            decode_attention(out, qkv, cache.k, cache.v, own.batch, call.scale, own.scratch, Stream{});
             return out.fetch();
         };
         const std::vector<double> together = run(slots, positions, z.capacity);
@@ -207,7 +207,7 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
     }
 }
 
-// One scratch for calls of any size, one after the other, as a batch that shrinks and grows makes them.
+// One scratch serves consecutive calls of any size, as a batch that shrinks and grows needs it.
 TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
     const Shape z{4, 2, 16, 400};
     const DType T = activation();
@@ -219,9 +219,9 @@ TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
         const auto run = [&](const Tensor& memory) {
             const Cache cache(T, z, 6, slot, position);
             Call call(T, cache, 16);
-            call.place.max_length = 400;
+            call.batch.max_length = 400;
             const TestArray out = TestArray::poisoned(T, {N, z.NH * z.HS});
-            decode_attention(out, call.qkv, cache.k, cache.v, call.place, call.scale, memory ? memory : call.scratch,
+            decode_attention(out, call.qkv, cache.k, cache.v, call.batch, call.scale, memory ? memory : call.scratch,
                              Stream{});
             return out.fetch();
         };
@@ -229,9 +229,9 @@ TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
     }
 }
 
-// A step's chain: a launch that waits for all before it, the product that leaves q, k and v, and attention, which may
-// read the cache before that product has ended. Three steps in a row append to one cache, a finished sequence beside.
-TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
+// The launches of a step: an ordinary one, which waits for all earlier work, the QKV layer, and attention, which may
+// read the cache before the QKV layer has finished. Three steps append to one cache; one sequence is finished.
+TEST_P(DecodeAttention, InputsReadyReadsTheCacheEarly) {
     const DType T = activation();
     const Shape z{12, 12, 64, 70};
     const int64_t N = 16, C = 64, Q = z.NH * z.HS;
@@ -243,8 +243,8 @@ TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
     const auto run = [&](bool inputs_ready) {
         const Cache cache(T, z, N, slot, position);
         const Call call(T, cache, z.HS);
-        DecodeLocation place = call.place;
-        place.inputs_ready = inputs_ready;
+        DecodeBatch batch = call.batch;
+        batch.inputs_ready = inputs_ready;
         const TestArray inp = TestArray::poisoned(T, {N, C}), qkv = TestArray::poisoned(T, {N, z.channels()});
         const TestArray scratch = TestArray::scratch(linear_scratch(N, C, z.channels(), T));
         std::vector<double> all;
@@ -254,10 +254,10 @@ TEST_P(DecodeAttention, ReadsASettledCacheEarly) {
                 for (int32_t& p : next) p += p < 0 ? 0 : step;
                 return TestArray::ints(next, {N});
             }();
-            place.positions = place.angles = positions;
+            batch.positions = batch.angles = positions;
             embedding_forward(inp, rows, rows, table, {}, stream);
             linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, stream);
-            decode_attention(out, qkv, cache.k, cache.v, place, call.scale, call.scratch, stream);
+            decode_attention(out, qkv, cache.k, cache.v, batch, call.scale, call.scratch, stream);
             synchronize(stream);
             const std::vector<double> got = out.fetch();
             all.insert(all.end(), got.begin(), got.end());
@@ -278,8 +278,8 @@ INSTANTIATE_DTYPES(DecodeAttention);
 
 class KvAppend : public DTypeTest {};
 
-// Tokens of several sequences to rows in any order: q turned in place, k turned on its way, v as it is; row −1 and rows
-// beyond the cache nowhere.
+// Tokens of several sequences go to rows in any order: q is rotated in place, k is rotated and v copied to the cache.
+// Row −1 and rows beyond the cache are not written.
 TEST_P(KvAppend, PacksAnyRows) {
     const DType T = activation();
     for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
@@ -301,19 +301,19 @@ TEST_P(KvAppend, PacksAnyRows) {
             if (rows[size_t(n)] < 0 || rows[size_t(n)] >= total) continue;
             written[size_t(rows[size_t(n)])] = true;
             const double* x = before.data() + n * channels;
-            reference::Values turned(NH * HS + row);
-            turned.value.assign(x, x + NH * HS + row);
+            reference::Values rotated(NH * HS + row);
+            rotated.value.assign(x, x + NH * HS + row);
             if (R)
-                turned = reference::rope(x, &angles[size_t(n)], table.data(), 1, NH + NKV, HS, R, false);
+                rotated = reference::rope(x, &angles[size_t(n)], table.data(), 1, NH + NKV, HS, R, false);
             else
-                std::transform(x, x + NH * HS + row, turned.mag.begin(), [](double a) { return std::fabs(a); });
+                std::transform(x, x + NH * HS + row, rotated.mag.begin(), [](double a) { return std::fabs(a); });
             const auto part = [](const std::vector<double>& all, int64_t begin, int64_t count) {
                 return std::vector<double>(all.begin() + begin, all.begin() + begin + count);
             };
-            expect_close("q", part(after, n * channels, NH * HS), part(turned.value, 0, NH * HS),
-                         part(turned.mag, 0, NH * HS), 2, HS, T);
-            expect_close("k", part(got_k, rows[size_t(n)] * row, row), part(turned.value, NH * HS, row),
-                         part(turned.mag, NH * HS, row), 2, HS, T);
+            expect_close("q", part(after, n * channels, NH * HS), part(rotated.value, 0, NH * HS),
+                         part(rotated.mag, 0, NH * HS), 2, HS, T);
+            expect_close("k", part(got_k, rows[size_t(n)] * row, row), part(rotated.value, NH * HS, row),
+                         part(rotated.mag, NH * HS, row), 2, HS, T);
             expect_same_bits("v", part(got_v, rows[size_t(n)] * row, row),
                              part(before, n * channels + NH * HS + row, row));
         }
@@ -332,23 +332,23 @@ TEST(DecodeAttentionArguments, WrongOnesAreErrors) {
     Call call(DType::F32, cache, 8);
     const TestArray out = TestArray::poisoned({2, 32});
     const auto run = [&] {
-        decode_attention(out, call.qkv, cache.k, cache.v, call.place, call.scale, call.scratch, Stream{});
+        decode_attention(out, call.qkv, cache.k, cache.v, call.batch, call.scale, call.scratch, Stream{});
     };
     run();
     call.scale = 0;
     expect_error(run, "decode_attention: scale is 0; it must be positive");
     call.scale = 1;
-    call.place.slots = call.positions.tensor().rows(0, 1);
+    call.batch.slots = call.positions.tensor().rows(0, 1);
     expect_error(run, "decode_attention: slots is int32 [1], expected int32 [2]");
-    call.place.slots = call.slots;
+    call.batch.slots = call.slots;
     const TestArray odd = TestArray::random({2, 60}, 1);
-    expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.place, 1, call.scratch, Stream{}); },
+    expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.batch, 1, call.scratch, Stream{}); },
                  "decode_attention: qkv has rows of 60, expected (NH + 2*NKV)*HS with 2 KV heads of 8 that divide NH");
 #ifndef USE_CUDA
     const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});
-    call.place.slots = far;
+    call.batch.slots = far;
     expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2");
-    call.place.slots = call.slots, call.place.positions = late;
+    call.batch.slots = call.slots, call.batch.positions = late;
     expect_error(run, "decode_attention: position 13 of sequence 1 is not below max_length, 13");
 #endif
 }
@@ -357,13 +357,13 @@ TEST(Advance, FinishedSequencesStay) {
     const TestArray positions = TestArray::ints({0, -1, 41}, {3});
     const std::vector<int64_t> before{5, 6, 7};
     const TestArray bytes = TestArray::bytes(before.data(), 24);
-    const TestArray ids = TestArray::ints({50, 51, 52}, {3}), turn = TestArray::ints({0}, {1});
+    const TestArray ids = TestArray::ints({50, 51, 52}, {3}), buffer_index = TestArray::ints({0}, {1});
     const HostMemory memory(host_alloc(2 * 4 * sizeof(int32_t)), host_free);
-    int32_t* const told = static_cast<int32_t*>(memory.get());
-    std::fill_n(told, 8, -7);
+    int32_t* const host_tokens = static_cast<int32_t*>(memory.get());
+    std::fill_n(host_tokens, 8, -7);
     const auto step = [&] {
         advance(positions, make_tensor(bytes.tensor().data, DType::I64, bytes.tensor().device, {3}), ids,
-                make_tensor(told, DType::I32, Device::CPU, {2, 4}), turn, Stream{});
+                make_tensor(host_tokens, DType::I32, Device::CPU, {2, 4}), buffer_index, Stream{});
         synchronize(Stream{});
     };
     step();
@@ -371,10 +371,12 @@ TEST(Advance, FinishedSequencesStay) {
     std::vector<int64_t> after(3);
     bytes.fetch_bytes(after.data());
     EXPECT_EQ(after, (std::vector<int64_t>{6, 7, 8}));
-    EXPECT_EQ(std::vector<int32_t>(told, told + 8), (std::vector<int32_t>{50, 51, 52, -7, -7, -7, -7, -7}));
+    EXPECT_EQ(std::vector<int32_t>(host_tokens, host_tokens + 8),
+              (std::vector<int32_t>{50, 51, 52, -7, -7, -7, -7, -7}));
     step(), step();
-    EXPECT_EQ(std::vector<int32_t>(told, told + 8), (std::vector<int32_t>{50, 51, 52, -7, 50, 51, 52, -7}));
-    EXPECT_EQ(turn.fetch_ints(), std::vector<int32_t>{1});
+    EXPECT_EQ(std::vector<int32_t>(host_tokens, host_tokens + 8),
+              (std::vector<int32_t>{50, 51, 52, -7, 50, 51, 52, -7}));
+    EXPECT_EQ(buffer_index.fetch_ints(), std::vector<int32_t>{1});
 }
 
 }  // namespace

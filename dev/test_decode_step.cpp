@@ -171,7 +171,7 @@ class Runner {
         }
         const TestArray ids = TestArray::ints(id, {N}), positions = TestArray::ints(at, {N}),
                         embedded = TestArray::ints(rows_of_wpe, {N});
-        DecodeLocation place;
+        DecodeBatch place;
         place.slots = slots, place.positions = positions, place.max_length = f.z.capacity;
         if (f.z.R) place.angles = positions, place.table = f.table;
         const TestArray logits = TestArray::poisoned(f.T, {N, f.z.V});
@@ -186,7 +186,7 @@ class Runner {
     }
 
   private:
-    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodeLocation& place) {
+    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodeBatch& place) {
         const ModelOptions& z = f.z;
         const int64_t Q = z.NH * z.HS, qkv_channels = Q + 2 * z.NKV * z.HS;
         const TestArray x = TestArray::poisoned(f.T, {N, z.C}), qkv = TestArray::poisoned(f.T, {N, qkv_channels}),
@@ -223,7 +223,7 @@ class DecodeStep : public DTypeTest {
     // The ways that there are on this machine to run a step of N texts.
     static std::vector<bool> ways(const Fixture& f, int64_t N) {
         std::vector<bool> ways = {false};
-        if (decode_step_rows(f.model()) >= N) ways.push_back(true);
+        if (decode_step_max_batch(f.model()) >= N) ways.push_back(true);
         return ways;
     }
 };
@@ -323,17 +323,17 @@ TEST_P(DecodeStep, BitsDependOnTheTextAlone) {
 TEST_P(DecodeStep, WrongArgumentsAreErrors) {
     const Fixture f(GPT2, activation(), 2);
     DecodeModel m = f.model();
-    if (decode_step_rows(m) == 0) {
+    if (decode_step_max_batch(m) == 0) {
         EXPECT_EQ(decode_step_scratch(m), 0);
         EXPECT_THROW(decode_step_prepare({}, m, f.weights, f.k, f.v, Stream{}), Error);
         EXPECT_THROW(decode_step({}, {}, {}, m, f.weights, {}, Stream{}), Error);
         return;
     }
-    EXPECT_EQ(decode_step_rows(m), 2);
+    EXPECT_EQ(decode_step_max_batch(m), 2);
     m.HS = 65;
-    EXPECT_EQ(decode_step_rows(m), 0);
+    EXPECT_EQ(decode_step_max_batch(m), 0);
     m = f.model(), m.FFN = 1 << 18;
-    EXPECT_EQ(decode_step_rows(m), 0);
+    EXPECT_EQ(decode_step_max_batch(m), 0);
     m = f.model();
     const TestArray scratch = TestArray::scratch(decode_step_scratch(m));
     EXPECT_THROW(decode_step_prepare(scratch, m, f.weights, f.k, {}, Stream{}), Error);
@@ -342,7 +342,7 @@ TEST_P(DecodeStep, WrongArgumentsAreErrors) {
     EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
     decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
-    DecodeLocation place;
+    DecodeBatch place;
     place.slots = ids, place.positions = ids, place.max_length = 1;
     EXPECT_THROW(decode_step(logits, ids, place, m, f.weights, scratch, Stream{}), Error);
 }

@@ -55,8 +55,8 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       stream(s),
       dynamic(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
               options.context > config.rope_scaling.original_max_position),
-      single_launch_rows(options.batch_invariant || config.has_linear_attention() ? 0
-                                                                                  : decode_step_rows(decode_model())),
+      single_launch_rows(
+          options.batch_invariant || config.has_linear_attention() ? 0 : decode_step_max_batch(decode_model())),
       cache(config, options.slots, options.context, options.dtype),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
@@ -492,7 +492,7 @@ void Engine::queue_results(int64_t B) {
 void Engine::decode_step(int64_t B, int64_t max_length) {
     const ModelConfig& c = config;
     const Tensor hidden = x.rows(0, B), places = step_positions.rows(0, B);
-    DecodeLocation place;
+    DecodeBatch place;
     place.slots = slot_ids.rows(0, B), place.positions = places, place.max_length = max_length;
     place.inputs_ready = true;  // by the embedding's launch
     const Tensor angles = dynamic ? iota.rows(0, B) : places;

@@ -1,5 +1,5 @@
-// A task is a piece of one sequence's context with all heads of it: the cache is read in the order in which it lies.
-// Each piece leaves maximum, sum and output of every head; a second loop combines them, piece by piece in order.
+// A task is one KV split of one sequence with all its heads, so that the cache is read in memory order. Each split
+// stores the maximum, sum and output of every head; a second loop combines the splits in order.
 #include "kernels/generation/decode_attention.h"
 
 #include <cmath>
@@ -11,21 +11,21 @@
 
 namespace {
 
-// Keys of a piece of the context of a sequence of `length` tokens. Short pieces keep all threads busy where the context
-// is short; long ones keep the combination of their results small.
-int64_t decode_piece(int64_t length) {
+// Keys of a KV split of a sequence of `length` tokens. Short splits keep all threads busy where the context is short;
+// long ones keep the combination of their results small.
+int64_t split_keys(int64_t length) {
     return length <= 2048 ? 64 : 256;
 }
 
-// Pieces of the longest sequence, and of those that are shorter but cut finer.
-int64_t decode_max_pieces(int64_t max_length) {
+// Upper bound of the number of splits: of the longest sequence, or of a shorter one whose splits are shorter.
+int64_t max_splits(int64_t max_length) {
     const int64_t fine = std::min<int64_t>(max_length, 2048);
     return std::max((fine + 63) / 64, (max_length + 255) / 256);
 }
 
-constexpr int64_t MAX_PIECE = 256;
+constexpr int64_t MAX_SPLIT_KEYS = 256;
 
-// One head's part of a piece: maximum, sum of exp(S − maximum), and Σ exp(S_j − maximum)·v_j.
+// One head of a split: maximum, sum of exp(S − maximum), and Σ exp(S_j − maximum)·v_j.
 struct Partial {
     float max, sum;
 };
@@ -78,11 +78,11 @@ ALWAYS_INLINE Partial exponentials(float* s, int64_t n) {
     return {m, vec_sum(sum)};
 }
 
-// partial [NH, 2 + HS] of keys k, v [n, NKV, HS].
-MULTIARCH void piece(float* partial, const float* q, const float* k, const float* v, int64_t n, const DecodeSizes& z,
-                     float scale) {
+// partial [NH, 2 + HS] of the keys k, v [n, NKV, HS].
+MULTIARCH void attend_split(float* partial, const float* q, const float* k, const float* v, int64_t n,
+                            const DecodeSizes& z, float scale) {
     const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS;
-    alignas(64) float s[MAX_PIECE];
+    alignas(64) float s[MAX_SPLIT_KEYS];
     for (int64_t h = 0; h < z.NH; h++) {
         const int64_t column = h / group * z.HS;
         for (int64_t j = 0; j < n; j++) s[j] = scale * dot(q + h * z.HS, k + j * row + column, z.HS);
@@ -94,12 +94,12 @@ MULTIARCH void piece(float* partial, const float* q, const float* k, const float
 }
 
 // out [HS] of one head from its partials, `stride` floats apart.
-MULTIARCH void combine(float* out, const float* partial, int64_t stride, int64_t pieces, int64_t HS) {
+MULTIARCH void combine(float* out, const float* partial, int64_t stride, int64_t splits, int64_t HS) {
     float max = partial[0];
-    for (int64_t i = 1; i < pieces; i++) max = partial[i * stride] > max ? partial[i * stride] : max;
+    for (int64_t i = 1; i < splits; i++) max = partial[i * stride] > max ? partial[i * stride] : max;
     float sum = 0;
     std::fill_n(out, HS, 0.0f);
-    for (int64_t i = 0; i < pieces; i++) {
+    for (int64_t i = 0; i < splits; i++) {
         const float* p = partial + i * stride;
         const float weight = std::exp(p[0] - max);
         sum += weight * p[1];
@@ -111,40 +111,41 @@ MULTIARCH void combine(float* out, const float* partial, int64_t stride, int64_t
 }  // namespace
 
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length) {
-    return N * decode_max_pieces(max_length) * NH * partial_floats(HS) * int64_t(sizeof(float)) +
-           N * int64_t(sizeof(int32_t));
+    return N * max_splits(max_length) * NH * partial_floats(HS) * int64_t(sizeof(float)) + N * int64_t(sizeof(int32_t));
 }
 
-void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeLocation& place, float scale,
+void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, float scale,
                       Tensor scratch, Stream stream) {
     const char* op = "decode_attention";
-    const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, place, scale, scratch);
-    const int32_t *slot = place.slots.as<int32_t>(), *position = place.positions.as<int32_t>();
-    const int64_t pieces = decode_max_pieces(place.max_length), row = z.NKV * z.HS;
+    const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, batch, scale);
+    check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, batch.max_length));
+    const int32_t *slot = batch.slots.as<int32_t>(), *position = batch.positions.as<int32_t>();
+    const int64_t splits = max_splits(batch.max_length), row = z.NKV * z.HS;
     float* const partials = static_cast<float*>(scratch.data);
     const Tensor rows =
-        make_tensor(partials + z.N * pieces * z.NH * partial_floats(z.HS), DType::I32, Device::CPU, {z.N});
+        make_tensor(partials + z.N * splits * z.NH * partial_floats(z.HS), DType::I32, Device::CPU, {z.N});
     for (int64_t n = 0; n < z.N; n++) {
         require(slot[n] >= 0 && slot[n] < z.slots, op, ": slot ", slot[n], " of sequence ", n,
                 " lies outside the cache of ", z.slots);
-        require(position[n] < place.max_length, op, ": position ", position[n], " of sequence ", n,
-                " is not below max_length, ", place.max_length);
+        require(position[n] < batch.max_length, op, ": position ", position[n], " of sequence ", n,
+                " is not below max_length, ", batch.max_length);
         const bool active = position[n] >= 0 && position[n] < z.capacity;
         rows.as<int32_t>()[n] = active ? static_cast<int32_t>(slot[n] * z.capacity + position[n]) : -1;
     }
     const auto flat = [&](const Tensor& t) {
         return make_tensor(t.data, t.dtype, t.device, {z.slots * z.capacity, z.NKV, z.HS});
     };
-    kv_append(flat(k_cache), flat(v_cache), qkv, rows, place.angles, place.table, z.NH, stream);
+    kv_append(flat(k_cache), flat(v_cache), qkv, rows, batch.angles, batch.table, z.NH, stream);
 
     const auto length = [&](int64_t n) { return rows.as<int32_t>()[n] < 0 ? 0 : int64_t(position[n]) + 1; };
 #pragma omp parallel for schedule(dynamic)
-    for (int64_t task = 0; task < z.N * pieces; task++) {
-        const int64_t n = task / pieces, size = decode_piece(length(n)), begin = task % pieces * size;
+    for (int64_t task = 0; task < z.N * splits; task++) {
+        const int64_t n = task / splits, size = split_keys(length(n)), begin = task % splits * size;
         if (begin >= length(n)) continue;
         const int64_t first = (slot[n] * z.capacity + begin) * row;
-        piece(partials + task * z.NH * partial_floats(z.HS), qkv.as<float>() + n * row_stride(qkv),
-              k_cache.as<float>() + first, v_cache.as<float>() + first, std::min(size, length(n) - begin), z, scale);
+        attend_split(partials + task * z.NH * partial_floats(z.HS), qkv.as<float>() + n * row_stride(qkv),
+                     k_cache.as<float>() + first, v_cache.as<float>() + first, std::min(size, length(n) - begin), z,
+                     scale);
     }
 #pragma omp parallel for schedule(static) if (z.N * z.NH * z.HS > PARALLEL_MIN)
     for (int64_t n = 0; n < z.N; n++) {
@@ -153,19 +154,19 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
             std::fill_n(to, z.NH * z.HS, 0.0f);
             continue;
         }
-        const int64_t used = (length(n) + decode_piece(length(n)) - 1) / decode_piece(length(n));
+        const int64_t used = (length(n) + split_keys(length(n)) - 1) / split_keys(length(n));
         for (int64_t h = 0; h < z.NH; h++) {
-            combine(to + h * z.HS, partials + (n * pieces * z.NH + h) * partial_floats(z.HS),
+            combine(to + h * z.HS, partials + (n * splits * z.NH + h) * partial_floats(z.HS),
                     z.NH * partial_floats(z.HS), used, z.HS);
         }
     }
 }
 
-void advance(Tensor positions, Tensor steps, Tensor ids, Tensor told, Tensor turn, Stream) {
-    check_advance("advance", positions, steps, ids, told, turn);
-    int32_t& row = *turn.as<int32_t>();
+void advance(Tensor positions, Tensor steps, Tensor ids, Tensor host_tokens, Tensor buffer_index, Stream) {
+    check_advance("advance", positions, steps, ids, host_tokens, buffer_index);
+    int32_t& row = *buffer_index.as<int32_t>();
     for (int64_t n = 0; n < positions.shape[0]; n++) {
-        told.as<int32_t>()[row * told.stride[0] + n] = ids.as<int32_t>()[n];
+        host_tokens.as<int32_t>()[row * host_tokens.stride[0] + n] = ids.as<int32_t>()[n];
         positions.as<int32_t>()[n] += positions.as<int32_t>()[n] >= 0;
         steps.as<int64_t>()[n]++;
     }

@@ -1,13 +1,15 @@
-// The checks of decode_attention's and kv_append's arguments that need no look at what tensors hold, for both backends.
+// Argument checks of decode_attention, advance and kv_append for both backends: shapes and dtypes, not values.
 #pragma once
 
 #include "kernels/check.h"
-#include "kernels/generation/decode_attention.h"
+#include "kernels/generation/decode_batch.h"
 
 struct DecodeSizes {
-    int64_t N, NH, NKV, HS, slots, capacity, half;  // half: R/2, 0 without RoPE
+    int64_t N, NH, NKV, HS, slots, capacity;
+    int64_t rope_pairs;  // R/2; 0 without RoPE
 };
 
+// Returns the number of rotated channel pairs, R/2; 0 without a table.
 inline int64_t check_angles(const char* op, const Tensor& angles, const Tensor& table, int64_t N, int64_t HS) {
     if (!table) return 0;
     require(table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
@@ -18,9 +20,10 @@ inline int64_t check_angles(const char* op, const Tensor& angles, const Tensor& 
     return table.shape[1];
 }
 
+// All but scratch.
 inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Tensor& out, const Tensor& qkv,
-                                          const Tensor& k_cache, const Tensor& v_cache, const DecodeLocation& place,
-                                          float scale, const Tensor& scratch) {
+                                          const Tensor& k_cache, const Tensor& v_cache, const DecodeBatch& batch,
+                                          float scale) {
     require(k_cache && k_cache.rank == 4, op, ": k_cache is ", shape_string(k_cache),
             ", expected [slots, capacity, NKV, HS]");
     DecodeSizes z{};
@@ -36,22 +39,43 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     require(qkv.shape[1] % z.HS == 0 && z.NH > 0 && z.NH % z.NKV == 0, op, ": qkv has rows of ", qkv.shape[1],
             ", expected (NH + 2*NKV)*HS with ", z.NKV, " KV heads of ", z.HS, " that divide NH");
     check_matrix(op, "out", out, z.N, z.NH * z.HS, Given::Required, dtype);
-    check_tensor(op, "slots", place.slots, DType::I32, {z.N});
-    check_tensor(op, "positions", place.positions, DType::I32, {z.N});
-    z.half = check_angles(op, place.angles, place.table, z.N, z.HS);
+    check_tensor(op, "slots", batch.slots, DType::I32, {z.N});
+    check_tensor(op, "positions", batch.positions, DType::I32, {z.N});
+    z.rope_pairs = check_angles(op, batch.angles, batch.table, z.N, z.HS);
     require(scale > 0, op, ": scale is ", scale, "; it must be positive");
-    check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, place.max_length));
+    return z;
+}
+
+struct KvAppendSizes {
+    int64_t N, rows, NKV, HS;
+    int64_t rope_pairs;  // R/2; 0 without RoPE
+};
+
+inline KvAppendSizes check_kv_append(const char* op, DType dtype, const Tensor& k_cache, const Tensor& v_cache,
+                                     const Tensor& qkv, const Tensor& rows, const Tensor& angles, const Tensor& table,
+                                     int64_t NH) {
+    require(k_cache && k_cache.rank == 3, op, ": k_cache is ", shape_string(k_cache), ", expected [rows, NKV, HS]");
+    check_matrix(op, "qkv", qkv, dtype);
+    KvAppendSizes z{};
+    z.N = qkv.shape[0], z.rows = k_cache.shape[0], z.NKV = k_cache.shape[1], z.HS = k_cache.shape[2];
+    check_tensor(op, "k_cache", k_cache, dtype, {z.rows, z.NKV, z.HS});
+    check_tensor(op, "v_cache", v_cache, dtype, {z.rows, z.NKV, z.HS});
+    check_matrix(op, "qkv", qkv, z.N, (NH + 2 * z.NKV) * z.HS, Given::Required, dtype);
+    check_contiguous(op, "k_cache", k_cache);
+    check_contiguous(op, "v_cache", v_cache);
+    check_tensor(op, "rows", rows, DType::I32, {z.N});
+    z.rope_pairs = check_angles(op, angles, table, z.N, z.HS);
     return z;
 }
 
 inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps, const Tensor& ids,
-                          const Tensor& told, const Tensor& turn) {
+                          const Tensor& host_tokens, const Tensor& buffer_index) {
     require(positions && positions.rank == 1, op, ": positions is ", shape_string(positions), ", expected [N]");
     check_tensor(op, "positions", positions, DType::I32, {positions.shape[0]});
     check_tensor(op, "steps", steps, DType::I64, {positions.shape[0]});
     check_tensor(op, "ids", ids, DType::I32, {positions.shape[0]});
-    check_tensor(op, "turn", turn, DType::I32, {1});
-    require(told && told.rank == 2 && told.shape[1] >= positions.shape[0], op, ": told is ", shape_string(told),
-            ", expected [2, ", positions.shape[0], "] or wider");
-    check_tensor(op, "told", told, DType::I32, {2, told.shape[1]});
+    check_tensor(op, "buffer_index", buffer_index, DType::I32, {1});
+    require(host_tokens && host_tokens.rank == 2 && host_tokens.shape[1] >= positions.shape[0], op, ": host_tokens is ",
+            shape_string(host_tokens), ", expected [2, ", positions.shape[0], "] or wider");
+    check_tensor(op, "host_tokens", host_tokens, DType::I32, {2, host_tokens.shape[1]});
 }

@@ -3,7 +3,7 @@
 #include "runtime/error.h"
 
 // The CPU has no launches to save: there a step is linear() and decode_attention(), one after the other.
-int64_t decode_step_rows(const DecodeModel&) {
+int64_t decode_step_max_batch(const DecodeModel&) {
     return 0;
 }
 
@@ -16,6 +16,6 @@ void decode_step_prepare(Tensor, const DecodeModel&, const InferenceWeights&, co
     throw Error("decode_step_prepare: not on the CPU");
 }
 
-void decode_step(Tensor, Tensor, const DecodeLocation&, const DecodeModel&, const InferenceWeights&, Tensor, Stream) {
+void decode_step(Tensor, Tensor, const DecodeBatch&, const DecodeModel&, const InferenceWeights&, Tensor, Stream) {
     throw Error("decode_step: not on the CPU");
 }

@@ -1023,14 +1023,14 @@ void check_weight(const char* op, const char* name, const Tensor& t, DType dtype
 
 }  // namespace
 
-int64_t decode_step_rows(const DecodeModel& model) {
+int64_t decode_step_max_batch(const DecodeModel& model) {
     int64_t N = std::min(model.slots, LINEAR_SMALL_N);
     while (N > 0 && !layout_of(model, N).possible) N--;
     return N;
 }
 
 int64_t decode_step_scratch(const DecodeModel& model) {
-    return decode_step_rows(model) > 0 ? Words(model).end : 0;
+    return decode_step_max_batch(model) > 0 ? Words(model).end : 0;
 }
 
 void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWeights& weights,
@@ -1040,8 +1040,8 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     const bool swiglu = m.activation == Activation::SwiGLU;
     require(int64_t(weights.blocks.size()) == m.layers && int64_t(k.size()) == m.layers && v.size() == k.size(), op,
             ": ", weights.blocks.size(), " blocks and a cache for ", k.size(), " layers, expected ", m.layers);
-    require(decode_step_rows(m) > 0, op,
-            ": such a model can't be run in one launch; decode_step_rows() tells which can");
+    require(decode_step_max_batch(m) > 0, op,
+            ": such a model can't be run in one launch; decode_step_max_batch() tells which can");
     check_scratch(op, scratch, decode_step_scratch(m));
     const auto norm = [&](const NormWeights& n) {
         check_tensor(op, "norm.weight", n.weight, DType::F32, {m.C});
@@ -1085,7 +1085,7 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     synchronize(stream);
 }
 
-void decode_step(Tensor logits, Tensor ids, const DecodeLocation& place, const DecodeModel& m,
+void decode_step(Tensor logits, Tensor ids, const DecodeBatch& place, const DecodeModel& m,
                  const InferenceWeights& weights, Tensor scratch, Stream stream) {
     const char* op = "decode_step";
     const int64_t N = logits.shape[0];
@@ -1100,7 +1100,7 @@ void decode_step(Tensor logits, Tensor ids, const DecodeLocation& place, const D
     if (N == 0 || place.max_length == 0) return;
     const Layout z = layout_of(m, N);
     require(N <= m.slots && z.possible, op, ": ", N,
-            " texts of this model don't fit in a launch; decode_step_rows() tells how many do");
+            " texts of this model don't fit in a launch; decode_step_max_batch() tells how many do");
     dispatch_dtype(op, m.dtype, [&](auto zero) {
         using T = decltype(zero);
         Step<T> a{};

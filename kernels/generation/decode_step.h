@@ -15,13 +15,13 @@
 // x, qkv, att and act are rounded to T where linear() and decode_attention() round them; sums are fp32. A text's logits
 // are the same bits whoever shares the step, but not the bits of those ops, whose sums have another order.
 //
-// For layers of softmax attention. Needs sm_90 or later. On the CPU, where nothing is launched, decode_step_rows() is
+// For layers of softmax attention. Needs sm_90 or later. On the CPU, where nothing is launched, decode_step_max_batch() is
 // 0.
 #pragma once
 
 #include <vector>
 
-#include "kernels/generation/decode_attention.h"
+#include "kernels/generation/decode_batch.h"
 #include "kernels/generation/linear.h"
 
 struct NormWeights {
@@ -57,9 +57,9 @@ struct DecodeModel {
 // Texts that a step takes at most: as many as there are slots, up to LINEAR_SMALL_N, or fewer; 0 where such a model
 // can't be run this way: on an old GPU, with channels or a head size that fill no 16 bytes, heads wider than 128, or
 // rows too long for shared memory.
-int64_t decode_step_rows(const DecodeModel& model);
+int64_t decode_step_max_batch(const DecodeModel& model);
 
-// Bytes of scratch; 0 if decode_step_rows is.
+// Bytes of scratch; 0 if decode_step_max_batch is.
 int64_t decode_step_scratch(const DecodeModel& model);
 // Prepares scratch (U8) for these weights and this cache, k and v [slots, capacity, NKV, HS] for each layer: once, and
 // again if any of them moves. Throws Error where a shape or dtype is wrong, or rows are not contiguous and aligned to
@@ -67,7 +67,7 @@ int64_t decode_step_scratch(const DecodeModel& model);
 void decode_step_prepare(Tensor scratch, const DecodeModel& model, const InferenceWeights& weights,
                          const std::vector<Tensor>& k, const std::vector<Tensor>& v, Stream stream);
 
-// logits [N, Vp], N ≤ decode_step_rows; ids [N] int32; place as for decode_attention. scratch is left as the next call
+// logits [N, Vp], N ≤ decode_step_max_batch; ids [N] int32; place as for decode_attention. scratch is left as the next call
 // needs it, whatever that one's N and max_length.
-void decode_step(Tensor logits, Tensor ids, const DecodeLocation& place, const DecodeModel& model,
+void decode_step(Tensor logits, Tensor ids, const DecodeBatch& place, const DecodeModel& model,
                  const InferenceWeights& weights, Tensor scratch, Stream stream);

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// A block a token. Its heads are turned pair by pair: a thread reads both channels of a pair before it writes them, so
-// that q can stay where it is. Channels beyond the pairs, and v, are copied.
+// One block for each token. A thread reads both channels of a rotated pair before it writes them, so that q can be
+// rotated in place. Channels beyond the pairs, and v, are copied.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     kv_append_kernel(T* k_cache, T* v_cache, T* qkv, int64_t stride, const int32_t* rows, int64_t num_rows,
@@ -18,16 +18,16 @@ __global__ void __launch_bounds__(THREADS)
     pdl_launch_dependents();
     const int64_t token = blockIdx.x, row = rows[token];
     T* const q = qkv + token * stride;
-    const float* const turn = angles.of(token);
-    const bool has_place = row >= 0 && row < num_rows;
-    if (!has_place) return;
+    const float* const rotation = angles.of(token);
+    const bool has_row = row >= 0 && row < num_rows;
+    if (!has_row) return;
     T* const to_k = k_cache + row * NKV * HS;
     T* const to_v = v_cache + row * NKV * HS;
-    const int pairs = turn ? angles.pairs : 0, rest = HS - 2 * pairs;
+    const int pairs = rotation ? angles.pairs : 0, rest = HS - 2 * pairs;
     for (int i = threadIdx.x; i < (NH + NKV) * pairs; i += THREADS) {
         const int head = i / pairs, c = i - head * pairs;
         const T* const x = q + int64_t(head) * HS;
-        const float first = rotated(x, c, turn, pairs), second = rotated(x, c + pairs, turn, pairs);
+        const float first = rotated(x, c, rotation, pairs), second = rotated(x, c + pairs, rotation, pairs);
         T* const to = head < NH ? q + int64_t(head) * HS : to_k + int64_t(head - NH) * HS;
         to[c] = from_float<T>(first);
         to[c + pairs] = from_float<T>(second);
@@ -45,23 +45,15 @@ __global__ void __launch_bounds__(THREADS)
 void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor angles, Tensor table, int64_t NH,
                Stream stream) {
     const char* op = "kv_append";
-    require(k_cache && k_cache.rank == 3, op, ": k_cache is ", shape_string(k_cache), ", expected [rows, NKV, HS]");
     const DType dtype = check_activation_dtype(op, "qkv", qkv);
-    check_matrix(op, "qkv", qkv, dtype);
-    const int64_t N = qkv.shape[0], R = k_cache.shape[0], NKV = k_cache.shape[1], HS = k_cache.shape[2];
-    check_tensor(op, "k_cache", k_cache, dtype, {R, NKV, HS});
-    check_tensor(op, "v_cache", v_cache, dtype, {R, NKV, HS});
-    check_matrix(op, "qkv", qkv, N, (NH + 2 * NKV) * HS, Given::Required, dtype);
-    check_contiguous(op, "k_cache", k_cache);
-    check_contiguous(op, "v_cache", v_cache);
-    check_tensor(op, "rows", rows, DType::I32, {N});
-    const int64_t pairs = check_angles(op, angles, table, N, HS);
-    if (N == 0) return;
-    Angles turn{};
-    if (table) turn = {angles.as<int32_t>(), table.as<float>(), table.shape[0], int(pairs)};
+    const KvAppendSizes z = check_kv_append(op, dtype, k_cache, v_cache, qkv, rows, angles, table, NH);
+    if (z.N == 0) return;
+    Angles rope_angles{};
+    if (table) rope_angles = {angles.as<int32_t>(), table.as<float>(), table.shape[0], int(z.rope_pairs)};
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch_pdl(op, kv_append_kernel<T>, grid_of(N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),
-                   qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), R, turn, int(NH), int(NKV), int(HS));
+        launch_pdl(op, kv_append_kernel<T>, grid_of(z.N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),
+                   qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), z.rows, rope_angles, int(NH), int(z.NKV),
+                   int(z.HS));
     });
 }

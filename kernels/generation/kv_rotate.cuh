@@ -1,15 +1,16 @@
-// RoPE of one head as the kernels of the KV cache apply it: to a value on its way from one place to another.
+// RoPE of one channel of a head, for the kernels that copy q and k and rotate them on the way.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
-// Row of the angle table for a token: null where there is no table or no such row, and nothing is turned.
+// The RoPE table and its row for each token.
 struct Angles {
     const int32_t* rows;
     const float* table;  // [length, pairs, 2]
     int64_t length;
     int pairs;
 
+    // (cos, sin) of each pair; null, which means no rotation, without a table or such a row.
     __device__ __forceinline__ const float* of(int64_t token) const {
         if (!table) return nullptr;
         const int64_t row = rows[token];
@@ -17,12 +18,12 @@ struct Angles {
     }
 };
 
-// Channel c of a head after the rotation by its `pairs` pairs (kernels/rope.h); turn null: as it is.
+// Channel c of a head, rotated (kernels/rope.h) if it belongs to one of the `pairs` pairs; rotation null: unchanged.
 template <typename T>
-__device__ __forceinline__ float rotated(const T* x, int c, const float* turn, int pairs) {
+__device__ __forceinline__ float rotated(const T* x, int c, const float* rotation, int pairs) {
     const float v = as_float(x[c]);
-    if (!turn || c >= 2 * pairs) return v;
+    if (!rotation || c >= 2 * pairs) return v;
     const int i = c < pairs ? c : c - pairs;
-    const float cosine = turn[2 * i], sine = turn[2 * i + 1];
+    const float cosine = rotation[2 * i], sine = rotation[2 * i + 1];
     return c < pairs ? v * cosine - as_float(x[c + pairs]) * sine : v * cosine + as_float(x[c - pairs]) * sine;
 }

@@ -1,26 +1,27 @@
-// Attention of one token over a piece of its context, by the warps of a block together: for decode_attention.cu.
+// Attention of one token over one KV split, with ordinary multiply-adds: for decode_attention.cu. The warps of a block
+// work on a split together, in three phases: scores, softmax, values.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 
-// Keys of a piece, and pieces of a context.
-constexpr int64_t DECODE_PIECE = 256;
-__host__ __device__ inline int64_t decode_pieces(int64_t length) {
-    return ceil_div(length, DECODE_PIECE);
+// Keys of a KV split, and splits of a context.
+constexpr int64_t SIMT_SPLIT_KEYS = 256;
+__host__ __device__ inline int64_t simt_splits(int64_t length) {
+    return ceil_div(length, SIMT_SPLIT_KEYS);
 }
 
 // Shared memory of WARPS warps that work on up to HEADS heads.
 template <int WARPS_, int HEADS_>
-struct Piece {
+struct SplitWorkspace {
     static constexpr int WARPS = WARPS_, HEADS = HEADS_;
-    float* queries;  // [HEADS, stride], scaled and turned; zeros for heads that aren't there
-    float* scores;   // [HEADS, DECODE_PIECE]
+    float* queries;  // [HEADS, stride], scaled and rotated; zeros for missing heads
+    float* scores;   // [HEADS, SIMT_SPLIT_KEYS]
     float* sums;     // [WARPS, HEADS, stride]
     float* maxima;   // [HEADS]
     float* totals;   // [HEADS] Σ_j exp(S_j − maximum)
     int stride;      // at least HS
 
-    // Afterwards: Σ_j exp(S_j − maximum)·v_j[c].
+    // After attend_split(): Σ_j exp(S_j − maximum)·v_j[c].
     __device__ __forceinline__ float sum(int h, int c) const {
         float x = 0;
 #pragma unroll
@@ -35,16 +36,18 @@ __device__ __forceinline__ float group_sum(float x, int lanes) {
     return x;
 }
 
-// k, v: of the piece's first key, `row` elements from one key to the next; keys ≤ DECODE_PIECE. W elements a vector, V
-// vectors a lane for a key: channel (v·lanes + lane)·W + k of a head; lanes is a power of two. sync() holds the warps
-// together; queries must be there before, and it ends with maxima, totals and sums there for all. BATCH keys and values
-// of a lane are under way at a time; what is not unrolled for them is kept short.
-template <int W, int V, int BATCH, typename Shared, typename T, typename Sync>
-__device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_cache, const T* v_cache, int64_t row,
-                                             int keys, int heads, int HS, int lanes, Sync sync) {
-    constexpr int WARPS = Shared::WARPS, HEADS = Shared::HEADS, THREADS = WARPS * WARP;
+// k_cache, v_cache: of the split's first key, `row` elements from one key to the next; keys ≤ SIMT_SPLIT_KEYS. A group
+// of `lanes` lanes, a power of two, shares a key. Each lane holds V vectors of W elements of it: channel
+// (v·lanes + lane)·W + k of a head. A lane has BATCH keys and values in flight at a time.
+//
+// The caller fills shared.queries and synchronizes the block before. On return maxima, totals and sums are visible to
+// all threads.
+template <int W, int V, int BATCH, typename Workspace, typename T>
+__device__ __forceinline__ void attend_split(const Workspace& shared, const T* k_cache, const T* v_cache, int64_t row,
+                                             int keys, int heads, int HS, int lanes) {
+    constexpr int WARPS = Workspace::WARPS, HEADS = Workspace::HEADS, THREADS = WARPS * WARP;
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
-    // Scores: key j of the piece belongs to the group j % groups.
+    // Scores: key j of the split belongs to group j % groups.
     const int in_group = lane % lanes, groups = THREADS / lanes, mine = thread / lanes;
     const auto channel = [&](int v) { return (v * lanes + in_group) * W; };
     float q[HEADS][V * W];
@@ -55,8 +58,8 @@ __device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_ca
 #pragma unroll
             for (int k = 0; k < W; k++)
                 q[h][v * W + k] = channel(v) < HS ? shared.queries[h * shared.stride + channel(v) + k] : 0.0f;
-    const int rounds = (keys + groups - 1) / groups;  // the same for all lanes: group_sum is a warp's
-    // What BATCH rounds read is asked for at once, and the first values before anything waits for the scores.
+    const int rounds = (keys + groups - 1) / groups;  // the same for all lanes: group_sum needs the whole warp
+    // All loads of BATCH rounds are issued at once, and the first values are requested before the scores are needed.
     using Vectors = Pack<T, W>[BATCH][V];
     const auto load = [&](Vectors& x, const T* cache, int first) {
 #pragma unroll
@@ -88,16 +91,16 @@ __device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_ca
 #pragma unroll
             for (int h = 0; h < HEADS; h++) {
                 s[h] = group_sum(s[h], lanes);
-                if (in_group == 0 && j < keys) shared.scores[h * DECODE_PIECE + j] = s[h];
+                if (in_group == 0 && j < keys) shared.scores[h * SIMT_SPLIT_KEYS + j] = s[h];
             }
         }
     }
-    sync();
+    __syncthreads();
 
-    // Softmax of a head: a warp's work.
+    // Softmax: one warp for each head.
 #pragma unroll 1
     for (int h = warp; h < heads; h += WARPS) {
-        float* const scores = shared.scores + h * DECODE_PIECE;
+        float* const scores = shared.scores + h * SIMT_SPLIT_KEYS;
         float max = -INFINITY, sum = 0;
 #pragma unroll 1
         for (int j = lane; j < keys; j += WARP) max = fmaxf(max, scores[j]);
@@ -111,9 +114,9 @@ __device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_ca
         sum = warp_sum(sum);
         if (lane == 0) shared.maxima[h] = max, shared.totals[h] = sum;
     }
-    sync();
+    __syncthreads();
 
-    // Values: each group adds up its keys, then the groups of a warp, then (Piece::sum) the warps.
+    // Values: each group sums over its keys, then the groups of a warp are added, then (SplitWorkspace::sum) the warps.
     float o[HEADS][V * W] = {};
 #pragma unroll 1
     for (int first = 0; first < rounds; first += BATCH) {
@@ -127,7 +130,7 @@ __device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_ca
                 const Floats<W> x = as_floats(value[b][v]);
 #pragma unroll
                 for (int h = 0; h < HEADS; h++) {
-                    const float p = h < heads ? shared.scores[h * DECODE_PIECE + j] : 0.0f;
+                    const float p = h < heads ? shared.scores[h * SIMT_SPLIT_KEYS + j] : 0.0f;
 #pragma unroll
                     for (int k = 0; k < W; k++) o[h][v * W + k] += p * x[k];
                 }
@@ -149,5 +152,5 @@ __device__ __forceinline__ void attend_piece(const Shared& shared, const T* k_ca
                     if (channel(v) < HS)
                         shared.sums[(warp * HEADS + h) * shared.stride + channel(v) + k] = o[h][v * W + k];
     }
-    sync();
+    __syncthreads();
 }
