@@ -8,6 +8,7 @@
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/embedding.h"
+#include "kernels/generation/decode_attention.h"
 
 namespace {
 
