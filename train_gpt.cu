@@ -16,6 +16,7 @@
 #include <numeric>
 
 #include "commands/commands.h"
+#include "commands/matmul_cache.h"
 #include "commands/plan.h"
 #include "commands/training.h"
 #include "data/loader.h"
@@ -49,12 +50,12 @@
 #include "parallel/weights.h"
 #include "runtime/context.h"
 #include "runtime/device/arena.h"
+#include "runtime/device/convert.h"
 #include "runtime/device/device.h"
 #include "runtime/device/memory_plan.h"
 #include "runtime/device/peaks.h"
 #include "runtime/device/staging.h"
 #include "runtime/files/checkpoint.h"
-#include "runtime/files/convert.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/model/heads.h"

@@ -3,11 +3,12 @@
 #include "kernels/generation/linear.h"
 
 #include "dev/bench_util.h"
+#include "runtime/device/blas_stream.h"
 
 namespace {
 
 Stream stream() {
-    static const Stream created = create_stream();
+    static const Stream created = create_blas_stream();
     return created;
 }
 

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "dev/bench_util.h"
+#include "runtime/device/blas_stream.h"
 #ifndef USE_CUDA
 #include "kernels/cpu/gemm_blocked.h"
 #endif
@@ -15,7 +16,7 @@ namespace {
 // One for all: a stream tunes a product once.
 Stream stream() {
     static const Stream tuned = [] {
-        const Stream created = create_stream();
+        const Stream created = create_blas_stream();
         matmul_tuning(true, created);
         return created;
     }();

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "dev/cache_flush.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 #include "runtime/rng.h"
 
 namespace {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/matmul.h"
+#include "runtime/device/blas_stream.h"
 #include "runtime/device/cuda_check.h"
 
 namespace {
@@ -54,7 +55,7 @@ MachineLimits measure() {
                        check_launch(op, Stream{});
                    });
     arrays.clear();
-    const Stream stream = create_stream();
+    const Stream stream = create_blas_stream();
     limits.flops = measured_peak_flops(stream, DType::F32);
     limits.flops_bf16 = measured_peak_flops(stream, DType::BF16);
     destroy_stream(stream);

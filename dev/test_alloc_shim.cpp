@@ -9,6 +9,7 @@
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
+#include "runtime/device/blas_stream.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
 
@@ -110,7 +111,7 @@ TEST_F(Inside, DeviceMemory) {
               0);
     // cuBLAS and its own runtime: the handle takes memory of the device.
     Stream stream;
-    const long handle = device([&] { stream = create_stream(); });
+    const long handle = device([&] { stream = create_blas_stream(); });
     EXPECT_TRUE(cuda ? handle >= 1 : handle == 0) << handle;
     destroy_stream(stream);
 }

@@ -11,7 +11,7 @@
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 #include "runtime/files/safetensors.h"
 
 using nlohmann::json;

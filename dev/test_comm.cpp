@@ -9,7 +9,7 @@
 
 #include "dev/test_util.h"
 #include "runtime/communication/comm.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

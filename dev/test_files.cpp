@@ -1,4 +1,4 @@
-// runtime/files/files.h and runtime/files/convert.h: whole files, atomic replacement, maps, .npy, and every error's
+// runtime/files/files.h and runtime/device/convert.h: whole files, atomic replacement, maps, .npy, and every error's
 // words.
 #include "runtime/files/files.h"
 
@@ -11,7 +11,7 @@
 #include <random>
 
 #include "dev/temp_dir.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

@@ -15,7 +15,8 @@
 #include "kernels/matmul.h"
 #include "kernels/swiglu.h"
 #include "kernels/tensor_library/tensor_ops.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/blas_stream.h"
+#include "runtime/device/convert.h"
 
 namespace {
 
@@ -306,7 +307,7 @@ TEST(Large, MatmulAndCrossEntropy) {
     LargeArray inp(DType::BF16, {N, C}), weight(DType::BF16, {Vp, C}), logits(DType::BF16, {N, Vp});
     LargeArray dinp(DType::BF16, {N, C}), dweight(DType::F32, {Vp, C});
     inp.fill(1, 1), weight.fill(2, 0.1f);
-    const Stream stream = create_stream();
+    const Stream stream = create_blas_stream();
     matmul_forward(logits, inp, weight, Tensor{}, stream);
     synchronize(stream);
     check_product("logits", logits, inp, weight, false, true, C);

@@ -4,6 +4,7 @@
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "runtime/device/blas_stream.h"
 
 namespace {
 
@@ -18,7 +19,7 @@ struct Case {
 };
 
 Stream stream() {
-    static const Stream created = create_stream();
+    static const Stream created = create_blas_stream();
     return created;
 }
 

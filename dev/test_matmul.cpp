@@ -7,8 +7,10 @@
 #include <cstdlib>
 #include <limits>
 
+#include "commands/matmul_cache.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "runtime/device/blas_stream.h"
 #ifdef USE_CUDA
 #include <sstream>
 
@@ -23,7 +25,7 @@ using Matmul = void (*)(Tensor out, Tensor a, Tensor b, bool transpose_a, bool t
 
 // Products need a stream with its matrix library. One for the whole binary; what tests copy keeps its order with it.
 Stream stream() {
-    static const Stream created = create_stream();
+    static const Stream created = create_blas_stream();
     return created;
 }
 
@@ -301,7 +303,7 @@ std::vector<double> product_bits(DType T, const TunedProduct& p, Stream on) {
 
 // A stream of a test's own: what it chose stays with it.
 struct OwnStream {
-    Stream stream = create_stream();
+    Stream stream = create_blas_stream();
     OwnStream() = default;
     OwnStream(const OwnStream&) = delete;
     ~OwnStream() { destroy_stream(stream); }
@@ -463,16 +465,16 @@ TEST(MatmulTuning, CacheIsTheUsers) {
     for (const char* name : variables) saved.push_back(std::getenv(name) ? std::getenv(name) : "");
     setenv("XDG_CACHE_HOME", "/caches", 1);
     setenv("HOME", "/home/ada", 1);
-    const std::string path = matmul_cache_path(stream());
+    const std::string path = matmul_cache_path();
     EXPECT_EQ(path.rfind("/caches/train_gpt/gemm/", 0), 0u) << path;
     EXPECT_NE(path.find("-cuBLASLt-"), std::string::npos) << path;
     EXPECT_EQ(path.find(' '), std::string::npos) << path;
     for (const char* ignored : {"", "relative"}) {
         setenv("XDG_CACHE_HOME", ignored, 1);
-        EXPECT_EQ(matmul_cache_path(stream()), "/home/ada/.cache" + path.substr(7));
+        EXPECT_EQ(matmul_cache_path(), "/home/ada/.cache" + path.substr(7));
     }
     setenv("HOME", "", 1);
-    EXPECT_EQ(matmul_cache_path(stream()), "");
+    EXPECT_EQ(matmul_cache_path(), "");
     for (size_t i = 0; i < saved.size(); i++)
         saved[i].empty() ? unsetenv(variables[i]) : setenv(variables[i], saved[i].c_str(), 1);
 }
@@ -482,7 +484,7 @@ TEST(MatmulTuning, IsEmptyOnTheCpu) {
     check_product(library, {}, 20, 30, 40, false, true, true, 0);
     matmul_tuning(false, stream());
     EXPECT_EQ(matmul_choices(stream()), "");
-    EXPECT_EQ(matmul_cache_path(stream()), "");
+    EXPECT_EQ(matmul_cache_path(), "");
     EXPECT_TRUE(matmul_use_choices("", stream()));
     EXPECT_FALSE(matmul_use_choices("NVIDIA H100 80GB HBM3 cuBLASLt 13.1.0\n", stream()));
 }
@@ -539,7 +541,7 @@ TEST(Matmul, WrongArgumentsAreErrors) {
                  "matmul_forward: weight has a row stride of 4, expected at least 8");
 #ifdef USE_CUDA
     expect_error([&] { matmul_forward(out, inp, weight, Tensor{}, Stream{}); },
-                 "matmul_forward: the stream has no matrix library; make it with create_stream()");
+                 "matmul_forward: the stream has no cuBLASLt handle; create it with create_blas_stream()");
     const TestArray half = TestArray::random(DType::BF16, {5, 8}, 2);
     expect_error([&] { matmul_forward(out, inp, half, Tensor{}, stream()); },
                  "matmul_forward: weight is bf16 [5, 8], expected a fp32 matrix");

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "dev/temp_dir.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

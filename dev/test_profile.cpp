@@ -118,7 +118,7 @@ TEST(Profile, TimesAndNesting) {
 TEST(Profile, WorkBesideIsTimedWhereItRuns) {
     Profiler profiler;
     const Work work;
-    const Stream stream = create_stream(), side = create_side_stream();
+    const Stream stream = create_stream(), side = create_stream();
     profiler.start(stream);
     for (int i = 0; i < 2; i++) {
         const Range backward(profiler, "backward");

@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 double rounded(DType dtype, double x) {
     if (dtype == DType::BF16) return to_float(to_bf16(float(x)));

@@ -15,7 +15,7 @@
 #include "kernels/matmul.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 
 #include "kernels/accumulate_check.h"
 #include "kernels/cpu/cpu_loops.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

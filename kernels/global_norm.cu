@@ -6,13 +6,13 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t MAX_BLOCKS = 1024;  // what runs at once on a large GPU; fixed, so that the order depends on n alone
+constexpr int64_t MAX_BLOCKS = 1024;  // fixed, so that the order of the sum depends on n alone; an H100 holds 1056
 
 int64_t num_blocks(int64_t n) {
     return std::min(MAX_BLOCKS, ceil_div(n, int64_t(THREADS) * 4));
 }
 
-// The sum over the block in a fixed order, in thread 0.
+// The sum over the block, in a fixed order; valid in thread 0.
 template <int BLOCK>
 __device__ double block_sum_fp64(double x) {
     __shared__ double shared[BLOCK];
@@ -26,7 +26,7 @@ __device__ double block_sum_fp64(double x) {
     return shared[0];
 }
 
-// Σ x² in fp64: squares of fp32 are exact in it and neither overflow nor vanish.
+// Σ x² in fp64, where squares of fp32 are exact and neither overflow nor underflow.
 template <int W>
 __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, const float* x, int64_t n) {
     constexpr int UNROLL = 4;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, 
     if (threadIdx.x == 0) partials[blockIdx.x] = total;
 }
 
-// One block.
+// Runs as one block.
 __global__ void __launch_bounds__(THREADS)
     add_partials_kernel(double* sum, const double* partials, int64_t blocks, bool accumulate) {
     double mine = 0;
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) *sum = accumulate ? *sum + total : total;
 }
 
-// One thread: a few numbers.
+// Runs as one thread.
 __global__ void control_kernel(StepScalars* scalars, const double* sums, int64_t ranks, double loss_scale,
                                double grad_unit) {
     double sum[NUM_STEP_SUMS] = {};
@@ -83,7 +83,7 @@ __global__ void control_kernel(StepScalars* scalars, const double* sums, int64_t
 
 constexpr int LOSS_THREADS = 1024;
 
-// One block.
+// Runs as one block.
 __global__ void __launch_bounds__(LOSS_THREADS)
     sum_losses_kernel(double* loss_sum, const float* losses, int64_t n, bool accumulate) {
     double mine = 0;

@@ -21,12 +21,11 @@ namespace {
 
 #ifdef USE_ONEDNN
 // a·bᵀ, the forward pass of a linear layer, for long rows: there oneDNN's matmul primitive packs b better than its
-// sgemm does (docs/performance.md); for shorter rows sgemm is as good or better. The primitives are cached by the
-// library.
+// sgemm. For shorter rows sgemm is as good or better. The library caches the primitives.
 constexpr int64_t LONG_ROWS = 2048;
 
-void wgmma_ABt(const char* op, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b,
-               int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+void multiply_ABt(const char* op, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda, const float* b,
+                  int64_t ldb, bool accumulate, float* c, int64_t ldc) {
     using dnnl::memory;
     try {
         const dnnl::engine engine(dnnl::engine::kind::cpu, 0);
@@ -67,7 +66,7 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     }
 #ifdef USE_ONEDNN
     if (!transpose_a && transpose_b && K >= LONG_ROWS) {
-        wgmma_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
+        multiply_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
         return;
     }
     // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
@@ -104,7 +103,7 @@ MULTIARCH void sum_columns(float* out, const float* inp, int64_t rows, int64_t c
     std::copy_n(total, columns, out);
 }
 
-// Threads own columns, so that no partial sums meet.
+// Threads own columns, so there are no partial sums to combine.
 void sum_rows(const Tensor& out, const Tensor& inp, bool accumulate) {
     const int64_t rows = inp.shape[0], columns = inp.shape[1], stride = row_stride(inp);
     const int64_t share = (columns + omp_get_max_threads() - 1) / omp_get_max_threads();
@@ -125,7 +124,7 @@ void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor&
     check_matrix(op, "inp", inp, N, C);
     check_matrix(op, "weight", weight, OC, C);
     check_tensor(op, "bias", bias, DType::F32, {OC}, Given::Optional);
-    // Filling in the bias first costs one write pass; adding it afterwards would cost a read and a write.
+    // Storing the bias first costs one write of out; adding it afterwards would cost a read and a write.
     if (bias) {
         float* o = out.as<float>();
         const float* b = bias.as<float>();
@@ -218,11 +217,7 @@ std::string matmul_choices(Stream, bool) {
 }
 
 bool matmul_use_choices(const std::string& text, Stream, bool) {
-    return text.empty();  // any other is a GPU's
-}
-
-std::string matmul_cache_path(Stream) {
-    return "";
+    return text.empty();  // any other table is a GPU's
 }
 
 #ifdef USE_ONEDNN

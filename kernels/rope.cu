@@ -1,13 +1,14 @@
-#include "kernels/cuda/cuda_common.cuh"
 #include "kernels/rope.h"
+
+#include "kernels/cuda/cuda_common.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
 
-// A thread turns W pairs, channels i … i + W − 1 of a head against those R/2 further on, of up to HEADS heads, for
-// which it reads the table once. Its heads lie `groups` apart, so that neighbours in memory are turned by neighbouring
-// threads. Tokens whose position lies outside the table stay as they are.
+// A thread rotates W pairs, channels i … i + W − 1 of a head with those R/2 later, in up to HEADS heads, for which it
+// reads the table once. Its heads are `groups` apart, so that neighbouring threads access neighbouring memory. Tokens
+// whose position is outside the table stay unchanged.
 constexpr int HEADS = 4;
 
 template <int W, typename T>
@@ -25,20 +26,20 @@ __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
         if (token.item + h * groups < H) a[h] = load_pack<W>(p + h * step), b[h] = load_pack<W>(p + h * step + pairs);
-    const Floats<2 * W> turn = load_floats<2 * W>(table + (position * pairs + head.item * W) * 2);
+    const Floats<2 * W> cos_sin = load_floats<2 * W>(table + (position * pairs + head.item * W) * 2);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
         if (token.item + h * groups >= H) continue;
         const Floats<W> xa = as_floats(a[h]), xb = as_floats(b[h]);
-        Floats<W> turned_a, turned_b;
+        Floats<W> rotated_a, rotated_b;
 #pragma unroll
         for (int k = 0; k < W; k++) {
-            const float c = turn[2 * k], s = sign * turn[2 * k + 1];
-            turned_a[k] = xa[k] * c - xb[k] * s;
-            turned_b[k] = xb[k] * c + xa[k] * s;
+            const float c = cos_sin[2 * k], s = sign * cos_sin[2 * k + 1];
+            rotated_a[k] = xa[k] * c - xb[k] * s;
+            rotated_b[k] = xb[k] * c + xa[k] * s;
         }
-        store_floats<W>(p + h * step, turned_a);
-        store_floats<W>(p + h * step + pairs, turned_b);
+        store_floats<W>(p + h * step, rotated_a);
+        store_floats<W>(p + h * step + pairs, rotated_b);
     }
 }
 

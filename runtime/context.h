@@ -9,19 +9,20 @@
 #include <thread>
 
 #include "runtime/communication/comm.h"
+#include "runtime/device/blas_stream.h"
 #include "runtime/device/device.h"
 #include "runtime/device/profile.h"
 
 struct Context {
     int64_t in_use_before = device_bytes_in_use();
-    Stream stream = create_stream(), side;
+    Stream stream = create_blas_stream(), side;
     int64_t rank = 0, world = 1;
     const std::unique_ptr<Comm> comm;
     mutable Profiler profiler;  // mutable: timing changes no result
 
     // Throws Error if the ranks fail to connect (runtime/communication/comm.h).
     explicit Context(const World& w = {}) : rank(w.rank), world(w.size), comm(std::make_unique<Comm>(w)) {
-        if (world > 1) side = create_side_stream();
+        if (world > 1) side = create_stream();
     }
     ~Context() {
         if (world > 1) destroy_stream(side);

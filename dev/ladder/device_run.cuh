@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "dev/cache_flush.h"
+#include "runtime/device/convert.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
-#include "runtime/files/convert.h"
 #include "runtime/rng.h"
 
 // n elements of T on the device, followed by a guard zone. As made, and after poison(), all of it is bytes 0xff, which

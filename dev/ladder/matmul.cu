@@ -17,6 +17,7 @@
 #include "dev/ladder/ladder.h"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/warp_tile.cuh"
+#include "runtime/device/blas_stream.h"
 
 namespace {
 
@@ -559,7 +560,7 @@ LadderTable climb(const std::vector<Rung<T>>& rungs, int64_t size, Stream stream
 int main(int argc, char** argv) {
     return ladder_main([&] {
         const LadderOptions options = ladder_options(argc, argv, "M = N = K", 4096, 16384);
-        const Stream stream = create_stream();
+        const Stream stream = create_blas_stream();
         std::printf("out[%lld, %lld] = inp[M, K]·weight[N, K]ᵀ, M = N = K, on %s. %s\n\n", (long long)options.size,
                     (long long)options.size, device_description().c_str(), matmul_library());
         const std::vector<LadderTable> tables = {climb(FP32_RUNGS, options.size, stream),

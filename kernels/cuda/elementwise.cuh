@@ -1,4 +1,4 @@
-// out[n, c] = f(inp0[n, c], inp1[n, c], …) for matrices of one dtype: the activation functions.
+// out[n, c] = f(inp0[n, c], inp1[n, c], …) for matrices of one dtype, as the activation functions need.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -13,7 +13,7 @@ struct Operand {
 
 constexpr int THREADS = 256;
 
-// W elements a thread. Results may overwrite an operand: a thread reads all it needs before it writes.
+// W elements a thread. out may be the same memory as an input: a thread reads all its inputs before it writes.
 template <int W, typename T, typename F, typename... Operands>
 __global__ void __launch_bounds__(THREADS)
     elementwise_kernel(T* out, int64_t stride, int64_t rows, int64_t columns, F f, Operands... inp) {
@@ -30,13 +30,13 @@ __global__ void __launch_bounds__(THREADS)
 
 }  // namespace elementwise_detail
 
-// All [N, C] of T; f takes as many floats as there are inputs.
+// out and inputs are [N, C] of T. f takes as many floats as there are inputs and returns a float.
 template <typename T, typename F, typename... Inputs>
 void launch_elementwise(const char* op, const Tensor& out, F f, Stream stream, const Inputs&... inputs) {
     using namespace elementwise_detail;
     const int64_t N = out.shape[0], C = out.shape[1];
     if (N * C == 0) return;
-    // Without gaps between rows the matrix is one long row.
+    // Contiguous matrices are treated as one long row.
     const bool flat = out.contiguous() && (inputs.contiguous() && ...);
     const int64_t rows = flat ? 1 : N, columns = flat ? N * C : C;
     const bool full = columns % FULL_WIDTH<T> == 0 && rows_aligned({out, inputs...});

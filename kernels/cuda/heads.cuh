@@ -1,4 +1,4 @@
-// Heads of tokens in device memory, with any strides, as attention's kernels take them.
+// A tensor [tokens, heads, columns] in device memory with any token and head strides, as the attention kernels take it.
 #pragma once
 
 #include "runtime/device/tensor.h"
@@ -12,7 +12,7 @@ struct Heads {  // [tokens, heads, columns]
     }
 };
 
-// Of a tensor that is not given: null.
+// data is null if t is null.
 template <typename T>
 Heads<T> heads_of(const Tensor& t) {
     return t ? Heads<T>{t.as<T>(), t.stride[0], t.stride[1]} : Heads<T>{};

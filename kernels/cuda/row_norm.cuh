@@ -1,13 +1,27 @@
-// LayerNorm and RMSNorm are one kernel: RMSNorm is the one that is not centred, without mean and bias.
+// LayerNorm and RMSNorm over rows, forward and backward. One kernel serves both: RMSNorm is the case without centring,
+// mean and bias (CENTRED = false).
 //
-// A group of threads holds a row, so that memory is read once. In the forward pass it is a warp, or a whole block for
-// long rows: thread i owns the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them, in registers. In the
-// backward pass it is as many warps as the row has vectors for, which wait in shared memory. Rows that are longer, not
-// aligned or of an odd length take the loops below, which read the row again from the cache.
+// A group of threads holds a row, so that memory is read once. Forward, the group is a warp, or the whole block for
+// long rows: thread i holds the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them, in registers. Backward,
+// the group has a thread for each vector of the row, which waits in shared memory. Rows that are longer, not aligned,
+// or not a multiple of a vector take the *_any kernels, which read the row again from the cache.
 //
-// Gradients of weight and bias, and dsum, are sums over all rows. Blocks stay for many rows and keep their sums in
-// registers; what each block has summed goes to scratch, and a second kernel adds the blocks up in order. The number of
-// blocks is a property of the GPU, so that bits are the same for the same GPU.
+// The gradients of weight and bias, and dsum, are sums over all rows. Blocks loop over many rows and keep their sums in
+// registers. Each block writes its sums to the scratch, and a second kernel adds the blocks in order. The number of
+// blocks depends only on the GPU, so results are bitwise equal on equal GPUs.
+//
+//                     forward, warp        forward, block       backward
+//   row held by       32 threads           256 threads          1 thread for each 8 channels
+//   threads a block   256 (8 rows)         256 (1 row)          groups of rows, up to 384 (1024 for C > 3072)
+//   longest row       C = 1024             C = 8192             C = 8192
+//   shared memory     -                    32 B                 2 stages of dout, inp, dresidual; 512 B
+//   registers         32 to 44 (bf16)      32 to 47 (bf16)      80 (64 for 1024 threads)
+//                     32 to 66 (fp32)      32 to 66 (fp32)
+//   blocks per SM     5 to 8 (bf16)        5 to 8 (bf16)        2 (1 for C > 3072)
+//
+// GPT-2 124M, bf16, B=64, T=1024: N = 65536 rows of C = 768. Forward: 768 = 3·32·8, so a warp holds a row with PACKS =
+// 3 and 36 registers; 8192 blocks, 6 on an SM. Backward: 96 threads a row, so 4 rows in a block of 384 threads with 36
+// KiB of stages; 264 blocks on the 132 SMs of an H100, 62 rows for each group.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -18,7 +32,7 @@
 namespace norm_detail {
 
 constexpr int THREADS = 256;
-constexpr int WIDTH = 8;  // elements of a vector: 16 bytes of bf16, 32 of fp32
+constexpr int WIDTH = 8;  // elements of a vector: 16 bytes of bf16, 32 bytes of fp32
 constexpr int64_t LONGEST_IN_REGISTERS = int64_t(THREADS) * WIDTH * 4;
 
 template <typename T>
@@ -48,7 +62,7 @@ struct BackwardArguments {
     int64_t C;
 };
 
-// Into shared memory, 16 bytes at a time, past registers and L1.
+// Copies to shared memory, 16 bytes at a time, bypassing registers and L1.
 template <typename T, int W>
 __device__ __forceinline__ void copy_async(Pack<T, W>* to, const T* from) {
     static_assert(sizeof(*to) % 16 == 0);
@@ -57,7 +71,7 @@ __device__ __forceinline__ void copy_async(Pack<T, W>* to, const T* from) {
         __pipeline_memcpy_async(reinterpret_cast<char*>(to) + byte, reinterpret_cast<const char*>(from) + byte, 16);
 }
 
-// x = inp + residual as it will be read again: rounded to T whether it is stored or not.
+// x = inp + residual, rounded to T whether it is stored or not, so that the backward pass sees the same x.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64_t n, int64_t c) {
     Pack<T, W> x = load_pack<W>(a.inp + n * a.inp_stride + c);
@@ -92,7 +106,7 @@ template <bool CENTRED, int GROUP, int PACKS, typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
     const int64_t n = blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP;
-    if (n >= a.N) return;  // a whole group
+    if (n >= a.N) return;  // the whole group returns
     const int64_t first = threadIdx.x % GROUP * W;
     Pack<T, W> x[PACKS];
 #pragma unroll
@@ -123,7 +137,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
     }
 }
 
-// Any row, one block for each. `sum` may lie over inp or residual, so it is written in the last pass.
+// Any row, one block each. `sum` may be the same memory as inp or residual, so it is written in the last pass.
 template <bool CENTRED, typename T>
 __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T> a) {
     const int64_t n = blockIdx.x;
@@ -143,7 +157,7 @@ __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T
     }
 }
 
-// One vector of dinp − dresidual, with d = dout·weight.
+// One vector of dinp − dresidual, where d = dout·weight.
 template <bool CENTRED, int W>
 __device__ __forceinline__ Floats<W> norm_gradient(const Floats<W>& dout, const Floats<W>& x, const Floats<W>& weight,
                                                    float mean, float rstd, float mean_d, float mean_dx) {
@@ -157,9 +171,9 @@ __device__ __forceinline__ Floats<W> norm_gradient(const Floats<W>& dout, const 
     return dx;
 }
 
-// How a block of the backward pass is laid out, dim3(threads, groups): a group of `threads` holds a row, a vector of it
-// each. What a thread keeps of its columns over all rows (weight and up to three sums) then takes 32 registers whatever
-// the row's length; a thread with more columns would keep so much that too few of them run at once.
+// The block of the backward pass, dim3(threads, groups): a group of `threads` holds a row, one vector each. What a
+// thread keeps over all rows (weight and up to three sums for 8 columns) then takes 32 registers whatever the length of
+// the row. With more columns a thread would keep so much that too few threads could be resident.
 struct BackwardShape {
     int threads, groups, blocks_per_sm;
 };
@@ -172,8 +186,8 @@ inline BackwardShape backward_shape(int64_t C) {
     return {threads, groups, std::max(1, BACKWARD_THREADS * BACKWARD_BLOCKS / (threads * groups))};
 }
 
-// x (where BOTH) and y summed over the threads of a group, the same bits in each of them. `partial` has a place for
-// each warp of the block; it must be another one in the next call, so that no thread overwrites what another has yet to
+// Sums y, and x if BOTH, over the threads of a group. Every thread gets the same bits. `partial` has an element for
+// each warp of the block. The next call must pass another array, so that no thread overwrites what another has yet to
 // read.
 template <bool BOTH>
 __device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
@@ -183,7 +197,7 @@ __device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
     if (warps == 1) return;
     partial += threadIdx.y * warps;
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = {x, y};
-    // The group's own barrier: other groups are elsewhere in their rows.
+    // A named barrier of this group: other groups are at other points of their rows.
     __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
     x = y = 0;
@@ -193,8 +207,8 @@ __device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
     }
 }
 
-// While a row is computed, the next one is on its way into shared memory (cp.async), so that registers are left for the
-// sums over rows. A thread reads back only what it has copied itself, so that nobody waits for anybody. SUM: dsum too.
+// While a row is computed, cp.async copies the next one to shared memory, which leaves registers for the sums over
+// rows. A thread reads back only what it has copied itself, so no barrier is needed. SUM: also sums dsum.
 template <bool CENTRED, bool SUM, int THREADS_BOUND, typename T>
 __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREADS ? BACKWARD_BLOCKS : 1)
     backward_kernel(BackwardArguments<T> a) {
@@ -249,7 +263,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
         }
         group_sum<CENTRED>(mean_d, mean_dx, partial[stage]);
         mean_d *= inverse_C, mean_dx *= inverse_C;
-        asm volatile("" ::: "memory");  // reads the row again instead of keeping it in registers
+        asm volatile("" ::: "memory");  // so that the row is read again and not kept in registers
         if (!inside) continue;
         Floats<W> dx = norm_gradient<CENTRED>(as_floats(staged(stage, DOUT)), as_floats(staged(stage, X)), weight, mean,
                                               rstd, mean_d, mean_dx);
@@ -267,7 +281,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
         }
     }
 
-    // The block's groups are added up in order.
+    // Adds the groups of the block in order.
     __pipeline_wait_prior(0);
     auto* groups = reinterpret_cast<float*>(dynamic_shared);  // [groups, C]
     float* out = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * C;
@@ -289,7 +303,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
     if (SUM) add_groups(dsum);
 }
 
-// Any row, one block for each at a time; the block's sums lie in scratch, where each thread owns its columns.
+// Any row, one block each at a time. The sums of a block are in the scratch, where each thread owns its columns.
 template <bool CENTRED, bool SUM, typename T>
 __global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments<T> a) {
     float* dweight = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * a.C;
@@ -323,7 +337,7 @@ __global__ void __launch_bounds__(THREADS) backward_any_kernel(BackwardArguments
     }
 }
 
-// outs[s][c] (+)= Σ_b partials[b, s, c] in a fixed order: SLICES interleaved running sums, then those in turn.
+// outs[s][c] (+)= Σ_b partials[b, s, c] in a fixed order: first SUM_SLICES interleaved running sums, then their sum.
 constexpr int SUM_COLUMNS = 32, SUM_SLICES = 32;
 struct SumOutputs {
     float* data[3];  // null: not wanted
@@ -347,7 +361,7 @@ static __global__ void __launch_bounds__(SUM_COLUMNS* SUM_SLICES)
     out[c] = sum;
 }
 
-// f(GROUP, PACKS) as integral constants: what holds a row of C channels. False if nothing does.
+// Calls f(GROUP, PACKS), as integral constants, for rows of C channels. Returns false if no instance holds such a row.
 template <typename F>
 bool dispatch_row(int64_t C, bool aligned, F f) {
     if (!aligned || C % WIDTH != 0 || C > LONGEST_IN_REGISTERS) return false;
@@ -385,12 +399,12 @@ void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>&
     check_launch(op, stream);
 }
 
-// As many blocks as run at once, or as there are rows for.
+// As many blocks as are resident at once, but no more than there are rows for.
 inline int64_t norm_backward_blocks(int64_t N, int64_t C) {
     const norm_detail::BackwardShape shape = norm_detail::backward_shape(C);
     return std::max<int64_t>(1, std::min(shape.blocks_per_sm * num_sms(), ceil_div(N, shape.groups)));
 }
-// Room for `sums` sums over rows.
+// Bytes of scratch for `sums` sums over rows.
 inline int64_t norm_backward_scratch(int64_t N, int64_t C, int64_t sums) {
     return C == 0 ? 0 : norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
 }
@@ -404,7 +418,7 @@ void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOut
     const int64_t blocks = norm_backward_blocks(a.N, a.C);
     const auto kernel = shape.threads <= BACKWARD_THREADS ? backward_kernel<CENTRED, SUM, BACKWARD_THREADS, T>
                                                           : backward_kernel<CENTRED, SUM, MAX_THREADS, T>;
-    // Two stages of three matrices; at the end a vector of sums, which is less.
+    // Two stages of three matrices. The sums at the end need less.
     const int64_t shared = 2 * 3 * int64_t(sizeof(Pack<T, WIDTH>)) * shape.threads * shape.groups;
     constexpr int64_t STATIC_SHARED = 1024;
     if (aligned && a.C % WIDTH == 0 && a.C <= MAX_THREADS * WIDTH && shared + STATIC_SHARED <= max_shared_bytes()) {
@@ -423,7 +437,7 @@ void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOut
 
 }  // namespace norm_detail
 
-// dbias and dsum null: not wanted.
+// dbias and dsum may be null: not computed.
 template <bool CENTRED, typename T>
 void launch_norm_backward(const char* op, const norm_detail::BackwardArguments<T>& a, float* dweight, float* dbias,
                           float* dsum, bool accumulate, bool aligned, Stream stream) {

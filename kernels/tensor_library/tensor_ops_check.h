@@ -1,4 +1,4 @@
-// The arguments of tensor_ops.h, checked and brought into loops, for both backends.
+// Checks the arguments of tensor_ops.h and turns them into loops, for both backends.
 #pragma once
 
 #include <cmath>
@@ -43,7 +43,7 @@ inline StridedLoop zip_loop(const char* op, const Tensor& out, TensorFunction f,
     return strided_loop({out, wide_x, wide_y});
 }
 
-// f as it is to be computed, of the loop's operands: with x missing a function of y alone.
+// The function to compute, of the operands of the loop. Without x it is a function of y alone.
 struct BinBcast {
     TensorFunction f;
     StridedLoop loop;
@@ -96,8 +96,8 @@ inline BinBcast bin_bcast_loop(const char* op, const Tensor& out, TensorFunction
     return {of_y, strided_loop({outs, ys})};
 }
 
-// The results of a reduction as a loop over (inp, out), led by inp, whose memory is the larger; and the axis, along
-// which inp advances by `stride`.
+// The results of a reduction as a loop over (inp, out), ordered by the strides of inp, the larger of the two; and the
+// axis, along which inp advances by `stride`.
 struct Reduction {
     StridedLoop loop;
     int64_t length, stride;
@@ -118,15 +118,15 @@ inline Reduction check_reduction(const char* op, const Tensor& out, TensorFuncti
     return {strided_loop({expected, out}), inp.shape[axis], inp.stride[axis]};
 }
 
-// Products of a batch of matrices; strides in elements.
-struct BatchedProduct {
+// A batch of matmuls; strides in elements.
+struct BatchedMatmul {
     int64_t M, N, K;                               // out [M, N] = a [M, K]·b [K, N]
     int64_t out_row, out_column, a_row, a_column;  // from one row, one column to the next
     int64_t b_row, b_column;
     StridedLoop batch;  // of (out, a, b): the first element of each matrix
 };
 
-inline BatchedProduct check_product(const char* op, const Tensor& out, const Tensor& a, const Tensor& b) {
+inline BatchedMatmul check_batched_matmul(const char* op, const Tensor& out, const Tensor& a, const Tensor& b) {
     for (const auto& [name, t] : {std::pair<const char*, const Tensor&>{"out", out}, {"a", a}, {"b", b}}) {
         check_operand(op, name, t);
         require(t.dtype == DType::F32 && t.rank >= 2, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),

@@ -21,6 +21,7 @@
 #include "kernels/swiglu.h"
 #include "kernels/tensor_library/strided.h"
 #include "kernels/tensor_library/tensor_ops.h"
+#include "runtime/device/blas_stream.h"
 
 static_assert(TGK_MAX_DIMS == MAX_DIMS);
 static_assert(TGK_F32 == int(DType::F32) && TGK_F64 == int(DType::F64) && TGK_BF16 == int(DType::BF16) &&
@@ -39,7 +40,7 @@ Memory allocate(size_t bytes) {
 }  // namespace
 
 struct tgk_context {
-    Stream stream = create_stream();
+    Stream stream = create_blas_stream();
     Memory scratch{nullptr, device_free};
     int64_t scratch_bytes = 0;
 

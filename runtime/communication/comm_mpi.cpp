@@ -20,7 +20,7 @@
 
 #include "runtime/communication/comm.h"
 #include "runtime/communication/transport.h"
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

@@ -4,7 +4,6 @@
 #include <array>
 #include <functional>
 #include <limits>
-#include <memory>
 #include <sstream>
 #include <tuple>
 #include <vector>
@@ -30,29 +29,29 @@ bool operator<(const GemmKey& x, const GemmKey& y) {
     return fields(x) < fields(y);
 }
 
-// 32 MiB is what cuBLAS takes for itself on Hopper.
-Blas* create_blas() {
-    auto blas = std::make_unique<Blas>();
-    blas_check(cublasLtCreate(&blas->handle), "create_stream", "cublasLtCreate");
-    blas->workspace_bytes = size_t(32) << 20;
+Blas::Blas() {
+    blas_check(cublasLtCreate(&handle), "create_blas_stream", "cublasLtCreate");
     try {
-        blas->workspace = device_alloc(blas->workspace_bytes);
+        workspace = device_alloc(WORKSPACE_BYTES);
     } catch (...) {
-        cublasLtDestroy(blas->handle);
+        cublasLtDestroy(handle);
         throw;
     }
-    return blas.release();
 }
 
-void destroy_blas(Blas* blas) {
-    if (!blas) return;
-    device_free(blas->workspace);
-    cublasLtDestroy(blas->handle);
-    delete blas;
+Blas::~Blas() {
+    device_free(workspace);
+    cublasLtDestroy(handle);
 }
 
-// No algorithm asks for more than the 16 bytes of a vector access or a bulk copy, so that one plan serves all matrices
-// aligned to that.
+Blas& blas_of(const char* op, Stream stream) {
+    auto* blas = dynamic_cast<Blas*>(stream.library);
+    require(blas, op, ": the stream has no cuBLASLt handle; create it with create_blas_stream()");
+    return *blas;
+}
+
+// Capped at 16: no algorithm requires more than the 16 bytes of a vector access or a TMA copy, so one plan serves every
+// matrix with that alignment.
 int64_t gemm_alignment(const void* p) {
     const auto address = reinterpret_cast<uintptr_t>(p);
     return int64_t(std::min<uintptr_t>(16, address & (~address + 1)));
@@ -91,11 +90,11 @@ cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
     throw Error("library_epilogue: not an epilogue");
 }
 
-// The descriptors of a product, without an algorithm.
+// The descriptors of a GEMM, without an algorithm.
 //
-// cuBLASLt thinks in columns: our row-major out [M, N] is its outᵀ [N, M], so it is asked for outᵀ = op(b)ᵀ·op(a)ᵀ with
-// b as its first operand. A row-major matrix is a column-major one transposed, so the transpose flags stay what they
-// are. The bias goes with columns of out, its rows: the library's bias epilogue.
+// cuBLASLt is column-major: our row-major out [M, N] is its outᵀ [N, M]. It therefore computes outᵀ = op(b)ᵀ·op(a)ᵀ
+// with b as its first operand. A row-major matrix is a transposed column-major one, so the transpose flags stay the
+// same. The bias has an element for each column of out, which is a row for the library, as its bias epilogue expects.
 GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     GemmPlan plan;
     blas_check(cublasLtMatmulDescInit(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), op, "cublasLtMatmulDescInit");
@@ -103,7 +102,7 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     set(plan, op, CUBLASLT_MATMUL_DESC_TRANSB, key.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(key.epilogue));
     if (key.ld_aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_aux);
-    // The library looks at how these are aligned: addresses that stand for the real ones, never read.
+    // The library checks their alignment: pass addresses with the same alignment, which it never reads.
     const auto stand_in = [&](int64_t align) { return align ? static_cast<char*>(blas.workspace) + align : nullptr; };
     set_pointers(plan, op, stand_in(key.align_bias), stand_in(key.align_aux));
 
@@ -119,7 +118,7 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
 
 constexpr int MAX_CANDIDATES = 32;
 
-// The library's guess at the fastest algorithms, best first.
+// The algorithms that the library's heuristic expects to be fastest, best first.
 int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, int wanted,
                cublasLtMatmulHeuristicResult_t* results) {
     cublasLtMatmulPreferenceOpaque_t preference;
@@ -128,9 +127,9 @@ int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& p
         blas_check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)), op,
                    "cublasLtMatmulPreferenceSetAttribute");
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(blas.workspace_bytes));
-    // Products split along K may sum their parts in fp32 only, and not at all where an epilogue follows: then the
-    // library rounds the sum to 16 bits before it adds the bias.
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(Blas::WORKSPACE_BYTES));
+    // Split-K GEMMs must sum their parts in fp32. With an epilogue split-K is off: the library would round the sum to
+    // 16 bits before it adds the bias.
     const bool split = key.out_dtype == DType::F32 || key.epilogue == GemmEpilogue::None;
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t(split ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE));
@@ -145,9 +144,9 @@ int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& p
 }
 
 cublasStatus_t launch(const Blas& blas, GemmPlan& plan, const GemmPointers& p, bool accumulate, Stream stream) {
-    const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 what out holds is not read, NaN included
+    const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 out is not read, so NaN in it is ignored
     return cublasLtMatmul(blas.handle, &plan.desc, &alpha, p.b, &plan.b, p.a, &plan.a, &beta, p.out, &plan.out, p.out,
-                          &plan.out, &plan.algorithm, blas.workspace, blas.workspace_bytes, cuda_stream(stream));
+                          &plan.out, &plan.algorithm, blas.workspace, Blas::WORKSPACE_BYTES, cuda_stream(stream));
 }
 
 void require_success(const char* op, const GemmKey& key, cublasStatus_t status) {
@@ -158,7 +157,7 @@ void require_success(const char* op, const GemmKey& key, cublasStatus_t status) 
 // ---------------------------------------------------------------------------------------------------------------------
 // Tuning
 
-// *hash += Σ mix(place, bits) over the elements of a matrix. Integer sums don't depend on their order.
+// *hash += Σ hash(index, bits) over the elements of a matrix. Integer sums do not depend on their order.
 template <typename Bits>
 __global__ void hash_kernel(unsigned long long* hash, const Bits* matrix, int64_t rows, int64_t columns, int64_t ld) {
     unsigned long long sum = 0;
@@ -173,7 +172,7 @@ __global__ void hash_kernel(unsigned long long* hash, const Bits* matrix, int64_
     if (threadIdx.x % 32 == 0) atomicAdd(hash, sum);
 }
 
-// Of the result that the last product left. The workspace is free between products.
+// Hash of the result of the last GEMM. The workspace is free between GEMMs.
 unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& key, const void* out, Stream stream) {
     auto* hash = static_cast<unsigned long long*>(blas.workspace);
     device_fill(hash, 0, sizeof(*hash), stream);
@@ -190,18 +189,18 @@ unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& 
     return value;
 }
 
-// Leaves the fastest algorithm in the plan; out is overwritten. Inputs stay in the L2 cache from run to run as far as
+// Puts the fastest algorithm into the plan and overwrites out. Between runs the inputs stay in the L2 cache as far as
 // they fit, as they do in training.
 void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
-    constexpr double HOPELESS = 1.25;  // times the fastest single run
+    constexpr double TOO_SLOW = 1.25;  // times the fastest single run: not timed further
     cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
     const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
-    std::vector<GemmPlan> runners;
+    std::vector<GemmPlan> deterministic;
     double fastest = std::numeric_limits<double>::max();
     for (int i = 0; i < count; i++) {
         if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
         plan.algorithm = results[i].algo;
-        // Twice without adding, so that both runs must give the same bits. The first one warms up.
+        // Two runs that overwrite out must give the same bits. The first one warms up.
         bool accepted = true;
         const auto run = [&] { accepted = launch(blas, plan, p, false, stream) == CUBLAS_STATUS_SUCCESS && accepted; };
         run();
@@ -209,29 +208,29 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
         const unsigned long long first = hash_result(blas, op, key, p.out, stream);
         plan.milliseconds = timed_ms(run, 1, stream);
         if (!accepted || hash_result(blas, op, key, p.out, stream) != first) continue;
-        runners.push_back(plan);
+        deterministic.push_back(plan);
         fastest = std::min(fastest, plan.milliseconds);
     }
-    require(!runners.empty(), op, ": none of cuBLASLt's ", count,
+    require(!deterministic.empty(), op, ": none of cuBLASLt's ", count,
             " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
-    const auto hopeless = [&](const GemmPlan& r) { return r.milliseconds > HOPELESS * fastest; };
-    runners.erase(std::remove_if(runners.begin(), runners.end(), hopeless), runners.end());
+    const auto too_slow = [&](const GemmPlan& tried) { return tried.milliseconds > TOO_SLOW * fastest; };
+    deterministic.erase(std::remove_if(deterministic.begin(), deterministic.end(), too_slow), deterministic.end());
 
     std::vector<std::function<void()>> work;
-    for (GemmPlan& runner : runners)
-        work.push_back([&] { require_success(op, key, launch(blas, runner, p, key.accumulate, stream)); });
+    for (GemmPlan& candidate : deterministic)
+        work.push_back([&] { require_success(op, key, launch(blas, candidate, p, key.accumulate, stream)); });
     const std::vector<double> medians = time_in_turns(work, stream);
     size_t best = 0;
-    for (size_t i = 1; i < runners.size(); i++)
+    for (size_t i = 1; i < deterministic.size(); i++)
         if (medians[i] < GEMM_TUNING_MARGIN * medians[best]) best = i;
-    plan.algorithm = runners[best].algorithm;
+    plan.algorithm = deterministic[best].algorithm;
     plan.milliseconds = medians[best];
 }
 
 }  // namespace
 
 GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, Stream stream) {
-    Blas& blas = *stream.blas;
+    Blas& blas = blas_of(op, stream);
     auto found = blas.plans.find(key);
     if (found == blas.plans.end()) {
         GemmPlan plan = describe(blas, op, key);
@@ -249,13 +248,13 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, S
 
 void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
     set_pointers(plan, op, p.bias, p.aux);
-    require_success(op, key, launch(*stream.blas, plan, p, key.accumulate, stream));
+    require_success(op, key, launch(blas_of(op, stream), plan, p, key.accumulate, stream));
     check_launch(op, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The table as text: what it was timed with, the columns' names, a line for each product, and a checksum, since what
-// the library would do with an algorithm that isn't one of its own is not known.
+// The table as text: GPU and library version, column names, a line for each GEMM, and a checksum. The checksum keeps
+// damaged algorithm descriptions from the library, whose behaviour with them is undefined.
 
 namespace {
 
@@ -264,7 +263,7 @@ constexpr const char* LEGEND =
     "algorithm, ms";
 constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
-constexpr const char* APART = "apart";  // for an algorithm, where product and activation are faster as two kernels
+constexpr const char* APART = "apart";  // instead of an algorithm: GEMM and activation are faster as two kernels
 constexpr const char* HEX = "0123456789abcdef";
 
 std::string hex(const void* data, size_t bytes) {
@@ -291,7 +290,7 @@ std::string checksum(const std::string& text) {
     return str("checksum ", std::hex, hash);
 }
 
-// What times hold for: the table's first line.
+// The GPU and the library version, for which alone the timings hold: the first line of the table.
 std::string timed_with() {
     return device_name() + " " + blas_version();
 }
@@ -351,7 +350,7 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
     const char* damaged = ": the table of GEMM algorithms is damaged; without it they are timed again";
     const size_t last = text.rfind("checksum ");
     require(last != std::string::npos && text.substr(last) == checksum(text.substr(0, last)) + '\n', op, damaged);
-    std::map<GemmKey, GemmPlan> adopted;  // all or nothing
+    std::map<GemmKey, GemmPlan> adopted;  // so that damage in a later line leaves the plans unchanged
     while (std::getline(lines, line)) {
         if (line[0] == '#' || line.rfind("checksum ", 0) == 0) continue;
         GemmKey key;
@@ -364,15 +363,15 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
         if (plan.possible)
             require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
                                             &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
-                        result.workspaceSize <= blas.workspace_bytes,
+                        result.workspaceSize <= Blas::WORKSPACE_BYTES,
                     op, damaged);
         adopted[key] = plan;
     }
     for (const auto& [key, plan] : adopted) {
-        GemmPlan& place = blas.plans[key];
-        const bool was_used = place.used;
-        place = plan;
-        place.used = was_used || used;
+        GemmPlan& current = blas.plans[key];
+        const bool was_used = current.used;
+        current = plan;
+        current.used = was_used || used;
     }
     return true;
 }

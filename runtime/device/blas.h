@@ -1,12 +1,11 @@
-// CUDA only: the matrix library behind a stream. create_stream() (runtime/device/device.h) makes one with the stream,
-// so that kernels/matmul.cu finds handle and workspace where it finds the queue: nothing is global, nothing is created
-// or allocated inside a launcher but at the first product of its kind, and two streams never share a workspace. A
-// stream, and so its Blas, belongs to one thread at a time.
+// CUDA only: GEMMs through cuBLASLt, with a handle, a workspace and plans for each stream. create_blas_stream()
+// (runtime/device/blas_stream.h) makes them with the stream, so nothing is global, launchers allocate nothing, and two
+// streams never share a workspace. One thread at a time may use a stream and its Blas.
 //
-// A product's kind is its GemmKey: sizes, strides, dtypes, alignments and what happens to its result. For each kind
-// there is one plan: the library's descriptors and the algorithm, which is the heuristic's first, the fastest of those
-// timed (tuning), or one adopted from a table of earlier timings (blas_choices, blas_use_choices). Algorithms are
-// restricted to those that give the same bits every time and add up in fp32.
+// A GemmKey describes a GEMM: sizes, strides, dtypes, alignments and epilogue. Each key has one GemmPlan: the library's
+// descriptors and the algorithm. The algorithm is the first that the library's heuristic proposes, the fastest of those
+// that were timed (tuning), or one from a table of earlier timings (blas_choices, blas_use_choices). Only algorithms
+// that give the same bits every time and sum in fp32 are allowed.
 #pragma once
 
 #include <cublasLt.h>
@@ -17,16 +16,16 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-// What happens to a product on its way to out. GELU is the tanh form.
+// What is applied to op(a)·op(b) before it is stored. GELU is the tanh form.
 enum class GemmEpilogue : uint8_t {
     None,
     Bias,          // + bias[column]
-    Gelu,          // aux = product, out = gelu(aux)
-    GeluBias,      // aux = product + bias[column], out = gelu(aux)
-    GeluBackward,  // out = product ⊙ gelu'(aux)
+    Gelu,          // aux = op(a)·op(b), out = gelu(aux)
+    GeluBias,      // aux = op(a)·op(b) + bias[column], out = gelu(aux)
+    GeluBackward,  // out = op(a)·op(b) ⊙ gelu'(aux)
 };
 
-// out [M, N] = op(a)·op(b), row-major; ld: elements from one row to the next.
+// out [M, N] = op(a)·op(b), row-major. ld_*: row strides in elements.
 struct GemmKey {
     int64_t M = 0, N = 0, K = 0;
     int64_t ld_out = 0, ld_a = 0, ld_b = 0, ld_aux = 0;  // ld_aux: 0 without aux
@@ -47,37 +46,42 @@ struct GemmPlan {
     cublasLtMatmulDescOpaque_t desc = {};
     cublasLtMatrixLayoutOpaque_t a = {}, b = {}, out = {};
     cublasLtMatmulAlgo_t algorithm = {};
-    bool possible = false;     // false: the library has no algorithm for this, or apart from its epilogue it is faster
-    bool compared = false;     // with product and activation as two kernels
-    bool used = false;         // by a product of this process, not only listed in a table
-    double milliseconds = -1;  // as timed; negative: not timed, the heuristic's choice
+    bool possible = false;     // false: the library has no algorithm, or GEMM and activation are faster as two kernels
+    bool compared = false;     // with GEMM and activation as two kernels
+    bool used = false;         // by a GEMM of this process, not only listed in a table
+    double milliseconds = -1;  // measured; negative: not timed, the heuristic's choice
 };
 
-// A later candidate must be faster by more than 1%: less is noise, and among equals the first one stays.
+// A later candidate replaces an earlier one only if it is faster by more than 1%. Smaller differences are noise.
 constexpr double GEMM_TUNING_MARGIN = 0.99;
 
-struct Blas {
+struct Blas : StreamLibrary {
     cublasLtHandle_t handle = nullptr;
-    void* workspace = nullptr;  // 256-byte aligned
-    size_t workspace_bytes = 0;
-    bool tuning = false;  // time the algorithms of each product that isn't timed yet
+    void* workspace = nullptr;                           // 256-byte aligned
+    static constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what cuBLAS itself allocates on Hopper
+    bool tuning = false;                                 // time the algorithms of each key that is not timed yet
     std::map<GemmKey, GemmPlan> plans;
+
+    Blas();
+    ~Blas() override;
+    Blas(const Blas&) = delete;
+    Blas& operator=(const Blas&) = delete;
 };
 
-Blas* create_blas();
-void destroy_blas(Blas* blas);
+// The Blas of a stream. Throws Error, naming op, if the stream has none.
+Blas& blas_of(const char* op, Stream stream);
 
-// The alignment of p as keys have it.
+// The alignment of p in bytes for a GemmKey: a power of two up to 16; 0 if p is null.
 int64_t gemm_alignment(const void* p);
 
-// The plan of a product, made at the first call and timed while tuning is on, which overwrites out and aux. No size may
-// be 0.
+// The plan for a key. The first call makes it; while tuning is on it is also timed, which overwrites out and aux. No
+// size may be 0.
 GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& pointers, Stream stream);
 
-// out = op(a)·op(b) (+ out), with its epilogue, by a plan that is possible.
+// Runs the GEMM of a plan whose `possible` is true.
 void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& pointers, Stream stream);
 
-// The table of timed algorithms as text, and back: kernels/matmul.h says what they promise.
+// Writes and reads the table of timed algorithms, as matmul_choices() and matmul_use_choices() (kernels/matmul.h).
 std::string blas_choices(const Blas& blas, bool used_only);
 bool blas_use_choices(Blas& blas, const std::string& text, bool used);
 

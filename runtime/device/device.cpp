@@ -42,16 +42,12 @@ Stream create_stream() {
     return {};
 }
 
-Stream create_side_stream() {
-    return {};
-}
-
 void destroy_stream(Stream) {}
 
 namespace {
 
-// The number after a word of a small system file ("MemAvailable:" of /proc/meminfo), or of the whole file if the word
-// is empty; -1 if there is none ("max").
+// The number that follows a word in a small system file ("MemAvailable:" in /proc/meminfo), or the number that the
+// whole file holds if the word is empty; -1 if there is none ("max").
 int64_t system_number(const std::string& path, const std::string& word) {
     std::ifstream file(path);
     for (std::string token; file >> token;) {
@@ -73,7 +69,7 @@ int64_t device_memory_available() {
     if (free_kib >= 0) limit(free_kib * 1024);
     const int64_t group_max = system_number("/sys/fs/cgroup/memory.max", "");
     const int64_t group_used = system_number("/sys/fs/cgroup/memory.current", "");
-    // The group's page cache counts as used though it would be given back.
+    // The group's page cache counts as used, although the system reclaims it on demand.
     const int64_t group_cache = std::max<int64_t>(system_number("/sys/fs/cgroup/memory.stat", "file"), 0);
     if (group_max >= 0 && group_used >= 0)
         limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
@@ -96,16 +92,17 @@ int64_t device_chunk_bytes() {
 }
 
 void* device_alloc(size_t bytes) {
-    // Arenas are read and written from end to end: huge pages spare them most page faults and TLB misses.
+    // Arenas are read and written sequentially: huge pages avoid most page faults and TLB misses.
     constexpr size_t HUGE_PAGE = size_t(2) << 20;
     const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : 64;
-    // aligned_alloc wants a multiple of the alignment; no bytes still get an address of their own.
+    // aligned_alloc needs a multiple of the alignment. 0 bytes also get a distinct address.
     const size_t rounded = bytes == 0 ? alignment : (bytes + alignment - 1) / alignment * alignment;
     void* data = rounded < bytes ? nullptr : std::aligned_alloc(alignment, rounded);
     if (!data)
         throw DeviceError(
             str("device_alloc: cannot allocate ", bytes, " bytes of memory; use a smaller model, batch or context"));
-    if (alignment == HUGE_PAGE) madvise(data, rounded, MADV_HUGEPAGE);  // advice: nothing is lost where it isn't taken
+    if (alignment == HUGE_PAGE)
+        madvise(data, rounded, MADV_HUGEPAGE);  // advice only: a failure has no effect on results
     return data;
 }
 

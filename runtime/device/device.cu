@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "runtime/device/blas.h"
 #include "runtime/device/cuda_check.h"
 
 Device backend_device() {
@@ -56,27 +55,16 @@ void use_device(int64_t index) {
     cuda_check(cudaSetDevice(int(index)), "use_device");
 }
 
-// An ordinary stream: it keeps its order with the default stream, which Stream{} stands for.
+// A blocking stream: it keeps its order with the default stream, Stream{}.
 Stream create_stream() {
     cudaStream_t handle = nullptr;
     cuda_check(cudaStreamCreate(&handle), "create_stream");
-    try {
-        return {handle, create_blas()};
-    } catch (...) {
-        cudaStreamDestroy(handle);
-        throw;
-    }
-}
-
-Stream create_side_stream() {
-    cudaStream_t handle = nullptr;
-    cuda_check(cudaStreamCreate(&handle), "create_side_stream");
     return {handle, nullptr};
 }
 
 void destroy_stream(Stream stream) {
     if (stream.handle) cudaStreamSynchronize(cuda_stream(stream));
-    if (stream.blas) destroy_blas(stream.blas);
+    delete stream.library;
     if (stream.handle) cudaStreamDestroy(cuda_stream(stream));
 }
 
@@ -86,8 +74,8 @@ int64_t device_memory_available() {
     return int64_t(free_bytes);
 }
 
-// By the time anybody asks for free memory the context is there (527 MiB on an H100 with CUDA 13) and no longer counted
-// as free. What comes later is code that is loaded at its first launch: kernels a few MiB, libraries more.
+// A query of the free memory creates the context first (527 MiB on an H100 with CUDA 13), so that is already counted.
+// What comes later is code that is loaded at its first launch: a few MiB of kernels, more of libraries.
 int64_t device_overhead_bytes() {
     return int64_t(64) << 20;
 }
@@ -107,7 +95,7 @@ void* device_alloc(size_t bytes) {
     void* data = nullptr;
     const cudaError_t status = cudaMalloc(&data, std::max<size_t>(bytes, 1));
     if (status == cudaErrorMemoryAllocation) {
-        cudaGetLastError();  // it is reported here and must not meet the next launch
+        cudaGetLastError();  // reported below; must not show up at the next launch
         throw DeviceError(str("device_alloc: cannot allocate ", bytes, " bytes of GPU memory (",
                               device_memory_available(), " are free); use a smaller model, batch or context"));
     }
@@ -115,7 +103,7 @@ void* device_alloc(size_t bytes) {
     return data;
 }
 
-// Called by destructors, so it reports nothing: what a failed kernel left behind is thrown where somebody waits for it.
+// Called by destructors, so it does not throw. The error of an earlier kernel is thrown by the next synchronisation.
 void device_free(void* data) {
     cudaFree(data);
 }
@@ -192,7 +180,7 @@ void Event::wait() const {
 }
 
 void Event::make_wait(Stream stream) const {
-    cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), 0), "Event::hold");
+    cuda_check(cudaStreamWaitEvent(cuda_stream(stream), cuda_event(handle), 0), "Event::make_wait");
 }
 
 double elapsed_ms(const Event& from, const Event& to) {
@@ -205,7 +193,7 @@ Graph::~Graph() {
     if (executable) cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable));
 }
 
-// Only this thread's calls are held to what a recording allows.
+// Thread-local: other threads may make calls that a capture forbids.
 bool Graph::begin(Stream stream) {
     cuda_check(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeThreadLocal), "Graph::begin");
     return true;
@@ -226,7 +214,7 @@ void Graph::abandon(Stream stream) {
     cudaGraph_t graph = nullptr;
     cudaStreamEndCapture(cuda_stream(stream), &graph);
     if (graph) cudaGraphDestroy(graph);
-    cudaGetLastError();  // what broke the recording is already being thrown
+    cudaGetLastError();  // the exception that ended the capture is already being thrown
 }
 
 void Graph::launch(Stream stream) {

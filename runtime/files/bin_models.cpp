@@ -10,7 +10,7 @@
 #include <limits>
 #include <map>
 
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 

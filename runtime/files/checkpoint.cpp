@@ -14,7 +14,7 @@
 #include <set>
 #include <system_error>
 
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 #include "runtime/files/files.h"
 #include "runtime/files/safetensors.h"
 

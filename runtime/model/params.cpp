@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "runtime/device/convert.h"
 #include "runtime/device/device.h"
-#include "runtime/files/convert.h"
 #include "runtime/files/log.h"
 
 namespace {

@@ -1,4 +1,4 @@
-#include "runtime/files/convert.h"
+#include "runtime/device/convert.h"
 
 namespace {
 
