@@ -1,4 +1,4 @@
-// Sampling: exact against the oracle draw by draw, its distribution by a χ² test, ties, and independence of the batch.
+// Sampling: exact against the oracle token by token, the distribution by a χ² test, ties, independence of the batch.
 #include "kernels/generation/sampling.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
-#include "kernels/linear_attention/exp2_product.h"
+#include "kernels/generation/exp2_product.h"
 
 namespace {
 
@@ -37,16 +37,16 @@ std::vector<int32_t> sample(const TestArray& logits, int64_t V, const std::vecto
     return ids.fetch_ints();
 }
 
-std::vector<int32_t> sample_row(const std::vector<double>& logits, const SamplingOptions& o, int64_t draws = 1) {
+std::vector<int32_t> sample_row(const std::vector<double>& logits, const SamplingOptions& o, int64_t count = 1) {
     std::vector<double> rows;
     std::vector<int64_t> sequences, steps;
-    for (int64_t i = 0; i < draws; i++) {
+    for (int64_t i = 0; i < count; i++) {
         rows.insert(rows.end(), logits.begin(), logits.end());
         sequences.push_back(0);
         steps.push_back(i);
     }
     const int64_t V = int64_t(logits.size());
-    return sample(TestArray::of(rows, {draws, V}), V, sequences, steps, o);
+    return sample(TestArray::of(rows, {count, V}), V, sequences, steps, o);
 }
 
 TEST(Sampling, ArgmaxTakesTheLowerOfTies) {
@@ -65,22 +65,23 @@ TEST(Sampling, TopOneIsArgmaxAtAnyTemperature) {
     for (const int32_t id : sample_row({1, 2, 3}, options(1e-30f), 50)) EXPECT_EQ(id, 2);
 }
 
-// The edge of top-k falls into equal logits: the lower ids are kept. −0 equals 0.
+// Equal logits at the threshold of top-k: the lower ids are kept. −0 equals 0.
 TEST(Sampling, TopKTies) {
-    auto drawn = [](const std::vector<double>& logits, int64_t k) {
+    auto sampled_tokens = [](const std::vector<double>& logits, int64_t k) {
         std::vector<bool> seen(logits.size());
         for (const int32_t id : sample_row(logits, options(3, k), 400)) seen[size_t(id)] = true;
         return seen;
     };
-    EXPECT_EQ(drawn({1, 2, 1, 1, 2}, 3), (std::vector<bool>{true, true, false, false, true}));
-    EXPECT_EQ(drawn({-1, -1, -1, -1}, 2), (std::vector<bool>{true, true, false, false}));
-    EXPECT_EQ(drawn({-0.0, 0.0, 0.0}, 2), (std::vector<bool>{true, true, false}));
-    EXPECT_EQ(drawn({-INF, 0, -INF, 0}, 3), (std::vector<bool>{false, true, false, true}));  // e^−∞ is never drawn
-    EXPECT_EQ(drawn({1, 2, 3}, 3), (std::vector<bool>{true, true, true}));
-    EXPECT_EQ(drawn({1, 2, 3}, 1000), (std::vector<bool>{true, true, true}));
+    EXPECT_EQ(sampled_tokens({1, 2, 1, 1, 2}, 3), (std::vector<bool>{true, true, false, false, true}));
+    EXPECT_EQ(sampled_tokens({-1, -1, -1, -1}, 2), (std::vector<bool>{true, true, false, false}));
+    EXPECT_EQ(sampled_tokens({-0.0, 0.0, 0.0}, 2), (std::vector<bool>{true, true, false}));
+    EXPECT_EQ(sampled_tokens({-INF, 0, -INF, 0}, 3),
+              (std::vector<bool>{false, true, false, true}));  // e^−∞ is never sampled
+    EXPECT_EQ(sampled_tokens({1, 2, 3}, 3), (std::vector<bool>{true, true, true}));
+    EXPECT_EQ(sampled_tokens({1, 2, 3}, 1000), (std::vector<bool>{true, true, true}));
 }
 
-// Each draw is the one that the oracle makes of the same uniform number.
+// Each token is the one that the oracle samples with the same uniform number.
 TEST_P(SamplingDTypes, AgainstOracle) {
     constexpr int64_t B = 300, V = 101, Vp = 128;
     std::vector<double> rows = TestArray::random({B, Vp}, 5, 2, -30).values();
@@ -104,7 +105,7 @@ TEST_P(SamplingDTypes, AgainstOracle) {
     }
 }
 
-// A vocabulary of a real size: every thread has many logits, and most ties are far from the edge.
+// A vocabulary of a real size: every thread has many logits, and most ties are far from the threshold.
 TEST_P(SamplingDTypes, LargeVocabulary) {
     constexpr int64_t B = 24, V = 50257, Vp = 50304;
     const TestArray logits = TestArray::random(activation(), {B, Vp}, 6, 3);
@@ -120,7 +121,7 @@ TEST_P(SamplingDTypes, LargeVocabulary) {
     }
 }
 
-// Filters one by one and together, over vocabularies below and above what fits into one stretch of a GPU's first round.
+// Filters one by one and together, over vocabularies smaller and larger than one chunk of the CUDA kernels.
 TEST_P(SamplingDTypes, FiltersAgainstOracle) {
     for (const auto& [V, B] : {std::pair<int64_t, int64_t>{37, 60}, {9000, 12}}) {
         const int64_t Vp = (V + 127) / 128 * 128;
@@ -148,23 +149,23 @@ TEST_P(SamplingDTypes, FiltersAgainstOracle) {
 
 // Half of four equal tokens are two: the lower ids. A single token may have more than top_p.
 TEST(Sampling, TopPTies) {
-    auto drawn = [](const std::vector<double>& logits, float p, float min_p, int64_t k = 0) {
+    auto sampled_tokens = [](const std::vector<double>& logits, float p, float min_p, int64_t k = 0) {
         SamplingOptions o = options(1, k);
         o.top_p = p, o.min_p = min_p;
         std::vector<bool> seen(logits.size());
         for (const int32_t id : sample_row(logits, o, 400)) seen[size_t(id)] = true;
         return seen;
     };
-    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.5f, 0), (std::vector<bool>{true, true, false, false}));
-    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.51f, 0), (std::vector<bool>{true, true, true, false}));
-    EXPECT_EQ(drawn({-1, 3, -1, -1}, 0.5f, 0), (std::vector<bool>{false, true, false, false}));
-    EXPECT_EQ(drawn({2, 2, 2, 2}, 1, 1),
-              (std::vector<bool>{true, true, true, true}));  // all as likely as the likeliest
-    EXPECT_EQ(drawn({0, 2, 1, 2}, 1, 1), (std::vector<bool>{false, true, false, true}));
-    EXPECT_EQ(drawn({2, 2, 2, 2}, 0.5f, 0, 3), (std::vector<bool>{true, true, false, false}));
+    EXPECT_EQ(sampled_tokens({2, 2, 2, 2}, 0.5f, 0), (std::vector<bool>{true, true, false, false}));
+    EXPECT_EQ(sampled_tokens({2, 2, 2, 2}, 0.51f, 0), (std::vector<bool>{true, true, true, false}));
+    EXPECT_EQ(sampled_tokens({-1, 3, -1, -1}, 0.5f, 0), (std::vector<bool>{false, true, false, false}));
+    EXPECT_EQ(sampled_tokens({2, 2, 2, 2}, 1, 1),
+              (std::vector<bool>{true, true, true, true}));  // all as likely as the most likely one
+    EXPECT_EQ(sampled_tokens({0, 2, 1, 2}, 1, 1), (std::vector<bool>{false, true, false, true}));
+    EXPECT_EQ(sampled_tokens({2, 2, 2, 2}, 0.5f, 0, 3), (std::vector<bool>{true, true, false, false}));
 }
 
-// Tokens are marked as they are drawn, and a penalty moves both signs downwards; argmax sees it too.
+// Sampled tokens are marked; a penalty lowers positive and negative logits, for argmax too.
 TEST_P(SamplingDTypes, RepeatPenalty) {
     constexpr int64_t B = 40, V = 70, Vp = 128, words = (V + 31) / 32;
     const TestArray logits = TestArray::random(activation(), {B, Vp}, 21, 2);
@@ -196,7 +197,7 @@ TEST_P(SamplingDTypes, RepeatPenalty) {
         }
 }
 
-// χ² of 100,000 draws over 8 tokens, for each filter: below the 1 − 1e-6 quantile of 7 degrees of freedom, 40.5.
+// χ² of 100,000 samples over 8 tokens, for each filter: below the 1 − 1e-6 quantile of 7 degrees of freedom, 40.5.
 TEST(Sampling, Distribution) {
     const std::vector<double> logits{-1, 0.5, -2, 1.5, 0, -0.5, -1.5, 1};
     struct Filter {
@@ -206,25 +207,25 @@ TEST(Sampling, Distribution) {
     for (const auto& [k, top_p, min_p] : {Filter{0, 1, 0}, {5, 1, 0}, {0, 0.85f, 0}, {0, 1, 0.2f}, {6, 0.9f, 0.15f}}) {
         const std::vector<double> p =
             reference::sampling_probabilities(logits.data(), 8, double(0.8f), k, double(top_p), double(min_p));
-        constexpr int64_t draws = 100000;
+        constexpr int64_t samples = 100000;
         SamplingOptions o = options(0.8f, k, 77);
         o.top_p = top_p, o.min_p = min_p;
         std::vector<int64_t> counts(8);
-        for (const int32_t id : sample_row(logits, o, draws)) counts[size_t(id)]++;
+        for (const int32_t id : sample_row(logits, o, samples)) counts[size_t(id)]++;
         double chi2 = 0;
         for (size_t v = 0; v < 8; v++) {
             if (p[v] == 0) {
                 EXPECT_EQ(counts[v], 0);
                 continue;
             }
-            const double expected = p[v] * draws, difference = double(counts[v]) - expected;
+            const double expected = p[v] * samples, difference = double(counts[v]) - expected;
             chi2 += difference * difference / expected;
         }
         EXPECT_LT(chi2, 40.5) << "top_k " << k << " top_p " << top_p << " min_p " << min_p;
     }
 }
 
-// A draw depends on seed, sequence and step; not on the row it stands in or on who stands beside it.
+// The sampled token depends on seed, sequence and step, not on its row or the other rows of the batch.
 TEST(Sampling, IndependentOfTheBatch) {
     constexpr int64_t B = 64, V = 50;
     const TestArray logits = TestArray::random({B, V}, 9, 0.1);
@@ -248,8 +249,8 @@ TEST(Sampling, IndependentOfTheBatch) {
     EXPECT_GT(differing(sample(logits, V, sequences, steps, options(1, 0, 2))), B / 2);
 }
 
-// Thousands of tokens in a row that can't be drawn, as where a grammar or a mask rules them out.
-TEST(Sampling, LongStretchesWithoutWeight) {
+// Thousands of consecutive tokens that can't be sampled, as where a grammar or a mask rules them out.
+TEST(Sampling, LongRunsWithoutWeight) {
     constexpr int64_t V = 50000;
     std::vector<double> logits(size_t(V), -INF);
     logits[20000] = 1, logits[49000] = 1;
@@ -265,9 +266,9 @@ TEST(Sampling, LongStretchesWithoutWeight) {
         }
 }
 
-// A GPU looks at a row in stretches, and reads aligned rows in vectors: vocabularies below, at and behind the edges of
-// both, and rows that begin anywhere. A row's draw is that of the oracle, alone and beside 63 and 69 others.
-TEST_P(SamplingDTypes, StretchesAndAlignment) {
+// The CUDA kernels process a row in chunks and read aligned rows in vectors: vocabularies around the sizes of both, and
+// rows with any alignment. The token is that of the oracle, for a row alone and for one of 64 and of 70.
+TEST_P(SamplingDTypes, ChunksAndAlignment) {
     for (const int64_t V : {1, 15, 31, 33, 511, 512, 513, 1025, 5001, 50257})
         for (const int64_t padding : {0, 1, 16}) {
             const int64_t B = V > 10000 ? 6 : 70, Vp = V % 2 + V + padding;
@@ -298,8 +299,8 @@ TEST_P(SamplingDTypes, StretchesAndAlignment) {
         }
 }
 
-// More stretches than a GPU's last round has threads. All have the same weight but one, which has none.
-TEST(Sampling, ManyStretches) {
+// More chunks than the last CUDA kernel has threads. One chunk has no weight; the others have the same.
+TEST(Sampling, ManyChunks) {
     constexpr int64_t V = 300007, B = 12;
     std::vector<double> row(size_t(V), 2.0);
     std::fill(row.begin() + 100 * 512, row.begin() + 101 * 512, -INF);
@@ -340,7 +341,7 @@ TEST(Sampling, Errors) {
     late.back() = -nan;
     for (const std::vector<double>& row : {std::vector<double>{1, nan}, {nan, 1}, {1, INF}, {-INF, -INF}, late})
         for (const SamplingOptions& filters : {options(0), options(1), options(1, 1), top_p}) {
-#ifdef USE_CUDA  // nobody waits for such a check: the id is -1
+#ifdef USE_CUDA  // nothing waits for the kernel to end: the id is -1
             EXPECT_EQ(sample_row(row, filters)[0], -1);
 #else
             expect_error([&] { sample_row(row, filters); }, bad);

@@ -1,4 +1,4 @@
-// The k largest of rows against a sort: ties, NaN and infinities, rows of one stretch and of many.
+// The k largest of rows against a sort: ties, NaN and infinities, rows of one chunk and of several.
 #include "kernels/generation/topk.h"
 
 #include <algorithm>
@@ -44,7 +44,7 @@ void check(const TestArray& inp, int64_t V, int64_t k) {
         const std::vector<int32_t> expected = sorted_ids(row, V, k);
         for (int64_t i = 0; i < k; i++) {
             const size_t at = size_t(b * k + i);
-            ASSERT_EQ(got.ids[at], expected[size_t(i)]) << "row " << b << ", place " << i;
+            ASSERT_EQ(got.ids[at], expected[size_t(i)]) << "row " << b << ", rank " << i;
             ASSERT_TRUE(got.values[at] == row[got.ids[at]] || std::isnan(row[got.ids[at]]));
         }
     }
@@ -71,7 +71,7 @@ TEST_P(TopK, EqualValuesComeByAscendingId) {
     }
 }
 
-TEST_P(TopK, InfinitiesAndNaNHaveTheirPlaces) {
+TEST_P(TopK, InfinitiesAndNaN) {
     const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
     check(TestArray::of(activation(), {-inf, 1, -inf, inf, 0, nan, -5, inf}, {1, 8}), 8, 8);
     std::vector<double> values(30000, -inf);
@@ -81,7 +81,7 @@ TEST_P(TopK, InfinitiesAndNaNHaveTheirPlaces) {
 
 INSTANTIATE_DTYPES(TopK);
 
-TEST(TopKArguments, WrongOnesAreErrors) {
+TEST(TopKArguments, Errors) {
     const TestArray inp = TestArray::random({2, 8}, 1), values = TestArray::poisoned({2, 3}),
                     ids = TestArray::ints({0, 0, 0, 0, 0, 0}, {2, 3}), nine = TestArray::poisoned({2, 9}),
                     scratch = TestArray::scratch(1 << 16);

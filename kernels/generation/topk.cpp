@@ -4,23 +4,24 @@
 #include <functional>
 
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/generation/token_key.h"
 #include "kernels/generation/topk_check.h"
 
 namespace {
 
-// best: the k largest so far as a heap whose smallest is in front. Few elements pass it once it has seen some.
+// best: the k largest keys so far, a heap whose smallest key is in front. After a while few elements are larger.
 void top_k_of_row(float* values, int32_t* ids, const float* inp, int64_t V, int64_t k, uint64_t* best) {
-    for (int64_t v = 0; v < k; v++) best[v] = top_k_key(inp[v], v);
+    for (int64_t v = 0; v < k; v++) best[v] = token_key(inp[v], v);
     std::make_heap(best, best + k, std::greater<>());
     for (int64_t v = k; v < V; v++) {
-        const uint64_t key = top_k_key(inp[v], v);
+        const uint64_t key = token_key(inp[v], v);
         if (key < best[0]) continue;
         std::pop_heap(best, best + k, std::greater<>());
         best[k - 1] = key;
         std::push_heap(best, best + k, std::greater<>());
     }
     std::sort_heap(best, best + k, std::greater<>());
-    for (int64_t i = 0; i < k; i++) ids[i] = top_k_id(best[i]), values[i] = inp[ids[i]];
+    for (int64_t i = 0; i < k; i++) ids[i] = token_id(best[i]), values[i] = inp[ids[i]];
 }
 
 }  // namespace

@@ -1,9 +1,9 @@
-// The k largest of each row, the largest first; equal ones by ascending id, so that the result is one of a kind.
+// The k largest elements of each row, the largest first; equal ones by ascending id, so that the result is unique.
 //
 //   values[b, i] = inp[b, ids[b, i]],  values descending, ids ascending among equals
 //
-// Two rounds on a GPU: blocks take stretches of a row and keep k of each, then one block a row takes k of those. 0 and
-// −0 are equal, −∞ is a value like others; a NaN counts as larger than +∞ (its place among NaN depends on its bits).
+// 0 and −0 are equal; −∞ is a value like others; NaN counts as larger than +∞. On a GPU blocks first select the k
+// largest of each chunk of a row; then one block a row selects the k largest of those.
 // Errors: wrong shape or dtype, k outside 1 … min(V, TOP_K_MAX), V ≥ 2³¹.
 #pragma once
 

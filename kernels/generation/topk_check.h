@@ -1,27 +1,8 @@
-// The arguments of top_k, checked, and the order of its elements, for both backends.
+// The checks of top_k's arguments for both backends.
 #pragma once
-
-#include <cstring>
 
 #include "kernels/check.h"
 #include "kernels/generation/topk.h"
-#include "runtime/rng.h"
-
-// One number for a value and its place, larger for what comes first: the value's bits, changed so that they order like
-// the value, above the complement of the id. Never 0.
-HOST_DEVICE inline uint64_t top_k_key(float x, int64_t id) {
-    uint32_t bits = 0xffffffffu;  // NaN
-    if (x == x) {
-        x += 0.0f;  // −0 becomes 0
-        memcpy(&bits, &x, sizeof(bits));
-        bits = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    }
-    return uint64_t(bits) << 32 | uint32_t(~uint32_t(id));
-}
-
-HOST_DEVICE inline int32_t top_k_id(uint64_t key) {
-    return int32_t(~uint32_t(key));
-}
 
 inline void check_top_k(const char* op, DType dtype, const Tensor& values, const Tensor& ids, const Tensor& inp,
                         const Tensor& scratch) {
