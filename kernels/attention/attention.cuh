@@ -1,4 +1,4 @@
-// What the attention kernels of all GPUs share: their arguments and which query sees which keys.
+// What the attention kernels of all GPUs share: their arguments, and which query sees which keys.
 #pragma once
 
 #include <limits>
@@ -15,8 +15,8 @@ struct Attention {
     Heads<T> q, k, v, out, dout, dq, dk, dv;
     float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
     int64_t lse_stride;
-    uint32_t* next_task;  // scratch of the kernels for Hopper GPUs
-    float* dq_sums;       // the same; null: the deterministic backward pass
+    uint32_t* next_task;  // Hopper GPUs: the task counter
+    float* dq_sums;       // Hopper GPUs: dq in fp32; null: the deterministic backward pass
     const int32_t *cum_q, *cum_k;
     int64_t S, Nq, Nk, NH, NKV;
     bool causal;
@@ -24,17 +24,17 @@ struct Attention {
     int tiles;   // of the longest sequence
     int HS;
     float scale;
-    bool aligned;  // all rows to 16 bytes
+    bool aligned;  // all rows are aligned to 16 bytes
 };
 
 struct Sequence {
     int q0, k0, qlen, klen;
-    int first, last;  // query i sees the keys i + first … i + last, as far as they exist
+    int first, last;  // query i sees the keys i + first … i + last that exist
 
     __device__ __forceinline__ bool sees(int i, int j) const {
         return unsigned(j - i - first) <= unsigned(last - first);
     }
-    // Any of `queries` queries from i any of `keys` keys from j, and all of them all.
+    // Whether any of the `queries` queries from i on sees any of the `keys` keys from j on; whether all see all.
     __device__ __forceinline__ bool any_seen(int i, int queries, int j, int keys) const {
         return j <= i + queries - 1 + last && j + keys - 1 >= i + first;
     }
@@ -43,7 +43,7 @@ struct Sequence {
     }
 };
 
-// Whatever cum_q and cum_k hold, a sequence lies within the tensors.
+// Clamped, so that a sequence lies within the tensors whatever cum_q and cum_k hold.
 template <typename T>
 __device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s) {
     const auto begin = [](const int32_t* cum, int64_t i, int64_t n) {
@@ -67,13 +67,13 @@ struct RowRange {
     int begin, end;
 };
 
-// Tiles of queries are laid from the end of a sequence, so that the one that is cut short by its beginning, with
-// numbers below 0, is the one with the fewest keys to see.
+// Tiles of queries are counted from the end of a sequence: the one that the sequence's beginning cuts short (its first
+// queries have negative numbers) is then the one with the fewest keys.
 __device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
     return seq.qlen - (rank + 1) * rows;
 }
 
-// The keys that any of the queries [begin, end) sees, and the queries that see any of the keys [begin, end).
+// The keys that any of the queries [begin, end) sees; the queries that see any of the keys [begin, end).
 __device__ __forceinline__ RowRange keys_seen(const Sequence& seq, int begin, int end) {
     begin = max(0, begin);
     if (begin >= end) return {0, 0};
@@ -84,7 +84,7 @@ __device__ __forceinline__ RowRange queries_seeing(const Sequence& seq, int begi
     return {max(0, begin - seq.last), min(seq.qlen, end - seq.first)};
 }
 
-// Zeros for one head of the tokens [first, n): one part of `parts`, by `threads` threads.
+// Writes zeros to one head of the tokens [first, n): one part of `parts`, by `threads` threads.
 template <typename T>
 __device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, int64_t n, int HS, int part, int parts,
                           int threads) {
@@ -92,10 +92,10 @@ __device__ void zero_tail(const Heads<T>& heads, int64_t head, int64_t first, in
         for (int c = int(threadIdx.x) % threads; c < HS; c += threads) heads.at(token, head)[c] = T{};
 }
 
-// ---- the kernels for Hopper GPUs (attention_hopper.cu), which take 16-bit heads of up to 128 columns. Builds that
-// have them define HAVE_SM90A.
+// --- the kernels for Hopper GPUs (attention_*_hopper.cu): 16-bit types, heads of up to 128 columns. Builds that have
+// them define HAVE_SM90A.
 
-// Whether this is such a GPU and rows are fit for tensor copies.
+// Whether this GPU is a Hopper and TMA can copy the rows.
 template <typename T>
 bool hopper_attention_takes(const Attention<T>& a);
 
@@ -106,12 +106,12 @@ template <typename T>
 void hopper_attention_backward(const char* op, const Attention<T>& a, const AttentionSequences& sequences,
                                Stream stream);
 
-// Bytes of dq_sums; 0 where a backward pass with them is not there or not faster.
+// Bytes of dq_sums; 0 if the single backward pass does not exist or is not faster.
 int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k);
 
-// ---- at launch
+// --- launch
 
-// At least one, for the tokens after the last sequence.
+// At least one tile, for the tokens after the last sequence.
 inline int tiles_of(int64_t longest, int tile) {
     return int(std::max<int64_t>(1, ceil_div(longest, tile)));
 }
