@@ -289,7 +289,7 @@ bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul 
 ladder: $(LADDERS)  ## the kernel ladders, checked and timed rung by rung; OP=matmul for one
 	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*) for BACKEND=$(BACKEND)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done
 
-mutants: $(PYTHON)  ## break the code one line at a time (dev/mutants/): every break must fail a test
+mutants: $(PYTHON)  ## mutation testing: a test must fail for each one-line mutation of dev/mutants/
 	@$(PYTHON) scripts/run_mutants.py $(OP)
 
 deps:  ## install what is missing: distribution packages (as root or with sudo), then the Python packages

@@ -295,8 +295,8 @@ TEST(Json, DamageIsOneClearError) {
     }
     for (const char* text : {"[1, 2]", "5", "null"}) {
         put_file(path, text);
-        expect_error([&] { read_json(path); }, {path, "no object", "damaged"});
-        expect_error([&] { trained_seq_len(dir.path()); }, {path, "no object"});
+        expect_error([&] { read_json(path); }, {path, "not an object", "damaged"});
+        expect_error([&] { trained_seq_len(dir.path()); }, {path, "not an object"});
     }
     put_file(path, "{\"a\": 1e999}");
     expect_error([&] { read_json(path); }, {path, "out of range"});

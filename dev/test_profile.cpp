@@ -88,7 +88,7 @@ TEST(Profile, TimesAndNesting) {
     const std::vector<Line> lines = lines_of(profiler.report());
     const std::vector<std::pair<int, std::string>> expected = {{0, "backward"}, {2, "norm"},      {2, "(rest)"},
                                                                {0, "forward"},  {2, "attention"}, {2, "norm"},
-                                                               {2, "(rest)"},   {0, "(rest)"},    {0, "whole"}};
+                                                               {2, "(rest)"},   {0, "(rest)"},    {0, "total"}};
     ASSERT_EQ(lines.size(), expected.size()) << profiler.report();
     for (size_t i = 0; i < lines.size(); i++) {
         EXPECT_EQ(lines[i].indent, expected[i].first) << profiler.report();
@@ -133,10 +133,10 @@ TEST(Profile, WorkBesideIsTimedWhereItRuns) {
     const std::string report = profiler.report();
     for (const Line& line : lines_of(report)) EXPECT_NE(line.name, "sum") << report;  // no part of the stream's time
 
-    std::istringstream text(report.substr(report.find("\nwhen") + 1));
+    std::istringstream text(report.substr(report.find("\ntimeline") + 1));
     std::string line;
     std::getline(text, line);
-    EXPECT_EQ(line, "when, and what was beside it                                 from ms       to ms          ms");
+    EXPECT_EQ(line, "timeline (| on another stream)                               from ms       to ms          ms");
     double before = 0;
     for (const char* name : {"backward", "  | sum", "backward", "  | sum"}) {
         ASSERT_TRUE(std::getline(text, line)) << report;
@@ -179,7 +179,7 @@ TEST(Profile, MoreRangesThanThePoolHolds) {
     EXPECT_EQ(lines[0].calls, 2);
     EXPECT_EQ(lines[1].name, "inner");
     EXPECT_EQ(lines[1].calls, 1);
-    EXPECT_NE(profiler.report().find("7 ranges more than the 3 that are timed"), std::string::npos);
+    EXPECT_NE(profiler.report().find("7 more ranges were not timed (the limit is 3)"), std::string::npos);
 }
 
 // A range that began before start() does not end a timed one.

@@ -6,7 +6,7 @@
 
 void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,
                       const TrainingArenas& arenas, const std::function<void(const std::string&)>& small_files) {
-    std::unique_ptr<AtomicDirectory> directory;  // rank 0's; all write their parts into it
+    std::unique_ptr<AtomicDirectory> directory;  // on rank 0; all ranks write into it
     if (ctx.rank == 0) directory = std::make_unique<AtomicDirectory>(path);
     std::string temporary = directory ? directory->path() : "";
     ctx.comm->broadcast_host(temporary, 0);
@@ -14,7 +14,7 @@ void write_checkpoint(const Context& ctx, const std::string& path, const ParamTa
     const std::string state = join_path(temporary, "state.safetensors");
     save_state(state, table, arenas, writers);
     ctx.comm->barrier();
-    // From the state, which has each tensor whole, as no rank need have it.
+    // Read back from the state file, because with ZeRO no rank holds whole tensors.
     save_weights(join_path(temporary, "model.safetensors"), table, state_weights(state), DType::F32, writers);
     ctx.comm->barrier();
     if (ctx.rank > 0) return;

@@ -1,4 +1,4 @@
-// A checkpoint that all ranks of a run write together (runtime/files/checkpoint.h has the files).
+// Writes a checkpoint with all ranks of a run (runtime/files/checkpoint.h describes the files).
 #pragma once
 
 #include <functional>
@@ -7,7 +7,7 @@
 #include "runtime/context.h"
 #include "runtime/files/checkpoint.h"
 
-// What is queued is done by now. Each rank writes its parts of the state, then its share of the weights; rank 0 adds
-// what small_files(directory) writes, and makes the whole appear at path: there when this returns on rank 0.
+// Call it when queued work is done. Each rank writes its part of the training state and then its share of the weights.
+// Rank 0 calls small_files(directory) and renames the complete checkpoint to path, which exists when rank 0 returns.
 void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,
                       const TrainingArenas& arenas, const std::function<void(const std::string&)>& small_files);

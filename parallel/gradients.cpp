@@ -7,7 +7,7 @@
 std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
     const int groups = table.num_groups(), others = table.fp32_total ? groups - 1 : groups;
     std::vector<Bucket> buckets;
-    bool full = true;  // the bucket before takes no more
+    bool full = true;  // the previous bucket has reached its minimum size
     for (int g = others - 1; g >= 0; g--) {
         if (!table.group_size(g)) continue;
         if (full)
@@ -74,7 +74,7 @@ void Gradients::open(int group, Stream stream) {
         const Range range(ctx->profiler, "wait for a slot");
         p.free.make_wait(stream);
     }
-    // Between tensors lie gaps, which count in the norm: what another group left there is none of it.
+    // Clear the padding between tensors: it counts in the global norm, and another group used this slot before.
     const Tensor& view = arena.views[size_t(group)];
     int64_t end = 0;
     const auto clear_to = [&](int64_t begin) {
@@ -94,7 +94,7 @@ void Gradients::close(int group, Stream stream) {
         if (buckets[i].first == group) reduce(buckets[i], names[i].c_str(), stream);
 }
 
-// In place as far as it goes: a whole group's gradient is of no more use when its part of the sum is there.
+// Reduces in place where possible: the whole gradient is not needed after its part of the sum is there.
 void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     Comm* const comm = ctx->comm.get();
     const Stream side = ctx->side;
@@ -114,7 +114,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
         if (buffer) ::accumulate(fp32, whole, false, side);
     } else if (split) {
         const Tensor part = arena.groups(*table, b.first, b.last);
-        const bool direct = first && !buffer;  // to where it is wanted
+        const bool direct = first && !buffer;  // no intermediate copy
         comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
         if (!direct) ::accumulate(part, sharding.own(whole), !first, side);
         Slot& p = state[size_t(slots.slot(b.first))];

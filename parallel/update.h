@@ -1,5 +1,5 @@
-// What the optimizer updates, in slices: of a world of one everything that one launch can do, else group by group,
-// because a rank's parts of two groups don't lie side by side where the groups are whole.
+// The slices that the optimizer updates, one launch each: everything with one rank; otherwise one slice per group,
+// because a rank's parts of different groups are not contiguous in a whole arena.
 #pragma once
 
 #include <vector>
@@ -8,13 +8,14 @@
 #include "parallel/gradients.h"
 
 struct UpdateSlice {
-    // What this rank updates, in the arenas: params fp32 or null, params_T 16 bits or null (kernels/adamw.h).
+    // Views into the arenas of what this rank updates. params: fp32 or null; params_T: 16-bit or null
+    // (kernels/adamw.h).
     Tensor params, params_T, m, v, grads;
     std::vector<AdamWSegment> segments;
-    // This rank's share of the gradient for the norm: in stage 0 a part of what it updates.
+    // The gradients that this rank adds to the global norm: in stage 0 a part of what it updates.
     Tensor own_grads;
-    // The group's weights on every rank, of which params or params_T is this rank's part: to be gathered after the
-    // update. Null where all are updated here, or are gathered when they are used.
+    // The whole group's weights, to be all-gathered after the update; params or params_T is this rank's part of them.
+    // Null if this rank updates everything, or if weights are gathered before use (stage 3).
     Tensor gathered;
 };
 

@@ -7,14 +7,14 @@ WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, cons
 }
 
 void WeightGatherer::begin(Stream stream) {
-    turn.record(stream);
-    turn.make_wait(ctx.side);
+    pass.record(stream);
+    pass.make_wait(ctx.side);
     for (Slot& p : state) p.holds = -1, p.read = false;
 }
 
 void WeightGatherer::end(Stream stream) {
-    turn.record(ctx.side);
-    turn.make_wait(stream);
+    pass.record(ctx.side);
+    pass.make_wait(stream);
 }
 
 void WeightGatherer::gather(int group) {

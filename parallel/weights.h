@@ -1,10 +1,10 @@
-// Weights of which each rank keeps its part (stage 3): a group is gathered ahead of its use, on a stream beside the
-// one that computes, and its slot is taken by another when it is done.
+// Gathers sharded weights (stage 3). A group is all-gathered on the side stream ahead of its use; afterwards another
+// group reuses its slot.
 //
-//     const GatheredGroup weights(gather, 1 + l, 2 + l, stream);   // layer l whole, layer l + 1 on its way
+//     const GatheredGroup weights(gather, 1 + l, 2 + l, stream);   // layer l is whole; layer l + 1 is prefetched
 //
-// Places, not groups, are what has to be free: a group is still there when the backward pass begins with the last
-// layers of the forward pass. The ranks use the same groups in the same order.
+// A group stays in its slot until the slot is reused, so the backward pass finds the last layers of the forward pass
+// still gathered. All ranks must use the same groups in the same order.
 #pragma once
 
 #include <string>
@@ -15,18 +15,18 @@
 
 class WeightGatherer {
   public:
-    static constexpr int LAYER_SLOTS = 2;  // the layer that computes and the one that comes next
+    static constexpr int LAYER_SLOTS = 2;  // the current layer and the prefetched one
 
-    // weights: parts, with views of the slots.
+    // weights: sharded, with views of the slots.
     WeightGatherer(const Context& ctx, const ParamTable& table, const ParamArena& weights, const GroupSlots& slots);
 
-    // A pass begins: the weights may have changed since the last one.
+    // Starts a pass. Gathered groups are invalid, because the weights may have changed.
     void begin(Stream stream);
-    // The pass is queued: what follows on the stream comes after its gathering.
+    // Ends a pass: later work on the stream runs after the pass's all-gathers.
     void end(Stream stream);
-    void use(int group, Stream stream);   // whole for what is queued on the stream from now on
-    void prefetch(int group);             // on its way
-    void done(int group, Stream stream);  // what was queued by now was the last to read it, until the next use()
+    void use(int group, Stream stream);   // later work on the stream sees the whole group
+    void prefetch(int group);             // starts its all-gather
+    void done(int group, Stream stream);  // work queued so far was the last to read it
 
   private:
     void gather(int group);
@@ -35,17 +35,18 @@ class WeightGatherer {
     const ParamTable& table;
     const ParamArena& weights;
     const GroupSlots& slots;
-    std::vector<std::string> names;  // of the groups' gathering, in a profile
+    std::vector<std::string> names;  // of the all-gathers, in a profile
     struct Slot {
-        int holds = -1;     // a group
+        int holds = -1;     // the group, -1: none
         bool read = false;  // since begin()
         Event filled, free;
     };
     std::vector<Slot> state;
-    Event turn;
+    Event pass;  // orders passes: recorded on one stream, waited for on the other
 };
 
-// One use of a group, for as long as this lives. gatherer null: all weights are whole. next: prefetched, -1: nothing.
+// Holds a group whole during its lifetime and prefetches group `next` (-1: none). gatherer null: weights are not
+// sharded.
 class GatheredGroup {
   public:
     GatheredGroup(WeightGatherer* gatherer, int group, int next, Stream stream);

@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Attention of this project and of PyTorch on one GPU, side by side: causal, bf16, forward and backward.
+"""Benchmarks causal attention of this project and of PyTorch side by side on one GPU: bf16, forward and backward.
 
     scripts/bench_attention.py --bench build/cuda/dev/bench_attention
 
-needs torch. The shapes are those of dev/bench_attention.cpp. The project's backward pass is deterministic unless
---nondeterministic asks for a faster one, which has a row of its own beside the contenders' backward passes as they come.
-PyTorch's two backends are timed as they come and, where there is one, with a deterministic backward pass:
+Needs torch. The shapes are those of dev/bench_attention.cpp. This project's backward pass is deterministic; the faster
+one of --nondeterministic has a row of its own. PyTorch's two backends are timed with their default backward pass and with
+a deterministic one where it exists:
 
-    cuDNN               scaled_dot_product_attention with SDPBackend.CUDNN_ATTENTION. Deterministic: PyTorch's own if it has
-                        one (it had none up to 2.11), else through the package nvidia-cudnn-frontend if that is installed
+    cuDNN               scaled_dot_product_attention with SDPBackend.CUDNN_ATTENTION. Deterministic: PyTorch's mode if it
+                        exists (not up to 2.11), otherwise through nvidia-cudnn-frontend if that is installed
     FlashAttention-2    the same with SDPBackend.FLASH_ATTENTION. Deterministic: torch.use_deterministic_algorithms
 
-All are timed alike: by the device's clock, the median of 21 runs after 3, all launched before one is waited for, with
-256 MiB read before each so that nothing is found in the L2 cache. Contenders take turns, so that a change of the
-machine's speed meets all of them; figures are medians over the turns. TFLOP/s count the pairs of a query and a key that it
-sees, two products forward and five backward. Prints one Markdown table: each figure of PyTorch's is followed by how many
-times as fast the project is. A deterministic backward pass is one whose results have been the same twice.
+All are timed the same way: device time, the median of 21 runs after 3 warm-up runs, launched without waiting, with
+256 MiB read before each run so that the L2 cache is cold. Contenders are interleaved, so that a change of clocks affects
+all of them; figures are medians over the turns. TFLOP/s count the visible (query, key) pairs, with two matmuls forward
+and five backward. Prints one Markdown table; each figure of PyTorch is followed by this project's speed-up. A backward
+pass counts as deterministic if two runs gave the same bits.
 """
 import argparse
 import functools

@@ -1,8 +1,8 @@
-"""The measuring part of scripts/bench_cpu.sh, which sets the number of threads and says how to call it.
+"""The timing part of scripts/bench_cpu.sh, which sets the number of threads and documents the usage.
 
-Contenders take turns, so that a change of the machine's speed meets all of them; figures are medians over all steps of
-all turns, the first steps of each turn (warm-up) left out. tokens/s counts whole optimizer steps: forward, backward,
-gradient clipping and AdamW (llm.c's program does not clip).
+Contenders are interleaved, so that a change of clocks affects all of them. Figures are medians over all steps of all
+turns without the warm-up steps. tokens/s counts whole optimizer steps: forward, backward, gradient clipping and AdamW
+(llm.c's program does not clip).
 """
 import argparse
 import array

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Whole training steps on the CPU, side by side with other programs on the same machine in the same run, and the memory
-# plan against what a run really takes. Peers are given as paths; nothing is fetched or built but this project.
+# Benchmarks whole training steps on the CPU, side by side with other programs in one run on one machine, and compares
+# the memory plan with the memory that a run uses. Peers are given as paths; only this project is built.
 #
 #   LLMC=/path/to/train_gpt2  TORCH="python torch_bench.py --device cpu --threads 2"  scripts/bench_cpu.sh [--repeats 3]
 #
-# docs/performance.md says how the peers are built. THREADS (default 2) goes to OMP_NUM_THREADS of all.
+# docs/performance.md says how to build the peers. THREADS (default 2) sets OMP_NUM_THREADS for all.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 make BACKEND=cpu all venv >&2

@@ -1,16 +1,15 @@
 #!/usr/bin/env python3
-"""Whole training steps on one GPU, side by side with other programs on the same machine in the same run.
+"""Benchmarks whole training steps on one GPU, side by side with other programs in one run on one machine.
 
     scripts/bench_gpu.py --driver build/cuda/train_gpt --llmc train_gpt2cu --torch-bench torch_bench.py
 
-Each of the three may be left out. docs/performance.md says how the peers are built; nothing is fetched or built here.
+Each of the three is optional. docs/performance.md says how to build the peers; this script fetches and builds nothing.
 
-Contenders take turns, so that a change of the machine's speed meets all of them; figures are medians over all steps of
-all turns, the first steps of each turn (warm-up, and the choice of GEMM algorithms) left out. tokens/s counts whole
-optimizer steps: forward, backward, gradient clipping and AdamW on fp32 master weights. Memory is the most that the device
-had in use while the program ran, less what it had before, in GB of 10^9 bytes: the CUDA context and what an allocator
-holds back count for all (what PyTorch's tensors took is shown besides). MFU is by this project's FLOP count and peak for
-all (docs/performance.md), as its log gives them.
+Contenders are interleaved, so that a change of clocks affects all of them. Figures are medians over all steps of all
+turns, without the first steps of each turn (warm-up and GEMM tuning). tokens/s counts whole optimizer steps: forward,
+backward, gradient clipping and AdamW with fp32 master weights. Memory is the device's peak while the program ran minus
+its use before, in GB of 10^9 bytes, so it includes the CUDA context and allocator caches; the peak of PyTorch's tensors
+is shown separately. MFU uses this project's FLOP count and peak for all contenders (docs/performance.md).
 """
 import argparse
 import array

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Generation side by side with transformers: the same random weights, prompts and number of tokens, on the same machine in the
-same run.
+"""Benchmarks generation side by side with transformers: same random weights, prompts and token counts, one machine, one run.
 
-    scripts/bench_inference.py --driver build/cpu/train_gpt [--model gpt2-124M] [--texts 1] [--prompt 128] [--tokens 256]
+    scripts/bench_inference.py --driver build/cpu/train_gpt [--model gpt2-124M] [--batch-size 1] [--prompt 128] [--tokens 256]
                                [--dtype fp32] [--device cpu] [--threads 2] [--turns 3]
 
-Contenders take turns; figures are medians over the turns, in tokens/s: of prompts read, and of answers drawn (of all texts
-together, greedy). Ours are those of the driver's statistics. Theirs are by two calls of generate(), one that draws a
-token and one that draws all: the first is the prompt's time, the difference the answer's. On a GPU transformers runs
-as it comes and with its static cache under torch.compile. Last come the fractions of the machine's read bandwidth, measured by the driver
-in the same run, and in fp32 whether the texts are the same.
+Contenders are interleaved; figures are medians over the turns in tokens/s, for prompts (prefill) and for greedy decoding,
+summed over the batch. Ours come from the driver's statistics. Theirs come from two calls of generate(), one for a single
+token and one for all tokens: the first is the prefill time, the difference the decode time. On a GPU transformers runs
+with its default cache and with its static cache under torch.compile. The script also prints the fraction of the read
+bandwidth, which the driver measures in the same run, and in fp32 whether the completions are equal.
 
 Needs torch, transformers and tokenizers.
 """
@@ -70,7 +69,7 @@ class Ours:
         with open(path, "w", encoding="utf-8") as file:
             file.write("\n---\n".join(prompts))  # a newline behind the last would belong to a prompt that is alone
         self.command = [args.driver, "sample", "--model", folder, "--prompt-file", path, "--dtype", args.dtype, "--temperature", "0",
-                        "--max-tokens", str(args.tokens), "--batch-size", str(args.texts), "--ignore-eos", "--json"]
+                        "--max-tokens", str(args.tokens), "--batch-size", str(args.batch_size), "--ignore-eos", "--json"]
         self.environment = dict(os.environ, OMP_NUM_THREADS=str(args.threads))
         self.bandwidth = self.bytes_per_second = 0
 
@@ -126,7 +125,7 @@ def compare(args):
     with tempfile.TemporaryDirectory() as folder:
         dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16 if args.dtype == "bf16" else torch.float16
         tokenizer = make_model(SHAPES[args.model], dtype, folder)
-        prompts = ["".join(chr(97 + (7 * i + 3 * j * j) % 26) for j in range(args.prompt)) for i in range(args.texts)]
+        prompts = ["".join(chr(97 + (7 * i + 3 * j * j) % 26) for j in range(args.prompt)) for i in range(args.batch_size)]
         ours = Ours(args, folder, prompts)
         contenders = [ours, Transformers(args, folder, [tokenizer.encode(p).ids for p in prompts], False)]
         if args.device == "cuda":
@@ -135,19 +134,19 @@ def compare(args):
         for _ in range(args.turns):
             for c in contenders:
                 rates[c.name].append(c.run())
-        print(f"{args.model}, {args.dtype}, {args.device}, {args.threads} threads: {args.texts} texts, prompts of {args.prompt} tokens, "
+        print(f"{args.model}, {args.dtype}, {args.device}, {args.threads} threads: {args.batch_size} sequences, prompts of {args.prompt} tokens, "
               f"answers of {args.tokens}; medians of {args.turns} turns")
         medians = {name: [statistics.median(column) for column in zip(*r)] for name, r in rates.items()}
         for name, (prefill, decode) in medians.items():
             ratio = medians[ours.name][1] / decode
-            print(f"  {name:40s} prompts {prefill:12,.1f}   answers {decode:12,.1f} tokens/s   ours is {ratio:.2f} times as fast")
+            print(f"  {name:40s} prefill {prefill:12,.1f}   decode {decode:12,.1f} tokens/s   speed-up {ratio:.2f}")
         if ours.bandwidth:
             print(f"  ours reads {ours.bytes_per_second / 1e9:.1f} GB/s, {100 * ours.bytes_per_second / ours.bandwidth:.0f}% of the "
                   f"{ours.bandwidth / 1e9:.1f} GB/s measured")
         if args.dtype == "fp32":
             same = sum(a == b for a, b in zip(ours.texts, contenders[1].texts))
-            print(f"  {same} of {args.texts} texts are the same")
-            return 0 if same == args.texts else 1
+            print(f"  {same} of {args.batch_size} completions are equal")
+            return 0 if same == args.batch_size else 1
     return 0
 
 
@@ -155,11 +154,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--driver", required=True, help="our program")
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124M", help="(default: gpt2-124M)")
-    parser.add_argument("--texts", type=int, default=1, help="generated at a time (default: 1)")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences at a time (default: 1)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt (default: 128)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer (default: 256)")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each completion (default: 256)")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="(default: fp32)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of transformers (default: cpu); ours is the driver's")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device of transformers (default: cpu); ours depends on the driver")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU (default: 2)")
     parser.add_argument("--turns", type=int, default=3, help="(default: 3)")
     args = parser.parse_args()

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds for the GPU of this machine, checks and times it: what to run before a change of a kernel lands.
+# Builds, tests and benchmarks the CUDA kernels on this machine. Run it before you commit a change of a kernel.
 #
-#   scripts/check_gpu.sh [build] [test] [sanitize] [bench]      all of them without arguments
+#   scripts/check_gpu.sh [build] [test] [sanitize] [mutants] [bench]      all of them without arguments
 #
-#   test      the ops' tests, test_gpt, and the driver's as a user runs it and against the CPU's (test_commands.py,
-#             test_backends.py); `make test BACKEND=cuda` runs every test
+#   test      the tests of the ops and of the driver (test_commands.py, test_backends.py); `make test BACKEND=cuda` runs
+#             every test
 #   sanitize  the kernels' tests under compute-sanitizer's memcheck and synccheck, a selection under racecheck and
-#             initcheck; each with a time limit (LIMIT, 300 s), programs side by side
+#             initcheck; each with a time limit (LIMIT, 300 s), several programs in parallel
+#   mutants   one-line mutations of the CUDA kernels (dev/mutants/cuda.txt): a test must fail for each
 #   bench     every benchmark
 # OUT (build/cuda/check) receives the logs. Exit status 1 if anything failed.
 set -uo pipefail
@@ -26,16 +27,16 @@ run_tests() {
         python3 scripts/run_tests.py $(kernel_tests) build/cuda/test_gpt dev/test_commands.py dev/test_backends.py || failed=1
 }
 
-# Tests of the ops: those named as a header of kernels/.
+# The tests of the ops: each op is a header in kernels/ or one of its directories.
 kernel_tests() {
     local op
-    for op in kernels/*.h; do
+    for op in kernels/*.h kernels/*/*.h; do
         op=build/cuda/dev/test_$(basename "$op" .h)
         [[ ! -x $op ]] || echo "$op"
     done
 }
 
-# One program under one tool: a line with what it found.
+# Runs one program under one tool and prints one line with the result.
 check_one() {
     local tool=$1 program=$2 filter=$3 limit=$4 out=$5 log
     log=$out/$tool-$(basename "$program").log
@@ -50,7 +51,7 @@ check_one() {
 export -f check_one
 
 sanitize() {
-    # Large shapes say nothing more and take minutes under a sanitizer; memory asked for in vain is meant so.
+    # Large shapes add nothing and take minutes under a sanitizer; some tests allocate too much memory on purpose.
     local small='-*Large*:*InSamples*:*Tuned*:*Tuning*:*CannotBeHad*' program
     {
         for program in $(kernel_tests); do
@@ -69,13 +70,14 @@ bench() {
     done | tee "$out/bench.txt"
 }
 
-for part in "${@:-build test sanitize bench}"; do
+for part in "${@:-build test sanitize mutants bench}"; do
     for step in $part; do
         echo "=== $step ($SECONDS s)"
         case $step in
             build) build ;;
             test) run_tests ;;
             sanitize) sanitize ;;
+            mutants) python3 scripts/run_mutants.py --backend cuda --jobs "${MUTANT_JOBS:-8}" || failed=1 ;;
             bench) bench ;;
             *) echo "unknown part '$step'; see the head of $0" >&2; exit 2 ;;
         esac

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Trains one model with each kind of attention on the same tokens, and compares what they learn and how fast they are.
+"""Trains one model with each attention type on the same tokens and compares loss and speed.
 
     scripts/compare_attention_kinds.py --data data/tokens/quickstart --out runs/kinds                (a GPU: minutes)
     scripts/compare_attention_kinds.py --data data/tokens/quickstart --out runs/kinds --model gpt2-tiny --layers 4 \\
         --dtype fp32 --seq-len 256 --batch-size 8 --steps 1200 --lengths                             (a CPU: longer)
 
-The kinds are those of --attention: S softmax, L linear, G gated linear, and patterns that are repeated over the layers: GGGS is
-three gated layers to one of softmax. The runs have the same shape, seed and order of samples. Then steps of --speed-tokens tokens
-are timed at each of --lengths. Prints two tables; writes OUT/kinds.json and OUT/kinds.png. Runs that OUT holds already, complete
-and made alike, are not repeated.
+The types are those of --attention: S softmax, L linear, G gated linear, and patterns that repeat over the layers: GGGS is
+three gated linear layers and one softmax layer. All runs have the same shape, seed and order of samples. Then the script
+times steps of --speed-tokens tokens at each of --lengths. It prints two tables and writes OUT/kinds.json and OUT/kinds.png.
+Complete runs in OUT with the same options are not repeated.
 """
 import argparse
 import glob

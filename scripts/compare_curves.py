@@ -1,28 +1,29 @@
 #!/usr/bin/env python3
-"""Trains one model from the same weights on the same batches in this project and in PyTorch, and compares the losses.
+"""Trains one model from the same weights on the same batches in this project and in PyTorch and compares the losses.
 
     scripts/compare_curves.py --driver build/cuda/train_gpt --data data/tokens/gpt2 --out runs/curves
 
-needs torch and transformers (4 or 5) besides the packages of scripts/requirements.txt. By default: GPT-2 124M, 2,000 steps
-of 4 x 512 tokens, in these runs:
+Needs torch and transformers (4 or 5) in addition to scripts/requirements.txt. The default is GPT-2 124M with 2,000 steps
+of 4 x 512 tokens in these runs:
 
     ours-fp32     ours-bf16     this project
     torch-fp32                  PyTorch in float32, TF32 off
     torch-bf16                  PyTorch under autocast to bfloat16, weights and optimizer in float32
-    ours-bf16-nudged            ours-bf16 from weights that are off by one part in a thousand, about bf16's rounding
+    ours-bf16-nudged            ours-bf16 from weights perturbed by one part in a thousand, about bf16's rounding
 
-Training amplifies disturbances, so correct runs drift apart too. How far is what a nudged run shows (any run has one): a
-difference between two other runs that is below it says nothing about bf16. The drift grows steeply with the learning
-rate: at 3e-4 PyTorch's own bf16 is 0.035 off its fp32 after 300 steps of this small batch, hence the default of 1e-4.
+Training amplifies perturbations, so correct runs diverge too. The nudged run measures by how much (any run has one): a
+difference between two other runs below that says nothing about bf16. The divergence grows steeply with the learning
+rate: at 3e-4 PyTorch's own bf16 differs from its fp32 by 0.035 after 300 steps of this small batch, hence the default of
+1e-4.
 
-PyTorch makes the initial weights (--out/initial) and trains transformers' own GPT-2. Both sides take the learning rates,
-AdamW, the clipping and the order of samples that `train_gpt train` documents; the latter is computed here anew from its
-definition in data/loader.h. A loss is the mean over a step's tokens before its update, so the first one shows whether the
-weights and batches are the same and the next ones whether the updates are.
+PyTorch creates the initial weights (--out/initial) and trains transformers' GPT-2. Both sides use the learning rates,
+AdamW, the clipping and the order of samples that `train_gpt train` documents; this script computes the order itself from
+its definition in data/loader.h. A loss is the mean over a step's tokens before its update, so the first loss compares
+weights and batches, and the next ones compare the updates.
 
-Each run's losses are in --out/<run>/log.jsonl; a run whose log is complete is not run again. Prints the means of the last
-losses and their differences, and draws --out/curves.png. Exit status 1 if a difference that bf16 takes part in is beyond
---bar (the nudged runs' are shown only).
+Each run's losses are in --out/<run>/log.jsonl; a run with a complete log is not repeated. Prints the means of the last
+losses and their differences and draws --out/curves.png. Exit status 1 if a difference that involves bf16 is above --bar
+(nudged runs are shown only).
 """
 import argparse
 import glob

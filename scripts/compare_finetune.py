@@ -5,10 +5,10 @@
     make data TEXT=book.txt TOKENIZER=models/SmolLM2-135M-Instruct
     scripts/compare_finetune.py --model models/SmolLM2-135M-Instruct --data data/tokens/book --out runs/finetune
 
-needs torch and transformers (4 or 5). Both sides take AdamW, the clipping, the learning rates, the order of samples and, where the data
-has prompts, the mask that `train_gpt train` documents. Demanded: every step's loss within --bar, the result loads in transformers
-and gives our logits (to 1e-5 of their maximum in float64), its tokenizer and chat template are the model's own, and its validation loss is lower
-than the model's. Exit status 1 if not.
+Needs torch and transformers (4 or 5). Both sides use the AdamW, clipping, learning rates, order of samples and, if the
+data has prompts, the loss mask that `train_gpt train` documents. It checks that every step's loss is within --bar, that
+the result loads in transformers with our logits (to 1e-5 of their maximum in float64), that tokenizer and chat template
+are unchanged, and that the validation loss has dropped. Exit status 1 if a check fails.
 """
 import argparse
 import filecmp

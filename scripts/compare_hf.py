@@ -4,15 +4,16 @@
     scripts/compare_hf.py MODEL [--tokens "1 2 3"] [--tolerance 1e-5]
     scripts/compare_hf.py --random 40                    GPT-2 and LLaMA of random shapes, made by transformers
 
-With a model directory: runs `train_gpt logits --dump` and transformers on the same tokens and prints, in the order of
-computation, how far each activation is off (the largest difference over the largest value), and the first that is beyond the
-tolerance. transformers computes in float64, so that what is seen is our error.
+With a model directory it runs `train_gpt logits --dump` and transformers on the same tokens. It prints the error of each
+activation in the order of computation (the largest difference over the largest value), and the first one above the
+tolerance. transformers computes in float64, so the error is ours.
 
-With --random: odd sizes, KV heads one, some or all, tied or not, biases or not, head size and inner width of their own, every kind of RoPE
-scaling, fp32, fp16 and bf16 files, shards, config.json in the form of transformers 4 or 5. Each model's logits must be
-within the tolerance, and what `train_gpt convert` saves must load in transformers and give the same bits there.
+With --random it generates models with odd sizes, one, some or all KV heads, tied and untied heads, with and without
+biases, explicit head sizes and inner widths, every RoPE scaling, fp32, fp16 and bf16 files, shards, and config.json in
+the form of transformers 4 or 5. Each model's logits must be within the tolerance, and what `train_gpt convert` saves must
+load in transformers and give the same bits there.
 
-Needs torch and transformers (4 or 5). Exit status 1 if anything is off.
+Needs torch and transformers (4 or 5). Exit status 1 if a comparison fails.
 """
 import argparse
 import json

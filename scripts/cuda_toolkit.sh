@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs scripts/requirements-cuda.txt (nvcc, the CUDA runtime, cuBLAS) into .venv, once and again when that file
-# changes: 1.5 GB with the rest of the environment. scripts/find_cuda.sh finds them there. DEPS=no: installs nothing and
-# fails if they are missing.
+# Installs scripts/requirements-cuda.txt (nvcc, the CUDA runtime, cuBLAS) into .venv, again whenever that file
+# changes (1.5 GB in all). scripts/find_cuda.sh finds them there. With DEPS=no it installs nothing and fails if they are
+# missing.
 set -euo pipefail
 
 stamp=.venv/installed-requirements-cuda.txt

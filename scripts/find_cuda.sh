@@ -2,16 +2,16 @@
 # Finds what the CUDA build needs and prints it as KEY=VALUE, one a line (`make cuda-info` shows it):
 #
 #   scripts/find_cuda.sh          nvcc, version, arch (one line each), include and lib (likewise), nccl and nccl_include,
-#                                 which are empty where there is no NCCL
-#   scripts/find_cuda.sh nvcc     only the compiler: quick, for the choice of the backend
+#                                 which are empty without NCCL
+#   scripts/find_cuda.sh nvcc     only the compiler (fast; used to choose the backend)
 #
-# Taken from the environment:
+# Environment variables:
 #   NVCC, CUDA_HOME, CUDA_PATH    the compiler, or the toolkit that holds it as bin/nvcc; else PATH, the usual folders, wheels
 #   CUBLAS_HOME, NCCL_HOME        folders with include/ and lib/; else the toolkit, wheels
 #   ARCH                          architectures, as in "80 90a", or all: those of a release that this nvcc knows. Else those
 #                                 of the GPUs here, else 90a
 # Wheels are the nvidia-* packages in the Python environment that is active, or in .venv (`make cuda-toolkit`).
-# What is missing: exit status 1 and one line with the remedy.
+# If something is missing it prints one line with the remedy and exits with status 1.
 set -euo pipefail
 shopt -s nullglob
 

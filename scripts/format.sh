@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lays out the C, C++ and CUDA sources by .clang-format; --check only reports. The version is pinned in
-# scripts/requirements.txt, because layouts differ between versions; without that version nothing is done.
+# Formats the C, C++ and CUDA sources with clang-format; --check only reports. The version is pinned in
+# scripts/requirements.txt, because versions differ in their output; without that version the script does nothing.
 set -euo pipefail
 
 mode=(-i)
@@ -13,4 +13,4 @@ for tool in .venv/bin/clang-format clang-format-"${version%%.*}" clang-format; d
         exit
     fi
 done
-echo "clang-format $version is not here (make venv installs it): the layout was not looked at." >&2
+echo "clang-format $version is not installed (make venv installs it): the format was not checked." >&2

@@ -1,4 +1,4 @@
-"""Writes a model directory in Hugging Face layout, tensor by tensor. What the import_*.py scripts share."""
+"""Writes a model directory in Hugging Face layout, tensor by tensor. Shared by the import_*.py scripts."""
 import json
 import os
 import shutil

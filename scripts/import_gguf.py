@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Turns a GGUF file of the LLaMA architecture into a model directory in Hugging Face layout; quantised weights are widened.
+"""Converts a GGUF file of the LLaMA architecture into a model directory in Hugging Face layout; quantised weights are widened.
 
     scripts/import_gguf.py model.gguf models/name [--dtype fp32|bf16|fp16]
 
-needs the Python packages gguf and numpy (`make venv`). What comes over: the weights, the shape, RoPE's scaling, the tokenizer (byte-level
-BPE or SentencePiece's), the special tokens and the chat template. A value that this project does not compute is an error.
+Needs the Python packages gguf and numpy (`make venv`). It converts the weights, the shape, RoPE scaling, the tokenizer
+(byte-level BPE or SentencePiece), the special tokens and the chat template. A value that this project does not support is
+an error.
 """
 import argparse
 import os

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Turns PyTorch checkpoints of GPT-2 and LLaMA into a model directory in Hugging Face layout with safetensors.
+"""Converts PyTorch checkpoints of GPT-2 and LLaMA into a model directory in Hugging Face layout with safetensors.
 
     scripts/import_pytorch.py SOURCE models/name [--dtype fp32|bf16|fp16]
 
-SOURCE is a folder of one of two kinds:
+SOURCE is a directory in one of two layouts:
 
-    pytorch_model.bin (or pytorch_model.bin.index.json and shards) beside config.json, as older versions of transformers saved
-    consolidated.00.pth, .01.pth ... beside params.json, as Meta publishes LLaMA 1 to 3.2, with its tokenizer.model
+    pytorch_model.bin (or pytorch_model.bin.index.json and shards) and config.json, as older transformers saved them
+    consolidated.00.pth, .01.pth ... and params.json, as Meta publishes LLaMA 1 to 3.2, with tokenizer.model
 
-Needs the Python packages torch and numpy, and sentencepiece for LLaMA 1 and 2's tokenizer.model. Files are read without
-running any code that they may hold.
+Needs the Python packages torch and numpy, and sentencepiece for the tokenizer.model of LLaMA 1 and 2. No code in the files
+is executed.
 """
 import argparse
 import glob

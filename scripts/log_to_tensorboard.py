@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Exports runs' log.jsonl for TensorBoard.
+"""Exports the log.jsonl of runs for TensorBoard.
 
     scripts/log_to_tensorboard.py runs/a runs/b       writes runs/a/tensorboard/ and runs/b/tensorboard/
     scripts/log_to_tensorboard.py runs/* --output tb  writes tb/a/, tb/b/, ...
-    tensorboard --logdir runs                         shows them (a program of its own: pip install tensorboard)
+    tensorboard --logdir runs                         shows them (install it with: pip install tensorboard)
 
-Training numbers are called train/loss, train/lr and so on, evaluations val/loss and val/bits_per_byte. A run's last step is put at
-the time of its log's last change, the others by the time that steps took. What was exported before is replaced.
+Training values are named train/loss, train/lr and so on, evaluations val/loss and val/bits_per_byte. The last step gets
+the modification time of the log; earlier steps are placed by their durations. Earlier exports are replaced.
 """
 import argparse
 import glob

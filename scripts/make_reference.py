@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the reference fixtures of the tests: tiny random GPT-2 and LLaMA models with what PyTorch computes from them.
+"""Makes the reference fixtures of the tests: tiny random GPT-2 and LLaMA models and the results that PyTorch computes from them.
 
     python scripts/make_reference.py dev/fixtures/models
 
@@ -36,16 +36,16 @@ IGNORE = -1
 STEPS, LR, BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = 10, 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
-def gpt2(**knobs):
-    knobs = dict(n_layer=2, n_embd=32, n_head=4, n_positions=32) | knobs
-    return GPT2LMHeadModel, GPT2Config(bos_token_id=0, eos_token_id=0, **knobs)
+def gpt2(**options):
+    options = dict(n_layer=2, n_embd=32, n_head=4, n_positions=32) | options
+    return GPT2LMHeadModel, GPT2Config(bos_token_id=0, eos_token_id=0, **options)
 
 
-def llama(**knobs):
+def llama(**options):
     # rope_theta and rope_scaling are understood by transformers 4 and 5.
-    knobs = dict(num_hidden_layers=2, hidden_size=24, num_attention_heads=4, intermediate_size=40, vocab_size=53,
-                 max_position_embeddings=32, rope_theta=1000.0) | knobs
-    return LlamaForCausalLM, LlamaConfig(bos_token_id=1, eos_token_id=2, **knobs)
+    options = dict(num_hidden_layers=2, hidden_size=24, num_attention_heads=4, intermediate_size=40, vocab_size=53,
+                 max_position_embeddings=32, rope_theta=1000.0) | options
+    return LlamaForCausalLM, LlamaConfig(bos_token_id=1, eos_token_id=2, **options)
 
 
 # name: (model class and config, B, T, options)

@@ -1,5 +1,5 @@
-"""Writes dev/fixtures/tokenizer/tokenizers.json: small tokenizers of each kind that data/tokenizer.cpp reads, awkward
-texts, and the ids that the `tokenizers` package gives them. dev/test_tokenizer.cpp holds ours against them.
+"""Writes dev/fixtures/tokenizer/tokenizers.json: a small tokenizer of each type that data/tokenizer.cpp reads, difficult
+strings, and the ids that the `tokenizers` package gives for them. dev/test_tokenizer.cpp compares ours with these.
 
     python scripts/make_tokenizer_fixture.py      (needs the package tokenizers)
 """

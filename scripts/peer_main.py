@@ -1,4 +1,4 @@
-"""How the scripts that compare with other programs end: what kept them from it is said in one line."""
+"""The main function of scripts that compare with other programs: an error is printed as one line."""
 import sys
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws the ladders that `build/<backend>/dev/ladder/<op> --csv FILE` has written: a bar for each rung, its limit dashed.
+"""Draws a kernel ladder written by `build/<backend>/dev/ladder/<op> --csv FILE`: one bar per rung, the limit dashed.
 
     scripts/plot_ladder.py matmul.csv                     writes matmul.png
     scripts/plot_ladder.py matmul.csv --output out.png
 
-Without matplotlib it says so in one line and draws nothing (exit status 3, so that callers can tell it from an error).
+Without matplotlib it prints one line and draws nothing (exit status 3, so that callers can tell it from an error).
 """
 import argparse
 import csv
@@ -15,7 +15,7 @@ from plot_main import plot_main
 
 
 class LadderError(Exception):
-    """One line: which file, and what is wrong with it."""
+    """A message of one line that names the file and the fault."""
 
 
 def read_ladders(path):

@@ -5,9 +5,9 @@
     scripts/plot_log.py runs/a runs/b --output compare.png   several runs in one picture
     scripts/plot_log.py runs/a runs/b --x hours --show loss grad_norm tokens_per_s
 
-Training numbers are drawn faintly as logged and, over that, smoothed; validation losses are dots. --x: what the curves run along:
-steps, tokens trained on, or hours of training (evaluations left out). Without matplotlib it says so in one line and draws nothing
-(exit status 3, so that callers can tell it from an error).
+Training values are drawn raw (faint) and smoothed; validation losses are dots. --x selects the x axis: steps, training
+tokens, or hours of training without evaluations. Without matplotlib it prints one line and draws nothing (exit status 3,
+so that callers can tell it from an error).
 """
 import argparse
 import os

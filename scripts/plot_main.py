@@ -1,4 +1,4 @@
-"""How the plotting scripts end: draws, and says in one line what kept it from that."""
+"""The main function of plotting scripts: an error is printed as one line."""
 import sys
 
 

@@ -1,16 +1,16 @@
-# What the recipes (run_gpt2_124M.sh and others) share: data, resuming, GPUs. They source this file; it runs nothing.
+# Shared code of the recipes (run_gpt2_124M.sh and others), which source this file: data, resume, GPUs.
 #
-# Their variables:
+# Variables:
 #   GPUS=all|N      GPUs of this machine (default all). Under torchrun, mpirun or srun the launcher's ranks count instead
-#   TEXT=folder     text to tokenise where DATA is not there yet: .parquet, .jsonl, .txt, .md
+#   TEXT=folder     text to tokenise if DATA does not exist: .parquet, .jsonl, .txt, .md
 #   DATA=folder     tokens (default data/tokens/fineweb-<TOKENIZER>)
-#   TOKENIZER=      gpt2 (default), or a folder with a tokenizer.json, as that of LLaMA 3
-#   OUT=folder      the run (default runs/<recipe>). There already: it goes on from its newest checkpoint
-#   STEPS= BATCH=   instead of the recipe's: steps in all, sequences per GPU and micro-step
+#   TOKENIZER=      gpt2 (default), or a directory with a tokenizer.json such as LLaMA 3's
+#   OUT=folder      the run directory (default runs/<recipe>). If it exists the run resumes from its newest checkpoint
+#   STEPS= BATCH=   override the recipe: total steps, sequences per GPU and micro-step
 #   DRIVER=         default ./train_gpt
 # Arguments are options of `train_gpt train` that the recipe does not set.
 
-# recipe NAME OPTION...: trains with these options in front of the command line's ones.
+# recipe NAME OPTION...: trains with these options followed by those of the command line.
 recipe() {
     local name=$1 driver=${DRIVER:-./train_gpt} out launch=() resume=()
     shift
@@ -27,7 +27,7 @@ recipe() {
     exec "$driver" train --data "$DATA" --out "$out" "${launch[@]}" "${resume[@]}" "$@"
 }
 
-# DATA from TEXT. A quarter of a percent of a web corpus is validation text enough.
+# Makes DATA from TEXT. 0.25% of a web corpus is enough for validation.
 tokens() {
     [[ -n ${TEXT:-} ]] || stop "there are no tokens in $DATA: set DATA=folder of tokens, or TEXT=folder of text. FineWeb, 10 billion tokens of web pages: \`pip install huggingface_hub && hf download HuggingFaceFW/fineweb --repo-type dataset --include 'sample/10BT/*' --local-dir data/text/fineweb\`, then TEXT=data/text/fineweb."
     scripts/venv.sh

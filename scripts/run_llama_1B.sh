@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The shape of LLaMA 3.2 1B on 21 billion tokens, 524,288 a step; optimizer state divided among the GPUs.
 #
-#   scripts/run_llama_1B.sh                    all GPUs of this machine; again after an interruption: it goes on
+#   scripts/run_llama_1B.sh                    all GPUs of this machine; run it again to resume
 #   TOKENIZER=path/to/Llama-3.2-1B TEXT=... scripts/run_llama_1B.sh       with LLaMA 3's own 128,256 tokens
 #
 # TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Not measured as it stands. One H100 with BATCH=4, 32,768 tokens a

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The shape of LLaMA 3 8B, 2,097,152 tokens a step; weights, gradients and optimizer state divided among the GPUs.
 #
-#   scripts/run_llama_8B.sh                    all GPUs of this machine; again after an interruption: it goes on
+#   scripts/run_llama_8B.sh                    all GPUs of this machine; run it again to resume
 #   srun --ntasks-per-node=8 --gpus-per-node=8 scripts/run_llama_8B.sh     several machines (docs/multi_gpu.md)
 #   TOKENIZER=path/to/Meta-Llama-3-8B TEXT=... scripts/run_llama_8B.sh     with LLaMA 3's own 128,256 tokens
 #

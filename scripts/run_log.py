@@ -1,4 +1,4 @@
-"""What the scripts about runs share: reading log.jsonl, and smoothing."""
+"""Reads log.jsonl of runs and smooths curves, for the scripts that show runs."""
 import json
 import os
 

@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# The quick start (make train): trains a small GPT on the quick start's corpus, evaluates it, draws its loss curve and
-# samples from it. Run again after an interruption it goes on from the last checkpoint; once finished it only shows the
-# results.
+# The quick start (make train): trains a small GPT on the quick-start corpus, evaluates it, plots the loss curve and
+# samples text. After an interruption run it again to resume; a finished run only shows the results.
 #
 #   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/... GPUS=4
 #
-# On a CPU gpt2-tiny learns into runs/quickstart, on a GPU gpt2-mini into runs/quickstart-gpu.
+# On a CPU it trains gpt2-tiny in runs/quickstart, on a GPU gpt2-mini in runs/quickstart-gpu.
 set -euo pipefail
-# Threads spin a few microseconds for the next loop, then sleep: as fast on an idle machine, and many times faster on a
-# busy one than the milliseconds that GNU OpenMP spins by itself.
+# Threads spin for a few microseconds and then sleep. That is as fast on an idle machine as GNU OpenMP's default of
+# several milliseconds, and many times faster on a busy one.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
 
 driver=${1:-./train_gpt}

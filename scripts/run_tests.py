@@ -3,9 +3,9 @@
 
     scripts/run_tests.py TRAIN_GPT=build/cpu/train_gpt build/cpu/dev/test_layernorm ... data/test_make_data.py ...
 
-NAME=VALUE sets (and NAME= unsets) an environment variable for the files after it. Each file gets a line with its counts and time. The output of what failed is shown in full, each skipped test with its
-reason. A test that crashes its binary counts as failed, and so do those it kept from running; a binary that runs no test
-has failed. Exit status 1 if anything failed.
+NAME=VALUE sets an environment variable for the files after it; NAME= unsets it. Each file gets a line with its counts and
+time. The output of failed tests is printed in full, skipped tests with their reasons. If a test crashes its binary, it and
+the tests that did not run count as failed. A binary without tests fails. Exit status 1 after a failure.
 """
 import argparse
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Prints the tables of docs/scaling.md: what each way of dividing a run sends per step, how long that takes, and how long the step
-computes, for numbers of GPUs that nobody has at hand. Shapes and FLOP counts come from the driver, everything else is an option.
+"""Prints the tables of docs/scaling.md: for each ZeRO stage and number of GPUs, the bytes that a step communicates, the time of
+that and the compute time. Shapes and FLOP counts come from the driver; everything else is an option.
 
     scripts/scaling_table.py                                  the page's tables
     scripts/scaling_table.py --gpus 512 --network-gib 23.3    another cluster

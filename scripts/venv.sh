@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv, the project's Python environment, and installs scripts/requirements.txt into it: once, and again when
-# that file changes. Where the package registry can't be reached it says so and leaves a working environment that sees
-# the distribution's own Python packages. DEPS=no: no packages are installed.
+# Creates the Python environment .venv and installs scripts/requirements.txt into it, again whenever that file changes.
+# If the package registry cannot be reached it prints a warning and creates an environment that uses the distribution's
+# Python packages. DEPS=no installs nothing.
 set -euo pipefail
 
 python=.venv/bin/python

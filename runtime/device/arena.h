@@ -1,7 +1,7 @@
 // Memory in a few large blocks whose layout is known before anything is allocated.
 //
-// ArenaPlan: tensors carry the first and the last moment at which they are used; those whose lifetimes don't meet share
-// bytes. The plan's size is the arena's size, and `train_gpt plan` prints it without allocating anything.
+// ArenaPlan: each tensor has a first and a last phase of use. Tensors whose lifetimes do not overlap share memory. The
+// plan's size is the arena's size; `train_gpt plan` prints it without allocating anything.
 // Offsets: largest first, each at the lowest offset that is free during its lifetime (Pisarchyk, Lee 2020, "Efficient
 // memory management for deep neural net inference", greedy by size).
 #pragma once
@@ -12,7 +12,7 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-// One block of device memory. Throws Error when it can't be had.
+// One block of device memory. Throws Error if the allocation fails.
 class Arena {
   public:
     Arena() = default;
@@ -43,16 +43,16 @@ class ArenaPlan {
         std::string name;
         DType dtype;
         std::vector<int64_t> shape;
-        int64_t first, last;  // moments of first and last use, both included
+        int64_t first, last;  // phases of first and last use, both inclusive
         int64_t bytes, offset;
     };
-    // What GPU kernels and matrix libraries ask for at most: every tensor is aligned alike, so that the choice of an
-    // algorithm doesn't depend on where the plan puts it.
+    // The largest alignment that GPU kernels and GEMM libraries ask for. All tensors have it, so that the choice of a
+    // GEMM algorithm does not depend on a tensor's offset.
     static constexpr int64_t ALIGNMENT = 256;
 
     // Returns the entry's index. Bytes are rounded up to ALIGNMENT.
     int64_t add(const std::string& name, DType dtype, const std::vector<int64_t>& shape, int64_t first, int64_t last);
-    // Sets all offsets. overlap = false gives every tensor bytes of its own (tests compare the two).
+    // Sets all offsets. overlap = false gives every tensor memory of its own (tests compare the two).
     void assign_offsets(bool overlap = true);
 
     int64_t bytes() const { return total; }

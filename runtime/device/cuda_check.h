@@ -1,4 +1,4 @@
-// For .cu files: what every call of the CUDA runtime goes through, and the stream behind a Stream.
+// For .cu files: error checks for CUDA calls, and the cudaStream_t behind a Stream.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,12 +6,12 @@
 #include "runtime/device/device.h"
 #include "runtime/error.h"
 
-// Throws DeviceError with one line that names the operation and what CUDA says.
+// Throws DeviceError naming the operation and CUDA's error.
 inline void cuda_check(cudaError_t status, const char* operation) {
     if (status == cudaSuccess) return;
     if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver)
         throw DeviceError(str(operation, ": no usable NVIDIA GPU (", cudaGetErrorString(status),
-                              "); this is the CUDA build: `make BACKEND=cpu` builds the one for the CPU"));
+                              "); this is the CUDA build; `make BACKEND=cpu` builds for the CPU"));
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion)
         throw DeviceError(str(operation, ": this program was not built for this GPU (", cudaGetErrorString(status),
                               "); build it here, or name the architecture: `make BACKEND=cuda ARCH=80`"));
@@ -22,8 +22,8 @@ inline cudaStream_t cuda_stream(Stream stream) {
     return static_cast<cudaStream_t>(stream.handle);
 }
 
-// Right after every launch. A debug build (make DEBUG=1) waits for the kernel, so that what it did wrong is reported
-// under its own name; otherwise that comes with some later call. What a graph records is not waited for.
+// Call this right after every launch. A debug build (make DEBUG=1) waits for the kernel, so that an error is reported
+// under its name; otherwise a later call reports it. Launches recorded in a graph are not waited for.
 inline void check_launch(const char* op, Stream stream) {
     cuda_check(cudaGetLastError(), op);
 #ifdef __CUDACC_DEBUG__

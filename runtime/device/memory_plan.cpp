@@ -15,7 +15,7 @@ std::string MemoryPlan::text(int64_t in_use_before) const {
     for (const auto& [what, bytes] : lines)
         all += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
     all += str("  ", "total", std::string(19, ' '), human_bytes(total), "\n");
-    if (in_use_before) all += str("  besides, in use before  ", human_bytes(in_use_before), "\n");
+    if (in_use_before) all += str("  already in use          ", human_bytes(in_use_before), "\n");
     return all;
 }
 

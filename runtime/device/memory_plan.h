@@ -1,4 +1,4 @@
-// What a run needs of the device's memory, line by line, before anything is allocated.
+// The memory that a run needs, line by line, computed before anything is allocated.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 #include <vector>
 
 struct MemoryPlan {
-    std::vector<std::pair<std::string, int64_t>> lines;  // what, bytes
+    std::vector<std::pair<std::string, int64_t>> lines;  // name, bytes
     int64_t total = 0;
 
-    void add(const std::string& what, int64_t bytes);  // nothing where it takes no bytes
+    void add(const std::string& what, int64_t bytes);  // ignored if bytes is 0
 
-    // A line each, indented. in_use_before: on the GPU, by this program's context and by others.
+    // The table as text. in_use_before: bytes in use on the GPU by this program's context and by other programs.
     std::string text(int64_t in_use_before) const;
-    // Throws Error where it can't fit. advice(bytes that are free): what would.
+    // Throws Error if the plan exceeds the free memory. advice(free bytes) returns the remedy for the message.
     void check(const std::function<std::string(int64_t)>& advice) const;
 };

@@ -18,7 +18,7 @@ void Profiler::start(Stream in_stream, int64_t max_ranges) {
     records.reserve(static_cast<size_t>(max_records));
     events = std::vector<Event>(static_cast<size_t>(2 * max_records));
     current = -1;
-    synchronize(stream);  // what came before is not the first range's
+    synchronize(stream);  // earlier work must not count for the first range
     profiler_start();
     timing = true;
     open("");
@@ -31,7 +31,7 @@ void Profiler::stop() {
     timing = false;
     synchronize(stream);
     for (const Record& r : records)
-        if (r.beside) synchronize(r.stream);
+        if (r.other_stream) synchronize(r.stream);
     profiler_stop();
 }
 
@@ -51,7 +51,7 @@ int64_t Profiler::open(const char* name, const Stream* other) {
 void Profiler::close(int64_t record) {
     const Record& r = records[static_cast<size_t>(record)];
     events[static_cast<size_t>(2 * record + 1)].record(r.stream);
-    if (!r.beside) current = r.parent;
+    if (!r.other_stream) current = r.parent;
 }
 
 std::string Profiler::timeline() const {
@@ -63,20 +63,20 @@ std::string Profiler::timeline() const {
     bool any = false;
     for (size_t i = 1; i < records.size(); i++) {
         const Record& r = records[i];
-        any |= r.beside;
+        any |= r.other_stream;
         const int64_t at = static_cast<int64_t>(i);
-        if (r.beside || r.parent == 0)
+        if (r.other_stream || r.parent == 0)
             spans.push_back({&r, elapsed_ms(begin(0), begin(at)), elapsed_ms(begin(0), end(at))});
     }
     if (!any) return "";
     std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.from < b.from; });
     char line[256];
-    std::snprintf(line, sizeof line, "%-56s %11s %11s %11s\n", "when, and what was beside it", "from ms", "to ms",
+    std::snprintf(line, sizeof line, "%-56s %11s %11s %11s\n", "timeline (| on another stream)", "from ms", "to ms",
                   "ms");
     std::string table = line;
     for (const Span& s : spans) {
         std::snprintf(line, sizeof line, "%-56s %11.3f %11.3f %11.3f\n",
-                      (std::string(s.record->beside ? "  | " : "") + s.record->name).c_str(), s.from, s.to,
+                      (std::string(s.record->other_stream ? "  | " : "") + s.record->name).c_str(), s.from, s.to,
                       s.to - s.from);
         table += line;
     }
@@ -93,10 +93,10 @@ std::string Profiler::report() const {
         std::vector<size_t> inside = {};
     };
     std::vector<Node> nodes;
-    std::vector<size_t> node_of;  // by record; parents come before what is in them
+    std::vector<size_t> node_of;  // by record; a parent precedes its children
     for (size_t i = 0; i < records.size(); i++) {
-        if (records[i].beside) {
-            node_of.push_back(0);  // nothing is in it
+        if (records[i].other_stream) {
+            node_of.push_back(0);  // has no children
             continue;
         }
         size_t node = nodes.size();
@@ -137,8 +137,8 @@ std::string Profiler::report() const {
     std::snprintf(header, sizeof header, "%-44s %7s %11s %7s\n", "range", "calls", "ms", "share");
     table += header;
     print_inside(0, 0);
-    print(0, "whole", "1", whole);
-    if (dropped > 0) table += str(dropped, " ranges more than the ", max_records - 1, " that are timed\n");
+    print(0, "total", "1", whole);
+    if (dropped > 0) table += str(dropped, " more ranges were not timed (the limit is ", max_records - 1, ")\n");
     return table + timeline();
 }
 
@@ -161,6 +161,6 @@ Range::~Range() {
     try {
         profiler.close(record);
     } catch (const Error&) {
-        // Only a device that failed can't take an event, and whoever waits for it next says why.
+        // Only a failed device cannot record an event; the next wait reports the error.
     }
 }

@@ -1,5 +1,5 @@
-// What travels to the device in every step passes through here, so that the host need not wait: a ring of slots in
-// pinned memory, each reused when the device has read it.
+// Staging buffers for the inputs of each step: a ring of slots in pinned memory, so that copies to the device are
+// asynchronous. A slot is reused after the device has read it.
 #pragma once
 
 #include <vector>
@@ -8,22 +8,22 @@
 
 class Staging {
   public:
-    // slot_bytes: the most that is put between two calls of next(). Throws Error when the memory can't be had.
+    // slot_bytes: the maximum of bytes put between two calls of next(). Throws Error if the allocation fails.
     Staging(int64_t slot_bytes, int slots);
     ~Staging();
     Staging(const Staging&) = delete;
     Staging& operator=(const Staging&) = delete;
 
-    // Takes the next slot; waits until the device has read what was put there a round ago.
+    // Advances to the next slot and waits until the device has read its previous contents.
     void next();
-    // Copies host to the slot and lets the stream copy it to the device. host may be reused at once.
+    // Copies host memory to the slot and queues the copy to the device. The host memory may be reused at once.
     void put(void* device, const void* host, int64_t bytes, Stream stream);
 
   private:
     const int64_t slot_bytes;
     HostMemory memory;
-    std::vector<Event> read;  // by slot: after its last copy
+    std::vector<Event> read;  // by slot: recorded after its last copy
     size_t slot = 0;
     int64_t used = 0;
-    Stream stream;  // of the slot's copies
+    Stream stream;  // the stream of the slot's copies
 };

@@ -19,8 +19,8 @@ constexpr uint32_t LLAMA2C_MAGIC = 0x616B3432;  // "ak42"
 constexpr int64_t LLMC_HEADER = 256 * 4, LLAMA2C_V0_HEADER = 7 * 4, LLAMA2C_HEADER = 256;
 constexpr double EPSILON = 1e-5;  // of the norms, in both programs
 
-// Rows of a parameter that are stored as one block. heads: q or k, whose rows RoPE has in another order; 0: as they
-// are.
+// Rows of a parameter that are stored as one block. heads: > 0 for q or k, whose rows are permuted for RoPE; 0: stored
+// as they are.
 struct Block {
     std::string param;
     int64_t row, rows, cols;  // cols 0: a vector
@@ -181,8 +181,8 @@ BinKind kind_of(const MappedFile& file) {
     return magic == LLAMA2C_MAGIC || is_llama2c_v0(file, sizes, tied) ? BinKind::Llama2c : BinKind::Other;
 }
 
-// Row r of a head as llama2.c stores it (channels turned together lie side by side) is row split_row(r) here (they lie
-// half a head apart).
+// Row r of a head in llama2.c's order (the two channels of a RoPE pair are adjacent) is row split_row(r) in ours (they
+// are half a head apart).
 int64_t split_row(int64_t r, int64_t head_size) {
     return r / 2 + (r % 2) * (head_size / 2);
 }

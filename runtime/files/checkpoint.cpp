@@ -38,7 +38,7 @@ std::string parent_of(const std::string& path) {
     return parent.empty() ? "." : parent;
 }
 
-// Tensor names without the prefix that a file may or may not have.
+// A tensor name without its optional prefix.
 std::string bare_name(const std::string& name) {
     for (const char* prefix : {"transformer.", "model."}) {
         if (starts_with(name, prefix)) return name.substr(std::strlen(prefix));
@@ -60,22 +60,22 @@ std::string shape_string(const std::vector<int64_t>& shape) {
     return text + "]";
 }
 
-// Where each tensor of a model directory is, by its bare name.
+// The tensors of a model directory by bare name.
 struct WeightFiles {
-    struct Place {
+    struct Location {
         const SafetensorsFile* file;
         std::string name;
         Tensor tensor() const { return file->tensor(name); }
         std::string where() const { return str(file->path(), ": tensor ", name); }
     };
     std::vector<std::unique_ptr<SafetensorsFile>> files;
-    std::map<std::string, Place> places;
+    std::map<std::string, Location> tensors;
 
     void add(const std::string& path) {
         files.push_back(std::make_unique<SafetensorsFile>(path));
         for (const auto& [name, entry] : files.back()->entries()) {
-            const auto [place, added] = places.insert({bare_name(name), {files.back().get(), name}});
-            require(added, path, ": tensor ", name, " is there twice (", place->second.where(), "); remove one");
+            const auto [location, added] = tensors.insert({bare_name(name), {files.back().get(), name}});
+            require(added, path, ": tensor ", name, " occurs twice (also ", location->second.where(), "); remove one");
         }
     }
 };
@@ -100,9 +100,9 @@ WeightFiles open_weights(const std::string& directory) {
     }
     for (const std::string& shard : shards) weights.add(join_path(directory, shard));
     for (const auto& [name, shard] : content["weight_map"].items()) {
-        const auto place = weights.places.find(bare_name(name));
-        require(place != weights.places.end() && place->second.file->path() == join_path(directory, shard), index,
-                ": key 'weight_map' says that ", name, " is in ", shard.get<std::string>(), ", but it is not");
+        const auto location = weights.tensors.find(bare_name(name));
+        require(location != weights.tensors.end() && location->second.file->path() == join_path(directory, shard),
+                index, ": key 'weight_map' says that ", name, " is in ", shard.get<std::string>(), ", but it is not");
     }
     return weights;
 }
@@ -133,9 +133,9 @@ void transpose(float* dst, const float* src, int64_t rows, int64_t cols) {
     }
 }
 
-// A tied model has no head of its own. A file that stores one all the same must store the embedding again: transformers
-// 4 would take the embedding, transformers 5 the stored head, so a difference means that the config is wrong.
-void check_tied_head(const WeightFiles::Place& head, const WeightFiles::Place& embedding) {
+// A tied model has no head of its own. If a file stores one anyway it must equal the embedding: transformers 4 uses the
+// embedding and transformers 5 the stored head, so a difference means that the config is wrong.
+void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Location& embedding) {
     const Tensor a = head.tensor(), b = embedding.tensor();
     const bool same =
         a.dtype == b.dtype && shape_string(a) == shape_string(b) && std::memcmp(a.data, b.data, size_t(a.bytes())) == 0;
@@ -166,7 +166,7 @@ void remove_tree(const std::string& path) {
 }
 
 void rename_directory(const std::string& from, const std::string& to) {
-    const bool renamed = ::rename(from.c_str(), to.c_str()) == 0;  // before errno is looked at
+    const bool renamed = ::rename(from.c_str(), to.c_str()) == 0;  // before errno is read
     require(renamed, from, ": cannot rename to ", to, ": ", std::strerror(errno));
 }
 
@@ -185,7 +185,7 @@ int64_t checkpoint_step(const std::string& name) {
     if (!starts_with(name, STEP_PREFIX)) return -1;
     const std::string digits = name.substr(std::strlen(STEP_PREFIX));
     const bool number = digits.find_first_not_of("0123456789") == std::string::npos;
-    // Eight digits, zeros in front; more where the steps need them.
+    // Eight digits with leading zeros; more for larger steps.
     if (!number || digits.size() < 8 || digits.size() > 18 || (digits.size() > 8 && digits[0] == '0')) return -1;
     return std::stoll(digits);
 }
@@ -231,34 +231,34 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
     std::set<std::string> wanted;
     for (const Param& p : table.params) {
         for (const SourceTensor& source : p.sources) {
-            const auto place = weights->places.find(bare_name(source.name));
-            require(place != weights->places.end(), directory, ": tensor ", source.name,
+            const auto location = weights->tensors.find(bare_name(source.name));
+            require(location != weights->tensors.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
-            const SafetensorsEntry& entry = place->second.file->entries().at(place->second.name);
+            const SafetensorsEntry& entry = location->second.file->entries().at(location->second.name);
             const std::vector<int64_t> expected = source_shape(p, source);
-            require(entry.shape == expected, place->second.where(), ": shape ", shape_string(entry.shape),
+            require(entry.shape == expected, location->second.where(), ": shape ", shape_string(entry.shape),
                     ", expected ", shape_string(expected), "; the file does not belong to this config.json");
             const bool floats = entry.dtype == DType::F32 || entry.dtype == DType::F64 || entry.dtype == DType::BF16 ||
                                 entry.dtype == DType::F16;
-            require(floats, place->second.where(), ": is ", dtype_name(entry.dtype),
+            require(floats, location->second.where(), ": is ", dtype_name(entry.dtype),
                     "; weights must be F32, BF16 or F16");
             wanted.insert(bare_name(source.name));
         }
     }
-    for (const auto& [name, place] : weights->places) {
+    for (const auto& [name, location] : weights->tensors) {
         if (wanted.count(name) || is_buffer(name)) continue;
         const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].sources.empty();
-        require(tied_head, place.where(),
+        require(tied_head, location.where(),
                 ": this model has no such tensor; the file does not belong to this config.json");
-        check_tied_head(place, weights->places.at(bare_name(table.params[0].sources[0].name)));
+        check_tied_head(location, weights->tensors.at(bare_name(table.params[0].sources[0].name)));
     }
 
     const auto fetch = [weights](const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         std::vector<float> staging;
         for (const SourceTensor& source : p.sources) {
-            const WeightFiles::Place& place = weights->places.at(bare_name(source.name));
-            const Tensor stored = place.tensor();
+            const WeightFiles::Location& location = weights->tensors.at(bare_name(source.name));
+            const Tensor stored = location.tensor();
             float* dst = buffer.data() + source.row * p.row_size();
             if (source.transposed && p.cols) {
                 staging.resize(size_t(stored.numel()));
@@ -267,26 +267,26 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
             } else {
                 convert_to_float(dst, stored.data, stored.dtype, stored.numel());
             }
-            place.file->release(place.name);
+            location.file->release(location.name);
         }
         return static_cast<const float*>(buffer.data());
     };
     const bool any = !table.params.empty() && !table.params[0].sources.empty();
     const DType dtype =
-        any ? weights->places.at(bare_name(table.params[0].sources[0].name)).tensor().dtype : DType::F32;
+        any ? weights->tensors.at(bare_name(table.params[0].sources[0].name)).tensor().dtype : DType::F32;
     return {fetch, dtype};
 }
 
 void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
     check_arenas(table, arenas, directory);
-    const WeightSource weights = open_weight_source(directory, table);  // all checked before the first is copied
+    const WeightSource weights = open_weight_source(directory, table);  // checks everything before the first copy
     std::vector<float> buffer;
     for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
 }
 
 namespace {
 
-// One writer makes the file, then the others open it.
+// The first writer creates the file, then the others open it.
 void start(SafetensorsWriter& file, const Writers& writers) {
     if (writers.rank == 0) file.begin();
     writers.barrier();
@@ -367,7 +367,7 @@ void save_state(const std::string& path, const ParamTable& table, const Training
     }
     start(writer, writers);
     std::vector<float> buffer;
-    ParamArena mine;  // which elements, not where
+    ParamArena mine;  // used for spans only, holds no memory
     mine.part = writers.rank, mine.parts = writers.count;
     size_t tensor = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
@@ -445,12 +445,12 @@ AtomicDirectory::AtomicDirectory(const std::string& path) : final_path(path) {
 }
 
 AtomicDirectory::~AtomicDirectory() {
-    std::error_code ignored;  // a destructor has nobody to tell
+    std::error_code ignored;  // a destructor cannot report an error
     if (!committed) std::filesystem::remove_all(temporary, ignored);
 }
 
 void AtomicDirectory::commit() {
-    // The writers of files flush them; whoever else put one here may not have.
+    // Not every caller flushes the files that it writes here.
     for (const std::string& name : list_directory(temporary)) {
         const std::string path = join_path(temporary, name);
         const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -487,7 +487,7 @@ void write_json(const std::string& path, const json& value) {
 
 json read_json(const std::string& path) {
     const std::string text = read_file(path, int64_t(1) << 28);
-    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // what walks the values later is recursive
+    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // later code recurses over the values
         require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
         return true;
     };
@@ -499,7 +499,7 @@ json read_json(const std::string& path) {
     } catch (const json::exception&) {
         throw Error(str(path, ": holds a number out of range; the file is damaged"));
     }
-    require(object.is_object(), path, ": JSON, but no object; the file is damaged");
+    require(object.is_object(), path, ": JSON, but not an object; the file is damaged");
     return object;
 }
 
@@ -507,7 +507,7 @@ int64_t trained_seq_len(const std::string& directory) {
     const std::string path = join_path(directory, "trainer.json");
     if (!path_exists(path)) return 0;
     const json length = read_json(path).value("seq_len", json());
-    require(length.is_number_integer(), path, ": seq_len is missing or no whole number; the file is damaged");
+    require(length.is_number_integer(), path, ": key 'seq_len' is missing or not an integer; the file is damaged");
     return length;
 }
 
@@ -527,7 +527,7 @@ std::string best_checkpoint(const std::string& run_dir) {
 
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {
     require(keep >= 1, run_dir, ": cannot keep ", keep, " checkpoints; keep at least 1");
-    // What a killed process left behind: unfinished checkpoints, and old ones that it was about to remove.
+    // Remove leftovers of dead processes: unfinished checkpoints, and old ones that were being removed.
     for (const std::string& name : list_directory(run_dir)) {
         const size_t dash = name.find_last_of('-');
         const bool unfinished = starts_with(name, ".tmp-") && dash > 5 && dash != std::string::npos &&

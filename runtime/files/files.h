@@ -1,5 +1,5 @@
-// Files, checked: whole reads, memory maps, writes that are flushed, and .npy arrays.
-// Errors name the path, what went wrong (the system's words) and, where there is one, the remedy.
+// Checked file access: whole reads, memory maps, flushed writes and .npy arrays.
+// Errors name the path, the system's error message and, if there is one, the remedy.
 #pragma once
 
 #include <string>
@@ -8,11 +8,10 @@
 
 #include "runtime/device/tensor.h"
 
-// Whole file as bytes. A missing file, a directory or an unreadable file is an Error. limit: a larger file is an Error.
+// Reads a whole file. Throws Error for a missing or unreadable file, a directory, or a file larger than limit.
 std::string read_file(const std::string& path, int64_t limit = int64_t(1) << 32);
 
-// Creates or replaces path, flushed to disk. The old file stays until the new one is complete (written beside,
-// renamed).
+// Creates or replaces path atomically (temporary file, flush, rename).
 void write_file(const std::string& path, std::string_view bytes);
 
 // A read-only memory map of a whole file.
@@ -26,7 +25,7 @@ class MappedFile {
     const char* data() const { return bytes; }
     int64_t size() const { return length; }
     const std::string& path() const { return name; }
-    // Whoever is done with these bytes lets the system have their memory; reading them again is only slower.
+    // Lets the system reclaim the memory of bytes that were read; reading them again is slower but works.
     void release(int64_t begin, int64_t count) const;
 
   private:
@@ -39,14 +38,13 @@ class MappedFile {
 // into an AtomicDirectory.
 class FileWriter {
   public:
-    // shown_as: the name in errors, where path is a temporary one. Existing: another process made the file, and its
-    // bytes stay.
+    // shown_as: the name in errors if path is temporary. Existing: another process created the file; its bytes stay.
     enum class Open : uint8_t { Create, Existing };
     explicit FileWriter(const std::string& path, const std::string& shown_as = "", Open how = Open::Create);
     ~FileWriter();
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
-    void seek(int64_t offset);  // where the next bytes go
+    void seek(int64_t offset);  // the offset of the next write
     void write(const void* data, int64_t bytes);
     void finish();
 
@@ -55,8 +53,8 @@ class FileWriter {
     int fd = -1;
 };
 
-void make_directories(const std::string& path);  // parents too; fine if it exists as a directory
-void flush_directory(const std::string& path);   // fsync, so that a rename in it survives a power cut
+void make_directories(const std::string& path);  // with parents; does nothing if it exists
+void flush_directory(const std::string& path);   // fsync, so that a rename in it survives a power failure
 bool path_exists(const std::string& path);
 bool is_directory(const std::string& path);
 std::string join_path(const std::string& directory, const std::string& name);

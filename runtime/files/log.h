@@ -1,4 +1,4 @@
-// What a run tells: log.jsonl in its directory, and progress on stderr.
+// The output of a run: log.jsonl in its directory, and progress on stderr.
 #pragma once
 
 #include <chrono>
@@ -6,11 +6,11 @@
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
-// Appends one JSON object a line; each line is handed to the system at once, so that a killed run loses none.
+// Appends one JSON object per line. Each line is written at once, so a killed run loses none.
 class RunLog {
   public:
-    // An empty path: nothing is written. Opens path for appending, after cutting it back to the lines whose "step" is ≤
-    // last_step (and a torn last line).
+    // Opens path for appending and removes lines whose "step" is > last_step, and an incomplete last line. With an
+    // empty path nothing is written.
     RunLog(const std::string& path, int64_t last_step);
     ~RunLog();
     RunLog(const RunLog&) = delete;
@@ -27,10 +27,10 @@ class Progress {
   public:
     // shown: false where another process tells the same.
     Progress(int64_t total_steps, int64_t first_step, bool shown = true);
-    ~Progress() { finish(); }  // so that an error's line stands by itself
+    ~Progress() { finish(); }  // so that an error message gets a line of its own
     Progress(const Progress&) = delete;
     Progress& operator=(const Progress&) = delete;
-    // text: what is known of this step; rate and time to go are added.
+    // text: the step's numbers; the rate and the remaining time are appended.
     void step(int64_t step, const std::string& text);
     // A line of its own, above the progress line.
     void note(const std::string& line);

@@ -18,16 +18,16 @@ struct SafetensorsEntry {
 
 // A checked, memory-mapped file. Throws Error naming file and tensor on: a header longer than the file or 100 MB,
 // broken JSON, a name given twice, a dtype that DType lacks (BOOL is read as U8), more than MAX_DIMS dimensions, a
-// shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps, holes, bytes left over.
+// shape that doesn't match its bytes or overflows, offsets beyond the file, overlaps, holes, trailing bytes.
 class SafetensorsFile {
   public:
     explicit SafetensorsFile(const std::string& path);
     const std::map<std::string, SafetensorsEntry>& entries() const { return table; }
     const std::map<std::string, std::string>& metadata() const { return meta; }
     const std::string& path() const { return file.path(); }
-    // View into the map (dtype as in the file; valid while this object lives). Throws Error if there is no such tensor.
+    // A view into the map, in the file's dtype, valid while this object lives. Throws Error for an unknown name.
     Tensor tensor(const std::string& name) const;
-    void release(const std::string& name) const;  // its memory, once it was read (MappedFile::release)
+    void release(const std::string& name) const;  // MappedFile::release for a tensor that was read
 
   private:
     MappedFile file;
@@ -36,18 +36,18 @@ class SafetensorsFile {
     std::map<std::string, std::string> meta;
 };
 
-// Writes a file in the order of declaration: declare every tensor, then write each one's bytes front to back. Several
-// processes write one file together where each seeks to what is its own.
+// Writes a file: declare every tensor, then write their bytes in the order of declaration. Several processes can write
+// one file together; each seeks to its own parts.
 class SafetensorsWriter {
   public:
     explicit SafetensorsWriter(const std::string& path) : name(path) {}
     // Returns the tensor's number, from 0.
     size_t declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape);
     void begin();                                 // writes the header (metadata {"format": "pt"})
-    void join();                                  // instead: another process has, with the same declarations
-    void seek(size_t tensor, int64_t byte);       // the next bytes go there
+    void join();                                  // instead of begin(): another process wrote the same header
+    void seek(size_t tensor, int64_t byte);       // sets the position of the next write
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
-    void finish();                                // checks that all declared bytes came, if none were sought; flushes
+    void finish();  // checks that all declared bytes were written (unless seek() was used) and flushes
 
   private:
     std::string name;

@@ -1,5 +1,4 @@
-// Views of activations by their heads, as the launchers of attention take them: the model's own layout, said once for
-// training and generation.
+// Views of activations by heads, as the attention launchers take them. Training and generation share this layout.
 #pragma once
 
 #include "runtime/device/tensor.h"
@@ -15,20 +14,20 @@ inline QkvHeads split_qkv(const ModelConfig& c, const Tensor& qkv) {
             split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
 }
 
-// q and k, which lie side by side, as [n, NH + NKV, HS]: what RoPE turns.
+// q and k, which are adjacent, as [n, NH + NKV, HS]: the channels that RoPE rotates.
 inline Tensor split_qk(const ModelConfig& c, const Tensor& qkv) {
     const int64_t heads = c.heads + c.kv_heads;
     return split_heads(qkv.columns(0, heads * c.head_size), heads);
 }
 
-// Heads of each token as rows of a matrix: x [n, NH·HS], contiguous, as [n·NH, HS].
+// The heads of each token as rows of a matrix: contiguous x [n, NH·HS] as [n·NH, HS].
 inline Tensor head_matrix(const Tensor& x, int64_t heads) {
     require(x.rank == 2 && x.contiguous() && x.shape[1] % heads == 0, "head_matrix: ", shape_string(x), " of ", heads,
             " heads");
     return make_tensor(x.data, x.dtype, x.device, {x.shape[0] * heads, x.shape[1] / heads});
 }
 
-// One number a head: x [n, NH], contiguous, as [n·NH]. Null stays null.
+// One number per head: contiguous x [n, NH] as [n·NH]. Null stays null.
 inline Tensor head_vector(const Tensor& x) {
     return x ? make_tensor(x.data, x.dtype, x.device, {x.numel()}) : Tensor{};
 }

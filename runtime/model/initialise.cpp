@@ -4,7 +4,7 @@
 
 #include "runtime/rng.h"
 
-// Block by block: a copy of the whole model would be the largest thing in memory.
+// In blocks, because a host copy of the whole model would need too much memory.
 void initialise_weights(const ParamTable& table, const WeightArenas& w, uint64_t seed, Stream stream) {
     for (const Tensor& arena : {w.weights.data, w.master.data, w.fp32.data}) {
         if (arena) device_fill(arena.data, 0, static_cast<size_t>(arena.bytes()), stream);

@@ -17,13 +17,13 @@ constexpr int64_t MAX_LAYERS = 10000;
 constexpr int64_t MAX_LINEAR_HEAD = 512;  // of kernels/linear_attention/linear_attention.h
 constexpr double MAX_WEIGHTS = 1e15;      // keeps every product of sizes far inside 64 bits
 
-void check_size(const std::string& where, const char* knob, int64_t value, int64_t limit = MAX_SIZE) {
-    require(value > 0, where, ": ", knob, " is ", value, "; it must be positive");
-    require(value <= limit, where, ": ", knob, " is ", value, "; at most ", limit, " is supported");
+void check_size(const std::string& where, const char* option, int64_t value, int64_t limit = MAX_SIZE) {
+    require(value > 0, where, ": ", option, " is ", value, "; it must be positive");
+    require(value <= limit, where, ": ", option, " is ", value, "; at most ", limit, " is supported");
 }
 
-void check_positive(const std::string& where, const char* knob, double value) {
-    require(std::isfinite(value) && value > 0, where, ": ", knob, " is ", value, "; it must be positive and finite");
+void check_positive(const std::string& where, const char* option, double value) {
+    require(std::isfinite(value) && value > 0, where, ": ", option, " is ", value, "; it must be positive and finite");
 }
 
 void check_rope(const ModelConfig& c, const std::string& where) {
@@ -253,7 +253,7 @@ void read_rope(ModelConfig& c, const Keys& keys, const std::string& path, bool o
     const double theta = keys.number("rope_theta", 10000);
     const json scaling = keys.nested("rope_scaling"), parameters = keys.nested("rope_parameters");
     for (const auto& [name, value] : parameters.items()) {
-        require(!value.is_object(), path, ": key 'rope_parameters' holds one set for each kind of layer ('", name,
+        require(!value.is_object(), path, ": key 'rope_parameters' holds one set for each layer type ('", name,
                 "'); only one set for all layers is supported");
     }
     keys.demand(keys.number("partial_rotary_factor", 1) == 1, "partial_rotary_factor", "1");
@@ -477,8 +477,8 @@ void validate(const ModelConfig& c, const std::string& where) {
 
     require(int64_t(c.attention.size()) == c.layers, where, ": attention '", c.attention, "' has ", c.attention.size(),
             " letters for ", c.layers, " layers; give one letter, or one per layer");
-    for (const char kind : c.attention) {
-        require(kind == 'S' || kind == 'L' || kind == 'G', where, ": attention '", c.attention,
+    for (const char type : c.attention) {
+        require(type == 'S' || type == 'L' || type == 'G', where, ": attention '", c.attention,
                 "' has an unknown letter; use S (softmax), L (linear) or G (gated linear)");
     }
     require(!c.has_linear_attention() || c.head_size <= MAX_LINEAR_HEAD, where,
@@ -502,16 +502,16 @@ std::vector<std::string> preset_names() {
 }
 
 std::string model_family(const ModelConfig& c) {
-    const bool gpt2_knobs = c.norm == Norm::LayerNorm && c.positions == Positions::Learned && c.mlp == Mlp::GELU &&
-                            c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
-                            c.heads * c.head_size == c.channels;
-    if (gpt2_knobs && !c.has_linear_attention()) return "gpt2";
-    const bool llama_knobs = c.norm == Norm::RMSNorm && c.positions == Positions::RoPE && c.mlp == Mlp::SwiGLU &&
-                             c.qkv_bias == c.proj_bias &&
-                             c.channels % c.heads == 0;  // transformers 5 insists on the last
+    const bool fits_gpt2 = c.norm == Norm::LayerNorm && c.positions == Positions::Learned && c.mlp == Mlp::GELU &&
+                           c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
+                           c.heads * c.head_size == c.channels;
+    if (fits_gpt2 && !c.has_linear_attention()) return "gpt2";
+    const bool fits_llama = c.norm == Norm::RMSNorm && c.positions == Positions::RoPE && c.mlp == Mlp::SwiGLU &&
+                            c.qkv_bias == c.proj_bias &&
+                            c.channels % c.heads == 0;  // transformers 5 insists on the last
     const bool rope =
         c.rope_scaling.kind != RopeScaling::Kind::Dynamic || c.rope_scaling.original_max_position == c.max_positions;
-    if (llama_knobs && rope && !c.has_linear_attention()) return "llama";
+    if (fits_llama && rope && !c.has_linear_attention()) return "llama";
     return "train_gpt";
 }
 

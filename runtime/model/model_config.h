@@ -1,4 +1,4 @@
-// The knobs of the one transformer, the presets that name families of them, and Hugging Face's config.json.
+// The options of the transformer, the presets (families of options) and Hugging Face's config.json.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
@@ -27,7 +27,7 @@ struct ModelConfig {
     bool tied = true;            // the head is the token embedding
     double init_std = 0.02;      // standard deviation of the initial weights
     std::string attention;       // one letter per layer: S softmax, L linear, G gated linear (docs/linear_attention.md)
-    bool linear_rope = true;     // RoPE, where there is one, turns q and k of kinds L and G too
+    bool linear_rope = true;     // RoPE also rotates q and k of linear and gated linear layers
     int32_t bos = -1, eos = -1;  // -1: none
 
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
@@ -42,31 +42,30 @@ struct ModelConfig {
     bool has_linear_attention() const { return layers_of('S') < layers; }
 };
 
-// Fills in what a user or a file may leave out: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
-// layers). Throws Error where head_size is left out and the heads don't divide the channels. To be called before
-// validate(), on any numbers.
+// Sets options that a user or a file may omit: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
+// layers). Throws Error if head_size is omitted and heads do not divide channels. Call it before validate().
 void fill_defaults(ModelConfig& config, const std::string& where);
 
-// Throws Error with the knob and the remedy where the config contradicts itself: zero, negative or overflowing sizes,
-// heads not dividing channels where no head size is given, KV heads not dividing heads, odd RoPE head size, attention
-// letters not one per layer, heads too large for linear attention.
+// Throws Error naming the option and the remedy if the config is inconsistent: sizes that are zero, negative or
+// overflow; KV heads that do not divide heads; an odd head size with RoPE; not one attention type per layer; a head
+// size too large for linear attention.
 void validate(const ModelConfig& config, const std::string& where);
 
-// "gpt2-124M", "llama-1B", …: false if the name is no preset. Its config is complete and valid; after changing layers,
-// channels or heads, set attention, head_size and ffn to "" and 0 to have fill_defaults derive them anew.
+// Looks up "gpt2-124M", "llama-1B", ...; returns false for an unknown name. The config is complete and valid. After a
+// change of layers, channels or heads, reset attention to "" and head_size and ffn to 0, and call fill_defaults().
 bool preset(const std::string& name, ModelConfig& config);
 std::vector<std::string> preset_names();
 
-// "gpt2" or "llama" where that family expresses the config exactly, else "train_gpt".
+// "gpt2" or "llama" if that family can express the config exactly, otherwise "train_gpt".
 std::string model_family(const ModelConfig& config);
 
-// For a person: "124,439,808 weights, 12 layers x 768 channels, ...".
+// A description for people: "124,439,808 weights, 12 layers x 768 channels, ...".
 std::string describe(const ModelConfig& config, int64_t weights);
 
-// Reads a config.json (transformers 4 and 5 forms of GPT-2 and LLaMA; our own "train_gpt"). path names it in errors.
-// A value that would change the logits and that we do not implement is an Error naming the key.
+// Reads a config.json: GPT-2 and LLaMA as transformers 4 and 5 write them, and our "train_gpt". path is for errors.
+// Throws Error naming the key if a value would change the logits and is not implemented.
 ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
 
-// The config.json of a model, in a form that transformers 4 and 5 read alike. original: the file that the model was
-// loaded from ({} if none); keys that say nothing about the model as we know it are carried over from it.
+// Writes a config.json that transformers 4 and 5 both read. original: the file that the model was loaded from ({} if
+// none); keys that this program does not know are copied from it.
 nlohmann::json config_to_json(const ModelConfig& config, const nlohmann::json& original);

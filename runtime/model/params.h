@@ -1,9 +1,10 @@
-// The one list of a model's tensors. parameter_table() in train_gpt.cu fills it in from the config; allocation,
-// initialisation, the optimizer, checkpoints, import, export, the memory plan and the tests walk it.
+// The parameter table: the only list of a model's tensors. parameter_table() in train_gpt.cu builds it from the config.
+// Allocation, initialisation, the optimizer, checkpoints, import, export, the memory plan and the tests iterate over
+// it.
 //
-// Layout of the parameter, gradient and optimizer arenas (all three the same): groups in the order embedding,
-// layer 0 … L−1, head, and last the norms, which stay fp32 in a 16-bit model. A group is contiguous and padded so that
-// it splits evenly over the ranks: an arena holds every group whole, or of each the part that one rank owns.
+// The parameter, gradient and optimizer arenas share one layout: the groups embedding, layer 0 ... L−1, head, and last
+// the norms, which stay fp32 in a 16-bit model. A group is contiguous and padded so that it splits evenly over the
+// ranks. An arena holds either whole groups or one rank's part of every group.
 #pragma once
 
 #include <string>
@@ -12,8 +13,8 @@
 
 #include "runtime/device/tensor.h"
 
-// Which tensor of a checkpoint holds rows [row, row + rows) of a parameter. transposed: the file stores [cols, rows]
-// (GPT-2's Conv1D). A vector is a parameter of one column. optional_prefix: see checkpoint.h.
+// The tensor of a Hugging Face checkpoint that holds rows [row, row + rows) of a parameter. transposed: the file stores
+// [cols, rows] (GPT-2's Conv1D). A vector has one column.
 struct SourceTensor {
     std::string name;
     int64_t row, rows;
@@ -21,10 +22,10 @@ struct SourceTensor {
 };
 
 struct Param {
-    int slot;             // which role (the driver's enum): same slot in every layer
-    int layer;            // -1: not of a layer
-    int group;            // 0 embedding, 1 + l layer l, layers + 1 head, layers + 2 what stays fp32
-    std::string name;     // our name, "layers.3.qkv.weight": random streams, dumps and tables use it
+    int slot;             // its role (the driver's enum), the same in every layer
+    int layer;            // -1: outside the layers
+    int group;            // 0 embedding, 1 + l layer l, layers + 1 head, layers + 2 fp32 parameters
+    std::string name;     // "layers.3.qkv.weight": keys random streams, dumps and tables
     int64_t rows, cols;   // as in files. A vector has cols = 0 (rank 1)
     int64_t padded_rows;  // as in memory; rows beyond `rows` are zero and stay zero
     float init_std;       // normal(0, init_std); 0: constant
@@ -32,10 +33,10 @@ struct Param {
     bool decay;           // weight decay applies (matrices only)
     bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms, biases of gates)
     std::vector<SourceTensor> sources;
-    float init_step = 0;  // what the constant grows by from one row to the next
+    float init_step = 0;  // the constant's increment from row to row
     // Set by layout():
     int64_t offset = 0;                       // elements from the start of a whole arena
-    int64_t group_begin = 0, group_size = 0;  // its group, likewise
+    int64_t group_begin = 0, group_size = 0;  // of its group, in elements
 
     int64_t row_size() const { return cols ? cols : 1; }
     int64_t numel() const { return rows * row_size(); }                // as in files
@@ -52,16 +53,15 @@ struct ParamTable {
     int64_t group_size(int g) const { return group_begin[size_t(g) + 1] - group_begin[size_t(g)]; }
 
     int64_t num_weights() const;  // elements as in files
-    // Groups [first, last) of that dtype for a person: "layer 10 to layer 11, 54.07 MiB".
+    // Describes groups [first, last) of a dtype for people: "layer 10 to layer 11, 54.07 MiB".
     std::string describe_groups(int first, int last, DType dtype) const;
-    // The parameter in that role, or nullptr where this model has none (no bias, tied head). After layout().
+    // The parameter in a slot, or nullptr if this model has none (no bias, tied head). Valid after layout().
     const Param* find(int slot, int layer = -1) const;
     const Param& by_name(const std::string& name) const;  // throws Error
 
     // Sets offsets and groups. Each tensor starts at a multiple of 128 elements; each group's size is a multiple of
-    // 128·world elements. Throws Error where sizes overflow, groups go backwards, two parameters have one role,
-    // sources don't cover their parameter's rows in order, or what stays fp32 shares a group with what doesn't or is in
-    // another than the last.
+    // 128·world elements. Throws Error if sizes overflow, groups are out of order, two parameters share a slot, sources
+    // do not cover their parameter's rows in order, or fp32 parameters are not exactly the last group.
     void layout(int64_t world);
 
   private:
@@ -69,30 +69,30 @@ struct ParamTable {
     int columns = 0;         // of index
 };
 
-// The parameter's part of a whole arena (weights, grads, m or v) on host or device: [padded_rows, cols], or
+// A parameter's tensor in a whole arena (weights, gradients, m or v) on host or device: [padded_rows, cols], or
 // [padded_rows] for a vector.
 Tensor param_tensor(const Param& p, Tensor arena);
 
-// Memory laid out by a table: every group whole, or of each group the part that one of `parts` ranks owns, in the order
-// of the groups. A group of n elements that begins at b takes n/parts elements from b/parts on.
+// Memory laid out by a table: whole groups, or the part of every group that one of `parts` ranks owns, in the order of
+// the groups. The part of a group with n elements at offset b is n/parts elements at offset b/parts.
 struct ParamArena {
     Tensor data;                  // [total / parts], less origin
-    int64_t part = 0, parts = 1;  // the owner's rank, and of how many
-    int64_t origin = 0;           // elements of the layout before data: an arena of the last group alone
-    std::vector<Tensor> views;    // where parts > 1: each group whole, for the time that kernels read or write it
+    int64_t part = 0, parts = 1;  // the owner's rank, the number of owners
+    int64_t origin = 0;           // the offset of data in the layout, > 0 for an arena of the last group alone
+    std::vector<Tensor> views;    // if parts > 1: whole groups while kernels use them, else null
 
     ParamArena() = default;
-    ParamArena(Tensor whole) : data(whole) {}  // NOLINT: a whole arena is all that many callers have
+    ParamArena(Tensor whole) : data(whole) {}  // NOLINT: implicit on purpose
 
     explicit operator bool() const { return bool(data); }
-    // What it holds of groups [first, last): [n].
+    // The held elements of groups [first, last): [n].
     Tensor groups(const ParamTable& table, int first, int last) const;
-    // The whole parameter as kernels see it: [padded_rows, cols] or [padded_rows].
+    // The whole parameter as kernels use it: [padded_rows, cols] or [padded_rows].
     Tensor tensor(const Param& p) const;
-    // What it holds of the parameter's elements [begin, begin + n): the first and the number of them, and where.
+    // The held part of a parameter's elements [begin, begin + n).
     struct Span {
         int64_t begin = 0, count = 0;
-        int64_t at = 0;  // in data
+        int64_t at = 0;  // offset in data
     };
     Span span(const Param& p, int64_t begin, int64_t n) const;
     Tensor elements(const Span& span) const { return data.rows(span.at, span.at + span.count); }
@@ -100,28 +100,27 @@ struct ParamArena {
 
 // The memory behind a model's parameters.
 struct WeightArenas {
-    ParamArena weights;  // [total] fp32, bf16 or fp16: what the kernels read
-    ParamArena master;   // [total] fp32 beside 16-bit weights that are trained, else null
-    ParamArena fp32;     // the last group, always whole, beside 16-bit weights and beside parts of weights, else null
+    ParamArena weights;  // [total] fp32, bf16 or fp16: read by kernels
+    ParamArena master;   // [total] fp32 master copy of trained 16-bit weights, else null
+    ParamArena fp32;     // the last group, always whole, if weights are 16-bit or sharded, else null
 
     WeightArenas() = default;
-    WeightArenas(Tensor arena) : weights(arena) {}             // NOLINT: an fp32 arena is all that many callers have
-    WeightArenas(const ParamArena& arena) : weights(arena) {}  // NOLINT: likewise
+    WeightArenas(Tensor arena) : weights(arena) {}             // NOLINT: implicit on purpose
+    WeightArenas(const ParamArena& arena) : weights(arena) {}  // NOLINT: implicit on purpose
 
-    Tensor tensor(const Param& p) const;            // what kernels read: fp32 for what stays fp32
-    const ParamArena& exact(const Param& p) const;  // the most exact copy: master weights where there are some
-    bool fits(const ParamTable& table) const;       // large enough, dtypes as above
+    Tensor tensor(const Param& p) const;            // what kernels read; fp32 for the last group
+    const ParamArena& exact(const Param& p) const;  // the most exact copy: master weights if present
+    bool fits(const ParamTable& table) const;       // checks sizes and dtypes
 
-    // The elements among [begin, begin + n) of the parameter that the arenas hold, from the first to the last: where
-    // they begin and how many they are.
+    // (begin, count) of the smallest range that covers the held elements of [begin, begin + n) of a parameter.
     std::pair<int64_t, int64_t> needed(const Param& p, int64_t begin, int64_t n) const;
-    // values: fp32 on the host, padded_numel() of them, or n from element `begin` of the parameter; of those what the
-    // arenas hold is stored. 16-bit weights are rounded to nearest. Copies go through the device's default queue.
+    // Stores elements [begin, begin + n) from fp32 values on the host; elements that the arenas do not hold are
+    // skipped. 16-bit weights are rounded to nearest. Copies use the device's default queue.
     void store(const Param& p, const float* values, int64_t begin, int64_t n) const;
-    // The exact values on the host, of a parameter that is there whole: where they lie there as fp32, else a copy in
+    // The exact fp32 values of a whole parameter on the host: a pointer into the arena if possible, otherwise a copy in
     // buffer.
     const float* fetch(const Param& p, std::vector<float>& buffer) const;
 };
 
-// n values of an arena as fp32 on the host: where they lie there as fp32, else a copy in buffer.
+// Values of an arena as fp32 on the host: a pointer into the arena if possible, otherwise a copy in buffer.
 const float* fetch_values(const Tensor& values, std::vector<float>& buffer);
