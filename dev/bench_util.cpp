@@ -107,6 +107,17 @@ void report_flops(benchmark::State& state, double flops, DType T) {
     state.counters["of peak"] = benchmark::Counter(flops / (T == DType::F32 ? limits.flops : limits.flops_bf16), rate);
 }
 
+void report_tokens(benchmark::State& state, double tokens) {
+    state.counters["tokens/s"] = benchmark::Counter(tokens, benchmark::Counter::kIsIterationInvariantRate);
+}
+
+void skip_bench(benchmark::State& state, const std::string& reason) {
+    state.SetLabel(reason);
+    state.SkipWithError(reason.c_str());
+    for (auto _ : state) {
+    }  // required, and left at once
+}
+
 namespace {
 
 void configure(benchmark::internal::Benchmark* bench, const std::vector<std::string>& size_names, const Sizes& sizes) {
@@ -124,9 +135,10 @@ bool register_bench(const char* name, BenchFunction function, const std::vector<
                     const Sizes& cpu, const Sizes& gpu) {
     std::vector<DType> dtypes = {DType::F32};
     if (on_gpu()) dtypes.insert(dtypes.begin(), DType::BF16);
+    const Sizes& sizes = on_gpu() ? gpu : cpu;
+    if (sizes.empty()) dtypes.clear();
     for (const DType T : dtypes)
-        configure(benchmark::RegisterBenchmark(str(name, "/", dtype_name(T)).c_str(), function, T), size_names,
-                  on_gpu() ? gpu : cpu);
+        configure(benchmark::RegisterBenchmark(str(name, "/", dtype_name(T)).c_str(), function, T), size_names, sizes);
     return true;
 }
 
@@ -154,6 +166,10 @@ class TableReporter : public benchmark::BenchmarkReporter {
             // Google Benchmark adds how it was told to measure, which is the same for all.
             const std::string title =
                 run.run_name.function_name + (run.run_name.args.empty() ? "" : "/") + run.run_name.args;
+            if (!run.report_label.empty()) {
+                std::printf("%-56s skipped: %s\n", title.c_str(), run.report_label.c_str());
+                continue;
+            }
             std::printf("%-56s %10.4f ms", title.c_str(), run.GetAdjustedRealTime());
             const auto value = [&](const char* name) {
                 const auto found = run.counters.find(name);
@@ -164,6 +180,7 @@ class TableReporter : public benchmark::BenchmarkReporter {
             const double gflops = value("GFLOP/s");
             if (gflops >= 0)
                 std::printf(gflops < 1e4 ? "%10.1f GFLOP/s" : "%10.1f TFLOP/s", gflops < 1e4 ? gflops : gflops * 1e-3);
+            if (value("tokens/s") >= 0) std::printf("%10.1f tokens/s", value("tokens/s"));
             for (const char* limit : {"of copy", "of peak"})
                 if (value(limit) >= 0) std::printf("%6.0f%% %s", 100 * value(limit), limit);
             std::printf("\n");

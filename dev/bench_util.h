@@ -54,12 +54,16 @@ void run_bench(benchmark::State& state, const std::function<void()>& op, Stream 
 // once, so an op that reads twice from memory shows it.
 void report_bytes(benchmark::State& state, double bytes);
 void report_flops(benchmark::State& state, double flops, DType T = DType::F32);
+void report_tokens(benchmark::State& state, double tokens);
+
+// Instead of the loop: the line of this run gives the reason in place of numbers.
+void skip_bench(benchmark::State& state, const std::string& reason);
 
 using Sizes = std::vector<std::vector<int64_t>>;  // of each run: state.range(0), state.range(1), …
 using BenchFunction = void (*)(benchmark::State&, DType);
 using BenchFunctionFP32 = void (*)(benchmark::State&);
 
-// The sizes of the CPU are those of a small model, or what a laptop does in a second; the GPU's are those of GPT-2 124M
+// A backend without sizes has no runs. The sizes of the CPU are those of a small model, or what a laptop does in a second; the GPU's are those of GPT-2 124M
 // in training, 64 sequences of 1,024 tokens. Returns true, for BENCH.
 bool register_bench(const char* name, BenchFunction function, const std::vector<std::string>& size_names,
                     const Sizes& cpu, const Sizes& gpu);

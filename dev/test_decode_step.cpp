@@ -1,9 +1,10 @@
-// A step of generation over all layers, by its ops and, where the machine can, in one launch: both against the same
-// formula in float64, over several steps whose keys and values stay in the cache.
+// A decode step over all layers, by separate ops and, where the GPU supports it, fused. Both are compared with the
+// formula in float64, over several steps that share a KV cache.
 #include "kernels/generation/decode_step.h"
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include "dev/reference.h"
 #include "dev/test_util.h"
@@ -16,15 +17,15 @@ struct ModelOptions {
     int64_t layers, C, NH, NKV, HS, FFN, V, capacity;
     Activation activation;
     bool centred, biases, wpe;
-    int64_t R;  // channels that RoPE turns
+    int64_t R;  // channels that RoPE rotates
 };
 
-// GPT-2's and LLaMA's kinds of block; sizes that give each product another number of rows and parts a block.
+// The blocks of GPT-2 and LLaMA, with sizes that give each matrix another number of rows and splits for each block.
 const ModelOptions GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
 const ModelOptions LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
 const ModelOptions WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
 
-// A model of random weights with a cache, and the same in float64.
+// A model of random weights with a KV cache, and the same in float64.
 struct Fixture {
     const ModelOptions z;
     const DType T;
@@ -35,13 +36,13 @@ struct Fixture {
     std::vector<Tensor> k, v;
     TestArray table;
 
-    // past: the spread of what the cache holds already; 0: nothing.
-    Fixture(const ModelOptions& knobs, DType dtype, int64_t num_slots, double past = 0)
-        : z(knobs),
+    // past: standard deviation of what the cache holds already.
+    Fixture(const ModelOptions& options, DType dtype, int64_t num_slots, double past = 0)
+        : z(options),
           T(dtype),
           slots(num_slots),
-          table(TestArray::of(reference::rope_table(knobs.capacity, std::max<int64_t>(knobs.R, 2), 10000, {}),
-                              {knobs.capacity, std::max<int64_t>(knobs.R, 2) / 2, 2})) {
+          table(TestArray::of(reference::rope_table(options.capacity, std::max<int64_t>(options.R, 2), 10000, {}),
+                              {options.capacity, std::max<int64_t>(options.R, 2) / 2, 2})) {
         const int64_t Q = z.NH * z.HS, qkv = (z.NH + 2 * z.NKV) * z.HS;
         const bool swiglu = z.activation == Activation::SwiGLU;
         const auto linear = [&](int64_t rows, int64_t columns) {
@@ -88,14 +89,14 @@ struct Fixture {
     }
 };
 
-using Step = std::vector<int32_t>;  // a token for each text; a text's position is the number of tokens before
+using Step = std::vector<int32_t>;  // one token for each sequence
 
-// Logits [V] of the last token of one text, by the formula.
-std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) {
+// Logits [V] of the last token of a sequence, by the formula.
+std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequence) {
     const ModelOptions& z = f.z;
-    const int64_t n = int64_t(text.size()), Q = z.NH * z.HS, kv = z.NKV * z.HS, row = Q + 2 * kv;
-    std::vector<int32_t> place(text.size());
-    for (size_t i = 0; i < text.size(); i++) place[i] = int32_t(i);
+    const int64_t n = int64_t(sequence.size()), Q = z.NH * z.HS, kv = z.NKV * z.HS, row = Q + 2 * kv;
+    std::vector<int32_t> position(sequence.size());
+    std::iota(position.begin(), position.end(), 0);
     const auto data = [&](const Tensor& t) { return t ? f.host(t).data() : nullptr; };
     const auto norm = [&](const std::vector<double>& x, const NormWeights& w) {
         return z.centred
@@ -104,16 +105,17 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) 
                          .out.value
                    : reference::rmsnorm_forward(x.data(), nullptr, data(w.weight), f.model().eps, n, z.C).out.value;
     };
-    const auto product = [&](const std::vector<double>& x, const LinearWeights& w, int64_t K, int64_t rows) {
+    const auto matmul = [&](const std::vector<double>& x, const LinearWeights& w, int64_t K, int64_t rows) {
         return reference::matmul_forward(x.data(), data(w.weight), data(w.bias), n, K, rows).value;
     };
     const auto add = [](std::vector<double>& x, const std::vector<double>& y) {
         for (size_t i = 0; i < x.size(); i++) x[i] += y[i];
     };
     std::vector<double> x =
-        reference::embedding_forward(text.data(), place.data(), data(f.weights.wte), data(f.weights.wpe), n, z.C).value;
+        reference::embedding_forward(sequence.data(), position.data(), data(f.weights.wte), data(f.weights.wpe), n, z.C)
+            .value;
     for (const BlockWeights& b : f.weights.blocks) {
-        const std::vector<double> qkv = product(norm(x, b.norm1), b.qkv, z.C, row);
+        const std::vector<double> qkv = matmul(norm(x, b.norm1), b.qkv, z.C, row);
         std::vector<double> q, key, value, att(size_t(n * Q)), mag(size_t(z.HS));
         for (int64_t i = 0; i < n; i++) {
             const auto at = qkv.begin() + i * row;
@@ -122,8 +124,8 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) 
             value.insert(value.end(), at + Q + kv, at + row);
         }
         if (z.R) {
-            q = reference::rope(q.data(), place.data(), f.table.data(), n, z.NH, z.HS, z.R, false).value;
-            key = reference::rope(key.data(), place.data(), f.table.data(), n, z.NKV, z.HS, z.R, false).value;
+            q = reference::rope(q.data(), position.data(), f.table.data(), n, z.NH, z.HS, z.R, false).value;
+            key = reference::rope(key.data(), position.data(), f.table.data(), n, z.NKV, z.HS, z.R, false).value;
         }
         for (int64_t i = 0; i < n; i++)
             for (int64_t h = 0; h < z.NH; h++) {
@@ -132,37 +134,37 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& text) 
                                            &key[size_t(at)], &value[size_t(at)], i + 1, kv, z.HS,
                                            double(f.model().scale));
             }
-        add(x, product(att, b.proj, Q, z.C));
+        add(x, matmul(att, b.proj, Q, z.C));
         const bool swiglu = z.activation == Activation::SwiGLU;
-        std::vector<double> act = product(norm(x, b.norm2), b.fc, z.C, swiglu ? 2 * z.FFN : z.FFN);
+        std::vector<double> act = matmul(norm(x, b.norm2), b.fc, z.C, swiglu ? 2 * z.FFN : z.FFN);
         if (swiglu)
             act = reference::swiglu_forward(act.data(), n, z.FFN).value;
         else if (z.activation == Activation::GELU)
             act = reference::gelu_forward(act.data(), n * z.FFN).value;
         else
             act = reference::relu2_forward(act.data(), n * z.FFN).value;
-        add(x, product(act, b.fcproj, z.FFN, z.C));
+        add(x, matmul(act, b.fcproj, z.FFN, z.C));
     }
     const std::vector<double> last = norm(x, f.weights.normf);
     return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head), nullptr, 1, z.C, z.V).value;
 }
 
-// Runs steps for N texts; -1 as a token: that text is finished.
+// Runs steps for N sequences. Token -1 marks a finished sequence.
 class Runner {
   public:
-    // Each text stands at its first token, or at that number `at`.
-    Runner(const Fixture& fixture, const std::vector<int32_t>& slots_of_texts, bool in_one_launch, int32_t at = 0)
+    // The first token of each sequence has position `at`.
+    Runner(const Fixture& fixture, const std::vector<int32_t>& slots_of_sequences, bool use_fused, int32_t at = 0)
         : f(fixture),
-          single(in_one_launch),
-          N(int64_t(slots_of_texts.size())),
-          slots(TestArray::ints(slots_of_texts, {N})),
-          length(slots_of_texts.size(), at),
+          fused(use_fused),
+          N(int64_t(slots_of_sequences.size())),
+          slots(TestArray::ints(slots_of_sequences, {N})),
+          length(slots_of_sequences.size(), at),
           step_scratch(TestArray::scratch(std::max<int64_t>(decode_step_scratch(f.model()), 1))),
           decode_scratch(TestArray::scratch(decode_attention_scratch(N, f.z.NH, f.z.HS, f.z.capacity))) {
         device_fill(decode_scratch.tensor().data, 0, size_t(decode_scratch.tensor().bytes()), Stream{});
-        if (single) decode_step_prepare(step_scratch, f.model(), f.weights, f.k, f.v, Stream{});
+        if (fused) decode_step_prepare(step_scratch, f.model(), f.weights, f.k, f.v, Stream{});
     }
-    // The logits of each text.
+    // Returns the logits of each sequence.
     std::vector<std::vector<double>> step(const Step& tokens) {
         std::vector<int32_t> id, at, rows_of_wpe;
         for (size_t n = 0; n < tokens.size(); n++) {
@@ -172,14 +174,14 @@ class Runner {
         }
         const TestArray ids = TestArray::ints(id, {N}), positions = TestArray::ints(at, {N}),
                         embedded = TestArray::ints(rows_of_wpe, {N});
-        DecodeBatch place;
-        place.slots = slots, place.positions = positions, place.max_length = f.z.capacity;
-        if (f.z.R) place.angles = positions, place.table = f.table;
+        DecodeBatch batch;
+        batch.slots = slots, batch.positions = positions, batch.max_length = f.z.capacity;
+        if (f.z.R) batch.angles = positions, batch.table = f.table;
         const TestArray logits = TestArray::poisoned(f.T, {N, f.z.V});
-        if (single)
-            decode_step(logits, ids, place, f.model(), f.weights, step_scratch, Stream{});
+        if (fused)
+            decode_step(logits, ids, batch, f.model(), f.weights, step_scratch, Stream{});
         else
-            by_ops(logits, ids, embedded, place);
+            by_ops(logits, ids, embedded, batch);
         const std::vector<double> all = logits.fetch();
         std::vector<std::vector<double>> rows;  // of logits
         for (int64_t n = 0; n < N; n++) rows.emplace_back(all.begin() + n * f.z.V, all.begin() + (n + 1) * f.z.V);
@@ -187,7 +189,7 @@ class Runner {
     }
 
   private:
-    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodeBatch& place) {
+    void by_ops(const Tensor& logits, const Tensor& ids, const Tensor& embedded, const DecodeBatch& batch) {
         const ModelOptions& z = f.z;
         const int64_t Q = z.NH * z.HS, qkv_channels = Q + 2 * z.NKV * z.HS;
         const TestArray x = TestArray::poisoned(f.T, {N, z.C}), qkv = TestArray::poisoned(f.T, {N, qkv_channels}),
@@ -203,7 +205,7 @@ class Runner {
         for (size_t l = 0; l < f.weights.blocks.size(); l++) {
             const BlockWeights& b = f.weights.blocks[l];
             layer(qkv, x, b.norm1, b.qkv, Activation::None, {});
-            decode_attention(att, qkv, f.k[l], f.v[l], place, f.model().scale, decode_scratch, Stream{});
+            decode_attention(att, qkv, f.k[l], f.v[l], batch, f.model().scale, decode_scratch, Stream{});
             layer(x, att, {}, b.proj, Activation::None, x);
             layer(act, x, b.norm2, b.fc, z.activation, {});
             layer(x, act, {}, b.fcproj, Activation::None, x);
@@ -212,7 +214,7 @@ class Runner {
     }
 
     const Fixture& f;
-    const bool single;
+    const bool fused;
     const int64_t N;
     const TestArray slots;
     std::vector<int32_t> length;
@@ -221,7 +223,7 @@ class Runner {
 
 class DecodeStep : public DTypeTest {
   public:
-    // The ways that there are on this machine to run a step of N texts.
+    // Which of separate ops (false) and the fused step (true) can run a batch of N here.
     static std::vector<bool> ways(const Fixture& f, int64_t N) {
         std::vector<bool> ways = {false};
         if (decode_step_max_batch(f.model()) >= N) ways.push_back(true);
@@ -229,7 +231,7 @@ class DecodeStep : public DTypeTest {
     }
 };
 
-// Largest error over the largest logit: fp32 by docs/numerics.md, and its bound for whole models in 16 bits.
+// Bounds the largest error relative to the largest logit. docs/numerics.md has the bounds for whole models.
 void expect_logits(const std::vector<double>& got, const std::vector<double>& ref, DType T, const std::string& where) {
     double worst = 0, largest = 0;
     for (size_t i = 0; i < ref.size(); i++) {
@@ -239,34 +241,34 @@ void expect_logits(const std::vector<double>& got, const std::vector<double>& re
     EXPECT_LE(worst, (T == DType::F32 ? 1e-5 : T == DType::BF16 ? 2e-2 : 2.5e-3) * largest) << where;
 }
 
-int32_t token_of(const Fixture& f, int64_t text, int64_t step) {
-    return int32_t(philox(9, uint64_t(text), uint64_t(step)).v[0] % uint32_t(f.z.V));
+int32_t token_of(const Fixture& f, int64_t sequence, int64_t step) {
+    return int32_t(philox(9, uint64_t(sequence), uint64_t(step)).v[0] % uint32_t(f.z.V));
 }
 
 TEST_P(DecodeStep, ComputesTheFormula) {
-    for (const ModelOptions& knobs : {GPT2, LLAMA, WIDE}) {
-        const Fixture f(knobs, activation(), 8);
+    for (const ModelOptions& options : {GPT2, LLAMA, WIDE}) {
+        const Fixture f(options, activation(), 8);
         for (const int64_t N : {1, 2, 3, 8}) {
-            for (const bool single : ways(f, N)) {
+            for (const bool fused : ways(f, N)) {
                 std::vector<int32_t> slots;
                 for (int64_t n = 0; n < N; n++) slots.push_back(int32_t((3 * n + 1) % 8));
-                Runner runner(f, slots, single);
-                std::vector<std::vector<int32_t>> texts(slots.size());
+                Runner runner(f, slots, fused);
+                std::vector<std::vector<int32_t>> sequences(slots.size());
                 const int64_t steps = N == 1 ? 20 : 5;
                 for (int64_t s = 0; s < steps; s++) {
                     Step step;
-                    // Text n begins n steps later; before, and after its end, it counts as finished.
+                    // Sequences start at different steps. Before its start and after its end a sequence counts as
+                    // finished.
                     for (int64_t n = 0; n < N; n++) {
-                        const bool works = s >= n % 3 && !(n == 1 && s == steps - 1);
-                        step.push_back(works ? token_of(f, n, s) : -1);
-                        if (works) texts[size_t(n)].push_back(step.back());
+                        const bool active = s >= n % 3 && !(n == 1 && s == steps - 1);
+                        step.push_back(active ? token_of(f, n, s) : -1);
+                        if (active) sequences[size_t(n)].push_back(step.back());
                     }
                     const std::vector<std::vector<double>> logits = runner.step(step);
                     for (int64_t n = 0; n < N; n++) {
                         if (step[size_t(n)] < 0 || (s + 1 < steps && s % 4 != 0)) continue;
-                        expect_logits(
-                            logits[size_t(n)], formula(f, texts[size_t(n)]), activation(),
-                            str("C ", f.z.C, " N ", N, " text ", n, " step ", s, single ? " one launch" : ""));
+                        expect_logits(logits[size_t(n)], formula(f, sequences[size_t(n)]), activation(),
+                                      str("C ", f.z.C, " N ", N, " sequence ", n, " step ", s, fused ? " fused" : ""));
                     }
                 }
             }
@@ -274,23 +276,23 @@ TEST_P(DecodeStep, ComputesTheFormula) {
     }
 }
 
-// More than a piece of context, and more pieces than are combined at a time; several passes over the query heads. Both
-// ways against each other: decode_attention's own test has long contexts against the oracle.
+// Contexts of several KV splits, and of more splits than are combined at a time; several query tiles. The fused step is
+// compared with the separate ops; test_decode_attention.cpp compares those with the oracle for long contexts.
 TEST_P(DecodeStep, LongContexts) {
     ModelOptions long_gpt2 = GPT2, long_llama = LLAMA;
     long_gpt2.layers = 1, long_gpt2.capacity = 600;
     long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
-    for (const ModelOptions& knobs : {long_gpt2, long_llama}) {
-        const Fixture f(knobs, activation(), 2, 1);
+    for (const ModelOptions& options : {long_gpt2, long_llama}) {
+        const Fixture f(options, activation(), 2, 1);
         for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
-            if (at >= knobs.capacity) continue;
+            if (at >= options.capacity) continue;
             std::vector<std::vector<double>> by_ops;
-            for (const bool single : ways(f, 2)) {
+            for (const bool fused : ways(f, 2)) {
                 const std::vector<std::vector<double>> logits =
-                    Runner(f, {1, 0}, single, at).step({token_of(f, 0, 0), token_of(f, 1, 0)});
-                for (size_t n = 0; single && n < 2; n++)
-                    expect_logits(logits[n], by_ops[n], activation(), str("length ", at + 1, " text ", n));
-                if (!single) by_ops = logits;
+                    Runner(f, {1, 0}, fused, at).step({token_of(f, 0, 0), token_of(f, 1, 0)});
+                for (size_t n = 0; fused && n < 2; n++)
+                    expect_logits(logits[n], by_ops[n], activation(), str("length ", at + 1, " sequence ", n));
+                if (!fused) by_ops = logits;
                 for (const auto& row : logits)
                     EXPECT_TRUE(std::all_of(row.begin(), row.end(), [](double x) { return std::isfinite(x); }));
             }
@@ -298,15 +300,15 @@ TEST_P(DecodeStep, LongContexts) {
     }
 }
 
-TEST_P(DecodeStep, BitsDependOnTheTextAlone) {
-    for (const ModelOptions& knobs : {GPT2, LLAMA}) {
-        const Fixture f(knobs, activation(), 8);
-        for (const bool single : ways(f, 8)) {
+TEST_P(DecodeStep, BitsDependOnTheSequenceAlone) {
+    for (const ModelOptions& options : {GPT2, LLAMA}) {
+        const Fixture f(options, activation(), 8);
+        for (const bool fused : ways(f, 8)) {
             std::vector<std::vector<double>> alone;
             for (const int64_t N : {1, 2, 3, 8}) {
                 std::vector<int32_t> slots;
                 for (int64_t n = 0; n < N; n++) slots.push_back(int32_t(7 - n));
-                Runner runner(f, slots, single);
+                Runner runner(f, slots, fused);
                 for (int64_t s = 0; s < 3; s++) {
                     Step step;
                     for (int64_t n = 0; n < N; n++) step.push_back(token_of(f, n, s));
@@ -314,7 +316,7 @@ TEST_P(DecodeStep, BitsDependOnTheTextAlone) {
                     if (N == 1)
                         alone.push_back(first);
                     else
-                        expect_same_bits("logits of the first text", first, alone[size_t(s)]);
+                        expect_same_bits("logits of the first sequence", first, alone[size_t(s)]);
                 }
             }
         }
@@ -343,9 +345,9 @@ TEST_P(DecodeStep, WrongArgumentsAreErrors) {
     EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
     decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
-    DecodeBatch place;
-    place.slots = ids, place.positions = ids, place.max_length = 1;
-    EXPECT_THROW(decode_step(logits, ids, place, m, f.weights, scratch, Stream{}), Error);
+    DecodeBatch batch;
+    batch.slots = ids, batch.positions = ids, batch.max_length = 1;
+    EXPECT_THROW(decode_step(logits, ids, batch, m, f.weights, scratch, Stream{}), Error);
 }
 
 INSTANTIATE_DTYPES(DecodeStep);

@@ -2,7 +2,7 @@
 
 #include "runtime/error.h"
 
-// The CPU has no launches to save: there a step is linear() and decode_attention(), one after the other.
+// The CPU has no launches to save: a decode step runs linear() and decode_attention() one after the other.
 int64_t decode_step_max_batch(const DecodeModel&) {
     return 0;
 }
@@ -13,9 +13,9 @@ int64_t decode_step_scratch(const DecodeModel&) {
 
 void decode_step_prepare(Tensor, const DecodeModel&, const InferenceWeights&, const std::vector<Tensor>&,
                          const std::vector<Tensor>&, Stream) {
-    throw Error("decode_step_prepare: not on the CPU");
+    throw Error("decode_step_prepare: the fused decode step needs a GPU");
 }
 
 void decode_step(Tensor, Tensor, const DecodeBatch&, const DecodeModel&, const InferenceWeights&, Tensor, Stream) {
-    throw Error("decode_step: not on the CPU");
+    throw Error("decode_step: the fused decode step needs a GPU");
 }

@@ -1,22 +1,24 @@
-// A step of generation for a few texts in one launch: from their last tokens to the logits of the next.
+// The fused decode step: from the last tokens of up to LINEAR_SMALL_N sequences to the logits of the next ones, in one
+// persistent kernel.
 //
 //   x = wte[id] + wpe[position]                                   wpe only with learned positions
 //   per block: qkv = W_qkv·norm1(x) + b,  att = attention over the cache (decode_attention.h),
 //              x ← x + W_proj·att + b,    x ← x + W_fcproj·f(W_fc·norm2(x) + b) + b        (linear.h)
 //   logits = W_head·normf(x)
 //
-// What linear() and decode_attention() compute one after the other takes five launches a block, each of which waits for
-// the one before, finds its caches cold and ends in a tail: for a few texts that is more time than reading the weights
-// takes. Here every SM runs one block from the first layer to the head. Its part of all weights streams
-// through shared memory without a stop, far ahead of the arithmetic, and what the SMs tell each other goes
-// from hand to hand: each word of an activation carries the number of the exchange it belongs to, so that it is its own
-// signal and nobody waits for a barrier.
+// linear() and decode_attention() take five launches a block for the same. Each of them waits for the previous one,
+// starts with cold caches and ends with idle SMs; for a small batch that costs more time than reading the weights. Here
+// every SM runs one thread block from the first layer to the head. Its share of all weights streams through shared
+// memory without a pause, far ahead of the arithmetic. SMs exchange activations word by word: each word carries the
+// epoch of its exchange, which tells the reader that it has arrived, so that no grid-wide barrier is needed.
 //
-// x, qkv, att and act are rounded to T where linear() and decode_attention() round them; sums are fp32. A text's logits
-// are the same bits whoever shares the step, but not the bits of those ops, whose sums have another order.
+// Flags inside the data words are the idea of NCCL's LL protocol; one persistent kernel for a whole model is known as a
+// megakernel (Hazy Research 2025, "Look Ma, No Bubbles!"). x, qkv, att and act are rounded to T where linear() and
+// decode_attention() round them; sums are fp32. The logits of a sequence have the same bits whatever the batch, but not
+// the bits of those ops, which add in another order.
 //
-// For layers of softmax attention. Needs sm_90 or later. On the CPU, where nothing is launched, decode_step_max_batch() is
-// 0.
+// T is fp32, bf16 or fp16. All layers have softmax attention. Needs sm_90 or later; decode_step_max_batch() is 0 on
+// other GPUs and on the CPU.
 #pragma once
 
 #include <vector>
@@ -33,8 +35,8 @@ struct LinearWeights {
 struct BlockWeights {
     NormWeights norm1, norm2;
     LinearWeights qkv, proj, fc, fcproj;
-    LinearWeights gate;  // kind G: [NKV, C], [NKV] fp32
-    Tensor headnorm;     // kind G: [HS] fp32
+    LinearWeights gate;  // gated_linear attention: [NKV, C], [NKV] fp32
+    Tensor headnorm;     // gated_linear attention: [HS] fp32
 };
 // Views of a model's weights.
 struct InferenceWeights {
@@ -44,7 +46,7 @@ struct InferenceWeights {
     Tensor head;  // [Vp, C]
 };
 
-// What is the same in every step of a model. slots and capacity: of its cache.
+// What does not change from step to step. slots and capacity are those of the KV cache.
 struct DecodeModel {
     int64_t layers = 0, C = 0, NH = 0, NKV = 0, HS = 0, FFN = 0, Vp = 0;  // FFN: columns of fcproj
     int64_t slots = 0, capacity = 0;
@@ -54,20 +56,21 @@ struct DecodeModel {
     bool centred = true;  // LayerNorm, else RMSNorm
 };
 
-// Texts that a step takes at most: as many as there are slots, up to LINEAR_SMALL_N, or fewer; 0 where such a model
-// can't be run this way: on an old GPU, with channels or a head size that fill no 16 bytes, heads wider than 128, or
-// rows too long for shared memory.
+// The largest batch size: the number of slots up to LINEAR_SMALL_N, or less. 0 if the fused decode step does not
+// support the model: on older GPUs, if C, HS or FFN is not a multiple of 16 bytes, if HS > 128, or if the activations
+// and three stages of weights exceed shared memory.
 int64_t decode_step_max_batch(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_max_batch is.
 int64_t decode_step_scratch(const DecodeModel& model);
-// Prepares scratch (U8) for these weights and this cache, k and v [slots, capacity, NKV, HS] for each layer: once, and
-// again if any of them moves. Throws Error where a shape or dtype is wrong, or rows are not contiguous and aligned to
-// 16 bytes. Waits for the stream.
+// Prepares scratch (U8) for these weights and this cache, k and v [slots, capacity, NKV, HS] for each layer. Call it
+// once, and again if any of them moves. Waits for the stream. Errors: wrong shapes or dtypes, a model that is not
+// supported, rows that are not contiguous or not aligned to 16 bytes.
 void decode_step_prepare(Tensor scratch, const DecodeModel& model, const InferenceWeights& weights,
                          const std::vector<Tensor>& k, const std::vector<Tensor>& v, Stream stream);
 
-// logits [N, Vp], N ≤ decode_step_max_batch; ids [N] int32; place as for decode_attention. scratch is left as the next call
-// needs it, whatever that one's N and max_length.
-void decode_step(Tensor logits, Tensor ids, const DecodeBatch& place, const DecodeModel& model,
+// logits [N, Vp], N ≤ decode_step_max_batch; ids [N] int32; batch and its finished sequences as for decode_attention,
+// except that the logits of a finished sequence are unspecified. Each call leaves scratch ready for the next, whatever
+// the N and max_length of that call. Errors: wrong shapes or dtypes, N too large, rows of logits that are not aligned.
+void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const DecodeModel& model,
                  const InferenceWeights& weights, Tensor scratch, Stream stream);

@@ -1,0 +1,115 @@
+// What the parts of the fused decode step share: the matrices of a layer, how their rows are divided among blocks and
+// stages, and the kernel's arguments. For decode_step.cu.
+#pragma once
+
+#include "kernels/activation.h"
+#include "kernels/cuda/mbarrier.cuh"
+#include "kernels/cuda/row_statistics.cuh"
+#include "kernels/generation/decode_step.h"
+#include "kernels/generation/kv_rotate.cuh"
+
+namespace fused_decode {
+
+constexpr int WARPS = 8, THREADS = WARPS * WARP;  // that compute; one more warp loads weights
+constexpr int64_t MAX_HS = 128;                   // attention: a warp for a row of q, k or v, 16 bytes a lane
+constexpr int MIN_STAGES = 3, MAX_STAGES = 24;
+constexpr int64_t MIN_STAGE_BYTES = 12 << 10;
+constexpr int MAX_STAGE_ROWS = 8;                            // so that at least four lanes of a warp share a row
+constexpr int STAGES_AT_ONCE = 3;                            // stages whose rows a warp multiplies side by side
+constexpr int CHUNK_ROWS = STAGES_AT_ONCE * MAX_STAGE_ROWS;  // rows between two barriers
+constexpr int QUERY_TILE = 4;                                // query heads of an attention task with NKV < NH
+constexpr int64_t SPLIT_KEYS = 128;                          // keys of a KV split
+
+// The matrices, in model order. Each layer has the first four.
+enum Matrix { QKV, PROJ, FC, FCPROJ, LAYER_MATRICES, HEAD = LAYER_MATRICES, MATRICES };
+
+// A layer's pointers, in global and later in shared memory.
+struct Layer {
+    const void *weight[LAYER_MATRICES], *bias[LAYER_MATRICES];
+    const float *norm_weight[2], *norm_bias[2];
+    void *k, *v;  // [slots, capacity, NKV, HS]
+};
+
+// How a matrix [2·units, K] (FC with SwiGLU: [4·units, K]) is divided. A unit is two rows of the output: two rows of
+// weight, with SwiGLU two rows of gate and the same two of up.
+struct MatrixPlan {
+    int K, units;
+    int log_per_stage;  // log2 of the units of a stage
+    int stage_rows;     // a power of two up to MAX_STAGE_ROWS
+    int chunk;          // stages between two barriers
+};
+
+template <typename T>
+struct Arguments {
+    T* logits;
+    const int32_t *ids, *slots, *positions;
+    Angles angles;
+    const T *wte, *wpe, *head;
+    const float *normf_weight, *normf_bias;
+    const Layer* layers;
+    uint32_t* epoch;                         // of the last exchange of the previous step
+    uint64_t* matmul_words[LAYER_MATRICES];  // words of the exchange after each matmul
+    uint64_t* att_words;                     // and after attention
+    uint64_t* split_words;                   // [N, NH, kv_splits, HS + 2] fp32: maximum, sum, Σ p·v of KV splits
+    int64_t vocab, wpe_rows, logits_stride, num_slots, capacity;
+    MatrixPlan plans[MATRICES];
+    int num_layers, N, C, NH, NKV, HS;
+    int query_tiles;  // of the query heads of a KV head
+    int kv_splits;    // of the longest sequence
+    int log_lanes;    // log2 of the lanes that share a key
+    float eps, scale;
+    bool centred;
+    Activation activation;
+    int stages, stage_bytes;
+    int stages_at_once;  // of a matmul: fewer than `stages`, because one of those may hold a norm's weights
+    int ring_offset, rows_offset, residual_offset, attention_offset, layers_offset;  // in shared memory, in bytes
+};
+
+// Each warp's sums for the rows of a chunk; two chunks alternate.
+template <int NB>
+using Partial = float[2][WARPS][NB][CHUNK_ROWS];
+
+// Units [first, end) of a matrix that belong to a block.
+struct Units {
+    int first, end;
+};
+
+// An attention task: a query tile of one KV head over one KV split of one sequence. The split is the fastest index.
+struct Task {
+    int n, kv, head0, heads, split;
+    int splits, keys;  // splits of the sequence, 0: finished; keys of this split, 0: beyond the context
+    int64_t last;      // row of the split's last key in the cache
+    __device__ __forceinline__ bool has_new_key() const { return split == splits - 1; }
+};
+
+// Static shared memory of a block, for up to NB sequences.
+template <int NB, typename T>
+struct Shared {
+    Mbarrier full[MAX_STAGES], empty[MAX_STAGES];  // of the ring
+    Partial<NB> partial;
+    int64_t positions[NB], slots[NB];
+    RowPart norm_parts[NB][WARPS];
+    float rotations[NB][MAX_HS];  // RoPE: (cos, sin) of each sequence
+    bool has_rotation[NB];
+    T biases[2][THREADS];  // of two matmuls, which alternate
+    Units units[MATRICES];
+    Task first_task;  // of the block; all zeros if there are fewer tasks than blocks
+    uint32_t epoch;
+};
+
+// Upper bound of `Shared` and the softmax statistics: RESERVED_BYTES + NB·SEQUENCE_BYTES.
+constexpr int64_t RESERVED_BYTES = 4 << 10;
+constexpr int64_t SEQUENCE_BYTES = int64_t(sizeof(Partial<1>)) + MAX_HS * int64_t(sizeof(float)) + 128;
+
+// Shared memory of attention, in bytes: queries [heads, HS] and each warp's Σ p·v [WARPS, heads, HS] fp32, then as T
+// the rows of q, k and v as they arrive [heads + 2, HS], and the rotated new key [HS].
+__host__ __device__ constexpr int64_t attention_bytes(int64_t heads, int64_t HS, int64_t item) {
+    return (1 + WARPS) * heads * HS * int64_t(sizeof(float)) + (heads + 3) * HS * item;
+}
+
+// Synchronizes the warps that compute.
+__device__ __forceinline__ void sync_computing_warps() {
+    named_barrier_sync(1, THREADS);
+}
+
+}  // namespace fused_decode

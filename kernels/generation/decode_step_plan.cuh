@@ -1,0 +1,107 @@
+// The plan of a fused decode step, made on the host: how the matrices are divided among blocks and stages, and where
+// everything is in shared memory and in scratch.
+//
+// Examples, with bf16 on the 132 SMs of an H100, for one sequence; a stage is 12 or 32 KiB:
+//
+//                              GPT-2 124M: C 768, 12 heads of 64, FFN 3072   LLaMA 1B: C 2048, 32 heads on 8, FFN 8192
+//   units of a block (most)    QKV 9, PROJ 3, FC 12, FCPROJ 3, HEAD 191      QKV 12, PROJ 8, FC 32, FCPROJ 8, HEAD 486
+//   units of a stage           4, 4, 4, 1, 4                                 4, 4, 2, 1, 4
+//   activations, attention     11.6 KiB of shared memory                     31.6 KiB
+//   ring                       17 stages, 204 KiB                            5 stages, 160 KiB
+//   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 8 splits = 64 tasks
+#pragma once
+
+#include "kernels/generation/decode_step.cuh"
+
+namespace fused_decode {
+
+inline int64_t aligned(int64_t bytes) {
+    return (bytes + 127) / 128 * 128;
+}
+
+// How a model's matrices are divided, and the sizes of the regions of shared memory.
+struct Plan {
+    bool possible = false;
+    int64_t blocks = 0;
+    MatrixPlan matrices[MATRICES];
+    int64_t stages = 0, stage_bytes = 0, rows_bytes = 0, residual_bytes = 0, attention_bytes = 0, layers_bytes = 0;
+    int64_t shared_bytes() const {
+        return stages * stage_bytes + rows_bytes + residual_bytes + attention_bytes + layers_bytes;
+    }
+};
+
+inline int heads_of_task(const DecodeModel& m) {
+    return m.NH == m.NKV ? 1 : QUERY_TILE;
+}
+
+// NB of the kernel for N sequences.
+inline int64_t kernel_batch(int64_t N) {
+    int64_t NB = 1;
+    while (NB < N) NB *= 2;
+    return NB;
+}
+
+inline int64_t num_kv_splits(int64_t length) {
+    return ceil_div(length, SPLIT_KEYS);
+}
+
+inline Plan plan_of(const DecodeModel& m, int64_t N) {
+    Plan z;
+    const int64_t item = dtype_size(m.dtype), W = 16 / item, Q = m.NH * m.HS, qkv = (m.NH + 2 * m.NKV) * m.HS;
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 9 || !device_attribute(cudaDevAttrCooperativeLaunch))
+        return z;
+    if (m.C % W || m.HS % W || m.FFN % W || m.Vp % 2 || m.C < 2 * W || m.HS > MAX_HS || m.FFN == 0 || N < 1) return z;
+    z.blocks = std::min(num_sms(), m.C / 2);
+    const bool swiglu = m.activation == Activation::SwiGLU;
+    struct Size {
+        int64_t outputs, K;
+    };
+    const Size sizes[MATRICES] = {{qkv, m.C}, {m.C, Q}, {m.FFN, m.C}, {m.C, m.FFN}, {m.Vp, m.C}};
+    const auto unit_rows = [&](int which) { return which == FC && swiglu ? 4 : 2; };
+    z.stage_bytes = std::max(MIN_STAGE_BYTES, 2 * m.C * int64_t(sizeof(float)));
+    for (int i = 0; i < MATRICES; i++) z.stage_bytes = std::max(z.stage_bytes, unit_rows(i) * sizes[i].K * item);
+    z.stage_bytes = aligned(z.stage_bytes);
+    for (int i = 0; i < MATRICES; i++) {
+        MatrixPlan& p = z.matrices[i];
+        p.K = int(sizes[i].K), p.units = int(sizes[i].outputs / 2);
+        const int64_t most = ceil_div(p.units, std::max<int64_t>(z.blocks, 1));  // units of a block
+        if (i != HEAD && most * unit_rows(i) > THREADS) return z;                // one thread for each bias
+        const auto fits = [&](int64_t units) {
+            return units * unit_rows(i) <= MAX_STAGE_ROWS && units * unit_rows(i) * p.K * item <= z.stage_bytes;
+        };
+        p.log_per_stage = 0;
+        while (fits(int64_t(2) << p.log_per_stage) && int64_t(1) << p.log_per_stage < most) p.log_per_stage++;
+        p.stage_rows = unit_rows(i) << p.log_per_stage;
+        p.chunk = CHUNK_ROWS / p.stage_rows;
+    }
+    z.rows_bytes = aligned(N * std::max({m.C, Q, m.FFN}) * item);
+    z.residual_bytes = aligned(N * m.C * item);
+    z.attention_bytes = aligned(attention_bytes(heads_of_task(m), m.HS, item));
+    z.layers_bytes = aligned(m.layers * int64_t(sizeof(Layer)));
+    const int64_t room = max_shared_bytes() - RESERVED_BYTES - kernel_batch(N) * SEQUENCE_BYTES - z.shared_bytes();
+    z.stages = std::min<int64_t>(room / z.stage_bytes, MAX_STAGES);
+    z.possible = z.blocks > 0 && z.stages >= MIN_STAGES;
+    return z;
+}
+
+// Offsets in scratch, in bytes: the epoch, the layers, then the words of exchanges.
+struct ScratchLayout {
+    static constexpr int64_t EPOCH = 0, LAYERS = 128;
+    int64_t matmuls[LAYER_MATRICES], att, splits, end;
+    explicit ScratchLayout(const DecodeModel& m) {
+        const int64_t per_word = 4 / dtype_size(m.dtype), N = std::min(m.slots, LINEAR_SMALL_N);
+        int64_t at = LAYERS + aligned(m.layers * int64_t(sizeof(Layer)));
+        const auto take = [&](int64_t words) {
+            const int64_t begin = at;
+            at += aligned(words * int64_t(sizeof(uint64_t)));
+            return begin;
+        };
+        const int64_t Q = m.NH * m.HS, channels[LAYER_MATRICES] = {Q + 2 * m.NKV * m.HS, m.C, m.FFN, m.C};
+        for (int i = 0; i < LAYER_MATRICES; i++) matmuls[i] = take(N * channels[i] / per_word);
+        att = take(N * Q / per_word);
+        splits = take(N * m.NH * num_kv_splits(m.capacity) * (m.HS + 2));
+        end = at;
+    }
+};
+
+}  // namespace fused_decode
