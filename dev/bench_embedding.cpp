@@ -12,8 +12,9 @@ namespace {
 
 constexpr int64_t V = 50304, P = 1024;
 
-// N tokens of sequences of P, and tables of C channels. Tokens of text: the one of rank r comes up in proportion to
-// 1/(r + 2.7) (Zipf, Mandelbrot), so that some rows take thousands of tokens and most take none.
+// N tokens in sequences of length P, and tables of C channels. Tokens are distributed as in text: the token of rank r
+// has a frequency in proportion to 1/(r + 2.7) (Zipf, Mandelbrot), so that some rows get thousands of tokens and most
+// get none.
 struct Problem {
     int64_t N, C;
     std::vector<int32_t> ids, places;
@@ -31,7 +32,7 @@ struct Problem {
         std::vector<int32_t> ids(static_cast<size_t>(N));
         for (size_t n = 0; n < ids.size(); n++) {
             const double u = (philox(2, n, 0).v[0] + 0.5) * 0x1p-32, rank = 2.7 * std::pow(50257 / 2.7 + 1, u) - 2.7;
-            ids[n] = int32_t(int64_t(rank) * 7919 % 50257);  // frequent tokens all over the table
+            ids[n] = int32_t(int64_t(rank) * 7919 % 50257);  // frequent tokens are spread over the table
         }
         return ids;
     }

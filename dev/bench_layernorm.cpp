@@ -21,7 +21,7 @@ void forward(benchmark::State& state, DType T) {
     forward_of(state, T, false);
 }
 
-// As in a transformer's block: reads 2 matrices, writes 2.
+// As in a transformer block: reads 2 matrices, writes 2.
 void residual_forward(benchmark::State& state, DType T) {
     forward_of(state, T, true);
 }
@@ -38,12 +38,12 @@ void backward_of(benchmark::State& state, DType T, bool with_sum) {
     report_bytes(state, 4 * dinp.bytes());
 }
 
-// In place on the residual's gradient: reads 3 matrices, writes 1.
+// In place on the gradient of the residual: reads 3 matrices, writes 1.
 void backward(benchmark::State& state, DType T) {
     backward_of(state, T, false);
 }
 
-// The same with the sum over rows of what it writes.
+// The same with dsum, the sum over the rows of dinp.
 void backward_dsum(benchmark::State& state, DType T) {
     backward_of(state, T, true);
 }

@@ -1,6 +1,6 @@
-// The products of linear layers, forward and backward, and on the CPU the built-in GEMM beside the library. On a GPU:
-// the layers of GPT-2 124M, 350M and 1558M and of a LLaMA of 1.2B parameters, heads in chunks of 8,192 tokens, with the
-// algorithms that tuning picks; with GELU as part of the product, and as a kernel of its own (bench_gelu) to compare.
+// The matmuls of linear layers, forward and backward, and on the CPU the built-in GEMM beside the library. On a GPU:
+// the layers of GPT-2 124M, 350M and 1558M and of a LLaMA of 1.2B parameters, heads in chunks of 8,192 tokens, with
+// tuned algorithms; with GELU in the epilogue, and as a separate kernel (bench_gelu) for comparison.
 #include "kernels/matmul.h"
 
 #include <functional>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// One for all: a stream tunes a product once.
+// One stream for all benchmarks: a stream tunes a GEMM once.
 Stream stream() {
     static const Stream tuned = [] {
         const Stream created = create_blas_stream();
@@ -48,7 +48,7 @@ void backward_input(benchmark::State& state, DType T) {
     report_flops(state, l.flops(), T);
 }
 
-// As in all but the first micro-step: added to what is there.
+// As in all micro-steps but the first: accumulates.
 void backward_weight(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray dweight({l.OC, l.C}), dout(T, {l.N, l.OC}), inp(T, {l.N, l.C});

@@ -49,7 +49,7 @@ void zip_add_column(benchmark::State& state, DType T) {
     report_bytes(state, out.bytes() + x.bytes() + y.bytes());
 }
 
-// Rows that are no whole number of vectors.
+// Rows that are not a whole number of vectors.
 void zip_add_odd_row(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), C = state.range(1) - 1;
     const BenchArray out(T, {N, C}), x(T, {N, C}), y(T, {C});
@@ -57,7 +57,7 @@ void zip_add_odd_row(benchmark::State& state, DType T) {
     report_bytes(state, out.bytes() + x.bytes() + y.bytes());
 }
 
-// Both operands whole: collapses to one dimension.
+// Operands of one shape: collapses to one dimension.
 void bin_bcast_mul(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), C = state.range(1);
     const BenchArray out(T, {4, 16, N / 64, C}), x(T, {4, 16, N / 64, C}), y(T, {4, 16, N / 64, C});

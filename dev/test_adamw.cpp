@@ -14,12 +14,12 @@ TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
     return TestArray::bytes(&s, sizeof(s));
 }
 
-// In params at the same place.
+// The segment has the same indices in params.
 AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay) {
     return {begin, end, weight_decay, begin};
 }
 
-// v is a mean of squares: never negative.
+// v is a mean of squares, so never negative.
 TestArray squares(int64_t n, uint64_t seed, double scale) {
     std::vector<double> values;
     for (int64_t i = 0; i < n; i++) values.push_back(std::pow(normal01(seed, 0, uint64_t(i)) * scale, 2));
@@ -50,7 +50,7 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
         expect_close("params", gp, p.value, p.mag, 1, 1);
         expect_close("m", gm, rm.value, rm.mag, 1, 1);
         expect_close("v", gv, rv.value, rv.mag, 1, 1);
-        // The parameter hides its small change; the change itself is right to what p's last digit leaves of it.
+        // The parameter hides its small change; the change is right to the precision that the last digit of p leaves.
         for (size_t i = 0; i < gp.size(); i++) {
             const double change = gp[i] - params.data()[segment.begin + int64_t(i)];
             const double expected = p.value[i] - params.data()[segment.begin + int64_t(i)];
@@ -82,7 +82,7 @@ TEST(AdamW, MatchesOracle) {
 }
 
 TEST(AdamW, TenStepsFollowTheOracle) {
-    // Errors may add up from step to step but not grow: both sides run on from their own state.
+    // Errors may add up over the steps but not grow: kernel and oracle each continue from their own state.
     const int64_t n = 300;
     const AdamWOptions options;
     const std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
@@ -143,8 +143,8 @@ TEST(AdamW, ManySegments) {
     check(55000, segments, AdamWOptions{}, 1e-2f, 1, 3, 1e-2);
 }
 
-// Parameters may lie elsewhere than their moments: closely packed, or at places that no vector is aligned to.
-TEST(AdamW, WhereParametersLieDoesNotMatter) {
+// Parameters may have other indices than their moments: packed, or not aligned for vectors.
+TEST(AdamW, LocationOfParametersDoesNotMatter) {
     const int64_t n = 5000, gap = 64;
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                     v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2),
@@ -169,7 +169,7 @@ TEST(AdamW, WhereParametersLieDoesNotMatter) {
 }
 
 #ifdef USE_CUDA
-// What the forward pass reads: the updated parameters rounded to T, in the segments only.
+// params_T receives the updated parameters rounded to T, in the segments only.
 TEST(AdamW, WritesTheParametersInT) {
     const int64_t n = 10007;
     for (const DType T : {DType::BF16, DType::F16}) {
@@ -193,8 +193,9 @@ TEST(AdamW, WritesTheParametersInT) {
 
 namespace {
 
-// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise,
-// uniform in [0, 1), lies in the last part(x) of its range, where part is how far between the two x lies.
+// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x, the one away from zero if noise,
+// uniform in [0, 1), is in the last part(x) of its range. part(x) is the distance of x from the neighbour nearer to
+// zero, in units.
 double round_by(double x, double noise) {
     if (x == 0 || !std::isfinite(x)) return x;
     const double unit = std::ldexp(1, std::max(std::ilogb(x), -126) - 7);  // of bf16 at x
@@ -207,7 +208,7 @@ double noise_of(uint64_t seed, int64_t t, uint64_t key, int64_t element) {
     return (philox(seed, uint64_t(t) << 36 | uint64_t(element / 4), key).v[element % 4] >> 16) * 0x1p-16;
 }
 
-// One update of parameters without master weights; m and v begin anew. Returns the parameters.
+// One update of parameters without master weights; m and v start again. Returns the parameters.
 std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& grads,
                                 const std::vector<AdamWSegment>& segments, uint64_t seed, int64_t t) {
     const int64_t n = int64_t(p.size());
@@ -220,7 +221,7 @@ std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& g
     return params_T.fetch();
 }
 
-// The same in fp32 from the same bf16 numbers: what is to be rounded.
+// The same update in fp32 from the same bf16 numbers, before rounding.
 std::vector<double> update_fp32(const std::vector<double>& p, const TestArray& grads,
                                 const std::vector<AdamWSegment>& segments, int64_t t) {
     const int64_t n = int64_t(p.size());
@@ -238,7 +239,7 @@ std::vector<double> bf16_parameters(int64_t n) {
 
 }  // namespace
 
-// Every bit: the fp32 update, rounded by the noise of (seed, t, key, element), in vectors and in their ragged ends.
+// Bitwise: the fp32 update, rounded with the noise of (seed, t, key, element), in vectors and at ragged ends.
 TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
     const int64_t n = 10007, t = 7;
     const uint64_t seed = 1234567890123456789, keys[] = {name_hash("a"), name_hash("b"), name_hash("c")};
@@ -247,7 +248,7 @@ TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
     p[5000] = INFINITY, p[5001] = -INFINITY, p[5002] = std::nan("");  // no decay there, which would make NaN of them
     p = TestArray::of(DType::BF16, p, {n}).values();
     const TestArray grads = TestArray::random({n}, 4, 1e-2);
-    // b begins where no vector is aligned; c is a part of a tensor, from its element 1001.
+    // b starts at an index that is not aligned for vectors; c is a part of a tensor, from its element 1001 on.
     const std::vector<AdamWSegment> segments = {
         {0, 4000, 0.1f, -1, keys[0]}, {4003, 7001, 0, -1, keys[1]}, {7001, n - 6, 0.1f, -1, keys[2], 1001}};
     const std::vector<double> got = update_bf16(p, grads, segments, seed, t),
@@ -269,8 +270,8 @@ TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
     for (const int64_t i : {4000, 4002, 10001, 10006}) EXPECT_EQ(got[size_t(i)], p[size_t(i)]) << "gap at " << i;
 }
 
-// The same numbers wherever the tensor lies, and in one piece or several.
-TEST(AdamW, RoundingDoesNotDependOnPlaceOrPieces) {
+// The same numbers wherever the tensor is, in one segment or several.
+TEST(AdamW, RoundingDoesNotDependOnLocationOrSegments) {
     const int64_t n = 3001, t = 3;
     const uint64_t seed = 5, key = name_hash("layers.3.qkv.weight");
     const std::vector<double> p = bf16_parameters(n);
@@ -302,8 +303,8 @@ TEST(AdamW, RoundingDoesNotDependOnPlaceOrPieces) {
     }
 }
 
-// Of parameters whose update lies halfway between two bf16 numbers half fall another way when the seed, the step or the
-// tensor is another one.
+// Of parameters whose update is halfway between two bf16 numbers, half are rounded differently with another seed, step
+// or tensor.
 TEST(AdamW, RoundingDependsOnSeedStepAndTensor) {
     const int64_t n = 20000;
     const TestArray zeros = TestArray::of(std::vector<double>(size_t(n), 0), {n});
@@ -357,7 +358,7 @@ TEST(AdamW, RoundingIsUnbiased) {
     EXPECT_NEAR(z2, double(n), 5 * std::sqrt(2.0 * double(n)));
 }
 
-// Steps of 1/64 of a bf16 unit, which rounding to nearest would lose one and all: after 640 of them the mean has moved
+// Steps of 1/64 of a bf16 unit, all of which rounding to nearest would lose: after 640 of them the mean has moved
 // by 10 units. The norm weights beside them stay fp32, packed in an arena of their own.
 TEST(AdamW, StepsBelowOneUnitMoveTheMean) {
     const int64_t n = 8192, norm = 64, steps = 640;
@@ -368,7 +369,7 @@ TEST(AdamW, StepsBelowOneUnitMoveTheMean) {
     const TestArray fp32 = TestArray::of(std::vector<double>(size_t(norm), 1), {norm});
     const AdamWSegment segments[] = {
         {0, 4096, 0, -1, name_hash("weight")}, {4096, 4096 + norm, 0, 0}, {4096 + norm, n, 0, -1, name_hash("other")}};
-    // A constant gradient makes Adam's step lr, whatever t is.
+    // With a constant gradient Adam's step is lr for every t.
     for (int64_t t = 1; t <= steps; t++)
         adamw_update(fp32, params_T, m, v, grads, segments, 3, AdamWOptions{}, make_scalars(float(lr), 1, false, t),
                      Stream{});
@@ -442,7 +443,7 @@ TEST(AdamW, WrongArgumentsAreErrors) {
     expect_error(
         [&] { update({}, bf16_good, a, &far, 1); },
         "adamw_update: segment 0 begins at element 274877906944 of its tensor, expected less than 2^38 elements");
-#else  // where nobody would have to wait for it
+#else  // the CPU checks t; a GPU would have to wait for it
     expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, make_scalars(1, 1, false, 0), Stream{}); },
                  "adamw_update: t is 0, expected the number of this update, 1 or more");
     expect_error([&] { update(a, a, a, &good, 1); },

@@ -1,6 +1,5 @@
-// The small products that CPU kernels are made of: an element is one sum in the order of k, the same bits however rows,
-// vectors and k are blocked, which is what makes attention independent of the number of threads. Into::Added adds that
-// sum to what was there.
+// The GEMMs of small tiles: an element is one sum in the order of k, with the same bits however rows, vectors and k are
+// blocked, which makes attention independent of the number of threads. Into::Added adds that sum to c.
 #include "kernels/cpu/cpu_tile.h"
 
 #include <cstring>
@@ -11,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t LD = 8 * LANES;  // of all matrices, which are square
+constexpr int64_t LD = 8 * LANES;  // row stride of all matrices, which are square
 
 std::vector<float> random_matrix(uint64_t stream) {
     std::vector<float> x(LD * LD);
@@ -19,7 +18,7 @@ std::vector<float> random_matrix(uint64_t stream) {
     return x;
 }
 
-using Product = decltype(&product_n);
+using Product = decltype(&tile_AB);
 
 // c += a·b, rows of c, vectors of a row and steps of k one at a time.
 void one_by_one(Product product, int64_t a_row, int64_t a_k, float* c, const float* a, const float* b, int64_t M,
@@ -53,10 +52,10 @@ void expect_any_blocking_gives_the_same(Product product, int64_t a_row, int64_t 
 }
 
 TEST(CpuTile, RowsOfA) {
-    expect_any_blocking_gives_the_same(product_n, LD, 1);
+    expect_any_blocking_gives_the_same(tile_AB, LD, 1);
 }
 TEST(CpuTile, ColumnsOfA) {
-    expect_any_blocking_gives_the_same(product_t, 1, LD);
+    expect_any_blocking_gives_the_same(tile_AtB, 1, LD);
 }
 
 }  // namespace

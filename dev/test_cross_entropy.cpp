@@ -65,8 +65,8 @@ TEST_P(CrossEntropy, MatchesOracle) {
 
 TEST_P(CrossEntropy, LargeLogitsMatchOracle) {
     for (const double shift : {-3e4, 0.0, 3e4}) check(activation(), 7, 300, 384, 0, 50, shift, false);
-    check(activation(), 5, 40, 40, 0, 1e4, 0, false);   // one token has all the probability
-    check(activation(), 5, 40, 40, 0, 1e-6, 0, false);  // none has
+    check(activation(), 5, 40, 40, 0, 1e4, 0, false);   // one token has probability 1
+    check(activation(), 5, 40, 40, 0, 1e-6, 0, false);  // all tokens are equally likely
 }
 
 TEST_P(CrossEntropy, TokensOfNoProbability) {
@@ -124,7 +124,7 @@ TEST(CrossEntropyArguments, TargetsOutsideTheVocabulary) {
         const TestArray logits = TestArray::random({2, 8}, 1), losses = TestArray::poisoned({2});
         const TestArray targets = TestArray::ints({6, bad}, {2});
         const auto call = [&] { cross_entropy_forward_backward(losses, logits, targets, 7, 1, Stream{}); };
-#ifdef USE_CUDA  // nobody waits for such a check: a loss of NaN, and the step that it belongs to is skipped
+#ifdef USE_CUDA  // the launch does not wait for the kernel: the loss is NaN, which skips the step
         call();
         EXPECT_TRUE(std::isfinite(losses.fetch()[0]));
         EXPECT_TRUE(std::isnan(losses.fetch()[1]));

@@ -1,5 +1,5 @@
-// Embedding and its gradients against the oracle: repeated tokens, with and without positions, accumulation, rows that
-// nobody names, ids outside the tables.
+// Embedding and its gradients against the oracle: repeated tokens, with and without positions, accumulation, rows
+// without a token, ids outside the tables.
 #include "kernels/embedding.h"
 
 #include "dev/reference.h"
@@ -96,7 +96,7 @@ TEST(EmbeddingArguments, WrongOnesAreErrors) {
                  "embedding_backward: tokens is fp32 [2, 4], expected int32 [2]");
 }
 
-#ifdef USE_CUDA  // nobody waits for such a check: a row of zeros, and no gradient
+#ifdef USE_CUDA  // the launch does not wait for the kernel: a row of zeros, and no gradient
 TEST(EmbeddingArguments, IdsOutsideTheTableCountAsZeros) {
     const TestArray table = TestArray::random({10, 4}, 1), dout = TestArray::random({3, 4}, 4);
     const TestArray tokens = TestArray::ints({10, -1, 9}, {3}), positions = TestArray::ints({2, 1 << 30, -7}, {3});

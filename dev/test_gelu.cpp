@@ -28,7 +28,7 @@ void check(DType T, int64_t N, int64_t C, int64_t gap, double scale) {
     expect_close("dinp", take_columns(dinp.fetch(), ld, C), ref.value, ref.mag, 1, C, T);
     expect_gaps_untouched("dinp", dinp.fetch(), ld, C);
 
-    // The aliases that the header allows: the same bits.
+    // In place, as the header allows: the same bits.
     gelu_backward(view(dout), view(dout), view(inp), Stream{});
     expect_same_bits("dinp in place", take_columns(dinp.fetch(), ld, C), take_columns(dout.fetch(), ld, C));
     gelu_forward(view(inp), view(inp), Stream{});
@@ -43,7 +43,7 @@ TEST_P(Gelu, MatchesOracle) {
             for (const double scale : {0.1, 2.0, 10.0}) check(activation(), s[0], s[1], gap, scale);
 }
 
-// Each point a row of its own, so that none hides behind a larger one.
+// Each point is a row of its own, so that no error hides behind a larger value.
 TEST_P(Gelu, EveryMagnitudeIsAccurate) {
     const DType T = activation();
     std::vector<double> points = {0, 1e-30, -1e-30, 1e-5, -1e-5, 15, -15, 100, -100};

@@ -68,7 +68,7 @@ TEST(StepControl, ClipsToTheGivenNormOnly) {
     EXPECT_EQ(control(TestArray::of({0, 0}, {2}), 1, 1, fresh(1)).grad_scale, 1);
 }
 
-// Gradients of a sum over fewer tokens than they were divided by.
+// Gradients that were divided by more tokens than have a target.
 TEST(StepControl, GradUnitScalesNormAndGradients) {
     const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5, in truth 10
     EXPECT_EQ(control(grads, 1, 1, fresh(0), 2).grad_norm, 10);
@@ -117,11 +117,11 @@ TEST(SumLosses, MatchesFloat64) {
         }
 }
 
-// What is summed piece by piece, on each of three ranks, gives the norm and the loss of the whole.
-TEST(StepControl, AddsPiecesAndRanks) {
+// Sums over several parts, on each of three ranks, give the norm and the loss of the whole.
+TEST(StepControl, AddsPartsAndRanks) {
     const TestArray grads = TestArray::random({90001}, 1), scratch = TestArray::scratch(sum_squares_scratch(90001));
     const TestArray sums = TestArray::doubles({NAN, 1, 0, NAN, 2, 0, NAN, 4, 1}, {3, NUM_STEP_SUMS});
-    const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two pieces a rank
+    const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two parts a rank
     for (int64_t piece = 0; piece < 6; piece++) {
         sum_squares(element(sums, piece / 2 * NUM_STEP_SUMS + SUM_SQUARES),
                     grads.tensor().rows(ends[piece], ends[piece + 1]), piece % 2, scratch, Stream{});

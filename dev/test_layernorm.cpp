@@ -1,5 +1,5 @@
 // LayerNorm and its gradients against the oracle, with and without residuals, bias and stored statistics; rows with
-// gaps; the aliases that the header allows; a mean far larger than the deviation.
+// gaps; the in-place uses that the header allows; a mean far larger than the deviation.
 #include "kernels/layernorm.h"
 
 #include "dev/reference.h"
@@ -22,7 +22,7 @@ Tensor given(const TestArray& t, bool is_given) {
     return is_given ? t.tensor() : Tensor{};
 }
 
-// The norm is taken of inp + residual as it is stored. In fp32 that rounding belongs to the op's error.
+// The norm is that of inp + residual as stored. In fp32 that rounding is part of the error of the op.
 void round_sum(DType T, bool residual_given, std::vector<double>& x, std::vector<double>& residual) {
     if (T == DType::F32 || !residual_given) return;
     for (size_t i = 0; i < x.size(); i++) x[i] = rounded(T, x[i] + residual[i]), residual[i] = 0;

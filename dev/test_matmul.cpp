@@ -1,5 +1,5 @@
-// Matrix products against the oracle: every transpose, sizes around the edges of the register tiles and cache blocks,
-// row strides, accumulation; the library's products and the built-in GEMM alike.
+// Matmuls against the oracle: every transpose, sizes around the edges of the register tiles and cache blocks, row
+// strides, accumulation; for the library and for the built-in GEMM.
 #include "kernels/matmul.h"
 
 #include <algorithm>
@@ -23,7 +23,8 @@ namespace {
 
 using Matmul = void (*)(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate);
 
-// Products need a stream with its matrix library. One for the whole binary; what tests copy keeps its order with it.
+// Matmuls need a stream with a cuBLASLt handle: one for the whole binary. Copies on the default stream keep their order
+// with it.
 Stream stream() {
     static const Stream created = create_blas_stream();
     return created;
@@ -37,8 +38,8 @@ struct DTypes {
     DType inp = DType::F32, out = DType::F32;
 };
 
-void check_product(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b,
-                   bool accumulate, int64_t gap, double shift = 0) {
+void check_matmul(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b,
+                  bool accumulate, int64_t gap, double shift = 0) {
     SCOPED_TRACE(str("M ", M, " N ", N, " K ", K, transpose_a ? " T" : " N", transpose_b ? "T" : "N",
                      accumulate ? " accumulate" : "", " gap ", gap, " shift ", shift));
     const int64_t rows_a = transpose_a ? K : M, columns_a = transpose_a ? M : K;
@@ -55,11 +56,11 @@ void check_product(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t 
     reference::Values ref = reference::matmul(take_columns(a.values(), columns_a + gap, columns_a).data(),
                                               take_columns(b.values(), columns_b + gap, columns_b).data(), transpose_a,
                                               transpose_b, accumulate ? before.data() : nullptr, nullptr, M, N, K);
-    // Tensor cores cut off what they add to a sum, 16 terms at a time, at the 24th bit of its largest part: up to 2u
-    // each time and always in one direction. Where all terms have one sign this shows in an fp32 result.
+    // Tensor cores truncate the terms that they add, 16 at a time, at the 24th bit of the largest part: an error of up
+    // to 2u each time, always in one direction. It shows in an fp32 result if all terms have one sign.
     if (dtypes.out != dtypes.inp && shift != 0)
         for (double& m : ref.mag) m *= 1 + double(K) / 32;
-    // The library's kernels for Hopper round a product to 16 bits before they add it to what is there.
+    // The library's Hopper kernels round the sum to 16 bits before they add it to out.
     const int roundings = accumulate && dtypes.out != DType::F32 ? 2 : 1;
     expect_close("matmul", take_columns(got, N + gap, N), ref.value, ref.mag, K, N, dtypes.out, roundings);
     expect_gaps_untouched("matmul", got, N + gap, N);
@@ -72,14 +73,14 @@ void check_many(Matmul product, DTypes dtypes) {
     for (const auto& s : sizes)
         for (int transposes = 0; transposes < 4; transposes++)
             for (const bool accumulate : {false, true})
-                check_product(product, dtypes, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
-                              (s[0] + s[1]) % 3 * 2);
-    check_product(product, dtypes, 5, 7, 5000, false, true, false, 0);  // long sums
-    // All terms of one sign: rounding errors add up instead of averaging out.
-    check_product(product, dtypes, 20, 40, 200, false, false, false, 0, 3);
-    check_product(product, dtypes, 20, 40, 4096, false, true, false, 0, 3);
-    // No terms: zeros, or what was there.
-    for (const bool accumulate : {false, true}) check_product(product, dtypes, 3, 5, 0, false, false, accumulate, 2);
+                check_matmul(product, dtypes, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
+                             (s[0] + s[1]) % 3 * 2);
+    check_matmul(product, dtypes, 5, 7, 5000, false, true, false, 0);  // long sums
+    // All terms of one sign: rounding errors add up and do not average out.
+    check_matmul(product, dtypes, 20, 40, 200, false, false, false, 0, 3);
+    check_matmul(product, dtypes, 20, 40, 4096, false, true, false, 0, 3);
+    // No terms: zeros, or out unchanged.
+    for (const bool accumulate : {false, true}) check_matmul(product, dtypes, 3, 5, 0, false, false, accumulate, 2);
 }
 
 }  // namespace
@@ -92,7 +93,7 @@ TEST_P(MatmulDTypes, LibraryMatchesOracle) {
     if (activation() != DType::F32) check_many(library, {activation(), DType::F32});
 }
 
-TEST_P(MatmulDTypes, LargeProductMatchesOracleInSamples) {
+TEST_P(MatmulDTypes, LargeMatmulMatchesOracleInSamples) {
     // Beyond 1e9 multiply-adds: random outputs, and the first and last rows and columns.
     const int64_t M = 515, N = 1027, K = 2051;
     const TestArray a = TestArray::random(activation(), {M, K}, 1), b = TestArray::random(activation(), {N, K}, 2);
@@ -123,7 +124,7 @@ void built_in(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b
 
 TEST(GemmBlocked, MatchesOracle) {
     check_many(built_in, {});
-    check_product(built_in, {}, 250, 1100, 300, false, true, true, 3);  // more than one block each way
+    check_matmul(built_in, {}, 250, 1100, 300, false, true, true, 3);  // more than one block each way
 }
 
 TEST(GemmBlocked, BitsDoNotDependOnThreads) {
@@ -170,7 +171,7 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                 matmul_forward_add(added, inp, weight, bias_given ? bias.tensor() : Tensor{}, stream());
                 ref = reference::matmul(inp.data(), weight.data(), false, true, added.data(),
                                         bias_given ? bias.data() : nullptr, N, OC, C);
-                // Where rows are no multiples of 16 bytes the library rounds the product before it adds.
+                // If rows are not multiples of 16 bytes the library rounds the sum before it adds.
                 expect_close("added to out", added.fetch(), ref.value, ref.mag, C, OC, T, 2);
 
                 const auto start = [&](DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
@@ -198,17 +199,17 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
 
 namespace {
 
-// Sizes that the library takes with its GELU, and such that it refuses: then two kernels do the work.
+// Sizes for which the library has a GELU epilogue, and sizes for which two kernels run.
 constexpr int64_t GELU_SIZES[][3] = {{8, 8, 8},      {64, 48, 136},   {200, 96, 80}, {128, 264, 128},
                                      {130, 64, 264}, {33, 1100, 120}, {3, 5, 7},     {65, 33, 17}};
 
-// What the library's 16-bit GELU adds to mag: it forms ½(1 + tanh u), whose error is a 2u of 1 and not of itself, and
-// expect_close takes 2⁻⁸ (fp16: 2⁻¹¹) of mag for each of two roundings. docs/numerics.md.
+// What the library's 16-bit GELU adds to mag: it computes ½(1 + tanh u), whose error is 2u of 1 and not of the result,
+// and expect_close allows 2⁻⁸ (fp16: 2⁻¹¹) of mag for each of two roundings (docs/numerics.md).
 double lost_digits(DType dtype) {
     return dtype == DType::BF16 ? 4 * UNIT_ROUNDOFF / 0x1p-7 : dtype == DType::F16 ? 4 * UNIT_ROUNDOFF / 0x1p-10 : 0;
 }
 
-// gelu(pre) with what errors of pre add to its own.
+// gelu(pre), with mag including the effect of errors of pre.
 reference::Values gelu_of(const reference::Values& pre, DType T) {
     reference::Values out(int64_t(pre.value.size()));
     for (size_t i = 0; i < pre.value.size(); i++) {
@@ -219,7 +220,7 @@ reference::Values gelu_of(const reference::Values& pre, DType T) {
     return out;
 }
 
-// product ⊙ gelu'(x)
+// dout·weight ⊙ gelu'(x)
 reference::Values times_gelu_gradient(reference::Values product, const std::vector<double>& x, DType T) {
     for (size_t i = 0; i < x.size(); i++) {
         const reference::Value slope = reference::gelu_gradient(x[i]);
@@ -232,7 +233,7 @@ reference::Values times_gelu_gradient(reference::Values product, const std::vect
 
 }  // namespace
 
-// 16-bit results are rounded once where GELU is part of the product and twice where it follows.
+// 16-bit results are rounded once if GELU is in the epilogue, and twice if it is a second kernel.
 TEST_P(MatmulDTypes, LinearLayerWithGeluMatchesOracle) {
     const DType T = activation();
     for (const auto& s : GELU_SIZES)
@@ -301,7 +302,7 @@ std::vector<double> product_bits(DType T, const TunedProduct& p, Stream on) {
     return out.fetch();
 }
 
-// A stream of a test's own: what it chose stays with it.
+// A stream of its own for a test, so that its choices do not affect other tests.
 struct OwnStream {
     Stream stream = create_blas_stream();
     OwnStream() = default;
@@ -316,7 +317,7 @@ int64_t lines(const std::string& text) {
 
 }  // namespace
 
-TEST_P(MatmulDTypes, TunedProductsMatchOracleAndRepeat) {
+TEST_P(MatmulDTypes, TunedMatmulsMatchOracleAndRepeat) {
     const DType T = activation();
     const OwnStream tuned;
     std::vector<TunedProduct> products;
@@ -342,10 +343,10 @@ TEST_P(MatmulDTypes, TunedProductsMatchOracleAndRepeat) {
 
     ASSERT_TRUE(matmul_use_choices(choices, stream()));
     for (const TunedProduct& p : products)
-        check_product(library, {T, T}, p.M, p.N, p.K, p.transpose_a, p.transpose_b, p.accumulate, 0);
+        check_matmul(library, {T, T}, p.M, p.N, p.K, p.transpose_a, p.transpose_b, p.accumulate, 0);
 }
 
-// What overwrites is right already in the call that tunes, epilogues included.
+// Calls that overwrite their result are right even while they tune, epilogues included.
 TEST_P(MatmulDTypes, ResultsAreRightWhileTuning) {
     const DType T = activation();
     for (const auto& s : std::vector<std::vector<int64_t>>{{64, 128, 256}, {264, 520, 136}, {33, 1100, 120}}) {
@@ -380,7 +381,7 @@ TEST_P(MatmulDTypes, ResultsAreRightWhileTuning) {
 
 namespace {
 
-// A table's text without its last line, and with a checksum that is right: FNV-1a of all before it.
+// A table with its checksum recomputed: FNV-1a of all lines before it.
 std::string without_checksum(const std::string& text) {
     return text.substr(0, text.rfind("checksum "));
 }
@@ -422,8 +423,8 @@ TEST(MatmulTuning, ForeignAndDamagedTablesAreNotAdopted) {
     EXPECT_EQ(matmul_choices(fresh), choices);
 }
 
-// Where tuning found GELU to be faster as a kernel of its own, that is what runs.
-TEST(MatmulTuning, ProductAndGeluMayStayApart) {
+// GELU runs as a separate kernel if tuning found that faster.
+TEST(MatmulTuning, GeluMayBeASeparateKernel) {
     const DType T = DType::BF16;
     const int64_t N = 64, C = 128, OC = 256;
     const OwnStream own, same, other;
@@ -437,7 +438,7 @@ TEST(MatmulTuning, ProductAndGeluMayStayApart) {
     std::string table = without_checksum(matmul_choices(own)), apart;
     std::istringstream in(table);
     for (std::string line; std::getline(in, line); apart += line + '\n')
-        if (line.find(" gelu") != std::string::npos) {  // the algorithm is the last word but one
+        if (line.find(" gelu") != std::string::npos) {  // the algorithm is the last but one word
             const size_t end = line.rfind(' '), begin = line.rfind(' ', end - 1) + 1;
             line.replace(begin, end - begin, "apart");
         }
@@ -481,7 +482,7 @@ TEST(MatmulTuning, CacheIsTheUsers) {
 #else
 TEST(MatmulTuning, IsEmptyOnTheCpu) {
     matmul_tuning(true, stream());
-    check_product(library, {}, 20, 30, 40, false, true, true, 0);
+    check_matmul(library, {}, 20, 30, 40, false, true, true, 0);
     matmul_tuning(false, stream());
     EXPECT_EQ(matmul_choices(stream()), "");
     EXPECT_EQ(matmul_cache_path(), "");

@@ -1,5 +1,5 @@
 // RMSNorm and its gradients against the oracle, with and without residuals and stored statistics; rows with gaps; the
-// aliases that the header allows.
+// in-place uses that the header allows.
 #include "kernels/rmsnorm.h"
 
 #include "dev/reference.h"
@@ -18,7 +18,7 @@ int64_t gap_of(int64_t N) {
     return N % 2 ? 5 : N % 4 ? 8 : 0;
 }
 
-// The norm is taken of inp + residual as it is stored. In fp32 that rounding belongs to the op's error.
+// The norm is that of inp + residual as stored. In fp32 that rounding is part of the error of the op.
 void round_sum(DType T, bool residual_given, std::vector<double>& x, std::vector<double>& residual) {
     if (T == DType::F32 || !residual_given) return;
     for (size_t i = 0; i < x.size(); i++) x[i] = rounded(T, x[i] + residual[i]), residual[i] = 0;

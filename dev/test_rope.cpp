@@ -102,7 +102,7 @@ TEST_P(Rope, Rotation) {
     check_rotation(activation(), 0, 2, 8, 8, false);
 }
 
-TEST_P(Rope, BackwardTurnsBack) {
+TEST_P(Rope, BackwardRotatesBack) {
     const std::vector<float> floats = make_table(40, 32, 10000, {});
     const TestArray table = TestArray::of(std::vector<double>(floats.begin(), floats.end()), {40, 16, 2});
     const TestArray x = TestArray::random(activation(), {40, 2, 32}, 1);
@@ -126,7 +126,7 @@ TEST(RopeArguments, WrongOnesAreErrors) {
     auto call = [&](const std::vector<int32_t>& positions) {
         rope(x, TestArray::ints(positions, {int64_t(positions.size())}), table, false, Stream{});
     };
-#ifdef USE_CUDA  // nobody waits for such a check: the token is not turned
+#ifdef USE_CUDA  // the launch does not wait for the kernel: the token is not rotated
     call({10, -1, 1 << 30});
 #else
     expect_error([&] { call({0, 10, 1}); }, "rope: position 10 of token 1 lies outside the table of 10");

@@ -41,7 +41,7 @@ TEST_P(SwiGLU, MatchesOracle) {
             for (const double scale : {0.1, 2.0, 20.0}) check(activation(), s[0], s[1], gap, scale);
 }
 
-// Each point a row of its own, so that none hides behind a larger one.
+// Each point is a row of its own, so that no error hides behind a larger value.
 TEST_P(SwiGLU, EveryMagnitudeIsAccurate) {
     const DType T = activation();
     std::vector<double> gates = {0, 1e-30, -1e-30, 1e-5, -1e-5, 100, -100}, packed;

@@ -1,5 +1,5 @@
-// Elementwise functions, reductions and products of strided tensors against the oracle: every function in every dtype,
-// random layouts with permuted, repeated and reversed dimensions, edges of every kernel, and what is refused.
+// Elementwise functions, reductions and matmuls of strided tensors against the oracle: every function in every dtype,
+// random layouts with permuted, repeated and reversed dimensions, edges of every kernel, and errors.
 #include "kernels/tensor_library/tensor_ops.h"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ Tensor shaped(const Tensor& memory, const Shape& shape) {
     return make_tensor(memory.data, memory.dtype, memory.device, shape.data(), int(shape.size()));
 }
 
-// The tensor's elements in row-major order, out of what its memory holds.
+// The elements of the tensor in row-major order, from the values of its memory.
 std::vector<double> logical(const Tensor& t, const Tensor& memory, const std::vector<double>& values) {
     std::vector<double> r;
     r.reserve(size_t(t.numel()));
@@ -53,7 +53,7 @@ std::vector<double> logical(const Tensor& t, const Tensor& memory, const std::ve
     return r;
 }
 
-// A view of memory of its own.
+// A view that owns its memory.
 struct View {
     TestArray memory;
     Tensor tensor;
@@ -178,7 +178,7 @@ TEST(TensorFunctions, MatchTheOracleInEveryDType) {
     }
 }
 
-// Each point a row of its own, so that none hides behind a larger one.
+// Each point is a row of its own, so that no error hides behind a larger value.
 TEST(TensorFunctions, EveryMagnitudeIsAccurate) {
     std::vector<double> points;
     for (double x = 1e-37; x < 1e37; x *= 1.37) points.insert(points.end(), {x, -x});
@@ -295,8 +295,8 @@ TEST(TensorZip, AnyLayoutOfUpToEightDimensions) {
     }
 }
 
-// Rows that no vector of elements fits, around the sizes at which kernels cut them; outputs that run backwards, whose
-// elements lie before the first.
+// Rows whose length is not a multiple of a vector, around the sizes at which kernels split them; outputs with negative
+// strides, whose elements are before the first.
 TEST(TensorZip, OddRowsForwardsAndBackwards) {
     for (const int64_t C : {1, 3, 31, 63, 65, 255, 257, 511, 1023, 4099})
         for (const DType T : DTYPES)
@@ -322,9 +322,9 @@ TEST(TensorZip, OddRowsForwardsAndBackwards) {
             }
 }
 
-// Rows of 16-bit elements that begin anywhere within 16 bytes, each operand's elsewhere, with gaps between them; rows
-// and columns that repeat.
-TEST(TensorZip, RowsThatBeginAnywhere) {
+// Rows of 16-bit elements that start anywhere within 16 bytes, differently for each operand, with gaps between them;
+// rows and columns that repeat.
+TEST(TensorZip, RowsOfAnyAlignment) {
     for (const DType T : {DType::BF16, DType::F16})
         for (const int64_t C : {64, 65, 71, 130, 1023})
             for (int64_t offset = 0; offset < 8; offset++) {
@@ -377,8 +377,8 @@ TEST(TensorZip, AnyNumberOfRows) {
             }
 }
 
-// Sizes whose launch would pass 65,535 blocks in y or z if dimensions were laid out so.
-TEST(TensorZip, LongDimensionsOfEveryKind) {
+// Sizes that would exceed 65,535 blocks if a dimension were the y or z of the grid.
+TEST(TensorZip, EveryDimensionMayBeLong) {
     const Shape shapes[] = {{70000, 1, 3}, {3, 70000, 2}, {2, 3, 70000}, {70000, 5}, {66000, 1, 1, 4}};
     for (const Shape& shape : shapes) {
         SCOPED_TRACE(str(shape[0], " ", shape[1]));
@@ -545,7 +545,7 @@ TEST(TensorReduce, EmptyAxesGiveTheStart) {
     reduced(F::Add, shaped(out, {1, 0}), shaped(none, {4, 0}), 0, 0);
 }
 
-// Wherever it stands, along either axis.
+// At any index, along either axis.
 TEST(TensorReduce, NaNAndInfinitiesAreKept) {
     for (const int64_t n : {3, 40, 5000}) {
         for (const int64_t at : {int64_t(0), n / 2, n - 1}) {

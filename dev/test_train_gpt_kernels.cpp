@@ -23,7 +23,7 @@ class CInterface : public testing::Test {
     tgk_context* context = nullptr;
 };
 
-// Contiguous memory of the host.
+// Contiguous host memory.
 tgk_tensor host(const void* data, int32_t dtype, std::initializer_list<int64_t> shape) {
     tgk_tensor t{};
     t.data = const_cast<void*>(data), t.dtype = dtype, t.device = TGK_CPU, t.rank = int32_t(shape.size());
@@ -87,9 +87,9 @@ TEST_F(CInterface, SaysWhatIsWrong) {
     bad.rank = 9;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: a tensor has 9 dimensions, expected 0 to 8");
     bad = good, bad.dtype = 8;
-    expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 8 is no dtype");
+    expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 8 is not a dtype");
     bad = good, bad.device = 2;
-    expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 2 is no device");
+    expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 2 is not a device");
     bad = good, bad.shape[0] = -1;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tensor dimension 0 is -1; it must not be negative");
     bad = good, bad.data = nullptr;
@@ -105,11 +105,11 @@ TEST_F(CInterface, SaysWhatIsWrong) {
     expect_refused(tgk_adamw_update(context, &good, &good, &good, &good, 0, 0, 0, 0, 0, 1, 0),
                    "tgk_adamw_update: t is 0, expected the number of this update, 1 or more");
 
-    // Another thread's failures are its own.
+    // Failures of another thread have their own message.
     std::thread([] { EXPECT_STREQ(tgk_last_error(), ""); }).join();
 }
 
-// What an operation asks for before it looks at its tensors, its scratch above all, allows for none.
+// What an operation computes before it checks its tensors, such as the size of its scratch, tolerates missing ones.
 TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
     tgk_context* c = context;
     const tgk_tensor* none = nullptr;
@@ -151,7 +151,7 @@ TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
     for (const int status : others) EXPECT_EQ(status, TGK_INVALID_ARGUMENT) << "operation " << at++;
 }
 
-TEST_F(CInterface, MemoryThatCannotBeHadIsTheDevicesError) {
+TEST_F(CInterface, FailedAllocationIsADeviceError) {
     void* data = nullptr;
     const size_t bytes = backend_device() == Device::CPU ? SIZE_MAX - 10 : size_t(1) << 62;
     EXPECT_EQ(tgk_alloc(context, &data, bytes), TGK_DEVICE_ERROR);
@@ -278,7 +278,7 @@ TEST_F(CInterface, AttentionBothWays) {
     expect_reference(dv, grads.dv, T);
 }
 
-// Kind L: two sequences, the state handed on, and a token more.
+// Attention type linear: two sequences, the state handed on, and one more token.
 TEST_F(CInterface, LinearAttentionBothWays) {
     const int64_t N = 7, S = 2, NH = 4, NKV = 2, E = 16, M = 8;
     const std::vector<int32_t> cum = {0, 3, 7};

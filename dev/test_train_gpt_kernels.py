@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The kernels from Python (scripts/train_gpt_kernels.py, TRAIN_GPT_KERNELS_LIB): results against NumPy in float64 over
-shapes, strides and broadcasts that hypothesis picks, arrays of every kind, and what is refused with which exception."""
+shapes, strides and broadcasts that hypothesis picks, arrays of every library, and the exceptions for invalid arguments."""
 import importlib.util
 import os
 import re
@@ -88,7 +88,7 @@ class KernelsTest(unittest.TestCase):
                 raise unittest.SkipTest(str(error))
 
     def assert_close(self, got, expected, tolerance=TOLERANCE, scale=None):
-        """Relative to the largest term that each element is made of (scale), else to itself."""
+        """Relative to the largest term of each element (scale), else to the element itself."""
         expected = np.asarray(expected, np.float64)
         got = np.asarray(got, np.float64)
         self.assertEqual(got.shape, expected.shape)
@@ -103,7 +103,7 @@ class KernelsTest(unittest.TestCase):
 
 class TensorOperations(KernelsTest):
     def functions(self):
-        """What each function is, in float64."""
+        """The functions in float64."""
         return {
             "id": lambda x: x, "neg": lambda x: -x, "inv": lambda x: 1 / x, "exp": np.exp, "log": np.log,
             "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "tanh": np.tanh, "relu": lambda x: np.maximum(x, 0),
@@ -219,10 +219,10 @@ class TensorOperations(KernelsTest):
                 (ValueError, "out is read-only", lambda: k.map("neg", x, out=np.broadcast_to(x[0], (3, 4)))),
                 (ValueError, "inp .* does not broadcast", lambda: k.map("neg", x, out=np.ones((2, 4), np.float32))),
                 (ValueError, "9 dimensions; at most 8", lambda: k.map("neg", x.reshape((1,) * 7 + (3, 4)))),
-                (ValueError, r"axis 2 lies outside of inp \(3, 4\)", lambda: k.reduce("add", x, 2)),
+                (ValueError, r"axis 2 is outside inp \(3, 4\)", lambda: k.reduce("add", x, 2)),
                 (ValueError, "function is 'sub', expected add, mul or max", lambda: k.reduce("sub", x, 0)),
                 (ValueError, "does not repeat over", lambda: k.bin_bcast("add", x, np.ones((2, 4), np.float32))),
-                (ValueError, "there must be an out", lambda: k.bin_bcast("add", None, x)),
+                (ValueError, "without x pass an out", lambda: k.bin_bcast("add", None, x)),
                 (ValueError, "does not give out", lambda: k.tensor_matmul(x, x)),
                 (TypeError, "tensor_matmul: a is float16", lambda: k.tensor_matmul(x.astype(np.float16), x.T)),
                 (ValueError, "its rows must be contiguous", lambda: k.gelu_forward(x.T)),
@@ -382,7 +382,7 @@ class Networks(KernelsTest):
                 self.assert_close(final[0][i], s, scale=np.abs(s).max() + 10)
                 if normalise:
                     self.assert_close(final[1][i], z, scale=np.abs(z).max() + 10)
-            # A token more from the state: what a sequence that is one token longer has.
+            # One more token from the state equals a sequence that is one token longer.
             step = self.k.linear_attention_decode(final, q[:S], k[:S], v[:S], None if gate is None else gate[:S], features, normalise)
             longer = self.linear_attention(q[:1], k[:1], v[:1], None if gate is None else gate[:1], normalise, normalise,
                                            *self.state_after(q, k, v, gate, normalise, s0, z0, cum))[0]
@@ -475,7 +475,7 @@ class Networks(KernelsTest):
 
 
 class Arrays(KernelsTest):
-    """Where arrays lie, and what the module is made of."""
+    """The memory of arrays, and the library itself."""
 
     def test_memory_of_the_device(self):
         x = np.random.default_rng(1).standard_normal((5, 70)).astype(np.float32)
@@ -496,11 +496,11 @@ class Arrays(KernelsTest):
         out = self.k.to_device(np.zeros((5, 1), np.float32))
         self.assertIs(self.k.reduce("max", on_device, 1, out=out), out)
         np.testing.assert_array_equal(out.numpy()[:, 0], x.max(axis=1))
-        for _ in range(100):  # memory goes with its last reference
+        for _ in range(100):  # memory is freed with its last reference
             self.k.to_device(np.zeros(1 << 20, np.uint8))
 
     def test_arrays_with_dlpack(self):
-        class Foreign:  # as another library's tensor: nothing but the protocol
+        class Foreign:  # like another library's tensor: only the protocol
             def __init__(self, array):
                 self.array = array
 
@@ -518,7 +518,7 @@ class Arrays(KernelsTest):
         self.assertRaisesRegex(TypeError, "DLPack's dtype", lambda: self.k.map("neg", Foreign(x.astype(np.complex64))))
 
     def test_every_function_of_the_header_is_bound(self):
-        with open(os.path.join(ROOT, "kernels", "train_gpt_kernels.h"), encoding="utf-8") as file:
+        with open(os.path.join(ROOT, "kernels", "tensor_library", "train_gpt_kernels.h"), encoding="utf-8") as file:
             header = re.sub(r"/\*.*?\*/", " ", file.read(), flags=re.S)
         declared = {name: [" ".join(a.split()) for a in arguments.split(",")] for name, arguments in
                     re.findall(r"TGK_API\s+[\w\s*]+?\btgk_(\w+)\(([^)]*)\)", header)}
@@ -534,14 +534,14 @@ class Arrays(KernelsTest):
 
     @unittest.skipUnless(shutil.which("nm"), "nm is not here")
     def test_only_the_interface_shows(self):
-        # What the C++ library defines inside would be taken for the process's own, and crash where the two differ.
+        # Exported C++ symbols would replace those of the process, and crash where the two differ.
         symbols = subprocess.run(["nm", "-D", "--defined-only", self.k.path], capture_output=True, text=True, check=True).stdout
         names = {line.split()[-1] for line in symbols.splitlines()}
         self.assertIn("tgk_create", names)
         self.assertEqual([name for name in names if not name.startswith("tgk_")], [])
 
     def test_signal_handlers_have_a_stack(self):
-        # During a product the stack pointer may be a buffer on the heap, where a handler would write over other memory.
+        # During a matmul the stack pointer may be a buffer on the heap, where a handler would write over other memory.
         script = ("import ctypes, sys; sys.path.insert(0, sys.argv[1]); import train_gpt_kernels as t\n"
                   "class Stack(ctypes.Structure): _fields_ = [('p', ctypes.c_void_p), ('flags', ctypes.c_int), ('size', ctypes.c_size_t)]\n"
                   "def size(): s = Stack(); ctypes.CDLL(None).sigaltstack(None, ctypes.byref(s)); return 0 if s.flags & 2 else s.size\n"
@@ -559,7 +559,7 @@ class Arrays(KernelsTest):
         done = run({**env, train_gpt_kernels.VARIABLE: self.k.path})
         self.assertEqual(done.stdout.strip(), self.k.path, done.stderr)
         done = run({**env, train_gpt_kernels.VARIABLE: "/nowhere.so"})
-        self.assertIn("TRAIN_GPT_KERNELS_LIB is /nowhere.so, which is no file", done.stderr)
+        self.assertIn("TRAIN_GPT_KERNELS_LIB is /nowhere.so, which is not a file", done.stderr)
         built = [os.path.join(ROOT, "build", b, train_gpt_kernels.LIBRARY) for b in ("cuda", "cpu")]
         built = next(filter(os.path.isfile, built), None)
         done = run(env)

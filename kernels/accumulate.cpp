@@ -21,7 +21,7 @@ void put(bf16& out, float x) {
 
 template <typename Out, typename Inp>
 void run(Out* out, const Inp* inp, bool add, int64_t n) {
-    parallel_pieces(1, n, true, [=](int64_t, int64_t begin, int64_t end) {
+    parallel_chunks(1, n, true, [=](int64_t, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) put(out[i], add ? value(out[i]) + value(inp[i]) : value(inp[i]));
     });
 }

@@ -1,7 +1,6 @@
 // The checks of accumulate's arguments for both backends.
 #pragma once
 
-#include "kernels/accumulate.h"
 #include "kernels/check.h"
 
 // Returns the number of elements.

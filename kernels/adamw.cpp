@@ -10,7 +10,7 @@
 
 namespace {
 
-// What one update needs, computed once in double: the powers of β and 1 − β would lose digits in fp32.
+// The factors of an update, computed in double: the powers of β and 1 − β would lose digits in fp32.
 struct Factors {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
     float grad_scale;
@@ -19,7 +19,7 @@ struct Factors {
     float decay;       // lr · weight_decay
 };
 
-// One vsqrtps: the compiler knows no operator for it, but sees through the loop.
+// The compiler turns the loop into one vsqrtps; there is no operator for it.
 ALWAYS_INLINE vec16 vec_sqrt(vec16 x) {
     vec16 root;
     for (int lane = 0; lane < 16; lane++) root[lane] = std::sqrt(x[lane]);
@@ -64,7 +64,7 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
 
     float *p = params.as<float>(), *pm = m.as<float>(), *pv = v.as<float>();
     const float* g = grads.as<float>();
-    // Each thread takes an equal part of the arena and of every segment what lies in it.
+    // Each thread takes an equal part of the arena, and of each segment what lies in that part.
 #pragma omp parallel firstprivate(f) if (n > PARALLEL_MIN)
     {
         const int64_t vectors = (n + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();

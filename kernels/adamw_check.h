@@ -24,7 +24,7 @@ inline void check_adamw(const char* op, const Tensor& params, const Tensor& para
     const int64_t params_size = params ? params.shape[0] : 0;
     check_tensor(op, "params", params, DType::F32, {params_size}, Given::Optional);
 
-    int64_t end = 0, fp32_end = 0;  // of the segments before
+    int64_t end = 0, fp32_end = 0;  // ends of the previous segments
     for (int64_t i = 0; i < num_segments; i++) {
         const AdamWSegment& s = segments[i];
         require(end <= s.begin && s.begin <= s.end && s.end <= n, op, ": segment ", i, " is [", s.begin, ", ", s.end,

@@ -1,4 +1,4 @@
-// Argument checks that every launcher makes first. A failure names the op, the argument, expected and got:
+// Argument checks for launchers. The Error names the op, the argument, the value found and the value expected:
 //     layernorm_forward: weight is fp32 [64], expected fp32 [128]
 #pragma once
 
@@ -6,7 +6,7 @@
 
 enum class Given : uint8_t { Required, Optional };
 
-// Checks dtype, shape and unit inner stride. Outer strides are the launcher's business (kernels take row strides).
+// Checks dtype, shape and unit inner stride. Outer strides are not checked: kernels take row strides.
 inline void check_tensor(const char* op, const char* name, const Tensor& t, DType dtype,
                          std::initializer_list<int64_t> shape, Given given = Given::Required) {
     if (!t) {
@@ -30,7 +30,7 @@ inline void check_contiguous(const char* op, const char* name, const Tensor& t) 
     require(!t || t.contiguous(), op, ": ", name, " ", shape_string(t), " must be contiguous");
 }
 
-// A matrix whose sizes are about to be read off it.
+// Checks a matrix of any sizes.
 inline void check_matrix(const char* op, const char* name, const Tensor& t, DType dtype = DType::F32) {
     require(bool(t), op, ": ", name, " is missing");
     require(t.dtype == dtype && t.rank == 2, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),
@@ -40,14 +40,14 @@ inline void check_matrix(const char* op, const char* name, const Tensor& t, DTyp
             ", expected at least ", t.shape[1]);
 }
 
-// A matrix [rows, columns]; its row stride may be larger than its rows.
+// Checks a matrix [rows, columns]; its row stride may exceed the number of columns.
 inline void check_matrix(const char* op, const char* name, const Tensor& t, int64_t rows, int64_t columns,
                          Given given = Given::Required, DType dtype = DType::F32) {
     check_tensor(op, name, t, dtype, {rows, columns}, given);
     if (t) check_matrix(op, name, t, dtype);
 }
 
-// CUDA: the activations that decide a launch's T. Returns their dtype.
+// CUDA: checks the dtype of the activations and returns it, the T of the launch.
 inline DType check_activation_dtype(const char* op, const char* name, const Tensor& t) {
     require(bool(t), op, ": ", name, " is missing");
     require(t.dtype == DType::F32 || t.dtype == DType::BF16 || t.dtype == DType::F16, op, ": ", name, " is ",
@@ -55,7 +55,7 @@ inline DType check_activation_dtype(const char* op, const char* name, const Tens
     return t.dtype;
 }
 
-// Scratch is bytes; more than needed is fine, and none where none is needed.
+// Checks that the scratch has at least so many bytes. If 0 bytes are needed it may be missing.
 inline void check_scratch(const char* op, const Tensor& t, int64_t bytes) {
     if (bytes == 0) return;
     require(bool(t), op, ": scratch is missing, expected uint8 [", bytes, "]");

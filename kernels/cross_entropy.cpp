@@ -20,7 +20,7 @@ MULTIARCH float row_maximum(const float* logits, int64_t V) {
     return vec_hmax(vec_max(vec_max(m[0], m[1]), vec_max(m[2], m[3])));
 }
 
-// Σ exp(logits − m). The terms are kept in `terms` unless it is null; it may be the logits themselves.
+// Σ exp(logits − m). Stores the terms in `terms` unless it is null; it may be the logits themselves.
 MULTIARCH float sum_exp(float* terms, const float* logits, int64_t V, float m) {
     vec16 sum[2] = {};
     int64_t v = 0;
@@ -45,7 +45,7 @@ MULTIARCH void scale(float* x, int64_t n, float factor) {
                            INLINE_LAMBDA { vec_store_lanes(x + i, vec_load_lanes(x + i, lanes) * factor, lanes); });
 }
 
-// A row of logits is read from memory once: after the first pass it lies in L2 (200 kB for GPT-2's vocabulary).
+// A row of logits is read from memory once: after the first pass it is in L2 (200 kB for the vocabulary of GPT-2).
 void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, const Tensor& targets, int64_t V,
                    const float* dloss) {
     check_matrix(op, "logits", logits);
@@ -68,7 +68,7 @@ void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, c
         }
         const float m = row_maximum(row, V), below_maximum = m - row[target[n]];
         const float sum = sum_exp(dloss ? row : nullptr, row, V, m);
-        // m − logits[target] before the logarithm is added: m + ln Σ would round the loss to the logits' last digit.
+        // m − logits[target] first: m + ln Σ would round the loss to the precision of the logits.
         loss[n] = float(std::log(double(sum)) + double(below_maximum));
         if (dloss) {
             scale(row, V, *dloss / sum);

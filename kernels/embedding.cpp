@@ -7,7 +7,7 @@
 
 namespace {
 
-// Before anything is read or written through them: a bad id must be an error and not an access out of bounds.
+// Checks ids before they are used: a bad id must be an error and not an access out of bounds.
 void check_indices(const char* op, const char* name, const Tensor& t, int64_t rows) {
     const int32_t* index = t.as<int32_t>();
     for (int64_t n = 0; n < t.shape[0]; n++)
@@ -21,8 +21,8 @@ MULTIARCH void add_rows(float* out, const float* a, const float* b, int64_t C) {
     });
 }
 
-// table[index[n]] += dout[n] for all n in order. Threads own columns, never rows: whatever the tokens are, work is
-// evenly spread, no two threads meet, and each sum runs in the order of n.
+// table[index[n]] += dout[n] for all n in order. Threads own columns, so the work is balanced for any tokens, no two
+// threads write the same element, and each sum has the order of n.
 void scatter_add(const Tensor& table, const Tensor& dout, const int32_t* index, bool accumulate) {
     const int64_t N = dout.shape[0], C = dout.shape[1], V = table.shape[0];
     const int64_t st = row_stride(table), sd = row_stride(dout);
@@ -77,7 +77,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     const char* op = "embedding_backward";
     check_matrix(op, "dout", dout);
     const int64_t N = dout.shape[0], C = dout.shape[1];
-    // Both are checked before either is written.
+    // Checks both tables before either is written.
     if (dwte) {
         check_matrix(op, "dwte", dwte);
         check_matrix(op, "dwte", dwte, dwte.shape[0], C);
@@ -95,7 +95,7 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     if (dwpe) scatter_add(dwpe, dout, positions.as<int32_t>(), accumulate_wpe);
 }
 
-// Threads that own columns need no lists of who adds where.
+// Threads own columns, so no lists of entries are needed.
 int64_t embedding_backward_scratch(int64_t, int64_t, int64_t) {
     return 0;
 }

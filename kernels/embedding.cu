@@ -1,11 +1,11 @@
 // Token and position embedding.
 //
-//                     forward            sum_segments       join_segments
-//   threads           256                128                128
-//   work a thread     1 vector of 2 rows 1 vector of 32 rows  1 vector of the segments of a run
-//   shared memory     -                  256 B              -
-//   registers         32                 72 (bf16), 68 (fp32)   48 (bf16), 40 (fp32)
-//   blocks per SM     8                  7                  10 (bf16), 12 (fp32)
+//                    forward               sum_segments            join_segments
+//   threads          256                   128                     128
+//   work a thread    one vector of 2 rows  one vector of 32 rows   one vector of a run's segments
+//   shared memory    -                     256 B                   -
+//   registers        32                    72 (bf16), 68 (fp32)    48 (bf16), 40 (fp32)
+//   blocks per SM    8                     7                       10 (bf16), 12 (fp32)
 //
 // GPT-2 124M, bf16, B=64, T=1024: N = 65536 tokens, C = 768, so 96 vectors a row. Forward: 32768·96 threads, 12288
 // blocks. Backward: 131072 entries for 50304 + 1024 rows of the tables, so keys of 16 bits; 4096 segments of 32

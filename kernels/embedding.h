@@ -3,12 +3,12 @@
 //   out[n, c] = wte[tokens[n], c] + wpe[positions[n], c]
 //   dwte[v, c] (+)= Σ_{n: tokens[n] = v} dout[n, c]        dwpe[p, c] (+)= Σ_{n: positions[n] = p} dout[n, c]
 //
-// N = B·T tokens, C channels, V vocabulary rows held in memory (padded), P positions.
-// T is the dtype of activations and tables: fp32; on CUDA also bf16 and fp16. Their gradients are fp32 sums.
-// Every launcher throws Error on a wrong shape or dtype, and on a token or position outside its table (CPU; on CUDA,
-// where nobody waits to be told, it counts as a row of zeros and its gradient is dropped). Learned positions: Radford
-// et al. 2019 (GPT-2). The backward pass sums in an order that depends on the indices alone: deterministic, no atomics
-// on floats.
+// N = B·T tokens, C channels, V vocabulary rows in memory (padded), P positions. Learned positions: Radford et al. 2019
+// (GPT-2). T is the dtype of activations and tables: fp32, on CUDA also bf16 and fp16. The gradients of the tables are
+// fp32. The backward pass sums in an order that depends only on the indices, without atomics on floats.
+//
+// Throws Error on a wrong shape or dtype. A token or position outside its table is an Error on the CPU; on CUDA, where
+// the launch does not wait for the kernel, it counts as a row of zeros and its gradient is dropped.
 #pragma once
 
 #include "runtime/device/device.h"
@@ -17,8 +17,8 @@
 // out [N, C] T; tokens [N] int32; positions [N] int32; wte [V, C] T; wpe [P, C] T or null (no positions added).
 void embedding_forward(Tensor out, Tensor tokens, Tensor positions, Tensor wte, Tensor wpe, Stream stream);
 
-// dwte [V, C] fp32 or null, dwpe [P, C] fp32 or null; dout [N, C] T; scratch of embedding_backward_scratch bytes (U8)
-// or null if 0. accumulate_*: add to what is there, else overwrite all rows (rows that no token names become zero).
+// dwte [V, C] fp32 or null; dwpe [P, C] fp32 or null; dout [N, C] T; scratch: embedding_backward_scratch bytes (U8),
+// null if 0. accumulate_*: add to the gradient, else overwrite all its rows (rows without a token become zero).
 void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Tensor positions, Tensor scratch,
                         bool accumulate_wte, bool accumulate_wpe, Stream stream);
 int64_t embedding_backward_scratch(int64_t N, int64_t V, int64_t C);

@@ -45,7 +45,7 @@ void gelu_forward(Tensor out, Tensor inp, Stream) {
     float* o = out.as<float>();
     const float* x = inp.as<float>();
     const int64_t so = row_stride(out), sx = row_stride(inp);
-    parallel_pieces(N, C, out.contiguous() && inp.contiguous(), [=](int64_t row, int64_t begin, int64_t end) {
+    parallel_chunks(N, C, out.contiguous() && inp.contiguous(), [=](int64_t row, int64_t begin, int64_t end) {
         forward_row(o + row * so + begin, x + row * sx + begin, end - begin);
     });
 }
@@ -60,7 +60,7 @@ void gelu_backward(Tensor dinp, Tensor dout, Tensor inp, Stream) {
     const float *g = dout.as<float>(), *x = inp.as<float>();
     const int64_t sd = row_stride(dinp), sg = row_stride(dout), sx = row_stride(inp);
     const bool flat = dinp.contiguous() && dout.contiguous() && inp.contiguous();
-    parallel_pieces(N, C, flat, [=](int64_t row, int64_t begin, int64_t end) {
+    parallel_chunks(N, C, flat, [=](int64_t row, int64_t begin, int64_t end) {
         backward_row(d + row * sd + begin, g + row * sg + begin, x + row * sx + begin, end - begin);
     });
 }

@@ -9,7 +9,7 @@ namespace {
 
 typedef double dvec8 __attribute__((vector_size(64)));
 
-// Σ x² of one block, in fp64: squares of fp32 are exact in it and neither overflow nor vanish.
+// Σ x² of one block in fp64, where squares of fp32 are exact and neither overflow nor underflow.
 MULTIARCH double sum_of_squares(const float* x, int64_t n) {
     dvec8 sum[4] = {};
     int64_t i = 0;

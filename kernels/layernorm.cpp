@@ -12,13 +12,13 @@ struct RowStatistics {
     float mean, rstd;
 };
 
-// Two passes over a row that by then lies in L1: the variance from x − mean and not from Σx² − (Σx)²/C, which cancels
-// where the mean is large.
+// Two passes over a row, which is in L1 after the first: the variance from x − mean and not from Σx² − (Σx)²/C, which
+// cancels where the mean is large.
 MULTIARCH RowStatistics forward_row(float* out, float* sum, const float* inp, const float* residual,
                                     const float* weight, const float* bias, int64_t C, float eps) {
     vec16 total = {};
     if (residual) {
-        // Without `sum` the additions are stored in out, from where the passes below read them.
+        // Without `sum`, x is stored in out, where the passes below read it.
         float* x = sum ? sum : out;
         for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
             const vec16 v = vec_load_lanes(inp + c, lanes) + vec_load_lanes(residual + c, lanes);

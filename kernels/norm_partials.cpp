@@ -12,10 +12,10 @@ MULTIARCH void add_row(float* out, const float* inp, int64_t n) {
 
 void norm_partials_sum(float* out, const float* partials, int64_t N, int64_t width, int64_t offset, int64_t C,
                        bool accumulate) {
-    constexpr int64_t PIECE = 256;  // threads own columns
+    constexpr int64_t COLUMNS = 256;  // of a task: threads own columns
 #pragma omp parallel for schedule(static) if (norm_partitions(N) * C > PARALLEL_MIN)
-    for (int64_t c = 0; c < C; c += PIECE) {
-        const int64_t n = std::min(PIECE, C - c);
+    for (int64_t c = 0; c < C; c += COLUMNS) {
+        const int64_t n = std::min(COLUMNS, C - c);
         if (!accumulate) std::fill_n(out + c, n, 0.0f);
         for (int64_t p = 0; p < norm_partitions(N); p++) add_row(out + c, partials + p * width + offset + c, n);
     }

@@ -1,6 +1,6 @@
-// How the backward passes of the norms sum the gradients of their weights over the rows: rows are cut into partitions,
-// each partition adds up its rows in order, then the partitions are added in order. The cut depends on N alone, so the
-// bits don't depend on the number of threads. Not for .cu files.
+// CPU: how the backward passes of the norms sum the gradients of their weights over the rows. The rows are divided into
+// partitions; each partition adds its rows in order, then the partitions are added in order. The division depends only
+// on N, so the bits do not depend on the number of threads. Not for .cu files.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 #include "kernels/cpu/cpu_loops.h"
 
-// At least 32 rows each, so that adding up partials stays a few percent of the work; at most 64 partitions.
+// At least 32 rows each, so that adding the partials stays a few percent of the work; at most 64 partitions.
 inline int64_t norm_partition_rows(int64_t N) {
     return std::max<int64_t>(32, (N + 63) / 64);
 }

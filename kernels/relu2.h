@@ -2,8 +2,9 @@
 //
 //   out = max(x, 0)²,   dinp = dout·2·max(x, 0)
 //
-// So et al. 2021 (Primer), section 4. Errors: wrong shape or dtype.
-// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
+// So et al. 2021 (Primer), section 4.
+// T is the dtype of all activations of a call: fp32, on CUDA also bf16 and fp16. Kernels compute in fp32.
+// Throws Error on a wrong shape, dtype or inner stride. Row strides may exceed the number of columns.
 #pragma once
 
 #include "runtime/device/device.h"

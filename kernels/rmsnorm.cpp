@@ -12,7 +12,7 @@ MULTIARCH float forward_row(float* out, float* sum, const float* inp, const floa
                             int64_t C, float eps) {
     vec16 squares = {};
     if (residual) {
-        // Without `sum` the additions are stored in out, from where the pass below reads them.
+        // Without `sum`, x is stored in out, where the pass below reads it.
         float* x = sum ? sum : out;
         for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
             const vec16 v = vec_load_lanes(inp + c, lanes) + vec_load_lanes(residual + c, lanes);

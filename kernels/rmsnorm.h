@@ -7,13 +7,15 @@
 //   dinp = dresidual + rstd·(d − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
 //   dweight (+)= Σ_n dout·x̂,  dsum (+)= Σ_n dinp
 //
-// dsum is the bias gradient of the linear layer whose output was added to the residual stream here: asked for, it saves
-// that layer a pass over dinp. It sums dinp as rounded to T.
+// dsum is the bias gradient of the linear layer whose output was added to the residual stream here. Computing it here
+// saves that layer a pass over dinp. It sums dinp as rounded to T.
 //
-// N rows of C channels. Zhang, Sennrich 2019, eq. 4. Errors: wrong shape or dtype.
-// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16. Weights, rstd, parameter
-// gradients and all sums are fp32. x is rounded to T before it is normalised, stored or not, so that forward and
-// backward pass see the same numbers.
+// N rows of C channels. Zhang, Sennrich 2019, eq. 4.
+// T is the dtype of all activations of a call: fp32, on CUDA also bf16 and fp16. Weights, statistics, gradients of
+// parameters and all sums are fp32. x is rounded to T before it is normalised, stored or not, so that the forward and
+// the backward pass see the same numbers.
+//
+// Throws Error on a wrong shape, dtype or inner stride, or on too little scratch.
 #pragma once
 
 #include "runtime/device/device.h"

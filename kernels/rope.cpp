@@ -5,7 +5,7 @@
 
 namespace {
 
-// One head's x: the first `half` channels against the next. pairs [half, 2]: cos, sin. sign −1 turns back.
+// Rotates one head: channel i with channel i + half. pairs [half, 2]: cos, sin. sign −1 rotates back.
 MULTIARCH void rotate_head(float* x, const float* pairs, int64_t half, float sign) {
     for (int64_t i = 0; i < half; i++) {
         const float c = pairs[2 * i], s = sign * pairs[2 * i + 1], a = x[i], b = x[i + half];

@@ -4,12 +4,13 @@
 //   x'[i] = x[i]·c − x[i + R/2]·s,   x'[i + R/2] = x[i + R/2]·c + x[i]·s,   x'[j] = x[j] for j ≥ R
 //
 // The backward pass is the rotation by −position. Su et al. 2021, eq. 34, in the pairing of GPT-NeoX and Hugging Face.
-// Frequencies: inv_freq[i] = theta^(−2i/R), then scaled as the checkpoint's config asks:
+// Frequencies: inv_freq[i] = theta^(−2i/R), then scaled as the config of the checkpoint says:
 //   linear       inv_freq / factor                                        (Chen et al. 2023)
-//   llama3       by wavelength: long ones / factor, short ones kept, a linear blend between (LLaMA 3.1)
+//   llama3       by wavelength: long ones / factor, short ones unchanged, linear blend between (LLaMA 3.1)
 //   dynamic NTK  theta·(factor·L/L0 − (factor − 1))^(R/(R−2)) once the context length L exceeds the original L0
-// Errors: wrong shape or dtype, odd R, a position outside the table (CPU; on CUDA, where nobody waits to be told, such
-// a token is not turned).
+//
+// Throws Error on a wrong shape or dtype. A position outside the table is an Error on the CPU; on CUDA, where the
+// launch does not wait for the kernel, such a token is not rotated.
 #pragma once
 
 #include "runtime/device/device.h"
@@ -19,8 +20,8 @@
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);
 
-// Row n of table [N, R/2, 2] for a token at positions[n] of a text of lengths[n] tokens (only dynamic scaling asks for
-// the length): what rope_table(length)'s row of that position is.
+// Fills row n of table [N, R/2, 2] for a token at positions[n] of a sequence of lengths[n] tokens: the row of that
+// position in rope_table for a table of that length. Only dynamic scaling depends on the length.
 void rope_rows(Tensor table, const int32_t* positions, const int64_t* lengths, double theta,
                const RopeScaling& scaling);
 

@@ -1,4 +1,4 @@
-// The table is made on the host for both backends; rope.cpp and rope.cu turn by it.
+// The host computes the table for both backends; rope.cpp and rope.cu read it.
 #include <cmath>
 
 #include "kernels/check.h"
@@ -19,7 +19,7 @@ double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeS
             return std::pow(theta, exponent) / scaling.factor;
         case RopeScaling::Kind::Llama3: {
             const double frequency = std::pow(theta, exponent), turns = original * frequency / (2 * PI);
-            // turns: how often the pair rotates within the original length = length / wavelength.
+            // turns: full rotations of the pair within the original length = length / wavelength.
             if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
             if (turns > scaling.high_freq_factor) return frequency;
             const double blend =

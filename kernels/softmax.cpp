@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t LANES = 16;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-// One row of K, of which the first `seen` count where the mask (or null) is not 0.
+// One row of K columns. Of the first `seen`, those count whose mask is not 0; mask may be null.
 MULTIARCH void forward_row(float* out, const float* inp, const uint8_t* mask, int64_t seen, int64_t K, float scale) {
     if (mask) {
         for (int64_t j = 0; j < seen; j++) out[j] = mask[j] ? scale * inp[j] : -INF;

@@ -1,12 +1,13 @@
-// Standalone scaled, masked softmax over rows, forward and backward: what attention does inside its tiles, in the open.
+// Scaled, masked softmax over rows, forward and backward, as a kernel of its own. The attention kernels compute it
+// inside their tiles.
 //
-//   out[r, j] = exp(scale·inp[r, j] − m_r) / Σ_j' exp(scale·inp[r, j'] − m_r)   over the keys j that row r sees, else 0
+//   out[r, j] = exp(scale·inp[r, j] − m_r) / Σ_j' exp(scale·inp[r, j'] − m_r)   for keys j that row r sees, else 0
 //   dinp[r, j] = scale·out[r, j]·(dout[r, j] − Σ_j' dout[r, j']·out[r, j'])
 //
-// Row r is query i = r mod Q of a [R/Q, Q, K] batch. With causal it sees j ≤ i + K − Q; with a mask it sees j where
-// mask[i, j] ≠ 0 too. m_r is the maximum over the seen keys only; a row that sees none is all zeros.
-// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
-// Errors: wrong shape or dtype, R not a multiple of Q.
+// Row r is query i = r mod Q of a [R/Q, Q, K] batch. If causal, it sees keys j ≤ i + K − Q; with a mask, of these
+// only keys with mask[i, j] ≠ 0. m_r is the maximum over the visible keys. A row that sees no key is all zeros.
+// T is the dtype of all activations of a call: fp32, on CUDA also bf16 and fp16. Kernels compute in fp32.
+// Throws Error on a wrong shape, dtype or inner stride, and if R is not a multiple of Q.
 #pragma once
 
 #include "runtime/device/device.h"

@@ -43,7 +43,7 @@ void swiglu_forward(Tensor out, Tensor gate_up, Stream) {
     float* o = out.as<float>();
     const float* gu = gate_up.as<float>();
     const int64_t so = row_stride(out), sg = row_stride(gate_up);
-    parallel_pieces(N, I, false, [=](int64_t row, int64_t begin, int64_t end) {
+    parallel_chunks(N, I, false, [=](int64_t row, int64_t begin, int64_t end) {
         const float* gate = gu + row * sg + begin;
         forward_row(o + row * so + begin, gate, gate + I, end - begin);
     });
@@ -58,7 +58,7 @@ void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream) {
     float* dgu = dgate_up.as<float>();
     const float *g = dout.as<float>(), *gu = gate_up.as<float>();
     const int64_t sd = row_stride(dgate_up), sg = row_stride(dout), su = row_stride(gate_up);
-    parallel_pieces(N, I, false, [=](int64_t row, int64_t begin, int64_t end) {
+    parallel_chunks(N, I, false, [=](int64_t row, int64_t begin, int64_t end) {
         const float* gate = gu + row * su + begin;
         float* dgate = dgu + row * sd + begin;
         backward_row(dgate, dgate + I, g + row * sg + begin, gate, gate + I, end - begin);

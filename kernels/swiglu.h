@@ -3,8 +3,9 @@
 //   gate = gate_up[n, i], up = gate_up[n, I + i], σ = 1/(1 + exp(−gate)):   out[n, i] = gate·σ·up
 //   dgate = dout·up·σ·(1 + gate·(1 − σ)),   dup = dout·gate·σ
 //
-// I inner channels. Shazeer 2020, eq. 6. Errors: wrong shape or dtype.
-// T is the dtype of the activations, one for all of a call: fp32; on CUDA also bf16 and fp16, computed in fp32.
+// I inner channels. Shazeer 2020, eq. 6.
+// T is the dtype of all activations of a call: fp32, on CUDA also bf16 and fp16. Kernels compute in fp32.
+// Throws Error on a wrong shape, dtype or inner stride. Row strides may exceed the number of columns.
 #pragma once
 
 #include "runtime/device/device.h"

@@ -1,4 +1,4 @@
-"""The project's kernels for NumPy, PyTorch and whoever else has arrays: bindings of libtrain_gpt_kernels.so.
+"""The project's kernels for arrays of NumPy, PyTorch and others: bindings of libtrain_gpt_kernels.so.
 
     make lib                                    # builds it, for the GPU if there is one
 
@@ -8,24 +8,24 @@
     k.zip("add", np.ones((3, 4), np.float32), np.arange(4, dtype=np.float32))
     k.layernorm_forward(x, weight, bias)        # -> out, mean, rstd
 
-Arrays go in and come out. An array is
-  - a NumPy array: in the host's memory. The CPU library uses it in place, the CUDA library copies it to the GPU and
-    results back;
-  - anything with DLPack (__dlpack__) or __cuda_array_interface__, as tensors of PyTorch, CuPy and JAX have: used in
-    place wherever it lies, on the GPU by the CUDA library alone;
-  - a DeviceArray: memory of the library's own device (Kernels.to_device).
-Results are new arrays of the first input's kind (NumPy, or DeviceArray if it lies on the GPU), unless `out` names an
-array to write to. A call returns when its results are there; with Kernels(asynchronous=True) work on GPU arrays is only
-queued, and Kernels.synchronize() waits.
+Arguments and results are arrays. An array is
+  - a NumPy array, in host memory. The CPU library uses it in place; the CUDA library copies it to the GPU and results
+    back;
+  - an object with DLPack (__dlpack__) or __cuda_array_interface__, such as a tensor of PyTorch, CuPy or JAX. It is used in
+    place; on a GPU only the CUDA library can use it;
+  - a DeviceArray, in the memory of the library's device (Kernels.to_device).
+Results are new arrays: DeviceArray if the first input is on the GPU, else NumPy; or the array that `out` names. A call
+returns when its results are complete. With Kernels(asynchronous=True) work on GPU arrays is only queued, and
+Kernels.synchronize() waits.
 
-dtypes: float32; in the CUDA library also float16 and bfloat16 (NumPy: of the package ml_dtypes) where a kernel takes
+dtypes: float32; in the CUDA library also float16 and bfloat16 (in NumPy from the package ml_dtypes) where a kernel takes
 them, and everywhere in map, zip, bin_bcast and reduce. Nothing is converted silently: TypeError for a wrong dtype,
 ValueError for a wrong shape or layout, KernelError if the device fails.
 
-Shapes below: N rows (tokens), C channels, as in the headers of kernels/, which say what is computed.
+Shapes below: N rows (tokens), C channels, as in the headers of kernels/, which state what is computed.
 
-The library is the one that TRAIN_GPT_KERNELS_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_kernels.so of the
-project that this file lies in, whatever the working directory.
+The library is the one that TRAIN_GPT_KERNELS_LIB names, else build/cuda/… or build/cpu/libtrain_gpt_kernels.so in the
+directory of this project, independent of the working directory.
 """
 import ctypes
 import math
@@ -47,7 +47,7 @@ DTYPES = ["float32", "float64", "bfloat16", "float16", "int32", "int64", "uint16
 
 
 class KernelError(RuntimeError):
-    """The device failed: no memory, no GPU, an error of its own. Wrong arguments are ValueError and TypeError."""
+    """A failure of the device: out of memory, no GPU, or another error. Wrong arguments are ValueError and TypeError."""
 
 
 class _Tensor(ctypes.Structure):
@@ -56,9 +56,9 @@ class _Tensor(ctypes.Structure):
                 ("rank", ctypes.c_int32), ("dtype", ctypes.c_int32), ("device", ctypes.c_int32)]
 
 
-# Functions of train_gpt_kernels.h that compute: numbers before the tensors, outputs|inputs with what dtype each may have,
-# numbers behind. I, L, F: int32, int64, float32. Tensors: T one of float32, float16 and bfloat16, the same for all of a
-# call; A any of these; f float32, i int32, u uint8; r T or float32.
+# The computing functions of train_gpt_kernels.h: numbers before the tensors, dtypes of outputs|inputs, numbers after them.
+# Numbers: I int32, L int64, F float32. Tensors: T one of float32, float16 and bfloat16, the same for all tensors of a call;
+# A any of these; f float32, i int32, u uint8; r T or float32.
 OPERATIONS = {
     "map": ("I", "A|A", ""),
     "zip": ("I", "A|AA", ""),
@@ -94,7 +94,7 @@ _NUMBERS = {"I": ctypes.c_int32, "L": ctypes.c_int64, "F": ctypes.c_float}
 _FLOATS = ("float32", "float16", "bfloat16")
 _ALLOWED = {"f": ("float32",), "i": ("int32",), "u": ("uint8",)}
 
-# The others: arguments and result.
+# The other functions: arguments and result.
 _P, _SIZE, _TENSOR = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(_Tensor)
 FUNCTIONS = {
     "create": ([ctypes.POINTER(_P)], ctypes.c_int),
@@ -116,17 +116,17 @@ FUNCTIONS = {
 
 
 def library_path():
-    """The library that Kernels() loads; FileNotFoundError says how to build it."""
+    """The path of the library that Kernels() loads. FileNotFoundError says how to build it."""
     if os.environ.get(VARIABLE):
         if not os.path.isfile(os.environ[VARIABLE]):
-            raise FileNotFoundError(f"{VARIABLE} is {os.environ[VARIABLE]}, which is no file")
+            raise FileNotFoundError(f"{VARIABLE} is {os.environ[VARIABLE]}, which is not a file")
         return os.path.abspath(os.environ[VARIABLE])
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     for backend in ("cuda", "cpu"):
         path = os.path.join(root, "build", backend, LIBRARY)
         if os.path.isfile(path):
             return path
-    raise FileNotFoundError(f"{LIBRARY} is not built: `make lib` in {root} builds it, or {VARIABLE} names it")
+    raise FileNotFoundError(f"{LIBRARY} is not built. Run `make lib` in {root}, or set {VARIABLE} to its path")
 
 
 def _load(path):
@@ -162,7 +162,7 @@ def _strides(array):
 
 
 class _View:
-    """An array as the library takes it: pointer, shape, strides in elements, dtype; and what keeps the memory alive."""
+    """The library's description of an array: pointer, shape, strides in elements, dtype; and the owner of the memory."""
 
     def __init__(self, name, pointer, shape, strides, dtype, device, owner, writable=True):
         if len(shape) > MAX_DIMS:
@@ -176,8 +176,8 @@ class _View:
 
 
 class DeviceArray:
-    """Contiguous memory of the library's device, with shape and dtype. Kernels.to_device and results make them; numpy()
-    copies the contents to the host. On a GPU PyTorch, CuPy and Numba take it through __cuda_array_interface__."""
+    """A contiguous array in the memory of the library's device. Kernels.to_device() and operations return it; numpy()
+    copies it to the host. On a GPU, PyTorch, CuPy and Numba accept it through __cuda_array_interface__."""
 
     def __init__(self, kernels, shape, dtype):
         self.kernels, self.shape, self.dtype = kernels, tuple(int(n) for n in shape), _dtype(str(np.dtype(dtype)))
@@ -195,9 +195,9 @@ class DeviceArray:
     @property
     def __cuda_array_interface__(self):
         if self.kernels.backend != "cuda":
-            raise AttributeError("this DeviceArray lies in the host's memory")
+            raise AttributeError("this DeviceArray is in host memory")
         if self.dtype.name == "bfloat16":
-            raise AttributeError("__cuda_array_interface__ knows no bfloat16")
+            raise AttributeError("__cuda_array_interface__ does not support bfloat16")
         return {"shape": self.shape, "typestr": self.dtype.str, "data": (self.pointer, False), "version": 3,
                 "strides": None, "stream": 1}
 
@@ -227,7 +227,7 @@ def _view_of_dlpack(name, array):
     device_type = int(array.__dlpack_device__()[0])
     if device_type not in _DL_DEVICES:
         raise ValueError(f"{name} lies on a device of DLPack's type {device_type}, expected the host or a CUDA device")
-    # On a GPU the producer makes the data ready for the default stream, which the library's stream follows.
+    # On a GPU the producer synchronises with the default stream, which the library's stream is ordered with.
     capsule = array.__dlpack__(stream=1) if device_type in (2, 13) else array.__dlpack__()
     t = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents
     key = (t.code, t.bits)
@@ -235,13 +235,13 @@ def _view_of_dlpack(name, array):
         raise TypeError(f"{name} has DLPack's dtype {key}, expected one of {', '.join(DTYPES)}")
     shape = tuple(t.shape[:t.ndim])
     strides = tuple(t.strides[:t.ndim]) if t.strides else _strides(shape)
-    # The capsule, which is not consumed, frees the tensor when it goes.
+    # The capsule is not consumed, so it frees the tensor when it is deleted.
     return _View(name, (t.data or 0) + t.byte_offset, shape, strides, _DL_DTYPES[key], _DL_DEVICES[device_type],
                  (array, capsule))
 
 
 class Kernels:
-    """A loaded library with a queue of its own. Not for several threads at once; each may have its own."""
+    """A loaded library with its own stream. One thread at a time may use it; each thread may have its own."""
 
     def __init__(self, path=None, asynchronous=False):
         self.path = path or library_path()
@@ -252,7 +252,7 @@ class Kernels:
         self._context = context
         weakref.finalize(self, self._library.tgk_destroy, context)
         self.backend = self._library.tgk_backend().decode()
-        #: Functions of map and zip: number of arguments by name.
+        #: Functions for map and zip: name to number of arguments.
         self.functions = {self._library.tgk_function_name(f).decode(): self._library.tgk_function_arguments(f)
                           for f in range(self._library.tgk_num_functions())}
         self._numbers = {name: f for f, name in enumerate(self.functions)}
@@ -260,13 +260,13 @@ class Kernels:
     # --- the device
 
     def device_description(self):
-        """The device in words: "2 threads, AVX-512", or the GPU."""
+        """A description of the device: "2 threads, AVX-512", or the GPU."""
         text = ctypes.create_string_buffer(256)
         self._check(self._library.tgk_device_description(text, len(text)))
         return text.value.decode()
 
     def to_device(self, array):
-        """A NumPy array's contents as a DeviceArray."""
+        """Copies a NumPy array to a DeviceArray."""
         array = np.ascontiguousarray(array)
         out = DeviceArray(self, array.shape, array.dtype)
         self._call("copy_to_device", out.pointer, array.ctypes.data, array.nbytes)
@@ -293,20 +293,20 @@ class Kernels:
 
     def bin_bcast(self, function, x, y, out=None):
         """x + y, x - y, x·y or x/y (add, sub, mul, div) of up to 4 dimensions, y repeated in blocks over x: each of its
-        sizes divides x's. x None: y repeated over `out` (add, mul), or −y, 1/y (sub, div)."""
+        sizes divides x's. If x is None: y repeated over `out` (add, mul), or −y, 1/y (sub, div)."""
         y = self._view("y", y)
         x = None if x is None else self._view("x", x)
         if x is None and out is None:
-            raise ValueError("bin_bcast: without x there must be an out to repeat y over")
+            raise ValueError("bin_bcast: without x pass an out to repeat y over")
         out, result = self._out(out, x.shape if x else (), x or y)
         return self._run("bin_bcast", [self._number(function, 2)], [out, x, y], [], result)
 
     def reduce(self, function, inp, axis, start=None, out=None):
-        """start ∘ inp's elements along one axis, which stays with length 1: add, mul or max. start: what changes
-        nothing (0, 1, −∞) by default."""
+        """Reduces inp along one axis, which becomes 1 long: add, mul or max. start: the initial value, by default the
+        neutral element (0, 1, −∞)."""
         inp = self._view("inp", inp)
         if not -len(inp.shape) <= axis < len(inp.shape):
-            raise ValueError(f"reduce: axis {axis} lies outside of inp {inp.shape}")
+            raise ValueError(f"reduce: axis {axis} is outside inp {inp.shape}")
         axis %= len(inp.shape)
         starts = {"add": 0.0, "mul": 1.0, "max": -math.inf}
         if function not in starts:
@@ -328,8 +328,8 @@ class Kernels:
     # --- linear layers (kernels/matmul.h)
 
     def matmul(self, a, b, transpose_a=False, transpose_b=False, out=None, accumulate=False):
-        """out [M, N] = op(a)·op(b), or out += that (accumulate); op: the transpose where asked. Matrices with unit inner
-        stride."""
+        """out [M, N] = op(a)·op(b), added to out if accumulate. op(x) is x or, if transpose_x, its transpose. Matrices have
+        unit inner stride."""
         a, b = self._matrix("a", a), self._matrix("b", b)
         if accumulate and out is None:
             raise ValueError("matmul: accumulate needs an out to add to")
@@ -359,8 +359,8 @@ class Kernels:
     # --- norms (kernels/layernorm.h, kernels/rmsnorm.h)
 
     def layernorm_forward(self, inp, weight, bias=None, residual=None, eps=1e-5):
-        """(out [N, C], mean [N], rstd [N]) of inp [N, C], weight and bias [C] float32; with residual [N, C] of inp +
-        residual, and the sum [N, C] comes fourth."""
+        """(out [N, C], mean [N], rstd [N]) of inp [N, C], weight and bias [C] float32; with residual [N, C] the norm of
+        inp + residual, and that sum [N, C] as the fourth result."""
         inp, weight = self._matrix("inp", inp), self._view("weight", weight)
         bias, residual = self._view("bias", bias), self._view("residual", residual)
         out, r0 = self._out(None, inp.shape, inp)
@@ -381,8 +381,8 @@ class Kernels:
                          [dinp, dweight, dbias, None, dout, dresidual, inp, weight, mean, rstd], [False], (r0, r1, r2))
 
     def rmsnorm_forward(self, inp, weight, residual=None, eps=1e-5):
-        """(out [N, C], rstd [N]) of inp [N, C] and weight [C] float32; with residual [N, C] of inp + residual, and the
-        sum [N, C] comes third."""
+        """(out [N, C], rstd [N]) of inp [N, C] and weight [C] float32; with residual [N, C] the norm of inp + residual,
+        and that sum [N, C] as the third result."""
         inp, weight, residual = self._matrix("inp", inp), self._view("weight", weight), self._view("residual", residual)
         out, r0 = self._out(None, inp.shape, inp)
         rstd, r1 = self._out(None, inp.shape[:1], inp, "float32")
@@ -403,7 +403,7 @@ class Kernels:
 
     def softmax_forward(self, inp, mask=None, queries=None, scale=1.0, causal=False, out=None):
         """Softmax of scale·inp along the rows of inp [R, K]. Row r is query r mod Q; causal: it sees keys up to
-        r mod Q + K − Q. mask [Q, K] uint8: those that are not 0. queries: Q, by default all R rows."""
+        r mod Q + K − Q. mask [Q, K] uint8: it sees only keys that are not 0. queries: Q, by default all R rows."""
         inp, mask = self._matrix("inp", inp), self._view("mask", mask)
         out, result = self._out(out, inp.shape, inp)
         queries = inp.shape[0] if queries is None else queries
@@ -418,8 +418,8 @@ class Kernels:
     def attention_forward(self, q, k, v, scale=None, cum_q=None, cum_k=None, max_q=None, max_k=None, causal=True, window=0):
         """Attention: (out [Nq, NH, HS], lse [NH, Nq]) of q [Nq, NH, HS] and k, v [Nk, NKV, HS]; NKV divides NH.
         Sequence s has the tokens cum_q[s] … cum_q[s + 1] of q, and cum_k of k (int32 [S + 1], None: one sequence); max_q
-        and max_k bound their lengths. Query i sees keys up to i + (keys − queries) if causal, and of these no more than
-        `window` on either side, its own among them (0: all). scale: 1/√HS by default."""
+        and max_k are the longest sequences. Query i sees keys up to i + (keys − queries) if causal, and of these at most `window`
+        on either side, including its own (0: all). scale: 1/√HS by default."""
         q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
         sequences, limits = self._sequences(q, k, cum_q, cum_k, max_q, max_k)
         out, r0 = self._out(None, q.shape, q)
@@ -444,8 +444,8 @@ class Kernels:
     def linear_attention_forward(self, q, k, v, gate=None, features="elu", normalise=True, initial=None, cum=None, max_length=None):
         """(out [N, NH, M], norm [NH, N] or None, final state) of q [N, NH, E], k [N, NKV, E] and v [N, NKV, M]; NKV
         divides NH. features: "elu" (elu + 1) or "identity". gate [N, NKV] float32: log decays ≤ 0, or None. A state is
-        (s [S, NKV, E, M], z [S, NKV, E]), z None where nothing is normalised; float32. Sequence i has the tokens cum[i] …
-        cum[i + 1] (int32 [S + 1], None: one sequence), max_length bounds their lengths."""
+        (s [S, NKV, E, M], z [S, NKV, E]), z None if not normalised; float32. Sequence i has the tokens cum[i] …
+        cum[i + 1] (int32 [S + 1], None: one sequence), max_length: the longest one."""
         q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
         sequences, length = self._linear_sequences(q, cum, max_length)
         shape = (sequences.shape[0] - 1, *k.shape[1:], v.shape[2])
@@ -453,7 +453,7 @@ class Kernels:
         norm, r1 = self._out(None, (q.shape[1], q.shape[0]), q, "float32") if normalise else (None, None)
         final, state = self._new_state(shape, q, normalise)
         views = [out, norm, *final, q, k, v, self._view("gate", gate), *self._state("initial", initial), sequences]
-        return self._run("linear_attention_forward", [], views, [length, *self._linear_kind(features, normalise)], (r0, r1, state))
+        return self._run("linear_attention_forward", [], views, [length, *self._linear_options(features, normalise)], (r0, r1, state))
 
     def linear_attention_backward(self, dout, q, k, v, out, norm, gate=None, features="elu", normalise=True, initial=None, dfinal=None,
                                   cum=None, max_length=None):
@@ -469,15 +469,15 @@ class Kernels:
         dinitial, r4 = ((None, None), None) if initial is None else self._new_state(shape, q, normalise)
         views = [*grads, dgate, *dinitial, dout, *self._state("dfinal", dfinal), q, k, v, gate, *self._state("initial", initial), out,
                  self._view("norm", norm), sequences]
-        return self._run("linear_attention_backward", [], views, [length, *self._linear_kind(features, normalise)], (*results, r3, r4))
+        return self._run("linear_attention_backward", [], views, [length, *self._linear_options(features, normalise)], (*results, r3, r4))
 
     def linear_attention_decode(self, state, q, k, v, gate=None, features="elu", normalise=True):
-        """out [S, NH, M] of one token for each of S sequences, whose state (see linear_attention_forward) is moved on by it in
-        place; q [S, NH, E], k [S, NKV, E], v [S, NKV, M], gate [S, NKV] or None."""
+        """out [S, NH, M] of one token for each of S sequences; updates their state (see linear_attention_forward) IN
+        PLACE. q [S, NH, E], k [S, NKV, E], v [S, NKV, M], gate [S, NKV] or None."""
         q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
         out, result = self._out(None, (*q.shape[:2], v.shape[2]), q)
         views = [out, *self._state("state", state, written=True), q, k, v, self._view("gate", gate)]
-        return self._run("linear_attention_decode", [], views, self._linear_kind(features, normalise), result)
+        return self._run("linear_attention_decode", [], views, self._linear_options(features, normalise), result)
 
     def decay_gate_forward(self, inp, weight, bias):
         """gate [N, H] = log σ(inp·weightᵀ + bias), float32, of inp [N, C], weight [H, C] and bias [H] float32."""
@@ -486,7 +486,7 @@ class Kernels:
         return self._run("decay_gate_forward", [], [gate, inp, weight, bias], [], result)
 
     def decay_gate_backward(self, dgate, gate):
-        """The gradient [N, H] of what the logarithm was taken of; float32."""
+        """dx [N, H], the gradient of inp·weightᵀ + bias; float32."""
         dgate, gate = self._view("dgate", dgate, rank=2), self._view("gate", gate, rank=2)
         dx, result = self._out(None, gate.shape, gate)
         return self._run("decay_gate_backward", [], [dx, dgate, gate], [], result)
@@ -494,7 +494,7 @@ class Kernels:
     # --- RoPE (kernels/rope.h), activations (kernels/gelu.h, kernels/swiglu.h)
 
     def rope_table(self, positions, rotary_size, theta=10000.0):
-        """cos and sin for positions 0 … positions − 1: float32 [positions, rotary_size/2, 2], in the host's memory."""
+        """cos and sin for positions 0 … positions − 1: float32 [positions, rotary_size/2, 2], in host memory."""
         if rotary_size % 2:
             raise ValueError(f"rope_table: rotary_size is {rotary_size}, expected an even number")
         table = np.empty((positions, rotary_size // 2, 2), np.float32)
@@ -549,7 +549,7 @@ class Kernels:
         ids, r1 = self._out(None, (inp.shape[0], k), inp, "int32")
         return self._run("top_k", [], [values, ids, inp], [], (r0, r1))
 
-    # --- how arrays become tensors
+    # --- from arrays to tensors
 
     def _view(self, name, array, rank=None):
         """The _View of an array, or None of None."""
@@ -564,10 +564,10 @@ class Kernels:
             writable = isinstance(array, np.ndarray) and array.flags.writeable
             array = np.asarray(array)
             if any(stride % array.itemsize for stride in array.strides):
-                raise ValueError(f"{name} has strides of {array.strides} bytes, no multiples of an element's "
+                raise ValueError(f"{name} has strides of {array.strides} bytes, which are not multiples of the element size "
                                  f"{array.itemsize}")
             if not array.dtype.isnative:
-                raise TypeError(f"{name} is {array.dtype}, which is not in this machine's byte order")
+                raise TypeError(f"{name} is {array.dtype}, which does not have this machine's byte order")
             view = _View(name, array.ctypes.data, array.shape, [s // array.itemsize for s in array.strides],
                          array.dtype.name, CPU, array, writable)
         elif hasattr(array, "__dlpack__"):
@@ -578,7 +578,7 @@ class Kernels:
             raise TypeError(f"{name} is a {type(array).__name__}, expected an array: NumPy's, or one with __dlpack__ or "
                             "__cuda_array_interface__")
         if view.device == CUDA and self.backend == "cpu":
-            raise ValueError(f"{name} lies on a GPU, and {self.path} was built for the CPU")
+            raise ValueError(f"{name} is on a GPU, and {self.path} was built for the CPU")
         if rank is not None and len(view.shape) != rank:
             raise ValueError(f"{name} has shape {view.shape}, expected {rank} dimensions")
         return view
@@ -596,7 +596,7 @@ class Kernels:
         dtype = np.dtype(interface["typestr"])
         shape, strides = tuple(interface["shape"]), interface.get("strides")
         stream = interface.get("stream")
-        if stream not in (None, 1):  # 1: the default stream, which the library's stream follows
+        if stream not in (None, 1):  # 1: the default stream, which the library's stream is ordered with
             self._call("wait_for_stream", stream)
         strides = _strides(shape) if strides is None else [s // dtype.itemsize for s in strides]
         pointer, read_only = interface["data"]
@@ -611,7 +611,7 @@ class Kernels:
         return view
 
     def _out(self, out, shape, like, dtype=None):
-        """The _View of a result and the array to return: `out`, or a new one of `like`'s kind."""
+        """The _View of a result and the array to return: `out`, or a new one on the device of `like`."""
         if out is not None:
             return self._written("out", out), out
         dtype = dtype or like.dtype
@@ -626,7 +626,7 @@ class Kernels:
             raise ValueError(f"{x.name} {x.shape} and {y.name} {y.shape} do not broadcast to one shape") from None
 
     def _sequences(self, q, k, cum_q, cum_k, max_q, max_k):
-        """cum_q and cum_k as views, with the lengths that bound them."""
+        """cum_q and cum_k as views, and the lengths of the longest sequences."""
         views, limits = [], []
         for name, tokens, cum, most in (("cum_q", q, cum_q, max_q), ("cum_k", k, cum_k, max_k)):
             cum = np.array([0, tokens.shape[0]], np.int32) if cum is None else cum
@@ -639,7 +639,7 @@ class Kernels:
         return self._view("cum", cum, rank=1), q.shape[0] if max_length is None else max_length
 
     @staticmethod
-    def _linear_kind(features, normalise):
+    def _linear_options(features, normalise):
         if features not in ("identity", "elu"):
             raise ValueError(f'features is {features!r}, expected "identity" or "elu"')
         return [int(features == "elu"), int(normalise)]
@@ -680,7 +680,7 @@ class Kernels:
         outputs, inputs = OPERATIONS[name][1].split("|")
         # Inputs first: results take their dtype from them.
         pairs = [*zip(inputs, views[len(outputs):]), *zip(outputs, views)]
-        # On the CPU only the operations over tensors of any strides know 16 bits.
+        # On the CPU only the operations over tensors of any strides support 16-bit dtypes.
         floats = _FLOATS if self.backend == "cuda" else _FLOATS[:1]
         common = None  # T
         for rule, view in pairs:

@@ -1,15 +1,15 @@
-// The sum of two 4-D tensors on a GPU, the second repeated over the first, rung by rung: what it costs to find an
-// element, and how collapsing dimensions does away with it.
+// The sum of two 4-D tensors on a GPU, the second repeated over the first, rung by rung: the cost of computing an
+// element's index, and how collapsing dimensions avoids it.
 //
 //     make ladder OP=bin_bcast BACKEND=cuda
 //     build/cuda/dev/ladder/bin_bcast --csv bin_bcast.csv && scripts/plot_ladder.py bin_bcast.csv
 //
 // out [8, 16, 1024, 1024] = x + y in fp32, timed with y of x's shape, which collapses to one dimension, and with y
-// [1, 1, 1024, 1024], which collapses to two. GB/s count each tensor once and stand beside a copy on the device of 512
-// MiB, timed in the same run. Every rung takes any sizes, and y's need only divide out's; each is compared with the sum
+// [1, 1, 1024, 1024], which collapses to two. GB/s count each tensor once and are compared with a device copy of 512
+// MiB, timed in the same run. Every rung takes any sizes, of which y's must divide out's, and is compared with the sum
 // on the host, bit for bit.
 //
-// Read the rungs from top to bottom: each keeps what the one before it won.
+// Read the rungs from top to bottom: each keeps the gains of the previous rung.
 #include <cstring>
 
 #include "dev/ladder/device_run.cuh"
@@ -61,7 +61,7 @@ void short_index(const Sum& a, Stream stream) {
         indexed(a, stream);
 }
 
-// --- the grid has the dimensions
+// --- the dimensions of the grid are those of the tensor
 
 __global__ void __launch_bounds__(THREADS) gridded_kernel(const __grid_constant__ Sum a) {
     const int64_t column = blockIdx.x * int64_t(THREADS) + threadIdx.x, row = blockIdx.y;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(THREADS) gridded_kernel(const __grid_constant_
                               row % a.m[2] * a.y_stride[2] + column % a.m[3] * a.y_stride[3]];
 }
 
-// y and z of a grid end at 65,535; a tensor that is longer there takes the rung before.
+// Grids are limited to 65,535 in y and z; a tensor that is longer there takes the previous rung.
 void gridded(const Sum& a, Stream stream) {
     const int64_t planes = a.n[0] * a.n[1];
     if (a.n[2] > 65535 || planes > 65535) return short_index(a, stream);
@@ -102,7 +102,7 @@ void collapsing(const Sum& a, Stream stream) {
     short_index(collapsed(a), stream);
 }
 
-// Both ways: 4 elements for each index, where they lie side by side in y too.
+// With and without collapsing: 4 elements for each index, if they are also contiguous in y.
 __global__ void __launch_bounds__(THREADS) vectors_kernel(const __grid_constant__ Sum a) {
     const int64_t i = (blockIdx.x * int64_t(THREADS) + threadIdx.x) * 4;
     if (i >= a.numel) return;
@@ -131,7 +131,7 @@ void vectors_collapsed(const Sum& a, Stream stream) {
     vectors(a, true, stream);
 }
 
-// --- the one used
+// --- the kernel used by tensor_bin_bcast
 
 void used(const Sum& a, Stream stream) {
     const auto tensor = [](const float* data, const int64_t* shape) {
@@ -150,40 +150,34 @@ struct Rung {
 
 const std::vector<Rung> RUNGS = {
     {"64-bit index", indexed,
-     "One thread for each element. To find y's element it takes out's index apart, three divisions and seven "
-     "remainders of "
-     "64 bits, each of which is a subroutine of dozens of instructions: the arithmetic of finding takes longer than "
-     "the "
-     "memory."},
+     "One thread for each element. To find the element of y it decomposes the index of out, with three divisions "
+     "and seven remainders of 64 bits, each a subroutine of dozens of instructions: the index arithmetic takes "
+     "longer than the memory access."},
     {"32-bit index", short_index,
-     "The same with 32 bits, for tensors of less than 2^31 elements: a division is about twenty instructions."},
+     "The same with 32 bits, for tensors of less than 2^31 elements: a division takes about twenty instructions."},
     {"the grid's dimensions", gridded,
-     "Row, plane and cube come from the block's place in the grid, and only the remainders are left. Grids end at "
-     "65,535 in "
-     "y and z, and rows that are short or no multiple of the block leave threads idle."},
+     "Row, plane and cube come from the block index, so only the remainders are left. Grids are limited to 65,535 "
+     "in y and z, and rows that are short or not a multiple of the block leave threads idle."},
     {"collapsed", collapsing,
-     "A dimension in which y is whole and the one before, likewise whole, are one longer dimension; so are two in "
-     "which y "
-     "is a single element. Tensors of one shape become one dimension without any division, a repeated plane becomes "
-     "two "
-     "dimensions, and the grid has no limit to meet."},
+     "Two adjacent dimensions in which y is not repeated are one longer dimension; so are two in which y is a "
+     "single element. Tensors of one shape become one dimension without any division, a repeated plane becomes "
+     "two dimensions, and the limits of the grid do not matter."},
     {"4 at a time", vectors_of_four,
-     "Without collapsing, but 16 bytes and one index for four elements. It shows how much of collapsing is the cost of "
-     "indices."},
+     "Without collapsing, but 16 bytes and one index for four elements. It shows how much of the gain of "
+     "collapsing is the cost of indices."},
     {"4 at a time, collapsed", vectors_collapsed, "Both together."},
     {"the one used", used,
-     "tensor_bin_bcast(): a repeated dimension is split into the repeats, of stride 0, and the block, before "
-     "dimensions "
-     "are collapsed. What is left has no remainders, takes any strides and dtypes, and is the loop of zip."},
+     "tensor_bin_bcast(): before dimensions are collapsed, a repeated dimension is split into the repeats, of "
+     "stride 0, and the block. No remainders are left, any strides and dtypes work, and the loop is that of zip."},
 };
 
 class Problem {
   public:
     Problem(const int64_t (&n)[DIMS], const int64_t (&m)[DIMS], Stream stream)
-        : out(product(n), stream),
-          x(DeviceArray<float>::random(product(n), 1, 1, 0, stream)),
-          y(DeviceArray<float>::random(product(m), 2, 1, 0, stream)) {
-        a.out = out.data(), a.x = x.data(), a.y = y.data(), a.rank = DIMS, a.numel = product(n);
+        : out(numel(n), stream),
+          x(DeviceArray<float>::random(numel(n), 1, 1, 0, stream)),
+          y(DeviceArray<float>::random(numel(m), 2, 1, 0, stream)) {
+        a.out = out.data(), a.x = x.data(), a.y = y.data(), a.rank = DIMS, a.numel = numel(n);
         int64_t stride = 1;
         for (int d = DIMS - 1; d >= 0; d--) a.n[d] = n[d], a.m[d] = m[d], a.y_stride[d] = stride, stride *= m[d];
     }
@@ -210,7 +204,7 @@ class Problem {
     }
 
   private:
-    static int64_t product(const int64_t (&n)[DIMS]) {
+    static int64_t numel(const int64_t (&n)[DIMS]) {
         return n[0] * n[1] * n[2] * n[3];
     }
     DeviceArray<float> out, x, y;

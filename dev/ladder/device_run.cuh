@@ -1,4 +1,4 @@
-// What the CUDA ladders share: device memory that finds its own mistakes, and times taken with a cold L2.
+// For the CUDA ladders: device memory that detects writes out of bounds, and times with a cold L2.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 #include "runtime/device/tensor.h"
 #include "runtime/rng.h"
 
-// n elements of T on the device, followed by a guard zone. As made, and after poison(), all of it is bytes 0xff, which
-// is NaN in fp32 and in bf16.
+// n elements of T on the device, followed by a guard zone. Initially, and after poison(), all bytes are 0xff, which is
+// NaN in fp32 and in bf16.
 template <typename T>
 class DeviceArray {
   public:
@@ -32,7 +32,7 @@ class DeviceArray {
             a.host[size_t(i)] = widen(rounded[size_t(i)]);
         }
         copy_to_device(a.data(), rounded.data(), size_t(a.bytes()), stream);
-        synchronize(stream);  // the host's copy goes away
+        synchronize(stream);  // the host's copy is freed
         return a;
     }
 
@@ -57,7 +57,7 @@ class DeviceArray {
         copy_to_host(to.data(), data(), size_t(bytes()), stream);
         return to;
     }
-    // Whether nobody has written behind the end.
+    // Whether the guard zone is unchanged.
     bool guard_intact(Stream stream) const {
         std::vector<unsigned char> guard(GUARD_BYTES);
         copy_to_host(guard.data(), data() + n, GUARD_BYTES, stream);
@@ -84,8 +84,8 @@ class DeviceArray {
     std::vector<double> host;
 };
 
-// Device time of launches, each after the L2 has been flushed: the median of as many as fit into a third of a
-// second, at least 3 and at most 50. One more before them warms up.
+// Device time of a launch after a flush of the L2: the median of as many launches as fit into a third of a second, at
+// least 3 and at most 50, after one warm-up.
 class ColdTimer {
   public:
     explicit ColdTimer(Stream stream_) : stream(stream_) {}

@@ -1,5 +1,5 @@
-// What the ladders of both backends share: their options, the check of a rung against the oracle, the table and its
-// CSV file, which scripts/plot_ladder.py draws.
+// For the ladders of both backends: their options, the check of a rung against the oracle, and the table with its CSV
+// file, which scripts/plot_ladder.py draws.
 #pragma once
 
 #include <algorithm>
@@ -21,11 +21,11 @@
 // --- options
 
 struct LadderOptions {
-    std::string csv;   // empty: none is written
-    int64_t size = 0;  // of the problem that is timed
+    std::string csv;   // empty: no file is written
+    int64_t size = 0;  // of the timed problem
 };
 
-// --csv FILE, and --size N where size_name says what it sets (null: there is no --size).
+// Parses --csv FILE and --size N. size_name says what --size sets (null: no --size).
 inline LadderOptions ladder_options(int argc, char** argv, const char* size_name = nullptr, int64_t default_size = 0,
                                     int64_t max_size = 0) {
     LadderOptions options;
@@ -49,7 +49,7 @@ inline LadderOptions ladder_options(int argc, char** argv, const char* size_name
     return options;
 }
 
-// main() of a ladder: the exit status is 1 where a rung is wrong.
+// main() of a ladder. The exit status is 1 if a rung is wrong.
 template <typename Body>
 int ladder_main(Body body) {
     try {
@@ -65,11 +65,11 @@ int ladder_main(Body body) {
 
 // --- correctness
 
-// Errors of a rung's results, collected one by one, and the bounds of docs/numerics.md on them: for the whole, with the
-// allowance for being a sample, and for 16-bit results for each element too.
+// Collects the errors of a rung's results one by one and checks the bounds of docs/numerics.md: for all results
+// together, with an allowance for sampling, and for 16-bit results also for each element.
 class ErrorBound {
   public:
-    // Results of `dtype` whose sums are K terms long, of 16 bits after so many roundings.
+    // Results of `dtype` whose sums have K terms; 16-bit results have this many roundings.
     ErrorBound(DType dtype, int64_t K, int roundings = 1) : sum_bound(4 * 0x1p-24 * std::sqrt(1 + double(K) / 4096)) {
         if (dtype == DType::BF16) storage_rms = 2e-3 * std::sqrt(roundings), storage_largest = 0x1p-8 * roundings;
     }
@@ -129,7 +129,7 @@ struct LadderTable {
         std::printf("\n");
     }
 
-    // Why each rung is faster than the one before, in lines of at most 120 characters.
+    // Why each rung is faster than the previous one, in lines of at most 120 characters.
     void explain() const {
         for (const Row& row : rows) {
             std::printf("%s\n", row.rung.c_str());

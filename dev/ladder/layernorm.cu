@@ -4,12 +4,12 @@
 //     make ladder OP=layernorm BACKEND=cuda
 //     build/cuda/dev/ladder/layernorm --csv layernorm.csv && scripts/plot_ladder.py layernorm.csv
 //
-// GPT-2 124M's shape at a batch of 64 x 1024: 65,536 rows of 768 channels, in fp32 and in bf16, statistics in fp32.
-// There is hardly anything to compute, so the limit is memory: GB/s count inp once, out once and both statistics, and
-// stand beside a copy on the device of 512 MiB, timed in the same run. Every rung takes any C and eps and optional mean
-// and rstd, and is checked against the float64 oracle.
+// The shape of GPT-2 124M at B = 64, T = 1024: 65,536 rows of 768 channels, in fp32 and in bf16, with statistics in
+// fp32. The op is memory-bound. GB/s count inp once, out once and both statistics, and are compared with a device copy
+// of 512 MiB, timed in the same run. Every rung takes any C and eps and optional mean and rstd, and is checked against
+// the float64 oracle.
 //
-// Read the rungs from top to bottom: each keeps what the one before it won.
+// Read the rungs from top to bottom: each keeps the gains of the previous rung.
 #include "kernels/layernorm.h"
 
 #include <cooperative_groups.h>
@@ -93,8 +93,8 @@ void block_per_row(const LayerNorm<T>& a, Stream stream) {
 
 // --- a warp for each row, first one element at a time and then 16 bytes
 
-// Streaming accesses (ld.global.cs, st.global.cs): the last use of inp and the first of out, neither of which should
-// push weight and bias out of the caches. W elements of T are 2, 4 or 16 bytes.
+// Streaming accesses (ld.global.cs, st.global.cs): inp is not read again and out is not read here, so neither should
+// evict weight and bias from the caches. W elements of T are 2, 4 or 16 bytes.
 template <int BYTES>
 using Word = std::conditional_t<BYTES == 2, unsigned short, std::conditional_t<BYTES == 4, unsigned, uint4>>;
 
@@ -154,7 +154,7 @@ void vectorised(const LayerNorm<T>& a, Stream stream) {
     });
 }
 
-// --- the one used
+// --- the kernel used in training
 
 template <typename T>
 void used(const LayerNorm<T>& a, Stream stream) {
@@ -179,23 +179,23 @@ struct Rung {
 template <typename T>
 const std::vector<Rung<T>> RUNGS = {
     {"naive", naive<T>,
-     "One thread for each row. The 32 threads of a warp read 32 rows, each another cache line, and come back to it for "
-     "the next channel when it may be gone; there are too few threads to fill the GPU, and each adds up 768 numbers in "
-     "turn."},
+     "One thread for each row. The 32 threads of a warp read 32 rows, so each reads another cache line, which may "
+     "be evicted before the next channel is read. There are too few threads to fill the GPU, and each adds 768 "
+     "numbers one after the other."},
     {"block per row", block_per_row<T>,
-     "A block of 256 threads for each row: neighbouring threads read neighbouring channels, and every access is "
-     "coalesced. The row comes from memory once and twice again from L1. Most of the time goes into waiting at the "
-     "barriers of two sums over the block, for three numbers of work in each thread."},
+     "A block of 256 threads for each row: neighbouring threads read neighbouring channels, so every access is "
+     "coalesced. The row comes from memory once and from L1 twice. Most of the time is spent at the barriers of "
+     "two block sums, for three numbers a thread."},
     {"warp per row", warp_per_row<T>,
-     "A warp needs no barrier and no shared memory: its sums are five shuffles (cooperative groups), and the other "
-     "warps of an SM go on with other rows meanwhile. The last pass reads and writes with the hint that "
-     "nobody needs the lines soon."},
+     "A warp needs no barrier and no shared memory: its sums take five shuffles (cooperative groups), and the "
+     "other warps of an SM work on other rows meanwhile. The last pass reads and writes with a streaming hint, "
+     "because the lines are not needed again."},
     {"vectorised", vectorised<T>,
-     "16 bytes for each lane and access: 4 or 8 times fewer instructions for the same bytes. bf16 gains, where a warp "
-     "moved 64 bytes at a time; fp32 hardly does."},
+     "16 bytes for each lane and access: 4 or 8 times fewer instructions for the same bytes. bf16 gains, where a "
+     "warp moved 64 bytes at a time; fp32 hardly does."},
     {"the one used", used<T>,
-     "layernorm_forward(): the row stays in registers, as many vectors as C needs (a template argument), all loaded "
-     "before the first is used. So inp is read once by instructions, not only once from memory."},
+     "layernorm_forward(): the row stays in registers, in as many vectors as C needs (a template argument), all "
+     "loaded before the first use. So inp is read only once by instructions too, not only from memory."},
 };
 
 template <typename T>
@@ -233,8 +233,7 @@ struct Problem {
                 eps};
     }
 
-    // Runs the rung on poisoned outputs and compares whole rows: all, or every 1021st beside the first and the last
-    // ones.
+    // Runs the rung on poisoned outputs and compares whole rows: all, or every 1021st and the first and last ones.
     bool correct(const Rung<T>& rung, bool statistics, Stream stream) {
         out.poison(stream), mean.poison(stream), rstd.poison(stream);
         run(rung, arguments(statistics), stream);
@@ -263,7 +262,7 @@ struct Problem {
 template <typename T>
 LadderTable climb(int64_t N, Stream stream) {
     constexpr int64_t CHANNELS = 768;
-    // Rows shorter than a warp, of odd lengths, and longer than what the last rung holds in a warp's registers.
+    // Rows shorter than a warp, of odd lengths, and longer than the last rung holds in the registers of a warp.
     std::vector<Problem<T>> small;
     const int64_t sizes[][2] = {{1, 1}, {5, 7}, {3, 33}, {130, 100}, {9, 768}, {67, 1023}, {2, 5000}};
     for (const auto& s : sizes) small.emplace_back(s[0], s[1], s[0] % 2 ? 1e-5f : 1e-2f, stream);

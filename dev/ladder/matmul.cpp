@@ -1,10 +1,10 @@
-// The matrix product on a CPU, rung by rung: the same c[M, N] = a[M, K]·b[K, N] from three loops to a library's speed.
-// Every rung is checked against the float64 oracle and timed; what it gains, and why, stands beside its time.
+// Matmul on a CPU, rung by rung: the same c[M, N] = a[M, K]·b[K, N] from three loops to the speed of a library. Every
+// rung is checked against the float64 oracle and timed; the table also says what it gains and why.
 //
 //     make ladder OP=matmul
 //     build/cpu/dev/ladder/matmul --csv matmul.csv && scripts/plot_ladder.py matmul.csv
 //
-// Read the rungs from top to bottom: each keeps what the one before it won. The last of ours is
+// Read the rungs from top to bottom: each keeps the gains of the previous rung. The last one before the library is
 // kernels/cpu/gemm_blocked.cpp.
 #include "kernels/matmul.h"
 
@@ -49,7 +49,7 @@ void blocked(float* c, const float* a, const float* b) {
                 for (int64_t j = 0; j < N; j++) c[i * N + j] += a[i * K + k] * b[k * N + j];
 }
 
-// Sizes are multiples of the tile here; gemm_blocked shows what the edges take.
+// Sizes are multiples of the tile here; gemm_blocked also handles the edges.
 constexpr int64_t TILE_M = 6, TILE_N = 16;
 static_assert(M % TILE_M == 0 && N % TILE_N == 0);
 
@@ -90,27 +90,28 @@ struct Rung {
 
 const Rung RUNGS[] = {
     {"naive", naive, false,
-     "Three loops. b is read down its columns: each number sits in another cache line, and each sum waits for its last "
-     "addition, so that nothing overlaps and nothing is vectorised."},
+     "Three loops. b is read down its columns, so each number is in another cache line; each sum waits for its "
+     "last addition, so nothing overlaps and nothing is vectorised."},
     {"reordered", reordered, false,
      "The two inner loops swapped: b and c are read along rows, the additions of a row are independent, and the "
      "compiler turns them into vector instructions. But each multiply-add now loads and stores c."},
     {"blocked", blocked, false,
-     "The same in blocks of k, so that a block of b stays in the second-level cache while all rows of a pass by; "
-     "before, all of b passed by for each row. Here b (2.4 MB) fits into a third-level cache, and the gain is small "
-     "while that one is near and idle; it grows with the matrices, and the next rungs need it."},
+     "The same in blocks of k, so a block of b stays in the L2 cache for all rows of a; before, all of b was read "
+     "for each row. Here b (2.4 MB) fits into L3, so the gain is small while that is near and idle. The gain "
+     "grows with the matrices, and the next rungs need it."},
     {"register tiles", register_tiles, false,
-     "6 x 16 sums stay in vector registers for 256 terms: per step one load of b and six broadcasts of a feed six "
-     "vector multiply-adds; c is touched once in 256 steps. Now the multiply-add units are the limit, not the loads."},
+     "6 x 16 sums stay in vector registers for 256 terms: in each step one load of b and six broadcasts of a feed "
+     "six vector multiply-adds, and c is accessed once in 256 steps. The multiply-add units are now the limit, "
+     "not the loads."},
     {"packed", packed, false,
      "a and b are copied into the order in which the inner loop reads them: contiguous whatever the sizes and "
      "transposes, no conflicts in cache sets, few pages at a time. With AVX-512 the tile grows to 12 x 32."},
     {"packed", packed, true,
-     "The same on all cores, each with a rectangle of c of its own: no sums are shared, so the bits are those of one "
+     "The same on all cores, each with its own rectangle of c: no sums are shared, so the bits are those of one "
      "thread."},
     {"library", library, true,
-     "What matmul() uses. Where that is oneDNN: the same structure, its inner loops generated at run time for this "
-     "very processor, with loads prefetched and scheduled by hand."},
+     "What matmul() uses. Where that is oneDNN: the same structure, with inner loops generated at run time for this "
+     "processor, which prefetch and are scheduled by hand."},
 };
 
 double seconds(const Rung& rung, float* c, const float* a, const float* b) {

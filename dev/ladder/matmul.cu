@@ -1,20 +1,19 @@
-// The matrix product of a linear layer on a GPU, rung by rung: out[M, N] = inp[M, K]·weight[N, K]ᵀ + bias[N], from one
-// thread for each output to a library's speed.
+// The matmul of a linear layer on a GPU, rung by rung: out[M, N] = inp[M, K]·weight[N, K]ᵀ + bias[N], from one thread
+// for each output to the speed of a library.
 //
 //     make ladder OP=matmul BACKEND=cuda
 //     build/cuda/dev/ladder/matmul --csv matmul.csv && scripts/plot_ladder.py matmul.csv
 //
-// Two ladders, each with a limit of its own: fp32 on the ordinary units beside cuBLASLt's fp32 (no TF32), and bf16 with
-// fp32 sums on the tensor cores beside cuBLASLt's bf16. Every rung takes any M, N and K and an optional bias, is
-// checked against the float64 oracle, and is timed without a bias on random numbers.
+// There are two ladders. The fp32 ladder runs on the FP32 units and is compared with cuBLASLt's fp32 (no TF32). The
+// bf16 ladder runs on the tensor cores with fp32 sums and is compared with cuBLASLt's bf16. Every rung takes any M, N
+// and K and an optional bias, is checked against the float64 oracle, and is timed without a bias on random numbers.
 //
-// Read the rungs from top to bottom: each keeps what the one before it won.
+// Read the rungs from top to bottom: each keeps the gains of the previous rung.
 #include "kernels/matmul.h"
-
-#include <cuda_pipeline.h>
 
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
+#include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/warp_tile.cuh"
 #include "runtime/device/blas_stream.h"
@@ -22,7 +21,7 @@
 namespace {
 
 template <typename T>
-struct Product {
+struct LinearArguments {
     T* out;
     const T *inp, *weight;
     const T* bias;  // may be null
@@ -34,25 +33,25 @@ struct Tile {
     int64_t m, n;
 };
 template <int BM, int BN, typename T>
-__device__ __forceinline__ Tile tile_of_block(const Product<T>& p) {
+__device__ __forceinline__ Tile tile_of_block(const LinearArguments<T>& p) {
     const int64_t tiles_n = ceil_div(p.N, BN);
     return {blockIdx.x / tiles_n * BM, blockIdx.x % tiles_n * BN};
 }
 
 template <int BM, int BN, typename T>
-dim3 grid(const Product<T>& p) {
+dim3 grid(const LinearArguments<T>& p) {
     return grid_of(ceil_div(p.M, BM) * ceil_div(p.N, BN));
 }
 
 template <typename T>
-__device__ __forceinline__ void store(const Product<T>& p, int64_t m, int64_t n, float sum) {
+__device__ __forceinline__ void store(const LinearArguments<T>& p, int64_t m, int64_t n, float sum) {
     if (m >= p.M || n >= p.N) return;
     p.out[m * p.N + n] = from_float<T>(p.bias ? sum + as_float(p.bias[n]) : sum);
 }
 
 // --- naive
 
-__global__ void naive_kernel(Product<float> p) {
+__global__ void naive_kernel(LinearArguments<float> p) {
     const Tile tile = tile_of_block<32, 8>(p);
     const int64_t m = tile.m + threadIdx.x, n = tile.n + threadIdx.y;
     if (m >= p.M || n >= p.N) return;
@@ -61,14 +60,14 @@ __global__ void naive_kernel(Product<float> p) {
     store(p, m, n, sum);
 }
 
-void naive(const Product<float>& p, Stream stream) {
+void naive(const LinearArguments<float>& p, Stream stream) {
     naive_kernel<<<grid<32, 8>(p), dim3(32, 8), 0, cuda_stream(stream)>>>(p);
 }
 
 // --- coalesced
 
-// Warps of a block stand 4 x 8 over the outputs, so that they find each other's rows in L1.
-__global__ void __launch_bounds__(1024) coalesced_kernel(Product<float> p) {
+// The warps of a block cover 4 x 8 parts of the outputs, so that they share rows in L1.
+__global__ void __launch_bounds__(1024) coalesced_kernel(LinearArguments<float> p) {
     const Tile tile = tile_of_block<4, 8>(p);
     const int warp = threadIdx.x / WARP;
     const int64_t m = tile.m + warp / 8, n = tile.n + warp % 8;
@@ -79,15 +78,15 @@ __global__ void __launch_bounds__(1024) coalesced_kernel(Product<float> p) {
     if (lane_id() == 0) store(p, m, n, sum);
 }
 
-void coalesced(const Product<float>& p, Stream stream) {
+void coalesced(const LinearArguments<float>& p, Stream stream) {
     coalesced_kernel<<<grid<4, 8>(p), 1024, 0, cuda_stream(stream)>>>(p);
 }
 
 // --- tiled in shared memory
 
-__global__ void __launch_bounds__(1024) tiled_kernel(Product<float> p) {
+__global__ void __launch_bounds__(1024) tiled_kernel(LinearArguments<float> p) {
     constexpr int B = 32;
-    // The threads of a warp read 32 rows of `weight` at one k: a row of 33 puts them into 32 different banks.
+    // The threads of a warp read 32 rows of `weight` at one k: with rows of 33 floats they are in 32 different banks.
     __shared__ float inp[B][B], weight[B][B + 1];
     const Tile tile = tile_of_block<B, B>(p);
     const int x = threadIdx.x, y = threadIdx.y;
@@ -104,15 +103,15 @@ __global__ void __launch_bounds__(1024) tiled_kernel(Product<float> p) {
     store(p, tile.m + y, tile.n + x, sum);
 }
 
-void tiled(const Product<float>& p, Stream stream) {
+void tiled(const LinearArguments<float>& p, Stream stream) {
     tiled_kernel<<<grid<32, 32>(p), dim3(32, 32), 0, cuda_stream(stream)>>>(p);
 }
 
 // --- tiles in registers
 
-// A thread's part in copying tiles [ROWS, BK] of a row-major matrix into shared memory, zeros where the matrix ends: 16
-// bytes of every STEP-th row. Addresses and edges are worked out once: for each tile anew, they would take more
-// instructions than the tensor cores' products. ALIGNED: rows begin at multiples of 16 bytes.
+// The part of one thread in copying tiles [ROWS, BK] of a row-major matrix into shared memory, with zeros beyond the
+// matrix: 16 bytes of every STEP-th row. Addresses and edges are computed once: for each tile they would take more
+// instructions than the mma.sync. ALIGNED: rows start at multiples of 16 bytes.
 template <typename T, int ROWS, int BK, int THREADS, bool ALIGNED>
 class TileCopier {
   public:
@@ -124,7 +123,7 @@ class TileCopier {
         if (ALIGNED) src += row() * stride + column(), columns_left -= column(), rows_left -= row();
     }
 
-    // Starts the copy of the next tile to the right; behind the last one it is all zeros.
+    // Starts the copy of the next tile to the right; after the last one the tile is all zeros.
     __device__ __forceinline__ void start(T* tile) {
         if constexpr (ALIGNED) {
             T* to = tile + row() * PITCH<T, BK> + column();
@@ -154,9 +153,9 @@ class TileCopier {
     const T* src;
 };
 
-// f(true_type) where rows can be read 16 bytes at a time, else f(false_type).
+// Calls f(true_type) if rows can be read 16 bytes at a time, else f(false_type).
 template <typename T, typename F>
-void dispatch_aligned(const Product<T>& p, F f) {
+void dispatch_aligned(const LinearArguments<T>& p, F f) {
     if (p.K % FULL_WIDTH<T> == 0)
         f(std::true_type{});
     else
@@ -182,9 +181,9 @@ __device__ __forceinline__ void multiply_add(float (&sum)[RM][RN], const float* 
     }
 }
 
-// The 128 x 128 block: 16 x 16 threads, each with the outputs 16 rows and 16 columns apart.
+// A block computes 128 x 128 outputs: 16 x 16 threads, whose outputs are 16 rows and 16 columns apart.
 template <bool ALIGNED>
-__global__ void __launch_bounds__(256, 2) block_128_kernel(Product<float> p) {
+__global__ void __launch_bounds__(256, 2) block_128_kernel(LinearArguments<float> p) {
     constexpr int B = 128, BK = 32, THREADS = 256, SIDE = 16;
     __shared__ __align__(16) float inp[B * PITCH<float, BK>], weight[B * PITCH<float, BK>];
     const Tile tile = tile_of_block<B, B>(p);
@@ -206,15 +205,15 @@ __global__ void __launch_bounds__(256, 2) block_128_kernel(Product<float> p) {
         for (int j = 0; j < B / SIDE; j++) store(p, tile.m + y + i * SIDE, tile.n + x + j * SIDE, sum[i][j]);
 }
 
-void block_128(const Product<float>& p, Stream stream) {
+void block_128(const LinearArguments<float>& p, Stream stream) {
     dispatch_aligned(
         p, [&](auto aligned) { block_128_kernel<aligned><<<grid<128, 128>(p), 256, 0, cuda_stream(stream)>>>(p); });
 }
 
-// --- the pipeline, for ordinary units and for tensor cores
+// --- the pipeline, for FP32 units and for tensor cores
 
-// How a block is made up: WARPS_M x WARPS_N warps compute BM x BN outputs, BK columns of inp and weight at a time, with
-// room for STAGES such steps in shared memory; BLOCKS of them on an SM.
+// The shape of a block: WARPS_M x WARPS_N warps compute BM x BN outputs in steps of BK columns of inp and weight, with
+// STAGES steps in shared memory; BLOCKS blocks on an SM.
 template <typename T_, int BM_, int BN_, int BK_, int STAGES_, int WARPS_M, int WARPS_N_, int BLOCKS_>
 struct Shape {
     using T = T_;
@@ -225,32 +224,32 @@ struct Shape {
     static constexpr int SHARED_BYTES = STAGES * STAGE * int(sizeof(T));
 };
 
-// The tiles of one step after the other, while those of the next STAGES - 1 steps are being copied.
+// Gives the tiles step by step, while those of the next STAGES - 1 steps are being copied.
 template <typename S, bool ALIGNED>
 class Pipeline {
     using T = typename S::T;
 
   public:
-    __device__ __forceinline__ Pipeline(const Product<T>& p, Tile tile)
+    __device__ __forceinline__ Pipeline(const LinearArguments<T>& p, Tile tile)
         : inp(p.inp, tile.m, p.M, p.K), weight(p.weight, tile.n, p.N, p.K) {
 #pragma unroll
         for (int step = 0; step < S::STAGES - 1; step++) start_copies();
     }
-    // Starts copying one step more, into the tiles of the step before the current one.
+    // Starts copying one more step, into the tiles of the previous step.
     __device__ __forceinline__ void start_copies() {
         inp.start(shared() + writing * S::STAGE);
         weight.start(shared() + writing * S::STAGE + WEIGHT);
-        __pipeline_commit();
+        cp_async_commit();
         writing = writing + 1 == S::STAGES ? 0 : writing + 1;
     }
-    // Waits until the next step's tiles are there. One barrier: behind it everybody's copies have arrived, and nobody
-    // reads the tiles of the step before any more.
+    // Waits for the tiles of the next step. After the one barrier the copies of all threads have arrived, and no thread
+    // reads the tiles of the previous step any more.
     __device__ __forceinline__ void next_step() {
-        __pipeline_wait_prior(S::STAGES - 2);
+        cp_async_wait<S::STAGES - 2>();
         __syncthreads();
         reading = reading + 1 == S::STAGES ? 0 : reading + 1;
     }
-    // Of the current step; m-th and n-th rows.
+    // The m-th and n-th rows of the current step.
     __device__ __forceinline__ const T* inp_row(int m) const {
         return shared() + reading * S::STAGE + m * PITCH<T, S::BK>;
     }
@@ -270,7 +269,7 @@ class Pipeline {
 };
 
 template <typename S>
-void launch(void (*kernel)(Product<typename S::T>), const Product<typename S::T>& p, Stream stream) {
+void launch(void (*kernel)(LinearArguments<typename S::T>), const LinearArguments<typename S::T>& p, Stream stream) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::SHARED_BYTES),
                "matmul ladder");
     kernel<<<grid<S::BM, S::BN>(p), S::THREADS, S::SHARED_BYTES, cuda_stream(stream)>>>(p);
@@ -278,10 +277,10 @@ void launch(void (*kernel)(Product<typename S::T>), const Product<typename S::T>
 
 // --- double buffered
 
-// Lanes of a warp stand 8 x 4 over its outputs: a read of 16 bytes by all of them touches 8 rows of inp, or 4 of
+// The lanes of a warp cover 8 x 4 parts of its outputs: a read of 16 bytes by all lanes touches 8 rows of inp, or 4 of
 // weight, in different banks.
 template <typename S, bool ALIGNED>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) double_buffered_kernel(Product<float> p) {
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) double_buffered_kernel(LinearArguments<float> p) {
     constexpr int RM = S::WM / 8, RN = S::WN / 4, BK = S::BK;
     const Tile tile = tile_of_block<S::BM, S::BN>(p);
     const int warp = threadIdx.x / WARP, lane = lane_id();
@@ -299,7 +298,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) double_buffered_kernel(
         for (int j = 0; j < RN; j++) store(p, tile.m + m + i * 8, tile.n + n + j * 4, sum[i][j]);
 }
 
-void double_buffered(const Product<float>& p, Stream stream) {
+void double_buffered(const LinearArguments<float>& p, Stream stream) {
     using S = Shape<float, 128, 128, 32, 2, 2, 2, 2>;
     dispatch_aligned(p, [&](auto aligned) { launch<S>(double_buffered_kernel<S, aligned>, p, stream); });
 }
@@ -308,7 +307,7 @@ void double_buffered(const Product<float>& p, Stream stream) {
 
 // A warp's sums in the layout of mma.sync (kernels/cuda/warp_tile.cuh), its first row and column given.
 template <int MT, int NT>
-__device__ __forceinline__ void store_sums(const Product<bf16>& p, int64_t m0, int64_t n0,
+__device__ __forceinline__ void store_sums(const LinearArguments<bf16>& p, int64_t m0, int64_t n0,
                                            const float (&c)[MT][NT][4]) {
     const int lane = lane_id();
 #pragma unroll
@@ -335,7 +334,7 @@ __device__ __forceinline__ void store_sums(const Product<bf16>& p, int64_t m0, i
 }
 
 template <typename S, bool ALIGNED>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) tensor_core_kernel(Product<bf16> p) {
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) tensor_core_kernel(LinearArguments<bf16> p) {
     constexpr int BK = S::BK, MT = S::WM / 16, NT = S::WN / 8;
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     bf16 *inp = reinterpret_cast<bf16*>(dynamic_shared), *weight = inp + S::BM * PITCH<bf16, BK>;
@@ -355,16 +354,17 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) tensor_core_kernel(Prod
     store_sums(p, tile.m + m, tile.n + n, sum);
 }
 
-void tensor_cores(const Product<bf16>& p, Stream stream) {
+void tensor_cores(const LinearArguments<bf16>& p, Stream stream) {
     using S = Shape<bf16, 128, 128, 32, 1, 2, 4, 2>;
     dispatch_aligned(p, [&](auto aligned) { launch<S>(tensor_core_kernel<S, aligned>, p, stream); });
 }
 
 // --- tensor cores behind a pipeline
 
-// While mma.sync works on 16 columns, ldmatrix fetches the next 16, from the next step's tiles at the end of a step.
+// While mma.sync multiplies 16 columns, ldmatrix loads the next 16; at the end of a step, from the tiles of the next
+// step.
 template <typename S, bool ALIGNED>
-__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(Product<bf16> p) {
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(LinearArguments<bf16> p) {
     constexpr int BK = S::BK, MT = S::WM / 16, NT = S::WN / 8, KT = BK / 16;
     static_assert(KT % 2 == 0, "the fragments' buffer must be the same at the beginning of each step");
     const Tile tile = tile_of_block<S::BM, S::BN>(p);
@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(Produc
 #pragma unroll
         for (int k = 0; k < KT; k++) {
             if (k == KT - 1) tiles.next_step();
-            load_fragments((k + 1) % KT);  // after the last step they are of no use
+            load_fragments((k + 1) % KT);  // unused after the last step
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -402,7 +402,7 @@ __global__ void __launch_bounds__(S::THREADS, S::BLOCKS) pipelined_kernel(Produc
     store_sums(p, tile.m + m, tile.n + n, sum);
 }
 
-void pipelined(const Product<bf16>& p, Stream stream) {
+void pipelined(const LinearArguments<bf16>& p, Stream stream) {
     using Large = Shape<bf16, 128, 256, 64, 3, 2, 4, 1>;
     using Small = Shape<bf16, 128, 128, 64, 2, 2, 4, 1>;  // consumer GPUs have 100 KiB of shared memory
     if (Large::SHARED_BYTES <= max_shared_bytes())
@@ -414,7 +414,7 @@ void pipelined(const Product<bf16>& p, Stream stream) {
 // --- cuBLASLt
 
 template <typename T>
-void library(const Product<T>& p, Stream stream) {
+void library(const LinearArguments<T>& p, Stream stream) {
     const auto tensor = [](const T* data, std::initializer_list<int64_t> shape) {
         return make_tensor(const_cast<T*>(data), dtype_of<T>(), Device::CUDA, shape);
     };
@@ -427,50 +427,51 @@ void library(const Product<T>& p, Stream stream) {
 template <typename T>
 struct Rung {
     const char* name;
-    void (*multiply)(const Product<T>& p, Stream stream);
+    void (*multiply)(const LinearArguments<T>& p, Stream stream);
     const char* why;
 };
 
 const std::vector<Rung<float>> FP32_RUNGS = {
     {"naive", naive,
-     "One thread for each output. The 32 threads of a warp read 32 rows of inp, each another cache line: 32 passes "
-     "through L1 for 32 multiply-adds, and where rows lie a power of two apart the lines push each other out."},
+     "One thread for each output. The 32 threads of a warp read 32 rows of inp, so each reads another cache line: "
+     "32 passes through L1 for 32 multiply-adds. If the row stride is a power of two, the lines evict each other."},
     {"coalesced", coalesced,
-     "One warp for each output: its threads read neighbouring numbers of a row, one pass for 32 multiply-adds, and add "
-     "up their sums by shuffles at the end. Now two loads for each multiply-add, from L1 at best, are the limit."},
+     "One warp for each output: its threads read neighbouring numbers of a row, one pass for 32 multiply-adds, "
+     "and add their sums with shuffles at the end. The limit is now two loads for each multiply-add, at best from "
+     "L1."},
     {"tiled", tiled,
-     "A block of 32 x 32 threads copies a tile of each matrix into shared memory and uses each number 32 times, so "
-     "that L2 and memory are read 32 times less. But each multiply-add still loads its two numbers, now from shared "
+     "A block of 32 x 32 threads copies a tile of each matrix into shared memory and uses each number 32 times, "
+     "so L2 and memory are read 32 times less. But each multiply-add still loads two numbers, now from shared "
      "memory."},
     {"8 x 8 per thread", block_128,
-     "A block of 128 x 128, each thread with 64 sums in registers: 16 numbers loaded make 64 multiply-adds, four "
-     "numbers to a load, and L2 is read a quarter as often. Shared memory is no longer the limit; waiting for each "
-     "tile is: copy, barrier, multiply, barrier."},
+     "A block computes 128 x 128 outputs, each thread 64 sums in registers: 16 loaded numbers give 64 "
+     "multiply-adds, a load has four numbers, and L2 is read a quarter as often. Shared memory is no longer the "
+     "limit. The latency of each tile is: copy, barrier, multiply, barrier."},
     {"double buffered", double_buffered,
-     "Tiles are copied (cp.async) while the ones before are multiplied, with one barrier a tile; 128 sums a thread, so "
-     "that 24 numbers loaded make 128 multiply-adds; and a warp's lanes stand 8 x 4, so that a read of shared memory "
-     "takes fewer passes. What is left: multiply-adds still share the issue slots with loads and addresses."},
+     "cp.async copies the next tiles while the current ones are multiplied, with one barrier a tile. A thread has "
+     "128 sums, so 24 loaded numbers give 128 multiply-adds, and the lanes of a warp cover 8 x 4 parts, so a read "
+     "of shared memory takes fewer passes. Multiply-adds still share the issue slots with loads and addresses."},
     {"cuBLASLt", library<float>,
-     "What matmul_forward() uses: kernels in machine code, scheduled by hand around register banks. The limit here."},
+     "What matmul_forward() uses: machine code scheduled by hand around register banks. The limit here."},
 };
 
 const std::vector<Rung<bf16>> BF16_RUNGS = {
     {"mma.sync", tensor_cores,
-     "A warp multiplies 16 x 8 x 16 numbers by one instruction of the tensor cores, reading its operands by ldmatrix, "
-     "which hands 8 x 8 tiles to the lanes as mma.sync wants them. Copy, barrier, multiply, barrier, as in 8 x 8 per "
+     "A warp multiplies 16 x 8 x 16 numbers with one tensor core instruction. ldmatrix loads the operands: it "
+     "gives 8 x 8 tiles to the lanes in the layout of mma.sync. Copy, barrier, multiply, barrier, as in 8 x 8 per "
      "thread."},
     {"mma.sync, pipelined", pipelined,
-     "64 x 64 sums for each warp, so that shared memory is read less often for the same products, tiles copied two "
-     "steps ahead, and operands fetched by ldmatrix one mma.sync ahead: the tensor cores wait less. What is left of "
-     "the "
-     "gap asks for wgmma, which only Hopper has."},
+     "64 x 64 sums for each warp, so shared memory is read less often for the same multiply-adds. Tiles are "
+     "copied two steps ahead, and ldmatrix loads operands one mma.sync ahead, so the tensor cores wait less. "
+     "Closing the rest of the gap needs wgmma, which only Hopper has."},
     {"cuBLASLt", library<bf16>,
-     "What matmul_forward() uses. On Hopper its kernels use wgmma: a warpgroup multiplies straight from shared memory, "
-     "with tiles brought by the copy engine (TMA). The limit here."},
+     "What matmul_forward() uses. On Hopper its kernels use wgmma: a warpgroup multiplies operands in shared memory, "
+     "and "
+     "TMA copies the tiles. The limit here."},
 };
 
 template <typename T>
-void run(const Rung<T>& rung, const Product<T>& p, Stream stream) {
+void run(const Rung<T>& rung, const LinearArguments<T>& p, Stream stream) {
     rung.multiply(p, stream);
     check_launch(rung.name, stream);
 }
@@ -488,7 +489,7 @@ struct Problem {
           bias(DeviceArray<T>::random(N, 3, 10, 0, stream)),
           out(M * N, stream) {}
 
-    Product<T> product(bool with_bias) const {
+    LinearArguments<T> arguments(bool with_bias) const {
         return {out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, M, N, K};
     }
     reference::Value expected(int64_t m, int64_t n, bool with_bias) const {
@@ -497,11 +498,11 @@ struct Problem {
         return v;
     }
 
-    // Runs the rung on a poisoned output. All outputs are compared where there are few, else samples: first and last
-    // rows and columns, both sides of tile edges, and any.
+    // Runs the rung on a poisoned output. Compares all outputs if there are few, else samples: the first and last rows
+    // and columns, both sides of tile edges, and random ones.
     bool correct(const Rung<T>& rung, bool with_bias, Stream stream) {
         out.poison(stream);
-        run(rung, product(with_bias), stream);
+        run(rung, arguments(with_bias), stream);
         const std::vector<T> got = out.fetch(stream);
         ErrorBound bound(dtype_of<T>(), K);
         const auto compare = [&](int64_t m, int64_t n) {
@@ -542,12 +543,12 @@ LadderTable climb(const std::vector<Rung<T>>& rungs, int64_t size, Stream stream
     table.title = str("matmul ", dtype_name(dtype_of<T>()));
     table.unit = "TFLOP/s", table.unit_size = 1e12, table.limit_name = "cuBLASLt";
     for (const Rung<T>& rung : rungs) {
-        matmul_tuning(true, stream);  // the library's best is the limit, and not its guess
+        matmul_tuning(true, stream);  // the limit is the fastest algorithm of the library
         bool correct = large.correct(rung, false, stream);
         matmul_tuning(false, stream);
         for (Problem<T>& problem : small)
             for (const bool with_bias : {false, true}) correct = problem.correct(rung, with_bias, stream) && correct;
-        const double ms = timer.median_ms([&] { run(rung, large.product(false), stream); });
+        const double ms = timer.median_ms([&] { run(rung, large.arguments(false), stream); });
         const double flops = 2.0 * double(size) * double(size) * double(size);
         table.rows.push_back({rung.name, ms, flops / (ms * 1e-3), 0, correct, rung.why});
     }

@@ -3,12 +3,12 @@
 //     make ladder OP=reduce BACKEND=cuda
 //     build/cuda/dev/ladder/reduce --csv reduce.csv && scripts/plot_ladder.py reduce.csv
 //
-// 2^27 numbers in fp32 and in bf16, summed in fp32. Each element is read once and nothing to speak of is written, so
-// the limit is memory; GB/s stand beside a copy on the device of 512 MiB, timed in the same run. No rung uses atomics:
-// blocks leave partial sums, and the same kernel adds those up, so the same numbers give the same bits. Every rung
-// takes any length and is checked against the float64 oracle.
+// 2^27 numbers in fp32 and in bf16, summed in fp32. Each element is read once and almost nothing is written, so the op
+// is memory-bound. GB/s are compared with a device copy of 512 MiB, timed in the same run. No rung uses atomics: blocks
+// write partial sums, which the same kernel adds, so the same numbers give the same bits. Every rung takes any length
+// and is checked against the float64 oracle.
 //
-// Read the rungs from top to bottom: each keeps what the one before it won.
+// Read the rungs from top to bottom: each keeps the gains of the previous rung.
 #include <cmath>
 
 #include "dev/ladder/device_run.cuh"
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(THREADS) halves_kernel(float* partial, const T
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// --- as many blocks as the GPU holds, which walk through the array together
+// --- as many blocks as the GPU holds, which loop over the array
 
 template <typename T>
 __device__ __forceinline__ float thread_sum(const T* x, int64_t n) {
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(THREADS) shuffles_kernel(float* partial, const
     if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// 16 bytes at a time, four loads before the first is used; the elements that are left over one by one.
+// 16 bytes at a time, four loads before the first use; the remaining elements one by one.
 template <typename T>
 __global__ void __launch_bounds__(THREADS) vectors_kernel(float* partial, const T* x, int64_t n) {
     constexpr int W = FULL_WIDTH<T>, LOADS = 4;
@@ -131,7 +131,7 @@ int64_t blocks_for(int64_t n) {
     return ALL ? blocks : std::min<int64_t>(blocks, 8 * num_sms());
 }
 
-// The kernel on the numbers, then on its own partial sums until one is left.
+// Runs the kernel on the numbers, then on its own partial sums until one is left.
 template <typename T, bool ALL>
 void in_steps(void (*first)(float*, const T*, int64_t), void (*rest)(float*, const float*, int64_t),
               const Problem<T>& p, Stream stream) {
@@ -183,30 +183,26 @@ struct Rung {
 template <typename T>
 const std::vector<Rung<T>> RUNGS = {
     {"neighbours", neighbours<T>,
-     "A block reads 256 elements into shared memory and adds neighbours, then neighbours of neighbours: eight steps "
-     "with "
-     "a barrier each. In every step the working threads are spread over all warps, so that no warp is free, and lanes "
-     "that do nothing take as long as those that add. Division and remainder decide who works."},
+     "A block reads 256 elements into shared memory and adds neighbours, then neighbours of neighbours: eight "
+     "steps with a barrier each. In every step the working threads are spread over all warps, so no warp is idle, "
+     "and idle lanes take as long as working ones. Division and remainder decide which threads work."},
     {"halves", halves<T>,
-     "The upper half of the sums is added to the lower half: the threads that work stand side by side, whole warps "
-     "fall "
-     "idle, and neighbouring lanes read neighbouring banks. Still each thread reads one element for nine barriers."},
+     "The upper half of the sums is added to the lower half: the working threads are contiguous, whole warps "
+     "become idle, and neighbouring lanes read neighbouring banks. Still, each thread reads one element for nine "
+     "barriers."},
     {"blocks that stay", walking<T>,
-     "As many blocks as the GPU holds at a time, and each thread adds up its elements in a register, a grid's width "
-     "apart. The tree comes once for hundreds of thousands of elements, and a thousand partial sums are left instead "
-     "of a "
-     "million."},
+     "As many blocks as the GPU holds at a time. Each thread adds its elements, a grid's width apart, in a "
+     "register. The tree runs once for hundreds of thousands of elements, and a thousand partial sums remain "
+     "instead of a million."},
     {"shuffles", shuffles<T>,
-     "Within a warp registers are exchanged directly, five shuffles without a barrier; shared memory sees eight sums "
-     "of "
-     "warps. It matters little here, where the tree has become rare, and much for short rows."},
+     "Within a warp, five shuffles add registers without a barrier; shared memory holds only the eight sums of "
+     "the warps. It matters little here, where the tree is rare, and much for short rows."},
     {"vectors in flight", vectors<T>,
-     "16 bytes for each access and four accesses before the first addition: a thread that waits for one number at a "
-     "time "
-     "leaves memory idle, for what is under way at once divided by the time of a round trip is the bandwidth."},
+     "16 bytes for each access and four accesses before the first addition. The bandwidth is the number of bytes "
+     "in flight divided by the latency, so a thread that waits for one number at a time leaves the memory idle."},
     {"the one used", used<T>,
-     "tensor_reduce(): the same for any axis of any strided tensor. Blocks take contiguous pieces of fixed length, "
-     "running sums are cut off every 64 vectors for accuracy, and a second launch adds up the pieces."},
+     "tensor_reduce(): the same for any axis of any strided tensor. Blocks take contiguous ranges of fixed "
+     "length, running sums end every 64 vectors for accuracy, and a second launch adds the partial sums."},
 };
 
 template <typename T>

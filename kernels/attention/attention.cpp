@@ -172,10 +172,10 @@ struct ForwardTile {
 void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
     const int64_t ld = tile_size(HS);
     const Band all{-MAX_TILE, MAX_TILE};
-    product_n(t.s, MAX_TILE, k[j], k.stride, t.qt, ld, n, vecs, HS, Into::Overwritten);
+    tile_AB(t.s, MAX_TILE, k[j], k.stride, t.qt, ld, n, vecs, HS, Into::Overwritten);
     for (int64_t u = 0; u < vecs * LANES; u += LANES)
         softmax_lanes(t.s + u, n, all, t.max + u, t.sum + u, t.ot + u, ld, HS);
-    product_t(t.ot, ld, v[j], v.stride, t.s, MAX_TILE, HS, vecs, n, Into::Continued);
+    tile_AtB(t.ot, ld, v[j], v.stride, t.s, MAX_TILE, HS, vecs, n, Into::Continued);
 }
 
 // Keys begin … end − 1 on an edge of the band, where lane l sees the keys l + band.first … l + band.last.
@@ -192,8 +192,8 @@ void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t
     };
     for_each_step([&](int64_t j, int64_t n, int64_t first, int64_t last) {
         if (first < last)
-            product_n(t.s + (j - begin) * MAX_TILE + first * LANES, MAX_TILE, k[j], k.stride, t.qt + first * LANES, ld,
-                      n, last - first, HS, Into::Overwritten);
+            tile_AB(t.s + (j - begin) * MAX_TILE + first * LANES, MAX_TILE, k[j], k.stride, t.qt + first * LANES, ld, n,
+                    last - first, HS, Into::Overwritten);
     });
     auto of_vector = [&](int64_t u, int64_t j) {  // the band as vector u sees it, with key j as key 0
         return Band{u * LANES + band.first - j, u * LANES + band.last - j};
@@ -223,7 +223,7 @@ void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t
             float* ot = t.ot + u * LANES;
             const float* p = t.s + (from - begin) * MAX_TILE + u * LANES;
             if (next > u) {
-                product_t(ot, ld, v[from], v.stride, p, MAX_TILE, HS, next - u, to - from, Into::Continued);
+                tile_AtB(ot, ld, v[from], v.stride, p, MAX_TILE, HS, next - u, to - from, Into::Continued);
             } else {
                 product_edge(ot, ld, v[from], v.stride, p, MAX_TILE, HS, to - from, of_vector(u, from));
                 next = u + 1;
@@ -329,18 +329,18 @@ void backward_full(BackwardTile& t, const BackwardHead& head, int64_t i0, int64_
     const int64_t vecs = ceil_div(nk, LANES);
     pack_rows(t.q, head.q[i0], head.q.stride, n, HS, 1);
     pack_rows(t.dout, head.dout[i0], head.dout.stride, n, HS, 1);
-    product_n(t.p, MAX_TILE, t.q, width, t.kt, ld, n, vecs, HS, Into::Overwritten);
-    product_n(t.ds, MAX_TILE, t.dout, width, t.vt, ld, n, vecs, HS, Into::Overwritten);
+    tile_AB(t.p, MAX_TILE, t.q, width, t.kt, ld, n, vecs, HS, Into::Overwritten);
+    tile_AB(t.ds, MAX_TILE, t.dout, width, t.vt, ld, n, vecs, HS, Into::Overwritten);
     for (int64_t i = 0; i < n; i++) {
         softmax_gradient(t.p + i * MAX_TILE, t.ds + i * MAX_TILE, vecs, head.lse[i0 + i], head.delta[i0 + i], 0,
                          vecs * LANES);
     }
     if (shape.want_dkv) {
-        product_t(t.dv, width, t.p, MAX_TILE, t.dout, width, nk, columns, n, Into::Continued);
-        product_t(t.dk, width, t.ds, MAX_TILE, t.q, width, nk, columns, n, Into::Continued);
+        tile_AtB(t.dv, width, t.p, MAX_TILE, t.dout, width, nk, columns, n, Into::Continued);
+        tile_AtB(t.dk, width, t.ds, MAX_TILE, t.q, width, nk, columns, n, Into::Continued);
     }
     if (shape.want_dq) {
-        product_n(t.dq, width, t.ds, MAX_TILE, t.k, width, n, columns, nk, Into::Overwritten);
+        tile_AB(t.dq, width, t.ds, MAX_TILE, t.k, width, n, columns, nk, Into::Overwritten);
         add_query_gradient(head.dq, i0, t.dq, n, HS);
     }
 }
@@ -365,8 +365,8 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
     for_each_step([&](int64_t row, int64_t rows) {
         const int64_t key = first_key(row) / LANES * LANES, vecs = ceil_div(key_end(row + rows - 1) - key, LANES);
         float *p = t.p + row * MAX_TILE + key, *ds = t.ds + row * MAX_TILE + key;
-        product_n(p, MAX_TILE, t.q + row * width, width, t.kt + key, ld, rows, vecs, HS, Into::Overwritten);
-        product_n(ds, MAX_TILE, t.dout + row * width, width, t.vt + key, ld, rows, vecs, HS, Into::Overwritten);
+        tile_AB(p, MAX_TILE, t.q + row * width, width, t.kt + key, ld, rows, vecs, HS, Into::Overwritten);
+        tile_AB(ds, MAX_TILE, t.dout + row * width, width, t.vt + key, ld, rows, vecs, HS, Into::Overwritten);
         for (int64_t r = 0; r < rows; r++) {
             const int64_t i = begin + row + r;
             softmax_gradient(p + r * MAX_TILE, ds + r * MAX_TILE, vecs, head.lse[i], head.delta[i],
@@ -376,10 +376,10 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
     // The keys from `key` on get the products of the queries [from, to).
     auto add_to_keys = [&](int64_t key, int64_t keys, int64_t from, int64_t to) {
         if (from >= to) return;
-        product_t(t.dv + key * width, width, t.p + from * MAX_TILE + key, MAX_TILE, t.dout + from * width, width, keys,
-                  columns, to - from, Into::Continued);
-        product_t(t.dk + key * width, width, t.ds + from * MAX_TILE + key, MAX_TILE, t.q + from * width, width, keys,
-                  columns, to - from, Into::Continued);
+        tile_AtB(t.dv + key * width, width, t.p + from * MAX_TILE + key, MAX_TILE, t.dout + from * width, width, keys,
+                 columns, to - from, Into::Continued);
+        tile_AtB(t.dk + key * width, width, t.ds + from * MAX_TILE + key, MAX_TILE, t.q + from * width, width, keys,
+                 columns, to - from, Into::Continued);
     };
     for (int64_t key = 0; key < nk && shape.want_dkv; key += LANES) {
         // Each key takes the queries before those that see all keys of the vector, then all keys together take these,
@@ -396,8 +396,8 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
     std::fill(t.dq, t.dq + n * width, 0.0f);
     auto add_to_queries = [&](int64_t row, int64_t rows, int64_t from, int64_t to) {
         if (from < to)
-            product_n(t.dq + row * width, width, t.ds + row * MAX_TILE + from, MAX_TILE, t.k + from * width, width,
-                      rows, columns, to - from, Into::Continued);
+            tile_AB(t.dq + row * width, width, t.ds + row * MAX_TILE + from, MAX_TILE, t.k + from * width, width, rows,
+                    columns, to - from, Into::Continued);
     };
     for_each_step([&](int64_t row, int64_t rows) {  // likewise
         const int64_t from = first_key(row + rows - 1), to = std::max(from, key_end(row));

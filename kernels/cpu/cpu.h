@@ -1,5 +1,5 @@
-// What the OpenMP kernels share: run-time dispatch to AVX-512 and vectors of 16 floats with their exp, sum and
-// maximum. Not for .cu files.
+// For the OpenMP kernels: run-time dispatch to AVX-512, and vectors of 16 floats with exp, sum and maximum. Not for .cu
+// files.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@
 // Helpers that a MULTIARCH function calls in its inner loop must be ALWAYS_INLINE, else they stay AVX2.
 // -DNO_AVX512 builds the AVX2 versions alone, so that they can be tested on a machine with AVX-512.
 //
-// For the few loops that want another shape with AVX-512 and not only another compilation, WITH_AVX512 marks the
-// function to call where has_avx512().
+// A few loops need another structure with AVX-512, not only another compilation. WITH_AVX512 marks the function to call
+// if has_avx512().
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(NO_AVX512)
 #define MULTIARCH __attribute__((target_clones("arch=x86-64-v4", "default")))
 #define WITH_AVX512 __attribute__((target("arch=x86-64-v4")))
@@ -48,7 +48,7 @@ ALWAYS_INLINE void vec_store(float* p, vec16 v) {
     std::memcpy(p, &v, sizeof(v));
 }
 
-// The first n < 16 floats, the other lanes as given in rest (for a maximum: −∞, for a sum: 0).
+// The first n < 16 floats; the other lanes come from rest (for a maximum: −∞, for a sum: 0).
 ALWAYS_INLINE vec16 vec_load_partial(const float* p, int64_t n, vec16 rest = vec16{}) {
     std::memcpy(&rest, p, static_cast<size_t>(n) * sizeof(float));
     return rest;
@@ -58,17 +58,16 @@ ALWAYS_INLINE void vec_store_partial(float* p, vec16 v, int64_t n) {
     std::memcpy(p, &v, static_cast<size_t>(n) * sizeof(float));
 }
 
-// x in all lanes: one broadcast. Through integers, because GCC 12 makes 16 insertions of a float's splat. Where x meets
-// a vec16 in a sum or product, x itself will do.
+// x in all lanes, as one broadcast. It goes through integers, because GCC 12 compiles the splat of a float to 16
+// insertions. Arithmetic with a vec16 takes x itself.
 ALWAYS_INLINE vec16 vec_set(float x) {
     int32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));
     return reinterpret_cast<vec16>(bits | ivec16{});
 }
 
-// Written as loops over the lanes: GCC 12 makes one instruction of each, where a > b ? a : b with vec16 operators falls
-// apart into scalars in the AVX2 version.
-// Where a or b is NaN the result is b.
+// Loops over the lanes, which GCC 12 compiles to one instruction each; a > b ? a : b on vec16 becomes scalar code with
+// AVX2. The result is b if a or b is NaN.
 ALWAYS_INLINE vec16 vec_max(vec16 a, vec16 b) {
     vec16 r;
     for (int i = 0; i < 16; i++) r[i] = a[i] > b[i] ? a[i] : b[i];
@@ -100,7 +99,7 @@ ALWAYS_INLINE float vec_hmax(vec16 x) {
     return a > b ? a : b;
 }
 
-// eˣ for any x: 1.02 ulp at most where the result is normal; subnormal results, 0, ∞ and NaN come out as they should.
+// eˣ for any x: 1.02 ulp at most where the result is normal; subnormal results, 0, ∞ and NaN are right.
 // x = n·ln 2 + r with |r| ≤ ln(2)/2, ln 2 in two parts (Cody, Waite 1980); eʳ = 1 + r + r²·q(r), q a minimax polynomial
 // of relative error 2^−28. 2ⁿ is applied in two factors, so that neither overflows before the product does.
 ALWAYS_INLINE vec16 vec_exp(vec16 x) {

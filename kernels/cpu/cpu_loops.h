@@ -1,5 +1,5 @@
-// The two loops that the memory-bound OpenMP kernels are made of: along a row in vectors, and over a matrix in chunks
-// that threads share. Not for .cu files.
+// The two loops of the memory-bound OpenMP kernels: over a row in vectors, and over a matrix in chunks that threads
+// share. Not for .cu files.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 // Below this many elements a parallel region costs more than it saves.
 constexpr int64_t PARALLEL_MIN = 1 << 14;
 
-// Up to 16 floats; lanes beyond `lanes` are 0 (load) or left alone (store). The test folds away where lanes is the
-// constant 16, as it is in for_each_vector's loop.
+// Up to 16 floats; lanes beyond `lanes` are 0 (load) or unchanged (store). The test folds away if lanes is the constant
+// 16, as in the loop of for_each_vector.
 ALWAYS_INLINE vec16 vec_load_lanes(const float* p, int64_t lanes) {
     return lanes == 16 ? vec_load(p) : vec_load_partial(p, lanes);
 }
@@ -24,8 +24,8 @@ ALWAYS_INLINE void vec_store_lanes(float* p, vec16 v, int64_t lanes) {
         vec_store_partial(p, v, lanes);
 }
 
-// body(i, lanes) for i = 0, 16, 32 … below n; lanes is 16 but for the rest at the end. Give the body the attribute
-// always_inline (INLINE_LAMBDA), so that it is compiled for the instruction set of the MULTIARCH function around it.
+// Calls body(i, lanes) for i = 0, 16, 32 … below n; lanes is 16 except at the end. Give the body the attribute
+// always_inline (INLINE_LAMBDA), so that it is compiled for the instruction set of the surrounding MULTIARCH function.
 #define INLINE_LAMBDA __attribute__((always_inline))
 template <typename Body>
 ALWAYS_INLINE void for_each_vector(int64_t n, Body body) {
@@ -41,12 +41,12 @@ ALWAYS_INLINE float vec_dot(const float* a, const float* b, int64_t n) {
     return vec_sum(sum);
 }
 
-// Row stride in elements of a matrix [N, C]. A single row may carry any, but libraries want one that could be true.
+// Row stride of a matrix [N, C] in elements. A single row may have any stride; libraries get a valid one.
 inline int64_t row_stride(const Tensor& t) {
     return t.shape[0] > 1 ? t.stride[0] : std::max<int64_t>(1, t.shape[1]);
 }
 
-// Rows of a matrix that may not be given: every row of such a one is null.
+// Rows of an optional matrix: if it is null, every row is null.
 template <typename T>
 class Rows {
   public:
@@ -58,17 +58,17 @@ class Rows {
     int64_t stride;
 };
 
-// Calls body(row, begin, end) for pieces of up to 8192 columns that together cover [N, C], shared among threads. Only
-// for elementwise work: pieces are cut at multiples of 16 columns and every element is computed alike, so results don't
-// depend on the cut. `flat`: all operands are contiguous, the matrix is walked as one long row.
+// Calls body(row, begin, end) for chunks of up to 8192 columns that together cover [N, C], shared among threads. For
+// elementwise work only: chunks end at multiples of 16 columns and every element is computed alike, so results do not
+// depend on the chunks. flat: all operands are contiguous, and the matrix is walked as one long row.
 template <typename Body>
-void parallel_pieces(int64_t N, int64_t C, bool flat, Body body) {
-    constexpr int64_t PIECE = 8192;
+void parallel_chunks(int64_t N, int64_t C, bool flat, Body body) {
+    constexpr int64_t CHUNK = 8192;
     const int64_t rows = flat ? 1 : N, columns = flat ? N * C : C;
-    const int64_t per_row = (columns + PIECE - 1) / PIECE;
+    const int64_t per_row = (columns + CHUNK - 1) / CHUNK;
 #pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
     for (int64_t i = 0; i < rows * per_row; i++) {
-        const int64_t row = i / per_row, begin = i % per_row * PIECE;
-        body(row, begin, std::min(begin + PIECE, columns));
+        const int64_t row = i / per_row, begin = i % per_row * CHUNK;
+        body(row, begin, std::min(begin + CHUNK, columns));
     }
 }

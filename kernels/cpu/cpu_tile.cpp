@@ -2,8 +2,8 @@
 
 namespace {
 
-// c [R, NV vectors] = a·b or more: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b is [K, NV
-// vectors].
+// c [R, NV vectors] = a·b, stored as `into` says: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b
+// is [K, NV vectors].
 template <typename V, int R, int NV, bool TRANSPOSED>
 ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                                  int64_t K, Into into) {
@@ -84,13 +84,13 @@ void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const floa
 
 }  // namespace
 
-void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, Into into) {
+void tile_AB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+             int64_t K, Into into) {
     (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
-void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, Into into) {
+void tile_AtB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+              int64_t K, Into into) {
     (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 // In 8×8 blocks.

@@ -1,9 +1,8 @@
-// Matrix products over small tiles in the caches, for the OpenMP kernels that are made of them (attention, linear
-// attention), and the packing that they need. Called by one thread; cpu_tile.cpp picks AVX-512 or AVX2 at run time. Not
-// for .cu files.
+// GEMMs of small tiles that fit in the caches, for the OpenMP kernels of attention and linear attention, and the
+// packing that they need. One thread calls them; cpu_tile.cpp picks AVX-512 or AVX2 at run time. Not for .cu files.
 //
-// All are outer-product GEMMs: scalars of A are broadcast against vectors of a row of B, sums stay in registers. A may
-// lie anywhere with any row stride; rows of B and C are whole vectors of 16.
+// All are outer-product GEMMs: scalars of A are multiplied with vectors of a row of B, and sums stay in registers. A
+// may have any row stride; rows of B and C are whole vectors of 16.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +17,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-// Code with vectors of sums is a template over the vector, vec16 for AVX-512 and vec8 for AVX2: GCC keeps no sums in
-// registers when they are vec16 and the registers are half as wide.
+// Code with vectors of sums is a template over the vector, vec16 for AVX-512 and vec8 for AVX2: GCC does not keep vec16
+// sums in registers that are half as wide.
 template <typename V>
 ALWAYS_INLINE V load(const float* p) {
     V v;
@@ -34,14 +33,14 @@ ALWAYS_INLINE void store(float* p, V v) {
 
 template <typename V>
 constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
-// What becomes of what c holds: nothing; its sums are continued; the new sums, made by themselves, are added to it.
+// How a GEMM stores its sums: over c; continuing the sums that c holds; or summed from zero and then added to c.
 enum class Into { Overwritten, Continued, Added };
-// c [M, vecs·16] = a·b [K, vecs·16] or more: a is [M, K] for product_n, stored as [K, M] for product_t. Each element of
-// c is summed in the order of k, whatever the blocking.
-void product_n(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, Into into);
-void product_t(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
-               int64_t K, Into into);
+// c [M, vecs·16] = a·b with b [K, vecs·16], stored as `into` says. tile_AB: a is [M, K]. tile_AtB: a is stored as [K,
+// M]. Each element of c is summed in the order of k, whatever the blocking.
+void tile_AB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+             int64_t K, Into into);
+void tile_AtB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
+              int64_t K, Into into);
 
 // dst [cols, rows] = scale · src [rows, cols] transposed.
 void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols, float scale);

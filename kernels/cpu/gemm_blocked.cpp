@@ -11,8 +11,8 @@
 
 namespace {
 
-// Block sizes, in elements. A B-panel of KC × tile columns stays in L1 while the A-panels pass by; the A-block of
-// MC × KC (120 kB) stays in L2; the B-block of KC × NC (1 MB) is read from L2 or L3 once for each MC rows.
+// Block sizes, in elements. A B-panel of KC × tile columns stays in L1 while it is multiplied with the A-panels; the
+// A-block of MC × KC (120 kB) stays in L2; the B-block of KC × NC (1 MB) is read from L2 or L3 once for each MC rows.
 constexpr int64_t KC = 256, MC = 120, NC = 1024;
 constexpr int64_t MAX_TILE = 12 * 32;
 
@@ -54,7 +54,7 @@ struct Tile {
     int64_t rows, columns;
 };
 
-// Not MULTIARCH: the two instruction sets want tiles of different shapes, and packing must know which.
+// Not MULTIARCH: the two instruction sets use tiles of different shapes, which packing must know.
 WITH_AVX512 void multiply_tile_12x32(const float* a, const float* b, int64_t K, bool accumulate, float* c,
                                      int64_t ldc) {
     multiply_tile<12, 2>(a, b, K, accumulate, c, ldc);
@@ -65,7 +65,7 @@ Tile best_tile() {
 }
 
 // Copies `width` lanes × K terms into panels of [K][tile]: lanes are rows of op(a) or columns of op(b). Lanes beyond
-// the matrix become zero, so that the tile kernel needs no edge cases; what they produce is thrown away.
+// the matrix become zero, so that the tile kernel needs no edge cases; their results are discarded.
 void pack(float* packed, const float* source, int64_t lane_stride, int64_t k_stride, int64_t width, int64_t K,
           int64_t tile) {
     for (int64_t lane0 = 0; lane0 < width; lane0 += tile, packed += tile * K) {
@@ -84,15 +84,15 @@ void pack(float* packed, const float* source, int64_t lane_stride, int64_t k_str
     }
 }
 
-// The matrix that is written.
+// The output matrix.
 struct Result {
     float* data;
     int64_t row_stride, column_stride;
     float* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
 };
 
-// A tile that sticks out of c, or whose rows are not contiguous there, is computed beside it; the part inside is
-// copied.
+// A tile that extends beyond c, or whose rows are not contiguous in c, is computed in a buffer, and the part inside c
+// is copied.
 void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, bool accumulate, Result c,
                         int64_t rows, int64_t columns) {
     alignas(64) float whole[MAX_TILE];
@@ -159,9 +159,9 @@ void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatri
     }
     const Tile tile = best_tile();
 
-    // Threads get a grid of rectangles, not a share of one packed block: each packs what it needs (a little twice), and
-    // none waits for another. The grid wins whose largest rectangle costs least: for each k, rows·columns/16 vector
-    // operations and rows + columns copies.
+    // Threads take a grid of rectangles and do not share a packed block: each packs what it needs (some of it twice),
+    // and none waits for another. The chosen grid has the least cost of its largest rectangle: for each k,
+    // rows·columns/16 vector operations and rows + columns copies.
     const int64_t tiles_m = ceil_div(M, tile.rows), tiles_n = ceil_div(N, tile.columns);
     const bool small = double(M) * double(N) * double(K) < 1e5;  // a parallel region would cost more than it saves
     const int64_t threads = small ? 1 : std::min<int64_t>(omp_get_max_threads(), tiles_m * tiles_n);
@@ -175,8 +175,8 @@ void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatri
         if (cost < best) best = cost, grid_m = m, grid_n = n;
     }
 
-    // Packing buffers are the one thing a kernel here allocates: they belong to this stand-in for a library, which
-    // would do the same, and not to the driver's arenas.
+    // The only allocation inside a CPU kernel: like a GEMM library, it owns its packing buffers, and the driver's
+    // arenas do not.
     const int64_t kc = std::min(KC, K);
     const int64_t a_size = ceil_div(std::min(MC, M), tile.rows) * tile.rows * kc;
     const int64_t b_size = ceil_div(std::min(NC, N), tile.columns) * tile.columns * kc;

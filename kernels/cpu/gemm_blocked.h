@@ -1,18 +1,19 @@
-// Our own matrix product for machines without a GEMM library: packed, blocked for the caches, register-tiled, OpenMP.
+// Our own GEMM for machines without a GEMM library: packed, blocked for the caches, register-tiled, OpenMP.
 // The structure is that of Goto, van de Geijn 2008, "Anatomy of high-performance matrix multiplication", and of BLIS
 // (Van Zee, van de Geijn 2015): panels of both operands are copied into the order in which the innermost loop reads
-// them, so that it streams contiguous memory whatever the transposes and strides were.
+// them, so that it streams contiguous memory for all transposes and strides.
 #pragma once
 
 #include <cstdint>
 
-// c[M, N] = (or +=, if accumulate) op(a)·op(b), row-major fp32, op(a) [M, K], op(b) [K, N]; op is the transpose where
-// asked. lda, ldb, ldc: row strides of the matrices as stored. c must not overlap a or b. M, N, K may be 0.
+// c [M, N] = op(a)·op(b), added to c if accumulate; row-major fp32. op(x) is x or, if transpose_x, its transpose; op(a)
+// is [M, K], op(b) is [K, N]. lda, ldb, ldc: row strides of the matrices as stored. c must not overlap a or b. M, N, K
+// may be 0.
 //
 // K is summed in blocks of 256, each in ascending order, and the blocks in ascending order: the bits depend neither on
-// the number of threads nor on where an element lies in c. Throws Error if the packing buffers can't be allocated.
+// the number of threads nor on where an element lies in c. Throws Error if the packing buffers cannot be allocated.
 //
-// The general form takes matrices of any strides, as batches of views have them: element (i, j) of m lies at
+// The general form takes matrices of any strides: element (i, j) of m is at
 // m.data[i·m.row_stride + j·m.column_stride].
 struct StridedMatrix {
     const float* data;

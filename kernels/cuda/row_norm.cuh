@@ -8,7 +8,7 @@
 //
 // The gradients of weight and bias, and dsum, are sums over all rows. Blocks loop over many rows and keep their sums in
 // registers. Each block writes its sums to the scratch, and a second kernel adds the blocks in order. The number of
-// blocks depends only on the GPU, so results are bitwise equal on equal GPUs.
+// blocks depends only on sizes and GPU, so results are bitwise equal on equal GPUs.
 //
 //                     forward, warp        forward, block       backward
 //   row held by       32 threads           256 threads          1 thread for each 8 channels
@@ -24,8 +24,7 @@
 // KiB of stages; 264 blocks on the 132 SMs of an H100, 62 rows for each group.
 #pragma once
 
-#include <cuda_pipeline.h>
-
+#include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/row_statistics.cuh"
 
@@ -68,7 +67,7 @@ __device__ __forceinline__ void copy_async(Pack<T, W>* to, const T* from) {
     static_assert(sizeof(*to) % 16 == 0);
 #pragma unroll
     for (size_t byte = 0; byte < sizeof(*to); byte += 16)
-        __pipeline_memcpy_async(reinterpret_cast<char*>(to) + byte, reinterpret_cast<const char*>(from) + byte, 16);
+        cp_async_16(reinterpret_cast<char*>(to) + byte, reinterpret_cast<const char*>(from) + byte, true);
 }
 
 // x = inp + residual, rounded to T whether it is stored or not, so that the backward pass sees the same x.
@@ -228,7 +227,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
             copy_async(&staged(stage, X), a.inp + n * a.inp_stride + c);
             if (a.dresidual) copy_async(&staged(stage, DRESIDUAL), a.dresidual + n * a.dresidual_stride + c);
         }
-        __pipeline_commit();
+        cp_async_commit();
     };
 
     Floats<W> weight{}, dweight{}, dbias{}, dsum{};
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
         fetch(n + stride, stage ^ 1);
         const float mean = next_mean, rstd = next_rstd;
         fetch_statistics(n + stride);
-        __pipeline_wait_prior(1);
+        cp_async_wait<1>();
         float mean_d = 0, mean_dx = 0;
         if (inside) {
             const Floats<W> dout = as_floats(staged(stage, DOUT)), x = as_floats(staged(stage, X));
@@ -282,7 +281,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREA
     }
 
     // Adds the groups of the block in order.
-    __pipeline_wait_prior(0);
+    cp_async_wait<0>();
     auto* groups = reinterpret_cast<float*>(dynamic_shared);  // [groups, C]
     float* out = a.partials + blockIdx.x * int64_t(1 + CENTRED + SUM) * C;
     const auto add_groups = [&](const Floats<W>& sum) {

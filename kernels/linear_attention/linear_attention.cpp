@@ -71,8 +71,8 @@ MULTIARCH void scan_read(float* out, const float* a, const float* state, const f
 void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t n,
              int64_t K, bool accumulate) {
     for (int64_t k = 0; k < K; k += BLOCK)
-        product_n(c, ldc, a + k, lda, b + k * ldb, ldb, M, n / LANES, std::min(BLOCK, K - k),
-                  k > 0 || accumulate ? Into::Added : Into::Overwritten);
+        tile_AB(c, ldc, a + k, lda, b + k * ldb, ldb, M, n / LANES, std::min(BLOCK, K - k),
+                k > 0 || accumulate ? Into::Added : Into::Overwritten);
 }
 
 // One row of scores, all keys from `begin` on: (score + α + β_j)·exp(±(Γ_i − Γ_j)), 0 where masked: keys after i or,
@@ -386,7 +386,7 @@ void Walk::chunked() {
             }
             for (int64_t j = 0; j < n && p.gate; j++) scale_row(b + j * E, within[j], E);
             // What the chunk adds is summed by itself first.
-            product_t(state.rows, width, b, E, c, width, x.E, width / LANES, n, Into::Added);
+            tile_AtB(state.rows, width, b, E, c, width, x.E, width / LANES, n, Into::Added);
             if (!vector) continue;
             const int64_t columns = role == Role::Out ? E : width;
             std::fill(added, added + columns, 0.0f);

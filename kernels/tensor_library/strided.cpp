@@ -6,7 +6,7 @@
 
 namespace {
 
-// Dimensions larger than 1, those of the largest strides first. Returns how many there are.
+// Lists the dimensions larger than 1, largest strides first, and returns their number.
 int dimensions_by_stride(const Tensor& t, int* order) {
     int n = 0;
     for (int d = 0; d < t.rank; d++)
@@ -28,7 +28,7 @@ StridedLoop strided_loop(std::initializer_list<Tensor> operands) {
         loop.operand[k].data = operands.begin()[k].data, loop.operand[k].dtype = operands.begin()[k].dtype;
     for (int i = 0; i < kept; i++) {
         const int d = order[i];
-        // The dimension before becomes part of this one if in every operand it steps over exactly what this one covers.
+        // The previous dimension merges into this one if its stride equals the extent of this one in every operand.
         const int before = loop.rank - 1;
         bool merges = before >= 0;
         for (int k = 0; merges && k < loop.operands; k++)
@@ -85,9 +85,9 @@ struct Term {
     int64_t step, most;
 };
 
-// Whether Σ_k x_k·step_k = target has a solution with 0 ≤ x_k ≤ most_k, steps descending and positive. Depth first,
-// from the largest step: what the smaller ones can still reach leaves few values to try. True too when `work` is used
-// up.
+// Whether Σ_k x_k·step_k = target has a solution with 0 ≤ x_k ≤ most_k; steps are descending and positive. A
+// depth-first search from the largest step: the range of the smaller steps leaves few values to try. Also true if
+// `work` is exhausted.
 bool reachable(const Term* terms, int n, int64_t target, int64_t& work) {
     if (target == 0) return true;
     if (n == 0 || target < 0) return false;
@@ -110,8 +110,9 @@ bool tensors_overlap(const Tensor& a, const Tensor& b) {
     const int64_t begin_a = int64_t(a.data) + ra.begin, end_a = int64_t(a.data) + ra.end;
     const int64_t begin_b = int64_t(b.data) + rb.begin, end_b = int64_t(b.data) + rb.end;
     if (ra.begin == ra.end || rb.begin == rb.end || end_a <= begin_b || end_b <= begin_a) return false;
-    // A byte of a is begin_a + Σ x·|stride| + (byte in the element), a byte of b likewise. They meet where the two sums
-    // differ by begin_b − begin_a; with b's indices counted from their ends all terms are positive.
+    // A byte of a is at begin_a + Σ x·|stride| + (byte in the element), and a byte of b likewise. They are the same
+    // byte if the two sums differ by begin_b − begin_a. With b's indices counted from their ends all terms are
+    // positive.
     Term terms[2 * (MAX_DIMS + 1)];
     int n = 0;
     for (const Tensor* t : {&a, &b}) {

@@ -1,9 +1,9 @@
-// Loops over strided tensors: what tensor_ops does to shapes and strides before a kernel sees them, the same for both
-// backends. Everything here runs on the host and looks at no data.
+// Loops over strided tensors: how tensor_ops transforms shapes and strides before it launches a kernel, the same for
+// both backends. Everything here runs on the host and reads no data.
 //
-// Broadcasting costs nothing: a dimension that repeats gets stride 0 (NumPy's rule), and a dimension that repeats a
-// block of m elements n/m times becomes two, [n/m, m] with strides [0, s] (ggml's modulo rule without a modulo). Then
-// dimensions that lie behind each other in every operand are merged, so that most calls end as one or two dimensions.
+// Broadcasting is free: a dimension that repeats gets stride 0 (NumPy's rule), and a dimension that repeats a block of
+// m elements n/m times becomes two, [n/m, m] with strides [0, s] (ggml's modulo rule without a modulo). Then dimensions
+// that are adjacent in every operand are merged, so that most loops have one or two dimensions.
 #pragma once
 
 #include "kernels/check.h"
@@ -31,24 +31,25 @@ struct StridedLoop {
     int64_t inner() const { return shape[rank - 1]; }
 };
 
-// The loop over tensors of one shape. Dimensions of size 1 are dropped, the others ordered by the stride of the first
-// operand, so that its memory is walked in one direction whatever its layout (column-major is as good as row-major),
-// and merged.
+// The loop over tensors of one shape. Dimensions of size 1 are dropped; the others are ordered by the stride of the
+// first operand, so that its memory is walked in one direction whatever its layout (column-major is as good as
+// row-major), and merged.
 StridedLoop strided_loop(std::initializer_list<Tensor> operands);
 
-// t seen with the shape of `to` by NumPy's rules: aligned at the right, dimensions of size 1 (or missing) repeat.
+// t broadcast to the shape of `to` by NumPy's rules: aligned at the right, dimensions of size 1 (or missing) repeat.
 Tensor broadcast_to(const char* op, const char* name, const Tensor& t, const Tensor& to);
 
-// Refuses an output that has two elements at one address, and whose elements therefore depend on the order of writing.
-// Each dimension's stride has to reach past all that the dimensions of smaller strides cover.
+// Throws Error if two elements of an output have one address, because the result would depend on the order of writing.
+// The stride of each dimension must exceed the extent of all dimensions of smaller strides.
 void check_distinct(const char* op, const char* name, const Tensor& out);
 
-// Refuses an output that shares an element with an input. Views that lie between each other (odd and even columns) are
-// told apart exactly; only where that would take more than 2^16 steps does overlap of their extents decide.
+// Throws Error if an output shares an element with an input. Interleaved views (odd and even columns) are distinguished
+// exactly, unless that would take more than 2^16 steps: then overlapping extents count as an overlap.
 void check_disjoint(const char* op, const char* out_name, const Tensor& out, const char* name, const Tensor& t);
 bool tensors_overlap(const Tensor& a, const Tensor& b);
 
-// The bytes between the first and behind the last element: [begin, end) from t.data. Empty for an empty tensor.
+// The bytes from the first to the end of the last element in memory: [begin, end) from t.data. Empty for an empty
+// tensor.
 struct ByteRange {
     int64_t begin, end;
 };

@@ -6,12 +6,13 @@
 // shared memory, [BK][BM] and [BK][BN], whatever their strides in global memory, so that a thread reads four rows or
 // columns at a time.
 //
-//                        large tile       small tile
-//   BM x BN x BK, T      128 x 128 x 8, 8 32 x 32 x 16, 4
-//   threads              256              64
-//   shared memory        16.5 KiB         9 KiB
-//   registers            125 to 128       93 to 161
-//   blocks per SM        2                6 to 10
+//                    large tile       small tile
+//   BM x BN x BK     128 x 128 x 8    32 x 32 x 16
+//   T                8                4
+//   threads          256              64
+//   shared memory    16.5 KiB         9 KiB
+//   registers        125 to 128       93 to 161
+//   blocks per SM    2                6 to 10
 //
 // [1024, 768] times [768, 3072] (the MLP of GPT-2 124M, one sequence of 1,024 tokens): 8·24 = 192 large tiles, more
 // than the 132 SMs of an H100, so the large tile is used, with 96 steps of K.

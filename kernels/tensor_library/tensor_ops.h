@@ -1,5 +1,5 @@
-// Elementwise functions, reductions and products of strided tensors: views of any layout, broadcasting, 0 to 8
-// dimensions. For what has no kernel of its own; training uses the fused ops beside this one.
+// Elementwise functions, reductions and matmuls of strided tensors: views of any layout, broadcasting, 0 to 8
+// dimensions. They serve operations without a kernel of their own; training uses the fused ops of kernels/.
 //
 //   map        out = f(inp)
 //   zip        out = f(x, y)
@@ -7,15 +7,16 @@
 //   reduce     out = start ∘ inp[…, 0, …] ∘ inp[…, 1, …] ∘ …   over one axis, ∘ being +, · or max
 //   matmul     out[…, i, j] = Σ_k a[…, i, k]·b[…, k, j]
 //
-// Strides may be anything: zero (a value repeated), negative, column-major, gaps. Broadcasting is NumPy's: shapes are
-// aligned at the right, and a dimension of size 1 repeats. Sizes and offsets have 64 bits. Tensors may be empty.
-// dtypes: fp32, bf16 and fp16, in any mixture; values are computed in fp32 and rounded once, to out's dtype. matmul is
-// for fp32 alone (matmul.h multiplies 16-bit matrices, on tensor cores).
-// Sums and products run in blocks of fixed size and order: the same bits every time, on the CPU for any number of
-// threads (where matmul hands large matrices to a library, see numerics.md, that is the library's choice).
+// Any strides are allowed: zero (a repeated value), negative, column-major, with gaps. Broadcasting is NumPy's: shapes
+// are aligned at the right, and a dimension of size 1 repeats. Sizes and offsets have 64 bits. Tensors may be empty.
+// dtypes: fp32, bf16 and fp16, in any mixture; values are computed in fp32 and rounded once, to out's dtype. matmul
+// takes fp32 only (kernels/matmul.h multiplies 16-bit matrices, on tensor cores). Sums and products have blocks of
+// fixed size and order: the same bits every time, on the CPU for any number of threads (except where matmul calls the
+// library for large matrices, see docs/numerics.md).
 //
-// Errors: a missing tensor, another dtype, shapes that don't broadcast to out's, an axis outside the tensor, a function
-// of the wrong number of arguments; an out that overlaps an input or itself (even where it would do no harm).
+// Throws Error on a missing tensor, a wrong dtype, shapes that do not broadcast to out's, an axis outside the tensor, a
+// function of another number of arguments, and an out that overlaps an input or itself, even where that would be
+// harmless.
 //
 // map, zip, reduce and matmul over strided storage are the operations of minitorch (Rush 2020); bin_bcast is ggml's
 // binary operator.
@@ -75,8 +76,8 @@ void tensor_map(Tensor out, TensorFunction f, Tensor inp, Stream stream);
 void tensor_zip(Tensor out, TensorFunction f, Tensor x, Tensor y, Stream stream);
 
 // f: Add, Sub, Mul or Div. out [n3, n2, n1, n0] (or fewer dimensions); x has out's shape; y [m3, m2, m1, m0], each m a
-// divisor of its n, is read at index i mod m (missing dimensions are 1). x null: f's neutral element stands for it, 0
-// or 1, so that Add and Mul repeat y over out, Sub gives −y and Div 1/y.
+// divisor of its n, is read at index i mod m (missing dimensions are 1). If x is null, the neutral element of f, 0 or
+// 1, replaces it: Add and Mul repeat y over out, Sub gives −y and Div 1/y.
 void tensor_bin_bcast(Tensor out, TensorFunction f, Tensor x, Tensor y, Stream stream);
 
 // f: Add, Mul or Max. out has inp's shape, with 1 in dimension `axis` (0 to rank − 1). start enters each result once;
@@ -84,7 +85,7 @@ void tensor_bin_bcast(Tensor out, TensorFunction f, Tensor x, Tensor y, Stream s
 void tensor_reduce(Tensor out, TensorFunction f, Tensor inp, int axis, float start, Tensor scratch, Stream stream);
 int64_t tensor_reduce_scratch(Tensor out, Tensor inp, int axis);
 
-// The start that changes nothing: 0, 1 or −∞.
+// The neutral element of f: 0, 1 or −∞.
 inline float tensor_reduce_start(TensorFunction f) {
     return f == TensorFunction::Add ? 0.0f : f == TensorFunction::Mul ? 1.0f : -INFINITY;
 }

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <vector>
 
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
@@ -19,185 +17,23 @@
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
 #include "kernels/swiglu.h"
-#include "kernels/tensor_library/strided.h"
+#include "kernels/tensor_library/c_interface.h"
 #include "kernels/tensor_library/tensor_ops.h"
-#include "runtime/device/blas_stream.h"
-
-static_assert(TGK_MAX_DIMS == MAX_DIMS);
-static_assert(TGK_F32 == int(DType::F32) && TGK_F64 == int(DType::F64) && TGK_BF16 == int(DType::BF16) &&
-              TGK_F16 == int(DType::F16) && TGK_I32 == int(DType::I32) && TGK_I64 == int(DType::I64) &&
-              TGK_U16 == int(DType::U16) && TGK_U8 == int(DType::U8));
-static_assert(TGK_CPU == int(Device::CPU) && TGK_CUDA == int(Device::CUDA));
 
 namespace {
 
-using Memory = std::unique_ptr<void, void (*)(void*)>;
+using namespace c_interface;
 
-Memory allocate(size_t bytes) {
-    return {device_alloc(bytes), device_free};
-}
-
-}  // namespace
-
-struct tgk_context {
-    Stream stream = create_blas_stream();
-    Memory scratch{nullptr, device_free};
-    int64_t scratch_bytes = 0;
-
-    tgk_context() = default;
-    tgk_context(const tgk_context&) = delete;
-    ~tgk_context() { destroy_stream(stream); }
-};
-
-namespace {
-
-// A C interface has nobody to throw to.
-thread_local std::string last_error;
-
-template <typename F>
-int guarded(F f) {
-    try {
-        f();
-        return TGK_OK;
-    } catch (const DeviceError& error) {
-        last_error = error.what();
-        return TGK_DEVICE_ERROR;
-    } catch (const Error& error) {
-        last_error = error.what();
-        return TGK_INVALID_ARGUMENT;
-    } catch (const std::exception& error) {  // bad_alloc
-        last_error = error.what();
-        return TGK_DEVICE_ERROR;
-    }
-}
-
-tgk_context& checked(tgk_context* context, const char* op) {
-    require(context, op, ": the context is null");
-    return *context;
-}
-
-// As the kernels take it; a null pointer is a tensor that is not given.
-Tensor to_tensor(const char* op, const tgk_tensor* from) {
-    if (!from) return {};
-    require(from->rank >= 0 && from->rank <= MAX_DIMS, op, ": a tensor has ", from->rank, " dimensions, expected 0 to ",
-            MAX_DIMS);
-    require(from->dtype >= TGK_F32 && from->dtype <= TGK_U8, op, ": ", from->dtype, " is no dtype");
-    require(from->device == TGK_CPU || from->device == TGK_CUDA, op, ": ", from->device, " is no device");
-    Tensor t = make_tensor(from->data, DType(from->dtype), Device(from->device), from->shape, from->rank);
-    int64_t reach = dtype_size(t.dtype);
-    for (int d = 0; d < t.rank; d++) {
-        t.stride[d] = from->stride[d];
-        int64_t bytes = 0;
-        const bool overflows =
-            t.shape[d] > 1 && (__builtin_mul_overflow(t.stride[d], t.shape[d] - 1, &bytes) ||
-                               __builtin_mul_overflow(bytes, dtype_size(t.dtype), &bytes) || bytes == INT64_MIN ||
-                               __builtin_add_overflow(reach, std::llabs(bytes), &reach));
-        require(!overflows, op, ": the strides of a tensor ", shape_string(t), " overflow 64 bits");
-    }
-    static int64_t nothing;
-    if (!t.data && t.numel() == 0) t.data = &nothing;  // null would say that the tensor is missing
-    require(bool(t), op, ": a tensor ", shape_string(t), " has no data");
-    return t;
-}
-
-// The host's tensors of a call, on the GPU while it runs. Ranges of memory that overlap are copied as one, so that
-// tensors share there what they share here.
-class Staging {
-  public:
-    Staging(const char* op, tgk_context& c, std::vector<Tensor>& tensors, int outputs) : context(c) {
-        for (size_t i = 0; i < tensors.size(); i++) {
-            const Tensor& t = tensors[i];
-            if (!t || t.device == backend_device()) continue;
-            require(t.device == Device::CPU, op, ": a tensor lies on a GPU, and this library was built for the CPU");
-            const ByteRange range = byte_range(t);
-            if (range.begin == range.end) continue;
-            char* data = static_cast<char*>(t.data);
-            ranges.push_back({data + range.begin, data + range.end, int(i) < outputs, nullptr});
-        }
-        std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-        size_t merged = 0;
-        for (size_t i = 1; i < ranges.size(); i++) {
-            if (ranges[i].begin < ranges[merged].end) {
-                ranges[merged].end = std::max(ranges[merged].end, ranges[i].end);
-                ranges[merged].written |= ranges[i].written;
-            } else {
-                ranges[++merged] = ranges[i];
-            }
-        }
-        ranges.resize(std::min(ranges.size(), merged + 1));
-        for (Range& range : ranges) {
-            // What lies before the first element in its 16 bytes stays before it: aligned views stay aligned.
-            const size_t offset = reinterpret_cast<uintptr_t>(range.begin) % 16;
-            memory.push_back(allocate(range.bytes() + offset));
-            range.device = static_cast<char*>(memory.back().get()) + offset;
-            copy_to_device(range.device, range.begin, range.bytes(), context.stream);
-        }
-        for (Tensor& t : tensors) {
-            if (!t || t.device == backend_device()) continue;
-            t.device = backend_device();
-            for (const Range& range : ranges) {
-                char* data = static_cast<char*>(t.data);
-                if (t.numel() > 0 && data >= range.begin && data < range.end)
-                    t.data = range.device + (data - range.begin);
-            }
-        }
-    }
-    void copy_back() {
-        for (const Range& range : ranges)
-            if (range.written) copy_to_host(range.begin, range.device, range.bytes(), context.stream);
-        if (!ranges.empty()) synchronize(context.stream);
-    }
-
-  private:
-    struct Range {
-        char *begin, *end;
-        bool written;
-        char* device;
-        size_t bytes() const { return size_t(end - begin); }
-    };
-    tgk_context& context;
-    std::vector<Range> ranges;
-    std::vector<Memory> memory;
-};
-
-using Tensors = std::vector<Tensor>;
-
-// body(tensors, context) with the tensors on the device. The first `outputs` of them are written (or read and written).
-template <typename Body>
-int call(const char* op, tgk_context* context, int outputs, std::initializer_list<const tgk_tensor*> arguments,
-         Body body) {
-    return guarded([&] {
-        tgk_context& c = checked(context, op);
-        Tensors tensors;
-        for (const tgk_tensor* argument : arguments) tensors.push_back(to_tensor(op, argument));
-        Staging staging(op, c, tensors, outputs);
-        body(tensors, c);
-        staging.copy_back();
-    });
-}
-
-// Bytes for an operation's scratch, kept for the next one.
-Tensor scratch(tgk_context& c, int64_t bytes) {
-    if (bytes == 0) return {};
-    if (bytes > c.scratch_bytes) {
-        synchronize(c.stream);  // earlier work may still use the old one
-        c.scratch.reset(), c.scratch_bytes = 0;
-        c.scratch = allocate(size_t(bytes));
-        c.scratch_bytes = bytes;
-    }
-    return make_tensor(c.scratch.get(), DType::U8, backend_device(), {c.scratch_bytes});
-}
-
-// Sizes of tensors that a scratch depends on: 0 where the tensor is not what the operation will ask for.
+// A size that a scratch depends on; 0 if the tensor has too few dimensions, which the kernel reports.
 int64_t size(const Tensor& t, int dimension) {
     return dimension < t.rank ? t.shape[dimension] : 0;
 }
 
-LinearAttentionType linear_kind(const char* op, int32_t features, int32_t normalise) {
+LinearAttentionType linear_type(const char* op, int32_t features, int32_t normalise) {
     require(features == 0 || features == 1, op, ": features are ", features, ", expected 0 (identity) or 1 (elu + 1)");
-    LinearAttentionType kind;
-    kind.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity, kind.normalise = normalise != 0;
-    return kind;
+    LinearAttentionType type;
+    type.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity, type.normalise = normalise != 0;
+    return type;
 }
 
 LinearAttentionSizes linear_sizes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cum,
@@ -213,10 +49,9 @@ TensorFunction function_of(const char* op, int32_t function) {
 
 }  // namespace
 
-// Signal handlers of a host program may run in the middle of a matrix product, while the stack pointer is a buffer on
-// the heap (runtime/signals.h). Python's ask for a stack of their own (SA_ONSTACK): here is one, for the thread that
-// loads the library, which in practice is the first of the process, to which the system gives signals before all
-// others.
+// A signal handler of the host program may run in the middle of a oneDNN matmul, while the stack pointer points into a
+// buffer on the heap (runtime/signals.h). Python's handlers request an alternate stack (SA_ONSTACK). This provides one
+// for the thread that loads the library: in practice the main thread, which the system prefers for signals.
 [[gnu::constructor]] static void give_handlers_a_stack() {
     alignas(64) static char memory[1 << 16];
     stack_t before;
@@ -458,7 +293,7 @@ int tgk_linear_attention_forward(tgk_context* context, const tgk_tensor* out, co
                     const int64_t bytes =
                         linear_attention_forward_scratch(linear_sizes(t[4], t[5], t[6], t[10], max_length));
                     linear_attention_forward(t[0], t[1], {t[2], t[3]}, t[4], t[5], t[6], t[7], {t[8], t[9]},
-                                             {t[10], max_length}, linear_kind(op, features, normalise),
+                                             {t[10], max_length}, linear_type(op, features, normalise),
                                              scratch(c, bytes), c.stream);
                 });
 }
@@ -479,7 +314,7 @@ int tgk_linear_attention_backward(tgk_context* context, const tgk_tensor* dq, co
                         linear_attention_backward_scratch(linear_sizes(t[9], t[10], t[11], t[17], max_length));
                     linear_attention_backward(t[0], t[1], t[2], t[3], {t[4], t[5]}, t[6], {t[7], t[8]}, t[9], t[10],
                                               t[11], t[12], {t[13], t[14]}, t[15], t[16], {t[17], max_length},
-                                              linear_kind(op, features, normalise), scratch(c, bytes), c.stream);
+                                              linear_type(op, features, normalise), scratch(c, bytes), c.stream);
                 });
 }
 
@@ -488,7 +323,7 @@ int tgk_linear_attention_decode(tgk_context* context, const tgk_tensor* out, con
                                 int32_t features, int32_t normalise) {
     const char* op = "tgk_linear_attention_decode";
     return call(op, context, 3, {out, s, z, q, k, v, gate}, [&](Tensors& t, tgk_context& c) {
-        linear_attention_decode(t[0], {t[1], t[2]}, t[3], t[4], t[5], t[6], linear_kind(op, features, normalise),
+        linear_attention_decode(t[0], {t[1], t[2]}, t[3], t[4], t[5], t[6], linear_type(op, features, normalise),
                                 c.stream);
     });
 }

@@ -1,17 +1,18 @@
-/* The project's kernels as a library for C and for whatever can call C: libtrain_gpt_kernels.so, built by `make lib`
+/* The project's kernels as a library for C and languages that can call C: libtrain_gpt_kernels.so, built by `make lib`
  * for the CPU or for CUDA. scripts/train_gpt_kernels.py binds it for Python.
  *
- * What an operation computes, and the shapes and dtypes of its tensors, is said by its own header (layernorm.h for
+ * The header of an operation states what it computes and the shapes and dtypes of its tensors (layernorm.h for
  * tgk_layernorm_forward, tensor_ops.h for the first group below); shapes are repeated here. Outputs come before inputs.
- * T is fp32; in the CUDA library also bf16 and fp16, the same for all of a call, but where another dtype is named.
+ * Tensors have dtype T unless another one is named. T is fp32, in the CUDA library also bf16 and fp16, one for all
+ * tensors of a call.
  *
- * Every call returns one of tgk_status, and tgk_last_error() has the message. Nothing is computed if an argument is
- * wrong. A tensor that is optional, marked by "or null", may be a null pointer.
+ * Every call returns a tgk_status, and tgk_last_error() gives the message. Nothing is computed if an argument is wrong.
+ * A tensor marked "or null" is optional and may be a null pointer.
  *
- * Tensors lie in the host's memory or on the GPU. Those on the GPU are used in place, and the call returns when the
- * work is queued (tgk_synchronize waits). Those of the host are used in place by the CPU library, whose calls return
- * when the work is done. The CUDA library copies them to the GPU and the results back before it returns; memory that is
- * shared by several tensors of a call stays shared.
+ * Tensors are in host memory or on the GPU. Tensors on the GPU are used in place, and the call returns when the work is
+ * queued (tgk_synchronize waits). The CPU library uses host tensors in place, and its calls return when the work is
+ * done. The CUDA library copies host tensors to the GPU and the results back before it returns; memory that several
+ * tensors of a call share stays shared.
  */
 #ifndef TRAIN_GPT_KERNELS_H
 #define TRAIN_GPT_KERNELS_H
@@ -28,8 +29,8 @@ extern "C" {
 
 enum tgk_status {
     TGK_OK = 0,
-    TGK_INVALID_ARGUMENT = 1, /* a tensor or a number that the operation refuses; nothing was done */
-    TGK_DEVICE_ERROR = 2      /* no memory, no GPU, a GPU that failed */
+    TGK_INVALID_ARGUMENT = 1, /* an invalid tensor or number; nothing was computed */
+    TGK_DEVICE_ERROR = 2      /* out of memory, no GPU, or a failure of the GPU */
 };
 
 enum tgk_dtype { TGK_F32, TGK_F64, TGK_BF16, TGK_F16, TGK_I32, TGK_I64, TGK_U16, TGK_U8 };
@@ -38,28 +39,29 @@ enum tgk_device { TGK_CPU, TGK_CUDA };
 typedef struct tgk_tensor {
     void* data;
     int64_t shape[TGK_MAX_DIMS];
-    int64_t stride[TGK_MAX_DIMS]; /* in elements; zero and negative ones only where the operation takes any strides */
+    int64_t stride[TGK_MAX_DIMS]; /* in elements; zero or negative only where the operation takes any strides */
     int32_t rank;                 /* 0 to 8 */
     int32_t dtype;                /* tgk_dtype */
     int32_t device;               /* tgk_device: where data points to */
 } tgk_tensor;
 
-/* A queue of work with the memory that operations need on the side. For one thread at a time; calls of different
- * contexts may run side by side. The GPU is the current one of the thread that creates it. */
+/* A stream with the scratch memory of operations. One thread at a time may use it; calls of different contexts may run
+ * concurrently. Its GPU is the current one of the thread that creates it. */
 typedef struct tgk_context tgk_context;
 
 TGK_API int tgk_create(tgk_context** context);
-TGK_API void tgk_destroy(tgk_context* context); /* waits for its work; null is nothing */
+TGK_API void tgk_destroy(tgk_context* context); /* waits for its work; null is ignored */
 TGK_API int tgk_synchronize(tgk_context* context);
-/* Waits until the work queued on this cudaStream_t so far is done: before tensors that it computes are used. */
+/* Waits until the work queued so far on this cudaStream_t is done. Call it before using tensors that it computes. */
 TGK_API int tgk_wait_for_stream(tgk_context* context, uintptr_t stream);
 
-TGK_API const char* tgk_last_error(void); /* of this thread's latest call that failed; "" before there is one */
+TGK_API const char* tgk_last_error(void); /* of the latest failed call of this thread; "" if none */
 TGK_API const char* tgk_backend(void);    /* "cpu" or "cuda" */
-/* Describes the device into text, as much as fits into size bytes: "NVIDIA H100 80GB HBM3, 132 SMs, sm_90, 79 GiB". */
+/* Writes a description of the device to text, truncated to size bytes: "NVIDIA H100 80GB HBM3, 132 SMs, sm_90, 79 GiB".
+ */
 TGK_API int tgk_device_description(char* text, size_t size);
 
-/* Memory of the device that the library computes on. Copies are done when they return. */
+/* Memory of the library's device. Copies are complete when the call returns. */
 TGK_API int tgk_alloc(tgk_context* context, void** data, size_t bytes);
 TGK_API int tgk_free(tgk_context* context, void* data);
 TGK_API int tgk_copy_to_device(tgk_context* context, void* device, const void* host, size_t bytes);
@@ -67,7 +69,7 @@ TGK_API int tgk_copy_to_host(tgk_context* context, void* host, const void* devic
 
 /* --- tensors of any strides (tensor_ops.h): fp32, bf16 and fp16 in any mixture, on both backends */
 
-/* Functions are numbered from 0: id, neg, inv, … add, …; a number outside gives null and 0. */
+/* Functions are numbered from 0: id, neg, inv, … add, …. An invalid number gives null and 0. */
 TGK_API int32_t tgk_num_functions(void);
 TGK_API const char* tgk_function_name(int32_t function);
 TGK_API int32_t tgk_function_arguments(int32_t function);
@@ -82,9 +84,9 @@ TGK_API int tgk_reduce(tgk_context*, int32_t function, const tgk_tensor* out, co
 /* out [batch…, m, p]; a [batch…, m, n]; b [batch…, n, p]; fp32 */
 TGK_API int tgk_tensor_matmul(tgk_context*, const tgk_tensor* out, const tgk_tensor* a, const tgk_tensor* b);
 
-/* --- linear layers (matmul.h). Matrices may have row strides larger than their rows. */
+/* --- linear layers (matmul.h). Row strides may exceed the number of columns. */
 
-/* out [M, N] T or fp32 = (+=, if accumulate) op(a)·op(b); op: the transpose where asked */
+/* out [M, N] T or fp32 = op(a)·op(b), added to out if accumulate; op(x) is x or, if transpose_x, its transpose */
 TGK_API int tgk_matmul(tgk_context*, const tgk_tensor* out, const tgk_tensor* a, const tgk_tensor* b,
                        int32_t transpose_a, int32_t transpose_b, int32_t accumulate);
 /* out [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null */
@@ -129,7 +131,8 @@ TGK_API int tgk_softmax_forward(tgk_context*, const tgk_tensor* out, const tgk_t
 TGK_API int tgk_softmax_backward(tgk_context*, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* out,
                                  float scale);
 /* out [Nq, NH, HS]; lse [NH, Nq] fp32 or null; q [Nq, NH, HS]; k, v [Nk, NKV, HS]; cum_q, cum_k [S + 1] int32;
- * max_q, max_k: no sequence is longer; window: keys that a query sees on either side, its own among them, 0: all */
+ * max_q, max_k: the longest sequence; window: number of keys that a query sees on either side, including its own; 0:
+ * all */
 TGK_API int tgk_attention_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* lse, const tgk_tensor* q,
                                   const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* cum_q,
                                   const tgk_tensor* cum_k, int64_t max_q, int64_t max_k, int32_t causal, int64_t window,
@@ -141,21 +144,20 @@ TGK_API int tgk_attention_backward(tgk_context*, const tgk_tensor* dq, const tgk
                                    const tgk_tensor* cum_q, const tgk_tensor* cum_k, int64_t max_q, int64_t max_k,
                                    int32_t causal, int64_t window, float scale);
 
-/* --- causal linear attention (linear_attention.h) and the gate of its kind G (decay_gate.h); fp32, on CUDA also bf16
- */
+/* --- causal linear attention (linear_attention.h) and its decay gate (decay_gate.h); fp32, on CUDA also bf16 */
 
-/* features: 0 identity, 1 elu + 1; normalise needs the latter. States and their gradients come as s and z, z only where
- * normalised; either may be null as a whole. out [N, NH, M]; norm [NH, N] fp32 or null; final_s [S, NKV, E, M],
- * final_z [S, NKV, E] fp32 or null; q [N, NH, E]; k [N, NKV, E]; v [N, NKV, M]; gate [N, NKV] fp32 or null; initial_s,
- * initial_z like the final ones or null; cum [S + 1] int32; max_length: no sequence is longer */
+/* features: 0 identity, 1 elu + 1, which normalise requires. A state, and the gradient of a state, is s and z; z only
+ * if normalised. Each state may be null. out [N, NH, M]; norm [NH, N] fp32 or null; final_s [S, NKV, E, M], final_z [S,
+ * NKV, E] fp32 or null; q [N, NH, E]; k [N, NKV, E]; v [N, NKV, M]; gate [N, NKV] fp32 or null; initial_s, initial_z
+ * like the final ones or null; cum [S + 1] int32; max_length: the longest sequence */
 TGK_API int tgk_linear_attention_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* norm,
                                          const tgk_tensor* final_s, const tgk_tensor* final_z, const tgk_tensor* q,
                                          const tgk_tensor* k, const tgk_tensor* v, const tgk_tensor* gate,
                                          const tgk_tensor* initial_s, const tgk_tensor* initial_z,
                                          const tgk_tensor* cum, int64_t max_length, int32_t features,
                                          int32_t normalise);
-/* dq, dk, dv like q, k, v; dgate [N, NKV] where there is a gate; dinitial_s, dinitial_z or null; dout, out [N, NH, M];
- * dfinal_s, dfinal_z or null; out and norm may be null where nothing is normalised */
+/* dq, dk, dv like q, k, v; dgate [N, NKV] if there is a gate; dinitial_s, dinitial_z or null; dout, out [N, NH, M];
+ * dfinal_s, dfinal_z or null; out and norm may be null if not normalised */
 TGK_API int tgk_linear_attention_backward(tgk_context*, const tgk_tensor* dq, const tgk_tensor* dk,
                                           const tgk_tensor* dv, const tgk_tensor* dgate, const tgk_tensor* dinitial_s,
                                           const tgk_tensor* dinitial_z, const tgk_tensor* dout,
@@ -164,7 +166,7 @@ TGK_API int tgk_linear_attention_backward(tgk_context*, const tgk_tensor* dq, co
                                           const tgk_tensor* initial_s, const tgk_tensor* initial_z,
                                           const tgk_tensor* out, const tgk_tensor* norm, const tgk_tensor* cum,
                                           int64_t max_length, int32_t features, int32_t normalise);
-/* One token for each of S sequences, whose state s [S, NKV, E, M], z [S, NKV, E] or null is moved on by it:
+/* One token for each of S sequences; updates their states s [S, NKV, E, M], z [S, NKV, E] or null:
  * out [S, NH, M]; q [S, NH, E]; k [S, NKV, E]; v [S, NKV, M]; gate [S, NKV] fp32 or null */
 TGK_API int tgk_linear_attention_decode(tgk_context*, const tgk_tensor* out, const tgk_tensor* s, const tgk_tensor* z,
                                         const tgk_tensor* q, const tgk_tensor* k, const tgk_tensor* v,
@@ -178,7 +180,7 @@ TGK_API int tgk_decay_gate_backward(tgk_context*, const tgk_tensor* dx, const tg
 
 /* --- RoPE (rope.h), activations (gelu.h, swiglu.h) */
 
-/* table [positions, R/2, 2] fp32 in the host's memory: cos and sin, without scaling */
+/* table [positions, R/2, 2] fp32 in host memory: cos and sin, without scaling */
 TGK_API int tgk_rope_table(const tgk_tensor* table, double theta);
 /* x [N, H, HS], rotated in place; positions [N] int32; table [positions, R/2, 2] fp32 */
 TGK_API int tgk_rope(tgk_context*, const tgk_tensor* x, const tgk_tensor* positions, const tgk_tensor* table,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Checks and times the project's kernels against NumPy, as an example of scripts/train_gpt_kernels.py.
+"""Compares results and times of the project's kernels with NumPy's: an example of scripts/train_gpt_kernels.py.
 
     make lib && .venv/bin/python scripts/examples/kernels_from_python.py
 
-Prints a line for each kernel: the largest error, relative to the largest element of NumPy's result in float64; the time
-of NumPy's float32 and of the kernel on arrays that lie on its device, medians; and how many times faster the kernel is.
-NumPy runs on the host even where the kernels run on a GPU.
+Prints a line for each kernel: the largest error, relative to the largest element of NumPy's result in float64; the median
+times of NumPy in float32 and of the kernel on arrays on its device; and how many times faster the kernel is. NumPy runs on
+the host, even if the kernels run on a GPU.
 """
 import argparse
 import os
@@ -41,7 +41,7 @@ def attention(q, k, v):
 
 
 def kernels(k, size):
-    """Name, NumPy's way, the kernel's way, shapes of the arguments."""
+    """Name, NumPy function, kernel, shapes of the arguments."""
     n, c = size, 1024
     return [
         ("map exp", np.exp, lambda x: k.map("exp", x), [(n, c)]),
@@ -63,7 +63,7 @@ def kernels(k, size):
 
 def median_ms(function, repeats):
     times = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 1):  # the first run warms up
         start = time.perf_counter()
         function()
         times.append((time.perf_counter() - start) * 1e3)
