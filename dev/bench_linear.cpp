@@ -1,5 +1,5 @@
-// Linear layers of a decode step, with the norm before them and what follows: a few rows read every weight once. The
-// shapes of GPT-2 124M and of a LLaMA of 1.2B parameters.
+// Linear layers of a decode step with their norm, activation and residual: GEMV, small-batch GEMM and, with 512 rows,
+// the library. Shapes of GPT-2 124M and of a LLaMA model of 1.2B parameters.
 #include "kernels/generation/linear.h"
 
 #include "dev/bench_util.h"
@@ -25,21 +25,21 @@ void layer(benchmark::State& state, DType T, bool with_norm, Activation f) {
     report_bytes(state, weight.bytes());
 }
 
-void norm_and_product(benchmark::State& state, DType T) {
+void norm_linear(benchmark::State& state, DType T) {
     layer(state, T, true, Activation::None);
 }
-void norm_product_gelu(benchmark::State& state, DType T) {
+void norm_linear_gelu(benchmark::State& state, DType T) {
     layer(state, T, true, Activation::GELU);
 }
-void norm_product_swiglu(benchmark::State& state, DType T) {
+void norm_linear_swiglu(benchmark::State& state, DType T) {
     layer(state, T, true, Activation::SwiGLU);
 }
-void product_and_residual(benchmark::State& state, DType T) {
+void linear_residual(benchmark::State& state, DType T) {
     layer(state, T, false, Activation::None);
 }
 
 const std::vector<std::string> NAMES = {"N", "C", "OC"};
-BENCH(norm_and_product, NAMES, (Sizes{{1, 768, 2304}, {8, 768, 2304}, {1, 768, 50304}, {512, 768, 2304}}),
+BENCH(norm_linear, NAMES, (Sizes{{1, 768, 2304}, {8, 768, 2304}, {1, 768, 50304}, {512, 768, 2304}}),
       (Sizes{{1, 768, 2304},
              {8, 768, 2304},
              {1, 768, 50304},
@@ -48,10 +48,10 @@ BENCH(norm_and_product, NAMES, (Sizes{{1, 768, 2304}, {8, 768, 2304}, {1, 768, 5
              {64, 768, 50304},
              {1, 2048, 3072},
              {1, 2048, 128256}}));
-BENCH(norm_product_gelu, NAMES, (Sizes{{1, 768, 3072}}),
+BENCH(norm_linear_gelu, NAMES, (Sizes{{1, 768, 3072}}),
       (Sizes{{1, 768, 3072}, {8, 768, 3072}, {64, 768, 3072}, {64, 1024, 4096}}));
-BENCH(norm_product_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
-BENCH(product_and_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
+BENCH(norm_linear_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
+BENCH(linear_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
       (Sizes{{1, 768, 768}, {1, 3072, 768}, {64, 768, 768}, {64, 3072, 768}, {1, 8192, 2048}}));
 
 }  // namespace

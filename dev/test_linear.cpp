@@ -1,5 +1,5 @@
-// Linear layers of inference against the oracle: every norm, activation and residual, odd sizes, rows with gaps; and
-// that a row does not depend on who shares its batch.
+// Linear layers of inference against the oracle: every norm, activation and residual, odd sizes, rows with gaps. And a
+// row's result does not depend on the other rows of its batch.
 #include "kernels/generation/linear.h"
 
 #include "dev/reference.h"
@@ -23,8 +23,8 @@ Stream stream() {
     return created;
 }
 
-// f(y) where y is known up to y.mag. ReLU² bends at 0: its slope is taken where y may lie once a bf16 rounding has
-// moved it, or a result beside an exact 0 would be allowed no error at all.
+// f(y) where y is known up to y.mag. The slope of ReLU² is 0 below 0: it is taken at the largest y that a bf16 rounding
+// may give, or else a result next to an exact 0 would be allowed no error.
 reference::Value apply(Activation f, reference::Value y) {
     const reference::Value z = f == Activation::GELU ? reference::gelu(y.value) : reference::relu2(y.value);
     const reference::Value slope =
@@ -154,13 +154,13 @@ TEST_P(Linear, LongRows) {
     check({3, 8192, 64, NormKind::RMSNorm, Activation::SwiGLU}, activation());
 }
 
-// More rows than one launch of the kernel for a few, fewer than the library is good at. Lengths of rows that no number
-// of blocks divides, in parts of which some are empty; outputs that fill no tile.
+// The small-batch GEMM kernels: more rows than the GEMV takes, fewer than the library is good at. Lengths of rows that
+// the blocks of a cluster do not divide, and outputs that do not fill a tile.
 //
-// Rows of one or two outputs have no norm and no product of outputs: an error that is rounded before the sum is of the
-// size of the sum's terms, and expect_close() knows that size from the row's outputs, where it averages over sums that
-// cancel and sums that don't. A row of one sum that cancels would be allowed no error.
-TEST_P(Linear, SomeRows) {
+// Rows of one or two outputs are tested without a norm and without SwiGLU's multiplication of outputs. Rounding before
+// the sum gives errors of the size of the sum's terms, which expect_close() estimates from all outputs of the row. A
+// row with a single sum that cancels would be allowed no error.
+TEST_P(Linear, SmallBatch) {
     check({64, 768, 100, NormKind::LayerNorm, Activation::GELU, true}, activation());
     check({33, 1152, 40, NormKind::None, Activation::None, true, true, 8}, activation());
     check({65, 64, 72, NormKind::RMSNorm, Activation::SwiGLU}, activation());
@@ -183,9 +183,9 @@ TEST_P(Linear, SomeRows) {
             }
 }
 
-// A text that goes on while others end keeps its bits as long as the same kernel takes it; in fp32 that is the library,
-// which promises nothing.
-TEST_P(Linear, SomeRowsAreIndependent) {
+// A sequence's bits stay the same while others of the batch end, as long as the same kernel runs. In fp32 that is the
+// library, which does not promise it.
+TEST_P(Linear, SmallBatchRowsAreIndependent) {
     if (activation() == DType::F32) return;
     for (const Case& c : {Case{64, 768, 70, NormKind::LayerNorm, Activation::GELU, true},
                           Case{64, 768, 2304, NormKind::RMSNorm, Activation::None},
@@ -204,7 +204,7 @@ TEST_P(Linear, SomeRowsAreIndependent) {
     }
 }
 
-// Each row alone gives the bits that it has in a batch: always on the CPU, where it is asked for on a GPU.
+// A row alone has the same bits as in a batch: always on the CPU, with batch_invariant on a GPU.
 TEST_P(Linear, RowsAreIndependent) {
     for (const Case& c : {Case{29, 200, 70, NormKind::LayerNorm, Activation::GELU, true},
                           Case{29, 768, 52, NormKind::None, Activation::None, true, true},
@@ -232,15 +232,15 @@ TEST_P(Linear, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(Linear);
 
-TEST(LinearArguments, WrongOnesAreErrors) {
+TEST(LinearArguments, Errors) {
     const TestArray out = TestArray::poisoned({2, 5}), inp = TestArray::random({2, 4}, 1),
                     weight = TestArray::random({5, 4}, 2), scratch = TestArray::scratch(4096);
     const auto call = [&](Activation f, Tensor residual, Tensor bias = {}) {
         linear(out, inp, {}, weight, bias, f, residual, scratch, false, stream());
     };
     expect_error([&] { call(Activation::SwiGLU, {}); },
-                 "linear: weight has 5 rows; SwiGLU needs as many for gate as for up");
-    expect_error([&] { call(Activation::GELU, out); }, "linear: a residual goes with no activation");
+                 "linear: weight has 5 rows; SwiGLU needs an even number, half for gate and half for up");
+    expect_error([&] { call(Activation::GELU, out); }, "linear: an activation and a residual can't be combined");
     expect_error([&] { call(Activation::None, {}, inp); }, "linear: bias is fp32 [2, 4], expected fp32 [5]");
     expect_error(
         [&] { linear(out, inp, {}, weight, {}, Activation::None, {}, TestArray::scratch(8), false, stream()); },

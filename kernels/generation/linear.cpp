@@ -1,6 +1,6 @@
-// Dot products of rows, in registers: NB rows of inp against OB rows of weight at a time, both read along c where they
-// lie, nothing packed. One row at a time streams the weights from memory, which is what limits it; many rows reuse them
-// from the caches. Every element is the sum of the same 16 partial sums in the same order, whatever the tile.
+// A GEMM of dot products in registers: tiles of NB rows of inp and OB rows of weight, both read along c in place,
+// without packing. A single row streams the weights from memory, whose bandwidth limits it; several rows reuse them
+// from the caches. Every output is the sum of the same 16 partial sums in the same order, whatever the tile.
 #include "kernels/generation/linear.h"
 
 #include <algorithm>
@@ -27,8 +27,8 @@ struct Output {
 template <typename V>
 constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
 
-// A single row of inp asks for weights this far ahead: OB streams of a row each are slower than the one that they are.
-// What memory delivers to a core while it waits for the first of it, 2 to 3 KiB, is enough; more is slower.
+// For a single row of inp, weights are prefetched this many elements ahead as one stream, which is faster than OB
+// streams of a row each. 2 to 3 KiB is what memory delivers to a core within one latency; more is slower.
 constexpr int64_t AHEAD = 768;
 
 template <typename V>
@@ -121,7 +121,7 @@ void panel_avx2(const Output& to, const float* x, int64_t ldx, const float* w, i
     panel<vec8, 2, 3>(to, x, ldx, w, ldw, N, rows, C);
 }
 
-void product(const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias, const Tensor& residual) {
+void gemm(const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias, const Tensor& residual) {
     const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
     constexpr int64_t PANEL = 48;  // rows of weight: 4 and 3 divide it
     const int64_t panels = (OC + PANEL - 1) / PANEL, ldx = row_stride(inp), ldw = row_stride(weight);
@@ -156,9 +156,9 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
         else
             rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
     }
-    if (activation == Activation::None) return product(out, x, weight, bias, residual);
-    const Tensor y = linear_product(scratch, z, inp);
-    product(y, x, weight, bias, {});
+    if (activation == Activation::None) return gemm(out, x, weight, bias, residual);
+    const Tensor y = linear_pre_activation(scratch, z, inp);
+    gemm(y, x, weight, bias, {});
     if (activation == Activation::GELU) gelu_forward(out, y, stream);
     if (activation == Activation::ReLU2) relu2_forward(out, y, stream);
     if (activation == Activation::SwiGLU) swiglu_forward(out, y, stream);

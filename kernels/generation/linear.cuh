@@ -1,29 +1,45 @@
-// What the kernels of linear.cu and linear_hopper.cu share: a layer as they see it.
+// What the CUDA kernels of a linear layer share: its parameters, and the functions that linear.cu chooses between. Each
+// of those launches its kernel and returns true, or returns false where another one is faster or the shape is not
+// supported.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/generation/linear.h"
 
 template <typename T>
-struct Layer {
+struct LinearParams {
     const T *inp, *weight, *bias, *residual;
     T* out;
     const float *norm_weight, *norm_bias;
     int64_t inp_stride, weight_stride, residual_stride, out_stride;
-    int64_t C, columns;  // columns of out
-    int N;               // rows of inp
+    int64_t C, OC;
+    int64_t columns;  // of out
+    int N;            // rows of inp
     float eps;
     bool centred;
+    bool aligned;  // inp, weight and the norm's vectors to 16 bytes
     Activation activation;
 };
 
-// ---- the kernels for Hopper GPUs (linear_hopper.cu): 9 to 64 rows of 16-bit numbers. Builds that have them define
-// HAVE_SM90A.
+constexpr int SMALL_BATCH_MAX_N = 64;
 
-// Whether this is such a GPU and the matrix one that they read faster than the library. Rows of inp and weight, and the
-// norm's vectors, are aligned to 16 bytes.
+// GEMV (linear_gemv.cu): reads the weights once for up to 8 rows of inp. False where a row is too long for shared
+// memory.
 template <typename T>
-bool hopper_linear_takes(const Layer<T>& a);
+bool linear_gemv(const char* op, const LinearParams<T>& p, Stream stream);
 
+// Small-batch GEMM of 16-bit elements, up to 64 rows of inp, by mma.sync (linear_small_batch.cu).
 template <typename T>
-void hopper_linear(const char* op, const Layer<T>& a, Stream stream);
+bool linear_small_batch(const char* op, const LinearParams<T>& p, Stream stream);
+
+// The same by TMA and wgmma in clusters, on Hopper GPUs (linear_hopper.cu). Builds that have it define HAVE_SM90A.
+template <typename T>
+bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream);
+
+// Brings a vector of n elements, or null, to L2.
+template <int THREADS>
+__device__ __forceinline__ void prefetch_vector(const float* data, int64_t n) {
+    constexpr int PER_LINE = 128 / int(sizeof(float));
+    if (!data) return;
+    for (int64_t i = threadIdx.x * PER_LINE; i < n; i += THREADS * PER_LINE) prefetch_line(data + i);
+}

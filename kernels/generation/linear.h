@@ -6,16 +6,16 @@
 //   out = residual + y, or out = f(y)                  f: GELU (gelu.h), ReLU² (relu2.h), or
 //   SwiGLU (swiglu.h):  f(y)[n, i] = gate·σ(gate)·up,  gate = y[n, i], up = y[n, I + i], OC = 2·I
 //
-// Generation multiplies a few rows by large matrices: it waits for the weights to be read, so that all the rest is done
-// while they come. On the CPU every sum over c has one order whatever N is: a row of a batch is bit for bit the row
-// computed alone. On CUDA that holds where `batch_invariant` asks for it and for N ≤ LINEAR_SMALL_N: those rows are
-// multiplied by a kernel that reads the weights once for 8 rows (fewer where rows are too long for shared memory). Up
-// to 64 rows of 16 bits meet tensor cores in kernels of their own where the weights are few enough to be read in the
-// time of a launch or two; more of either goes to matmul.h, whose order of sums is the library's choice.
+// In generation N is small, and the time is that of reading the weights; everything else overlaps with it. On the CPU
+// every sum over c has the same order for all N: a row's result does not depend on the batch, bit for bit. On CUDA that
+// holds for N ≤ LINEAR_SMALL_N, and for all N with `batch_invariant`: a GEMV kernel reads the weights once for 8 rows
+// (fewer where rows are too long for shared memory). Small-batch GEMM kernels take up to 64 rows of 16-bit elements
+// where the matrix is small enough to be read in the time of a launch or two. Otherwise matmul.h multiplies, and the
+// library chooses the order of sums.
 //
-// T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights are fp32, sums
-// too; x and, in products of many rows, y are rounded to T. Errors: wrong shape or dtype, odd OC with SwiGLU, an
-// activation and a residual together.
+// T is the dtype of inp, weight, bias, residual and out: fp32; on CUDA also bf16 and fp16. Norm weights and sums are
+// fp32; x is rounded to T, and so is y where matmul.h computes it. Errors: wrong shape or dtype, odd OC with SwiGLU, an
+// activation together with a residual.
 #pragma once
 
 #include "kernels/activation.h"

@@ -15,10 +15,11 @@ inline LinearSizes check_linear(const char* op, DType dtype, const Tensor& out, 
     check_matrix(op, "weight", weight, dtype);
     LinearSizes z{inp.shape[0], inp.shape[1], weight.shape[0], weight.shape[0]};
     if (activation == Activation::SwiGLU) {
-        require(z.OC % 2 == 0, op, ": weight has ", z.OC, " rows; SwiGLU needs as many for gate as for up");
+        require(z.OC % 2 == 0, op, ": weight has ", z.OC,
+                " rows; SwiGLU needs an even number, half for gate and half for up");
         z.columns = z.OC / 2;
     }
-    require(activation == Activation::None || !residual, op, ": a residual goes with no activation");
+    require(activation == Activation::None || !residual, op, ": an activation and a residual can't be combined");
     check_matrix(op, "out", out, z.N, z.columns, Given::Required, dtype);
     check_matrix(op, "weight", weight, z.OC, z.C, Given::Required, dtype);
     check_tensor(op, "bias", bias, dtype, {z.OC}, Given::Optional);
@@ -36,7 +37,7 @@ inline Tensor linear_normed(const Tensor& scratch, const LinearSizes& z, const T
 inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
     return (N * C * dtype_size(dtype) + 255) / 256 * 256;
 }
-inline Tensor linear_product(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
+inline Tensor linear_pre_activation(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
     return make_tensor(static_cast<char*>(scratch.data) + linear_normed_bytes(z.N, z.C, like.dtype), like.dtype,
                        like.device, {z.N, z.OC});
 }

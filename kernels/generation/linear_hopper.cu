@@ -1,23 +1,37 @@
-// 9 to 64 rows of inp, texts from here on, against a matrix on Hopper GPUs: a few microseconds between a launch and the
-// next, most of them spent waiting for something. So everything is asked for as early as it can be, once, by a tensor
-// copy where nobody has to touch it; and who waits, waits for bytes and not for threads.
+// Small-batch GEMM on Hopper GPUs: 9 to 64 rows of inp, 16-bit elements, TMA and wgmma in clusters. A launch takes a
+// few microseconds, most of them latency. So every load is issued once and as early as possible, by TMA where no thread
+// has to touch the data, and threads wait for bytes (mbarriers) instead of for each other.
 //
-// A cluster of S blocks multiplies all texts by a tile of ROWS rows of weight, each block over its own slice of C:
+// A cluster of S blocks multiplies all rows of inp by BLOCK_OC rows of weight; each block has a slice of C:
 //
-//   1. its slices of the weights, which no other kernel writes, are on their way before the kernel before has ended
-//      (pdl.cuh);
-//   2. its slices of the texts follow. With a norm they come to registers, a row to a warp; mean and squared deviations
-//      of every slice go to all blocks of the cluster, which combine them (Chan et al. 1983);
-//   3. two warpgroups multiply 64 texts, of which some may be missing, by half of the tile each;
-//   4. the sums go to the block that finishes those texts, eight of every 8·S, which adds the S of them up in order.
+//   1. TMA loads the block's slice of the weights, which no other kernel writes, before the previous kernel has ended
+//      (pdl.cuh).
+//   2. TMA loads its slice of inp. With a norm, warps load rows to registers instead; the mean and M2 of every slice go
+//      to all blocks of the cluster, which combine them (row_statistics.cuh).
+//   3. Two warpgroups multiply the 64 rows of inp, of which some may be missing, by half of the rows of weight each.
+//   4. The partial sums go to the block that stores those rows, eight of every 8·S, which adds the S of them in order.
 //
-// A text's sums have one order, which follows from C and OC alone.
+// A row's sums have one order, which follows from C and OC alone.
 //
-// There is one kernel for layers with and without a norm, and its loops are not unrolled where that gains nothing: the
-// launches of a step come one after the other, and instructions that fell out of the cache meanwhile are waited for.
+// One kernel serves layers with and without a norm, and loops are unrolled only where that gains something: the
+// launches of a decode step follow each other, and each waits for instructions that have left the cache meanwhile.
+//
+//   threads               512: 4 warpgroups normalise, load biases and store; 2 of them multiply
+//   tile                  64 rows of inp × 64 rows of weight × up to 6 panels of 64 columns (4 with a norm)
+//   registers             64
+//   shared memory         5,184 B + 1 KiB (alignment) + 16 KiB a panel + 2,304·S·⌈8/S⌉ B (partial sums)
+//   blocks per SM         2 (registers)
+//
+// (sm_90a, CUDA 13.0.)
+//
+// GPT-2 124M, 64 sequences, the q, k and v projection: C = 768 is 12 panels, OC = 2304 is 36 clusters. Blocks should
+// not outnumber an H100's 132 SMs. S = 2 would take 6 panels a block, too many with a norm; S = 3 takes 4 and 108
+// blocks; S = 4 would take 144 blocks. A block of S = 3 has 5,184 + 1,024 + 4·16,384 + 20,736 = 92,480 bytes of shared
+// memory.
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/pdl.cuh"
+#include "kernels/cuda/row_statistics.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/warp_tile.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -25,314 +39,318 @@
 
 namespace {
 
-constexpr int TEXTS = 64, ROWS = 64;
+constexpr int BLOCK_N = SMALL_BATCH_MAX_N, BLOCK_OC = 64, HALF_OC = BLOCK_OC / 2;
 constexpr int THREADS = 512, WARPS = THREADS / WARP;
-constexpr int PRODUCT_ROWS = 32;  // that a warpgroup multiplies by; the others rest
-constexpr int PITCH = ROWS + 8;   // floats from one text's sums to the next one's, which begin in other banks
-constexpr int W = 8;              // elements of 16 bytes
-constexpr int MAX_BLOCKS = 8;
-constexpr int MAX_CHUNKS = 6;                              // of a slice
-constexpr int MAX_NORM_CHUNKS = WARP * W / PANEL_COLUMNS;  // the same with a norm: a lane has 16 bytes of a row
+constexpr int WARPGROUP_OC = 32;     // rows of weight of a warpgroup; two of the four multiply
+constexpr int PITCH = BLOCK_OC + 8;  // floats from one row's sums to the next row's, which begin in other banks
+constexpr int W = 8;                 // elements of 16 bytes
+constexpr int MAX_CLUSTER = 8;
+constexpr int MAX_PANELS = 6;                              // of a slice
+constexpr int MAX_NORM_PANELS = WARP * W / PANEL_COLUMNS;  // the same with a norm: a lane has 16 bytes of a row
 
-// How clusters meet a matrix.
-struct Shape {
-    int blocks;  // of a cluster: S
-    int chunks;  // of a slice
+// How C is distributed over a cluster.
+struct ClusterShape {
+    int blocks;  // S
+    int panels;  // of a slice
 };
 
 // Columns of block `rank`: `count` of C from `begin` on.
 struct Slice {
     int begin, count;
 };
-__device__ __forceinline__ Slice slice_of(const Shape& shape, int rank, int64_t C) {
-    const int width = shape.chunks * PANEL_COLUMNS, begin = rank * width;
+__device__ __forceinline__ Slice slice_of(const ClusterShape& shape, int rank, int64_t C) {
+    const int width = shape.panels * PANEL_COLUMNS, begin = rank * width;
     return {begin, max(0, min(width, int(C) - begin))};
 }
 
 struct Shared {
-    Mbarrier landed[MAX_CHUNKS];  // a chunk of the tile of weights, and without a norm of the texts too, has landed
-    Mbarrier told, received;      // all blocks' moments; all sums
-    float2 moments[MAX_BLOCKS][TEXTS];  // of each block's slice: the mean, and Σ of squared deviations from it
+    Mbarrier panel_full[MAX_PANELS];  // of the weights, and without a norm also of inp
+    Mbarrier statistics_full, sums_full;
+    RowPart statistics[MAX_CLUSTER][BLOCK_N];  // of each block's slice
 };
 
 struct Tiles {
-    unsigned char *texts, *weights;
-    float* sums;  // [octets finished here][S][8][PITCH]
-    __device__ __forceinline__ Tiles(unsigned char* shared, int chunks) {
-        texts = shared + (SWIZZLE_ALIGNMENT - shared_address(shared) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
-        weights = texts + chunks * TEXTS * PANEL_ROW_BYTES;
-        sums = reinterpret_cast<float*>(weights + chunks * ROWS * PANEL_ROW_BYTES);
+    unsigned char *rows, *weights;
+    float* sums;  // [groups of 8 rows stored here][S][8][PITCH]
+    __device__ __forceinline__ Tiles(unsigned char* shared, int panels) {
+        rows = shared + (SWIZZLE_ALIGNMENT - shared_address(shared) % SWIZZLE_ALIGNMENT) % SWIZZLE_ALIGNMENT;
+        weights = rows + panels * BLOCK_N * PANEL_ROW_BYTES;
+        sums = reinterpret_cast<float*>(weights + panels * BLOCK_OC * PANEL_ROW_BYTES);
     }
-    static int bytes(const Shape& shape) {
-        const int64_t octets = ceil_div(TEXTS / 8, shape.blocks) * shape.blocks;
-        return SWIZZLE_ALIGNMENT + shape.chunks * (TEXTS + ROWS) * PANEL_ROW_BYTES +
-               int(octets) * 8 * PITCH * int(sizeof(float));
+    static int bytes(const ClusterShape& shape) {
+        const int64_t groups = ceil_div(BLOCK_N / 8, shape.blocks) * shape.blocks;
+        return SWIZZLE_ALIGNMENT + shape.panels * (BLOCK_N + BLOCK_OC) * PANEL_ROW_BYTES +
+               int(groups) * 8 * PITCH * int(sizeof(float));
     }
 };
 
-// The slices of all texts, normalised, to their tile.
+// Normalises this block's slice of all rows into their tile.
 template <typename T>
-__device__ __forceinline__ void normalise_texts(unsigned char* tile, Shared& shared, const Layer<T>& a,
-                                                const Shape& shape, int rank) {
-    constexpr int EACH = TEXTS / WARPS;
+__device__ __forceinline__ void normalize_rows(unsigned char* tile, Shared& shared, const LinearParams<T>& p,
+                                               const ClusterShape& shape, int rank) {
+    constexpr int EACH = BLOCK_N / WARPS;
     const int lane = lane_id(), column = lane * W;
-    const Slice slice = slice_of(shape, rank, a.C);
+    const Slice slice = slice_of(shape, rank, p.C);
     const bool inside = column < slice.count;
-    const auto text = [&](int i) { return int(threadIdx.x) / WARP + i * WARPS; };
+    const auto row = [&](int i) { return int(threadIdx.x) / WARP + i * WARPS; };
     Pack<T, W> x[EACH] = {};
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const T* const from = a.inp + text(0) * a.inp_stride + slice.begin + column + i * WARPS * a.inp_stride;
-        if (text(i) < a.N && inside) x[i] = load_pack<W>(from);
+        const T* const from = p.inp + row(0) * p.inp_stride + slice.begin + column + i * WARPS * p.inp_stride;
+        if (row(i) < p.N && inside) x[i] = load_pack<W>(from);
     }
-    // As numbers of 32 bits the rows would take twice the registers: they are unpacked anew each time.
-    const auto stay_packed = [&] {
+    // As fp32 the rows would take twice the registers: this makes the compiler unpack them again each time.
+    const auto keep_packed = [&] {
 #pragma unroll
         for (int i = 0; i < EACH; i++)
 #pragma unroll
             for (int k = 0; k < W / 2; k++) asm volatile("" : "+r"(x[i].word[k]));
     };
-    float means[EACH] = {}, squares[EACH] = {};
-    if (a.centred) {
+    float means[EACH] = {}, m2[EACH] = {};
+    if (p.centred) {
         const float per_slice = reciprocal_for<T>(float(max(1, slice.count)));
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            const Floats<W> v = as_floats(x[i]);
-#pragma unroll
-            for (int k = 0; k < W; k++) means[i] += v[k];
-        }
+        for (int i = 0; i < EACH; i++) means[i] = add_elements(means[i], as_floats(x[i]));
 #pragma unroll
         for (int i = 0; i < EACH; i++) means[i] = warp_sum(means[i]) * per_slice;
-        stay_packed();
+        keep_packed();
     }
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const Floats<W> v = as_floats(x[i]);
+    for (int i = 0; i < EACH; i++) m2[i] = add_squared_deviations(m2[i], as_floats(x[i]), means[i]);
 #pragma unroll
-        for (int k = 0; k < W; k++) squares[i] = fmaf(v[k] - means[i], v[k] - means[i], squares[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) squares[i] = warp_sum(inside ? squares[i] : 0.0f);
-    if (lane < shape.blocks) {  // each lane tells one block
-        const uint32_t to = map_shared_rank(&shared.moments[rank][text(0)], lane),
-                       told = map_shared_rank(&shared.told, lane);
+    for (int i = 0; i < EACH; i++) m2[i] = warp_sum(inside ? m2[i] : 0.0f);
+    if (lane < shape.blocks) {  // each lane sends to one block
+        const uint32_t to = map_shared_rank(&shared.statistics[rank][row(0)], lane),
+                       full = map_shared_rank(&shared.statistics_full, lane);
 #pragma unroll
         for (int i = 0; i < EACH; i++)
-            if (text(i) < a.N) st_async(to + i * WARPS * int(sizeof(float2)), float2{means[i], squares[i]}, told);
+            if (row(i) < p.N) st_async(to + i * WARPS * int(sizeof(RowPart)), float2{means[i], m2[i]}, full);
     }
-    // Lanes side by side combine a row's moments.
-    constexpr int SIDE = WARP / EACH;
-    static_assert(SIDE >= MAX_BLOCKS);
-    const auto over_side = [](float v) {
+    // Eight neighbouring lanes combine the statistics of a row.
+    constexpr int LANES = WARP / EACH;
+    static_assert(LANES >= MAX_CLUSTER);
+    const auto sum_over_lanes = [](float v) {
 #pragma unroll
-        for (int offset = 1; offset < SIDE; offset *= 2) v += __shfl_xor_sync(ALL_LANES, v, offset);
+        for (int offset = 1; offset < LANES; offset *= 2) v += __shfl_xor_sync(ALL_LANES, v, offset);
         return v;
     };
-    const float per_row = reciprocal_for<T>(float(a.C));
-    const int s = lane % SIDE;
-    float2 moments{};
+    const float per_row = reciprocal_for<T>(float(p.C));
+    const int s = lane % LANES;
+    RowPart part{};
     float count = 0;
     Floats<W> weight{}, bias{};
-    if (inside) weight = load_floats<W>(a.norm_weight + slice.begin + column);
-    if (inside && a.norm_bias) bias = load_floats<W>(a.norm_bias + slice.begin + column);
-    stay_packed();
-    mbarrier_wait(&shared.told, 0);
-    if (s < shape.blocks) moments = shared.moments[s][text(lane / SIDE)], count = float(slice_of(shape, s, a.C).count);
-    const float mean = over_side(count * moments.x) * per_row, apart = moments.x - mean,
-                total = over_side(fmaf(count, apart * apart, moments.y));
-    const float scale = rsqrtf(fmaf(total, per_row, a.eps)), shift = -mean * scale;
+    if (inside) weight = load_floats<W>(p.norm_weight + slice.begin + column);
+    if (inside && p.norm_bias) bias = load_floats<W>(p.norm_bias + slice.begin + column);
+    keep_packed();
+    mbarrier_wait(&shared.statistics_full, 0);
+    if (s < shape.blocks) part = shared.statistics[s][row(lane / LANES)], count = float(slice_of(shape, s, p.C).count);
+    const float mean = sum_over_lanes(count * part.mean) * per_row,
+                row_m2 = sum_over_lanes(m2_around(mean, part, count));
+    const float scale = rsqrtf(fmaf(row_m2, per_row, p.eps)), shift = -mean * scale;
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
-        const float by = __shfl_sync(ALL_LANES, scale, i * SIDE), plus = __shfl_sync(ALL_LANES, shift, i * SIDE);
-        if (text(i) >= a.N || column >= shape.chunks * PANEL_COLUMNS) continue;
+        const float row_scale = __shfl_sync(ALL_LANES, scale, i * LANES),
+                    row_shift = __shfl_sync(ALL_LANES, shift, i * LANES);
+        if (row(i) >= p.N || column >= shape.panels * PANEL_COLUMNS) continue;
         Floats<W> v = as_floats(x[i]);
 #pragma unroll
-        for (int k = 0; k < W; k++) v[k] = fmaf(fmaf(v[k], by, plus), weight[k], bias[k]);
-        *reinterpret_cast<Pack<T, W>*>(tile + swizzled_offset<TEXTS>(text(i), column)) = as_pack<T>(v);
+        for (int k = 0; k < W; k++) v[k] = fmaf(fmaf(v[k], row_scale, row_shift), weight[k], bias[k]);
+        *reinterpret_cast<Pack<T, W>*>(tile + swizzled_offset<BLOCK_N>(row(i), column)) = as_pack<T>(v);
     }
+}
+
+// The two groups of 32 rows of weight of a block: two halves of 64 consecutive rows, or with SwiGLU 32 rows of gate and
+// the same of up.
+struct WeightRows {
+    int first, second;
+};
+
+// One thread initialises the mbarriers and starts the loads of the weights.
+__device__ __forceinline__ void load_weights(Shared& shared, const Tiles& tiles, const CUtensorMap& weight_map,
+                                             const WeightRows& rows, int first_column, int panels, bool has_norm,
+                                             int statistics_bytes, int sums_bytes) {
+#pragma unroll 1
+    for (int c = 0; c < panels; c++) mbarrier_init(&shared.panel_full[c], 1);
+    mbarrier_init(&shared.statistics_full, 1);
+    mbarrier_init(&shared.sums_full, 1);
+    mbarrier_init_fence();
+    if (has_norm) mbarrier_arrive_expect_tx(&shared.statistics_full, statistics_bytes);
+    mbarrier_arrive_expect_tx(&shared.sums_full, sums_bytes);
+#pragma unroll 1
+    for (int c = 0; c < panels; c++) {
+        unsigned char* const panel = tiles.weights + c * BLOCK_OC * PANEL_ROW_BYTES;
+        mbarrier_arrive_expect_tx(&shared.panel_full[c], (BLOCK_OC + (has_norm ? 0 : BLOCK_N)) * PANEL_ROW_BYTES);
+        for (const bool second : {false, true})
+            tma_load(panel + second * HALF_OC * PANEL_ROW_BYTES, &weight_map, first_column + c * PANEL_COLUMNS, 0,
+                     second ? rows.second : rows.first, &shared.panel_full[c]);
+    }
+}
+
+// A warpgroup multiplies the rows of inp by WARPGROUP_OC rows of weight, from first_row of the tile on, and sends the
+// sums to the blocks that store them.
+template <typename T>
+__device__ __forceinline__ void multiply_and_send(Shared& shared, const Tiles& tiles, const ClusterShape& shape,
+                                                  int rank, int N, int first_row) {
+    for (int c = 0; c < shape.panels; c++) mbarrier_wait(&shared.panel_full[c], 0);
+    float sum[WARPGROUP_OC / 8][4] = {};
+    const uint32_t a = k_major_descriptor(shared_address(tiles.rows)),
+                   b = k_major_descriptor(shared_address(tiles.weights) + first_row * PANEL_ROW_BYTES);
+    pin_registers(sum);
+#pragma unroll 1
+    for (int c = 0; c < shape.panels; c++) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < PANEL_COLUMNS / 16; k++)
+            wgmma_k16<T, false, false>(
+                sum, a + c * k_major_step<BLOCK_N>(PANEL_COLUMNS / 16) + k_major_step<BLOCK_N>(k),
+                b + c * k_major_step<BLOCK_OC>(PANEL_COLUMNS / 16) + k_major_step<BLOCK_OC>(k), true);
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+    pin_registers(sum);
+    const int lane = lane_id(), g = lane / 4, t = lane % 4, warp = int(threadIdx.x) / WARP, S = shape.blocks;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int group = warp % (WARPGROUP / WARP) * 2 + half;  // of 8 rows
+        if (group * 8 >= N) break;
+        const uint32_t to = map_shared_rank(tiles.sums + ((group / S * S + rank) * 8 + g) * PITCH + first_row + 4 * t,
+                                            group % S),
+                       full = map_shared_rank(&shared.sums_full, group % S);
+#pragma unroll
+        for (int n = 0; n < WARPGROUP_OC / 8; n += 2)
+            st_async(to + n * 8 * int(sizeof(float)),
+                     float4{sum[n][2 * half], sum[n][2 * half + 1], sum[n + 1][2 * half], sum[n + 1][2 * half + 1]},
+                     full);
+    }
+}
+
+// Adds the S partial sums of four outputs in order, from `sums` on.
+__device__ __forceinline__ void add_slices(float (&y)[2][2], const float* sums, int S) {
+#pragma unroll
+    for (int s = 0; s < MAX_CLUSTER; s++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float2 part = *reinterpret_cast<const float2*>(sums + min(s, S - 1) * 8 * PITCH + half * HALF_OC);
+            y[half][0] += s < S ? part.x : 0, y[half][1] += s < S ? part.y : 0;
+        }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 2)
-    cluster_kernel(const Layer<T> a, const Shape shape, const __grid_constant__ CUtensorMap weight_map,
-                   const __grid_constant__ CUtensorMap text_map) {
-    constexpr int HALF = ROWS / 2;
+    cluster_kernel(const LinearParams<T> p, const ClusterShape shape, const __grid_constant__ CUtensorMap weight_map,
+                   const __grid_constant__ CUtensorMap row_map) {
     extern __shared__ unsigned char dynamic[];
     __shared__ Shared shared;
     pdl_launch_dependents();
     const int rank = cluster_rank(), warp = int(threadIdx.x) / WARP, S = shape.blocks;
-    const Slice slice = slice_of(shape, rank, a.C);
-    const Tiles tiles(dynamic, shape.chunks);
-    const bool has_norm = a.norm_weight, is_swiglu = a.activation == Activation::SwiGLU;
-    const int first_output = int(blockIdx.y) * (is_swiglu ? HALF : ROWS);
-    // Beside gate's rows of weight, or in the upper half of the tile, lie up's or more of the same.
-    const int second_rows = is_swiglu ? int(a.columns) + first_output : first_output + HALF;
-    // Of the octets of texts this block finishes rank, rank + S, …
-    const int octets = ((a.N + 7) / 8 - rank + S - 1) / S;
+    const Slice slice = slice_of(shape, rank, p.C);
+    const Tiles tiles(dynamic, shape.panels);
+    const bool has_norm = p.norm_weight, is_swiglu = p.activation == Activation::SwiGLU;
+    const int first_output = int(blockIdx.y) * (is_swiglu ? HALF_OC : BLOCK_OC);
+    const WeightRows weight_rows{first_output, is_swiglu ? int(p.columns) + first_output : first_output + HALF_OC};
+    // Of the groups of 8 rows this block stores rank, rank + S, …
+    const int groups = ((p.N + 7) / 8 - rank + S - 1) / S;
 
     if (threadIdx.x == 0) {
-#pragma unroll 1
-        for (int c = 0; c < shape.chunks; c++) mbarrier_init(&shared.landed[c], 1);
-        mbarrier_init(&shared.told, 1);
-        mbarrier_init(&shared.received, 1);
-        mbarrier_init_fence();
-        mbarrier_arrive_expect_tx(&shared.told, S * a.N * int(sizeof(float2)));
-        mbarrier_arrive_expect_tx(&shared.received, octets * S * 8 * ROWS * int(sizeof(float)));
-#pragma unroll 1
-        for (int c = 0; c < shape.chunks; c++) {
-            unsigned char* const chunk = tiles.weights + c * ROWS * PANEL_ROW_BYTES;
-            mbarrier_arrive_expect_tx(&shared.landed[c], (ROWS + (has_norm ? 0 : TEXTS)) * PANEL_ROW_BYTES);
-            for (const bool second : {false, true})
-                tma_load(chunk + second * HALF * PANEL_ROW_BYTES, &weight_map, slice.begin + c * PANEL_COLUMNS, 0,
-                         second ? second_rows : first_output, &shared.landed[c]);
-        }
-        if (!has_norm) tma_prefetch_descriptor(&text_map);
+        load_weights(shared, tiles, weight_map, weight_rows, slice.begin, shape.panels, has_norm,
+                     S * p.N * int(sizeof(RowPart)), groups * S * 8 * BLOCK_OC * int(sizeof(float)));
+        if (!has_norm) tma_prefetch_descriptor(&row_map);
     }
     cluster_arrive();
-    // A thread finishes rows r, r + 1 and, HALF further, two more of one text; with SwiGLU these are gate's and up's.
-    // Their sums lie one behind the other, from `first_sum` on: of 16 rows the pairs 0, 8, 2, 10, 4, 12, 6 and 14.
-    const unsigned pair = threadIdx.x % (HALF / 2), place = threadIdx.x / (HALF / 2), first_sum = 2 * pair;
-    const int row = int(pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2),
-              text = (int(place / 8) * S + rank) * 8 + int(place % 8);
-    const int columns[2] = {first_output + row, is_swiglu ? first_output + row : second_rows + row};  // of out
+    // A thread stores outputs o, o + 1 and, HALF_OC further, two more of one row; with SwiGLU it combines gate and up.
+    // Their sums are consecutive from `first_sum` on: multiply_and_send puts the pairs of 16 columns in the order 0, 8,
+    // 2, 10, 4, 12, 6, 14.
+    const unsigned pair = threadIdx.x % (HALF_OC / 2), slot = threadIdx.x / (HALF_OC / 2), first_sum = 2 * pair;
+    const int o = int(pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2),
+              row = (int(slot / 8) * S + rank) * 8 + int(slot % 8);
+    const int columns[2] = {first_output + o, is_swiglu ? first_output + o : weight_rows.second + o};  // of out
     T bias[2][2] = {}, residual[2][2] = {};
-    if (a.bias)
+    if (p.bias)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (columns[i / 2] + i % 2 < a.columns)
-                bias[i / 2][i % 2] = a.bias[(i / 2 ? second_rows : first_output) + row + i % 2];
+            if (columns[i / 2] + i % 2 < p.columns)
+                bias[i / 2][i % 2] = p.bias[(i / 2 ? weight_rows.second : first_output) + o + i % 2];
     if (has_norm && threadIdx.x < 2 * WARP && lane_id() * W < slice.count) {
-        const float* const vector = warp == 0 ? a.norm_weight : a.norm_bias;
+        const float* const vector = warp == 0 ? p.norm_weight : p.norm_bias;
         if (vector) prefetch_line(vector + slice.begin + lane_id() * W);
     }
-    cluster_wait();  // all have started, their barriers too
+    cluster_wait();  // all blocks have initialised their mbarriers
     pdl_wait();
 
     if (!has_norm && threadIdx.x == 0)
 #pragma unroll 1
-        for (int c = 0; c < shape.chunks; c++)
-            tma_load(tiles.texts + c * TEXTS * PANEL_ROW_BYTES, &text_map, slice.begin + c * PANEL_COLUMNS, 0, 0,
-                     &shared.landed[c]);
+        for (int c = 0; c < shape.panels; c++)
+            tma_load(tiles.rows + c * BLOCK_N * PANEL_ROW_BYTES, &row_map, slice.begin + c * PANEL_COLUMNS, 0, 0,
+                     &shared.panel_full[c]);
     if (has_norm) {
-        normalise_texts(tiles.texts, shared, a, shape, rank);
+        normalize_rows(tiles.rows, shared, p, shape, rank);
         fence_async_proxy();
         __syncthreads();
     }
-    const bool finishes = int(place / 8) < octets && text < a.N;
-    if (a.residual && finishes)
+    const bool stores = int(slot / 8) < groups && row < p.N;
+    if (p.residual && stores)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (columns[i / 2] + i % 2 < a.columns)
-                residual[i / 2][i % 2] = a.residual[text * a.residual_stride + columns[i / 2] + i % 2];
+            if (columns[i / 2] + i % 2 < p.columns)
+                residual[i / 2][i % 2] = p.residual[row * p.residual_stride + columns[i / 2] + i % 2];
 
-    const int first_row = warp / (WARPGROUP / WARP) * PRODUCT_ROWS;
-    if (first_row < ROWS) {
-        for (int c = 0; c < shape.chunks; c++) mbarrier_wait(&shared.landed[c], 0);
-        float sum[PRODUCT_ROWS / 8][4] = {};
-        const uint32_t left = k_major_descriptor(shared_address(tiles.texts)),
-                       right = k_major_descriptor(shared_address(tiles.weights) + first_row * PANEL_ROW_BYTES);
-        pin_registers(sum);
-#pragma unroll 1
-        for (int c = 0; c < shape.chunks; c++) {
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < PANEL_COLUMNS / 16; k++)
-                wgmma_k16<T, false, false>(
-                    sum, left + c * k_major_step<TEXTS>(PANEL_COLUMNS / 16) + k_major_step<TEXTS>(k),
-                    right + c * k_major_step<ROWS>(PANEL_COLUMNS / 16) + k_major_step<ROWS>(k), true);
-            wgmma_commit();
-        }
-        wgmma_wait<0>();
-        pin_registers(sum);
-        const int lane = lane_id(), g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int octet = warp % (WARPGROUP / WARP) * 2 + half;
-            if (octet * 8 >= a.N) break;
-            const uint32_t to = map_shared_rank(
-                               tiles.sums + ((octet / S * S + rank) * 8 + g) * PITCH + first_row + 4 * t, octet % S),
-                           received = map_shared_rank(&shared.received, octet % S);
-#pragma unroll
-            for (int n = 0; n < PRODUCT_ROWS / 8; n += 2)
-                st_async(to + n * 8 * int(sizeof(float)),
-                         float4{sum[n][2 * half], sum[n][2 * half + 1], sum[n + 1][2 * half], sum[n + 1][2 * half + 1]},
-                         received);
-        }
-    }
-    if (!finishes) return;
-    mbarrier_wait(&shared.received, 0);
+    const int first_row = warp / (WARPGROUP / WARP) * WARPGROUP_OC;
+    if (first_row < BLOCK_OC) multiply_and_send<T>(shared, tiles, shape, rank, p.N, first_row);
+    if (!stores) return;
+    mbarrier_wait(&shared.sums_full, 0);
 
-    const float* const sums = tiles.sums + (place / 8 * S * 8 + place % 8) * PITCH + first_sum;
     float y[2][2] = {};
-#pragma unroll
-    for (int s = 0; s < MAX_BLOCKS; s++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float2 part = *reinterpret_cast<const float2*>(sums + min(s, S - 1) * 8 * PITCH + half * HALF);
-            y[half][0] += s < S ? part.x : 0, y[half][1] += s < S ? part.y : 0;
-        }
+    add_slices(y, tiles.sums + (slot / 8 * S * 8 + slot % 8) * PITCH + first_sum, S);
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i / 2][i % 2] += as_float(bias[i / 2][i % 2]);
-    T* const out = a.out + text * a.out_stride;
+    T* const out = p.out + row * p.out_stride;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int half = i / 2, k = i % 2;
-        if (columns[half] + k >= a.columns || (is_swiglu && half)) continue;
+        if (columns[half] + k >= p.columns || (is_swiglu && half)) continue;
         const float z =
-            is_swiglu ? swiglu<Math::Fast>(y[0][k], y[1][k]) : activate<Math::Fast>(a.activation, y[half][k]);
+            is_swiglu ? swiglu<Math::Fast>(y[0][k], y[1][k]) : activate<Math::Fast>(p.activation, y[half][k]);
         out[columns[half] + k] = from_float<T>(z + as_float(residual[half][k]));
     }
 }
 
-template <typename T>
-int64_t rows_of_weight(const Layer<T>& a) {
-    return a.activation == Activation::SwiGLU ? 2 * a.columns : a.columns;
+int64_t num_blocks(const ClusterShape& shape, int64_t OC) {
+    return shape.blocks * ceil_div(OC, BLOCK_OC);
 }
 
-int64_t blocks_of(const Shape& shape, int64_t OC) {
-    return shape.blocks * ceil_div(OC, ROWS);
-}
-
-// As many blocks as run on SMs of their own: each then has little to read. Where there are more anyway, as
-// few as possible. No blocks: the matrix has too many columns.
-Shape shape_of(int64_t C, int64_t OC, bool has_norm) {
-    const int64_t columns = ceil_div(C, PANEL_COLUMNS), limit = num_sms();
-    Shape best{0, 0};
-    for (int S = 2; S <= MAX_BLOCKS; S++) {
-        const Shape shape{S, int(ceil_div(columns, S))};
-        const bool idle = S > 2 && (S - 1) * shape.chunks >= columns;  // some would have no columns
-        if (shape.chunks > (has_norm ? MAX_NORM_CHUNKS : MAX_CHUNKS) || idle) continue;
-        if (best.blocks == 0 || blocks_of(shape, OC) <= limit) best = shape;
+// As many blocks a cluster as leave each block an SM of its own, so that each has little to read; if there are more
+// blocks than SMs anyway, as few as possible. 0 blocks: C is too large.
+ClusterShape cluster_shape(int64_t C, int64_t OC, bool has_norm) {
+    const int64_t panels = ceil_div(C, PANEL_COLUMNS);
+    ClusterShape best{0, 0};
+    for (int S = 2; S <= MAX_CLUSTER; S++) {
+        const ClusterShape shape{S, int(ceil_div(panels, S))};
+        const bool idle = S > 2 && (S - 1) * shape.panels >= panels;  // some blocks would have no columns
+        if (shape.panels > (has_norm ? MAX_NORM_PANELS : MAX_PANELS) || idle) continue;
+        if (best.blocks == 0 || num_blocks(shape, OC) <= num_sms()) best = shape;
     }
     return best;
 }
 
 }  // namespace
 
-// Where far from all blocks run at once, a second wave costs more than what the library loses.
 template <typename T>
-bool hopper_linear_takes(const Layer<T>& a) {
-    if (!is_hopper() || a.N > TEXTS || a.C == 0 || a.C % W != 0) return false;
-    const int64_t OC = rows_of_weight(a);
-    const Shape shape = shape_of(a.C, OC, a.norm_weight);
-    return shape.blocks > 0 && 2 * blocks_of(shape, OC) <= 3 * num_sms();
-}
-
-template <typename T>
-void hopper_linear(const char* op, const Layer<T>& a, Stream stream) {
-    const int64_t OC = rows_of_weight(a);
-    const Shape shape = shape_of(a.C, OC, a.norm_weight);
+bool linear_small_batch_hopper(const char* op, const LinearParams<T>& p, Stream stream) {
+    if (!is_hopper() || !p.aligned || p.N > BLOCK_N || p.C == 0 || p.C % W != 0) return false;
+    const ClusterShape shape = cluster_shape(p.C, p.OC, p.norm_weight);
+    // With far more blocks than run at once, a second wave costs more than the library's GEMM.
+    if (shape.blocks == 0 || 2 * num_blocks(shape, p.OC) > 3 * num_sms()) return false;
     const int bytes = Tiles::bytes(shape);
     const auto kernel = cluster_kernel<T>;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-    const CUtensorMap weights = make_tensor_map(op, Heads<const T>{a.weight, a.weight_stride, 0}, OC, 1, a.C, ROWS / 2),
-                      texts = make_tensor_map(op, Heads<const T>{a.inp, a.inp_stride, 0}, a.N, 1, a.C, TEXTS);
-    const dim3 grid(unsigned(shape.blocks), unsigned(ceil_div(OC, ROWS)));
-    launch_pdl_clusters(op, kernel, grid, unsigned(shape.blocks), THREADS, size_t(bytes), stream, a, shape, weights,
-                        texts);
+    const CUtensorMap weights =
+                          make_tensor_map(op, Heads<const T>{p.weight, p.weight_stride, 0}, p.OC, 1, p.C, HALF_OC),
+                      rows = make_tensor_map(op, Heads<const T>{p.inp, p.inp_stride, 0}, p.N, 1, p.C, BLOCK_N);
+    const dim3 grid(unsigned(shape.blocks), unsigned(ceil_div(p.OC, BLOCK_OC)));
+    launch_pdl_clusters(op, kernel, grid, unsigned(shape.blocks), THREADS, size_t(bytes), stream, p, shape, weights,
+                        rows);
+    return true;
 }
 
-template bool hopper_linear_takes(const Layer<bf16>&);
-template bool hopper_linear_takes(const Layer<fp16>&);
-template void hopper_linear(const char*, const Layer<bf16>&, Stream);
-template void hopper_linear(const char*, const Layer<fp16>&, Stream);
+template bool linear_small_batch_hopper(const char*, const LinearParams<bf16>&, Stream);
+template bool linear_small_batch_hopper(const char*, const LinearParams<fp16>&, Stream);

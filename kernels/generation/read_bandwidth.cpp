@@ -8,7 +8,7 @@
 
 namespace {
 
-// Four sums, so that no addition waits for the one before.
+// Four sums, so that additions do not wait for each other.
 MULTIARCH float sum(const float* x, int64_t n) {
     vec16 a = {}, b = {}, c = {}, d = {};
     for (int64_t i = 0; i + 64 <= n; i += 64) {
@@ -21,17 +21,17 @@ MULTIARCH float sum(const float* x, int64_t n) {
 }  // namespace
 
 double measured_read_bandwidth(Stream stream) {
-    constexpr int64_t n = int64_t(1) << 26, PIECE = 1 << 18;
+    constexpr int64_t n = int64_t(1) << 26, BLOCK = 1 << 18;
     const std::unique_ptr<void, void (*)(void*)> memory(device_alloc(n * sizeof(float)), device_free);
     float* x = static_cast<float*>(memory.get());
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < n; i += PIECE) std::fill_n(x + i, PIECE, 1.0f);
+    for (int64_t i = 0; i < n; i += BLOCK) std::fill_n(x + i, BLOCK, 1.0f);
     double best = 1e30, total = 0;
     for (int i = 0; i < 5; i++) {
         best = std::min(best, timed_ms(
                                   [&] {
 #pragma omp parallel for schedule(static) reduction(+ : total)
-                                      for (int64_t j = 0; j < n; j += PIECE) total += double(sum(x + j, PIECE));
+                                      for (int64_t j = 0; j < n; j += BLOCK) total += double(sum(x + j, BLOCK));
                                   },
                                   1, stream));
     }

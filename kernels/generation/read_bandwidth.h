@@ -1,8 +1,8 @@
-// How fast this device reads memory: what generation, which reads all weights for every step, is measured by.
+// How fast this device reads memory. Generation reads all weights in every step, so this is its speed limit.
 #pragma once
 
 #include "runtime/device/device.h"
 
-// Bytes per second that all threads (on a GPU all SMs) read, measured now on 256 MiB (a GPU: 1 GiB) of
-// memory of its own; takes about 0.2 s. Throws Error where that memory can't be had.
+// Measures the bytes per second that all threads (on a GPU all SMs) read, from 256 MiB (on a GPU 1 GiB) that it
+// allocates; takes about 0.2 s. Throws Error if the allocation fails.
 double measured_read_bandwidth(Stream stream);
