@@ -11,6 +11,7 @@
 #include "kernels/embedding.h"
 #include "kernels/generation/kv_cache.h"
 #include "kernels/generation/linear.h"
+#include "runtime/device/blas_stream.h"
 
 namespace {
 
@@ -235,7 +236,7 @@ TEST_P(DecodeAttention, InputsReadyReadsTheCacheEarly) {
     const DType T = activation();
     const Shape z{12, 12, 64, 70};
     const int64_t N = 16, C = 64, Q = z.NH * z.HS;
-    const Stream stream = create_stream();
+    const Stream stream = create_blas_stream();
     std::vector<int32_t> slot, position;
     for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 4 * n);
     const TestArray table = TestArray::random(T, {N, C}, 5), weight = TestArray::random(T, {z.channels(), C}, 6);
