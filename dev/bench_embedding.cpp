@@ -17,16 +17,16 @@ constexpr int64_t V = 50304, P = 1024;
 // get none.
 struct Problem {
     int64_t N, C;
-    std::vector<int32_t> ids, places;
+    std::vector<int32_t> ids, position_ids;
     BenchArray tokens, positions;
 
     explicit Problem(const benchmark::State& state)
         : N(state.range(0)),
           C(state.range(1)),
           ids(make_ids(N)),
-          places(make_places(N)),
+          position_ids(make_position_ids(N)),
           tokens(BenchArray::ints(ids)),
-          positions(BenchArray::ints(places)) {}
+          positions(BenchArray::ints(position_ids)) {}
 
     static std::vector<int32_t> make_ids(int64_t N) {
         std::vector<int32_t> ids(static_cast<size_t>(N));
@@ -36,15 +36,15 @@ struct Problem {
         }
         return ids;
     }
-    static std::vector<int32_t> make_places(int64_t N) {
-        std::vector<int32_t> places(static_cast<size_t>(N));
-        for (size_t n = 0; n < places.size(); n++) places[n] = int32_t(int64_t(n) % P);
-        return places;
+    static std::vector<int32_t> make_position_ids(int64_t N) {
+        std::vector<int32_t> position_ids(static_cast<size_t>(N));
+        for (size_t n = 0; n < position_ids.size(); n++) position_ids[n] = int32_t(int64_t(n) % P);
+        return position_ids;
     }
     // Rows of both tables that are touched; reading one twice is not counted.
     double rows() const {
         return double(std::set<int32_t>(ids.begin(), ids.end()).size() +
-                      std::set<int32_t>(places.begin(), places.end()).size());
+                      std::set<int32_t>(position_ids.begin(), position_ids.end()).size());
     }
 };
 

@@ -23,8 +23,8 @@ Stream stream() {
     return tuned;
 }
 
-void run(benchmark::State& state, const std::function<void()>& product) {
-    run_bench(state, product, stream());
+void run(benchmark::State& state, const std::function<void()>& matmul_call) {
+    run_bench(state, matmul_call, stream());
 }
 
 // A linear layer of state's sizes.

@@ -279,7 +279,7 @@ TEST(AdamW, RoundingDoesNotDependOnLocationOrSegments) {
     const std::vector<double> whole = update_bf16(p, grads, {{0, n, 0.1f, -1, key}}, seed, t);
     expect_same_bits("again", whole, update_bf16(p, grads, {{0, n, 0.1f, -1, key}}, seed, t));
     expect_same_bits(
-        "in three pieces", whole,
+        "in three segments", whole,
         update_bf16(p, grads,
                     {{0, 1024, 0.1f, -1, key}, {1024, 1031, 0.1f, -1, key, 1024}, {1031, n, 0.1f, -1, key, 1031}}, seed,
                     t));

@@ -70,7 +70,7 @@ TEST(StepControl, ClipsToTheGivenNormOnly) {
 
 // Gradients that were divided by more tokens than have a target.
 TEST(StepControl, GradUnitScalesNormAndGradients) {
-    const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5, in truth 10
+    const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5; the true norm is 10
     EXPECT_EQ(control(grads, 1, 1, fresh(0), 2).grad_norm, 10);
     EXPECT_EQ(control(grads, 1, 1, fresh(0), 2).grad_scale, 2);
     EXPECT_EQ(control(grads, 1, 1, fresh(10), 2).grad_scale, 2);
@@ -122,9 +122,9 @@ TEST(StepControl, AddsPartsAndRanks) {
     const TestArray grads = TestArray::random({90001}, 1), scratch = TestArray::scratch(sum_squares_scratch(90001));
     const TestArray sums = TestArray::doubles({NAN, 1, 0, NAN, 2, 0, NAN, 4, 1}, {3, NUM_STEP_SUMS});
     const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two parts a rank
-    for (int64_t piece = 0; piece < 6; piece++) {
-        sum_squares(element(sums, piece / 2 * NUM_STEP_SUMS + SUM_SQUARES),
-                    grads.tensor().rows(ends[piece], ends[piece + 1]), piece % 2, scratch, Stream{});
+    for (int64_t part = 0; part < 6; part++) {
+        sum_squares(element(sums, part / 2 * NUM_STEP_SUMS + SUM_SQUARES),
+                    grads.tensor().rows(ends[part], ends[part + 1]), part % 2, scratch, Stream{});
     }
     const StepScalars before = fresh(0.5f, 41);
     const TestArray scalars = TestArray::bytes(&before, sizeof(before));

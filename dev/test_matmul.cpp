@@ -38,7 +38,7 @@ struct DTypes {
     DType inp = DType::F32, out = DType::F32;
 };
 
-void check_matmul(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b,
+void check_matmul(Matmul multiply, DTypes dtypes, int64_t M, int64_t N, int64_t K, bool transpose_a, bool transpose_b,
                   bool accumulate, int64_t gap, double shift = 0) {
     SCOPED_TRACE(str("M ", M, " N ", N, " K ", K, transpose_a ? " T" : " N", transpose_b ? "T" : "N",
                      accumulate ? " accumulate" : "", " gap ", gap, " shift ", shift));
@@ -50,8 +50,8 @@ void check_matmul(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K
     for (int64_t i = 0; accumulate && i < M; i++)
         for (int64_t j = 0; j < N; j++) initial[size_t(i * (N + gap) + j)] = normal01(3, 0, uint64_t(i * N + j));
     const TestArray out = TestArray::of(dtypes.out, initial, {M, N + gap});
-    product(out.tensor().columns(0, N), a.tensor().columns(0, columns_a), b.tensor().columns(0, columns_b), transpose_a,
-            transpose_b, accumulate);
+    multiply(out.tensor().columns(0, N), a.tensor().columns(0, columns_a), b.tensor().columns(0, columns_b),
+             transpose_a, transpose_b, accumulate);
     const std::vector<double> before = take_columns(out.values(), N + gap, N), got = out.fetch();
     reference::Values ref = reference::matmul(take_columns(a.values(), columns_a + gap, columns_a).data(),
                                               take_columns(b.values(), columns_b + gap, columns_b).data(), transpose_a,
@@ -66,21 +66,21 @@ void check_matmul(Matmul product, DTypes dtypes, int64_t M, int64_t N, int64_t K
     expect_gaps_untouched("matmul", got, N + gap, N);
 }
 
-void check_many(Matmul product, DTypes dtypes) {
+void check_many(Matmul multiply, DTypes dtypes) {
     const int64_t sizes[][3] = {{1, 1, 1},     {1, 17, 5},    {6, 16, 4},    {7, 15, 33},
                                 {12, 32, 256}, {13, 33, 257}, {37, 45, 300}, {121, 31, 64},
                                 {1, 200, 511}, {130, 1, 100}, {64, 1030, 9}, {125, 70, 520}};
     for (const auto& s : sizes)
         for (int transposes = 0; transposes < 4; transposes++)
             for (const bool accumulate : {false, true})
-                check_matmul(product, dtypes, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
+                check_matmul(multiply, dtypes, s[0], s[1], s[2], transposes & 1, transposes & 2, accumulate,
                              (s[0] + s[1]) % 3 * 2);
-    check_matmul(product, dtypes, 5, 7, 5000, false, true, false, 0);  // long sums
+    check_matmul(multiply, dtypes, 5, 7, 5000, false, true, false, 0);  // long sums
     // All terms of one sign: rounding errors add up and do not average out.
-    check_matmul(product, dtypes, 20, 40, 200, false, false, false, 0, 3);
-    check_matmul(product, dtypes, 20, 40, 4096, false, true, false, 0, 3);
+    check_matmul(multiply, dtypes, 20, 40, 200, false, false, false, 0, 3);
+    check_matmul(multiply, dtypes, 20, 40, 4096, false, true, false, 0, 3);
     // No terms: zeros, or out unchanged.
-    for (const bool accumulate : {false, true}) check_matmul(product, dtypes, 3, 5, 0, false, false, accumulate, 2);
+    for (const bool accumulate : {false, true}) check_matmul(multiply, dtypes, 3, 5, 0, false, false, accumulate, 2);
 }
 
 }  // namespace
@@ -221,14 +221,14 @@ reference::Values gelu_of(const reference::Values& pre, DType T) {
 }
 
 // dout·weight ⊙ gelu'(x)
-reference::Values times_gelu_gradient(reference::Values product, const std::vector<double>& x, DType T) {
+reference::Values times_gelu_gradient(reference::Values matmul, const std::vector<double>& x, DType T) {
     for (size_t i = 0; i < x.size(); i++) {
         const reference::Value slope = reference::gelu_gradient(x[i]);
         const double du = 2 * reference::ROOT_2_OVER_PI * (1 + 3 * reference::GELU_CUBIC * x[i] * x[i]);
-        product.value[i] *= slope.value;
-        product.mag[i] *= slope.mag + lost_digits(T) * (1 + std::fabs(x[i]) * du);
+        matmul.value[i] *= slope.value;
+        matmul.mag[i] *= slope.mag + lost_digits(T) * (1 + std::fabs(x[i]) * du);
     }
-    return product;
+    return matmul;
 }
 
 }  // namespace
@@ -289,12 +289,12 @@ TEST_P(MatmulDTypes, GeluOfNothingIsFine) {
 #ifdef USE_CUDA
 namespace {
 
-struct TunedProduct {
+struct TunedMatmul {
     int64_t M, N, K;
     bool transpose_a, transpose_b, accumulate;
 };
 
-std::vector<double> product_bits(DType T, const TunedProduct& p, Stream on) {
+std::vector<double> matmul_bits(DType T, const TunedMatmul& p, Stream on) {
     const TestArray a = TestArray::random(T, {p.transpose_a ? p.K : p.M, p.transpose_a ? p.M : p.K}, 1);
     const TestArray b = TestArray::random(T, {p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N}, 2);
     const TestArray out = TestArray::random(T, {p.M, p.N}, 3);
@@ -320,29 +320,29 @@ int64_t lines(const std::string& text) {
 TEST_P(MatmulDTypes, TunedMatmulsMatchOracleAndRepeat) {
     const DType T = activation();
     const OwnStream tuned;
-    std::vector<TunedProduct> products;
-    for (int i = 0; i < 8; i++) products.push_back({264, 136, 520, bool(i & 1), bool(i & 2), bool(i & 4)});
+    std::vector<TunedMatmul> matmuls;
+    for (int i = 0; i < 8; i++) matmuls.push_back({264, 136, 520, bool(i & 1), bool(i & 2), bool(i & 4)});
     const int64_t header = lines(matmul_choices(tuned));
     matmul_tuning(true, tuned);
-    for (const TunedProduct& p : products) product_bits(T, p, tuned);
+    for (const TunedMatmul& p : matmuls) matmul_bits(T, p, tuned);
     matmul_tuning(false, tuned);
     const std::string choices = matmul_choices(tuned);
-    EXPECT_EQ(lines(choices), header + int64_t(products.size())) << choices;
+    EXPECT_EQ(lines(choices), header + int64_t(matmuls.size())) << choices;
 
     // Another stream that adopts them gives the same bits, and the same table.
     const OwnStream other;
     ASSERT_TRUE(matmul_use_choices(choices, other));
     EXPECT_EQ(matmul_choices(other), choices);
-    for (const TunedProduct& p : products) {
+    for (const TunedMatmul& p : matmuls) {
         SCOPED_TRACE(str(p.transpose_a, p.transpose_b, p.accumulate));
-        const std::vector<double> bits = product_bits(T, p, tuned);
-        expect_same_bits("again", bits, product_bits(T, p, tuned));
-        expect_same_bits("adopted", bits, product_bits(T, p, other));
+        const std::vector<double> bits = matmul_bits(T, p, tuned);
+        expect_same_bits("again", bits, matmul_bits(T, p, tuned));
+        expect_same_bits("adopted", bits, matmul_bits(T, p, other));
     }
     EXPECT_EQ(matmul_choices(tuned), choices);  // nothing was timed while tuning was off
 
     ASSERT_TRUE(matmul_use_choices(choices, stream()));
-    for (const TunedProduct& p : products)
+    for (const TunedMatmul& p : matmuls)
         check_matmul(library, {T, T}, p.M, p.N, p.K, p.transpose_a, p.transpose_b, p.accumulate, 0);
 }
 
@@ -402,7 +402,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 TEST(MatmulTuning, ForeignAndDamagedTablesAreNotAdopted) {
     const OwnStream own, fresh;
     matmul_tuning(true, own);
-    product_bits(DType::F32, {64, 64, 64, false, true, false}, own);
+    matmul_bits(DType::F32, {64, 64, 64, false, true, false}, own);
     const std::string choices = matmul_choices(own), empty = matmul_choices(fresh), body = without_checksum(choices);
     ASSERT_EQ(with_checksum(body), choices);
 

@@ -110,9 +110,9 @@ TEST_P(Rope, BackwardRotatesBack) {
     for (int32_t n = 0; n < 40; n++) positions.push_back(n);
     const TestArray position = TestArray::ints(positions, {40});
     rope(x, position, table, false, Stream{});
-    const std::vector<double> turned = x.fetch();
-    for (size_t c = 0; c < 64; c++) EXPECT_EQ(turned[c], x.values()[c]) << "position 0 must not turn";
-    EXPECT_GT(std::fabs(turned[64] - x.values()[64]), 1e-3);
+    const std::vector<double> rotated = x.fetch();
+    for (size_t c = 0; c < 64; c++) EXPECT_EQ(rotated[c], x.values()[c]) << "position 0 must not rotate";
+    EXPECT_GT(std::fabs(rotated[64] - x.values()[64]), 1e-3);
     rope(x, position, table, true, Stream{});
     const std::vector<double> back = x.fetch();
     const double tolerance = activation() == DType::F32 ? 2e-6 : activation() == DType::F16 ? 4e-3 : 3e-2;

@@ -488,7 +488,7 @@ View contiguous(DType dtype, const Shape& shape, uint64_t seed, double scale, do
 
 }  // namespace
 
-// Products of numbers near 1, which neither vanish nor overflow.
+// Products of numbers near 1, which neither underflow nor overflow.
 TEST(TensorReduce, EverySizeAlongEveryAxis) {
     Choices choose(7);
     const Shape shapes[] = {{1},        {31},         {32},      {33},        {1000},       {4096},       {70001},
@@ -579,7 +579,7 @@ View matrices(Choices& choose, const Shape& shape, uint64_t seed, bool is_output
     return view;
 }
 
-std::vector<double> product(const View& out, const View& a, const View& b, std::vector<double>* mag) {
+std::vector<double> matmul_reference(const View& out, const View& a, const View& b, std::vector<double>* mag) {
     const Tensor& o = out.tensor;
     const int64_t M = o.shape[o.rank - 2], N = o.shape[o.rank - 1], K = a.tensor.shape[a.tensor.rank - 1];
     Shape batch(o.shape, o.shape + o.rank - 2), of_a = batch, of_b = batch;
@@ -604,7 +604,7 @@ void check_matmul(Choices& choose, const Shape& out_shape, const Shape& a_shape,
                      out.tensor.stride[out.tensor.rank - 2], " ", out.tensor.stride[out.tensor.rank - 1]));
     tensor_matmul(out.tensor, a.tensor, b.tensor, Stream{});
     std::vector<double> mag;
-    const std::vector<double> ref = product(out, a, b, &mag);
+    const std::vector<double> ref = matmul_reference(out, a, b, &mag);
     if (ref.empty()) return;
     expect_close("out", out.fetch(), ref, mag, std::max<int64_t>(1, a_shape.back()), out_shape.back());
     EXPECT_TRUE(out.gaps_untouched());
@@ -655,7 +655,7 @@ TEST(TensorMatmul, LargeMatricesInEveryLayout) {
         out.tensor = shaped(out.memory, {BATCH, M, N});
         tensor_matmul(out.tensor, a.tensor, b.tensor, Stream{});
         std::vector<double> mag;
-        const std::vector<double> ref = product(out, a, b, &mag);
+        const std::vector<double> ref = matmul_reference(out, a, b, &mag);
         expect_close("out", out.fetch(), ref, mag, K, N);
     }
 }

@@ -204,7 +204,7 @@ TEST_F(CInterface, EmptyTensorsNeedNoMemory) {
 
 TEST_F(CInterface, TensorOperations) {
     const std::vector<float> x = random(60, 1), y = random(20, 2), z = random(20, 3);
-    std::vector<float> out(60), sums(12), product(9);
+    std::vector<float> out(60), sums(12), matmul_out(9);
     const tgk_tensor o = host(out, {3, 4, 5}), a = host(x, {3, 4, 5}), b = host(y, {4, 5});
     ASSERT_EQ(tgk_zip(context, function("sub"), &o, &a, &b), TGK_OK) << tgk_last_error();
     for (size_t i = 0; i < 60; i++) ASSERT_EQ(out[i], x[i] - y[i % 20]);
@@ -216,13 +216,13 @@ TEST_F(CInterface, TensorOperations) {
     const tgk_tensor s = host(sums, {3, 4, 1});
     ASSERT_EQ(tgk_reduce(context, function("max"), &s, &a, 2, -1e30f), TGK_OK) << tgk_last_error();
     for (size_t i = 0; i < 12; i++) ASSERT_EQ(sums[i], *std::max_element(&x[i * 5], &x[i * 5] + 5));
-    const tgk_tensor left = host(y, {3, 4}), right = host(z, {4, 3}), p = host(product, {3, 3});
+    const tgk_tensor left = host(y, {3, 4}), right = host(z, {4, 3}), p = host(matmul_out, {3, 3});
     const reference::Values ref =
         reference::matmul(widened(y).data(), widened(z).data(), false, false, nullptr, nullptr, 3, 3, 4);
     ASSERT_EQ(tgk_tensor_matmul(context, &p, &left, &right), TGK_OK) << tgk_last_error();
-    expect_reference(product, ref, 4);
+    expect_reference(matmul_out, ref, 4);
     ASSERT_EQ(tgk_matmul(context, &p, &left, &right, 0, 0, 0), TGK_OK) << tgk_last_error();
-    expect_reference(product, ref, 4);
+    expect_reference(matmul_out, ref, 4);
 }
 
 TEST_F(CInterface, LayerNormWithAndWithoutItsOptions) {
@@ -339,8 +339,9 @@ TEST_F(CInterface, AdamWAndTopK) {
     const std::vector<float> logits = {1, 5, 3, 5, -1, 9};
     std::vector<float> values(3);
     std::vector<int32_t> ids(3);
-    const tgk_tensor top = host(values, {1, 3}), places = host(ids.data(), TGK_I32, {1, 3}), inp = host(logits, {1, 6});
-    ASSERT_EQ(tgk_top_k(context, &top, &places, &inp), TGK_OK) << tgk_last_error();
+    const tgk_tensor top = host(values, {1, 3}), id_tensor = host(ids.data(), TGK_I32, {1, 3}),
+                     inp = host(logits, {1, 6});
+    ASSERT_EQ(tgk_top_k(context, &top, &id_tensor, &inp), TGK_OK) << tgk_last_error();
     EXPECT_EQ(values, (std::vector<float>{9, 5, 5}));
     EXPECT_EQ(ids, (std::vector<int32_t>{5, 1, 3}));
 }

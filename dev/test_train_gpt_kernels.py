@@ -433,10 +433,10 @@ class Networks(KernelsTest):
         c, s = np.cos(angle)[:, None], np.sin(angle)[:, None]
         expected = x.astype(np.float64)
         expected[..., :4], expected[..., 4:8] = x[..., :4] * c - x[..., 4:8] * s, x[..., 4:8] * c + x[..., :4] * s
-        turned = x.copy()
-        self.assertIs(self.k.rope(turned, positions, table), turned)
-        self.assert_close(turned, expected, scale=4)
-        self.assert_close(self.k.rope(turned, positions, table, backward=True), x, scale=4)
+        rotated = x.copy()
+        self.assertIs(self.k.rope(rotated, positions, table), rotated)
+        self.assert_close(rotated, expected, scale=4)
+        self.assert_close(self.k.rope(rotated, positions, table, backward=True), x, scale=4)
 
     def test_activations(self):
         inp, dout = self.random(6, 50) * 3, self.random(6, 50, seed=2)

@@ -32,10 +32,10 @@ void scatter_add(const Tensor& table, const Tensor& dout, const int32_t* index, 
 #pragma omp parallel for schedule(static) if (V * C > PARALLEL_MIN)
         for (int64_t v = 0; v < V; v++) std::fill_n(t + v * st, C, 0.0f);
     }
-    constexpr int64_t PIECE = 64;
+    constexpr int64_t COLUMNS = 64;
 #pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
-    for (int64_t c = 0; c < C; c += PIECE) {
-        const int64_t width = std::min(PIECE, C - c);
+    for (int64_t c = 0; c < C; c += COLUMNS) {
+        const int64_t width = std::min(COLUMNS, C - c);
         for (int64_t n = 0; n < N; n++) {
             float* row = t + index[n] * st + c;
             add_rows(row, row, d + n * sd + c, width);

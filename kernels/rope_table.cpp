@@ -18,12 +18,12 @@ double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeS
         case RopeScaling::Kind::Linear:
             return std::pow(theta, exponent) / scaling.factor;
         case RopeScaling::Kind::Llama3: {
-            const double frequency = std::pow(theta, exponent), turns = original * frequency / (2 * PI);
-            // turns: full rotations of the pair within the original length = length / wavelength.
-            if (turns < scaling.low_freq_factor) return frequency / scaling.factor;
-            if (turns > scaling.high_freq_factor) return frequency;
+            const double frequency = std::pow(theta, exponent), rotations = original * frequency / (2 * PI);
+            // rotations: full rotations of the pair within the original length = length / wavelength.
+            if (rotations < scaling.low_freq_factor) return frequency / scaling.factor;
+            if (rotations > scaling.high_freq_factor) return frequency;
             const double blend =
-                (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
+                (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor);
             return frequency * ((1 - blend) / scaling.factor + blend);
         }
         case RopeScaling::Kind::Dynamic: {

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(THREADS)
     store_floats<W>(out + at.row * out_stride + at.item * W, y);
 }
 
-// dgate_up may lie over gate_up: a thread writes only where it has read.
+// dgate_up may be the same memory as gate_up: a thread writes only what it has read.
 template <int W, typename T>
 __global__ void __launch_bounds__(THREADS)
     backward_kernel(T* dgate_up, int64_t dgate_up_stride, const T* dout, int64_t dout_stride, const T* gate_up,

@@ -226,7 +226,7 @@ _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.p
 def _view_of_dlpack(name, array):
     device_type = int(array.__dlpack_device__()[0])
     if device_type not in _DL_DEVICES:
-        raise ValueError(f"{name} lies on a device of DLPack's type {device_type}, expected the host or a CUDA device")
+        raise ValueError(f"{name} is on a device of DLPack's type {device_type}, expected the host or a CUDA device")
     # On a GPU the producer synchronises with the default stream, which the library's stream is ordered with.
     capsule = array.__dlpack__(stream=1) if device_type in (2, 13) else array.__dlpack__()
     t = ctypes.cast(_capsule_pointer(capsule, b"dltensor"), ctypes.POINTER(_DLTensor)).contents

@@ -49,8 +49,8 @@ ALWAYS_INLINE void product_rows(float* c, int64_t ldc, const float* a, int64_t l
 
 // With the 32 registers of AVX-512 a block is 4×4 or 8×2 vectors, with AVX2's 16 registers of half the width 4×2.
 template <typename V, bool TRANSPOSED>
-ALWAYS_INLINE void product(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                           int64_t vecs, int64_t K, Into into) {
+ALWAYS_INLINE void tile_gemm(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                             int64_t vecs, int64_t K, Into into) {
     int64_t v = 0;
     if constexpr (WIDTH<V> == LANES) {
         for (; v + 4 <= vecs; v += 4) {
@@ -73,13 +73,13 @@ ALWAYS_INLINE void product(float* c, int64_t ldc, const float* a, int64_t lda, c
 template <bool TRANSPOSED>
 WITH_AVX512 void product_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                                 int64_t M, int64_t vecs, int64_t K, Into into) {
-    product<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
+    tile_gemm<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 template <bool TRANSPOSED>
 void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
                   int64_t vecs, int64_t K, Into into) {
-    product<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
+    tile_gemm<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 }  // namespace

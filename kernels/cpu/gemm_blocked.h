@@ -11,7 +11,8 @@
 // may be 0.
 //
 // K is summed in blocks of 256, each in ascending order, and the blocks in ascending order: the bits depend neither on
-// the number of threads nor on where an element lies in c. Throws Error if the packing buffers cannot be allocated.
+// the number of threads nor on the location of an element in c. Throws Error if the packing buffers cannot be
+// allocated.
 //
 // The general form takes matrices of any strides: element (i, j) of m is at
 // m.data[i·m.row_stride + j·m.column_stride].

@@ -1,4 +1,4 @@
-// Launch geometry: properties of the GPU, grid sizes, and the row that a flat index lies in.
+// Launch geometry: properties of the GPU, grid sizes, and the row of a flat index.
 #pragma once
 
 #include <cuda_runtime.h>

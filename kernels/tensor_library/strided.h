@@ -11,7 +11,7 @@
 
 constexpr int MAX_OPERANDS = 3;
 
-// The same index runs over all operands: element (i_0, i_1, …) of operand k lies at data + Σ_d i_d·stride[d].
+// The same index runs over all operands: element (i_0, i_1, …) of operand k is at data + Σ_d i_d·stride[d].
 struct StridedLoop {
     struct Operand {
         void* data;

@@ -343,7 +343,7 @@ int tgk_decay_gate_backward(tgk_context* context, const tgk_tensor* dx, const tg
 int tgk_rope_table(const tgk_tensor* table, double theta) {
     return guarded([&] {
         const Tensor t = to_tensor("tgk_rope_table", table);
-        require(!t || t.device == Device::CPU, "tgk_rope_table: table must lie in the host's memory");
+        require(!t || t.device == Device::CPU, "tgk_rope_table: table must be in host memory");
         rope_table(t, theta, RopeScaling{});
     });
 }
