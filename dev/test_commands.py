@@ -326,7 +326,7 @@ class CommandsTest(unittest.TestCase):
         args = self.train_args("profile", "--steps", 3, "--profile", 2)
         done = run(*args)
         self.assertEqual(done.returncode, 0, done.stderr)
-        table = done.stderr[done.stderr.index("step 2 by its parts"):]
+        table = done.stderr[done.stderr.index("profile of step 2"):]
         for part in ("forward", "backward", "update", "attention", "norm", "qkv", "fcproj", "cross_entropy", "total"):
             self.assertRegex(table, rf"\n *{part} +\d+ +\d+\.\d+ +\d+\.\d%")
         plain = self.train("not_profiled", "--steps", 3)

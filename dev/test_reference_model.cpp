@@ -1,11 +1,13 @@
 // The float64 reference model against PyTorch in float64: the oracle that the driver is measured by, measured itself.
-#define TRAIN_GPT_NO_MAIN
-#include "train_gpt.cu"
-
 #include <gtest/gtest.h>
+
+#include <cmath>
 
 #include "dev/fixtures.h"
 #include "dev/reference_model.h"
+#include "model.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
 
 namespace {
 

@@ -5,66 +5,11 @@
 
 #include <map>
 
+#include "dev/small_table.h"
 #include "parallel/update.h"
 #include "runtime/rng.h"
 
 namespace {
-
-constexpr int LAYERS = 3;
-
-// Embedding, layers of two tensors, a head unless it is tied, and norms. Sizes that no number of ranks divides.
-ParamTable table_of(int64_t world, bool tied) {
-    ParamTable table;
-    const auto add = [&](int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {
-        Param p;
-        p.slot = slot, p.layer = layer, p.group = group, p.name = name;
-        p.rows = p.padded_rows = rows, p.cols = cols;
-        p.init_std = p.init_value = 0;
-        p.decay = cols > 0, p.fp32 = slot == 4;
-        p.sources = {{name, 0, rows, false}};
-        table.params.push_back(p);
-    };
-    add(0, -1, 0, "embedding", 101, 7);
-    for (int l = 0; l < LAYERS; l++) {
-        add(1, l, 1 + l, "weight" + std::to_string(l), 37, 11);
-        add(2, l, 1 + l, "bias" + std::to_string(l), 37, 0);
-    }
-    if (!tied) add(3, -1, LAYERS + 1, "head", 101, 7);
-    for (int l = 0; l < LAYERS; l++) add(4, l, LAYERS + 2, "norm" + std::to_string(l), 11, 0);
-    table.layout(world);
-    return table;
-}
-
-TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
-    for (const bool tied : {false, true}) {
-        const ParamTable table = table_of(2, tied);
-        for (const int64_t stage : {0, 1, 2, 3}) {
-            for (const int64_t bytes : {0, 1, 4096, 1 << 30}) {
-                const Sharding sharding{stage, 0, 2};
-                const std::vector<Bucket> buckets = make_buckets(table, sharding, {DType::F32, bytes});
-                ASSERT_GE(buckets.size(), 2u);
-                EXPECT_EQ(buckets.back().first, LAYERS + 2);  // what stays fp32
-                int next = tied ? LAYERS + 1 : LAYERS + 2;
-                for (size_t i = 0; i + 1 < buckets.size(); i++) {
-                    EXPECT_EQ(buckets[i].last, next);
-                    next = buckets[i].first;
-                    const int64_t size =
-                        table.group_begin[size_t(buckets[i].last)] - table.group_begin[size_t(buckets[i].first)];
-                    if (stage < 2 && next > 0) {
-                        EXPECT_GE(size * 4, bytes);
-                    }
-                    if (stage >= 2 || bytes <= 1) {
-                        EXPECT_EQ(buckets[i].last - buckets[i].first, 1);
-                    }
-                }
-                EXPECT_EQ(next, 0);
-                if (stage < 2 && bytes > 4096) {
-                    EXPECT_EQ(buckets.size(), 2u);
-                }
-            }
-        }
-    }
-}
 
 TEST(Places, ThoseInUseTogetherLieApart) {
     for (const bool tied : {false, true}) {

@@ -24,7 +24,8 @@ build() {
 
 run_tests() {
     TRAIN_GPT=build/cuda/train_gpt TRAIN_GPT_CPU=build/cpu/train_gpt \
-        python3 scripts/run_tests.py $(kernel_tests) build/cuda/test_gpt dev/test_commands.py dev/test_backends.py || failed=1
+        python3 scripts/run_tests.py $(kernel_tests) build/cuda/dev/test_{model,training,engine,generation} \
+        dev/test_commands.py dev/test_backends.py || failed=1
 }
 
 # The tests of the ops: each op is a header in kernels/ or one of its directories.

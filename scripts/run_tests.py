@@ -137,8 +137,8 @@ def main():
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=max(2, min(4, os.cpu_count() // 4)),
                         help="files at a time (default: a fourth of the cores, 2 to 4)")
-    parser.add_argument("--alone", action="append", default=["test_gpt"],
-                        help="a file that measures memory, which others would disturb (test_gpt always is)")
+    parser.add_argument("--alone", action="append", default=["test_training"],
+                        help="a file that measures memory, which others would disturb (test_training always is)")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unittest:

@@ -1,0 +1,351 @@
+// The activations of a pass over N = B·T tokens: the table of them, and the plan of the memory that they share.
+#include <algorithm>
+#include <iterator>
+#include <optional>
+
+#include "kernels/embedding.h"
+#include "kernels/layernorm.h"
+#include "kernels/linear_attention/linear_attention.h"
+#include "kernels/rmsnorm.h"
+#include "kernels/rope.h"
+#include "model.h"
+
+RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
+    RunShape shape(B, T);
+    shape.dtype = dtype;
+    return shape;
+}
+
+RunShape training_shape(int64_t B, int64_t T, DType dtype) {
+    RunShape shape = inference_shape(B, T, dtype);
+    shape.training = true;
+    return shape;
+}
+
+namespace {
+
+// The phases of a block. The backward pass goes through them in reverse.
+enum Phase { NONE = -2, BLOCK_INPUT, NORM1, QKV, ATTENTION, PROJ, NORM2, FC, ACT, FCPROJ, PHASES, NEXT_NORM1 = PHASES };
+enum class StepPhase { Start, Head, Update };
+
+// The phases of a step in the order of time: each block's forward phases, the head, then for each block a phase of
+// recomputation and its backward phases, then the embedding's gradient and the update.
+struct Timeline {
+    int64_t L;
+    // Layer 0's input is the embedding's output, the others' is written by their first norm.
+    int64_t forward(int64_t l, Phase p) const {
+        return l > 0 && p == BLOCK_INPUT ? forward(l, NORM1) : l * PHASES + p + 1;
+    }
+    int64_t recompute(int64_t l) const { return L * PHASES + 2 + (L - 1 - l) * (PHASES + 1); }
+    int64_t backward(int64_t l, Phase p) const { return recompute(l) + PHASES - p; }
+    int64_t operator()(StepPhase p) const {
+        return p == StepPhase::Start ? 0 : p == StepPhase::Head ? L * PHASES + 1 : recompute(-1) + 1;
+    }
+};
+
+// Shapes, by their sizes. N_1 is [N].
+enum Dims {
+    N_1,
+    N_C,
+    N_QKV,  // (NH + 2·NKV)·HS
+    N_ATT,  // NH·HS
+    N_NH,   // heads
+    NH_N,
+    N_NKV,   // KV heads
+    N_NKV8,  // rounded up to a multiple of 8
+    N_FC,
+    N_FFN,
+    SEQUENCE_ENDS,  // [N + 1]
+    ANGLES,         // [T, HS/2, 2]
+    CHUNK_LOGITS,   // [chunk, Vp]
+    STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
+    ONE,
+    TWO,
+    SCALAR_BYTES,  // of StepScalars
+    SCRATCH_BYTES,
+    FORWARD_SCRATCH_BYTES
+};
+
+// Conditions for a tensor to exist; all that are named must hold.
+enum When : unsigned { ALWAYS = 0, TRAINING = 1, LAYERNORM = 2, ROPE = 4, SOFTMAX = 8, LINEAR = 16, GATED = 32 };
+
+constexpr std::nullopt_t MODEL = std::nullopt;
+using ActDType = std::optional<DType>;
+
+// A tensor of each layer.
+struct BlockRow {
+    Tensor LayerActs::*field;
+    const char* name;  // in plans and dumps
+    Dims dims;
+    ActDType dtype;
+    Phase first;           // the phase that writes it
+    Phase last_forward;    // the last one of the forward pass that uses it; NONE: a gradient, of the backward pass
+    Phase last_backward;   // the last one of the backward pass that uses it; NONE: only the forward pass does
+    Recompute recomputed;  // the level of --recompute from which on it is recomputed; KEPT: at no level
+    unsigned when;
+};
+
+constexpr Recompute KEPT = Recompute::None, ACTIVATION = Recompute::Activation, NORMS = Recompute::Norms,
+                    BLOCK = Recompute::Block;
+constexpr DType FP32 = DType::F32;
+using A = LayerActs;
+
+// The only list of a layer's activations. Their memory, lifetimes, parts for fewer tokens and dumps follow from it. The
+// dumps of gated linear attention keep the names that people already read: "gate" and "mix".
+// clang-format off
+constexpr BlockRow BLOCK_ACTIVATIONS[] = {
+    // field           name           shape   dtype  first        last fwd    last bwd   recomp.     when
+    {&A::res1,         "res1",        N_C,    MODEL, BLOCK_INPUT, NORM2,      NORM1,     KEPT,       ALWAYS},
+    {&A::mean1,        "mean1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAINING | LAYERNORM},
+    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAINING},
+    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      ALWAYS},
+    {&A::qkv,          "qkv",         N_QKV,  MODEL, QKV,         ATTENTION,  ATTENTION, BLOCK,      ALWAYS},
+    {&A::att,          "att",         N_ATT,  MODEL, ATTENTION,   PROJ,       ATTENTION, BLOCK,      ALWAYS},
+    {&A::lse,          "lse",         NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | SOFTMAX},
+    {&A::lse,          "denominator", NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | LINEAR},
+    {&A::log_decay,    "gate",        N_NKV,  FP32,  QKV,         ATTENTION,  QKV,       BLOCK,      GATED},
+    {&A::att_unnormed, "mix",         N_ATT,  MODEL, ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      GATED},
+    {&A::rstd_att,     "rstd_mix",    N_NH,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | GATED},
+    {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAINING | GATED},
+    {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAINING | GATED},
+    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      ALWAYS},
+    {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ALWAYS},
+    {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAINING | LAYERNORM},
+    {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAINING},
+    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      ALWAYS},
+    // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
+    {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, ALWAYS},
+    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       ALWAYS},
+    {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAINING},
+    {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAINING},
+    {&A::datt,         "datt",        N_ATT,  MODEL, PROJ,        NONE,       ATTENTION, KEPT,       TRAINING},
+    {&A::dqkv,         "dqkv",        N_QKV,  MODEL, ATTENTION,   NONE,       QKV,       KEPT,       TRAINING},
+    {&A::dnorm1,       "dnorm1",      N_C,    MODEL, QKV,         NONE,       NORM1,     KEPT,       TRAINING},
+};
+// clang-format on
+
+// A tensor of the whole pass.
+template <typename Acts>
+struct PassRow {
+    Tensor Acts::*field;
+    const char* name;
+    Dims dims;
+    ActDType dtype;
+    StepPhase first, last;
+    unsigned when;
+};
+
+constexpr StepPhase START = StepPhase::Start, HEAD = StepPhase::Head, UPDATE = StepPhase::Update;
+
+constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
+    {&InputActs::tokens, "tokens", N_1, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::targets, "targets", N_1, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::positions, "positions", N_1, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::cum_seqlens, "cum_seqlens", SEQUENCE_ENDS, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::rope_table, "rope_table", ANGLES, FP32, START, UPDATE, ROPE},
+};
+
+constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
+    {&HeadActs::resf, "resf", N_C, MODEL, HEAD, HEAD, ALWAYS},
+    {&HeadActs::normf, "normf", N_C, MODEL, HEAD, HEAD, ALWAYS},
+    {&HeadActs::logits, "logits", CHUNK_LOGITS, MODEL, HEAD, HEAD, ALWAYS},
+    {&HeadActs::losses, "losses", N_1, FP32, HEAD, HEAD, ALWAYS},
+    {&HeadActs::sums, "sums", STEP_SUMS, DType::F64, START, UPDATE, ALWAYS},
+    {&HeadActs::forward_scratch, "forward_scratch", FORWARD_SCRATCH_BYTES, DType::U8, START, UPDATE, ALWAYS},
+    {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAINING},
+    {&HeadActs::sample_key, "sample_key", TWO, DType::I64, HEAD, HEAD, TRAINING},
+    {&HeadActs::meanf, "meanf", N_1, FP32, HEAD, HEAD, TRAINING | LAYERNORM},
+    {&HeadActs::rstdf, "rstdf", N_1, FP32, HEAD, HEAD, TRAINING},
+    {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAINING},
+    {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAINING},
+    {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAINING},
+    {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAINING},
+};
+
+// Whether every tensor of the struct has a row: as many different fields as it has tensors.
+template <typename Acts, typename Table>
+constexpr bool complete(const Table& table) {
+    size_t fields = 0;
+    for (size_t i = 0; i < std::size(table); i++) {
+        bool first = true;
+        for (size_t j = 0; j < i; j++) first = first && table[j].field != table[i].field;
+        fields += first;
+    }
+    return fields * sizeof(Tensor) == sizeof(Acts);
+}
+static_assert(complete<LayerActs>(BLOCK_ACTIVATIONS), "a field of LayerActs has no row in BLOCK_ACTIVATIONS");
+static_assert(complete<InputActs>(INPUT_ACTIVATIONS), "a field of InputActs has no row in INPUT_ACTIVATIONS");
+static_assert(complete<HeadActs>(HEAD_ACTIVATIONS), "a field of HeadActs has no row in HEAD_ACTIVATIONS");
+
+// The head works on chunks of tokens, so that no [N, Vp] buffer exists: a power of two of them, whose logits fill a
+// temporary of a size that suits the device.
+int64_t head_chunk(const ModelConfig& c, const RunShape& shape) {
+    int64_t chunk = 64;
+    while (2 * chunk * c.padded_vocab() * dtype_size(shape.dtype) <= device_chunk_bytes()) chunk *= 2;
+    return std::min(chunk, shape.B * shape.T);
+}
+
+LinearAttentionSizes linear_sizes(const ModelConfig& c, const RunShape& shape) {
+    const int64_t N = shape.B * shape.T;
+    return {N, N, c.heads, c.kv_heads, c.head_size, c.head_size, shape.T, false};
+}
+
+int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
+    return std::max(attention_forward_scratch(),
+                    c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape)) : 0);
+}
+
+int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
+    const int64_t N = shape.B * shape.T, C = c.channels;
+    return std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
+                     embedding_backward_scratch(N, c.padded_vocab(), C),
+                     attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
+                     c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape)) : 0,
+                     c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
+                     sum_squares_scratch(parameter_table(c, shape.world).total),
+                     sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
+}
+
+std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shape) {
+    const int64_t N = shape.B * shape.T;
+    switch (dims) {
+        case N_1:
+            return {N};
+        case N_C:
+            return {N, c.channels};
+        case N_QKV:
+            return {N, c.qkv_channels()};
+        case N_ATT:
+            return {N, c.heads * c.head_size};
+        case N_NH:
+            return {N, c.heads};
+        case NH_N:
+            return {c.heads, N};
+        case N_NKV:
+            return {N, c.kv_heads};
+        case N_NKV8:
+            return {N, (c.kv_heads + 7) / 8 * 8};
+        case N_FC:
+            return {N, c.fc_channels()};
+        case N_FFN:
+            return {N, c.ffn};
+        case SEQUENCE_ENDS:
+            return {N + 1};
+        case ANGLES:
+            return {shape.T, c.head_size / 2, 2};
+        case CHUNK_LOGITS:
+            return {head_chunk(c, shape), c.padded_vocab()};
+        case STEP_SUMS:
+            return {shape.world, NUM_STEP_SUMS};
+        case SCALAR_BYTES:
+            return {int64_t(sizeof(StepScalars))};
+        case ONE:
+            return {1};
+        case TWO:
+            return {2};
+        case SCRATCH_BYTES:
+            return {scratch_bytes(c, shape)};
+        case FORWARD_SCRATCH_BYTES:
+            return {forward_scratch_bytes(c, shape)};
+    }
+    return {};
+}
+
+// The conditions that hold in this model's pass, or in one of its layers.
+unsigned conditions(const ModelConfig& c, const RunShape& shape, char attention_type = 0) {
+    return (shape.training ? TRAINING : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
+           (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == 'S' ? SOFTMAX : 0u) |
+           (attention_type == 'L' ? LINEAR : 0u) | (attention_type == 'G' ? GATED : 0u);
+}
+
+// Options that exclude each other: GELU computed inside a matmul is rounded differently from the kernel that recomputes
+// it; only attention in 16 bits has faster sums that are not deterministic.
+RunShape effective(const ModelConfig& c, RunShape shape) {
+    const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
+    if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
+    shape.deterministic |= shape.dtype == DType::F32 || c.layers_of('S') == 0;
+    if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
+    return shape;
+}
+
+}  // namespace
+
+Activations::Activations(const ModelConfig& model_config, const RunShape& run_shape)
+    : config(model_config),
+      shape(effective(model_config, run_shape)),
+      forward(static_cast<size_t>(config.layers)),
+      backward(forward.size()) {
+    int64_t N;
+    require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
+    require(config.positions != Positions::Learned || shape.T <= config.max_positions, "a sequence of ", shape.T,
+            " tokens is beyond the model's position table of ", config.max_positions,
+            " rows; shorten it (--seq-len) or raise --max-positions of a preset");
+    plan_whole_pass<InputActs>(*this, INPUT_ACTIVATIONS);
+    for (int64_t l = 0; l < config.layers; l++) plan_layer(l);
+    plan_whole_pass<HeadActs>(*this, HEAD_ACTIVATIONS);
+    plan.assign_offsets(shape.overlap);
+}
+
+void Activations::add(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype,
+                      const std::vector<int64_t>& dims, int64_t first, int64_t last) {
+    const int64_t entry = plan.add(name, dtype, dims, first, last);
+    for (Tensor* t : fields) bindings.emplace_back(t, entry);
+}
+
+template <typename Acts, typename Table>
+void Activations::plan_whole_pass(Acts& acts, const Table& table) {
+    const Timeline time{config.layers};
+    const unsigned holds = conditions(config, shape);
+    for (const PassRow<Acts>& row : table) {
+        const std::vector<int64_t> dims = sizes(row.dims, config, shape);
+        if ((row.when & ~holds) || dims[0] == 0) continue;  // no bytes: no kernel needs this scratch
+        add({&(acts.*row.field)}, row.name, row.dtype.value_or(shape.dtype), dims, time(row.first), time(row.last));
+    }
+}
+
+void Activations::plan_layer(int64_t l) {
+    const Timeline time{config.layers};
+    const unsigned holds = conditions(config, shape, config.attention_type(l));
+    for (const BlockRow& row : BLOCK_ACTIVATIONS) {
+        if (row.when & ~holds) continue;
+        Tensor *f = &(forward[size_t(l)].*row.field), *b = &(backward[size_t(l)].*row.field);
+        const std::string name = str("layers.", l, ".", row.name);
+        const DType dtype = row.dtype.value_or(shape.dtype);
+        const std::vector<int64_t> dims = sizes(row.dims, config, shape);
+        const bool recomputed = shape.training && row.recomputed != KEPT && shape.recompute >= row.recomputed;
+        const bool in_backward = shape.training && row.last_backward != NONE;
+        const int64_t first = time.forward(l, row.first);
+        const int64_t last_backward = in_backward ? time.backward(l, row.last_backward) : time.recompute(l);
+        if (row.last_forward == NONE) {
+            add({b}, name, dtype, dims, time.backward(l, row.first), last_backward);
+        } else if (in_backward && !recomputed) {
+            add({f, b}, name, dtype, dims, first, last_backward);
+        } else {
+            add({f}, name, dtype, dims, first, time.forward(l, row.last_forward));
+            if (recomputed) add({b}, name + " (recomputed)", dtype, dims, time.recompute(l), last_backward);
+        }
+    }
+}
+
+void Activations::allocate(const Context& ctx) {
+    memory = Arena(plan.bytes(), "activations");
+    staging = std::make_unique<Staging>(staging_bytes(), STAGING_SLOTS);
+    for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
+    loss_sum = sum(ctx.rank, SUM_LOSS);
+    if (rope_table) {
+        std::vector<float> host(static_cast<size_t>(rope_table.numel()));
+        ::rope_table(host_tensor(host.data(), {shape.T, config.head_size / 2, 2}), config.rope_theta,
+                     config.rope_scaling);
+        copy_to_device(rope_table.data, host.data(), host.size() * sizeof(float), ctx.stream);
+    }
+}
+
+LayerActs first_tokens(LayerActs a, int64_t n) {
+    for (const BlockRow& row : BLOCK_ACTIVATIONS) {
+        Tensor& t = a.*row.field;
+        if (!t) continue;
+        t = row.dims == NH_N ? make_tensor(t.data, t.dtype, t.device, {t.shape[0], n}) : t.rows(0, n);
+    }
+    return a;
+}

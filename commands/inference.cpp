@@ -1,0 +1,78 @@
+#include "commands/inference.h"
+
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "commands/matmul_cache.h"
+#include "runtime/device/convert.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/model/initialise.h"
+
+namespace {
+
+constexpr const char* SMALLER_INFERENCE =
+    "give it fewer tokens at a time, a --dtype of 16 bits if this backend has one, or a smaller model";
+
+}  // namespace
+
+LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape)
+    : source(from), model(source.config, {}, {shape.dtype}), acts(source.config, shape) {
+    require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+    memory_plan(model, acts).check([](int64_t) { return SMALLER_INFERENCE; });
+    model.allocate(ctx);
+    load_weights(source.directory, model.table, model.arenas);
+    acts.allocate(ctx);
+}
+
+LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options,
+                           bool random_weights)
+    : model(source.config, {}, {options.dtype}), engine(source.config, options, ctx.stream) {
+    require(random_weights || !source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
+    memory_plan(model, engine).check([](int64_t) { return SMALLER_INFERENCE; });
+    model.allocate(ctx);
+    if (random_weights)
+        initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
+    else
+        load_weights(source.directory, model.table, model.arenas);
+    load_matmul_cache(ctx.stream);
+    engine.allocate(inference_weights(model));
+    store_matmul_cache(ctx.stream);
+}
+
+InferenceWeights inference_weights(const Model& model) {
+    const auto norm = [&](Slot slot, int64_t l) {
+        return NormWeights{model.weight(slot, l), model.weight(bias_of(slot), l)};
+    };
+    const auto linear = [&](Slot slot, int64_t l) {
+        return LinearWeights{model.weight(slot, l), model.weight(bias_of(slot), l)};
+    };
+    InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
+    for (int64_t l = 0; l < model.config.layers; l++) {
+        w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
+                            linear(FCPROJ_W, l), linear(DECAY_GATE_W, l), model.weight(HEADNORM_W, l)});
+    }
+    return w;
+}
+MemoryPlan memory_plan(const Model& model, const Engine& engine) {
+    MemoryPlan plan = memory_plan(model);
+    plan.add("KV cache", engine.cache_bytes());
+    if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
+    plan.add("activations", engine.activation_bytes());
+    plan.add("program and libraries", device_overhead_bytes());
+    return plan;
+}
+SamplingOptions sampling_options(const SamplingFlags& o) {
+    return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
+}
+std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
+    std::string bytes(static_cast<size_t>(t.bytes()), '\0');
+    copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
+    std::vector<float> values(static_cast<size_t>(t.numel()));
+    convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
+    return values;
+}
+void print_result(const nlohmann::ordered_json& result, bool as_json) {
+    if (as_json) std::cout << result.dump() << "\n";
+    for (const auto& [key, value] : result.items())
+        if (!as_json) std::cout << key << " " << value << "\n";
+}

@@ -1,0 +1,38 @@
+// A model with its weights for the commands that don't train: its forward pass, or the engine that generates with it.
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "infer/engine.h"
+#include "model.h"
+
+constexpr const char* NO_WEIGHTS = " is a preset without weights; name a model directory or a run";
+
+// A model with its weights, and activations for one pass over B sequences of T tokens.
+struct LoadedModel {
+    ModelSource source;
+    Model model;
+    Activations acts;
+
+    LoadedModel(const Context& ctx, const ModelSource& from, const RunShape& shape);
+};
+
+// A model with its weights, or random ones, and what generates with it.
+struct LoadedEngine {
+    Model model;
+    Engine engine;
+
+    LoadedEngine(const Context& ctx, const ModelSource& source, const EngineOptions& options, bool random_weights);
+};
+
+// The weights as infer/ takes them.
+InferenceWeights inference_weights(const Model& model);
+MemoryPlan memory_plan(const Model& model, const Engine& engine);
+SamplingOptions sampling_options(const SamplingFlags& flags);
+
+// A tensor of any of the float dtypes, on the host.
+std::vector<float> fetch_floats(const Context& ctx, const Tensor& t);
+// On stdout: one "key value" a line, or a JSON object.
+void print_result(const nlohmann::ordered_json& result, bool as_json);

@@ -1,0 +1,65 @@
+// `eval`: the loss of a split of a data set, or the accuracy on multiple-choice questions.
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "commands/inference.h"
+#include "commands/run.h"
+#include "commands/training.h"
+#include "data/multiple_choice.h"
+#include "data/token_files.h"
+#include "data/tokenizer.h"
+#include "infer/prompts.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
+
+namespace {
+
+void run_multiple_choice(const EvalOptions& o) {
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::vector<Question> questions = read_questions(o.multiple_choice);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
+    int64_t T = o.seq_len;
+    if (!T) {
+        for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));
+        if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
+    }
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    const auto losses = [&](const Batch& batch) {
+        const Input in = upload(ctx, m.acts, batch);
+        forward(ctx, m.model, m.acts, in);
+        evaluate_loss(ctx, m.model, m.acts, in, false);
+        return fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+    };
+    const ChoiceScorer scorer{tokenizer.start_of_text(), start_token(source.config, &tokenizer), o.batch_size, T,
+                              losses};
+    const ChoiceAccuracy result = choice_accuracy(questions, choices, score_choices(choices, scorer));
+    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_byte}, {"count", questions.size()}},
+                 o.json);
+}
+
+}  // namespace
+
+void run_eval(const Args& args) {
+    const EvalOptions o = parse_eval(args);
+    if (!o.multiple_choice.empty()) return run_multiple_choice(o);
+    const Context ctx;
+    const DataDirectory data = open_data(o.data);
+    const bool train_split = o.split == "train";
+    const TokenFiles files(train_split ? data.train_pattern() : data.val_pattern());
+    const ModelSource source = o.model.resolve(0);
+    check_same_tokenizer(data, source);
+    int64_t T = o.seq_len;
+    if (!T && !source.directory.empty()) T = trained_seq_len(source.directory);
+    if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    const Evaluation e =
+        evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
+    print_result({{"tokens", e.tokens},
+                  {"bytes", e.bytes},
+                  {"val_loss", e.loss()},
+                  {"perplexity", std::exp(e.loss())},
+                  {"bits_per_byte", e.bits_per_byte()}},
+                 o.json);
+}

@@ -1,0 +1,32 @@
+// `plan`: the memory and the FLOP that a run needs.
+#include "commands/inference.h"
+#include "commands/plan.h"
+#include "commands/run.h"
+
+void run_plan(const Args& args) {
+    const PlanOptions o = parse_plan(args);
+    const ModelSource source = o.model.resolve(0);
+    const DType dtype = o.model.type();
+    const bool training = !o.inference && !o.generate;
+    const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
+    const Model model(source.config, {o.sharding.zero_stage, 0, o.world}, precision);
+    RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
+    shape.training = training;
+    shape.recompute = o.recompute;
+    shape.world = o.world;
+    shape.deterministic = !o.nondeterministic;
+    const Activations acts(source.config, shape);
+    const ReduceOptions reduce = reduce_options(o.sharding);
+    EngineOptions generation;
+    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
+    const MemoryPlan plan =
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts, reduce);
+    // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
+    std::vector<int64_t> stages;
+    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++)
+        stages.push_back(memory_plan(Model(source.config, {stage, 0, o.world}, precision), acts, reduce).total);
+    show_plan({source.name, describe(model.config, model.table.num_weights()), model.table.num_weights(),
+               flop_per_token(model, o.seq_len), training, o.world, plan, stages,
+               o.generate ? std::vector<ArenaPlan::Entry>{} : acts.plan.entries()},
+              o.json);
+}

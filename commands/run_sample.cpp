@@ -1,0 +1,51 @@
+// `sample`: completions of prompts.
+#include <algorithm>
+#include <iostream>
+#include <memory>
+
+#include "commands/inference.h"
+#include "commands/run.h"
+#include "data/tokenizer.h"
+#include "infer/prompts.h"
+#include "infer/sample_output.h"
+#include "kernels/generation/read_bandwidth.h"
+#include "runtime/files/files.h"
+
+void run_sample(const Args& args) {
+    const SampleOptions o = parse_sample(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
+    const bool has_tokenizer = !source.directory.empty() && path_exists(tokenizer_path);
+    require(has_tokenizer || o.random_weights, source.name,
+            " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
+    std::unique_ptr<Tokenizer> tokenizer;
+    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+
+    SampleJob job;
+    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
+    int64_t longest = 0;
+    for (const std::string& prompt : job.prompts) {
+        job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
+        longest = std::max(longest, int64_t(job.tokens.back().size()));
+    }
+    EngineOptions engine_options;
+    engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);
+    engine_options.context = o.context ? o.context : longest + o.max_tokens;
+    if (!o.context && source.config.positions == Positions::Learned)
+        engine_options.context = std::min(engine_options.context, source.config.max_positions);
+    engine_options.dtype = o.model.type();
+    engine_options.sampling = sampling_options(o.draw);
+    engine_options.batch_invariant = o.batch_invariant;
+    engine_options.logprobs = o.logprobs;
+    LoadedEngine m(ctx, source, engine_options, o.random_weights);
+
+    job.num_samples = o.num_samples;
+    job.answer.max_tokens = o.max_tokens;
+    job.answer.stop = o.stop;
+    if (!o.ignore_eos) job.answer.eos = end_tokens(source, tokenizer.get());
+    job.policy = {o.slide, o.keep};
+    job.json = o.json;
+    sample(
+        m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);
+}

@@ -1,0 +1,79 @@
+// Sequences that an engine generates from a model in memory, for the tests of infer/ with a model.
+#pragma once
+
+#include "dev/model_fixture.h"
+#include "infer/engine.h"
+
+// An engine with the weights of a model in memory.
+struct Generation {
+    Context ctx;
+    Engine engine;
+
+    Generation(const Model& model, EngineOptions options)
+        : engine(model.config, with_dtype(options, model.precision.dtype), ctx.stream) {
+        engine.allocate(inference_weights(model));
+    }
+    static EngineOptions with_dtype(EngineOptions o, DType dtype) {
+        o.dtype = dtype;
+        return o;
+    }
+    // The logits after each prompt.
+    std::vector<std::vector<float>> prefill(const std::vector<Prompt>& prompts) {
+        engine.prefill(prompts);
+        sampled = engine.next().tokens;
+        return logits(prompts.size());
+    }
+    std::vector<std::vector<float>> decode() {
+        engine.decode();
+        sampled = engine.next().tokens;
+        return logits(sampled.size());
+    }
+    std::vector<std::vector<float>> logits(size_t n) const {
+        std::vector<std::vector<float>> rows;
+        for (size_t i = 0; i < n; i++) rows.push_back(engine.logits(int64_t(i)));
+        return rows;
+    }
+    std::vector<int32_t> sampled;
+};
+
+inline EngineOptions engine_options(int64_t slots, int64_t context, float temperature = 0) {
+    EngineOptions o;
+    o.slots = slots, o.context = context;
+    o.sampling.temperature = temperature;
+    return o;
+}
+
+// The logits after the last token, by forward() over the whole sequence.
+inline std::vector<double> logits_after(Driver& driver, const std::vector<int32_t>& sequence) {
+    Activations acts(driver.model.config, inference_shape(1, int64_t(sequence.size()), driver.model.precision.dtype));
+    acts.allocate(driver.ctx);
+    const Input in = upload(driver.ctx, acts, single_sequence(sequence.data(), int64_t(sequence.size())));
+    forward(driver.ctx, driver.model, acts, in);
+    const std::vector<float> row =
+        fetch_floats(driver.ctx, head_logits(driver.ctx, driver.model, acts, in.n - 1, in.n));
+    return {row.begin(), row.begin() + driver.model.config.vocab_size};
+}
+
+inline void expect_same_logits(const std::vector<float>& got, const std::vector<double>& ref, const std::string& where,
+                               DType dtype = DType::F32) {
+    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bounds(dtype).logits * max_abs(ref)) << where;
+}
+
+inline ModelConfig long_config(const char* attention = "SS") {
+    ModelConfig c = base_config();
+    c.attention = attention;
+    c.channels = 32,
+    c.head_size = 8;  // whole 16 bytes in any dtype: some GPUs have a fused decode step for up to 8 sequences
+    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.max_positions = 64;
+    return c;
+}
+
+// By attention type: a sequence keeps keys and values, or a state of one size.
+class GenerationByType : public testing::TestWithParam<const char*> {
+  protected:
+    Driver driver{long_config(GetParam()), training_shape(1, 8)};
+    void SetUp() override { driver.randomise(3); }
+};
+INSTANTIATE_TEST_SUITE_P(Types, GenerationByType, testing::Values("SS", "LG", "GS"),
+                         [](const auto& test) { return std::string(test.param); });

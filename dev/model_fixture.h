@@ -1,0 +1,273 @@
+// A model in training for the end-to-end tests: random batches, weights and bounds, and the variants of the model.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "commands/inference.h"
+#include "model.h"
+#include "runtime/rng.h"
+
+template <typename U>
+std::vector<U> fetch(const Tensor& t) {
+    std::vector<U> host(static_cast<size_t>(t.numel()));
+    copy_to_host(host.data(), t.as<U>(), host.size() * sizeof(U), {});
+    return host;
+}
+
+inline Batch make_batch(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets, int64_t B, int64_t T) {
+    Batch batch;
+    batch.tokens = tokens;
+    batch.targets = targets;
+    for (int64_t n = 0; n < B * T; n++) batch.positions.push_back(static_cast<int32_t>(n % T));
+    for (int64_t b = 0; b <= B; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * T));
+    batch.max_seqlen = T;
+    return batch;
+}
+
+// Random tokens, each followed by the next one.
+inline Batch random_batch(const ModelConfig& config, int64_t B, int64_t T, uint64_t seed) {
+    std::vector<int32_t> tokens, targets;
+    auto token = [&](int64_t b, int64_t t) {
+        return static_cast<int32_t>(philox(seed, uint64_t(t), uint64_t(b)).v[0] % uint64_t(config.vocab_size));
+    };
+    for (int64_t b = 0; b < B; b++) {
+        for (int64_t t = 0; t < T; t++) tokens.push_back(token(b, t)), targets.push_back(token(b, t + 1));
+    }
+    return make_batch(tokens, targets, B, T);
+}
+
+inline std::vector<int32_t> random_tokens(const ModelConfig& config, int64_t n, uint64_t seed) {
+    return random_batch(config, 1, n, seed).tokens;
+}
+
+// One batch for each of B sequences.
+inline std::vector<Batch> split(const Batch& batch, int64_t B, int64_t T) {
+    std::vector<Batch> parts;
+    for (int64_t b = 0; b < B; b++) {
+        auto part = [&](const std::vector<int32_t>& x) {
+            return std::vector<int32_t>(x.begin() + b * T, x.begin() + (b + 1) * T);
+        };
+        parts.push_back(make_batch(part(batch.tokens), part(batch.targets), 1, T));
+    }
+    return parts;
+}
+
+// A model in training. Its memory holds NaN before the first step, so that reading what nobody wrote shows.
+struct Driver {
+    Context ctx;
+    Model model;
+    Activations acts;
+    Optimizer optimizer;
+
+    Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true)
+        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}), acts(config, shape) {
+        model.allocate(ctx);
+        acts.allocate(ctx);
+        for (const ArenaPlan::Entry& e : acts.plan.entries()) {
+            if (e.dtype != DType::I32 && e.name != "rope_table")
+                device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
+        }
+        optimizer.allocate(ctx, model, AdamWOptions(), 0.1);
+        for (const Param& p : model.table.params) {
+            device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
+        }
+        write_scalars(ctx, acts, StepScalars{});
+    }
+
+    // Weights with which every part of the model has an effect: random biases and norm weights, activations of order
+    // 1. A model in 16 bits gets smaller weights, as trained ones are, so that rounding errors don't grow from layer to
+    // layer until they exceed bounds().
+    void randomise(uint64_t seed) {
+        for (const Param& p : model.table.params) {
+            std::vector<float> values(size_t(p.padded_numel()), 0.0f);
+            const double std = !p.cols ? 0.2 : model.precision.dtype == DType::F32 ? 0.15 : 0.05;
+            for (int64_t i = 0; i < p.numel(); i++)
+                values[size_t(i)] = float(p.init_value + std * normal01(seed, name_hash(p.name), uint64_t(i)));
+            model.arenas.store(p, values.data(), 0, p.padded_numel());
+        }
+    }
+
+    // [n, V] without the padding.
+    std::vector<double> logits(const Batch& batch) {
+        const Input in = upload(ctx, acts, batch);
+        forward(ctx, model, acts, in);
+        std::vector<double> out;
+        for (int64_t n = 0; n < in.n; n++) {
+            const std::vector<float> row = fetch_floats(ctx, head_logits(ctx, model, acts, n, n + 1));
+            out.insert(out.end(), row.begin(), row.begin() + model.config.vocab_size);
+        }
+        return out;
+    }
+
+    // Gradients of the mean loss over the batches' counted targets; returns that loss.
+    double gradients(const std::vector<Batch>& batches) {
+        int64_t counted = 0;
+        for (const Batch& b : batches)
+            counted +=
+                std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != Batch::NO_TARGET; });
+        for (size_t i = 0; i < batches.size(); i++) {
+            const Input in = upload(ctx, acts, batches[i]);
+            forward(ctx, model, acts, in);
+            backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(counted)), i == 0);
+        }
+        mean_scale = 1.0 / double(counted);
+        return fetch<double>(acts.loss_sum)[0] * mean_scale;
+    }
+
+    // One step on one batch; the loss before it.
+    double step(const Batch& batch, double lr, double grad_clip = 1) {
+        gradients({batch});
+        StepScalars s = read_scalars(ctx, acts);
+        s.lr = static_cast<float>(lr);
+        s.grad_clip = static_cast<float>(grad_clip);
+        write_scalars(ctx, acts, s);
+        update(ctx, model, optimizer, acts, mean_scale);
+        return read_scalars(ctx, acts).loss;
+    }
+
+    std::vector<float> grads() const { return fetch<float>(optimizer.grads.arena.data); }
+    // The most exact ones, in the layout of the arenas.
+    std::vector<float> params() const {
+        std::vector<float> arena(size_t(model.table.total), 0.0f), buffer;
+        for (const Param& p : model.table.params)
+            std::copy_n(model.arenas.fetch(p, buffer), p.padded_numel(), arena.begin() + p.offset);
+        return arena;
+    }
+
+  private:
+    double mean_scale = 0;
+};
+
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+inline double rms(const std::vector<double>& x) {
+    double sum = 0;
+    for (const double v : x) sum += v * v;
+    return std::sqrt(sum / double(x.size()));
+}
+
+inline std::vector<double> difference(const std::vector<double>& a, const std::vector<double>& b) {
+    EXPECT_EQ(a.size(), b.size());
+    std::vector<double> d(std::min(a.size(), b.size()));
+    for (size_t i = 0; i < d.size(); i++) d[i] = a[i] - b[i];
+    return d;
+}
+
+inline double max_abs(const std::vector<double>& x) {
+    double m = 0;
+    for (const double v : x) {
+        if (!(std::fabs(v) <= m)) m = std::fabs(v);  // NaN stays
+    }
+    return m;
+}
+
+// The dtypes that this backend computes in.
+inline std::vector<DType> dtypes() {
+    if (backend_device() == Device::CPU) return {DType::F32};
+    return {DType::F32, DType::BF16};
+}
+
+// The dtypes that it generates in: there is no linear attention in fp16.
+inline std::vector<DType> generation_dtypes(const ModelConfig& config) {
+    std::vector<DType> all = dtypes();
+    if (all.size() > 1 && !config.has_linear_attention()) all.push_back(DType::F16);
+    return all;
+}
+
+// Bounds of DESIGN section 7: of the logits' maximum, and of a gradient's RMS.
+struct Bounds {
+    double logits, gradients;
+};
+inline Bounds bounds(DType dtype) {
+    return dtype == DType::F32 ? Bounds{1e-5, 1e-5} : Bounds{2e-2, 3e-2};
+}
+
+inline ModelConfig base_config() {
+    ModelConfig c;
+    c.layers = 2;
+    c.channels = 24;
+    c.heads = c.kv_heads = 4;
+    c.head_size = 6;
+    c.ffn = 40;
+    c.vocab_size = 53;
+    c.max_positions = 16;
+    c.attention = "SS";
+    return c;
+}
+
+struct ModelVariant {
+    const char* name;
+    void (*apply)(ModelConfig&);
+};
+
+inline void PrintTo(const ModelVariant& variant, std::ostream* out) {
+    *out << variant.name;
+}
+
+const ModelVariant MODEL_VARIANTS[] = {
+    {"gpt2", [](ModelConfig&) {}},
+    {"llama",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+     }},
+    {"rmsnorm_learned_relu2", [](ModelConfig& c) { c.norm = Norm::RMSNorm, c.mlp = Mlp::ReLU2, c.kv_heads = 1; }},
+    {"layernorm_rope_swiglu_bias",
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.head_size = 10, c.tied = false; }},
+    {"gelu_without_biases_one_layer",
+     [](ModelConfig& c) {
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1,
+         c.head_size = 2;
+     }},
+    {"linear", [](ModelConfig& c) { c.attention = "LS", c.kv_heads = 2; }},
+    {"gated_linear_rope",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.attention = "GL";
+     }},
+    {"mixed_without_linear_rope",
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.linear_rope = false, c.attention = "GS"; }},
+    {"rmsnorm_rope_relu2_some_biases",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
+         c.rope_scaling.kind = RopeScaling::Kind::Linear, c.rope_scaling.factor = 2;
+     }},
+    // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
+    {"llama_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+     }},
+    {"gated_linear_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.attention = "GL";
+     }},
+};
+
+// Tests that run for each variant, whose model has random weights.
+class ModelVariantTest : public testing::TestWithParam<ModelVariant> {
+  protected:
+    static constexpr int64_t B = 2, T = 11;
+    static ModelConfig config() {
+        ModelConfig c = base_config();
+        GetParam().apply(c);
+        validate(c, GetParam().name);
+        return c;
+    }
+    Driver driver{config(), training_shape(B, T)};
+    const Batch batch = random_batch(config(), B, T, 5);
+
+    void SetUp() override { driver.randomise(3); }
+};
+
+inline std::string variant_name(const testing::TestParamInfo<ModelVariant>& test) {
+    return test.param.name;
+}

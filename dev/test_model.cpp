@@ -1,0 +1,405 @@
+// The model as a whole, from tokens to gradients: against PyTorch in float64, against the float64 reference model, and
+// with every variant of the model, plan and level of recomputation against itself.
+#include "dev/fixtures.h"
+#include "dev/model_fixture.h"
+#include "dev/reference_model.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/model/initialise.h"
+
+namespace {
+
+// --------------------------------------------------------------------------------------------------------------------
+// Against PyTorch in float64.
+
+class Fixtures : public testing::TestWithParam<std::tuple<std::string, DType>> {
+  protected:
+    const Fixture f{std::get<0>(GetParam())};
+    const DType dtype = std::get<1>(GetParam());
+    Driver driver{f.config, training_shape(f.B, f.T, dtype)};
+    const Batch batch = make_batch(f.tokens(), f.targets(), f.B, f.T);
+
+    void SetUp() override { load_weights(f.directory, driver.model.table, driver.model.arenas); }
+};
+
+TEST_P(Fixtures, LogitsAndLoss) {
+    const std::vector<double> ref = f.values<double>("logits");
+    const double limit = bounds(dtype).logits * max_abs(ref);
+    EXPECT_LE(max_abs(difference(driver.logits(batch), ref)), limit);
+    // In 16 bits the loss, a difference of two logits on average, has the error of both.
+    EXPECT_LE(std::fabs(driver.gradients({batch}) - f.loss()), dtype == DType::F32 ? 1e-5 * f.loss() : 2 * limit);
+}
+
+// Every tensor of the file within the bound on its relative RMS. Where a gradient is the residue of a cancellation
+// (GPT-2's key bias: softmax doesn't see it, so its true gradient is 0), rounding errors are measured by the fused
+// parameter that it is a part of.
+TEST_P(Fixtures, Gradients) {
+    driver.gradients({batch});
+    const std::vector<float> grads = driver.grads();
+    size_t compared = 0;
+    for (const Param& p : driver.model.table.params) {
+        std::vector<double> got(grads.begin() + p.offset, grads.begin() + p.offset + p.numel()), ref(got.size(), NAN);
+        for (const SourceTensor& source : p.sources) {
+            const std::vector<float> file = f.values<float>("grad/" + source.name);
+            ASSERT_EQ(int64_t(file.size()), source.rows * p.row_size()) << source.name;
+            for (int64_t r = 0; r < source.rows; r++) {
+                for (int64_t c = 0; c < p.row_size(); c++) {
+                    ref[size_t((source.row + r) * p.row_size() + c)] =
+                        file[size_t(source.transposed ? c * source.rows + r : r * p.row_size() + c)];
+                }
+            }
+            compared++;
+        }
+        // q, k and v are compared one by one, gate and up too, also where the file holds them in one source.
+        std::vector<std::pair<int64_t, int64_t>> parts = {{0, p.rows}};
+        const int64_t Q = f.config.heads * f.config.head_size, K = f.config.kv_heads * f.config.head_size;
+        if (p.slot == QKV_W || p.slot == QKV_B) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
+        if (f.config.mlp == Mlp::SwiGLU && (p.slot == FC_W || p.slot == FC_B))
+            parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
+        for (const auto& [begin, end] : parts) {
+            auto rows = [&, first = begin, last = end](const std::vector<double>& x) {
+                return std::vector<double>(x.begin() + first * p.row_size(), x.begin() + last * p.row_size());
+            };
+            const double size = rms(rows(ref)), whole = rms(ref);
+            const bool cancelled = size < 1e-6 * whole;
+            EXPECT_LE(rms(difference(rows(got), rows(ref))), bounds(dtype).gradients * (cancelled ? whole : size))
+                << p.name << " rows " << begin << " to " << end;
+        }
+    }
+    size_t in_file = 0;
+    for (const auto& entry : f.file.entries()) in_file += entry.first.rfind("grad/", 0) == 0;
+    EXPECT_EQ(compared, in_file);
+}
+
+// Adam gives a gradient of 1e-8 the step of one of size 1, so rounding errors of tiny gradients grow: float64 itself
+// moves by up to 2e-5 of the first loss (llama-bf16, step 8) when its weights are changed by 3e-8. Hence 1e-4.
+TEST_P(Fixtures, AdamWSteps) {
+    const std::vector<double> ref = f.values<double>("adamw_losses");
+    const double limit = dtype == DType::F32 ? 1e-4 : 2e-2;
+    for (size_t i = 0; i < ref.size(); i++)
+        EXPECT_NEAR(driver.step(batch, 1e-2), ref[i], limit * ref[0]) << "step " << i;
+    // Padding rows are still zero: they never trained.
+    const std::vector<float> params = driver.params();
+    for (const Param& p : driver.model.table.params) {
+        for (int64_t i = p.numel(); i < p.padded_numel(); i++) ASSERT_EQ(params[size_t(p.offset + i)], 0.0f) << p.name;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(PyTorch, Fixtures,
+                         testing::Combine(testing::ValuesIn(fixture_names()), testing::ValuesIn(dtypes())),
+                         [](const auto& test) {
+                             std::string name = std::get<0>(test.param) + "_" + dtype_name(std::get<1>(test.param));
+                             std::replace_if(
+                                 name.begin(), name.end(), [](char c) { return !std::isalnum(c); }, '_');
+                             return name;
+                         });
+
+// --------------------------------------------------------------------------------------------------------------------
+// Against the float64 reference model, with combinations of options that no other program has.
+
+class ModelVariants : public ModelVariantTest {
+  protected:
+    double loss(const reference::Weights& w) const {
+        return reference::model_forward(driver.model.config, w, batch.tokens, batch.targets, B, T).loss;
+    }
+
+    // Derivative of the float64 loss along d by central differences. The step is small because ReLU² has a kink in its
+    // slope: units that change sign within the step cost an error of order h².
+    double derivative(const reference::Weights& weights, const reference::Weights& d) const {
+        constexpr double h = 1e-6;
+        auto at = [&](double s) {
+            reference::Weights w = weights;
+            for (const auto& [name, direction] : d) {
+                for (size_t i = 0; i < direction.size(); i++) w[name][i] += s * direction[i];
+            }
+            return loss(w);
+        };
+        return (at(h) - at(-h)) / (2 * h);
+    }
+};
+
+TEST_P(ModelVariants, LogitsAndLoss) {
+    for (const DType dtype : dtypes()) {
+        SCOPED_TRACE(dtype_name(dtype));
+        Driver d(config(), training_shape(B, T, dtype));
+        d.randomise(3);
+        const reference::Weights weights = reference::widen(d.model.table, d.params().data());
+        const reference::ModelOutput ref =
+            reference::model_forward(config(), weights, batch.tokens, batch.targets, B, T);
+        const double limit = bounds(dtype).logits * max_abs(ref.logits);
+        EXPECT_LE(max_abs(difference(d.logits(batch), ref.logits)), limit);
+        EXPECT_LE(std::fabs(d.gradients({batch}) - ref.loss), dtype == DType::F32 ? 1e-5 * ref.loss : 2 * limit);
+    }
+}
+
+// 20 random directions through all weights, and one through each tensor alone. Along a standard normal direction d the
+// derivative g·d has standard deviation |g|: that is what 1e-5 is relative to.
+TEST_P(ModelVariants, DirectionalDerivatives) {
+    driver.gradients({batch});
+    const ParamTable& table = driver.model.table;
+    const reference::Weights weights = reference::widen(table, driver.params().data()),
+                             grads = reference::widen(table, driver.grads().data());
+    auto check = [&](uint64_t seed, const std::vector<const Param*>& params, const std::string& what) {
+        reference::Weights d;
+        double along = 0, square = 0;
+        for (const Param* p : params) {
+            const std::vector<double>& g = grads.at(p->name);
+            for (size_t i = 0; i < g.size(); i++) {
+                d[p->name].push_back(normal01(seed, name_hash(p->name), i));
+                along += g[i] * d[p->name][i];
+                square += g[i] * g[i];
+            }
+        }
+        EXPECT_GT(square, 0) << what;
+        EXPECT_LE(std::fabs(derivative(weights, d) - along), 1e-5 * std::sqrt(square)) << what;
+    };
+    std::vector<const Param*> all;
+    for (const Param& p : table.params) {
+        all.push_back(&p);
+        check(100, {&p}, p.name);
+    }
+    for (uint64_t seed = 0; seed < 20; seed++) check(seed, all, str("direction ", seed));
+}
+
+// The plan in which tensors share memory computes the same bits as the one in which each has its own, at every level
+// of recomputation. Two micro-steps, so that the second finds used memory. Levels that recompute GELU alone take it out
+// of the forward matmul, so they are not compared with runs that compute it there.
+TEST_P(ModelVariants, MemoryPlansAgreeBitwise) {
+    const std::vector<Batch> batches = {batch, random_batch(config(), B, T, 6)};
+    for (const DType dtype : dtypes()) {
+        for (const GeluEpilogue epilogue : {GeluEpilogue::Off, GeluEpilogue::Backward, GeluEpilogue::Both}) {
+            auto run = [&](Recompute level, bool overlap, auto check) {
+                RunShape shape = training_shape(B, T, dtype);
+                shape.recompute = level;
+                shape.overlap = overlap;
+                shape.gelu_epilogue = epilogue;
+                Driver d(config(), shape);
+                d.randomise(3);
+                const double loss = d.gradients(batches);
+                check(loss, d.grads(), d.acts.plan.bytes());
+            };
+            double expected_loss = 0;
+            std::vector<float> expected;
+            int64_t kept_bytes = 0;
+            run(Recompute::None, true, [&](double loss, const std::vector<float>& grads, int64_t bytes) {
+                expected_loss = loss, expected = grads, kept_bytes = bytes;
+            });
+            for (const float g : expected) ASSERT_TRUE(std::isfinite(g));
+            for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
+                const bool alone = level == Recompute::Activation || level == Recompute::Norms;
+                if (alone && epilogue == GeluEpilogue::Both) continue;
+                for (const bool overlap : {true, false}) {
+                    run(level, overlap, [&](double loss, const std::vector<float>& grads, int64_t bytes) {
+                        EXPECT_EQ(loss, expected_loss);
+                        EXPECT_TRUE(same_bits(grads, expected))
+                            << "recompute level " << int(level) << ", overlap " << overlap << ", " << dtype_name(dtype)
+                            << ", GELU in matmuls " << int(epilogue);
+                        if (!overlap)
+                            EXPECT_GT(bytes, kept_bytes);
+                        else {
+                            EXPECT_LE(bytes, kept_bytes) << "recompute level " << int(level) << " saves nothing";
+                            kept_bytes = bytes;
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
+// A recorded micro-step, replayed on other batches, gives the bits of an ordinary one.
+TEST_P(ModelVariants, GraphsReplayTheSameBits) {
+    for (const DType dtype : dtypes()) {
+        Driver ordinary(config(), training_shape(B, T, dtype)), recorded(config(), training_shape(B, T, dtype));
+        ordinary.randomise(3);
+        recorded.randomise(3);
+        Graph graph;
+        for (uint64_t seed = 10; seed < 13; seed++) {
+            const Batch other = random_batch(config(), B, T, seed);
+            ordinary.gradients({other});
+            const Input in = upload(recorded.ctx, recorded.acts, other);
+            graph.run(recorded.ctx.stream, [&] {
+                forward(recorded.ctx, recorded.model, recorded.acts, in);
+                backward(recorded.ctx, recorded.model, recorded.optimizer.grads, recorded.acts, in,
+                         static_cast<float>(1.0 / double(B * T)), true);
+            });
+            EXPECT_TRUE(same_bits(recorded.grads(), ordinary.grads())) << dtype_name(dtype) << ", run " << seed - 10;
+        }
+    }
+}
+
+// The plan without training keeps less and computes the same.
+TEST_P(ModelVariants, InferencePlanAgreesBitwise) {
+    Driver inference(config(), training_shape(B, T));
+    inference.randomise(3);
+    const std::vector<double> expected = inference.logits(batch);
+    Activations acts(config(), inference_shape(B, T));
+    acts.allocate(driver.ctx);
+    EXPECT_LT(acts.plan.bytes(), driver.acts.plan.bytes());
+    const Input in = upload(driver.ctx, acts, batch);
+    forward(driver.ctx, driver.model, acts, in);
+    for (int64_t n = 0; n < in.n; n++) {
+        const std::vector<float> row = fetch_floats(driver.ctx, head_logits(driver.ctx, driver.model, acts, n, n + 1));
+        for (int64_t v = 0; v < config().vocab_size; v++)
+            ASSERT_EQ(row[size_t(v)], expected[size_t(n * config().vocab_size + v)]);
+    }
+}
+
+// Other tokens leave the logits before them the same, to the bit.
+TEST_P(ModelVariants, TheFutureDoesNotChangeThePast) {
+    constexpr int64_t PAST = 6;
+    for (const DType dtype : dtypes()) {
+        Driver d(config(), training_shape(1, T, dtype));
+        d.randomise(3);
+        Batch one = random_batch(config(), 1, T, 5);
+        const std::vector<double> before = d.logits(one);
+        for (size_t t = PAST; t < size_t(T); t++) one.tokens[t] = (one.tokens[t] + 7) % int32_t(config().vocab_size);
+        const std::vector<double> after = d.logits(one);
+        const size_t n = size_t(PAST * config().vocab_size);
+        EXPECT_EQ(std::vector<double>(before.begin(), before.begin() + long(n)),
+                  std::vector<double>(after.begin(), after.begin() + long(n)));
+        EXPECT_NE(before[n], after[n]);
+    }
+}
+
+// Gradients of micro-steps add up to those of the whole batch, except for the order of sums: 4e-7 for most tensors.
+// Gated linear attention loses more: at a sequence's first token its output is v times a number that the heads' norm
+// divides out again, so that q's and k's gradients there are only rounding errors, divided by that number, which may be
+// small. This alone causes up to 3e-6 in those tensors; such models get the bound of gradients against the oracle.
+TEST_P(ModelVariants, MicroStepsAddUp) {
+    driver.gradients({batch});
+    const std::vector<float> whole = driver.grads();
+    driver.gradients(split(batch, B, T));
+    const std::vector<float> sum = driver.grads();
+    const std::vector<double> x(whole.begin(), whole.end()), y(sum.begin(), sum.end());
+    EXPECT_LE(rms(difference(x, y)), (driver.model.config.layers_of('G') ? 1e-5 : 1e-6) * rms(x));
+}
+
+// The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and each half
+// takes one.
+TEST(Head, ChunksAddUp) {
+    const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
+    ModelConfig config = base_config();
+    config.layers = config.heads = config.kv_heads = 1;
+    config.attention = "S";
+    config.channels = config.head_size = config.ffn = 4;
+    config.max_positions = T;
+    config.vocab_size = (1 << 18) - 100;
+    Driver whole(config, training_shape(B, T)), halves(config, training_shape(1, T));
+    ASSERT_LT(whole.acts.logits.shape[0], B * T);
+    ASSERT_EQ(halves.acts.logits.shape[0], T);
+    whole.randomise(3);
+    halves.randomise(3);
+    const Batch batch = random_batch(config, B, T, 5);
+    const double loss = whole.gradients({batch});
+    EXPECT_NEAR(halves.gradients(split(batch, B, T)), loss, 1e-6 * loss);
+    const std::vector<float> g = whole.grads(), h = halves.grads();
+    const std::vector<double> x(g.begin(), g.end()), y(h.begin(), h.end());
+    EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
+}
+
+// Documents of unequal length packed into one sequence attend only to themselves.
+TEST_P(ModelVariants, PackedDocuments) {
+    const std::vector<int32_t> starts = {0, 5, 6, 13, 22};
+    Batch packed = batch;
+    packed.cum_seqlens = starts;
+    packed.max_seqlen = 9;
+    const reference::Weights weights = reference::widen(driver.model.table, driver.params().data());
+    std::vector<double> ref;
+    for (size_t s = 0; s + 1 < starts.size(); s++) {
+        for (int32_t n = starts[s]; n < starts[s + 1]; n++) packed.positions[size_t(n)] = n - starts[s];
+        auto part = [&](const std::vector<int32_t>& x) {
+            return std::vector<int32_t>(x.begin() + starts[s], x.begin() + starts[s + 1]);
+        };
+        const std::vector<double> logits = reference::model_forward(driver.model.config, weights, part(batch.tokens),
+                                                                    part(batch.targets), 1, starts[s + 1] - starts[s])
+                                               .logits;
+        ref.insert(ref.end(), logits.begin(), logits.end());
+    }
+    EXPECT_LE(max_abs(difference(driver.logits(packed), ref)), 1e-5 * max_abs(ref));
+}
+
+INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
+
+// --------------------------------------------------------------------------------------------------------------------
+// The parameter table.
+
+// Weights of the presets as their authors count them.
+TEST(ParameterTable, PresetSizes) {
+    const std::pair<const char*, int64_t> sizes[] = {
+        {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
+        {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
+    for (const auto& [name, weights] : sizes) {
+        ModelConfig config;
+        ASSERT_TRUE(preset(name, config)) << name;
+        EXPECT_EQ(parameter_table(config, 1).num_weights(), weights) << name;
+    }
+}
+
+TEST(ParameterTable, FlopPerToken) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-124M", config));
+    const double blocks = 12.0 * 12 * 768 * 768, head = 50257.0 * 768;
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 1024), 6 * (blocks + head) + 6.0 * 1024 * 12 * 768);
+    config.tied = false;  // the embedding look-up counts nothing
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 1024), 6 * (blocks + head) + 6.0 * 1024 * 12 * 768);
+}
+
+// k vᵀ added to a state of each KV head, the state times q of each head; 2 FLOP per multiply-add, 3 passes.
+TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("llama-tiny", config));  // 4 heads on 2, of 32
+    const double softmax = flop_per_token(Model(config, {}), 512) - flop_per_token(Model(config, {}), 0);
+    EXPECT_DOUBLE_EQ(softmax, 4 * 6.0 * 512 * 128);
+    const double weights = flop_per_token(Model(config, {}), 0);
+    config.attention = "SLLL";
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 512), weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32);
+    config.attention = "SLLG";
+    EXPECT_DOUBLE_EQ(
+        flop_per_token(Model(config, {}), 512),
+        weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32 + 6.0 * 2 * 128);  // and the decay gate's weights
+}
+
+// The initial decays range from 1 − 1/32 to 1 − 1/512; the weights of the heads' norm are 1.
+TEST(Initialisation, DecayGatesForgetSlowly) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-tiny", config));
+    config.attention = "SSSG";
+    Driver driver(config, training_shape(1, 1));
+    initialise_weights(driver.model.table, driver.model.arenas, 7, driver.ctx.stream);
+    const std::vector<float> w = driver.params();
+    const Param &bias = driver.model.table.by_name("layers.3.gate.bias"),
+                &norm = driver.model.table.by_name("layers.3.headnorm.weight");
+    ASSERT_EQ(bias.rows, 4);
+    const auto decay = [&](int64_t head) { return 1 / (1 + std::exp(-double(w[size_t(bias.offset + head)]))); };
+    EXPECT_NEAR(1 / (1 - decay(0)), 32, 1e-3);
+    EXPECT_NEAR(1 / (1 - decay(3)), 512, 0.05);
+    for (int64_t h = 0; h < 3; h++) EXPECT_LT(decay(h), decay(h + 1));
+    for (int64_t i = 0; i < norm.rows; i++) EXPECT_EQ(w[size_t(norm.offset + i)], 1);
+    EXPECT_TRUE(bias.fp32 && norm.fp32 && !bias.decay && !norm.decay);
+    EXPECT_TRUE(driver.model.table.by_name("layers.3.gate.weight").decay);
+    EXPECT_EQ(driver.model.table.find(DECAY_GATE_W, 0), nullptr);
+}
+
+TEST(Initialisation, AsGpt2DoesIt) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-tiny", config));
+    config.vocab_size = 300;
+    Driver a(config, training_shape(1, 1)), b(config, training_shape(1, 1));
+    initialise_weights(a.model.table, a.model.arenas, 7, a.ctx.stream);
+    initialise_weights(b.model.table, b.model.arenas, 8, b.ctx.stream);
+    const std::vector<float> w = a.params(), other = b.params();
+    for (const Param& p : a.model.table.params) {
+        const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());
+        const bool residual = p.slot == PROJ_W || p.slot == FCPROJ_W,
+                   norm_weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W;
+        if (p.cols) {
+            EXPECT_NEAR(rms(values), residual ? 0.02 / std::sqrt(8.0) : 0.02, 0.02 * 0.02) << p.name;
+            EXPECT_NE(w[size_t(p.offset)], other[size_t(p.offset)]) << p.name << " does not depend on the seed";
+        } else {
+            EXPECT_EQ(values, std::vector<double>(values.size(), norm_weight ? 1.0 : 0.0)) << p.name;
+        }
+        for (int64_t i = p.numel(); i < p.padded_numel(); i++) ASSERT_EQ(w[size_t(p.offset + i)], 0.0f) << p.name;
+    }
+}
+
+}  // namespace

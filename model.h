@@ -1,0 +1,272 @@
+// The model: its parameters, its activations, and the functions of a training step.
+//
+// train_gpt.cu defines what is declared here, activations.cpp the activations. The inference commands and the tests
+// link both.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "commands/commands.h"
+#include "data/loader.h"
+#include "kernels/adamw.h"
+#include "kernels/attention/attention.h"
+#include "kernels/generation/sampling.h"
+#include "kernels/global_norm.h"
+#include "parallel/evaluation.h"
+#include "parallel/update.h"
+#include "parallel/weights.h"
+#include "runtime/context.h"
+#include "runtime/device/arena.h"
+#include "runtime/device/memory_plan.h"
+#include "runtime/device/staging.h"
+#include "runtime/model/model_config.h"
+#include "runtime/model/params.h"
+
+// --------------------------------------------------------------------------------------------------------------------
+// Parameters.
+
+// The role of a parameter; layers share the slots of a block. A bias follows its weight.
+enum Slot {
+    WTE,
+    WPE,  // token and position embedding
+    NORM1_W,
+    NORM1_B,
+    QKV_W,
+    QKV_B,
+    DECAY_GATE_W,
+    DECAY_GATE_B,
+    HEADNORM_W,  // gated linear attention: the decay of each token and KV head, and the norm of each head's output
+    PROJ_W,
+    PROJ_B,  // attention half of a block
+    NORM2_W,
+    NORM2_B,
+    FC_W,
+    FC_B,
+    FCPROJ_W,
+    FCPROJ_B,  // MLP half of a block (SwiGLU: FC is gate and up, fused)
+    NORMF_W,
+    NORMF_B,
+    HEAD_W  // final norm, output head (absent when tied to WTE)
+};
+
+constexpr Slot bias_of(Slot weight) {
+    return static_cast<Slot>(weight + 1);
+}
+static_assert(bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B && bias_of(DECAY_GATE_W) == DECAY_GATE_B &&
+              bias_of(PROJ_W) == PROJ_B && bias_of(NORM2_W) == NORM2_B && bias_of(FC_W) == FC_B &&
+              bias_of(FCPROJ_W) == FCPROJ_B && bias_of(NORMF_W) == NORMF_B);
+
+// The only list of the model's tensors.
+ParamTable parameter_table(const ModelConfig& config, int64_t world);
+
+// What the weights and activations of a model are, and what trains them.
+struct Precision {
+    DType dtype = DType::F32;
+    bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
+};
+
+struct Model {
+    ModelConfig config;
+    ParamTable table;
+    Precision precision;
+    Sharding sharding;
+    GroupSlots slots;  // of gathered groups, where each rank keeps its part of the weights
+    Arena memory;
+    WeightArenas arenas;
+    std::unique_ptr<WeightGatherer> gatherer;  // likewise
+
+    // The table only; allocate() gets the memory.
+    Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {});
+    void allocate(const Context& ctx);
+
+    // Elements: of the weights that are kept, of those that are gathered, of fp32 master weights, of what stays fp32
+    // apart from them.
+    int64_t kept() const { return table.total / sharding.parts(sharding.splits_weights()); }
+    int64_t gathered() const { return slots.total(); }
+    int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
+    int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
+    int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
+
+    // Null where this model has no such parameter.
+    Tensor weight(Slot slot, int64_t layer = -1) const {
+        const Param* p = table.find(slot, static_cast<int>(layer));
+        return p ? arenas.tensor(*p) : Tensor{};
+    }
+    Tensor gradient(const Gradients& grads, Slot slot, int64_t layer = -1) const {
+        const Param* p = table.find(slot, static_cast<int>(layer));
+        return p ? grads.tensor(*p) : Tensor{};
+    }
+    Slot head() const { return config.tied ? WTE : HEAD_W; }
+    // Groups of the table.
+    int head_group() const { return table.find(head())->group; }
+    static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
+    int fp32_group() const { return table.num_groups() - 1; }
+
+    // The group's weights are whole while the result lives. `next` is prefetched.
+    GatheredGroup use(const Context& ctx, int group, int next = -1) const {
+        return GatheredGroup(gatherer.get(), group, next, ctx.stream);
+    }
+};
+
+// FLOP per token of a training step, for MFU.
+double flop_per_token(const Model& model, int64_t T);
+
+// --------------------------------------------------------------------------------------------------------------------
+// Activations.
+
+// What a pass over N = B·T tokens is planned for.
+struct RunShape {
+    int64_t B, T;
+    bool training = false;
+    Recompute recompute = Recompute::None;
+    bool overlap = true;  // tensors whose lifetimes don't meet share memory
+    int64_t world = 1;    // ranks that the gradient arena is padded for
+    DType dtype = DType::F32;
+    GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    bool deterministic = true;  // attention's backward pass
+
+    RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
+};
+RunShape inference_shape(int64_t B, int64_t T, DType dtype = DType::F32);
+RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
+
+// The activations of one layer. BLOCK_ACTIVATIONS (activations.cpp) has their shapes and lifetimes.
+struct LayerActs {
+    Tensor res1;  // the residual stream as norm1 reads it
+    Tensor mean1, rstd1, norm1;
+    Tensor qkv;                      // q and k rotated where RoPE is used
+    Tensor att;                      // output of attention, by heads
+    Tensor lse;                      // softmax: log-sum-exp of each row; linear: denominators
+    Tensor log_decay;                // gated linear attention: what its decay gate computes
+    Tensor att_unnormed, rstd_att;   // likewise: its output before the norm of each head
+    Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of what the gate computes it from
+    Tensor proj;                     // what attention adds to the residual stream
+    Tensor res2;                     // the residual stream as norm2 reads it
+    Tensor mean2, rstd2, norm2;
+    Tensor fc, act;
+    Tensor fcproj;                            // what the MLP adds to the residual stream
+    Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients
+};
+
+// Inputs of a micro-step, as planned. Input has those of a batch.
+struct InputActs {
+    Tensor tokens, targets, positions;  // [N] int32
+    Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
+    Tensor rope_table;                  // [T, HS/2, 2]
+};
+
+// The head, and what all layers share.
+struct HeadActs {
+    Tensor resf, normf, meanf, rstdf;  // the final norm
+    Tensor logits, losses;             // of a chunk of tokens; of each token
+    Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
+    Tensor scratch, forward_scratch;   // bytes
+    Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
+    Tensor sample_id, sample_key;      // the sampled token; its sequence and step
+};
+
+// The first n tokens' part of a layer's activations: a pass may be over fewer tokens than were planned for.
+LayerActs first_tokens(LayerActs a, int64_t n);
+
+// How the samples of a training run are drawn, with the run's seed.
+constexpr SamplingOptions TRAINING_SAMPLES = {0.8f, 50};
+
+class Activations : public InputActs, public HeadActs {
+  public:
+    // Plans only. allocate() makes the tensors real.
+    Activations(const ModelConfig& config, const RunShape& run_shape);
+    void allocate(const Context& ctx);
+    Activations(const Activations&) = delete;
+    Activations& operator=(const Activations&) = delete;
+
+    const ModelConfig config;
+    const RunShape shape;
+    ArenaPlan plan;
+
+    std::vector<LayerActs> forward, backward;  // backward[l] is forward[l] except for what is recomputed
+    Tensor loss_sum;                           // SUM_LOSS of this rank's row of sums
+    std::unique_ptr<Staging> staging;          // what the inputs pass through
+
+    // Three numbers for each token, and the sequences' ends. The scalars of a step take a slot of their own.
+    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
+    static constexpr int STAGING_SLOTS = 4;
+    Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
+    // A number of a rank's row of sums.
+    Tensor sum(int64_t rank, StepSum which) const {
+        return make_tensor(sums.as<double>() + rank * NUM_STEP_SUMS + which, DType::F64, sums.device, {1});
+    }
+
+  private:
+    void add(std::initializer_list<Tensor*> fields, const std::string& name, DType dtype,
+             const std::vector<int64_t>& dims, int64_t first, int64_t last);
+    void plan_layer(int64_t l);
+    template <typename Acts, typename Table>
+    void plan_whole_pass(Acts& acts, const Table& table);
+
+    Arena memory;
+    std::vector<std::pair<Tensor*, int64_t>> bindings;  // which plan entry each tensor is
+};
+
+// --------------------------------------------------------------------------------------------------------------------
+// A training step: forward, backward, update.
+
+// The tokens of a pass, on the device.
+struct Input {
+    int64_t n;                          // tokens
+    Tensor tokens, targets, positions;  // [n]
+    AttentionSequences sequences;
+};
+Input upload(const Context& ctx, const Activations& acts, const Batch& batch);
+Batch single_sequence(const int32_t* tokens, int64_t n);
+
+// Tokens to the final norm's output (acts.normf).
+void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in);
+// The head's logits of rows [begin, end) of normf, in the logits buffer.
+Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
+// After forward(): sums the losses of the batch into loss_sum.
+void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate);
+// After forward(): the loss, added up in acts.loss_sum, and every gradient. dloss: 1/(tokens of the step).
+// first_micro, last_micro: of the step's micro-steps.
+void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
+              float dloss, bool first_micro, bool last_micro = true);
+
+// Gradients and Adam's moments: arenas with the layout of the weights.
+struct Optimizer {
+    Arena memory;
+    Gradients grads;
+    ParamArena m, v;
+    std::vector<UpdateSlice> slices;
+    std::vector<Event> updated;  // by slice
+    AdamWOptions options;
+
+    // Elements of m, and of v.
+    static int64_t moments(const Model& model) {
+        return model.table.total / model.sharding.parts(model.sharding.splits_optimizer());
+    }
+    void allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay,
+                  const ReduceOptions& reduce = {});
+};
+
+// Global norm, clipping, AdamW; gathers what other ranks updated. scale: 1/(loss tokens of the step), which turns the
+// sum of losses into a mean. grad_unit: turns the gradients into those of that mean, where they were divided by more
+// tokens.
+void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
+            double grad_unit = 1);
+StepScalars read_scalars(const Context& ctx, const Activations& acts);
+void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
+
+// Evaluates the loss of a split's tokens once, or of the first `limit` of them (0: all); each rank takes its share of
+// the batches.
+Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
+                    int32_t end_of_text, int64_t limit, int64_t split_bytes);
+
+// --------------------------------------------------------------------------------------------------------------------
+// The memory plan, printed before anything is allocated.
+
+ReduceOptions reduce_options(const ShardingOptions& options);
+MemoryPlan memory_plan(const Model& model);  // weights
+MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {});
