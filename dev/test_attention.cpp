@@ -579,12 +579,12 @@ TEST(AttentionErrors, NameWhatIsWrong) {
         [&] {
             attention_forward(out, lse, q, k, k, {cum, cum, 10, 10, true, -1}, 1, scratch, Stream{});
         },
-        "attention_forward: window is -1; it must be 0 (none) or positive");
+        "attention_forward: window is -1; it must be 0 (no window) or positive");
     expect_error(
         [&] {
             attention_forward(out, lse, q, k, k, {cum, cum, 10, (int64_t(1) << 30) + 1}, 1, scratch, Stream{});
         },
-        "attention_forward: a sequence of 1073741825 tokens; 1073741824 is the most");
+        "attention_forward: a sequence of 1073741825 tokens; at most 1073741824 are supported");
 #ifdef USE_CUDA
     const TestArray half = TestArray::random(DType::BF16, {10, 2, 8}, 2);
     expect_error(
@@ -604,7 +604,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
         [&] {
             forward(q, k, k, {0, 10}, 9);
         },
-        "attention_forward: sequence 0 of cum_q has 10 tokens, more than the maximum given, 9");
+        "attention_forward: sequence 0 of cum_q has 10 tokens, more than the given maximum, 9");
     const TestArray falling = TestArray::ints({0, 6, 4}, {3});
     expect_error(
         [&] {

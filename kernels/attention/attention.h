@@ -1,11 +1,12 @@
 // Softmax attention with grouped-query heads over packed sequences of unequal length, causal or full, with or without a
 // sliding window, forward and backward.
 //
-//   sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them);
-//   with o = klen − qlen, which puts the last query beside the last key, query i of it (from 0) sees the keys j ≤ i +
-//   o, or all of them if not causal; a window of w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h reads
-//   KV head h / (NH/NKV): S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
-//   a query that sees no key gives out = 0 and lse = −∞.
+//   Sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them). Let
+//   o = klen − qlen, so that the last query is aligned with the last key. Query i of a sequence (from 0) sees the keys
+//   j ≤ i + o, or all keys if not causal. A window w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h reads
+//   KV head h / (NH/NKV):
+//   S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
+//   For a query that sees no key, out = 0 and lse = −∞.
 //
 //   backward, with D_i = Σ_c dout_ic·out_ic:
 //   dV_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − D_i),   dq_i = scale·Σ_j dS_ij k_j,
@@ -15,14 +16,15 @@
 // algorithms 1 and 2). No atomics: the same input gives the same bits.
 // q, k, v, dq, dk, dv are [tokens, heads, HS] with any row and head strides, so that they can be views into the packed
 // [tokens, (NH + 2·NKV)·HS] output of the QKV GEMM and its gradient (split_heads in runtime/device/tensor.h).
-// Tokens after the last sequence get zeros (lse −∞). What a query does not see never changes its results: on the CPU
-// not even NaN; in CUDA tiles of one sequence a masked NaN or infinity is multiplied by 0 and does spread, finite
-// numbers don't. Sequences are isolated from each other on both. dtypes: q, k, v, out and their gradients T, one of
-// fp32, bf16 and fp16 (the CPU: fp32); lse fp32. On tensor cores P and dS are rounded to T before they are multiplied;
-// sums are fp32. Errors: wrong shapes or dtypes, NKV not dividing NH, HS > attention_max_head_size(), a scale that is
-// not positive, a negative window, sequences of more than 2³⁰ tokens; on the CPU also cum_seqlens that decrease, run
-// past the tensors or have a sequence longer than the maximum given. CUDA does not look at them on the host: it never
-// reads or writes outside the tensors, but the results are then undefined.
+// Tokens after the last sequence get zeros (lse −∞). Finite values that a query does not see never change its results.
+// On the CPU that holds for NaN and infinities too; in CUDA they are multiplied by 0 and spread within a tile of their
+// sequence. Sequences are isolated from each other on both.
+// dtypes: q, k, v, out and their gradients T, one of fp32, bf16 and fp16 (on the CPU fp32); lse fp32. On tensor cores P
+// and dS are rounded to T before they are multiplied; accumulation is in fp32.
+// Errors: wrong shapes or dtypes, NKV not dividing NH, HS > attention_max_head_size(), a scale that is not positive, a
+// negative window, sequences of more than 2³⁰ tokens; on the CPU also cum_seqlens that decrease, exceed the tensors or
+// have a sequence longer than the given maximum. CUDA does not check cum_seqlens: it never reads or writes outside the
+// tensors, but the results are then undefined.
 #pragma once
 
 #include "runtime/device/device.h"
@@ -30,9 +32,9 @@
 
 struct AttentionSequences {
     Tensor cum_q, cum_k;           // [S + 1] int32, cum[0] = 0
-    int64_t max_q = 0, max_k = 0;  // longest of each, known to the host
+    int64_t max_q = 0, max_k = 0;  // length of the longest sequence, known to the host
     bool causal = true;
-    int64_t window = 0;  // keys that a query sees on either side, its own among them; 0: all
+    int64_t window = 0;  // keys that a query sees on each side, including its own; 0: no window
 };
 
 int64_t attention_max_head_size();  // of this backend
@@ -44,11 +46,11 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
-// scratch: attention_backward_scratch bytes (U8). Not deterministic: where that is faster (heads of 65 to 128 columns,
-// or keys beyond 2048, of 16-bit numbers on an H100 or H200), dq is summed in the order in which its terms come, and
-// two runs differ in its last bits; elsewhere nothing changes.
+// scratch: attention_backward_scratch bytes (U8). If not deterministic, dq may be summed in any order, so that two runs
+// differ in its last bits. That happens only where it is faster: 16-bit types on an H100 or H200 with heads of 65 to 128
+// columns or more than 2048 keys.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
                         bool deterministic = true);
-// max_k: at least that of the sequences; it matters only if not deterministic.
+// max_k: at least sequences.max_k; used only if not deterministic.
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic = true, int64_t max_k = 0);

@@ -1,4 +1,4 @@
-// The checks of attention's arguments that need no look at what tensors hold, for both backends.
+// Checks of attention's arguments that do not read the tensors' contents, for both backends.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +22,9 @@ inline AttentionSizes check_attention(const char* op, DType dtype, const Tensor&
     require(z.HS >= 1 && z.HS <= attention_max_head_size(), op, ": head size ", z.HS, " lies outside [1, ",
             attention_max_head_size(), "]");
     require(scale > 0, op, ": scale is ", scale, "; it must be positive");
-    require(sequences.window >= 0, op, ": window is ", sequences.window, "; it must be 0 (none) or positive");
+    require(sequences.window >= 0, op, ": window is ", sequences.window, "; it must be 0 (no window) or positive");
     const int64_t longest = std::max(sequences.max_q, sequences.max_k), limit = int64_t(1) << 30;
-    require(longest <= limit, op, ": a sequence of ", longest, " tokens; ", limit, " is the most");
+    require(longest <= limit, op, ": a sequence of ", longest, " tokens; at most ", limit, " are supported");
     z.S = sequences.cum_q.rank == 1 ? sequences.cum_q.shape[0] - 1 : -1;
     require(z.S >= 0, op, ": cum_q is ", shape_string(sequences.cum_q), ", expected [sequences + 1]");
     check_tensor(op, "cum_q", sequences.cum_q, DType::I32, {z.S + 1});
