@@ -7,7 +7,7 @@
 
 namespace {
 
-// B sequences of `length` tokens in packed [B·T, (NH + 2·NKV)·HS] rows, as the driver calls it.
+// B sequences of `length` tokens in packed [B·T, (NH + 2·NKV)·HS] rows, as in training.
 struct Problem {
     int64_t B, length, NH, NKV, HS, N, width;
     BenchArray qkv, dqkv, out, dout, lse, cum, scratch;
@@ -43,14 +43,14 @@ struct Problem {
     double pairs() const { return double(B * NH) * double(length * (length + 1) / 2); }
 };
 
-// Two products of HS multiply-adds for each pair; the softmax is not counted.
+// Two matmuls, of HS multiply-adds for each pair; the softmax is not counted.
 void forward(benchmark::State& state, DType T) {
     const Problem p(state, T);
     run_bench(state, [&] { p.forward(); });
     report_flops(state, 4.0 * p.pairs() * double(p.HS), T);
 }
 
-// Five products for each pair: S, dP, dV, dK, dQ.
+// Five matmuls: S, dP, dV, dK, dQ.
 void any_backward(benchmark::State& state, DType T, bool deterministic) {
     const Problem p(state, T, deterministic);
     p.forward();
@@ -73,6 +73,6 @@ const Sizes GPU = {{64, 1024, 12, 12, 64}, {16, 1024, 25, 25, 64},  {8, 4096, 16
                    {8, 4096, 16, 16, 128}, {2, 16384, 16, 16, 128}, {4, 2048, 32, 8, 64}};
 BENCH(forward, {"B", "T", "NH", "NKV", "HS"}, CPU, GPU);
 BENCH(backward, {"B", "T", "NH", "NKV", "HS"}, CPU, GPU);
-BENCH(backward_nondeterministic, {"B", "T", "NH", "NKV", "HS"}, {}, GPU);  // on the CPU the same as backward
+BENCH(backward_nondeterministic, {"B", "T", "NH", "NKV", "HS"}, {}, GPU);  // the CPU has no such mode
 
 }  // namespace

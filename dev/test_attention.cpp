@@ -1,6 +1,5 @@
-// Attention against the oracle over packed, grouped, causal, windowed and degenerate shapes, and the mistakes known
-// from others: a row maximum that starts at 0, an epsilon in the sum, a fully masked row, the future leaking into the
-// past.
+// Attention against the oracle over packed, grouped, causal, windowed and degenerate shapes, and common mistakes: a row
+// maximum that starts at 0, an epsilon in the sum, a fully masked row, future tokens that change past results.
 #include "kernels/attention/attention.h"
 
 #include <algorithm>
@@ -26,7 +25,7 @@ std::vector<int32_t> cumulative(const std::vector<int64_t>& lengths) {
     return cum;
 }
 
-// All inputs of one problem. Values may be changed before run().
+// All inputs of one problem. Tests may change values before run().
 struct Problem {
     Shape shape;
     std::vector<int32_t> cum_q, cum_k;
@@ -62,7 +61,7 @@ struct Result {
     }
 };
 
-// The longest sequence may be longer than any: so many keys make the pass that is not deterministic take all heads.
+// max_k may exceed every sequence. With so many keys, the nondeterministic pass takes heads of all sizes.
 constexpr int64_t LONG = 4096;
 
 // extra: tokens after the last sequence.
@@ -91,18 +90,19 @@ Result run(const Problem& p, int64_t extra = 0, bool deterministic = true) {
     return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
 }
 
-// Whether attention_backward does anything else for this problem when it need not be deterministic.
+// Whether attention_backward has a nondeterministic pass for this problem.
 bool has_nondeterministic(const Problem& p) {
     const auto& z = p.shape;
     return p.dtype != DType::F32 &&
            attention_backward_scratch(p.Nq, z.NH, z.HS, false, LONG) > attention_backward_scratch(p.Nq, z.NH, z.HS);
 }
-// Both modes, or the one there is. Of up to 256 keys dq has two terms at most, whose order makes no difference.
+// Both modes, or the deterministic one alone. With up to 256 keys, dq has at most two terms, whose order does not
+// matter.
 std::vector<bool> modes(const Problem& p) {
     return has_nondeterministic(p) ? std::vector<bool>{true, false} : std::vector<bool>{true};
 }
 
-// |got − ref| ≤ 2 roundings of 16-bit numbers on each term; what fp16 loses below its normal range comes on top.
+// |got − ref| ≤ 2 roundings to 16 bits of each term, plus `lost`: what fp16 loses below its normal range.
 void expect_within_magnitude(const char* what, const std::vector<double>& got, const reference::Values& ref,
                              DType dtype, double lost) {
     const double unit = dtype == DType::BF16 ? 0x1p-8 : 0x1p-11;
@@ -112,8 +112,8 @@ void expect_within_magnitude(const char* what, const std::vector<double>& got, c
             << what << "[" << i << "]: got " << got[i] << ", expected " << ref.value[i];
 }
 
-// cancels: problems whose dS sum to nearly nothing over keys that are alike. dq and dk are then small beside their
-// terms, and in 16 bits, where each term is rounded, only the terms' magnitudes bound their errors.
+// cancels: dS sums to nearly 0 over similar keys, so that dq and dk are small compared with their terms. In 16 bits,
+// where each term is rounded, only the terms' magnitudes then bound the errors.
 void check(const Problem& p, bool cancels = false) {
     const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const Result got = run(p);
@@ -122,7 +122,7 @@ void check(const Problem& p, bool cancels = false) {
     const reference::AttentionGradients grad =
         reference::attention_backward(p.dout.data(), p.q.data(), p.k.data(), p.v.data(), got.out.data(), got.lse.data(),
                                       p.cum_q, p.cum_k, NH, NKV, HS, double(p.scale), mask);
-    // A query that sees nothing has lse = −∞ exactly; the others are compared.
+    // A query that sees no key has lse = −∞ exactly; the others are compared.
     std::vector<double> lse = got.lse;
     for (size_t i = 0; i < lse.size(); i++) {
         if (ref.lse.value[i] == -INF) {
@@ -132,8 +132,9 @@ void check(const Problem& p, bool cancels = false) {
     }
     const int64_t K = std::max(HS, p.longest(klens));
     expect_close("lse", lse, ref.lse.value, ref.lse.mag, K, 1);
-    // In 16 bits P (or dS) is rounded before its product and the result after it. What P's rounding adds is random over
-    // the columns and not in proportion to each: rows of fewer than 16 columns say nothing, so the whole is one row.
+    // In 16 bits P (or dS) is rounded before its matmul and the result after it. The error of rounding P is random over
+    // the columns and not proportional to each of them: rows of fewer than 16 columns are too small a sample, so the
+    // whole tensor counts as one row.
     const int64_t row = p.dtype != DType::F32 && HS < 16 ? 0 : HS;
     auto compare = [&](const char* what, const std::vector<double>& x, const reference::Values& y, int64_t terms) {
         expect_close(what, x, y.value, y.mag, terms, row ? row : int64_t(x.size()), p.dtype, 2);
@@ -180,7 +181,7 @@ TEST_P(Attention, Lengths) {
 // Sampled rows of 16k tokens: the first, the last, those at tile edges and some between.
 TEST_P(Attention, LongSequence) {
 #ifdef USE_CUDA
-    constexpr int64_t T = 16384, HS = 64;  // on tensor cores
+    constexpr int64_t T = 16384, HS = 64;  // a size that tensor cores take
 #else
     constexpr int64_t T = 16384, HS = 16;
 #endif
@@ -240,7 +241,7 @@ TEST_P(Attention, HeadSizes) {
         if (HS <= attention_max_head_size()) check(activation(), {{37}, {37}, 1, 1, HS});
 }
 
-TEST_P(Attention, KVHeadsOneSomeAll) {
+TEST_P(Attention, GroupedKVHeads) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {{33, 20}, {33, 20}, 6, NKV, 24});
 }
 
@@ -251,13 +252,13 @@ TEST_P(Attention, PackedSequences) {
     check(activation(), {{0}, {0}, 2, 2, 8});
 }
 
-TEST_P(Attention, PastLongerThanTheQueries) {
-    check(activation(), {{1}, {1000}, 2, 1, 64});  // the first token after a long past
+TEST_P(Attention, MoreKeysThanQueries) {
+    check(activation(), {{1}, {1000}, 2, 1, 64});  // one query, many keys
     for (const int64_t past : {1, 15, 16, 17, 48, 63, 64, 65, 100}) check(activation(), {{40}, {40 + past}, 2, 1, 32});
     check(activation(), {{70, 1, 5}, {75, 130, 5}, 4, 2, 20});
 }
 
-TEST_P(Attention, QueriesThatSeeNothing) {
+TEST_P(Attention, QueriesWithoutKeys) {
     for (const int64_t unseeing : {1, 4, 15, 16, 17, 63, 64, 65, 90})
         check(activation(), {{100}, {100 - unseeing}, 2, 1, 16});
     check(activation(), {{5, 4}, {0, 4}, 2, 2, 16});
@@ -267,21 +268,21 @@ TEST_P(Attention, QueriesThatSeeNothing) {
     for (size_t i = 0; i < 7; i++) EXPECT_EQ(std::isinf(r.lse[i]), i < 4) << i;
 }
 
-// Windows below, at and above the steps and tiles of the kernels, beside sequences without a key or a query.
+// Windows below, at and above the steps and tiles of the kernels; some sequences have no keys or queries.
 TEST_P(Attention, Masks) {
     for (const bool causal : {true, false})
         for (const int64_t window : {0, 1, 2, 15, 64, 65, 1000}) {
-            if (causal && window == 0) continue;  // all the other tests
+            if (causal && window == 0) continue;  // covered by the other tests
             const reference::AttentionMask mask{causal, window};
             check(activation(), {{150, 0, 1, 33}, {150, 0, 1, 33}, 2, 1, 16, mask});
-            check(activation(), {{40, 3, 0, 1}, {190, 0, 5, 66}, 4, 2, 20, mask});  // a past
-            check(activation(), {{120, 80}, {90, 3}, 2, 2, 8, mask});               // queries before all keys
+            check(activation(), {{40, 3, 0, 1}, {190, 0, 5, 66}, 4, 2, 20, mask});  // more keys than queries
+            check(activation(), {{120, 80}, {90, 3}, 2, 2, 8, mask});               // queries before the first key
         }
     for (const int64_t HS : {64, 128})
         for (const int64_t window : {0, 100}) check(activation(), {{191}, {193}, 2, 1, HS, {window == 0, window}});
 }
 
-// A running maximum that starts at 0, or an epsilon in the sum, would show in rows whose logits are all −20 or −80.
+// Rows whose logits are all −20 or −80 reveal a running maximum that starts at 0 and an epsilon in the sum.
 TEST_P(Attention, EqualNegativeLogits) {
     for (const double logit : {-20.0, -80.0}) {
         for (const int64_t T : {5, 70}) {
@@ -298,7 +299,7 @@ TEST_P(Attention, EqualNegativeLogits) {
 TEST_P(Attention, LargeLogits) {
     for (const auto& [T, HS, key] : {std::tuple(90, 64, 10.0), std::tuple(200, 128, 7.0625)}) {
         Problem p(activation(), {{T}, {T}, 2, 1, HS}, 5);
-        for (int64_t j = 0; j < T; j++)  // logits of ±80 beside those of ordinary size
+        for (int64_t j = 0; j < T; j++)  // some logits of ±80, the others of ordinary size
             if (j % 3 > 0) std::fill_n(p.k.begin() + j * HS, HS, j % 3 == 1 ? key : -key);
         for (int64_t i = 0; i < T; i++) std::fill_n(p.q.begin() + i * 2 * HS, HS, 1.0);
         check(p, true);
@@ -306,7 +307,7 @@ TEST_P(Attention, LargeLogits) {
     check(activation(), {{65}, {65}, 1, 1, 32}, 30, true);  // softmax close to a maximum
 }
 
-// What a query must not see cannot change its results by a bit, on the CPU not even NaN
+// Values that a query does not see must not change any bit of its results; on the CPU not even NaN
 // (kernels/attention/attention.h).
 std::vector<double> poisons(DType dtype) {
 #ifdef USE_CUDA
@@ -316,8 +317,8 @@ std::vector<double> poisons(DType dtype) {
 #endif
 }
 
-TEST_P(Attention, FutureNeverLeaksIntoThePast) {
-    for (const int64_t HS : {20, 24}) {  // of 16-bit numbers those of a multiple of 8 have kernels of their own
+TEST_P(Attention, FutureDoesNotChangeThePast) {
+    for (const int64_t HS : {20, 24}) {  // 16-bit heads of a multiple of 8 have kernels of their own
         const Problem clean(activation(), {{130}, {130}, 2, 1, HS});
         for (const bool deterministic : modes(clean)) {
             const Result expected = run(clean, 0, deterministic);
@@ -341,8 +342,8 @@ TEST_P(Attention, FutureNeverLeaksIntoThePast) {
     }
 }
 
-// Nor what the window has left behind.
-TEST_P(Attention, WindowForgetsThePast) {
+// Tokens before the window must not change any bit either.
+TEST_P(Attention, TokensBeforeTheWindowHaveNoEffect) {
     constexpr int64_t T = 200;
     for (const int64_t HS : {20, 24}) {
         for (const int64_t window : {1, 20, 64, 77}) {
@@ -370,7 +371,7 @@ TEST_P(Attention, WindowForgetsThePast) {
     }
 }
 
-// A sequence of NaN changes no bit of its neighbours', gradients included; nor do tokens after the last sequence.
+// A sequence of NaN changes no bit of its neighbours' results and gradients, nor do tokens after the last sequence.
 void expect_isolated(DType dtype, int64_t HS, bool deterministic) {
     SCOPED_TRACE(str("HS ", HS, ", deterministic ", deterministic));
     const Shape shape{{20, 9, 70}, {31, 9, 70}, 2, 1, HS};
@@ -414,11 +415,11 @@ TEST_P(Attention, SequencesAreIsolated) {
             expect_isolated(activation(), HS, deterministic);
 }
 
-// q, k, v as views into packed rows and gradients written into packed rows: the same bits as with separate arrays, and
-// the gap between rows stays as it was.
+// q, k, v and their gradients as views into packed rows: the same bits as with separate arrays, and the gaps between
+// rows are not written.
 TEST_P(Attention, PackedQKV) {
     constexpr int64_t N = 83, NH = 4, NKV = 2, HS = 24, width = (NH + 2 * NKV) * HS,
-                      gap = 8;  // aligned like p's: the same kernels take it
+                      gap = 8;  // keeps the alignment, so that the same kernels run
     const Problem p(activation(), {{50, 33}, {50, 33}, NH, NKV, HS});
     std::vector<double> rows(size_t(N * (width + gap)), NOT_A_NUMBER);
     for (int64_t n = 0; n < N; n++) {
@@ -464,7 +465,7 @@ TEST_P(Attention, PackedQKV) {
     expect_same_bits("out without lse", out.fetch(), again.fetch());
 }
 
-// One KV head is one task for one thread, and tiles are shared out where there are more: the bits are the same.
+// With enough KV heads each is one task, else their tiles are split over threads: the bits are the same.
 TEST_P(Attention, Deterministic) {
     for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},
                                Shape{{150}, {119}, 2, 1, 33}, Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64},
@@ -475,8 +476,8 @@ TEST_P(Attention, Deterministic) {
     }
 }
 
-// When it need not be, only dq may differ.
-TEST_P(Attention, OnlyDqMayBeNondeterministic) {
+// In the nondeterministic mode, only dq may differ between runs.
+TEST_P(Attention, OnlyDqIsNondeterministic) {
     for (const Shape& shape : {Shape{{700}, {700}, 2, 1, 64}, Shape{{30, 400, 7}, {30, 400, 7}, 4, 2, 128}}) {
         const Problem p(activation(), shape);
         expect_deterministic("out, dk and dv", [&] {
@@ -488,8 +489,8 @@ TEST_P(Attention, OnlyDqMayBeNondeterministic) {
 }
 
 #ifdef USE_CUDA
-// Whatever cum_q and cum_k hold, nothing outside the tensors is touched: compute-sanitizer looks on, and the run ends.
-TEST_P(Attention, BadSequencesStayInside) {
+// Whatever cum_q and cum_k hold, kernels end and access nothing outside the tensors (run under compute-sanitizer).
+TEST_P(Attention, InvalidSequencesStayInBounds) {
     for (const std::vector<int32_t>& cum :
          {std::vector<int32_t>{-5, 20, 10}, {0, 1000000, 2000000}, {30, 10, 40}, {0, 40, 2147483647}}) {
         Problem p(activation(), {{20, 20}, {20, 20}, 2, 1, 32});
@@ -499,7 +500,7 @@ TEST_P(Attention, BadSequencesStayInside) {
 }
 #endif
 
-// The oracle's gradients are those of its own forward pass.
+// The oracle's gradients match central differences of its own forward pass.
 TEST(AttentionOracle, AgreesWithCentralDifferences) {
     const Problem p(DType::F32, {{4, 3}, {6, 2}, 2, 1, 3});
     const double scale = p.scale;
@@ -593,7 +594,7 @@ TEST(AttentionErrors, NameWhatIsWrong) {
         },
         "attention_forward: v is bf16 [10, 2, 8], expected fp32 [10, 2, 8]");
 #else
-    // What cum_q and cum_k hold is looked at on the CPU only.
+    // Only the CPU checks the contents of cum_q and cum_k.
     expect_error([&] { forward(q, k, k, {1, 10}, 10); }, "attention_forward: cum_q[0] is 1, expected 0");
     expect_error(
         [&] {

@@ -1,15 +1,15 @@
-// FlashAttention on a CPU. All products are outer-product GEMMs over small tiles: scalars of A are broadcast against
-// vectors of a row of B, sums stay in registers. The layouts are chosen so that nothing but the tile of the outer loop
-// is ever packed or transposed:
+// FlashAttention on a CPU. All matmuls are outer-product GEMMs over small tiles: scalars of A are broadcast against
+// vectors of a row of B, and accumulators stay in registers. The layouts are chosen so that only the tile of the outer
+// loop is packed or transposed:
 //
-//   forward    outer loop: 64 queries, one in each vector lane. Sᵀ = K·Qᵀ and Oᵀ += Vᵀ·Pᵀ broadcast K and V from
-//              where they lie; the softmax runs over rows, so that it needs no horizontal maximum or sum.
+//   forward    outer loop: 64 queries, one in each vector lane. Sᵀ = K·Qᵀ and Oᵀ += Vᵀ·Pᵀ broadcast K and V
+//              in place; the softmax runs over rows, so that it needs no horizontal maximum or sum.
 //   backward   outer loop: 64 keys, one in each vector lane. S = Q·Kᵀ, dP = dO·Vᵀ; dV += Pᵀ·dO, dK += dSᵀ·Q stay with
-//              the keys; dQ rows are added to in memory, key tiles ascending.
+//              the keys; rows of dQ are accumulated in memory, in the order of the key tiles.
 //
-// Each query sees one run of keys, which moves on by one from query to query. Tiles on an edge of this band are cut
-// into steps of 16 along the later edge, the diagonal of causal attention, and only the 16×16 blocks that an edge
-// crosses are masked. No product adds a masked element, not even as 0·x: what a query must not see can be NaN.
+// Each query sees one contiguous range of keys, which moves by one from query to query: a band. Tiles on an edge of the
+// band are cut into steps of 16 along its later edge, the diagonal of causal attention, and only the 16×16 blocks that
+// an edge crosses are masked. No matmul adds a masked element, not even as 0·x: it may be NaN.
 #include "kernels/attention/attention.h"
 
 #include <omp.h>
@@ -25,7 +25,7 @@
 namespace {
 
 constexpr int64_t MAX_TILE = 64;           // queries and keys of a tile
-constexpr int64_t TILE_FLOATS = 64 * 256;  // tile · head size: 64 KiB, several of them on the stack
+constexpr int64_t TILE_FLOATS = 64 * 256;  // tile · head size: 64 KiB; several such buffers are on the stack
 constexpr int64_t MAX_HS = 1024;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
@@ -34,8 +34,8 @@ int64_t tile_size(int64_t HS) {
     return HS * MAX_TILE <= TILE_FLOATS ? MAX_TILE : LANES;
 }
 
-// Which keys the queries of a sequence see: query i the keys i + first … i + last, as far as they exist. Without a
-// limit on a side, first or last reaches past all of them.
+// The keys that the queries of a sequence see: query i sees the keys i + first … i + last that exist. On a side without
+// a limit, first or last lies beyond all keys.
 struct Band {
     int64_t first, last;
 
@@ -45,18 +45,18 @@ struct Band {
 
 Band band_of(const AttentionSequences& sequences, int64_t qlen, int64_t klen) {
     const int64_t offset = klen - qlen, w = sequences.window;
-    const int64_t beyond = qlen + klen + MAX_TILE;  // lanes without a query see as much as the others
+    const int64_t beyond = qlen + klen + MAX_TILE;  // beyond all keys for lanes without a query too
     return {w ? offset - w + 1 : -beyond, sequences.causal ? offset : w ? offset + w - 1 : beyond};
 }
 
-// The next after x of the numbers origin, origin ± 16, origin ± 32 …
+// The next number after x of origin, origin ± 16, origin ± 32 …
 int64_t step_end(int64_t x, int64_t origin) {
     const int64_t past = (x - origin) % LANES;
     return x + LANES - (past < 0 ? past + LANES : past);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products on the edges of the band
+// Matmuls on the edges of the band
 
 // All bits set in the lanes from `first` on; 0 ≤ first ≤ 16. Masks come from a table and are applied with & and |:
 // vector comparisons would not survive in the AVX2 version (see vec_max).
@@ -68,7 +68,7 @@ ALWAYS_INLINE ivec16 lanes_from(int64_t first) {
     return mask;
 }
 
-// In the lanes begin … end − 1; either may lie outside the vector.
+// All bits set in the lanes begin … end − 1; either bound may lie outside the vector.
 ALWAYS_INLINE ivec16 lanes_between(int64_t begin, int64_t end) {
     return lanes_from(std::clamp<int64_t>(begin, 0, LANES)) & ~lanes_from(std::clamp<int64_t>(end, 0, LANES));
 }
@@ -77,13 +77,13 @@ ALWAYS_INLINE vec16 blend(ivec16 mask, vec16 a, vec16 b) {
     return reinterpret_cast<vec16>((reinterpret_cast<ivec16>(a) & mask) | (reinterpret_cast<ivec16>(b) & ~mask));
 }
 
-// In the lanes that see key j: those with l + first ≤ j ≤ l + last.
+// All bits set in the lanes l that see key j: l + first ≤ j ≤ l + last.
 ALWAYS_INLINE ivec16 lanes_seeing(int64_t j, const Band& band) {
     return lanes_between(j - band.last, j - band.first + 1);
 }
 
-// Oᵀ [HS, 16] += Vᵀ·Pᵀ for a block that an edge of the band crosses: a lane takes those of the keys 0 … keys − 1 for
-// which seen [keys, 16] holds all bits.
+// Oᵀ [HS, 16] += Vᵀ·Pᵀ for a block that an edge of the band crosses: a lane takes those of the keys 0 … keys − 1 whose
+// bits in seen [keys, 16] are set.
 template <typename V, int R>
 ALWAYS_INLINE void edge_block(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
                               int64_t keys, const int32_t* seen) {
@@ -136,8 +136,8 @@ void product_edge(float* ot, int64_t ldo, const float* v, int64_t ldv, const flo
 // ---------------------------------------------------------------------------------------------------------------------
 // Forward
 
-// Online softmax of 16 queries over n more keys: s [n, 16] becomes exp(s − max), and what was summed under the previous
-// maximum is rescaled. Lane l sees row r if l + band.first ≤ r ≤ l + band.last.
+// Online softmax of 16 queries over n more keys: s [n, 16] becomes exp(s − max), and the sums of the previous maximum
+// are rescaled. Lane l sees row r if l + band.first ≤ r ≤ l + band.last.
 MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, float* sum, float* ot, int64_t ldo,
                              int64_t HS) {
     const int64_t whole_begin = LANES - 1 + band.first, whole_end = band.last + 1;  // the rows that all lanes see
@@ -148,7 +148,7 @@ MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, 
     const vec16 old = vec_load(max);
     vec16 m = old;
     for (int64_t r = 0; r < n; r++) m = vec_max(m, vec_load(s + r * MAX_TILE));
-    const vec16 base = vec_max(vec_set(-FLT_MAX), m);  // −∞ − −∞ would be NaN in a lane that has seen nothing yet
+    const vec16 base = vec_max(vec_set(-FLT_MAX), m);  // −∞ − −∞ would be NaN in a lane that has seen no key yet
     vec16 total = {};
     for (int64_t r = 0; r < n; r++) {
         const vec16 p = vec_exp(vec_load(s + r * MAX_TILE) - base);
@@ -161,14 +161,14 @@ MULTIARCH void softmax_lanes(float* s, int64_t n, const Band& band, float* max, 
     for (int64_t c = 0; c < HS; c++) vec_store(ot + c * ldo, vec_load(ot + c * ldo) * rescale);
 }
 
-// Queries of one tile, one in each lane, and what is summed for them.
+// Queries of one tile, one in each lane, and their accumulators.
 struct ForwardTile {
     alignas(64) float qt[TILE_FLOATS], ot[TILE_FLOATS];  // [HS, queries]: scale·Qᵀ, Oᵀ
     alignas(64) float s[MAX_TILE * MAX_TILE];            // [keys, queries]
     alignas(64) float max[MAX_TILE], sum[MAX_TILE];
 };
 
-// Keys j … j + n − 1, all of which are seen by all queries of the tile.
+// Keys j … j + n − 1: all queries of the tile see all of them.
 void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, int64_t vecs, int64_t HS) {
     const int64_t ld = tile_size(HS);
     const Band all{-MAX_TILE, MAX_TILE};
@@ -182,7 +182,7 @@ void forward_full(ForwardTile& t, HeadRows k, HeadRows v, int64_t j, int64_t n, 
 void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t end, const Band& band, int64_t vecs,
                   int64_t HS) {
     const int64_t ld = tile_size(HS);
-    // f(j, n, first, last) for the steps of keys: j … j + n − 1 are seen by vectors first … last − 1, at least in part.
+    // f(j, n, first, last) for the steps of keys: vectors first … last − 1 see at least some of j … j + n − 1.
     auto for_each_step = [&](auto f) {
         for (int64_t j = begin, next; j < end; j = next) {
             next = std::min(step_end(j, band.last), end);
@@ -195,10 +195,10 @@ void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t
             tile_AB(t.s + (j - begin) * MAX_TILE + first * LANES, MAX_TILE, k[j], k.stride, t.qt + first * LANES, ld, n,
                     last - first, HS, Into::Overwritten);
     });
-    auto of_vector = [&](int64_t u, int64_t j) {  // the band as vector u sees it, with key j as key 0
+    auto of_vector = [&](int64_t u, int64_t j) {  // the band relative to vector u and key j
         return Band{u * LANES + band.first - j, u * LANES + band.last - j};
     };
-    // Of the keys from … to − 1 those that some lane of vector u sees: the others have no P.
+    // Limits from … to − 1 to the keys that some lane of vector u sees: the others have no P.
     auto clamp_to_seen = [&](int64_t u, int64_t& from, int64_t& to) {
         from = std::clamp(u * LANES + band.first, from, to);
         to = std::clamp(u * LANES + LANES + band.last, from, to);
@@ -243,7 +243,7 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, 
     std::fill(max, max + MAX_TILE, -INF);
     std::fill(sum, sum + MAX_TILE, 0.0f);
 
-    // All queries see the keys from `full` on to those of the last step before the band's end, which `edge` begins.
+    // All queries see the keys full … edge − 1; the last step before the band's end begins at `edge`.
     const int64_t end = band.end(i0 + nq - 1, klen), full = band.begin(i0 + nq - 1);
     const int64_t edge = std::clamp<int64_t>(i0 + band.last, 0, klen);
     for (int64_t j = band.begin(i0), next; j < end; j = next) {
@@ -270,10 +270,10 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Backward
 
-// Keys of one tile, what is summed for them, and the queries being worked on. p, ds: [queries, keys].
+// Keys of one tile, their accumulators, and the current queries. p, ds: [queries, keys].
 struct BackwardTile {
     alignas(64) float kt[TILE_FLOATS], vt[TILE_FLOATS];                    // [HS, keys]: scale·Kᵀ, Vᵀ
-    alignas(64) float k[TILE_FLOATS], dk[TILE_FLOATS], dv[TILE_FLOATS];    // [keys, round16(HS)]; k times scale
+    alignas(64) float k[TILE_FLOATS], dk[TILE_FLOATS], dv[TILE_FLOATS];    // [keys, round16(HS)]; k is scaled
     alignas(64) float q[TILE_FLOATS], dout[TILE_FLOATS], dq[TILE_FLOATS];  // [queries, round16(HS)]
     alignas(64) float p[MAX_TILE * MAX_TILE], ds[MAX_TILE * MAX_TILE];
 };
@@ -298,8 +298,8 @@ void load_keys(BackwardTile& t, HeadRows k, HeadRows v, int64_t j0, int64_t nk, 
     if (shape.want_dq) pack_rows(t.k, k[j0], k.stride, nk, shape.HS, shape.scale);
 }
 
-// p holds S and becomes P = exp(S − lse), ds holds dP and becomes P·(dP − delta): one query, vecs·16 keys, of which it
-// sees `begin` … end − 1.
+// S in p becomes P = exp(S − lse), dP in ds becomes dS = P·(dP − delta): one query and vecs·16 keys, of which it sees
+// begin … end − 1.
 MULTIARCH void softmax_gradient(float* p, float* ds, int64_t vecs, float lse, float delta, int64_t begin, int64_t end) {
     for (int64_t v = 0; v < vecs; v++) {
         vec16 x = vec_exp(vec_load(p + v * LANES) - lse);
@@ -322,7 +322,7 @@ void add_query_gradient(HeadRows dq, int64_t i0, const float* tile, int64_t n, i
     }
 }
 
-// Queries i0 … i0 + n − 1, all of which see all nk keys of the tile.
+// Queries i0 … i0 + n − 1: all of them see all nk keys of the tile.
 void backward_full(BackwardTile& t, const BackwardHead& head, int64_t i0, int64_t n, int64_t nk,
                    const BackwardShape& shape) {
     const int64_t HS = shape.HS, ld = tile_size(HS), columns = ceil_div(HS, LANES), width = columns * LANES;
@@ -355,7 +355,7 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
     pack_rows(t.dout, head.dout[begin], head.dout.stride, n, HS, 1);
     auto first_key = [&](int64_t r) { return band.begin(begin + r); };
     auto key_end = [&](int64_t r) { return band.end(begin + r, nk); };
-    // f(row, rows) for the steps of queries, counted from `begin`: as far as one vector of keys is partly seen.
+    // f(row, rows) for the steps of queries, counted from `begin`.
     auto for_each_step = [&](auto f) {
         for (int64_t r = 0, next; r < n; r = next) {
             next = std::min(step_end(begin + r, -band.last) - begin, n);
@@ -373,7 +373,7 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
                              first_key(row + r) - key, key_end(row + r) - key);
         }
     });
-    // The keys from `key` on get the products of the queries [from, to).
+    // Adds the terms of queries [from, to) to dk and dv of the keys from `key` on.
     auto add_to_keys = [&](int64_t key, int64_t keys, int64_t from, int64_t to) {
         if (from >= to) return;
         tile_AtB(t.dv + key * width, width, t.p + from * MAX_TILE + key, MAX_TILE, t.dout + from * width, width, keys,
@@ -382,8 +382,8 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
                  columns, to - from, Into::Continued);
     };
     for (int64_t key = 0; key < nk && shape.want_dkv; key += LANES) {
-        // Each key takes the queries before those that see all keys of the vector, then all keys together take these,
-        // then each those after them.
+        // Queries from … to − 1 see all keys of the vector: one matmul. Those before and after them are added key by
+        // key.
         const int64_t keys = std::min(LANES, nk - key);
         auto first_query = [&](int64_t j) { return std::clamp<int64_t>(j - band.last - begin, 0, n); };
         auto query_end = [&](int64_t j) { return std::clamp<int64_t>(j - band.first - begin + 1, 0, n); };
@@ -408,12 +408,12 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
     add_query_gradient(head.dq, begin, t.dq, n, HS);
 }
 
-// The key tile's part of queries begin … end − 1 of one head. Every element of dq gets one sum per key tile, in the
-// order of the keys, however the queries are cut: the two schedules of attention_backward give the same bits.
+// Queries begin … end − 1 of one head with one key tile. Every element of dq gets one sum per key tile, in the order of
+// the keys, however the queries are split: both schedules of attention_backward give the same bits.
 void backward_queries(BackwardTile& t, const BackwardHead& head, int64_t begin, int64_t end, int64_t j0, int64_t nk,
                       const BackwardShape& shape) {
     const Band band{shape.band.first - j0, shape.band.last - j0};  // with key j0 as key 0
-    // All keys are seen by the queries from `full` on to those that the window keeps from key 0, from `edge` on.
+    // Queries full … edge − 1 see all keys; from `edge` on, the window hides key 0.
     const int64_t full = std::clamp(ceil_div(nk, LANES) * LANES - band.last, begin, end);
     const int64_t edge = std::clamp(1 - band.first, begin, end);
     const int64_t last = std::clamp(nk - band.first, begin, end), tile = tile_size(shape.HS);
@@ -477,7 +477,7 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 #pragma omp parallel for schedule(dynamic)
     for (int64_t task = 0; task < z.S * z.NH * tiles; task++) {
         const int64_t s = task / tiles / z.NH, h = task / tiles % z.NH;
-        const int64_t i0 = (tiles - 1 - task % tiles) * tile;  // the late queries see most keys: first
+        const int64_t i0 = (tiles - 1 - task % tiles) * tile;  // the last queries see the most keys, so they come first
         const int64_t q0 = z.cum_q[s], k0 = z.cum_k[s], qlen = z.cum_q[s + 1] - q0, klen = z.cum_k[s + 1] - k0;
         if (i0 >= qlen) continue;
         forward_tile(head_rows(out, q0, h), lse ? lse_row(h) + q0 + i0 : nullptr, head_rows(q, q0, h),
@@ -522,7 +522,7 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         return BackwardHead{head_rows(q, q0, h), head_rows(dout, q0, h), head_rows(dq, q0, h),
                             lse.as<float>() + h * lse.stride[0] + q0, delta + h * z.Nq + q0};
     };
-    // dk and dv of one tile of keys from all query heads that share them; dq too, if asked, of all queries.
+    // dk and dv of one tile of keys, from all query heads that share them, and with want_dq its terms of dq.
     auto key_tile = [&](BackwardTile& t, int64_t s, int64_t kv, int64_t j0, bool want_dq) {
         const int64_t nk = std::min(tile, klen(s) - j0), width = ceil_div(z.HS, LANES) * LANES;
         const BackwardShape shape{z.HS, band_of(sequences, qlen(s), klen(s)), scale, want_dq, true};
@@ -541,8 +541,8 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
         }
     };
 
-    // One task for each sequence and KV head does five products per tile. Where these tasks don't fill the threads, dq
-    // gets a pass of its own over tiles of queries: seven products, but as many tasks as tiles.
+    // One task for each sequence and KV head takes five matmuls per tile. If these tasks do not fill the threads, dq is
+    // computed in a pass of its own over tiles of queries: seven matmuls, but as many tasks as tiles.
     const int64_t tasks = z.S * z.NKV, threads = omp_get_max_threads();
     if (5 * ceil_div(tasks, threads) * threads <= 7 * tasks) {
 #pragma omp parallel for schedule(dynamic)

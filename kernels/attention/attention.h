@@ -3,10 +3,9 @@
 //
 //   Sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them). Let
 //   o = klen − qlen, so that the last query is aligned with the last key. Query i of a sequence (from 0) sees the keys
-//   j ≤ i + o, or all keys if not causal. A window w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h reads
-//   KV head h / (NH/NKV):
-//   S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
-//   For a query that sees no key, out = 0 and lse = −∞.
+//   j ≤ i + o, or all keys if not causal. A window w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h
+//   reads KV head h / (NH/NKV): S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j
+//   exp(S_ij) For a query that sees no key, out = 0 and lse = −∞.
 //
 //   backward, with D_i = Σ_c dout_ic·out_ic:
 //   dV_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − D_i),   dq_i = scale·Σ_j dS_ij k_j,
@@ -47,8 +46,8 @@ int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8). If not deterministic, dq may be summed in any order, so that two runs
-// differ in its last bits. That happens only where it is faster: 16-bit types on an H100 or H200 with heads of 65 to 128
-// columns or more than 2048 keys.
+// differ in its last bits. That happens only where it is faster: 16-bit types on an H100 or H200 with heads of 65 to
+// 128 columns or more than 2048 keys.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
                         bool deterministic = true);

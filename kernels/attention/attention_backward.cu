@@ -4,7 +4,17 @@
 // from sm_80 on. For bf16 (sm_90a, CUDA 13.0; shared memory in bytes, registers of a thread, blocks on an H100):
 //
 //   pass     D    own rows  inner rows  shared memory  warps  registers  stack     blocks per SM
-// BWTABLE
+//   queries  32   128       32          30,720         4      168        0         3
+//   queries  64   128       32          55,296         4      168        56 bytes  3
+//   queries  96   64        32          53,248         4      180        0         2
+//   queries  128  64        32          69,632         4      204        0         2
+//   queries  256  64        16          101,376        4      240        0         2
+//   keys     32   64        64          31,744         4      164        0         3
+//   keys     64   64        64          56,320         4      168        8 bytes   3
+//   keys     96   64        64          80,896         4      248        0         2
+//   keys     128  64        32          70,144         4      246        0         2
+//   keys     256  32        16          67,840         2      242        0         3
+//
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64): (64 + 1)·12 = 780 pairs of a sequence and a head (the last 12 for the tokens
 // after the last sequence). The query pass has 1024 / 128 = 8 tiles for each, 6,240 blocks of 128 threads; the key pass
 // has 1024 / 64 = 16, 12,480 blocks of 128 threads.
@@ -38,8 +48,8 @@ struct KeyPassSizes {
     static constexpr int BYTES = (2 * BN + 4 * BQ) * PITCH<T, D> * int(sizeof(T)) + STATS;
 };
 
-// Σ_c dout·out of one row by the four lanes that share it; dout from shared memory. In the same order, whether or not
-// rows are aligned.
+// Σ_c dout·out of one row by the four lanes that share it; dout lies in shared memory. The order of additions does not
+// depend on the alignment of rows.
 template <typename T>
 __device__ __forceinline__ float row_delta(const T* dout, const T* out, int HS, bool aligned) {
     constexpr int W = FULL_WIDTH<T>;

@@ -4,7 +4,12 @@
 // from sm_80 on. For bf16 (sm_90a, CUDA 13.0; shared memory in bytes, registers of a thread, blocks on an H100):
 //
 //   D    queries  keys  stages  shared memory  warps  registers  stack     blocks per SM
-// FWTABLE
+//   32   128      64    2       30,720         4      192        0         2
+//   64   128      64    2       55,296         4      252        0         2
+//   96   128      64    2       79,872         4      255        40 bytes  2
+//   128  128      64    1       69,632         4      255        72 bytes  2
+//   256  64       64    1       101,376        4      255        48 bytes  2
+//
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64): 1024 / 128 = 8 tiles of queries for each of (64 + 1)·12 pairs of a sequence
 // and a head (the last 12 for the tokens after the last sequence): 6,240 blocks of 128 threads.
 #include "kernels/attention/tiled_attention.cuh"
