@@ -1,15 +1,15 @@
 // Causal softmax attention's forward pass on a GPU, rung by rung: out_i = Σ_j P_ij v_j over the keys j ≤ i with
-// P = softmax(q·kᵀ/√64), from three kernels with a T x T matrix between them to the kernels used.
+// P = softmax(q·kᵀ/√64), from three kernels with a T x T matrix between them to the kernel used.
 //
 //     make ladder OP=attention BACKEND=cuda
 //     build/cuda/dev/ladder/attention --csv attention.csv && scripts/plot_ladder.py attention.csv
 //
-// bf16, sums and softmax in fp32, 4 sequences of T tokens with 16 heads of 64 channels. TFLOP/s count the two products
-// over the pairs that the mask leaves, as dev/bench_attention.cpp does, and stand beside a large bf16 product of
-// cuBLASLt in the same run. Every rung takes any T and any number of heads and sequences, and is checked against the
-// float64 oracle. The method is the online softmax (Milakov, Gimelshein 2018) in tiles (FlashAttention-2, Dao 2023).
+// bf16, accumulation and softmax in fp32, 4 sequences of T tokens with 16 heads of 64 channels. TFLOP/s count the two
+// matmuls over the unmasked pairs, as dev/bench_attention.cpp does, and are compared with a large bf16 GEMM of cuBLASLt
+// in the same run. Every rung takes any T and any number of heads and sequences, and is checked against the float64
+// oracle. The method is the online softmax (Milakov, Gimelshein 2018) in tiles (FlashAttention-2, Dao 2023).
 //
-// Read the rungs from top to bottom: each keeps what the one before it won.
+// Read the rungs from top to bottom: each keeps the improvements of the previous one.
 #include "kernels/attention/attention.h"
 
 #include "dev/ladder/device_run.cuh"
@@ -28,14 +28,14 @@ constexpr float TO_LOG2 = SCALE * LOG2E;  // q·k as an exponent of 2
 struct Forward {
     bf16* out;
     const bf16 *q, *k, *v;
-    float* scores;        // [B·NH, T, T], of the first rung alone
-    Tensor cum, scratch;  // of the last
+    float* scores;        // [B·NH, T, T], for the first rung
+    Tensor cum, scratch;  // for the last rung
     int64_t B, NH;
     int T;
 
     __host__ __device__ int64_t heads() const { return B * NH; }
     __host__ __device__ int64_t stride() const { return NH * HS; }  // from a token to the next
-    // Where row i of a head lies.
+    // The offset of row i of a head.
     __device__ __forceinline__ int64_t row(int64_t head, int i) const {
         return ((head / NH * T + i) * NH + head % NH) * HS;
     }
@@ -145,10 +145,10 @@ void online(const Forward& a, Stream stream) {
     online_kernel<<<grid<ROWS, 1>(a, 1), ROWS, 0, cuda_stream(stream)>>>(a);
 }
 
-// --- tiles: in fp32, in bf16 on tensor cores, and with the next tiles' copies in flight
+// --- tiles: in fp32, in bf16 on tensor cores, and with copies of the next tiles in flight
 
-// 4 warps with 32 queries each walk over 64 keys at a time; T is what the tiles in shared memory hold, and so what
-// multiplies them (mma_ABt and mma_AB in kernels/cuda/warp_tile.cuh).
+// 4 warps with 32 queries each walk over 64 keys at a time. T is the type of the tiles in shared memory and selects the
+// instructions that multiply them (mma_ABt and mma_AB in kernels/cuda/warp_tile.cuh).
 constexpr int MT = 2, WARPS = 4, BM = WARPS * MT * 16, BN = 64, THREADS = WARPS * WARP;
 
 // Rows of a head into a tile; zeros from row `count` on.
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiled_kernel(Forward a) {
     const int tiles = int(ceil_div(a.T, BM));
     const int64_t head = blockIdx.x / tiles, first = a.row(head, 0);
     const int i0 =
-        (tiles - 1 - int(blockIdx.x % tiles)) * BM;  // the longest first: short ones fill the gaps at the end
+        (tiles - 1 - int(blockIdx.x % tiles)) * BM;  // the longest first: short blocks fill idle SMs at the end
     const int keys = min(i0 + BM, a.T), warp_row = threadIdx.x / WARP * MT * 16, lane = lane_id();
     const auto copy_keys = [&](int j0) {
         T* stage = stages + j0 / BN % STAGES * 2 * K_TILE;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiled_kernel(Forward a) {
     for (auto& row : largest) row[0] = row[1] = -INF;
     for (int j0 = 0; j0 < keys; j0 += BN) {
         if (STAGES == 1) {
-            __syncthreads();  // nobody reads the tiles any more
+            __syncthreads();  // all warps have read the tiles
             copy_keys(j0);
         }
         cp_async_wait_all();
@@ -253,7 +253,7 @@ void tiled(const Forward& a, Stream stream) {
     tiled_kernel<T, STAGES><<<grid<BM, 1>(a, 1), THREADS, BYTES, cuda_stream(stream)>>>(a);
 }
 
-// --- the one used
+// --- the kernel used
 
 void used(const Forward& a, Stream stream) {
     const auto tensor = [&](const bf16* data) {
@@ -268,39 +268,38 @@ void used(const Forward& a, Stream stream) {
 struct Rung {
     const char* name;
     void (*forward)(const Forward& a, Stream stream);
-    int roundings;  // to bf16 on the way from the inputs to out
+    int roundings;  // to bf16 between the inputs and out
     const char* why;
 };
 
 const std::vector<Rung> RUNGS = {
     {"three kernels", three_kernels, 1,
      "The formula: all scores, the softmax of each row, the weighted sums of v, with one thread for each score and "
-     "each "
-     "output. Each multiply-add loads its two numbers, and the T x T matrix goes to memory and back twice: a gigabyte "
-     "for 2,048 tokens, four times that for twice as many."},
+     "each output. Each multiply-add loads its two operands, and the T x T matrix goes to memory and back twice: a "
+     "gigabyte for 2,048 tokens, four times as much for 4,096."},
     {"online softmax", online, 1,
-     "One thread for each query, with q and the sum of P·v in registers, walks over the keys once. When a larger score "
-     "comes, what has been summed is scaled down, so no score is ever stored and memory grows with T, not with T². "
-     "The threads of a warp read the same key together. But a number loaded still serves one multiply-add of each "
+     "One thread for each query, with q and the sum of P·v in registers, walks over the keys once. After a larger "
+     "score the sum so far is scaled down, so no score is ever stored and memory grows with T, not with T². The "
+     "threads of a warp read the same key together. But each loaded value still serves one multiply-add of each "
      "thread, and the whole sum is scaled for every key."},
     {"tiles in fp32", tiled<float, 1>, 1,
      "A block copies 64 keys and values into shared memory for 128 queries and scales the sums once for all 64. A "
-     "warp's scores and sums are matrices of 32 x 64 in registers, 4 rows and 16 columns to a thread, so that a number "
-     "loaded serves 4 or 16 multiply-adds. Blocks with the most keys start first. What is left: tensor cores do 15 "
-     "times what fp32 multiply-adds can."},
+     "warp's scores and sums are 32 x 64 matrices in registers, 4 rows and 16 columns to a thread, so that each loaded "
+     "value serves 4 or 16 multiply-adds. Blocks with the most keys start first. The remaining limit: tensor cores are "
+     "15 times as fast as fp32 multiply-adds."},
     {"mma.sync", tiled<bf16, 1>, 2,
-     "The same text with bf16 tiles: one instruction of the tensor cores multiplies 16 x 8 x 16 numbers. A warp's "
-     "scores lie as mma.sync wants its left operand, so P, rounded to bf16, goes into the second product straight from "
-     "registers. Copy, barrier, multiply, barrier."},
+     "The same source with bf16 tiles: one tensor core instruction computes a 16 x 8 x 16 matmul. A warp's scores are "
+     "laid out like operand A of mma.sync, so P, rounded to bf16, goes into the second matmul straight from registers. "
+     "Copy, barrier, multiply, barrier."},
     {"mma.sync, pipelined", tiled<bf16, 2>, 2,
-     "Room for two tiles of keys and of values: the next ones are copied (cp.async) while these are multiplied, with "
-     "one barrier a step. What is left: sums, operands and addresses take 240 registers, so only two warps stand at "
-     "each tensor core, and nothing sees to it that one multiplies while the other computes exponentials."},
+     "Two stages of keys and values: the next tiles are copied (cp.async) while the current ones are multiplied, with "
+     "one barrier a step. The remaining limit: accumulators, operands and addresses take 240 registers, so that only "
+     "two warps share a tensor core, and nothing makes one multiply while the other computes exponentials."},
     {"the one used", used, 2,
-     "attention_forward(). On Hopper wgmma multiplies 64 rows at once straight from shared memory, one warp does "
-     "nothing "
-     "but order tiles from the copy engine (TMA), and one warpgroup's softmax runs beside another's products. On other "
-     "GPUs it is the rung before with q kept in registers, masks on the diagonal alone, and whole rows written."},
+     "attention_forward(). On Hopper, wgmma multiplies 64 rows at once straight from shared memory, one warp only "
+     "loads "
+     "tiles by TMA, and one warpgroup's softmax overlaps with another's matmuls. On other GPUs it is the previous rung "
+     "with q in registers, masks only on the diagonal, and stores of whole rows."},
 };
 
 void run(const Rung& rung, const Forward& a, Stream stream) {
@@ -324,7 +323,7 @@ struct Problem {
         : B(B_),
           T(T_),
           NH(NH_),
-          // Scores with a deviation of 3: sums are rescaled now and then, and rows have some large weights.
+          // Scores with a standard deviation of 3: sums are rescaled sometimes, and rows have some large probabilities.
           q(DeviceArray<bf16>::random(B * T * NH * HS, 1, 3, 0, stream)),
           k(DeviceArray<bf16>::random(B * T * NH * HS, 2, 1, 0, stream)),
           v(DeviceArray<bf16>::random(B * T * NH * HS, 3, 1, 0, stream)),
@@ -339,7 +338,7 @@ struct Problem {
         choose_rows();
     }
 
-    // All rows where there are few, else samples: first and last rows, both sides of tile edges, and any.
+    // All rows of a small problem; else samples: first and last rows, both sides of tile edges, and random ones.
     void choose_rows() {
         const int64_t rows = B * T * NH;
         if (rows <= 4096) {
@@ -393,7 +392,7 @@ struct Problem {
 };
 
 LadderTable climb(int64_t T, Stream stream) {
-    // Single queries, lengths that are multiples of nothing, of a tile, and beside it.
+    // Single queries; lengths that are a multiple of a tile, next to one, and neither.
     std::vector<Problem> small;
     const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 2}, {2, 64, 3}, {2, 127, 3}, {1, 129, 5}, {1, 1000, 2}};
     for (const auto& s : sizes) small.emplace_back(s[0], s[1], s[2], stream);

@@ -85,8 +85,8 @@ ALWAYS_INLINE ivec16 lanes_seeing(int64_t j, const Band& band) {
 // Oᵀ [HS, 16] += Vᵀ·Pᵀ for a block that an edge of the band crosses: a lane takes those of the keys 0 … keys − 1 whose
 // bits in seen [keys, 16] are set.
 template <typename V, int R>
-ALWAYS_INLINE void edge_block(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                              int64_t keys, const int32_t* seen) {
+ALWAYS_INLINE void masked_AtB_block(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                    int64_t keys, const int32_t* seen) {
     for (int64_t lane = 0; lane < LANES; lane += WIDTH<V>) {
         V sum[R];
 #pragma GCC unroll 8
@@ -108,29 +108,29 @@ ALWAYS_INLINE void edge_block(float* ot, int64_t ldo, const float* v, int64_t ld
 }
 
 template <typename V>
-ALWAYS_INLINE void edge(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp, int64_t HS,
-                        int64_t keys, const Band& band) {
+ALWAYS_INLINE void masked_AtB(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                              int64_t HS, int64_t keys, const Band& band) {
     alignas(64) int32_t seen[LANES * LANES];
     for (int64_t k = 0; k < keys; k++) {
         const ivec16 mask = lanes_seeing(k, band);
         std::memcpy(seen + k * LANES, &mask, sizeof(mask));
     }
     int64_t c = 0;
-    for (; c + 8 <= HS; c += 8) edge_block<V, 8>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, seen);
-    for (; c < HS; c++) edge_block<V, 1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, seen);
+    for (; c + 8 <= HS; c += 8) masked_AtB_block<V, 8>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, seen);
+    for (; c < HS; c++) masked_AtB_block<V, 1>(ot + c * ldo, ldo, v + c, ldv, p, ldp, keys, seen);
 }
 
-WITH_AVX512 void edge_avx512(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
-                             int64_t HS, int64_t keys, const Band& band) {
-    edge<vec16>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
+WITH_AVX512 void masked_AtB_avx512(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp,
+                                   int64_t HS, int64_t keys, const Band& band) {
+    masked_AtB<vec16>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
 }
 
-void product_edge(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp, int64_t HS,
-                  int64_t keys, const Band& band) {
+void masked_tile_AtB(float* ot, int64_t ldo, const float* v, int64_t ldv, const float* p, int64_t ldp, int64_t HS,
+                     int64_t keys, const Band& band) {
     if (has_avx512())
-        edge_avx512(ot, ldo, v, ldv, p, ldp, HS, keys, band);
+        masked_AtB_avx512(ot, ldo, v, ldv, p, ldp, HS, keys, band);
     else
-        edge<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
+        masked_AtB<vec8>(ot, ldo, v, ldv, p, ldp, HS, keys, band);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ void forward_edge(ForwardTile& t, HeadRows k, HeadRows v, int64_t begin, int64_t
             if (next > u) {
                 tile_AtB(ot, ld, v[from], v.stride, p, MAX_TILE, HS, next - u, to - from, Into::Continued);
             } else {
-                product_edge(ot, ld, v[from], v.stride, p, MAX_TILE, HS, to - from, of_vector(u, from));
+                masked_tile_AtB(ot, ld, v[from], v.stride, p, MAX_TILE, HS, to - from, of_vector(u, from));
                 next = u + 1;
             }
         }
@@ -399,7 +399,7 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
             tile_AB(t.dq + row * width, width, t.ds + row * MAX_TILE + from, MAX_TILE, t.k + from * width, width, rows,
                     columns, to - from, Into::Continued);
     };
-    for_each_step([&](int64_t row, int64_t rows) {  // likewise
+    for_each_step([&](int64_t row, int64_t rows) {  // likewise: keys that all rows see in one matmul
         const int64_t from = first_key(row + rows - 1), to = std::max(from, key_end(row));
         for (int64_t r = row; r < row + rows; r++) add_to_queries(r, 1, first_key(r), std::min(from, key_end(r)));
         add_to_queries(row, rows, from, to);
