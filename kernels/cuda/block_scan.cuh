@@ -28,8 +28,8 @@ struct BlockScan {
     __device__ __forceinline__ Number exclusive(Number x) const { return before_warp + (in_warp - x); }
 };
 
-// Every thread of the block calls it. warp_sums is shared memory; it holds the sum of each warp afterwards and may be
-// written again behind the next __syncthreads().
+// Every thread of the block calls it. warp_sums is shared memory; afterwards it holds the sum of each warp, and it may
+// be written again after the next __syncthreads().
 template <int THREADS, typename Number>
 __device__ __forceinline__ BlockScan<Number> block_scan(Number x, Number (&warp_sums)[THREADS / WARP]) {
     static_assert(THREADS % WARP == 0 && THREADS <= 1024);

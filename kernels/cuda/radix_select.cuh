@@ -20,8 +20,7 @@ struct RadixSelection {
 // reached(sum):      whether the amounts of all keys not below a key reach the goal; true for the sum of all keys.
 // complete(sum):     whether a sum that has reached the goal meets it exactly: then all keys that share the bits known
 //                    so far belong to the selection, and the search may end.
-// Every thread of the block calls it and gets the result. Contains barriers before and behind every access to shared
-// memory.
+// Every thread of the block calls it and gets the result. It contains all barriers that its shared memory needs.
 template <int THREADS, typename Key, typename Amount, typename ForEachKey, typename Reached, typename Complete>
 __device__ RadixSelection<Key, Amount> radix_select(ForEachKey for_each_key, Reached reached, Complete complete) {
     static_assert(THREADS >= RADIX_BINS, "each of the first threads scans one bin");

@@ -125,8 +125,8 @@ struct alignas(16) ChunkSummary {
     double sum;
 };
 
-// Without filters and behind a threshold, a chunk belongs to one warp and each lane has 16 consecutive tokens: enough
-// for the exponentials to hide each other's latency, few enough to spread one sequence over most of the GPU.
+// Without filters and with a threshold, one warp processes a chunk, 16 consecutive tokens a lane: enough for the
+// exponentials to hide each other's latency, few enough to spread one sequence over most of the GPU.
 constexpr int LANE_TOKENS = 16, CHUNK = WARP * LANE_TOKENS;
 constexpr int CHUNK_WARPS = 4, CHUNK_THREADS = CHUNK_WARPS * WARP;
 
