@@ -1,30 +1,11 @@
-// What both backends share: the checks of linear attention's arguments that need no look at what tensors hold, and the
-// six causal products that it is made of.
+// Checks of linear attention's arguments that do not read the contents of tensors. Both backends make them.
 #pragma once
 
 #include "kernels/check.h"
-#include "kernels/linear_attention/linear_attention.h"
-#include "runtime/rng.h"
+#include "kernels/linear_attention/linear_attention_common.h"
+#include "kernels/linear_attention/linear_attention_types.h"
 
-constexpr float LINEAR_ATTENTION_EPS = 1e-6f;
-constexpr int64_t LINEAR_ATTENTION_MAX_CHUNKED_SIZE = 256;  // where Form::Chunked can
-
-// Forward and backward pass are the same product of rows a, b (E numbers) and c (M numbers) with other operands:
-//
-//   out_i = Σ_j w_ij·(a_i·b_j + α_i + β_j)·c_j     over j ≤ i or, reversed, j ≥ i;  w_ij = exp of the gates between
-//   them
-//
-//             a       b       c       α    β    order
-//   Out       φ(q)    φ(k)    v                          and d from the sums of its scores
-//   DQ        ĝ       v       φ(k)    δ
-//   DV        φ(k)    φ(q)    ĝ                 reversed, summed over the query heads of a KV head
-//   DK        v       ĝ       φ(q)         δ    reversed, likewise
-//
-// and what a product carries along is the state Σ_j w_j b_j c_jᵀ, with the vector Σ_j w_j b_j (Out), Σ_j w_j c_j (DQ),
-// Σ_j w_j δ_j c_j (DK). KeyState and QueryState compute that alone: S and z, R and r.
-enum class LinearAttentionRole : uint8_t { Out, DQ, DV, DK, KeyState, QueryState };
-
-// What the parts of a state are called in an error; made once, since a step must not allocate.
+// The names of a state's tensors in an error message. String literals, because a training step must not allocate.
 struct StateNames {
     const char *rows, *s, *z;
 };
@@ -81,23 +62,21 @@ inline LinearAttentionSizes check_linear_attention(const char* op, DType dtype, 
     return z;
 }
 
-// The arguments of the two passes beyond those.
+// The arguments that only the forward or only the backward pass has.
 inline void check_linear_attention_forward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& out,
                                            const Tensor& norm, const LinearAttentionState& final,
-                                           const LinearAttentionType& type, const Tensor& scratch) {
+                                           const LinearAttentionType& type) {
     check_tensor(op, "out", out, dtype, {z.N, z.NH, z.M});
     if (type.normalise) check_tensor(op, "norm", norm, DType::F32, {z.NH, z.N}, Given::Optional);
     check_state(op, {"final.rows", "final.s", "final.z"}, final, z, type.normalise, Given::Optional, true);
     z.states |= bool(final.s);
-    check_scratch(op, scratch, linear_attention_forward_scratch(z));
 }
 
 inline void check_linear_attention_backward(const char* op, DType dtype, LinearAttentionSizes& z, const Tensor& dq,
                                             const Tensor& dk, const Tensor& dv, const Tensor& dgate,
                                             const LinearAttentionState& dinitial, const Tensor& dout,
                                             const LinearAttentionState& dfinal, const Tensor& gate, const Tensor& out,
-                                            const Tensor& norm, const LinearAttentionType& type,
-                                            const Tensor& scratch) {
+                                            const Tensor& norm, const LinearAttentionType& type) {
     check_tensor(op, "dq", dq, dtype, {z.N, z.NH, z.E});
     check_tensor(op, "dk", dk, dtype, {z.N, z.NKV, z.E});
     check_tensor(op, "dv", dv, dtype, {z.N, z.NKV, z.M});
@@ -111,13 +90,6 @@ inline void check_linear_attention_backward(const char* op, DType dtype, LinearA
     check_state(op, {"dinitial.rows", "dinitial.s", "dinitial.z"}, dinitial, z, type.normalise, Given::Optional);
     check_state(op, {"dfinal.rows", "dfinal.s", "dfinal.z"}, dfinal, z, type.normalise, Given::Optional);
     z.states |= dinitial.s || dfinal.s;
-    check_scratch(op, scratch, linear_attention_backward_scratch(z));
-}
-
-// Where sequence i's final or decoded state lies in the tensors of one; −1: nowhere.
-HOST_DEVICE inline int64_t state_row(const int32_t* rows, int64_t num_rows, int64_t i) {
-    if (!rows) return i;
-    return rows[i] >= 0 && rows[i] < num_rows ? rows[i] : -1;
 }
 
 inline LinearAttentionSizes check_linear_attention_decode(const char* op, DType dtype, const Tensor& out,
