@@ -67,7 +67,7 @@ enum Dims {
 };
 
 // Conditions for a tensor to exist; all that are named must hold.
-enum When : unsigned { ALWAYS = 0, TRAINING = 1, LAYERNORM = 2, ROPE = 4, SOFTMAX = 8, LINEAR = 16, GATED = 32 };
+enum When : unsigned { ALWAYS = 0, TRAIN = 1, LAYERNORM = 2, ROPE = 4, SOFTMAX = 8, LINEAR = 16, GATED = 32 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
 using ActDType = std::optional<DType>;
@@ -96,32 +96,32 @@ using A = LayerActs;
 constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     // field           name           shape   dtype  first        last fwd    last bwd   recomp.     when
     {&A::res1,         "res1",        N_C,    MODEL, BLOCK_INPUT, NORM2,      NORM1,     KEPT,       ALWAYS},
-    {&A::mean1,        "mean1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAINING | LAYERNORM},
-    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAINING},
+    {&A::mean1,        "mean1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN | LAYERNORM},
+    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN},
     {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      ALWAYS},
     {&A::qkv,          "qkv",         N_QKV,  MODEL, QKV,         ATTENTION,  ATTENTION, BLOCK,      ALWAYS},
     {&A::att,          "att",         N_ATT,  MODEL, ATTENTION,   PROJ,       ATTENTION, BLOCK,      ALWAYS},
-    {&A::lse,          "lse",         NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | SOFTMAX},
-    {&A::lse,          "denominator", NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | LINEAR},
+    {&A::lse,          "lse",         NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | SOFTMAX},
+    {&A::lse,          "denominator", NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | LINEAR},
     {&A::log_decay,    "gate",        N_NKV,  FP32,  QKV,         ATTENTION,  QKV,       BLOCK,      GATED},
     {&A::att_unnormed, "mix",         N_ATT,  MODEL, ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      GATED},
-    {&A::rstd_att,     "rstd_mix",    N_NH,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAINING | GATED},
-    {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAINING | GATED},
-    {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAINING | GATED},
+    {&A::rstd_att,     "rstd_mix",    N_NH,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | GATED},
+    {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAIN | GATED},
+    {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      ALWAYS},
     {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ALWAYS},
-    {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAINING | LAYERNORM},
-    {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAINING},
+    {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | LAYERNORM},
+    {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN},
     {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      ALWAYS},
     // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
     {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, ALWAYS},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       ALWAYS},
-    {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAINING},
-    {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAINING},
-    {&A::datt,         "datt",        N_ATT,  MODEL, PROJ,        NONE,       ATTENTION, KEPT,       TRAINING},
-    {&A::dqkv,         "dqkv",        N_QKV,  MODEL, ATTENTION,   NONE,       QKV,       KEPT,       TRAINING},
-    {&A::dnorm1,       "dnorm1",      N_C,    MODEL, QKV,         NONE,       NORM1,     KEPT,       TRAINING},
+    {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAIN},
+    {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAIN},
+    {&A::datt,         "datt",        N_ATT,  MODEL, PROJ,        NONE,       ATTENTION, KEPT,       TRAIN},
+    {&A::dqkv,         "dqkv",        N_QKV,  MODEL, ATTENTION,   NONE,       QKV,       KEPT,       TRAIN},
+    {&A::dnorm1,       "dnorm1",      N_C,    MODEL, QKV,         NONE,       NORM1,     KEPT,       TRAIN},
 };
 // clang-format on
 
@@ -153,14 +153,14 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::losses, "losses", N_1, FP32, HEAD, HEAD, ALWAYS},
     {&HeadActs::sums, "sums", STEP_SUMS, DType::F64, START, UPDATE, ALWAYS},
     {&HeadActs::forward_scratch, "forward_scratch", FORWARD_SCRATCH_BYTES, DType::U8, START, UPDATE, ALWAYS},
-    {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAINING},
-    {&HeadActs::sample_key, "sample_key", TWO, DType::I64, HEAD, HEAD, TRAINING},
-    {&HeadActs::meanf, "meanf", N_1, FP32, HEAD, HEAD, TRAINING | LAYERNORM},
-    {&HeadActs::rstdf, "rstdf", N_1, FP32, HEAD, HEAD, TRAINING},
-    {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAINING},
-    {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAINING},
-    {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAINING},
-    {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAINING},
+    {&HeadActs::sample_id, "sample_id", ONE, DType::I32, HEAD, HEAD, TRAIN},
+    {&HeadActs::sample_key, "sample_key", TWO, DType::I64, HEAD, HEAD, TRAIN},
+    {&HeadActs::meanf, "meanf", N_1, FP32, HEAD, HEAD, TRAIN | LAYERNORM},
+    {&HeadActs::rstdf, "rstdf", N_1, FP32, HEAD, HEAD, TRAIN},
+    {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAIN},
+    {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
+    {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
+    {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
 };
 
 // Whether every tensor of the struct has a row: as many different fields as it has tensors.
@@ -254,7 +254,7 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
 
 // The conditions that hold in this model's pass, or in one of its layers.
 unsigned conditions(const ModelConfig& c, const RunShape& shape, char attention_type = 0) {
-    return (shape.training ? TRAINING : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
+    return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
            (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == 'S' ? SOFTMAX : 0u) |
            (attention_type == 'L' ? LINEAR : 0u) | (attention_type == 'G' ? GATED : 0u);
 }
