@@ -172,7 +172,7 @@ struct HeadActs {
 // The first n tokens' part of a layer's activations: a pass may be over fewer tokens than were planned for.
 LayerActs first_tokens(LayerActs a, int64_t n);
 
-// How the samples of a training run are drawn, with the run's seed.
+// How a training run samples text, with the run's seed.
 constexpr SamplingOptions TRAINING_SAMPLES = {0.8f, 50};
 
 class Activations : public InputActs, public HeadActs {

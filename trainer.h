@@ -31,7 +31,7 @@ class Trainer {
     void adopt_checkpoint_choices();
     void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
     bool stopping() const;
-    void tell(const std::string& text) const;  // on stderr, once
+    void tell(const std::string& text) const;  // on stderr, by rank 0
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
@@ -55,6 +55,6 @@ class Trainer {
     int64_t queued = 0, finished = 0;  // steps of this process
     int64_t skips_in_a_row = 0;
     bool stop = false;                          // a rank was asked to, before a step that is finished
-    double peak_flops = 0, measured_flops = 0;  // what MFU is of; a product measured at the start
+    double peak_flops = 0, measured_flops = 0;  // what MFU is a fraction of; that of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
 };
