@@ -846,7 +846,7 @@ void Trainer::queue_step(Loader& loader) {
             one_batch.push_back(loader.next());
         const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
         micro_step(batch, micro == 0, micro + 1 == s.micro_steps);
-        loss_tokens += batch.scored;
+        loss_tokens += batch.loss_tokens;
     }
     // The gradients were divided by total_batch_tokens, because recorded graphs hold that number. A step may have no
     // loss tokens, if all are masked.
@@ -957,7 +957,7 @@ void Trainer::run() {
     Progress progress(o.steps, step, ctx.rank == 0);
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
     progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
-                      " training tokens in ", with_commas(loader.num_windows()), " sequences (",
+                      " training tokens in ", with_commas(loader.num_training_sequences()), " training sequences (",
                       loader.dropped_tokens(), " tokens at the end left out), ", with_commas(o.total_batch_tokens),
                       " a step"));
     catch_stop_signals();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iostream>
 #include <new>
+#include <sstream>
 
 #include "runtime/device/device.h"
 
@@ -14,10 +15,10 @@ std::string overview(const std::vector<Command>& commands) {
         "[OPTIONS]\n\nCommands:\n";
     for (const Command& c : commands)
         text += str("  ", c.name, std::string(10 - std::string(c.name).size(), ' '), c.summary, "\n");
-    return text + "\n'train_gpt COMMAND --help' lists a command's options.\n";
+    return text + "\n'train_gpt COMMAND --help' lists the options of a command.\n";
 }
 
-// One line, whatever a library put into its message.
+// Joins the lines of a message from a library.
 std::string one_line(std::string text) {
     while (!text.empty() && text.back() == '\n') text.pop_back();
     std::replace(text.begin(), text.end(), '\n', ' ');
@@ -30,22 +31,135 @@ int fail(const std::string& message, int status) {
     return status;
 }
 
+// Edit distance: insertions, deletions, substitutions and transpositions of neighbours.
+size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<std::vector<size_t>> d(a.size() + 1, std::vector<size_t>(b.size() + 1));
+    for (size_t i = 0; i <= a.size(); i++) {
+        for (size_t j = 0; j <= b.size(); j++) {
+            if (i == 0 || j == 0) {
+                d[i][j] = i + j;
+                continue;
+            }
+            d[i][j] = std::min({d[i - 1][j] + 1, d[i][j - 1] + 1, d[i - 1][j - 1] + (a[i - 1] != b[j - 1])});
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1])
+                d[i][j] = std::min(d[i][j], d[i - 2][j - 2] + 1);
+        }
+    }
+    return d[a.size()][b.size()];
+}
+
+// The name that was probably meant: at most a third of the typed letters are wrong, or the rest of it is missing. Empty
+// if there is none.
+std::string closest(const std::string& typed, const std::vector<std::string>& names) {
+    std::string best;
+    size_t least = std::max<size_t>(1, typed.size() / 3) + 1;
+    for (const std::string& name : names) {
+        const size_t distance = edit_distance(typed, name);
+        if (distance < least) least = distance, best = name;
+    }
+    for (const std::string& name : names)
+        if (best.empty() && typed.size() >= 3 && name.compare(0, typed.size(), typed) == 0) best = name;
+    return best;
+}
+
+std::string did_you_mean(const std::string& name, const std::string& quote) {
+    return name.empty() ? "" : str(", did you mean ", quote, name, quote, "?");
+}
+
+std::vector<std::string> long_names(const CLI::App& app) {
+    std::vector<std::string> names;
+    for (const CLI::Option* option : app.get_options())
+        for (const std::string& name : option->get_lnames()) names.push_back(name);
+    return names;
+}
+
+// CLI11's message in the words of this program.
+std::string parse_error(const CLI::App& app, const CLI::ParseError& e) {
+    std::string message = one_line(e.what());
+    const auto contains = [&](const char* text) { return message.find(text) != std::string::npos; };
+    const std::string option = message.substr(0, message.find(':'));
+    const std::string last_word = message.substr(message.rfind(' ') + 1);
+    if (e.get_name() == "ExcludesError") return message + "; leave one of them out";
+    if (e.get_name() == "ArgumentMismatch" && contains(" missing")) return option + ": the value is missing";
+    if (e.get_name() == "ArgumentMismatch" && contains("At Most"))
+        return str(option, ": ", last_word, " values; give one");
+    if (e.get_name() == "FileError")
+        return str("--config: ", message.substr(0, message.find(' ')), " cannot be read; check the path");
+    if (e.get_name() == "ConfigError" && contains("not able to parse"))
+        return str("--config: unknown option ", last_word, did_you_mean(closest(last_word, long_names(app)), ""));
+    const size_t not_in = message.find(" not in {");
+    if (not_in != std::string::npos) message.replace(not_in, 9, " is not one of {");
+    return message;
+}
+
+// An error in an argument as it was typed.
+struct ArgumentError {
+    size_t position;  // in the argument list; its length for an option from a configuration file
+    std::string message;
+};
+
+size_t position_of(const std::string& name, const Args& args) {
+    const auto same = [&](const std::string& arg) { return arg.substr(0, arg.find('=')) == name; };
+    return size_t(std::find_if(args.begin(), args.end(), same) - args.begin());
+}
+
+// The unknown options, the arguments too many and the wrong values of a parsed command line, in the order in which they
+// were typed.
+std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
+    std::vector<ArgumentError> errors;
+    const std::vector<std::string> names = long_names(app);
+    bool after_unknown = false;  // an argument after an unknown option is its value
+    for (const std::string& arg : app.remaining()) {
+        const std::string name = arg.substr(0, arg.find('='));
+        const bool option = name.size() > 1 && name[0] == '-';
+        if (option) {
+            const std::string meant = closest(name.substr(std::min(name.find_first_not_of('-'), name.size())), names);
+            errors.push_back({position_of(name, args),
+                              str("unknown option ", name, did_you_mean(meant.empty() ? "" : "--" + meant, ""))});
+        } else if (!after_unknown) {
+            errors.push_back({position_of(name, args),
+                              str("unexpected argument '", arg, "'; leave it out, or quote a value with spaces")});
+        }
+        after_unknown = option && arg == name;
+    }
+    std::vector<const CLI::Option*> seen;
+    for (CLI::Option* option : app.parse_order()) {
+        if (std::find(seen.begin(), seen.end(), option) != seen.end()) continue;
+        seen.push_back(option);
+        try {
+            option->run_callback();
+        } catch (const CLI::ParseError& e) {
+            errors.push_back({position_of(option->get_name(), args), parse_error(app, e)});
+        }
+    }
+    std::stable_sort(errors.begin(), errors.end(),
+                     [](const ArgumentError& a, const ArgumentError& b) { return a.position < b.position; });
+    return errors;
+}
+
 }  // namespace
 
 int run_program(int argc, char** argv, const std::vector<Command>& commands) {
     const Args args(argv + std::min(argc, 1), argv + argc);
-    if (args.empty()) return fail("no command given; 'train_gpt --help' lists them", 2);
+    if (args.empty()) return fail("no command given; 'train_gpt --help' lists the commands", 2);
     if (args[0] == "--help" || args[0] == "-h" || args[0] == "help") {
         std::cout << overview(commands);
         return 0;
     }
     const auto command =
         std::find_if(commands.begin(), commands.end(), [&](const Command& c) { return args[0] == c.name; });
-    if (command == commands.end()) return fail("unknown command '" + args[0] + "'; 'train_gpt --help' lists them", 2);
+    if (command == commands.end()) {
+        std::vector<std::string> names;
+        for (const Command& c : commands) names.push_back(c.name);
+        return fail(str("unknown command '", args[0], "'", did_you_mean(closest(args[0], names), "'"),
+                        "; 'train_gpt --help' lists the commands"),
+                    2);
+    }
     try {
         command->run(Args(args.begin() + 1, args.end()));
         std::cout.flush();
-        if (!std::cout) return fail("standard output: cannot write; is the disk full or the reader gone?", 1);
+        if (!std::cout)
+            return fail("standard output: cannot write; free disk space, or check the program that reads the pipe", 1);
         return 0;
     } catch (const RanksFailed& failure) {
         return failure.status;
@@ -55,20 +169,59 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
     } catch (const UsageError& e) {
         return fail(str(command->name, ": ", e.what(), "; see 'train_gpt ", command->name, " --help'"), 2);
     } catch (const std::bad_alloc&) {
-        return fail(str(command->name, ": out of memory; 'train_gpt plan' shows what a run needs"), 1);
+        return fail(str(command->name, ": out of memory; see what a run needs with 'train_gpt plan'"), 1);
     } catch (const std::exception& e) {
         return fail(str(command->name, ": ", e.what()), 1);
     }
 }
 
 void parse(CLI::App& app, const Args& args) {
+    app.allow_extras();  // unknown arguments are collected, so that they can be reported with the other errors
+    std::string failure;
     try {
-        app.parse(Args(args.rbegin(), args.rend()));  // CLI11 takes them last first
+        app.parse(Args(args.rbegin(), args.rend()));  // CLI11 expects the arguments in reverse order
     } catch (const CLI::CallForHelp&) {
         throw HelpRequested{app.help()};
     } catch (const CLI::ParseError& e) {
-        throw UsageError(one_line(e.what()));
+        failure = parse_error(app, e);
     }
+    const std::vector<ArgumentError> errors = argument_errors(app, args);
+    if (errors.empty() && failure.empty()) return;
+    if (errors.empty()) throw UsageError(failure);
+    std::string message;
+    for (const ArgumentError& e : errors) message += (message.empty() ? "" : "; ") + e.message;
+    throw UsageError(message);
+}
+
+void parse_known(CLI::App& app, const Args& args) {
+    app.allow_extras();
+    app.set_help_flag();
+    try {
+        app.parse(Args(args.rbegin(), args.rend()));
+    } catch (const CLI::ParseError&) {  // parse() reports it
+    }
+}
+
+CLI::Validator attention_types() {
+    auto check = [](std::string& text) {
+        std::string letters;
+        std::istringstream list(text);
+        for (std::string type; std::getline(list, type, ',');) {
+            if (type == "softmax")
+                letters += 'S';
+            else if (type == "linear")
+                letters += 'L';
+            else if (type == "gated_linear")
+                letters += 'G';
+            else if (!type.empty() && type.find_first_not_of("SLG") == std::string::npos)
+                letters += type;
+            else
+                return str("'", type, "' is not an attention type; write softmax, linear or gated_linear (or S, L, G)");
+        }
+        text = letters;
+        return std::string();
+    };
+    return CLI::Validator(check, "");
 }
 
 CLI::Validator at_least(int64_t least) {
@@ -92,74 +245,79 @@ CLI::Validator number_in(double low, double high) {
 
 void add_model_options(CLI::App& app, ModelOptions& o) {
     const CLI::Validator size = at_least(1);
-    app.add_option("--model", o.model, "a preset, a model directory in Hugging Face layout, or a run directory")
-        ->required();
-    app.add_option("--dtype", o.dtype, "what weights and activations are computed in; not fp16 in training")
+    app.add_option("--model", o.model, "preset, model directory in Hugging Face layout, or run directory")->required();
+    app.add_option("--dtype", o.dtype, "dtype of weights and activations; fp16 is for inference only")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
         ->capture_default_str();
-    const std::string knobs = "ModelOptions of a preset";
-    app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(knobs);
-    app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(knobs);
-    app.add_option("--heads", o.heads, "query heads")->check(size)->group(knobs);
-    app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide the heads")->check(size)->group(knobs);
-    app.add_option("--head-size", o.head_size, "channels of a head; channels/heads if not given")
+    const std::string group = "Model options (with a preset)";
+    app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(group);
+    app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(group);
+    app.add_option("--heads", o.heads, "query heads")->check(size)->group(group);
+    app.add_option("--kv-heads", o.kv_heads, "key and value heads; must divide --heads")->check(size)->group(group);
+    app.add_option("--head-size", o.head_size, "channels per head; default: channels / heads")
         ->check(size)
-        ->group(knobs);
-    app.add_option("--ffn", o.ffn, "inner width of the MLP")->check(size)->group(knobs);
-    app.add_option("--max-positions", o.max_positions, "rows of the position table, or the length RoPE is meant for")
+        ->group(group);
+    app.add_option("--ffn", o.ffn, "inner width of the MLP")->check(size)->group(group);
+    app.add_option("--max-positions", o.max_positions,
+                   "rows of the position table; with RoPE, the context length that the model is trained for")
         ->check(size)
-        ->group(knobs);
-    app.add_option("--vocab-size", o.vocab_size, "tokens of the vocabulary; that of the data if not given")
+        ->group(group);
+    app.add_option("--vocab-size", o.vocab_size, "tokens in the vocabulary; default: the vocabulary of the data")
         ->check(size)
-        ->group(knobs);
-    app.add_option("--norm", o.norm, "normalisation")->check(CLI::IsMember({"layernorm", "rmsnorm"}))->group(knobs);
-    app.add_option("--positions", o.positions, "how positions enter")
+        ->group(group);
+    app.add_option("--norm", o.norm, "type of the norms")->check(CLI::IsMember({"layernorm", "rmsnorm"}))->group(group);
+    app.add_option("--positions", o.positions, "position encoding")
         ->check(CLI::IsMember({"learned", "rope"}))
-        ->group(knobs);
-    app.add_option("--mlp", o.mlp, "activation of the MLP")
+        ->group(group);
+    app.add_option("--mlp", o.mlp, "activation function of the MLP")
         ->check(CLI::IsMember({"gelu", "swiglu", "relu2"}))
-        ->group(knobs);
-    app.add_option("--bias", o.bias, "biases in the linear layers")->check(CLI::IsMember({"yes", "no"}))->group(knobs);
-    app.add_option("--tied", o.tied, "the head is the token embedding")
+        ->group(group);
+    app.add_option("--bias", o.bias, "biases in the linear layers")->check(CLI::IsMember({"yes", "no"}))->group(group);
+    app.add_option("--tied", o.tied, "the head shares the weights of the token embedding")
         ->check(CLI::IsMember({"yes", "no"}))
-        ->group(knobs);
-    app.add_option("--attention", o.attention,
-                   "attention kind, one letter or one per layer: S softmax, L linear, G gated linear")
-        ->group(knobs);
-    app.add_option("--linear-rope", o.linear_rope, "RoPE in layers of kinds L and G too; yes if not given")
+        ->group(group);
+    app.add_option(
+           "--attention", o.attention,
+           "attention type softmax, linear or gated_linear (or S, L, G): one for all layers, or one per layer as "
+           "in linear,linear,softmax or LLS")
+        ->transform(attention_types())
+        ->group(group);
+    app.add_option("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes")
         ->check(CLI::IsMember({"yes", "no"}))
-        ->group(knobs);
+        ->group(group);
 }
 
 void add_sampling_flags(CLI::App& app, SamplingFlags& o) {
     app.add_option("--repeat-penalty", o.repeat_penalty,
-                   "divides the positive and multiplies the negative logits of tokens that the context has already; "
-                   "applied first; 1: none")
+                   "divides the positive and multiplies the negative logits of tokens that are already in the context; "
+                   "applied before --temperature; 1: off")
         ->check(number_in(1e-3, 1e3))
         ->capture_default_str();
-    app.add_option("--temperature", o.temperature, "divides the logits; 0 always takes the likeliest token")
+    app.add_option("--temperature", o.temperature, "divides the logits; 0: always take the most likely token")
         ->check(number_in(0.0, 1e6))
         ->capture_default_str();
-    app.add_option("--top-k", o.top_k, "draw among the k likeliest tokens; 0: among all")
+    app.add_option("--top-k", o.top_k, "sample among the k most likely tokens; 0: among all")
         ->check(at_least(0))
         ->capture_default_str();
     app.add_option("--top-p", o.top_p,
-                   "then among as few of the likeliest as have together this probability; 1: among all")
+                   "after --top-k: keep the fewest most likely tokens that together have this probability; 1: all")
         ->check(number_in(1e-6, 1))
         ->capture_default_str();
-    app.add_option("--min-p", o.min_p, "then among those at least this fraction as likely as the likeliest; 0: all")
+    app.add_option("--min-p", o.min_p,
+                   "after --top-p: keep the tokens that are at least this fraction as likely as the most likely one; "
+                   "0: all")
         ->check(number_in(0, 1))
         ->capture_default_str();
-    app.add_option("--seed", o.seed, "seed of the draws")->check(at_least(0))->capture_default_str();
+    app.add_option("--seed", o.seed, "seed of the random numbers")->check(at_least(0))->capture_default_str();
 }
 
-void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& if_not_given) {
+void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context) {
     app.add_option("--context", context,
-                   "tokens that the cache has room for, prompt and answer; if not given, " + if_not_given)
+                   "context limit: tokens of prompt and completion in the KV cache; default: " + default_context)
         ->check(at_least(2));
     app.add_option_function<std::string>(
            "--context-full", [&slide](const std::string& what) { slide = what == "slide"; },
-           "what happens to a text that fills its context: slide: the later half of it goes on; stop: it ends")
+           "at the context limit: slide: keep the later half of the tokens and go on; stop: end the completion")
         ->check(CLI::IsMember({"slide", "stop"}))
         ->default_str("slide");
 }
@@ -171,10 +329,10 @@ void add_launch_options(CLI::App& app, LaunchOptions& o) {
         ->group(group)
         ->configurable(false);
     app.add_option("--rendezvous", o.rendezvous,
-                   "HOST:PORT where rank 0 waits for the others, if the launcher doesn't tell or the port is taken")
+                   "HOST:PORT where rank 0 listens; needed if the launcher does not set it or the port is in use")
         ->group(group)
         ->configurable(false);
-    app.add_option("--comm-timeout", o.timeout_s, "seconds that processes wait for each other before they give up")
+    app.add_option("--comm-timeout", o.timeout_s, "seconds that a process waits for the others before it fails")
         ->check(number_in(0.1, 1e6))
         ->capture_default_str()
         ->group(group)
@@ -184,18 +342,18 @@ void add_launch_options(CLI::App& app, LaunchOptions& o) {
 void add_sharding_options(CLI::App& app, ShardingOptions& o) {
     const std::string group = "Several processes (docs/multi_gpu.md)";
     app.add_option("--zero-stage", o.zero_stage,
-                   "what each process keeps a part of: 0: nothing; 1: optimizer state and master weights; 2: gradients "
-                   "too; 3: weights too (docs/sharding.md)")
+                   "what the processes shard: 0: nothing; 1: optimizer state and master weights; 2: gradients too; 3: "
+                   "weights too (docs/sharding.md)")
         ->check(CLI::IsMember(std::vector<int64_t>{0, 1, 2, 3}))
         ->capture_default_str()
         ->group(group);
     app.add_option("--reduce-dtype", o.reduce_dtype,
-                   "what gradients are summed in between processes: bf16 halves what is sent and loses digits")
+                   "dtype in which processes sum their gradients; bf16 halves the traffic and is less accurate")
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str()
         ->group(group);
     app.add_option("--reduce-bucket-mib", o.bucket_mib,
-                   "stages 0 and 1: gradients are summed as soon as so many MiB of them are complete")
+                   "with --zero-stage 0 or 1: sum gradients as soon as this many MiB of them are complete")
         ->check(at_least(0))
         ->capture_default_str()
         ->group(group);
@@ -209,8 +367,8 @@ CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     return app
         .add_option_function<std::string>(
             "--recompute", [&recompute](const std::string& name) { recompute = levels.at(name); },
-            "what the backward pass computes again instead of keeping: none, the MLP's activation, the norms too, or "
-            "the whole block")
+            "what the backward pass recomputes to save memory: nothing, the output of the MLP's activation function, "
+            "the norms too, or the whole block")
         ->check(CLI::IsMember({"none", "activation", "norms", "block"}))
         ->default_str("none");
 }
@@ -225,19 +383,18 @@ CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const 
 
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights) {
     return add_switch(app, "--master-weights", master_weights,
-                      "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates bf16 "
-                      "weights and rounds stochastically, which saves 4 bytes a weight");
+                      "with --dtype bf16: on: the optimizer updates fp32 copies of the weights; off: it updates the "
+                      "bf16 weights with stochastic rounding, which saves 4 bytes per weight");
 }
 
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic) {
     return app.add_flag("--nondeterministic", nondeterministic,
-                        "with --dtype bf16 on an H100 or H200: attention's backward pass sums in the order in which "
-                        "its terms come, faster, with more memory; two runs may then differ in the last bits. "
-                        "Elsewhere it changes nothing");
+                        "with --dtype bf16 on H100 and H200: attention's backward pass sums in any order; this is "
+                        "faster and needs more memory, and two runs may differ in the last bits");
 }
 
 void check_training_dtype(const ModelOptions& model, bool master_weights) {
-    if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with bf16");
+    if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with --dtype bf16");
     if (!master_weights && model.type() == DType::F32)
         throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
 }
@@ -248,22 +405,21 @@ DType ModelOptions::type() const {
 
 void ModelOptions::check_dtype(const ModelConfig& config) const {
     require(type() != DType::F16 || !config.has_linear_attention(),
-            "--dtype fp16: the sums of linear attention (kinds L "
-            "and G) are beyond its range; use bf16 or fp32");
+            "--dtype fp16: the states of linear attention exceed its range; use --dtype bf16 or fp32");
 }
 
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     ModelSource source = find_model(model);
     ModelConfig& c = source.config;
     require(dtype == "fp32" || backend_device() != Device::CPU, "--dtype ", dtype,
-            ": the CPU backend computes in fp32; use --dtype fp32");
+            ": the CPU backend supports fp32 only; use --dtype fp32");
 
-    const bool any_knob = layers || channels || heads || kv_heads || head_size || ffn || max_positions || vocab_size ||
-                          !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() || !tied.empty() ||
-                          !attention.empty() || !linear_rope.empty();
+    const bool any_option = layers || channels || heads || kv_heads || head_size || ffn || max_positions ||
+                            vocab_size || !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() ||
+                            !tied.empty() || !attention.empty() || !linear_rope.empty();
     if (!source.directory.empty()) {
-        require(!any_knob, "--model ", model,
-                " is a checkpoint and fixes the shape; leave out the knobs (--layers … --linear-rope)");
+        require(!any_option, "--model ", model,
+                " is a checkpoint and fixes the shape; leave out the model options (--layers … --linear-rope)");
         check_dtype(c);
         return source;
     }
@@ -280,7 +436,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     }
     if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
     if (!tied.empty()) c.tied = tied == "yes";
-    // What follows from a knob that was changed follows again, unless it is given too.
+    // Values that are derived from a changed option are derived again, unless they are given too.
     if (kv_heads || heads) c.kv_heads = kv_heads.value_or(0);
     if (head_size || channels || heads) c.head_size = head_size.value_or(0);
     if (ffn || channels || !mlp.empty()) c.ffn = ffn.value_or(0);
@@ -289,7 +445,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     fill_defaults(c, "--model " + model);
     if (vocab_size) {
         require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",
-                data_vocab, "; leave it out or raise it");
+                data_vocab, " tokens; leave it out or raise it");
         c.vocab_size = *vocab_size;
     } else if (data_vocab > 0) {
         c.vocab_size = data_vocab;
@@ -299,7 +455,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (c.eos >= c.vocab_size) c.eos = -1;
     validate(c, "--model " + model);
     require(linear_rope.empty() || (c.has_linear_attention() && c.positions == Positions::RoPE), "--linear-rope ",
-            linear_rope, " needs layers of kind L or G (--attention) and --positions rope");
+            linear_rope, " needs --attention linear or gated_linear in at least one layer, and --positions rope");
     check_dtype(c);
     return source;
 }

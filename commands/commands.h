@@ -25,11 +25,12 @@ struct Command {
     std::function<void(const Args&)> run;
 };
 
-// Finds the command, runs it, turns exceptions into one line on stderr. Returns the exit status: 0, 1 (found later),
-// 2 (wrong flag or value).
+// Finds the command, runs it and prints exceptions as one line on stderr. Returns the exit status: 0; 2 for a wrong
+// option or value; 1 for any later error.
 int run_program(int argc, char** argv, const std::vector<Command>& commands);
 
-// A model: a preset, a directory in Hugging Face layout or a run directory; with a preset each knob can be overridden.
+// A model: a preset, a directory in Hugging Face layout or a run directory. Each model option of a preset can be
+// overridden.
 struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
@@ -37,7 +38,8 @@ struct ModelOptions {
     std::string norm, positions, mlp, bias, tied, attention, linear_rope;
 
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
-    // Throws Error: unknown model, knobs given for a checkpoint, a contradicting config, a dtype the backend lacks.
+    // Throws Error: unknown model, model options given for a checkpoint, a contradicting config, a dtype that the
+    // backend does not support.
     ModelSource resolve(int64_t data_vocab) const;
     DType type() const;  // of --dtype
 
@@ -47,13 +49,13 @@ struct ModelOptions {
 
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 
-// What is recomputed in the backward pass instead of kept; each level includes those before it.
+// What the backward pass recomputes instead of keeping it. Each level includes the previous ones.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 
-// Where GELU is computed inside the matrix products before and after it (16-bit training): its gradient only, or both.
+// Where GELU is fused into the matmuls around it (16-bit training): its gradient only, or both passes.
 enum class GeluEpilogue : uint8_t { Off, Backward, Both };
 
-// How several ranks divide what a run keeps (parallel/sharding.h), and how they sum gradients.
+// How ranks shard the state of a run (parallel/sharding.h), and how they sum gradients.
 struct ShardingOptions {
     int64_t zero_stage = 0, bucket_mib = 32;
     std::string reduce_dtype = "fp32";
@@ -87,7 +89,7 @@ struct EvalOptions {
     bool json = false;
 };
 
-// How tokens are drawn: kernels/generation/sampling.h has the order in which these are applied.
+// How tokens are sampled; kernels/generation/sampling.h has the order in which these are applied.
 struct SamplingFlags {
     double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
     int64_t top_k = 0;
@@ -96,10 +98,10 @@ struct SamplingFlags {
 
 struct SampleOptions {
     ModelOptions model;
-    SamplingFlags draw;
+    SamplingFlags sampling;
     std::string prompt, prompt_file;
-    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep = 0;
-    int64_t context = 0;  // 0: as long as the longest prompt and its answer, up to the rows of a position table
+    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep_tokens = 0;
+    int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
     std::vector<std::string> stop;
     bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
          json = false;
@@ -107,9 +109,9 @@ struct SampleOptions {
 
 struct ChatCommandOptions {
     ModelOptions model;
-    SamplingFlags draw;
+    SamplingFlags sampling;
     std::string system;
-    bool system_given = false;  // else the template's own
+    bool system_given = false;  // else the template's own system message
     int64_t max_tokens = 1024, context = 0;
     bool slide = true;
 };
@@ -126,16 +128,17 @@ struct PlanOptions {
     Recompute recompute = Recompute::None;
     ShardingOptions sharding;
     int64_t world = 1;
-    bool inference = false, generate = false, json = false, master_weights = true, nondeterministic = false;
+    bool inference = false, generate = false, json = false, verbose = false, master_weights = true,
+         nondeterministic = false;
 };
 
 struct ConvertOptions {
     std::string source, target, tokenizer;
-    std::string dtype;  // empty: as in the source, in a .bin fp32
+    std::string dtype;  // empty: that of the source; in a .bin fp32
 };
 
 struct InfoOptions {
-    std::string path;  // empty: the build
+    std::string path;  // empty: show the build
     bool json = false;
 };
 
@@ -148,10 +151,10 @@ PlanOptions parse_plan(const Args& args);
 ConvertOptions parse_convert(const Args& args);
 InfoOptions parse_info(const Args& args);
 
-// The driver's list of a model's tensors.
+// Builds the driver's parameter table of a model.
 using TableOf = std::function<ParamTable(const ModelConfig&)>;
-// Reads a model in any form and writes it in another, one tensor at a time.
+// Reads a model in any format and writes it in another, one tensor at a time.
 void convert_model(const ConvertOptions& options, const TableOf& table_of);
 
-// What a model, a run, a tokenizer or a token file holds, or the build: prints to stdout.
+// Prints what a model, a run, a tokenizer or a token file contains, or the build, to stdout.
 void show_info(const InfoOptions& options);

@@ -3,20 +3,22 @@
 EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
     CLI::App app(
-        "Scores every token of a split once: tokens, bytes, val_loss (nats per token), perplexity, bits_per_byte. Or "
-        "answers multiple-choice questions: accuracy, accuracy_norm (by probability per byte), count.",
+        "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
+        "bits_per_byte. With --multiple-choice, scores multiple-choice questions and prints accuracy, accuracy_norm "
+        "(by "
+        "log-probability per byte) and count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
-    auto* data = app.add_option("--data", o.data, "a folder with train_*.bin and val_*.bin, as 'make data' writes it");
+    auto* data = app.add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it");
     app.add_option("--multiple-choice", o.multiple_choice,
-                   "a file with a question a line: {\"ctx\": text, \"endings\": [text, ...], \"label\": the right one, "
-                   "from 0}")
+                   "file with one question per line: {\"ctx\": text, \"endings\": [text, ...], \"label\": index of the "
+                   "correct ending, from 0}")
         ->excludes(data);
-    app.add_option("--split", o.split, "which split")->check(CLI::IsMember({"val", "train"}))->capture_default_str();
-    app.add_option("--batch-size", o.batch_size, "sequences at a time")->check(positive)->capture_default_str();
+    app.add_option("--split", o.split, "split to score")->check(CLI::IsMember({"val", "train"}))->capture_default_str();
+    app.add_option("--batch-size", o.batch_size, "sequences per batch")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len,
-                   "tokens per sequence; if not given, what the checkpoint was trained with, else up to 1024")
+                   "tokens per sequence; default: the length that the checkpoint was trained with, else up to 1024")
         ->check(positive);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);

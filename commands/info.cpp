@@ -16,10 +16,11 @@ using nlohmann::ordered_json;
 
 InfoOptions parse_info(const Args& args) {
     InfoOptions o;
-    CLI::App app("Shows what a token file, a data folder, a model or a run holds; without a path, the build.",
-                 "train_gpt info");
+    CLI::App app(
+        "Shows what a token file, a data directory, a model or a run contains. Without a path, shows the build.",
+        "train_gpt info");
     app.add_option("path", o.path,
-                   "token file or model (.bin), data folder, model directory, run directory, .safetensors file, "
+                   "token file or model (.bin), data directory, model directory, run directory, .safetensors file, "
                    "tokenizer.json or preset");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
@@ -47,7 +48,7 @@ ordered_json build_info() {
 ordered_json token_info(const std::string& pattern) {
     const TokenFiles files(pattern);
     int32_t largest = 0;
-    int64_t learnt = 0;
+    int64_t loss_tokens = 0;
     std::vector<int32_t> block(1 << 16);
     std::vector<uint8_t> mask(block.size());
     for (int64_t begin = 0; begin < files.size(); begin += int64_t(block.size())) {
@@ -55,10 +56,10 @@ ordered_json token_info(const std::string& pattern) {
         files.read(begin, n, block.data(), 0);
         largest = std::max(largest, *std::max_element(block.begin(), block.begin() + n));
         files.read_mask(begin, n, mask.data());
-        learnt += std::count(mask.begin(), mask.begin() + n, 1);
+        loss_tokens += std::count(mask.begin(), mask.begin() + n, 1);
     }
     ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
-    if (files.masked()) info["learnt_tokens"] = learnt;
+    if (files.masked()) info["learnt_tokens"] = loss_tokens;
     return info;
 }
 
@@ -141,7 +142,8 @@ void show_info(const InfoOptions& o) {
         info = build_info();
     } else if (!is_directory(o.path)) {
         ModelConfig config;
-        require(path_exists(o.path) || preset(o.path, config), o.path, ": no such file or directory");
+        require(path_exists(o.path) || preset(o.path, config), o.path,
+                ": no such file, directory or preset; check the path");
         if (!path_exists(o.path)) {
             info = {{"kind", "preset"}, {"config", config_object(config)}};
         } else {

@@ -12,7 +12,7 @@ using nlohmann::json;
 
 PlanOptions parse_plan(const Args& args) {
     PlanOptions o;
-    CLI::App app("Prints the memory a run needs and its FLOP per token. Nothing is allocated.", "train_gpt plan");
+    CLI::App app("Prints the memory that a run needs and its FLOP per token. Allocates nothing.", "train_gpt plan");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
@@ -24,17 +24,18 @@ PlanOptions parse_plan(const Args& args) {
                           ->excludes(recompute)
                           ->excludes(master_weights)
                           ->excludes(nondeterministic);
-    app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size texts at a time, of --seq-len tokens each")
+    app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
         ->excludes(recompute)
         ->excludes(master_weights)
         ->excludes(nondeterministic)
         ->excludes(inference);
     add_sharding_options(app, o.sharding);
-    app.add_option("--world", o.world, "processes; the plan is that of each")
+    app.add_option("--world", o.world, "number of processes; the plan is for each of them")
         ->check(positive)
         ->capture_default_str()
         ->excludes(inference)
         ->excludes("--generate");
+    app.add_flag("--verbose", o.verbose, "list every activation with its lifetime: its first and last phase of a step");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);
@@ -53,24 +54,24 @@ void show_json(const PlanReport& r) {
 
 }  // namespace
 
-void show_plan(const PlanReport& r, bool as_json) {
-    if (as_json) return show_json(r);
+void show_plan(const PlanReport& r, const PlanOptions& o) {
+    if (o.json) return show_json(r);
     std::cout << r.name << ": " << r.description << "\n"
               << r.memory.text(device_bytes_in_use()) << "  FLOP per token          " << str(r.flop_per_token / 1e6)
-              << " MFLOP (" << (r.training ? "forward and backward" : "a training step's")
+              << " MFLOP (" << (r.training ? "forward and backward" : "of a training step")
               << ", recomputation not counted)\n";
-    if (!r.stages.empty()) std::cout << "each of " << r.world << " ranks, by --zero-stage\n";
+    if (!r.stages.empty()) std::cout << "bytes on each of " << r.world << " ranks, by --zero-stage\n";
     for (size_t stage = 0; stage < r.stages.size(); stage++) {
         std::cout << "  " << stage << std::string(23, ' ') << human_bytes(r.stages[stage])
-                  << (stage ? "" : "  (nothing is split)") << "\n";
+                  << (stage ? "" : "  (nothing is sharded)") << "\n";
     }
     if (r.activations.empty()) return;
-    std::cout << "largest activations\n";
+    std::cout << (o.verbose ? "activations\n" : "largest activations\n");
     std::vector<ArenaPlan::Entry> entries = r.activations;
     std::stable_sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) { return a.bytes > b.bytes; });
-    for (size_t i = 0; i < std::min<size_t>(entries.size(), 12); i++) {
-        const auto& e = entries[i];
+    if (!o.verbose && entries.size() > 12) entries.resize(12);
+    for (const ArenaPlan::Entry& e : entries) {
         std::cout << "  " << e.name << std::string(e.name.size() < 24 ? 24 - e.name.size() : 1, ' ')
-                  << human_bytes(e.bytes) << "  at moments " << e.first << " to " << e.last << "\n";
+                  << human_bytes(e.bytes) << (o.verbose ? str("  phases ", e.first, " to ", e.last) : "") << "\n";
     }
 }

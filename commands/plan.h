@@ -1,6 +1,7 @@
-// What `plan` prints.
+// The output of `plan`.
 #pragma once
 
+#include "commands/commands.h"
 #include "runtime/device/arena.h"
 #include "runtime/device/memory_plan.h"
 
@@ -11,9 +12,9 @@ struct PlanReport {
     bool training;
     int64_t world;
     MemoryPlan memory;
-    std::vector<int64_t> stages;                // bytes that each of several ranks needs, by --zero-stage; else empty
-    std::vector<ArenaPlan::Entry> activations;  // of which the largest are listed
+    std::vector<int64_t> stages;  // with several ranks: bytes that each rank needs, by --zero-stage; else empty
+    std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
 };
 
-// On stdout, as text or as a JSON object.
-void show_plan(const PlanReport& report, bool as_json);
+// Prints the report to stdout, as text or with options.json as a JSON object.
+void show_plan(const PlanReport& report, const PlanOptions& options);

@@ -21,15 +21,15 @@ void run_chat(const Args& args) {
     EngineOptions engine_options;
     engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
     engine_options.dtype = o.model.type();
-    engine_options.sampling = sampling_options(o.draw);
+    engine_options.sampling = sampling_options(o.sampling);
     LoadedEngine m(ctx, source, engine_options, false);
     ChatOptions options;
     options.system = o.system_given ? o.system : format.default_system;
-    options.answer.max_tokens = o.max_tokens;
-    options.answer.eos = end_tokens(source, &tokenizer);
+    options.response.max_tokens = o.max_tokens;
+    options.response.eos = end_tokens(source, &tokenizer);
     options.slide = o.slide;
     std::cerr << source.name << ", " << chat_format_name(format.format) << ", a context of " << engine_options.context
-              << " tokens; /reset starts a new conversation, /exit ends, Ctrl-C stops a response\n";
+              << " tokens; /reset starts a new conversation, /exit quits, Ctrl-C stops a response\n";
     const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
                                                stop_requested, catch_interrupt, release_interrupt);
     std::cerr << statistics_text(statistics,

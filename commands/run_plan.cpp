@@ -28,5 +28,5 @@ void run_plan(const Args& args) {
     show_plan({source.name, describe(model.config, model.table.num_weights()), model.table.num_weights(),
                flop_per_token(model, o.seq_len), training, o.world, plan, stages,
                o.generate ? std::vector<ArenaPlan::Entry>{} : acts.plan.entries()},
-              o.json);
+              o);
 }

@@ -35,16 +35,16 @@ void run_sample(const Args& args) {
     if (!o.context && source.config.positions == Positions::Learned)
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
     engine_options.dtype = o.model.type();
-    engine_options.sampling = sampling_options(o.draw);
+    engine_options.sampling = sampling_options(o.sampling);
     engine_options.batch_invariant = o.batch_invariant;
     engine_options.logprobs = o.logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights);
 
     job.num_samples = o.num_samples;
-    job.answer.max_tokens = o.max_tokens;
-    job.answer.stop = o.stop;
-    if (!o.ignore_eos) job.answer.eos = end_tokens(source, tokenizer.get());
-    job.policy = {o.slide, o.keep};
+    job.completion.max_tokens = o.max_tokens;
+    job.completion.stop = o.stop;
+    if (!o.ignore_eos) job.completion.eos = end_tokens(source, tokenizer.get());
+    job.policy = {o.slide, o.keep_tokens};
     job.json = o.json;
     sample(
         m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);

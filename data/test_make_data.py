@@ -67,7 +67,7 @@ class DataTest(unittest.TestCase):
         return sorted(n for n in os.listdir(self.out) if n.startswith(side) and n.endswith(".bin"))
 
     def mask(self, side):
-        """Of all shards: what is learnt. Without a mask file all of it is."""
+        """The mask of all shards. Without a mask file all tokens are loss tokens."""
         mask = []
         for name in self.shards(side):
             count, path = len(self.tokens(side, [name])), os.path.join(self.out, name[:-4] + ".mask")
@@ -199,14 +199,14 @@ class ByteTokens(DataTest):
         self.assertEqual((self.documents("train"), self.documents("val")), ([b"train"], [b"val"]))
         self.refused("must not overlap", "--text", self.path("in"), "--val-text", val, "--tokenizer", "byte")
 
-    def test_result_does_not_depend_on_pieces_and_processes(self):
+    def test_result_does_not_depend_on_chunks_and_processes(self):
         self.write("a.txt", b"".join(b"line %d of a long text\n" % i for i in range(3000)))
         self.write_jsonl("b.jsonl", [f"text {i}\n" * 20 for i in range(300)])
         for i in range(20):
             self.write(f"many/{i}.md", b"# %d\n" % i)
         self.make("--text", self.path("in"), "--tokenizer", "byte")
         whole = self.contents()
-        with mock.patch.object(make_data, "PIECE", 8192), mock.patch.object(make_data, "CHUNK", 512):
+        with mock.patch.object(make_data, "INPUT_CHUNK", 8192), mock.patch.object(make_data, "ENCODE_CHUNK", 512):
             self.make("--text", self.path("in"), "--tokenizer", "byte", "--jobs", "2")
         self.assertEqual(self.contents(), whole)
 
@@ -215,7 +215,7 @@ class ByteTokens(DataTest):
         self.make("--text", path, "--tokenizer", "byte", "--val", "0")
         self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
 
-    def test_prompts_are_not_learnt(self):
+    def test_prompts_are_not_loss_tokens(self):
         pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("ü?", " \u00fc!")]
         lines = [{"prompt": p, "response": r, "id": 1} for p, r in pairs]
         lines.insert(1, {"text": "as ever"})
@@ -224,7 +224,7 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train"), [b"1+1=2", b"as ever", b"no prompt", "ü? ü!".encode()])
         self.assertEqual(self.mask("train"), [0] * 4 + [1] * (1 + 1 + 8 + 10) + [0] * 3 + [1] * (4 + 1))
         self.assertEqual(meta["train"]["learnt_tokens"], sum(self.mask("train")))
-        # Masks are cut with their shards; a shard that is learnt whole has none.
+        # Masks are divided like their shards; a shard of loss tokens only has none.
         whole = self.mask("train")
         self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "7")
         self.assertEqual(self.mask("train"), whole)
@@ -238,9 +238,9 @@ class ByteTokens(DataTest):
                          sorted(f"{i} is {'x' * (i % 9)}".encode() for i in range(300)))
         self.assertGreater(len(self.documents("val")), 10)
         self.assertEqual(len(self.mask("val")) - sum(self.mask("val")), sum(d.index(b"is") for d in self.documents("val")))
-        for line, part in ((b'{"prompt": "x"}', "no field 'text'"), (b'{"prompt": "x", "response": 1}', "no text")):
+        for line, part in ((b'{"prompt": "x"}', "no field 'text'"), (b'{"prompt": "x", "response": 1}', "not a string")):
             self.refused(part, "--text", self.write("bad.jsonl", line + b"\n"), "--tokenizer", "byte", "--val", "0")
-        self.refused("can't be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()), "--tokenizer", "byte")
+        self.refused("cannot be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()), "--tokenizer", "byte")
 
     def test_parquet(self):
         path = self.path("a.parquet")
@@ -277,11 +277,11 @@ class ByteTokens(DataTest):
         os.makedirs(self.path("nothing"))
         self.refused("no .txt, .md, .jsonl, .parquet files", "--text", self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
-        self.refused("holds no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
+        self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
-        self.refused("unknown kind", "--text", self.write("a.pdf", b"x"), *byte)
+        self.refused("unknown file format", "--text", self.write("a.pdf", b"x"), *byte)
         self.refused("given twice", "--text", good, good, *byte)
-        self.refused("too few to be split", "--text", self.write("one.txt", b"x"), *byte)
+        self.refused("too few for a validation split", "--text", self.write("one.txt", b"x"), *byte)
         self.refused("not JSON", "--text", self.write("bad.jsonl", b'{"text": "a"}\n{"text": \n'), *byte)
         self.refused("not JSON", "--text", self.write("deep.jsonl", b"[" * 100000), *byte)
         self.refused("no field 'text'", "--text", self.write("field.jsonl", b'{"txt": "a"}\n'), *byte)
@@ -359,7 +359,7 @@ class OtherTokenizers(DataTest):
         self.assertEqual(tokenizer.decode(list(text.encode())), text)
         self.assertEqual(self.tokens("train")[:-1], tokenizer.encode(self.TEXT).ids)
 
-    def test_tokenizer_of_a_folder(self):
+    def test_tokenizer_of_a_directory(self):
         path = self.write("a.txt", b"hello world\n" * 20)
         root = json.loads(make_data.byte_tokenizer())
         root["model"]["vocab"]["hello"] = 70000
@@ -374,7 +374,7 @@ class OtherTokenizers(DataTest):
         self.write("tok/tokenizer.json", json.dumps(root).encode())
         self.refused("has no end-of-text token", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b"{")
-        self.refused("not a tokenizer.json", "--text", path, "--tokenizer", folder)
+        self.refused("not a usable tokenizer.json", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
         self.refused("can't read it", "--text", path, "--tokenizer", folder)
 
@@ -425,7 +425,7 @@ class OtherTokenizers(DataTest):
         self.assertEqual(self.documents("train"), [b" 1+12 ", b"<|endoftext|>"])
         self.refused("special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
                      self.write("b.jsonl", b'{"prompt": "x<|im_end|>", "response": "y"}\n'))
-        for template, part in ((b"{% for %}", "can't be read"), (b"{{ x.y.z }}", "fails"), (b"{{ messages | length }}", "as it writes one with"),
+        for template, part in ((b"{% for %}", "can't be read"), (b"{{ x.y.z }}", "fails"), (b"{{ messages | length }}", "differently with and without its response"),
                                (b"{{ raise_exception('no system') }}", "no system")):
             self.write("tok/chat_template.jinja", template)
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", path)
@@ -435,7 +435,7 @@ class WithoutTokenizers(DataTest):
     def test_missing_package_is_named(self):
         path = self.write("a.txt", b"text\n" * 100)
         with mock.patch.dict(sys.modules, {"tokenizers": None}):
-            self.refused("tokenizers, which is missing: `make deps` installs it", "--text", path)
+            self.refused("tokenizers, which is missing: run `make deps` to install it", "--text", path)
 
 
 if __name__ == "__main__":

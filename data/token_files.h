@@ -2,10 +2,10 @@
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
 //   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
 // Shards matched by a glob are one sequence of tokens in the order of their names. Memory-mapped.
-// Beside x.bin there may be x.mask: int32[256] header (20261121, 1, low and high 32 bits of the number of tokens), then
-// one byte a token: 1 if training learns to say it, 0 if it is only read (a prompt). Without it all tokens are learnt.
-// Errors: no match, wrong magic or version, a length that doesn't match the header, an empty shard, shards of a data
-// set that mix formats; each names the file.
+// A file x.mask may accompany x.bin: int32[256] header (20261121, 1, low and high 32 bits of the number of tokens),
+// then one byte per token: 1 if it is a loss token, 0 if it is only an input (a prompt). Without it all are loss
+// tokens. Errors, each with the name of the file: no match, wrong magic or version, a length that differs from the
+// header, an empty shard, shards of different formats.
 #pragma once
 
 #include <optional>
@@ -21,7 +21,7 @@ class TokenFiles {
     // dst[i] = token begin + i for i < count. A token ≥ vocab_size (if > 0) is an Error naming file and offset.
     void read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const;
     bool masked() const { return any_mask; }
-    // dst[i] = 1 where token begin + i is learnt, else 0.
+    // dst[i] = 1 if token begin + i is a loss token, else 0.
     void read_mask(int64_t begin, int64_t count, uint8_t* dst) const;
     int64_t mapped_bytes() const;
     const std::string& pattern() const { return name; }
@@ -48,13 +48,14 @@ struct DataDirectory {
     std::string path;
     int64_t vocab_size = 0;                          // of tokenizer.json; 0 if there is none
     int32_t end_of_text = -1;                        // -1: unknown
-    int64_t train_bytes = 0, val_bytes = 0;          // bytes of text behind each split, 0: unknown
+    int64_t train_bytes = 0, val_bytes = 0;          // bytes of text of each split; 0: unknown
     int64_t train_documents = 0, val_documents = 0;  // 0: unknown
     std::string tokenizer_path() const;              // "" if there is none
     std::string train_pattern() const;               // globs for TokenFiles
     std::string val_pattern() const;
 };
-DataDirectory open_data(const std::string& path);  // checks that it is one; meta.json is optional (llm.c's data sets)
+DataDirectory open_data(
+    const std::string& path);  // throws Error if it is not one; meta.json is optional (llm.c's data sets)
 
-// Bytes of text behind a split: from the data's notes, else by decoding the tokens. 0 if there is no way to know.
+// Bytes of text of a split: from meta.json, else by decoding the tokens. 0 if unknown.
 int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split);

@@ -1,4 +1,4 @@
-// How vocabularies write bytes and spaces in printable characters.
+// The printable characters that vocabularies use for bytes and spaces.
 #pragma once
 
 #include <array>
@@ -10,19 +10,19 @@
 class ByteAlphabet {
   public:
     ByteAlphabet();
-    // The bytes that a token stands for; false if it has a character outside of the alphabet.
+    // Sets out to the bytes of a token. Returns false if it has a character outside the alphabet.
     bool bytes(const std::string& token, std::string& out) const;
     std::string token(std::string_view bytes) const;
 
   private:
-    std::array<int16_t, 256 + 68> byte_of;  // by code point; 68 bytes are not printable. −1: of no byte
+    std::array<int16_t, 256 + 68> byte_of;  // by code point; 68 bytes are not printable. −1: not a byte
     std::array<std::string, 256> character;
 };
 
-// SentencePiece's "<0x0A>": the byte that it stands for, −1 if the token is not of that form.
+// The byte of a SentencePiece fallback token such as "<0x0A>"; −1 for any other token.
 int fallback_byte(const std::string& token);
 
-// What SentencePiece writes for a space: U+2581.
+// SentencePiece writes a space as U+2581.
 inline const std::string SPACE_MARK = "\xE2\x96\x81";
 
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);

@@ -1,4 +1,4 @@
-// Tokenizers of other programs as Hugging Face's tokenizer.json.
+// Converts tokenizers of other programs to Hugging Face's tokenizer.json.
 //
 // llama2.c's tokenizer.bin (tok512.bin …): int32 length of the longest token, then for each token, in the order of ids,
 //   float32 score, int32 length and bytes, spaces written as they are. A SentencePiece BPE vocabulary: a pair of tokens
@@ -12,7 +12,7 @@
 
 #include <string>
 
-// The text of a tokenizer.json. path: one of the above, or a tokenizer.json, which is returned as it is.
-// Throws Error naming the file: neither of these, truncated, damaged, tokens that are there twice or are made of
-// tokens that aren't.
+// The text of a tokenizer.json. path: one of the above, or a tokenizer.json, which is returned unchanged.
+// Throws Error with the name of the file: none of these formats, truncated, damaged, a token that occurs twice or that
+// no merge of other tokens produces.
 std::string import_tokenizer(const std::string& path);

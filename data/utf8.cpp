@@ -53,13 +53,13 @@ bool unfinished(std::string_view text, size_t i) {
 
 }  // namespace
 
-std::string Utf8Stream::put(std::string_view piece) {
-    std::string text = std::exchange(waiting, {});
-    text += piece;
+std::string Utf8Stream::put(std::string_view part) {
+    std::string text = std::exchange(held_back, {});
+    text += part;
     const size_t from = text.size() > 3 ? text.size() - 3 : 0;
     for (size_t i = from; i < text.size(); i++) {
         if (!unfinished(text, i)) continue;
-        waiting = text.substr(i);
+        held_back = text.substr(i);
         text.resize(i);
         break;
     }
@@ -67,5 +67,5 @@ std::string Utf8Stream::put(std::string_view piece) {
 }
 
 std::string Utf8Stream::finish() {
-    return std::exchange(waiting, {});
+    return std::exchange(held_back, {});
 }

@@ -1,4 +1,4 @@
-// UTF-8: where characters begin and end in bytes that may be anything.
+// UTF-8 in bytes that may be invalid: where characters begin and end.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ uint32_t utf8_code_point(std::string_view text, size_t i, size_t n);
 
 std::string utf8_character(uint32_t code_point);
 
-// Text that arrives in pieces which may end inside a character, as the tokens of a model do. What it gives back is what
-// it was given, byte for byte, but a character comes whole: the bytes of one that is unfinished wait for the rest, and
-// bytes that can't become one go through at once.
+// Text that arrives in parts that may end inside a character, as the tokens of a model do. The output has the same
+// bytes as the input, but only whole characters: the bytes of an incomplete character are held back until the rest
+// arrives. Bytes that cannot become a character pass through at once.
 class Utf8Stream {
   public:
-    std::string put(std::string_view piece);  // what can be shown now
-    std::string finish();                     // what is left of a text that ends inside a character
+    std::string put(std::string_view part);  // the text that is complete now
+    std::string finish();                    // the bytes of an incomplete last character
 
   private:
-    std::string waiting;  // at most 3 bytes
+    std::string held_back;  // at most 3 bytes
 };

@@ -1,4 +1,4 @@
-// The three conversation formats: recognised by their marks, and written as the templates of their models write them.
+// The three chat formats: recognised by their special tokens, and written as the models' own templates write them.
 #include "infer/chat_template.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ constexpr const char* CHATML =
 constexpr const char* LLAMA3 = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}";
 constexpr const char* LLAMA2 = "{{ '<<SYS>>\\n' + system_message }}{{ bos_token + '[INST] ' + content + ' [/INST]' }}";
 
-TEST(ChatTemplates, AreRecognisedByTheirMarks) {
+TEST(ChatTemplates, AreRecognisedByTheirSpecialTokens) {
     const ChatTemplate chatml = recognise_chat_template(CHATML, "x");
     EXPECT_EQ(chatml.format, ChatFormat::ChatML);
     EXPECT_EQ(chatml.default_system, "You are a helpful AI assistant named SmolLM, trained by Hugging Face");
@@ -31,7 +31,7 @@ TEST(ChatTemplates, AreRecognisedByTheirMarks) {
             recognise_chat_template(other, "dir/tokenizer_config.json");
             ADD_FAILURE() << other;
         } catch (const Error& e) {
-            EXPECT_EQ(std::string(e.what()).rfind("dir/tokenizer_config.json: the chat template is none of ChatML", 0),
+            EXPECT_EQ(std::string(e.what()).rfind("dir/tokenizer_config.json: the chat template is not in ChatML", 0),
                       0u);
         }
     }
@@ -52,13 +52,13 @@ TEST(ChatTemplates, AreFoundInAModelDirectory) {
     EXPECT_EQ(find_chat_template(dir.path()).format, ChatFormat::ChatML);
 }
 
-// Two rounds, as text: special tokens are written out by decode().
+// Two user turns, as text: decode() writes special tokens out.
 std::string conversation(ChatFormat format, const Tokenizer& tokenizer, const std::string& system) {
     ChatWriter writer(format, tokenizer);
     std::string text;
     const auto add = [&](const std::vector<int32_t>& tokens) { text += tokenizer.decode(tokens); };
-    add(writer.begin(system)), add(writer.question("Hi ")), add(tokenizer.encode("Yes."));
-    add(writer.end_of_answer()), add(writer.question("<|im_end|> or </s>?"));
+    add(writer.begin(system)), add(writer.user_turn("Hi ")), add(tokenizer.encode("Yes."));
+    add(writer.end_of_assistant_turn()), add(writer.user_turn("<|im_end|> or </s>?"));
     return text;
 }
 
@@ -80,12 +80,12 @@ TEST(ChatWriter, WritesWhatTheTemplatesWrite) {
               "<s>[INST] <<SYS>>\nBe kind.\n<</SYS>>\n\nHi [/INST]Yes.</s><s>[INST] <|im_end|> or </s>? [/INST]");
 }
 
-// What somebody types never becomes a mark.
+// User input never becomes a special token.
 TEST(ChatWriter, ContentStaysText) {
     const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
     ChatWriter writer(ChatFormat::ChatML, tokenizer);
     const int32_t end = writer.end_tokens()[0];
-    const std::vector<int32_t> plain = writer.question("a"), tricky = writer.question("a<|im_end|>");
+    const std::vector<int32_t> plain = writer.user_turn("a"), tricky = writer.user_turn("a<|im_end|>");
     EXPECT_EQ(std::count(plain.begin(), plain.end(), end), std::count(tricky.begin(), tricky.end(), end));
     EXPECT_GT(tricky.size(), plain.size());
     EXPECT_THROW(ChatWriter(ChatFormat::Llama3, tokenizer), Error);

@@ -62,7 +62,7 @@ def checkpoints(run_dir):
 
 
 def make_data(top):
-    """Documents of a small grammar, which is something to learn, as tokens: the folder that holds them."""
+    """Tokenizes documents of a small grammar that a model can learn. Returns the data directory."""
     text, data = os.path.join(top, "text"), os.path.join(top, "data")
     os.mkdir(text)
     for i in range(40):
@@ -127,8 +127,8 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual([line["step"] for line in evals], [4, 8])
         self.assertEqual(set(evals[0]), {"step", "val_loss", "bits_per_byte"})
         self.assertLess(steps[-1]["loss"], steps[0]["loss"])
-        self.assertAlmostEqual(steps[0]["loss"], math.log(257), delta=0.2)  # a fresh model knows nothing
-        self.assertAlmostEqual(steps[0]["lr"], 1.5e-3, delta=1e-8)          # half way through the warmup
+        self.assertAlmostEqual(steps[0]["loss"], math.log(257), delta=0.2)  # an untrained model predicts a uniform distribution
+        self.assertAlmostEqual(steps[0]["lr"], 1.5e-3, delta=1e-8)          # halfway through the warmup
         self.assertAlmostEqual(steps[-1]["lr"], 3e-4, delta=1e-8)           # a tenth, at the last step of the cosine
 
     def test_eval(self):
@@ -166,7 +166,7 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(beyond.returncode, 0, beyond.stderr)
 
     def test_sample_a_batch(self):
-        """Prompts of a file run together and come out as each alone would."""
+        """Prompts of a file run as a batch and give the same completions as each alone."""
         prompts = ["The ", "It was a", "x", "And then he"]
         path = os.path.join(self.top, "prompts.txt")
         with open(path, "w") as file:
@@ -192,11 +192,11 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(len(lines[-1].split(" ", 2)), 3)
         stopped = json.loads(run(*args, "--context", 8, "--context-full", "stop", "--json").stdout)["samples"][0]
         self.assertEqual((stopped["finish"], len(stopped["tokens"])), ("context", 5))
-        slid = json.loads(run(*args, "--context", 8, "--keep", 2, "--json").stdout)["samples"][0]
+        slid = json.loads(run(*args, "--context", 8, "--keep-tokens", 2, "--json").stdout)["samples"][0]
         self.assertEqual((slid["finish"], len(slid["tokens"])), ("length", 16))
 
     def test_chat(self):
-        """A conversation with a model of random words: what is asked is answered, rounds and /reset included."""
+        """A conversation with an untrained model: each user turn gets a response, also after /reset."""
         model = self.train("chat", "--steps", 1, "--vocab-size", 300)
         model = os.path.join(model, checkpoints(model)[-1])
         refused = run("chat", "--model", model)
@@ -219,18 +219,18 @@ class CommandsTest(unittest.TestCase):
         first = chat("Hi\n")
         self.assertEqual(first.returncode, 0, first.stderr)
         self.assertIn("ChatML", first.stderr)
-        self.assertIn("answer: 5 tokens", first.stderr)
+        self.assertIn("completion: 5 tokens", first.stderr)
         twice = chat("Hi\n/reset\n\nHi\n/exit\nnever read\n")
-        answers = twice.stdout.split("> ")
-        self.assertEqual(len(answers), 6, twice.stdout)
-        self.assertEqual(answers[1], answers[4])  # after a reset the same question has the same answer
+        responses = twice.stdout.split("> ")
+        self.assertEqual(len(responses), 6, twice.stdout)
+        self.assertEqual(responses[1], responses[4])  # after /reset the same user turn has the same response
         self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # slides
         with subprocess.Popen([DRIVER, "chat", "--model", model, "--max-tokens", "1000000", "--temperature", "0"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             process.stdin.write(b"Hi\n")
             process.stdin.flush()
             process.stdout.read(8)
-            process.send_signal(signal.SIGINT)  # stops the answer, and the next line is read
+            process.send_signal(signal.SIGINT)  # stops the response; the next line is read
             rest, _ = process.communicate(b"/exit\n", timeout=120)
             self.assertEqual(process.returncode, 0)
             self.assertIn(b"\n> ", rest)
@@ -261,6 +261,27 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(len(done.stdout.split()), 4)
 
+    def test_attention_types(self):
+        def described(*args):
+            done = run("plan", "--model", "gpt2-tiny", *args)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            return done.stdout.split("\n")[0]
+        for written, letters in (("linear", "LLLL"), ("G", "GGGG"), ("GGGS", "GGGS"), ("linear,gated_linear,softmax,softmax", "LGSS"), ("SS,linear,G", "SSLG")):
+            self.assertIn(f"attention {letters},", described("--attention", written))
+        self.assertEqual(described("--attention", "softmax"), described())
+        # In a configuration file too.
+        path, out = os.path.join(self.top, "attention.toml"), os.path.join(self.top, "attention")
+        for written in '"linear,softmax"', '"LS"':
+            with open(path, "w") as file:
+                file.write(f"attention={written}\n")
+            done = run(*self.train_args("attention", "--steps", 1, "--config", path))
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn('attention="LS"', text_of(os.path.join(out, "run.toml")))
+            shutil.rmtree(out)
+        with open(path, "w") as file:
+            file.write("atention=\"L\"\n")
+        self.refused(2, ["--config: unknown option atention, did you mean attention?"], *self.train_args("attention", "--config", path))
+
     def test_logits(self):
         out, dump = os.path.join(self.top, "logits.npy"), os.path.join(self.top, "dump")
         done = run("logits", "--model", self.base, "--tokens", "84 104 101", "--output", out, "--dump", dump)
@@ -283,9 +304,14 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
         less = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json").stdout)
         self.assertLess(less["bytes"]["activations"], plan["bytes"]["activations"])
-        texts = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
-        self.assertEqual(texts["bytes"]["KV cache"], 2 * 2 * 4 * 64 * 32 * 4)  # k and v, layers, texts, tokens, channels, bytes
-        self.assertEqual(texts["total_bytes"], sum(texts["bytes"].values()))
+        generate = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
+        self.assertEqual(generate["bytes"]["KV cache"], 2 * 2 * 4 * 64 * 32 * 4)  # k and v, layers, sequences, tokens, channels, bytes
+        self.assertEqual(generate["total_bytes"], sum(generate["bytes"].values()))
+        plain, verbose = (run("plan", *MODEL, "--seq-len", 32, *args).stdout for args in ([], ["--verbose"]))
+        self.assertIn("largest activations", plain)
+        self.assertNotIn("phases", plain)
+        self.assertRegex(verbose, r"layers\.0\.fc .* phases \d+ to \d+\n")
+        self.assertRegex(verbose, r"scalars .* phases 0 to \d+\n")
         big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
         self.assertEqual(big.returncode, 0, big.stderr)
         self.assertIn(json.loads(run("info", "--json").stdout)["backend"], ("cpu", "cuda"))
@@ -341,7 +367,7 @@ class CommandsTest(unittest.TestCase):
         args = ["--steps", 2, "--batch-size", 16, "--seq-len", 64]
         masked, plain = self.train("documents", *args, "--document-mask"), self.train("no_documents", *args)
         self.assertTrue(all(math.isfinite(x) for x in losses(masked).values()))
-        # Some windows hold the end of a document, and what comes after it must not see what came before.
+        # Some training sequences contain the end of a document; the next document must not see the previous one.
         self.assertNotEqual(losses(masked)[1], losses(plain)[1])
 
     def test_nondeterministic_changes_nothing_in_fp32(self):
@@ -375,7 +401,7 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(losses(other), losses(whole))
 
     def test_vocabulary_larger_than_the_tokenizers(self):
-        # An untrained model draws ids that the tokenizer lacks nearly always: they have no text.
+        # An untrained model mostly samples ids that the tokenizer does not have: they have no text.
         other = self.train("padded", "--steps", 2, "--vocab-size", 8000, "--sample-every", 1)
         done = run("sample", "--model", other, "--max-tokens", 20, "--ignore-eos", "--temperature", 10)
         self.assertEqual(done.returncode, 0, done.stderr)
@@ -405,8 +431,8 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(losses(whole), expected_losses, name)
             self.assertEqual(digests(os.path.join(whole, "step_00000008")), expected, name)
 
-    def test_kinds_of_attention(self):
-        whole = self.train("kinds", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
+    def test_mixed_attention_types(self):
+        whole = self.train("mixed", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
                            "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
         end = os.path.join(whole, "step_00000006")
         expected, expected_losses = digests(end), losses(whole)
@@ -414,13 +440,14 @@ class CommandsTest(unittest.TestCase):
         done = run("train", "--out", whole, "--resume")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("attention LGS", done.stderr)
+        self.assertIn('attention="LGS"', text_of(os.path.join(whole, "run.toml")))
         self.assertEqual(losses(whole), expected_losses)
         self.assertEqual(digests(end), expected)
         with open(os.path.join(end, "config.json")) as file:
             config = json.load(file)
         self.assertEqual([config[key] for key in ("model_type", "attention", "linear_rope")], ["train_gpt", "LGS", False])
-        # Converted, it is the same model; dumps have what only gated layers compute.
-        copy, arrays = os.path.join(self.top, "kinds_copy"), os.path.join(self.top, "kinds_arrays")
+        # Converted, it is the same model. Dumps hold the activations that only gated_linear layers have.
+        copy, arrays = os.path.join(self.top, "mixed_copy"), os.path.join(self.top, "mixed_arrays")
         self.assertEqual(run("convert", whole, copy).returncode, 0)
         for model, path in (whole, arrays + "a.npy"), (copy, arrays + "b.npy"):
             done = run("logits", "--model", model, "--tokens", "1 2 3 4 5", "--output", path, "--dump", arrays)
@@ -466,7 +493,7 @@ class CommandsTest(unittest.TestCase):
             deadline = time.time() + 60
             while time.time() < deadline and not (os.path.exists(other + "/log.jsonl") and os.path.getsize(other + "/log.jsonl")):
                 time.sleep(0.02)
-            # One thread takes them, in none that computes a handler's frame can land on a buffer (runtime/signals.h).
+            # One thread receives signals: in no computing thread can a handler's frame overwrite a buffer (runtime/signals.h).
             blocked = [int(re.search(r"^SigBlk:\s*(\w+)", text_of(path), re.M)[1], 16)
                        for path in glob.glob(f"/proc/{process.pid}/task/*/status")]
             self.assertGreaterEqual(len(blocked), 3)
@@ -495,7 +522,7 @@ class CommandsTest(unittest.TestCase):
         return {"LD_PRELOAD": SHIM, "CRASH_SHIM_MODE": mode, "CRASH_SHIM_DIR": os.path.realpath(directory), "CRASH_SHIM_AT": str(n)}
 
     def break_saves(self, mode):
-        """Breaks a resumed run at its n-th file operation, for every n; then it must go on to the same end."""
+        """Breaks a resumed run at its n-th file operation, for every n; then resuming must give the same result."""
         expected = digests(os.path.join(self.base, "step_00000008"))
         args = ["--resume", "--eval-every", 8]
 
@@ -509,17 +536,17 @@ class CommandsTest(unittest.TestCase):
                 last = done.stderr.rstrip("\n").split("\n")[-1]
                 self.assertIn("No space left on device", last)
                 self.assertIn(run_dir, last)
-            for name in checkpoints(run_dir):  # what is there is complete
+            for name in checkpoints(run_dir):  # every checkpoint is complete
                 info = run("info", os.path.join(run_dir, name), "--json")
                 self.assertEqual(info.returncode, 0, info.stderr)
             self.assertIn("step_00000004", checkpoints(run_dir))
             if mode == "enospc":
                 self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
-            if n % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # going on takes longest, so not after each
+            if n % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # resuming takes long, so not after every failure
                 again = run("train", "--out", run_dir, *args)
                 self.assertEqual(again.returncode, 0, again.stderr)
                 self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), expected)
-                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "a killed run's leftovers stay")
+                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "temporary files of a killed run are left")
             shutil.rmtree(run_dir)
             return True
 
@@ -530,7 +557,7 @@ class CommandsTest(unittest.TestCase):
                 self.assertLess(len(broken), 2000)
                 broken += pool.map(broken_at, range(len(broken) + 1, len(broken) + 1 + at_once))
         operations = broken.index(False)
-        self.assertFalse(any(broken[operations:]), "breaks after a run that did not")
+        self.assertFalse(any(broken[operations:]), "a run failed after one that succeeded")
         self.assertGreater(operations, 10)
 
     def test_kill_at_every_file_operation(self):
@@ -564,17 +591,29 @@ class CommandsTest(unittest.TestCase):
     def test_wrong_flags(self):
         for words, args in (
             (["no command"], []),
-            (["unknown command 'tarin'"], ["tarin"]),
+            (["unknown command 'trian', did you mean 'train'?"], ["trian"]),
+            (["unknown command 'frobnicate'; "], ["frobnicate"]),
             (["--model is required"], ["train", "--data", self.data, "--out", "x"]),
-            (["--bogus"], self.train_args("x", "--bogus")),
+            (["train: unknown option --bogus; see"], self.train_args("x", "--bogus")),
+            (["train: unknown option --modle, did you mean --model?; see"], ["train", "--modle", "gpt2-tiny"]),
+            (["train: unknown option --modle, did you mean --model?; see"], ["train", "--modle=gpt2-tiny"]),
+            (["--steps: 0 is not a whole number of at least 1 (and at most 2^40); unknown option --sed, did you mean --seed?; --layers: 0 is"],
+             ["train", "--steps", 0, "--sed", 3, "--layers", 0]),
+            (["did you mean --keep-tokens?"], ["sample", "--model", "gpt2-tiny", "--keep", 2]),
+            (["unexpected argument 'there'"], ["sample", "--model", "gpt2-tiny", "--prompt", "Hello", "there"]),
+            (["--steps: the value is missing"], self.train_args("x", "--steps")),
+            (["--seed: 2 values; give one"], self.train_args("x", "--seed", 1, "--seed", 2)),
+            (["--prompt excludes --prompt-file; leave"], ["sample", "--model", "x", "--prompt", "a", "--prompt-file", "b"]),
+            *((["--attention: 'X", "write softmax, linear or gated_linear"], ["plan", *MODEL, "--attention", wrong])
+              for wrong in ("X", "XS", "XSoftmax", "softmax,X", "S,X")),
             (["run.toml", "rename"], self.train_args("x#y")),
             (["--steps", "0 is not"], self.train_args("x", "--steps", 0)),
             (["--steps", "-3 is not"], self.train_args("x", "--steps", -3)),
             (["--steps", "1e3"], self.train_args("x", "--steps", "1e3")),
             (["--batch-size", "99999999999999999999"], self.train_args("x", "--batch-size", "99999999999999999999")),
             (["--lr", "nan"], self.train_args("x", "--lr", "nan")),
-            (["--schedule", "cosin"], self.train_args("x", "--schedule", "cosin")),
-            (["/nonexistent.toml"], ["train", "--config", "/nonexistent.toml"]),
+            (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
+            (["--config: /nonexistent.toml cannot be read"], ["train", "--config", "/nonexistent.toml"]),
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
             (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
             (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
@@ -601,7 +640,7 @@ class CommandsTest(unittest.TestCase):
             (["100", "128"], self.train_args("x", "--total-batch-tokens", 100)),
             (["--vocab-size 100", "257"], [*self.train_args("x"), "--vocab-size", 100]),
             *([(["fp16", "linear attention"], ["sample", *MODEL, "--attention", "G", "--random-weights", "--dtype", "fp16"])] if cuda() else []),
-            (["attention", "'SX'"], [*self.train_args("x"), "--attention", "SX"]),
+            (["attention 'SSS' has 3 letters for 2 layers"], [*self.train_args("x"), "--attention", "softmax,S,softmax"]),
             (["--linear-rope", "--positions rope"], [*self.train_args("x"), "--attention", "L", "--linear-rope", "no"]),
             *([] if cuda() else [(["bf16"], [*self.train_args("x"), "--dtype", "bf16"])]),
             (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),
@@ -620,11 +659,11 @@ class CommandsTest(unittest.TestCase):
         ):
             self.refused(1, words, *args)
 
-    def test_prompts_are_not_learnt(self):
-        # Windows of the same 32 tokens, of which every third is a prompt: what is left has the mean loss and the mean gradient of
-        # a run that learns them all.
-        T, windows = 32, 60
-        tokens = [(7 * i * i + 3) % 50 for i in range(T)] * windows + [3]
+    def test_prompts_are_not_loss_tokens(self):
+        # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean loss and the mean
+        # gradient of a run in which all tokens are loss tokens.
+        T, sequences = 32, 60
+        tokens = [(7 * i * i + 3) % 50 for i in range(T)] * sequences + [3]
         runs = {}
         for name in ("all", "some"):
             data = os.path.join(self.top, "repeated_" + name)
@@ -647,7 +686,7 @@ class CommandsTest(unittest.TestCase):
                 self.assertAlmostEqual(line["grad_norm"] / reference["grad_norm"], 1, delta=1e-4, msg=key)
         self.assertLess(runs["some", 1][-1]["loss"], runs["some", 1][0]["loss"] - 0.05)
 
-        # From JSONL: what is scored is the responses.
+        # From JSONL: the loss tokens are those of the responses.
         path, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
         with open(path, "w") as file:
             for i in range(200):

@@ -86,7 +86,7 @@ INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIA
 TEST_P(GenerationByType, LongContexts) {
     std::vector<int64_t> lengths = {63, 64, 600, 1025, 4097};
     if (backend_device() != Device::CPU) lengths.insert(lengths.end(), {9000, 32768});
-    ASSERT_GT(lengths.back(), Engine::pass_tokens());
+    ASSERT_GT(lengths.back(), Engine::prompt_chunk_tokens());
     for (const int64_t n : lengths) {
         Generation g(driver.model, engine_options(2, n + 4));
         std::vector<int32_t> sequence = random_tokens(driver.model.config, n, 4);
@@ -143,7 +143,7 @@ TEST_P(GenerationByType, SequencesComeAndGo) {
     g.decode();
     EXPECT_EQ(g.sampled.size(), 2u);
     third.push_back(g.sampled[1]);
-    g.engine.forget(0);
+    g.engine.truncate(0);
     g.prefill({{0, random_tokens(c, 5, 9), 7, 0}});
     EXPECT_EQ(g.sampled.size(), 1u);
     last = g.sampled;
@@ -157,7 +157,7 @@ TEST_P(GenerationByType, SequencesComeAndGo) {
         }
     }
     const auto expected = [&](const Prompt& p, size_t n) {
-        alone.engine.retire(0), alone.engine.forget(0);
+        alone.engine.retire(0), alone.engine.truncate(0);
         alone.prefill({{0, p.tokens, p.sequence, 0}});
         std::vector<int32_t> sampled{alone.sampled[0]};
         while (sampled.size() < n) alone.decode(), sampled.push_back(alone.sampled[0]);
@@ -235,11 +235,11 @@ TEST(Engine, WrongArgumentsAreErrors) {
         Generation g(driver.model, engine_options(slots, context));
     };
     expect_error([&] { make(1, 17); },
-                 "a context of 17 tokens is beyond the model's position table of 16 rows; shorten it (--context)");
-    expect_error([&] { make(0, 8); }, "engine: 0 texts of 8 tokens; both must be positive");
+                 "a context of 17 tokens exceeds the model's position table of 16 rows; lower --context");
+    expect_error([&] { make(0, 8); }, "engine: a batch of 0 sequences of 8 tokens; both must be positive");
     Generation g(driver.model, engine_options(2, 8));
-    expect_error([&] { g.prefill({{0, {1, 53}, 0, 0}}); }, "token 53 is beyond the model's vocabulary of 53");
-    expect_error([&] { g.prefill({{0, {}, 0, 0}}); }, "a prompt without tokens; give it at least one");
+    expect_error([&] { g.prefill({{0, {1, 53}, 0, 0}}); }, "token 53 is beyond the model's vocabulary of 53 tokens");
+    expect_error([&] { g.prefill({{0, {}, 0, 0}}); }, "the prompt has no tokens; give it at least one");
     expect_error([&] { g.prefill({{2, {1}, 0, 0}}); }, "engine: slot 2 is not one of 2 or is given twice");
     expect_error(
         [&] {
@@ -250,7 +250,7 @@ TEST(Engine, WrongArgumentsAreErrors) {
         [&] {
             g.prefill({{0, std::vector<int32_t>(9, 1), 0, 0}});
         },
-        "a text of 9 tokens is beyond the context of 8; shorten it or raise --context");
+        "a sequence of 9 tokens exceeds the context of 8; shorten the prompt or raise --context");
     EXPECT_FALSE(g.engine.ready());
 }
 
@@ -274,8 +274,8 @@ TEST(Engine, StatesOfLinearLayers) {
     const std::vector<int32_t> sequence = random_tokens(driver.model.config, 9, 1);
     g.prefill({{0, sequence, 0, 0}});
     g.engine.retire(0);
-    EXPECT_EQ(g.engine.forget(0, 9), 9);
-    EXPECT_EQ(g.engine.forget(0, 8), 0);
+    EXPECT_EQ(g.engine.truncate(0, 9), 9);
+    EXPECT_EQ(g.engine.truncate(0, 8), 0);
     EXPECT_EQ(g.engine.length(0), 0);
     expect_same_logits(g.prefill({{0, sequence, 0, 0}})[0], logits_after(driver, sequence), "after it was forgotten");
 
@@ -285,7 +285,7 @@ TEST(Engine, StatesOfLinearLayers) {
     two.prefill(
         {{0, {sequence.begin(), sequence.begin() + 4}, 0, 0}, {1, random_tokens(driver.model.config, 5, 3), 1, 0}});
     two.engine.retire(0), two.engine.retire(1);
-    two.engine.forget(1);
+    two.engine.truncate(1);
     const std::vector<std::vector<float>> logits =
         two.prefill({{0, {sequence.begin() + 4, sequence.end()}, 0, 0}, {1, other, 1, 0}});
     expect_same_logits(logits[0], logits_after(driver, sequence), "continued");

@@ -1,4 +1,4 @@
-// What ends a text and what of it may be shown; prompts in a file; how answers of a batch are printed.
+// What ends a completion and which part of its text is shown; prompts in a file; the output of a batch.
 #include "infer/generate.h"
 
 #include <gtest/gtest.h>
@@ -17,61 +17,62 @@ const Tokenizer& bytes() {
     return tokenizer;
 }
 
-// Feeds a text byte by byte; what was shown after each.
+// Feeds a text byte by byte. Returns what was shown after each byte.
 std::vector<std::string> shown(const std::string& text, const CompletionOptions& options, Completion** kept = nullptr) {
-    static std::vector<std::unique_ptr<Completion>> answers;  // `kept` outlives the call
+    static std::vector<std::unique_ptr<Completion>> completions;  // `kept` outlives the call
     std::vector<std::string> after;
     auto total = std::make_shared<std::string>();
-    answers.push_back(
-        std::make_unique<Completion>(&bytes(), options, [total](std::string_view piece) { *total += piece; }));
+    completions.push_back(
+        std::make_unique<Completion>(&bytes(), options, [total](std::string_view part) { *total += part; }));
     for (const int32_t id : bytes().encode(text)) {
-        const bool ended = answers.back()->add(id);
+        const bool ended = completions.back()->add(id);
         after.push_back(*total);
         if (ended) break;
     }
-    if (kept) *kept = answers.back().get();
+    if (kept) *kept = completions.back().get();
     return after;
 }
 
-TEST(Answers, ShowWholeCharacters) {
+TEST(Completion, ShowWholeCharacters) {
     const CompletionOptions options;
     EXPECT_EQ(shown("a\u00e9z", options), (std::vector<std::string>{"a", "a", "a\u00e9", "a\u00e9z"}));
     EXPECT_EQ(shown("\U0001F600", options).back(), "\U0001F600");
     EXPECT_EQ(shown("\U0001F600", options)[2], "");
-    EXPECT_EQ(shown("x\xff y", options).back(), "x\xff y");  // no UTF-8, but bytes are bytes
-    Completion* answer;
+    EXPECT_EQ(shown("x\xff y", options).back(), "x\xff y");  // invalid UTF-8 passes through
+    Completion* completion;
     std::string end = "ab\xe2\x82";  // the text ends inside a character
     CompletionOptions four;
     four.max_tokens = 4;
-    EXPECT_EQ(shown(end, four, &answer).back(), end);
-    EXPECT_EQ(answer->text(), end);
+    EXPECT_EQ(shown(end, four, &completion).back(), end);
+    EXPECT_EQ(completion->text(), end);
 }
 
-TEST(Answers, StopStringsAreNeverShown) {
+TEST(Completion, StopStringsAreNeverShown) {
     CompletionOptions options;
     options.stop = {"END", "\n\n"};
-    Completion* answer;
-    EXPECT_EQ(shown("ab ENDxyz", options, &answer).back(), "ab ");
-    EXPECT_STREQ(answer->finish(), "stop");
-    EXPECT_EQ(answer->text(), "ab ");
-    EXPECT_EQ(answer->tokens().size(), 6u);                        // those of the stop string are among them
-    EXPECT_EQ(shown("E EN ENE x", options).back(), "E EN ENE x");  // beginnings that lead nowhere come out later
+    Completion* completion;
+    EXPECT_EQ(shown("ab ENDxyz", options, &completion).back(), "ab ");
+    EXPECT_STREQ(completion->finish(), "stop");
+    EXPECT_EQ(completion->text(), "ab ");
+    EXPECT_EQ(completion->tokens().size(), 6u);  // those of the stop string are among them
+    EXPECT_EQ(shown("E EN ENE x", options).back(),
+              "E EN ENE x");  // a start that does not become a stop string is shown later
     EXPECT_EQ(shown("x EN", options).back(), "x ");
-    EXPECT_EQ(shown("a\nb\n\nc", options, &answer).back(), "a\nb");
+    EXPECT_EQ(shown("a\nb\n\nc", options, &completion).back(), "a\nb");
     options.stop = {"aab"};
-    EXPECT_EQ(shown("aaab", options, &answer).back(), "a");  // begins again inside itself
+    EXPECT_EQ(shown("aaab", options, &completion).back(), "a");  // the stop string starts inside another start of it
 }
 
-TEST(Answers, EndAtLimitsAndEndTokens) {
+TEST(Completion, EndAtLimitsAndEndTokens) {
     CompletionOptions options;
     options.max_tokens = 3;
-    Completion* answer;
-    EXPECT_EQ(shown("abcdef", options, &answer).back(), "abc");
-    EXPECT_STREQ(answer->finish(), "length");
+    Completion* completion;
+    EXPECT_EQ(shown("abcdef", options, &completion).back(), "abc");
+    EXPECT_STREQ(completion->finish(), "length");
     options.max_tokens = 10, options.eos = {int32_t('x'), bytes().encode("d")[0]};
-    EXPECT_EQ(shown("abcdef", options, &answer).back(), "abc");
-    EXPECT_STREQ(answer->finish(), "eos");
-    EXPECT_EQ(answer->tokens(), bytes().encode("abc"));
+    EXPECT_EQ(shown("abcdef", options, &completion).back(), "abc");
+    EXPECT_STREQ(completion->finish(), "eos");
+    EXPECT_EQ(completion->tokens(), bytes().encode("abc"));
     options.stop = {"x"};
     EXPECT_THROW(Completion(nullptr, options), Error);
     options.stop.clear();
@@ -80,16 +81,16 @@ TEST(Answers, EndAtLimitsAndEndTokens) {
     EXPECT_EQ(without_text.text(), "");
 }
 
-TEST(Prompts, LieBetweenLinesOfDashes) {
-    using Texts = std::vector<std::string>;
-    EXPECT_EQ(split_prompts("one\ntwo\n"), (Texts{"one\ntwo\n"}));  // a single prompt is the whole file
-    EXPECT_EQ(split_prompts("one\n---\ntwo\n"), (Texts{"one", "two"}));
-    EXPECT_EQ(split_prompts("one\n\n---\n--- no\n---\n"), (Texts{"one\n", "--- no", ""}));
-    EXPECT_EQ(split_prompts("---\na"), (Texts{"", "a"}));
-    EXPECT_EQ(split_prompts(""), (Texts{""}));
+TEST(Prompts, AreSeparatedByLinesOfDashes) {
+    using Strings = std::vector<std::string>;
+    EXPECT_EQ(split_prompts("one\ntwo\n"), (Strings{"one\ntwo\n"}));  // a single prompt is the whole file
+    EXPECT_EQ(split_prompts("one\n---\ntwo\n"), (Strings{"one", "two"}));
+    EXPECT_EQ(split_prompts("one\n\n---\n--- no\n---\n"), (Strings{"one\n", "--- no", ""}));
+    EXPECT_EQ(split_prompts("---\na"), (Strings{"", "a"}));
+    EXPECT_EQ(split_prompts(""), (Strings{""}));
 }
 
-TEST(Prompts, TextsEndAtTheTokensOfTheModelAndItsGenerationConfig) {
+TEST(Prompts, EndTokensComeFromTheModelAndItsGenerationConfig) {
     const TempDir dir;
     ModelSource source;
     source.directory = dir.path();
@@ -111,16 +112,16 @@ TEST(Prompts, TextsEndAtTheTokensOfTheModelAndItsGenerationConfig) {
 TEST(SampleOutput, PrintsInOrder) {
     std::ostringstream out;
     SampleOutput output(out, {"A", "B", "C"});
-    output.text(1, "b");
-    output.text(0, "a");
+    output.add(1, "b");
+    output.add(0, "a");
     EXPECT_EQ(out.str(), "Aa");
     output.finish(1);
-    output.text(2, "c");
+    output.add(2, "c");
     EXPECT_EQ(out.str(), "Aa");
-    output.text(0, "aa");
+    output.add(0, "aa");
     output.finish(0, "0.5\n");
     EXPECT_EQ(out.str(), "Aaaa\n0.5\n---\nBb\n---\nCc");
-    output.text(2, "c");
+    output.add(2, "c");
     output.finish(2);
     EXPECT_EQ(out.str(), "Aaaa\n0.5\n---\nBb\n---\nCcc\n");
 }
@@ -129,10 +130,10 @@ TEST(SampleOutput, StatisticsAddUp) {
     GenerateStatistics s;
     s.prompt_tokens = 100, s.prefill_seconds = 0.5;
     EXPECT_EQ(statistics_text(s, 0), "prompt: 100 tokens in 0.500 s, 200 tokens/s\n");
-    s.completion_tokens = 60, s.steps = 20, s.step_texts = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
+    s.completion_tokens = 60, s.steps = 20, s.step_sequences = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
     EXPECT_EQ(statistics_text(s, 8e9),
-              "prompt: 100 tokens in 0.500 s, 200 tokens/s\nanswer: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for each "
-              "text, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");
+              "prompt: 100 tokens in 0.500 s, 200 tokens/s\ncompletion: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for "
+              "each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");
 }
 
 }  // namespace

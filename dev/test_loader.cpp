@@ -1,4 +1,4 @@
-// data/loader.h: every window once an epoch, whatever the ranks, the micro-steps and the step it starts from.
+// data/loader.h: every training sequence once per epoch, for any ranks, micro-steps and first step.
 #include "data/loader.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@
 
 namespace {
 
-static_assert(Batch::NO_TARGET == IGNORE_TARGET, "targets that are not scored must be those that the loss ignores");
+static_assert(Batch::NO_TARGET == IGNORE_TARGET, "targets without a loss must be those that cross-entropy ignores");
 
 class LoaderTest : public testing::Test {
   protected:
@@ -40,9 +40,9 @@ class LoaderTest : public testing::Test {
         return TokenFiles(folder + "/*.bin");
     }
 
-    // Masks beside the shards: token i is learnt if learnt(i).
-    template <typename Learnt>
-    TokenFiles mask(const TokenFiles& files, const Learnt& learnt) const {
+    // Writes masks for the shards: token i is a loss token if is_loss_token(i).
+    template <typename IsLossToken>
+    TokenFiles mask(const TokenFiles& files, const IsLossToken& is_loss_token) const {
         int64_t token = 0;
         for (const std::string& path : files.paths()) {
             const int64_t n = int64_t(std::filesystem::file_size(path) - 1024) / 4;
@@ -50,7 +50,7 @@ class LoaderTest : public testing::Test {
             header[0] = 20261121, header[1] = 1, header[2] = uint32_t(n);
             std::ofstream out(path.substr(0, path.size() - 4) + ".mask", std::ios::binary);
             out.write(reinterpret_cast<const char*>(header.data()), 1024);
-            for (int64_t i = 0; i < n; i++) out.put(char(learnt(token++)));
+            for (int64_t i = 0; i < n; i++) out.put(char(is_loss_token(token++)));
         }
         return TokenFiles(files.pattern());
     }
@@ -74,12 +74,12 @@ LoaderOptions options(int64_t B, int64_t T) {
     return o;
 }
 
-// Window indices of the next micro-batch, for counting tokens; checks that the rows are windows.
-std::vector<int64_t> take_windows(Loader& loader, int64_t B, int64_t T) {
+// Indices of the training sequences of the next micro-batch, for counting tokens. Checks the rows.
+std::vector<int64_t> take_sequences(Loader& loader, int64_t B, int64_t T) {
     const Batch& batch = loader.next();
     EXPECT_EQ(batch.tokens.size(), size_t(B * T));
     EXPECT_EQ(batch.targets.size(), size_t(B * T));
-    std::vector<int64_t> windows;
+    std::vector<int64_t> sequences;
     for (int64_t b = 0; b < B; b++) {
         const int64_t begin = batch.tokens[size_t(b * T)];
         EXPECT_EQ(begin % T, 0);
@@ -89,12 +89,12 @@ std::vector<int64_t> take_windows(Loader& loader, int64_t B, int64_t T) {
             EXPECT_EQ(batch.positions[size_t(b * T + t)], t);
         }
         EXPECT_EQ(batch.cum_seqlens[size_t(b)], b * T);
-        windows.push_back(begin / T);
+        sequences.push_back(begin / T);
     }
     EXPECT_EQ(batch.cum_seqlens.size(), size_t(B + 1));
     EXPECT_EQ(batch.cum_seqlens.back(), B * T);
     EXPECT_EQ(batch.max_seqlen, T);
-    return windows;
+    return sequences;
 }
 
 }  // namespace
@@ -139,7 +139,7 @@ TEST(Permute, KeysAndEpochsGiveOtherOrders) {
         neighbours += i + 1 < n && permute(1, 0, i + 1, n) == p + 1;
     }
     for (const int count : {fixed, same_epoch, same_key, neighbours}) EXPECT_LE(count, 8);  // 1 each is expected
-    // Small n too: 24 orders of 4 windows, of which 200 epochs must show a good part.
+    // Small n too: 24 orders of 4 sequences, of which 200 epochs must show a good part.
     std::set<std::vector<uint64_t>> orders;
     for (uint64_t epoch = 0; epoch < 200; epoch++) {
         std::vector<uint64_t> order;
@@ -150,7 +150,7 @@ TEST(Permute, KeysAndEpochsGiveOtherOrders) {
 }
 
 TEST(Permute, EveryPlaceIsEquallyLikely) {
-    // Where window 0 lands over 10000 epochs, n = 10: 1000 each, standard deviation 30.
+    // Where sequence 0 lands over 10000 epochs, n = 10: 1000 each, standard deviation 30.
     std::vector<int> counts(10, 0);
     for (uint64_t epoch = 0; epoch < 10000; epoch++) counts[permute(5, epoch, 0, 10)]++;
     for (const int count : counts) EXPECT_NEAR(count, 1000, 150);
@@ -158,13 +158,14 @@ TEST(Permute, EveryPlaceIsEquallyLikely) {
 
 TEST_F(LoaderTest, EachWindowOnceAnEpoch) {
     const int64_t T = 7, B = 3;
-    const TokenFiles files = make_counting(7 * 26 + 1 + 4, 31);  // 26 windows; windows lie across shards; a tail of 4
+    const TokenFiles files =
+        make_counting(7 * 26 + 1 + 4, 31);  // 26 sequences; sequences lie across shards; a tail of 4
     Loader loader(files, options(B, T), 0);
-    EXPECT_EQ(loader.num_windows(), 26);
+    EXPECT_EQ(loader.num_training_sequences(), 26);
     EXPECT_EQ(loader.dropped_tokens(), 4);
     std::vector<int64_t> order;
     while (order.size() < 4 * 26)
-        for (const int64_t w : take_windows(loader, B, T)) order.push_back(w);
+        for (const int64_t w : take_sequences(loader, B, T)) order.push_back(w);
     std::set<std::vector<int64_t>> epochs;
     for (int64_t epoch = 0; epoch < 4; epoch++) {  // 26 isn't a multiple of 3: batches straddle the epochs
         const std::vector<int64_t> one(order.begin() + epoch * 26, order.begin() + (epoch + 1) * 26);
@@ -172,7 +173,7 @@ TEST_F(LoaderTest, EachWindowOnceAnEpoch) {
         epochs.insert(one);
     }
     EXPECT_EQ(epochs.size(), 4u);
-    for (size_t i = 0; i < order.size(); i++) EXPECT_EQ(order[i], loader.window_of_sample(i));
+    for (size_t i = 0; i < order.size(); i++) EXPECT_EQ(order[i], loader.training_sequence_of_sample(i));
 }
 
 TEST_F(LoaderTest, UnshuffledIsInOrder) {
@@ -181,18 +182,18 @@ TEST_F(LoaderTest, UnshuffledIsInOrder) {
     o.shuffle = false;
     Loader loader(files, o, 0);
     EXPECT_EQ(loader.dropped_tokens(), 0);
-    EXPECT_EQ(take_windows(loader, 3, 10), (std::vector<int64_t>{0, 1, 2}));
-    EXPECT_EQ(take_windows(loader, 3, 10), (std::vector<int64_t>{3, 0, 1}));
+    EXPECT_EQ(take_sequences(loader, 3, 10), (std::vector<int64_t>{0, 1, 2}));
+    EXPECT_EQ(take_sequences(loader, 3, 10), (std::vector<int64_t>{3, 0, 1}));
 }
 
 TEST_F(LoaderTest, RanksAndMicroStepsOnlySlice) {
-    const int64_t T = 4, G = 8, steps = 9;  // 72 samples of 27 windows: more than two epochs
+    const int64_t T = 4, G = 8, steps = 9;  // 72 samples of 27 sequences: more than two epochs
     const TokenFiles files = make_counting(27 * T + 3);
     std::vector<int64_t> expected;
     {
         Loader whole(files, options(G, T), 0);
         for (int64_t s = 0; s < steps; s++)
-            for (const int64_t w : take_windows(whole, G, T)) expected.push_back(w);
+            for (const int64_t w : take_sequences(whole, G, T)) expected.push_back(w);
     }
     for (const int64_t world : {1, 2, 4}) {
         for (const int64_t B : {1, 2}) {
@@ -204,7 +205,7 @@ TEST_F(LoaderTest, RanksAndMicroStepsOnlySlice) {
             std::vector<int64_t> order;
             for (int64_t micro = 0; micro < steps * o.micro_steps; micro++)
                 for (auto& rank : ranks)
-                    for (const int64_t w : take_windows(*rank, B, T)) order.push_back(w);
+                    for (const int64_t w : take_sequences(*rank, B, T)) order.push_back(w);
             EXPECT_EQ(order, expected) << "world " << world << ", B " << B;
         }
     }
@@ -221,8 +222,8 @@ TEST_F(LoaderTest, StartingAtAStepEqualsContinuing) {
     for (int64_t step = 0; step < 12; step++) {
         Loader resumed(files, o, step);
         for (int64_t micro = 0; micro < 3; micro++) {
-            const std::vector<int64_t> expected = take_windows(from_start, 2, T);
-            EXPECT_EQ(take_windows(resumed, 2, T), expected) << "step " << step;
+            const std::vector<int64_t> expected = take_sequences(from_start, 2, T);
+            EXPECT_EQ(take_sequences(resumed, 2, T), expected) << "step " << step;
         }
     }
 }
@@ -233,15 +234,15 @@ TEST_F(LoaderTest, SeedsGiveOtherOrders) {
     Loader a(files, o, 0);
     o.seed = 43;
     Loader b(files, o, 0);
-    EXPECT_NE(take_windows(a, 50, 4), take_windows(b, 50, 4));
+    EXPECT_NE(take_sequences(a, 50, 4), take_sequences(b, 50, 4));
 }
 
 // The targets are those of the tokens that the mask says; what is left is counted over all ranks alike.
 TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
-    const auto learnt = [](int64_t token) { return token % 3 == 0 || token > 150; };
-    const TokenFiles plain = make_counting(203), files = mask(plain, learnt);
+    const auto is_loss_token = [](int64_t token) { return token % 3 == 0 || token > 150; };
+    const TokenFiles plain = make_counting(203), files = mask(plain, is_loss_token);
     for (const int64_t world : {1, 2}) {
-        std::vector<int64_t> scored;
+        std::vector<int64_t> counts;
         int64_t own = 0;
         for (int64_t rank = 0; rank < world; rank++) {
             LoaderOptions o = options(4 / world, 5);
@@ -251,18 +252,18 @@ TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
             for (int64_t i = 0; i < 3; i++) {
                 const Batch& batch = loader.next();
                 const Batch& all = unmasked.next();
-                EXPECT_EQ(all.scored, 20);
+                EXPECT_EQ(all.loss_tokens, 20);
                 EXPECT_EQ(batch.tokens, all.tokens);
                 for (size_t t = 0; t < all.targets.size(); t++) {
-                    EXPECT_EQ(batch.targets[t], learnt(all.targets[t]) ? all.targets[t] : Batch::NO_TARGET);
+                    EXPECT_EQ(batch.targets[t], is_loss_token(all.targets[t]) ? all.targets[t] : Batch::NO_TARGET);
                     own += batch.targets[t] != Batch::NO_TARGET;
                 }
-                scored.push_back(batch.scored);
+                counts.push_back(batch.loss_tokens);
             }
         }
-        int64_t first = scored[0] + scored[1] + scored[2];
+        int64_t first = counts[0] + counts[1] + counts[2];
         EXPECT_EQ(first, own);
-        for (size_t i = 3; i < scored.size(); i++) EXPECT_EQ(scored[i], scored[i - 3]);
+        for (size_t i = 3; i < counts.size(); i++) EXPECT_EQ(counts[i], counts[i - 3]);
     }
     for (const int32_t end : {-1, 7}) {
         const EvalBatches all{plain, 3, 8, 1 << 30, end, 0}, batches{files, 3, 8, 1 << 30, end, 0};
@@ -273,19 +274,20 @@ TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
             EXPECT_EQ(x.tokens, y.tokens);
             int64_t left = 0;
             for (size_t t = 0; t < x.targets.size(); t++) {
-                const bool kept = x.targets[t] != Batch::NO_TARGET && learnt(x.targets[t]);
+                const bool kept = x.targets[t] != Batch::NO_TARGET && is_loss_token(x.targets[t]);
                 EXPECT_EQ(y.targets[t], kept ? x.targets[t] : Batch::NO_TARGET);
                 left += kept;
             }
-            EXPECT_EQ(y.scored, left);
-            counted += x.scored;
+            EXPECT_EQ(y.loss_tokens, left);
+            counted += x.loss_tokens;
         }
         EXPECT_EQ(counted, all.num_tokens());
     }
 }
 
 TEST_F(LoaderTest, DocumentsSplitWindows) {
-    // Documents 1 2 E | 3 E | 4 5 6 7 E | E | 8 9, with E = 0; T = 4: windows [1 2 0 3] [0 4 5 6] [7 0 0 8], target 9.
+    // Documents 1 2 E | 3 E | 4 5 6 7 E | E | 8 9, with E = 0; T = 4: sequences [1 2 0 3] [0 4 5 6] [7 0 0 8],
+    // target 9.
     const TokenFiles files = make({1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}, 5);
     LoaderOptions o = options(3, 4);
     o.shuffle = false;
@@ -299,7 +301,7 @@ TEST_F(LoaderTest, DocumentsSplitWindows) {
     EXPECT_EQ(batch.positions, (std::vector<int32_t>{0, 1, 2, 0, 0, 0, 1, 2, 0, 1, 0, 0}));
     EXPECT_EQ(batch.max_seqlen, 3);
 
-    // An end-of-text at the end of a window makes no empty sequence.
+    // An end-of-text at the end of a sequence makes no empty sequence.
     LoaderOptions whole = o;
     whole.B = 2;
     whole.T = 5;
@@ -313,7 +315,7 @@ TEST_F(LoaderTest, ErrorsReachTheCaller) {
     const TokenFiles files = make_counting(101);
     LoaderOptions o = options(1, 10);
     o.shuffle = false;
-    o.vocab_size = 35;  // token 35 is a target of window 3
+    o.vocab_size = 35;  // token 35 is a target of sequence 3
     Loader loader(files, o, 0);
     for (int64_t w = 0; w < 3; w++) EXPECT_EQ(loader.next().tokens[0], w * 10);  // those before it are still good
     for (int again = 0; again < 2; again++) {
@@ -329,7 +331,7 @@ TEST_F(LoaderTest, ErrorsReachTheCaller) {
 TEST_F(LoaderTest, BadOptionsAreErrors) {
     const TokenFiles files = make_counting(10);
     EXPECT_NO_THROW(Loader(files, options(1, 9), 0));
-    EXPECT_THROW(Loader(files, options(1, 10), 0), Error);  // 10 tokens make a window of 9 + 1
+    EXPECT_THROW(Loader(files, options(1, 10), 0), Error);  // 10 tokens make a sequence of 9 + 1
     EXPECT_THROW(Loader(files, options(0, 5), 0), Error);
     EXPECT_THROW(Loader(files, options(1, 0), 0), Error);
     EXPECT_THROW(Loader(files, options(int64_t(1) << 62, 5), 0), Error);
@@ -363,8 +365,8 @@ TEST_F(LoaderTest, EvaluationScoresEachTokenOnce) {
                             EXPECT_THROW(eval.num_tokens(), Error);
                             continue;
                         }
-                        const int64_t scored = limit ? std::min(limit, n - first) : n - first;
-                        ASSERT_EQ(eval.num_tokens(), scored);
+                        const int64_t counts = limit ? std::min(limit, n - first) : n - first;
+                        ASSERT_EQ(eval.num_tokens(), counts);
                         int64_t next = first;
                         for (int64_t b = 0; b < eval.num_batches(); b++) {
                             const Batch batch = eval.batch(b);
@@ -375,14 +377,14 @@ TEST_F(LoaderTest, EvaluationScoresEachTokenOnce) {
                                 ASSERT_TRUE(0 <= batch.tokens[i] && batch.tokens[i] < 1000);
                                 ASSERT_EQ(batch.positions[i], int64_t(i) % T);
                                 if (batch.targets[i] == Batch::NO_TARGET) continue;
-                                ASSERT_EQ(int64_t(i), here++);  // what isn't scored lies at the end
+                                ASSERT_EQ(int64_t(i), here++);  // positions without a loss are at the end
                                 ASSERT_EQ(batch.targets[i], next);
                                 ASSERT_EQ(batch.tokens[i], next == 0 ? end : next - 1);
                                 next++;
                             }
                             ASSERT_GT(here, 0);  // no batch for nothing
                         }
-                        ASSERT_EQ(next, first + scored);
+                        ASSERT_EQ(next, first + counts);
                         EXPECT_THROW(eval.batch(eval.num_batches()), Error);
                         EXPECT_THROW(eval.batch(-1), Error);
                     }

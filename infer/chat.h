@@ -1,4 +1,5 @@
-// A conversation: questions from one stream, answers to another, with the cache of what was said kept between rounds.
+// A conversation with a chat model: reads user turns from one stream and writes responses to another. The KV cache
+// keeps the conversation between turns.
 #pragma once
 
 #include <functional>
@@ -11,15 +12,16 @@
 
 struct ChatOptions {
     std::string system;
-    CompletionOptions answer;  // with the tokens that end an answer, beside those of the format
-    bool slide = true;         // when the context is full, forget old rounds; else the conversation ends
-    bool prompts = true;       // show "> " where a question is awaited
+    CompletionOptions response;  // eos: the tokens that end a response, in addition to those of the chat format
+    bool slide = true;           // when the context is full, drop old turns; else the conversation starts again
+    bool prompts = true;         // show "> " before each user turn
 };
 
-// Reads a question a line until the stream ends; empty lines are passed over, /reset forgets what was said, /exit ends.
-// interrupted is asked after each token: true stops the answer, and the conversation goes on. begin_answer and
-// end_answer are called around each. engine must have one slot. Returns what was generated, summed up.
+// Reads one user turn per line until the stream ends. Empty lines are skipped, /reset starts a new conversation, /exit
+// ends. interrupted() is called after each token: true ends the response, and the conversation continues.
+// begin_response and end_response are called around each response. engine must have one slot. Returns the sum of the
+// statistics.
 GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTemplate& format,
                         const ChatOptions& options, std::istream& in, std::ostream& out,
-                        const std::function<bool()>& interrupted, const std::function<void()>& begin_answer,
-                        const std::function<void()>& end_answer);
+                        const std::function<bool()>& interrupted, const std::function<void()>& begin_response,
+                        const std::function<void()>& end_response);

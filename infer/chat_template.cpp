@@ -24,8 +24,8 @@ std::string trimmed(const std::string& text) {
     return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
 }
 
-// What a ChatML template writes between "<|im_start|>system\n" and "<|im_end|>" as plain text; "" where it is put
-// together from variables. A newline is written as one or as \n in Jinja's strings.
+// The plain text that a ChatML template writes between "<|im_start|>system\n" and "<|im_end|>"; "" if the template
+// builds it from variables. Jinja strings write a newline as a newline or as \n.
 std::string default_system(const std::string& text) {
     for (const char* newline : {"\\n", "\n"}) {
         const std::string head = std::string(IM_START) + "system" + newline;
@@ -51,8 +51,9 @@ ChatTemplate recognise_chat_template(const std::string& text, const std::string&
     if (contains(text, IM_START)) return {ChatFormat::ChatML, default_system(text)};
     if (contains(text, START_HEADER)) return {ChatFormat::Llama3, ""};
     if (contains(text, INST) && contains(text, SYS)) return {ChatFormat::Llama2, ""};
-    throw Error(str(where, ": the chat template is none of ChatML (", IM_START, "), LLaMA-2 (", INST, " and ", SYS,
-                    ") and LLaMA-3 (", START_HEADER, "); use 'sample' and write the conversation into the prompt"));
+    throw Error(str(where, ": the chat template is not in ChatML (", IM_START, "), LLaMA-2 (", INST, " and ", SYS,
+                    ") or LLaMA-3 (", START_HEADER,
+                    ") format; use 'sample' and write the conversation into the prompt"));
 }
 
 ChatTemplate find_chat_template(const std::string& directory) {
@@ -71,32 +72,32 @@ ChatTemplate find_chat_template(const std::string& directory) {
         found = chosen;
     }
     require(found.is_string(), directory,
-            ": no chat template (tokenizer_config.json or chat_template.jinja); this model was not trained to hold "
-            "conversations, use 'sample'");
+            ": no chat template in tokenizer_config.json or chat_template.jinja, so this model was not trained for "
+            "conversations; use 'sample'");
     return recognise_chat_template(found.get<std::string>(), path);
 }
 
 ChatWriter::ChatWriter(ChatFormat f, const Tokenizer& t) : format(f), tokenizer(t) {
     switch (format) {
         case ChatFormat::ChatML:
-            mark(IM_START);
-            ends = {mark(IM_END)};
+            special_token(IM_START);
+            ends = {special_token(IM_END)};
             break;
         case ChatFormat::Llama2:
-            mark("<s>");
-            ends = {mark("</s>")};
+            special_token("<s>");
+            ends = {special_token("</s>")};
             break;
         case ChatFormat::Llama3:
-            mark(BEGIN_OF_TEXT), mark(START_HEADER), mark(END_HEADER);
-            ends = {mark(END_OF_TURN)};
+            special_token(BEGIN_OF_TEXT), special_token(START_HEADER), special_token(END_HEADER);
+            ends = {special_token(END_OF_TURN)};
             break;
     }
 }
 
-int32_t ChatWriter::mark(const char* text) const {
+int32_t ChatWriter::special_token(const char* text) const {
     const std::vector<int32_t> ids = tokenizer.encode(text, true);
-    require(ids.size() == 1, "the tokenizer has no token ", text, ", which ", chat_format_name(format),
-            " conversations are made of; the chat template belongs to another model");
+    require(ids.size() == 1, "the tokenizer has no token ", text, ", which the ", chat_format_name(format),
+            " chat format needs; the chat template belongs to another model");
     return ids[0];
 }
 
@@ -110,63 +111,63 @@ std::vector<int32_t> ChatWriter::begin(const std::string& system) {
     switch (format) {
         case ChatFormat::ChatML:
             if (system.empty()) break;
-            tokens = {mark(IM_START)};
+            tokens = {special_token(IM_START)};
             text(tokens, "system\n" + system);
-            tokens.push_back(mark(IM_END));
+            tokens.push_back(special_token(IM_END));
             text(tokens, "\n");
             break;
         case ChatFormat::Llama2:
-            system_of_first_question = system;
+            system_of_first_turn = system;
             break;
         case ChatFormat::Llama3:
-            tokens = {mark(BEGIN_OF_TEXT)};
+            tokens = {special_token(BEGIN_OF_TEXT)};
             if (system.empty()) break;
-            tokens.push_back(mark(START_HEADER));
+            tokens.push_back(special_token(START_HEADER));
             text(tokens, "system");
-            tokens.push_back(mark(END_HEADER));
+            tokens.push_back(special_token(END_HEADER));
             text(tokens, "\n\n" + trimmed(system));
-            tokens.push_back(mark(END_OF_TURN));
+            tokens.push_back(special_token(END_OF_TURN));
             break;
     }
     return tokens;
 }
 
-std::vector<int32_t> ChatWriter::question(const std::string& content) {
+std::vector<int32_t> ChatWriter::user_turn(const std::string& content) {
     std::vector<int32_t> tokens;
     switch (format) {
         case ChatFormat::ChatML:
-            tokens = {mark(IM_START)};
+            tokens = {special_token(IM_START)};
             text(tokens, "user\n" + content);
-            tokens.push_back(mark(IM_END));
+            tokens.push_back(special_token(IM_END));
             text(tokens, "\n");
-            tokens.push_back(mark(IM_START));
+            tokens.push_back(special_token(IM_START));
             text(tokens, "assistant\n");
             break;
         case ChatFormat::Llama2: {
-            tokens = {mark("<s>")};
-            const std::string system = first_question && !system_of_first_question.empty()
-                                           ? str(SYS, "\n", system_of_first_question, "\n<</SYS>>\n\n")
+            tokens = {special_token("<s>")};
+            const std::string system = first_turn && !system_of_first_turn.empty()
+                                           ? str(SYS, "\n", system_of_first_turn, "\n<</SYS>>\n\n")
                                            : "";
             text(tokens, str(INST, " ", trimmed(system + content), " [/INST]"));
             break;
         }
         case ChatFormat::Llama3:
-            tokens = {mark(START_HEADER)};
+            tokens = {special_token(START_HEADER)};
             text(tokens, "user");
-            tokens.push_back(mark(END_HEADER));
+            tokens.push_back(special_token(END_HEADER));
             text(tokens, "\n\n" + trimmed(content));
-            tokens.push_back(mark(END_OF_TURN));
-            tokens.push_back(mark(START_HEADER));
+            tokens.push_back(special_token(END_OF_TURN));
+            tokens.push_back(special_token(START_HEADER));
             text(tokens, "assistant");
-            tokens.push_back(mark(END_HEADER));
+            tokens.push_back(special_token(END_HEADER));
             text(tokens, "\n\n");
             break;
     }
-    first_question = false;
+    first_turn = false;
     return tokens;
 }
 
-std::vector<int32_t> ChatWriter::end_of_answer() const {
+std::vector<int32_t> ChatWriter::end_of_assistant_turn() const {
     std::vector<int32_t> tokens = {ends[0]};
     if (format == ChatFormat::ChatML) text(tokens, "\n");
     return tokens;

@@ -1,27 +1,27 @@
-// Generation with a cache of keys and values: a pass over the new tokens of any number of texts, then steps that add a
-// token to each.
+// Generation with a KV cache: prefill passes over the prompts of any number of sequences, then decode steps that add
+// one token to each sequence.
 //
-//     Engine engine(config, options, stream);     plans; nothing is allocated
+//     Engine engine(config, options, stream);     plans the memory; allocates nothing
 //     engine.allocate(weights);
-//     engine.prefill(prompts);                     all of them in packed passes; draws the token after each
+//     engine.prefill(prompts);                     runs all prompts in packed passes; samples the token after each
 //     for (;;) {
-//         const Engine::Step& drawn = engine.next();      waits for the oldest step that isn't read yet
-//         ... engine.retire(slot) for what is finished ...
-//         engine.decode();                         the drawn tokens are fed back on the device; draws the next ones
+//         const Engine::Step& sampled = engine.next();    waits for the oldest step that was not read yet
+//         ... engine.retire(slot) for each finished sequence ...
+//         engine.decode();                         feeds the sampled tokens back on the device; samples the next ones
 //     }
 //
-// The mathematics of a block is that of forward() in train_gpt.cu with other seams: norm, bias, activation and residual
-// are computed inside the products (kernels/generation/linear.h), because a few tokens' pass waits for weights and for
-// launches, not for arithmetic, and nothing has to be kept for a backward pass. Tests hold the two together.
+// A block computes what block_forward() in train_gpt.cu computes, but norm, bias, activation and residual are fused
+// into the matmuls (kernels/generation/linear.h): a pass over a few tokens is limited by reading weights and by
+// launches, and nothing has to be kept for a backward pass. Tests compare the two.
 //
-// Prompts of unequal length are packed without padding. A prompt may continue a text: its slot keeps what is in the
-// cache. On a GPU a decode step is one CUDA graph for each number of texts and each doubling of the longest context;
-// the host may queue a step before it has read the one before, so that it never keeps the device waiting. For a few
-// texts, where the GPU allows it, all from the tokens to the logits is a single launch
-// (kernels/generation/decode_step.h).
+// Prompts of unequal length are packed without padding. A prompt may continue a sequence: its KV slot keeps the tokens
+// that are in the cache. On a GPU a decode step is one CUDA graph for each batch size and each power of two that the
+// longest sequence reaches. The host may queue a step before it has read the previous one, so the device never waits
+// for the host. For small batches, where the GPU supports it, one persistent kernel computes everything from the tokens
+// to the logits: the fused decode step (kernels/generation/decode_step.h).
 //
-// What a text draws depends on (seed, its sequence number, its step) and its logits. On the CPU these are bit for bit
-// those of the text alone, whoever shares the batch; on a GPU with options.batch_invariant too.
+// The tokens that a sequence samples depend on (seed, sequence id, step) and its logits. On the CPU these logits have
+// the same bits whatever the rest of the batch is. On a GPU they do with options.batch_invariant.
 #pragma once
 
 #include <map>
@@ -35,16 +35,17 @@
 #include "runtime/model/heads.h"
 
 struct EngineOptions {
-    int64_t slots = 1;          // texts at a time
-    int64_t context = 0;        // tokens of a text, prompt and answer
-    int64_t prompt_tokens = 0;  // most that prompts passed to one prefill() have together; 0: slots·context
+    int64_t slots = 1;          // largest batch size: sequences that generate at the same time
+    int64_t context = 0;        // largest length of a sequence in tokens, prompt and completion
+    int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
     DType dtype = DType::F32;   // of weights, activations and cache
     SamplingOptions sampling;
     bool batch_invariant = false;
-    bool logprobs = false;  // Step::logprobs is wanted
+    bool logprobs = false;  // fill Step::logprobs
 };
 
-// New tokens of a text. sequence and step key the draw that follows them (kernels/generation/sampling.h).
+// New tokens of a sequence. (sequence, step) keys the random number that samples the token after them
+// (kernels/generation/sampling.h).
 struct Prompt {
     int64_t slot = 0;
     std::vector<int32_t> tokens;
@@ -53,12 +54,12 @@ struct Prompt {
 
 class Engine {
   public:
-    // Throws Error where a context is longer than the model's position table.
+    // Throws Error where the context is longer than the model's position table.
     Engine(const ModelConfig& config, const EngineOptions& options, Stream stream);
     ~Engine();
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
-    // Whoever owns the weights keeps them for as long as the engine lives.
+    // The caller owns the weights and keeps them for as long as the engine lives.
     void allocate(const InferenceWeights& weights);
 
     // Bytes, for the memory plan.
@@ -66,93 +67,98 @@ class Engine {
     int64_t state_bytes() const { return states.bytes(); }
     int64_t activation_bytes() const { return plan.bytes(); }
 
-    // Tokens that a prompt is cut into at most on its way through the model; a pass takes as many of all prompts.
-    static int64_t pass_tokens();
-    // Steps that the host may queue before it reads the first of them: 2 where the device works by itself, else 1.
+    // Prefill cuts a prompt into chunks of this many tokens. All prompts together fill a pass of as many tokens.
+    static int64_t prompt_chunk_tokens();
+    // Steps that the host may queue before it reads the first of them: 2 where the device runs asynchronously, else 1.
     static int64_t steps_ahead();
 
-    // What was drawn in one step for each text that took part.
+    // The tokens sampled in one step, for each sequence that took part.
     struct Step {
         std::vector<int64_t> slots;
         std::vector<int32_t> tokens;
-        std::vector<float> logprobs;  // natural logarithm of the token's probability before penalty, filters and
-                                      // temperature; empty if not asked for
+        std::vector<float> logprobs;  // natural logarithm of the token's probability before penalty, temperature and
+                                      // filters; empty without options.logprobs
     };
 
-    // Appends the prompts' tokens to their slots and queues a step that draws the token after each; decode() goes on
-    // with these texts and with those that were not retired before. Every queued step must have been read. Errors: a
-    // slot twice or at work, no tokens, a token outside the vocabulary, no room left.
+    // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
+    // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
+    // Throws Error: a slot that is given twice or still generates, a prompt without tokens, a token outside the
+    // vocabulary, a sequence that exceeds the context.
     void prefill(const std::vector<Prompt>& prompts);
-    // Queues a step: each text's drawn token joins its context, and the next one is drawn. Only when ready().
+    // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
+    // ready().
     void decode();
-    // Whether a step can be queued now: there are texts, all have room, and the host has read what it must know before.
+    // Whether a step can be queued now: at least one sequence is active, none has reached the context limit, and the
+    // host has read the steps that the next one depends on.
     bool ready() const;
-    // The oldest step not read yet. Valid until the next call. Throws Error if the model's logits were not finite.
+    // The oldest step that was not read yet. Valid until the next call. Throws Error if the logits were not finite.
     const Step& next();
-    bool pending() const { return queued > taken; }
+    bool pending() const { return steps_queued > steps_read; }
 
-    // The text takes no part in further steps; its slot's tokens stay in the cache until forget().
+    // The sequence takes no part in further steps. Its tokens stay in the cache until truncate().
     void retire(int64_t slot);
-    // The slot keeps its first `tokens` tokens; returns how many it really keeps: of a model with linear attention all
-    // or none. With none left the repetition penalty forgets its text too.
-    int64_t forget(int64_t slot, int64_t tokens = 0);
-    // Tokens in the cache. A token that was drawn joins them in the step after.
+    // Cuts the slot's sequence to its first `tokens` tokens. Returns how many are kept: a model with linear attention
+    // keeps all tokens or none. If none are kept, the repetition penalty starts from an empty sequence too.
+    int64_t truncate(int64_t slot, int64_t tokens = 0);
+    // Tokens in the cache. A sampled token joins them in the next step.
     int64_t length(int64_t slot) const { return lengths[size_t(slot)]; }
-    int64_t active() const;  // texts that decode() goes on with
-    // The logits that the last step drew from, of its i-th text: [V], as floats.
+    int64_t active() const;  // sequences that decode() continues
+    // The logits that the last step sampled from, of its i-th sequence: [V], as floats.
     std::vector<float> logits(int64_t i) const;
 
-    // Bytes that a decode step reads: weights and the cache of the active texts.
+    // Bytes that a decode step reads: the weights and the cache of the active sequences.
     int64_t step_bytes() const;
 
     const ModelConfig config;
     const EngineOptions options;
 
   private:
-    struct Text {
-        int64_t slot, sequence, step;  // step: of its next draw
-        int32_t token;                 // the last one read
+    struct Sequence {
+        int64_t slot, id, step;  // (id, step) keys the next sampled token
+        int32_t token;           // the last one read
         bool retired;
     };
     // Tokens [begin, end) of a prompt.
-    struct Piece {
+    struct PromptChunk {
         const Prompt* prompt;
         int64_t begin, end;
     };
-    // A step on its way, with the host memory that its results come to.
+    // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
-        std::vector<int64_t> slots;  // of each row, -1 where the text is retired
+        std::vector<int64_t> slots;  // of each row; -1 where the sequence is retired
         Event done;
         int32_t* tokens = nullptr;
         float* losses = nullptr;
     };
 
     void plan_memory();
-    void prepare_steps();
-    void pass(const std::vector<Piece>& pieces, int64_t first_finished);
+    void fill_rope_table();
+    void count_weight_bytes();
+    void prepare_graphs();
+    void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
     template <typename Attend>
-    void blocks(Tensor hidden, bool batch_invariant, Attend attend);
-    LinearAttentionState past_states(const LinearAttentionState& from);
+    void run_blocks(Tensor hidden, bool batch_invariant, Attend attend);
+    LinearAttentionState copy_states(const LinearAttentionState& from);
     template <typename Attend>
-    void mix_linear(int64_t l, int64_t N, const Tensor& angles, Attend attend);
-    Tensor angle_rows(int64_t N) const { return (dynamic ? iota : positions).rows(0, N); }
-    void put_angles(const std::vector<int32_t>& places, const std::vector<int64_t>& text_lengths);
-    void put_batch(bool drawn);
-    void pack();
+    void linear_attention_layer(int64_t l, int64_t N, const Tensor& angles, Attend attend);
+    Tensor angle_rows(int64_t N) const { return (dynamic_rope ? iota : positions).rows(0, N); }
+    void upload_angles(const std::vector<int32_t>& token_positions, const std::vector<int64_t>& sequence_lengths);
+    void upload_batch(bool with_tokens);
+    void compact_batch();
     DecodeModel decode_model() const;
-    void head(Tensor hidden);
-    void draw(int64_t B);
+    void compute_logits(Tensor hidden);
+    void sample(int64_t B);
     void queue_results(int64_t B);
     void decode_step(int64_t B, int64_t max_length);
 
     const Stream stream;
-    const bool dynamic;                // angles depend on how long a text has become
-    const int64_t single_launch_rows;  // texts that a step in one launch takes
+    const bool dynamic_rope;             // RoPE angles depend on the sequence's current length
+    const int64_t fused_step_max_batch;  // 0: the fused decode step is not used
     KvCache cache;
     StateCache states;
     ArenaPlan plan;
     Arena memory;
-    std::vector<std::pair<Tensor*, int64_t>> bindings;  // which plan entry each tensor is
+    std::vector<std::pair<Tensor*, int64_t>> bindings;  // each tensor's entry in the plan
     InferenceWeights weights;
     int64_t weight_bytes = 0;
     std::unique_ptr<Staging> staging;
@@ -161,27 +167,27 @@ class Engine {
     Tensor tokens, positions, rows, iota;  // [N] int32; iota: 0 … N − 1
     Tensor cum_q, cum_k;                   // [2·slots + 1] int32
     Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
-    Tensor normed, gate, mix;              // kind G: [N, C], [N, NKV] fp32, att before the heads' norm
+    Tensor normed, gate, linear_att;       // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
     Tensor linear_cum, linear_slots;       // [slots + 1], [slots] int32: sequences without gaps
     Tensor past_s, past_z;                 // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes
-    Tensor table;  // [context, R/2, 2], or dynamic: the angles of each token of the pass
-    // A step over B texts.
-    Tensor last, last_rows;                // [B, C] what the head reads; [B] int32 where a pass left it
+    Tensor table;  // [context, R/2, 2]; with dynamic_rope [N, R/2, 2]: the angles of each token of the pass
+    // A step over B sequences.
+    Tensor last, last_rows;                // [B, C] the head's input; [B] int32 the rows of x that it comes from
     Tensor logits_out, losses;             // [B, Vp], [B] fp32
     Tensor ids, slot_ids, step_positions;  // [B] int32
     Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈V/32⌉] int32
-    Tensor told, turn;                     // [2, B] on the host, what is drawn in turns; [1] int32
-    Tensor draw_scratch;                   // bytes
+    Tensor host_tokens, buffer_index;      // [2, B] int32 on the host: the sampled tokens, in alternate rows; [1] int32
+    Tensor sample_scratch;                 // bytes
 
-    std::vector<Text> batch;                              // the rows of a step
-    bool repack = false;                                  // the rows on the device are not those of batch
+    std::vector<Sequence> batch;                          // the rows of a step
+    bool batch_changed = false;                           // the rows on the device are not those of batch
     std::vector<int64_t> lengths;                         // by slot
-    std::vector<std::vector<int32_t>> marks;              // by slot: bits of the tokens read; empty without a penalty
-    std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by texts and longest context
+    std::vector<std::vector<int32_t>> seen_bits;          // by slot: a bit for each token; empty without a penalty
+    std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by batch size and longest context
 
     HostMemory results{nullptr, host_free};
     QueuedStep queue[2];
-    int64_t queued = 0, taken = 0;
+    int64_t steps_queued = 0, steps_read = 0;
     Step step;
 };

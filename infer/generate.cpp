@@ -34,7 +34,7 @@ bool Completion::add(int32_t token, float logprob) {
     for (const std::string& s : options.stop) {
         if (s.empty()) continue;
         stop = std::min(stop, shown_text.find(s, shown));
-        for (size_t n = std::min(s.size() - 1, shown_text.size()); n > 0; n--) {  // the text may end in its beginning
+        for (size_t n = std::min(s.size() - 1, shown_text.size()); n > 0; n--) {  // the text may end with its start
             if (shown_text.compare(shown_text.size() - n, n, s, 0, n) != 0) continue;
             safe = std::min(safe, shown_text.size() - n);
             break;
@@ -42,7 +42,7 @@ bool Completion::add(int32_t token, float logprob) {
     }
     if (stop != std::string::npos) {
         shown_text.resize(stop);
-        stream->finish();  // what follows a stop string is no part of the text
+        stream->finish();  // the text ends at the stop string
         end("stop");
     } else if (int64_t(ids.size()) >= options.max_tokens) {
         end("length");
@@ -54,7 +54,7 @@ bool Completion::add(int32_t token, float logprob) {
 
 void GenerateStatistics::add(const GenerateStatistics& s) {
     prompt_tokens += s.prompt_tokens, completion_tokens += s.completion_tokens;
-    steps += s.steps, step_texts += s.step_texts, step_bytes += s.step_bytes;
+    steps += s.steps, step_sequences += s.step_sequences, step_bytes += s.step_bytes;
     prefill_seconds += s.prefill_seconds, decode_seconds += s.decode_seconds;
 }
 
@@ -66,27 +66,28 @@ double seconds_since(Clock::time_point begin) {
     return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// The text that takes the place of one that has no room for another token.
-std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, int64_t keep) {
-    const int64_t tail = std::max<int64_t>(1, (context - keep) / 2);
-    std::vector<int32_t> rest(tokens.begin(), tokens.begin() + keep);
-    rest.insert(rest.end(), tokens.end() - tail, tokens.end());
-    return rest;
+// The tokens that stay when the context window slides.
+std::vector<int32_t> slid(const std::vector<int32_t>& tokens, int64_t context, int64_t keep_tokens) {
+    const int64_t tail = std::max<int64_t>(1, (context - keep_tokens) / 2);
+    std::vector<int32_t> kept(tokens.begin(), tokens.begin() + keep_tokens);
+    kept.insert(kept.end(), tokens.end() - tail, tokens.end());
+    return kept;
 }
 
 class Generator {
   public:
     Generator(Engine& e, std::vector<Request>& all, const ContextPolicy& p, const std::function<bool()>& stop,
               const std::function<void(const Request&)>& on_end)
-        : engine(e), policy(p), interrupted(stop), done(on_end), at_work(size_t(e.options.slots), nullptr) {
-        require(!policy.slide || (policy.keep >= 0 && policy.keep + 2 <= engine.options.context), "a context of ",
-                engine.options.context, " tokens cannot keep ", policy.keep, " and slide; raise --context");
+        : engine(e), policy(p), interrupted(stop), done(on_end), running(size_t(e.options.slots), nullptr) {
+        require(!policy.slide || (policy.keep_tokens >= 0 && policy.keep_tokens + 2 <= engine.options.context),
+                "a context of ", engine.options.context, " tokens has no room to keep ", policy.keep_tokens,
+                " and slide; lower --keep-tokens or raise --context");
         for (Request& r : all) waiting.push_back(&r);
     }
 
     GenerateStatistics run() {
         while (!waiting.empty() || engine.active() > 0 || engine.pending()) {
-            if (!engine.pending()) start_texts();
+            if (!engine.pending()) start_sequences();
             while (engine.ready()) queue_step();
             if (engine.pending()) read_step();
             if (interrupted && interrupted()) stop_all();
@@ -95,29 +96,30 @@ class Generator {
     }
 
   private:
-    // Texts that wait for a slot, and texts that must slide.
-    void start_texts() {
+    // Slides or ends the sequences that reached the context limit, and starts waiting requests in free slots.
+    void start_sequences() {
         std::vector<Prompt> prompts;
-        for (size_t slot = 0; slot < at_work.size(); slot++) {
-            Request* r = at_work[slot];
+        for (size_t slot = 0; slot < running.size(); slot++) {
+            Request* r = running[slot];
             if (r && engine.length(int64_t(slot)) == engine.options.context) {
                 engine.retire(int64_t(slot));
                 if (!policy.slide) {
-                    r->answer->end("context");
+                    r->completion->end("context");
                     finish(slot);
                     r = nullptr;
                 } else {
-                    engine.forget(int64_t(slot));
-                    r->context = slid(r->context, engine.options.context, policy.keep);
-                    prompts.push_back({int64_t(slot), r->context, r->sequence, int64_t(r->answer->tokens().size())});
+                    engine.truncate(int64_t(slot));
+                    r->context = slid(r->context, engine.options.context, policy.keep_tokens);
+                    prompts.push_back(
+                        {int64_t(slot), r->context, r->sequence, int64_t(r->completion->tokens().size())});
                 }
             }
         }
-        for (size_t slot = 0; slot < at_work.size() && !waiting.empty(); slot++) {
-            if (at_work[slot]) continue;
+        for (size_t slot = 0; slot < running.size() && !waiting.empty(); slot++) {
+            if (running[slot]) continue;
             Request* r = waiting.front();
             waiting.pop_front();
-            at_work[slot] = r;
+            running[slot] = r;
             prompts.push_back(first_prompt(int64_t(slot), *r));
         }
         if (prompts.empty()) return;
@@ -129,23 +131,23 @@ class Generator {
     }
 
     Prompt first_prompt(int64_t slot, Request& r) {
-        const int64_t room = engine.options.context, n = int64_t(r.tokens.size());
+        const int64_t capacity = engine.options.context, n = int64_t(r.tokens.size());
         require(r.cached == 0 || engine.options.slots == 1, "generate: cached tokens need an engine with one slot");
         r.context = r.tokens;
         int64_t cached = std::min({r.cached, n - 1, engine.length(slot)});
-        if (n > room) {
-            require(policy.slide, "a prompt of ", n, " tokens is beyond the context of ", room,
-                    "; shorten it or raise --context");
-            r.context = slid(r.tokens, room, policy.keep);
+        if (n > capacity) {
+            require(policy.slide, "a prompt of ", n, " tokens exceeds the context of ", capacity,
+                    "; shorten the prompt or raise --context");
+            r.context = slid(r.tokens, capacity, policy.keep_tokens);
             cached = 0;
         }
-        const int64_t kept = engine.forget(slot, std::max<int64_t>(cached, 0));
+        const int64_t kept = engine.truncate(slot, std::max<int64_t>(cached, 0));
         return {slot, {r.context.begin() + kept, r.context.end()}, r.sequence, 0};
     }
 
     void queue_step() {
         stats.step_bytes += engine.step_bytes();
-        stats.step_texts += engine.active();
+        stats.step_sequences += engine.active();
         stats.steps++;
         if (!decoding) decode_begin = Clock::now();
         decoding = true;
@@ -155,15 +157,15 @@ class Generator {
     void read_step() {
         const Engine::Step& s = engine.next();
         for (size_t i = 0; i < s.tokens.size(); i++) {
-            Request* r = at_work[size_t(s.slots[i])];
-            if (!r) continue;  // finished while this step was on its way
+            Request* r = running[size_t(s.slots[i])];
+            if (!r) continue;  // ended while this step was queued
             stats.completion_tokens += decoding;
-            const size_t before = r->answer->tokens().size();
-            const bool ended = r->answer->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
-            const bool part = r->answer->tokens().size() > before;
-            if (part) r->context.push_back(s.tokens[i]);
+            const size_t before = r->completion->tokens().size();
+            const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);
+            const bool appended = r->completion->tokens().size() > before;
+            if (appended) r->context.push_back(s.tokens[i]);
             if (!ended) continue;
-            if (!part) r->end = s.tokens[i];
+            if (!appended) r->end = s.tokens[i];
             engine.retire(s.slots[i]);
             finish(size_t(s.slots[i]));
         }
@@ -174,21 +176,21 @@ class Generator {
     }
 
     void finish(size_t slot) {
-        const Request& r = *at_work[slot];
-        at_work[slot] = nullptr;
+        const Request& r = *running[slot];
+        running[slot] = nullptr;
         if (done) done(r);
     }
 
     void stop_all() {
         while (engine.pending()) read_step();
-        for (size_t slot = 0; slot < at_work.size(); slot++) {
-            if (!at_work[slot]) continue;
-            at_work[slot]->answer->end("interrupted");
+        for (size_t slot = 0; slot < running.size(); slot++) {
+            if (!running[slot]) continue;
+            running[slot]->completion->end("interrupted");
             engine.retire(int64_t(slot));
             finish(slot);
         }
         for (Request* r : waiting) {
-            r->answer->end("interrupted");
+            r->completion->end("interrupted");
             if (done) done(*r);
         }
         waiting.clear();
@@ -198,10 +200,10 @@ class Generator {
     const ContextPolicy policy;
     const std::function<bool()>& interrupted;
     const std::function<void(const Request&)>& done;
-    std::vector<Request*> at_work;  // by slot
+    std::vector<Request*> running;  // by slot
     std::deque<Request*> waiting;
     GenerateStatistics stats;
-    bool decoding = false;  // steps are on their way since decode_begin
+    bool decoding = false;  // decode steps are queued since decode_begin
     Clock::time_point decode_begin;
 };
 

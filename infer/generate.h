@@ -1,4 +1,5 @@
-// From prompts to texts: what ends a text, what of it may be shown already, and what happens when its context is full.
+// Generates completions of prompts: decides what ends a completion, which part of its text can be shown already, and
+// what happens when a sequence reaches the context limit.
 #pragma once
 
 #include <functional>
@@ -12,33 +13,33 @@
 
 struct CompletionOptions {
     int64_t max_tokens = 256;
-    std::vector<std::string> stop;  // the text ends before the first of these
-    std::vector<int32_t> eos;       // tokens that end the text
+    std::vector<std::string> stop;  // the completion ends before the first of these strings
+    std::vector<int32_t> eos;       // tokens that end the completion
 };
 
-// A text as it grows, token by token.
+// A completion as it grows, token by token.
 class Completion {
   public:
-    // show receives the text piece by piece as soon as nothing can change it any more: whole UTF-8 characters that are
-    // not the beginning of a stop string. tokenizer may be null: then there must be no stop strings, and there is no
+    // show receives the text in parts, each as soon as it is final: whole UTF-8 characters that cannot be the start of
+    // a stop string. tokenizer may be null: then there must be no stop strings, and the completion has tokens but no
     // text.
     Completion(const Tokenizer* tokenizer, const CompletionOptions& options,
                std::function<void(std::string_view)> show = {});
 
-    // Whether the text ends here. A token of `eos` is not part of it.
+    // Adds a token. Returns whether it ends the completion. A token of `eos` is not part of it.
     bool add(int32_t token, float logprob = 0);
-    // Ends it for another reason: "context" or "interrupted".
+    // Ends the completion for another reason: "context" or "interrupted".
     void end(const char* reason);
 
     const std::vector<int32_t>& tokens() const { return ids; }
     const std::vector<float>& logprobs() const { return probabilities; }  // of tokens
     const std::string& text() const { return shown_text; }                // cut before a stop string
-    const char* finish() const { return reason; }  // "length", "eos", "stop", …; null while it goes on
+    const char* finish() const { return reason; }  // "length", "eos", "stop", …; null until it ends
 
   private:
     void show_up_to(size_t end);
 
-    std::optional<TextStream> stream;  // holds back a character until it is whole
+    std::optional<TextStream> stream;  // holds back the bytes of an incomplete character
     const CompletionOptions& options;
     std::function<void(std::string_view)> show;
     std::vector<int32_t> ids;
@@ -48,33 +49,33 @@ class Completion {
     const char* reason = nullptr;
 };
 
-// What happens to a text that has filled its context.
+// What happens when a sequence reaches the context limit.
 struct ContextPolicy {
-    bool slide = true;  // else the text ends
-    int64_t keep = 0;   // sliding, this many tokens of its beginning stay, and of the rest the later half
+    bool slide = true;        // the context window slides; else the completion ends
+    int64_t keep_tokens = 0;  // a slide keeps this many tokens of the beginning and the later half of the rest
 };
 
 struct Request {
-    std::vector<int32_t> tokens;  // the text so far
-    int64_t cached = 0;           // so many of them are in the cache already (of an engine with one slot)
-    int64_t sequence = 0;         // keys its draws
-    Completion* answer = nullptr;
-    std::vector<int32_t> context;  // when it is done: the text with its answer, as far as it has not slid away. The
-                                   // cache holds its first engine.length() tokens at most, `end` after them included
-    int32_t end = -1;              // the token that ended it and is not part of it; -1: none
+    std::vector<int32_t> tokens;  // the prompt
+    int64_t cached = 0;           // how many of them are in the cache already (of an engine with one slot)
+    int64_t sequence = 0;         // keys the random numbers that sample its tokens
+    Completion* completion = nullptr;
+    std::vector<int32_t> context;  // the tokens in the context window: prompt and completion so far. After the end the
+                                   // cache holds at most engine.length() tokens of context followed by `end`
+    int32_t end = -1;              // the token that ended the completion and is not part of it; -1: none
 };
 
 struct GenerateStatistics {
-    int64_t prompt_tokens = 0, completion_tokens = 0;   // drawn by a step, that is all but the first of each text
-    int64_t steps = 0, step_texts = 0, step_bytes = 0;  // decode steps, and texts and bytes summed over them
+    int64_t prompt_tokens = 0, completion_tokens = 0;  // completion: all but the first token, which prefill samples
+    int64_t steps = 0, step_sequences = 0, step_bytes = 0;  // decode steps; sequences and bytes summed over them
     double prefill_seconds = 0, decode_seconds = 0;
 
     void add(const GenerateStatistics& other);
 };
 
-// Answers all requests, as many at a time as the engine has slots; those that wait take the slots of finished ones.
-// interrupted ends all texts at the next step; done is told of each that ends. Throws Error for a prompt that has no
-// room, where it must not slide.
+// Completes all requests, as many at the same time as the engine has slots. A waiting request takes the slot of a
+// finished one. When interrupted() returns true, all completions end at the next step. done is called for each request
+// that ends. Throws Error for a prompt that is longer than the context if the policy does not slide.
 GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
                             const std::function<bool()>& interrupted = {},
                             const std::function<void(const Request&)>& done = {});

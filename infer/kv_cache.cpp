@@ -8,13 +8,13 @@ KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType 
       head_size(c.head_size),
       dtype(type) {
     for (int64_t l = 0, before = 0; l < c.layers; l++) {
-        place.push_back(before);
+        index.push_back(before);
         before += c.attention_type(l) == 'S';
     }
     int64_t rows;
     require(layers == 0 || (!__builtin_mul_overflow(slots, capacity, &rows) && rows <= int64_t(1) << 30),
-            "a cache for ", slots, " texts of ", capacity,
-            " tokens has more than 2^30 rows; use fewer texts at a time or shorter ones");
+            "a KV cache for ", slots, " sequences of ", capacity,
+            " tokens has more than 2^30 rows; lower --batch-size or --context");
 }
 
 int64_t KvCache::layer_bytes() const {

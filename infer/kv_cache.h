@@ -1,6 +1,6 @@
-// The keys and values that generation keeps: one arena, in which each of `slots` sequences owns `capacity` rows of
-// every layer with softmax attention. Its size is known before anything is allocated; nothing moves and nothing is
-// allocated while texts grow.
+// The KV cache of generation: one arena in which each of `slots` sequences owns `capacity` rows of every layer with
+// softmax attention. Its size is known before anything is allocated. Nothing moves and nothing is allocated while
+// sequences grow.
 #pragma once
 
 #include <vector>
@@ -10,23 +10,23 @@
 
 class KvCache {
   public:
-    // Plans only. Throws Error where the rows of a layer are more than attention takes as one sequence
-    // (2³⁰; a gap between two texts is one).
+    // Plans only. Throws Error where a layer has more rows than the 2³⁰ that attention takes as one sequence: the
+    // unused rows between two sequences are passed to it as a sequence.
     KvCache(const ModelConfig& config, int64_t slots, int64_t capacity, DType dtype);
     void allocate();
 
     int64_t bytes() const { return 2 * layers * layer_bytes(); }
-    // Of one token, over all those layers.
+    // Of one token, over all layers with softmax attention.
     int64_t bytes_per_token() const { return 2 * layers * kv_heads * head_size * dtype_size(dtype); }
 
-    // [slots, capacity, NKV, HS], and the same seen as rows [slots·capacity, NKV, HS].
-    Tensor k(int64_t layer) const { return view(2 * place[size_t(layer)], {slots, capacity, kv_heads, head_size}); }
-    Tensor v(int64_t layer) const { return view(2 * place[size_t(layer)] + 1, {slots, capacity, kv_heads, head_size}); }
+    // [slots, capacity, NKV, HS]; the same memory as rows [slots·capacity, NKV, HS].
+    Tensor k(int64_t layer) const { return view(2 * index[size_t(layer)], {slots, capacity, kv_heads, head_size}); }
+    Tensor v(int64_t layer) const { return view(2 * index[size_t(layer)] + 1, {slots, capacity, kv_heads, head_size}); }
     Tensor k_rows(int64_t layer) const {
-        return view(2 * place[size_t(layer)], {slots * capacity, kv_heads, head_size});
+        return view(2 * index[size_t(layer)], {slots * capacity, kv_heads, head_size});
     }
     Tensor v_rows(int64_t layer) const {
-        return view(2 * place[size_t(layer)] + 1, {slots * capacity, kv_heads, head_size});
+        return view(2 * index[size_t(layer)] + 1, {slots * capacity, kv_heads, head_size});
     }
 
     const int64_t slots, capacity;
@@ -38,7 +38,7 @@ class KvCache {
     }
 
     const int64_t layers, kv_heads, head_size;
-    std::vector<int64_t> place;  // by the model's layer: softmax layers before it
+    std::vector<int64_t> index;  // by the model's layer: how many softmax layers precede it
     const DType dtype;
     Arena memory;
 };

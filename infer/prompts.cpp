@@ -32,7 +32,7 @@ std::vector<std::string> split_prompts(const std::string& text) {
         const std::string line = text.substr(begin, newline - begin);
         begin = newline == std::string::npos ? text.size() : newline + 1;
         if (line == "---") {
-            if (!prompts.back().empty()) prompts.back().pop_back();  // the newline before
+            if (!prompts.back().empty()) prompts.back().pop_back();  // the newline before the separator
             prompts.emplace_back();
         } else {
             prompts.back() += line;
@@ -45,7 +45,7 @@ std::vector<std::string> split_prompts(const std::string& text) {
 
 std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource& source, const Tokenizer* tokenizer) {
     require(tokenizer || prompt.empty(), source.name,
-            " has no tokenizer.json to read the prompt with; leave the prompt out");
+            " has no tokenizer.json, which a prompt needs; add the file or leave the prompt out");
     std::vector<int32_t> tokens;
     if (tokenizer) {
         tokens = tokenizer->start_of_text();
@@ -55,7 +55,7 @@ std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource&
     if (tokens.empty()) tokens = {start_token(source.config, tokenizer)};
     for (const int32_t id : tokens) {
         require(id < source.config.vocab_size, source.name, ": token ", id,
-                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size);
+                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size, " tokens");
     }
     return tokens;
 }

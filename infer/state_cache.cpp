@@ -1,7 +1,7 @@
 #include "infer/state_cache.h"
 
 StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
-    : slots(num_slots), heads(c.kv_heads), head_size(c.head_size), places(size_t(c.layers)) {
+    : slots(num_slots), heads(c.kv_heads), head_size(c.head_size), offsets(size_t(c.layers)) {
     const auto take = [&](int64_t elements) {
         const int64_t at = total, bytes = elements * int64_t(sizeof(float));
         total += (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
@@ -9,8 +9,9 @@ StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
     };
     for (int64_t l = 0; l < c.layers; l++) {
         if (c.attention_type(l) == 'S') continue;
-        places[size_t(l)].s = take(slots * heads * head_size * head_size);
-        if (linear_attention_type(c.attention_type(l)).normalise) places[size_t(l)].z = take(slots * heads * head_size);
+        offsets[size_t(l)].s = take(slots * heads * head_size * head_size);
+        if (linear_attention_type(c.attention_type(l)).normalise)
+            offsets[size_t(l)].z = take(slots * heads * head_size);
     }
 }
 
@@ -19,7 +20,7 @@ void StateCache::allocate() {
 }
 
 LinearAttentionState StateCache::layer(int64_t l, const Tensor& rows) const {
-    const Place& p = places[size_t(l)];
+    const Offsets& p = offsets[size_t(l)];
     LinearAttentionState state;
     state.s = memory.at(p.s, DType::F32, {slots, heads, head_size, head_size});
     if (p.z >= 0) state.z = memory.at(p.z, DType::F32, {slots, heads, head_size});
@@ -28,8 +29,8 @@ LinearAttentionState StateCache::layer(int64_t l, const Tensor& rows) const {
 }
 
 void StateCache::clear(int64_t slot, Stream stream) const {
-    for (size_t l = 0; l < places.size(); l++) {
-        if (places[l].s < 0) continue;
+    for (size_t l = 0; l < offsets.size(); l++) {
+        if (offsets[l].s < 0) continue;
         const LinearAttentionState state = layer(int64_t(l));
         for (const Tensor& t : {state.s, state.z}) {
             if (!t) continue;

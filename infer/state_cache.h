@@ -1,8 +1,8 @@
-// What layers of linear attention keep of a text while it grows: a state of one size, however long the text is
-// (kernels/linear_attention/linear_attention.h). One arena, in which each layer of kind L or G has a state for each of
-// `slots` texts.
+// The states of linear attention during generation: a state has the same size however long its sequence is
+// (kernels/linear_attention/linear_attention.h). One arena, in which each layer with linear or gated_linear attention
+// has a state for each of `slots` sequences.
 //
-// A state holds all tokens of its text: none can be taken back.
+// A state holds all tokens of its sequence: it cannot be rewound to fewer tokens.
 #pragma once
 
 #include <vector>
@@ -17,19 +17,19 @@ class StateCache {
     void allocate();
 
     int64_t bytes() const { return total; }
-    int64_t bytes_per_text() const { return slots ? total / slots : 0; }  // of all layers
+    int64_t bytes_per_sequence() const { return slots ? total / slots : 0; }  // of all layers
 
-    // s [slots, NKV, HS, HS] and, of kind L, z [slots, NKV, HS] of a layer; rows: as given.
+    // Views of a layer: s [slots, NKV, HS, HS] and, with linear attention, z [slots, NKV, HS]; rows is passed on.
     LinearAttentionState layer(int64_t l, const Tensor& rows = {}) const;
-    // The slot's states become those of an empty text.
+    // Resets the slot's states to those of an empty sequence.
     void clear(int64_t slot, Stream stream) const;
 
   private:
-    struct Place {
+    struct Offsets {
         int64_t s = -1, z = -1;  // bytes from the arena's start; −1: none
     };
     const int64_t slots, heads, head_size;
-    std::vector<Place> places;  // by layer
+    std::vector<Offsets> offsets;  // by layer
     int64_t total = 0;
     Arena memory;
 };

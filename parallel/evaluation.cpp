@@ -11,10 +11,10 @@ Evaluation evaluate(const Context& ctx, const EvalBatches& batches, int64_t spli
         Batch batch = batches.batch(std::min(first + ctx.rank, batches.num_batches() - 1));
         if (first + ctx.rank >= batches.num_batches()) {
             std::fill(batch.targets.begin(), batch.targets.end(), Batch::NO_TARGET);
-            batch.scored = 0;
+            batch.loss_tokens = 0;
         }
         score(batch, first > 0);
-        own.tokens += batch.scored;
+        own.tokens += batch.loss_tokens;
     }
     ctx.wait_for_all("evaluation");
     copy_to_host(&own.nats, loss_sum.data, sizeof own.nats, ctx.stream);
