@@ -6,8 +6,8 @@
 
 namespace {
 
-// B sequences of `length` tokens in packed [B·T, (NH + 2·NKV)·HS] rows, as the driver calls it. Kind L: elu + 1,
-// normalised; kind G: a gate, neither features nor normaliser.
+// B sequences of `length` tokens in packed [B·T, (NH + 2·NKV)·HS] rows, as the driver calls it. gated: attention
+// type gated_linear (a gate, neither features nor normaliser); else linear (elu + 1, normalised).
 struct Problem {
     int64_t B, length, NH, NKV, HS, N, width;
     bool gated;
@@ -39,7 +39,7 @@ struct Problem {
         return starts;
     }
     LinearAttentionSizes sizes() const { return {N, B, NH, NKV, HS, HS, length}; }
-    LinearAttentionType kind(LinearAttentionType::Form form) const {
+    LinearAttentionType type(LinearAttentionType::Form form) const {
         return {gated ? FeatureMap::Identity : FeatureMap::EluPlusOne, !gated, form};
     }
     Tensor q(const Tensor& t) const { return split_heads(t.columns(0, NH * HS), NH); }
@@ -47,12 +47,12 @@ struct Problem {
     Tensor v(const Tensor& t) const { return split_heads(t.columns((NH + NKV) * HS, width), NKV); }
     void forward(LinearAttentionType::Form form = LinearAttentionType::Form::Automatic) const {
         linear_attention_forward(out, gated ? Tensor{} : norm, {}, q(qkv), k(qkv), v(qkv), gated ? gate : Tensor{}, {},
-                                 {cum, length}, kind(form), scratch, Stream{});
+                                 {cum, length}, type(form), scratch, Stream{});
     }
     void backward() const {
         linear_attention_backward(q(dqkv), k(dqkv), v(dqkv), gated ? dgate : Tensor{}, {}, dout, {}, q(qkv), k(qkv),
                                   v(qkv), gated ? gate : Tensor{}, {}, out, gated ? Tensor{} : norm, {cum, length},
-                                  kind(LinearAttentionType::Form::Automatic), scratch, Stream{});
+                                  type(LinearAttentionType::Form::Automatic), scratch, Stream{});
     }
     // q, k, v and out once.
     double bytes() const { return qkv.bytes() + out.bytes(); }

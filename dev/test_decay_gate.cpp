@@ -1,4 +1,4 @@
-// The gate of gated linear attention against the oracle: odd sizes, rows with gaps, gates from nearly none to nearly
+// The decay gate of gated linear attention against the oracle: odd sizes, rows with gaps, gates from nearly none to nearly
 // all; and that a row does not depend on the rows beside it.
 #include "kernels/linear_attention/decay_gate.h"
 
@@ -56,7 +56,7 @@ TEST_P(DecayGate, EveryMagnitudeIsAccurate) {
     decay_gate_forward(gate, inp, one, zero, Stream{});
     const reference::Values ref = reference::decay_gate_forward(inp.data(), one.data(), zero.data(), n, 1, 1);
     for (size_t i = 0; i < points.size(); i++) {
-        // The product's own rounding moves a number x by u·|x|.
+        // The matmul's own rounding moves a number x by u·|x|.
         const double allowed = 8 * UNIT_ROUNDOFF * ref.mag[i] + 0x1p-126;
         EXPECT_LE(std::fabs(gate.fetch()[i] - ref.value[i]), allowed) << points[i];
     }

@@ -1,6 +1,7 @@
-// Linear attention against the oracle: lengths, head sizes and numbers of heads in all pairs, kinds L and G and what
-// lies between them, states, packed and strided rows; and the mistakes known from others: a feature that becomes 0 for
-// very negative inputs, decays that overflow, gradients that cancel, a result that depends on the chunk.
+// Linear attention against the oracle: lengths, head sizes and numbers of heads in all pairs, attention types linear
+// and gated_linear and what lies between them, states, packed and strided rows; and the mistakes known from others: a
+// feature that becomes 0 for very negative inputs, decays that overflow, gradients that cancel, a result that depends
+// on the chunk.
 #include "kernels/linear_attention/linear_attention.h"
 
 #include <algorithm>
@@ -20,45 +21,45 @@ struct Shape {
     int64_t NH, NKV, E, M;
 };
 
-struct Kind {
+struct Type {
     FeatureMap features = FeatureMap::EluPlusOne;
     bool normalise = true, gated = false, states = false;
     LinearAttentionType arguments(Form form) const { return {features, normalise, form}; }
 };
-const Kind L{}, G{FeatureMap::Identity, false, true}, RAW{FeatureMap::Identity, false, false},
-    FEATURES{FeatureMap::EluPlusOne, false, false}, GATED_L{FeatureMap::EluPlusOne, true, true};
+const Type LINEAR{}, GATED_LINEAR{FeatureMap::Identity, false, true}, RAW{FeatureMap::Identity, false, false},
+    FEATURES{FeatureMap::EluPlusOne, false, false}, GATED_NORMALISED{FeatureMap::EluPlusOne, true, true};
 
-Kind with_states(Kind kind) {
-    kind.states = true;
-    return kind;
+Type with_states(Type type) {
+    type.states = true;
+    return type;
 }
 
 // All inputs of one problem. Values may be changed before run().
 struct Problem {
     DType dtype;
     Shape shape;
-    Kind kind;
+    Type type;
     std::vector<int32_t> cum{0};
     int64_t N, S;
     std::vector<double> q, k, v, dout;                               // rounded to the dtype
     std::vector<double> gate, initial, initial_z, dfinal, dfinal_z;  // empty: not given
 
-    Problem(DType T, const Shape& s, const Kind& kind_, uint64_t seed = 1)
-        : dtype(T), shape(s), kind(kind_), S(int64_t(s.lengths.size())) {
+    Problem(DType T, const Shape& s, const Type& type_, uint64_t seed = 1)
+        : dtype(T), shape(s), type(type_), S(int64_t(s.lengths.size())) {
         for (const int64_t n : s.lengths) cum.push_back(cum.back() + int32_t(n));
         N = cum.back();
         q = random(N * s.NH * s.E, seed);
         k = random(N * s.NKV * s.E, seed + 1);
         v = random(N * s.NKV * s.M, seed + 2);
         dout = random(N * s.NH * s.M, seed + 3);
-        if (kind.gated) {  // decays between none and nearly all, most of them slow
+        if (type.gated) {  // decays between none and nearly all, most of them slow
             const TestArray normal = TestArray::random({N, s.NKV}, seed + 4);
             for (const double x : normal.values()) gate.push_back(rounded(DType::F32, -std::exp(1.5 * x - 3)));
         }
-        if (!kind.states) return;
+        if (!type.states) return;
         initial = TestArray::random({S, s.NKV, s.E, s.M}, seed + 5).values();
         dfinal = TestArray::random({S, s.NKV, s.E, s.M}, seed + 6).values();
-        if (!kind.normalise) return;
+        if (!type.normalise) return;
         const TestArray normal = TestArray::random({S, s.NKV, s.E}, seed + 7);
         for (const double x : normal.values()) initial_z.push_back(std::fabs(x) * 4);  // a sum of features
         dfinal_z = TestArray::random({S, s.NKV, s.E}, seed + 8).values();
@@ -75,8 +76,8 @@ struct Problem {
         auto given = [](const std::vector<double>& x) { return x.empty() ? nullptr : x.data(); };
         return {q.data(),       k.data(),         v.data(), given(gate),
                 given(initial), given(initial_z), cum,      shape.NH,
-                shape.NKV,      shape.E,          shape.M,  kind.features == FeatureMap::EluPlusOne,
-                kind.normalise};
+                shape.NKV,      shape.E,          shape.M,  type.features == FeatureMap::EluPlusOne,
+                type.normalise};
     }
     int64_t longest() const {
         return shape.lengths.empty() ? 0 : *std::max_element(shape.lengths.begin(), shape.lengths.end());
@@ -114,7 +115,7 @@ struct Maybe {
 Result run(const Problem& p, Form form = Form::Automatic, int64_t extra = 0) {
     const auto [lengths, NH, NKV, E, M] = p.shape;
     const int64_t N = p.N + extra, S = p.S;
-    const bool z = p.kind.normalise, states = p.kind.states;
+    const bool z = p.type.normalise, states = p.type.states;
     auto padded = [](std::vector<double> values, int64_t n) {
         values.resize(size_t(n), NOT_A_NUMBER);
         return values;
@@ -123,7 +124,7 @@ Result run(const Problem& p, Form form = Form::Automatic, int64_t extra = 0) {
                     k = TestArray::of(p.dtype, padded(p.k, N * NKV * E), {N, NKV, E}),
                     v = TestArray::of(p.dtype, padded(p.v, N * NKV * M), {N, NKV, M}),
                     dout = TestArray::of(p.dtype, padded(p.dout, N * NH * M), {N, NH, M});
-    const Maybe gate = Maybe::of(p.kind.gated, padded(p.gate, N * NKV), {N, NKV});
+    const Maybe gate = Maybe::of(p.type.gated, padded(p.gate, N * NKV), {N, NKV});
     const Maybe initial = Maybe::of(states, p.initial, {S, NKV, E, M}),
                 initial_z = Maybe::of(states && z, p.initial_z, {S, NKV, E}),
                 dfinal = Maybe::of(states, p.dfinal, {S, NKV, E, M}),
@@ -132,17 +133,17 @@ Result run(const Problem& p, Form form = Form::Automatic, int64_t extra = 0) {
                     dk = TestArray::poisoned(p.dtype, {N, NKV, E}), dv = TestArray::poisoned(p.dtype, {N, NKV, M});
     const Maybe norm = Maybe::poisoned(z, {NH, N}), final = Maybe::poisoned(states, {S, NKV, E, M}),
                 final_z = Maybe::poisoned(states && z, {S, NKV, E}), dinitial = Maybe::poisoned(states, {S, NKV, E, M}),
-                dinitial_z = Maybe::poisoned(states && z, {S, NKV, E}), dgate = Maybe::poisoned(p.kind.gated, {N, NKV});
+                dinitial_z = Maybe::poisoned(states && z, {S, NKV, E}), dgate = Maybe::poisoned(p.type.gated, {N, NKV});
     const TestArray cum = TestArray::ints(p.cum, {S + 1});
     const LinearAttentionSequences sequences{cum, p.longest()};
     const LinearAttentionSizes sizes{N, S, NH, NKV, E, M, p.longest(), states};
-    const LinearAttentionType kind = p.kind.arguments(form);
+    const LinearAttentionType type = p.type.arguments(form);
     const TestArray forward = TestArray::scratch(linear_attention_forward_scratch(sizes)),
                     backward = TestArray::scratch(linear_attention_backward_scratch(sizes));
-    linear_attention_forward(out, norm, {final, final_z}, q, k, v, gate, {initial, initial_z}, sequences, kind, forward,
+    linear_attention_forward(out, norm, {final, final_z}, q, k, v, gate, {initial, initial_z}, sequences, type, forward,
                              Stream{});
     linear_attention_backward(dq, dk, dv, dgate, {dinitial, dinitial_z}, dout, {dfinal, dfinal_z}, q, k, v, gate,
-                              {initial, initial_z}, out, norm, sequences, kind, backward, Stream{});
+                              {initial, initial_z}, out, norm, sequences, type, backward, Stream{});
     return {out.fetch(), norm.fetch(), final.fetch(), final_z.fetch(),  dq.fetch(),
             dk.fetch(),  dv.fetch(),   dgate.fetch(), dinitial.fetch(), dinitial_z.fetch()};
 }
@@ -182,7 +183,7 @@ void check(const Problem& p, Form form = Form::Automatic) {
     const reference::LinearAttentionGradients g = reference::linear_attention_backward(
         inputs, p.dout.data(), got.out.data(), got.norm.data(), p.dfinal.empty() ? nullptr : p.dfinal.data(),
         p.dfinal_z.empty() ? nullptr : p.dfinal_z.data());
-    const bool normalised = p.kind.normalise;
+    const bool normalised = p.type.normalise;
     compare(p, "out", got.out, f.out.value, f.out.mag, M);
     compare(p, "norm", got.norm, f.norm.value, f.norm.mag, 1);
     compare(p, "final.s", got.final, f.final.value, f.final.mag, M);
@@ -192,7 +193,7 @@ void check(const Problem& p, Form form = Form::Automatic) {
     compare(p, "dk", got.dk, g.dk.value, g.dk.mag, E, normalised);
     compare(p, "dinitial.s", got.dinitial, g.dinitial.value, g.dinitial.mag, M);
     compare(p, "dinitial.z", got.dinitial_z, g.dinitial_z.value, g.dinitial_z.mag, E, true);
-    if (!p.kind.gated) return;
+    if (!p.type.gated) return;
     if (p.dtype == DType::F32)
         expect_close("dgate", got.dgate, g.dgate.value, g.dgate.mag, p.longest(), 1);
     else if (normalised)  // φ(q)·dφ(q) is 0 but for ε: what is normalised does not see the length of a query
@@ -203,11 +204,11 @@ void check(const Problem& p, Form form = Form::Automatic) {
                      int(ROUNDINGS + 2 * std::min<int64_t>(p.longest() / 64, 32)));
 }
 
-void check(DType dtype, const Shape& shape, const Kind& kind, Form form = Form::Automatic) {
+void check(DType dtype, const Shape& shape, const Type& type, Form form = Form::Automatic) {
     SCOPED_TRACE(str("T ", shape.lengths.empty() ? 0 : shape.lengths[0], " NH ", shape.NH, " NKV ", shape.NKV, " E ",
-                     shape.E, " M ", shape.M, kind.normalise ? ", normalised" : "", kind.gated ? ", gated" : "",
-                     kind.states ? ", with states" : "", form == Form::Recurrent ? ", recurrent" : ""));
-    check(Problem(dtype, shape, kind), form);
+                     shape.E, " M ", shape.M, type.normalise ? ", normalised" : "", type.gated ? ", gated" : "",
+                     type.states ? ", with states" : "", form == Form::Recurrent ? ", recurrent" : ""));
+    check(Problem(dtype, shape, type), form);
 }
 
 // Columns [begin, end) of the given rows of x [rows, columns].
@@ -232,14 +233,14 @@ void check_samples(const Problem& p) {
     auto kv_head = [&](const std::vector<double>& x, int64_t size) {
         return block(x, NKV * size, first, T, kv * size, (kv + 1) * size);
     };
-    Problem part(p.dtype, {{T}, group, 1, E, M}, p.kind);
+    Problem part(p.dtype, {{T}, group, 1, E, M}, p.type);
     part.q = query_heads(p.q, E), part.k = kv_head(p.k, E), part.v = kv_head(p.v, M);
     part.dout = query_heads(p.dout, M);
-    if (p.kind.gated) part.gate = kv_head(p.gate, 1);
+    if (p.type.gated) part.gate = kv_head(p.gate, 1);
     const std::vector<double> out = query_heads(got.out, M), dq = query_heads(got.dq, E), dk = kv_head(got.dk, E),
                               dv = kv_head(got.dv, M);
     std::vector<double> norm;
-    if (p.kind.normalise) norm = block(got.norm, p.N, kv * group, group, first, first + T);
+    if (p.type.normalise) norm = block(got.norm, p.N, kv * group, group, first, first + T);
     const reference::LinearAttentionInputs inputs = part.inputs();
     const reference::LinearAttentionPairs pairs(inputs, part.dout.data(), out.data(), norm.data());
     std::vector<double> x[4], ref[4], mag[4];
@@ -261,7 +262,7 @@ void check_samples(const Problem& p) {
     }
     const char* names[] = {"out", "dq", "dk", "dv"};
     for (int i = 0; i < 4; i++)
-        compare(p, names[i], x[i], ref[i], mag[i], i == 0 || i == 3 ? M : E, (i == 1 || i == 2) && p.kind.normalise);
+        compare(p, names[i], x[i], ref[i], mag[i], i == 0 || i == 3 ? M : E, (i == 1 || i == 2) && p.type.normalise);
 }
 
 class LinearAttentionTest : public DTypeTest {};
@@ -273,7 +274,7 @@ INSTANTIATE_TEST_SUITE_P(Op, LinearAttentionTest, testing::Values(DType::F32),
                          [](const auto& test) { return dtype_name(test.param); });
 #endif
 
-// The oracle is slow under the address sanitizer, and longer texts touch memory in no other way.
+// The oracle is slow under the address sanitizer, and longer sequences touch memory in no other way.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t LONGEST = 1000;
 #else
@@ -281,8 +282,8 @@ constexpr int64_t LONGEST = 65536;
 #endif
 
 // Every length meets every size of heads, every length every number of heads, every size every number of heads: by the
-// cheapest problem that has the pair, kinds L and G in turns. What would take the oracle more than 1e9 multiply-adds is
-// sampled.
+// cheapest problem that has the pair, types linear and gated_linear in turns. What would take the oracle more than 1e9
+// multiply-adds is sampled.
 TEST_P(LinearAttentionTest, AllPairsOfSizes) {
     const int64_t lengths[] = {1, 2, 15, 17, 63, 64, 65, 100, 127, 129, 500, 1000, 2048, 8192};
     const std::pair<int64_t, int64_t> sizes[] = {{64, 64}, {128, 128}, {60, 60},  {25, 64},
@@ -314,7 +315,7 @@ TEST_P(LinearAttentionTest, AllPairsOfSizes) {
         const int64_t B = c.heads % 3 == 0 ? 3 : 1, NH = c.heads / B;  // 12 and 96 heads: of three sequences
         const Shape shape{std::vector<int64_t>(size_t(B), c.T), NH, NH % 2 == 0 ? NH / 2 : NH, E, M};
         SCOPED_TRACE(str("T ", c.T, ", ", c.heads, " heads of ", E, " x ", M, turn % 2 ? ", gated" : ", normalised"));
-        const Problem p(activation(), shape, turn++ % 2 ? G : L);
+        const Problem p(activation(), shape, turn++ % 2 ? GATED_LINEAR : LINEAR);
         if (c.work <= (1 << 20))
             check(p);
         else
@@ -327,44 +328,44 @@ TEST_P(LinearAttentionTest, AllPairsOfSizes) {
 
 TEST_P(LinearAttentionTest, VeryLong) {
     if (LONGEST < 65536) GTEST_SKIP() << "too slow under the address sanitizer";
-    for (const Kind& kind : {L, G}) check_samples(Problem(activation(), {{65536}, 1, 1, 64, 64}, kind));
+    for (const Type& type : {LINEAR, GATED_LINEAR}) check_samples(Problem(activation(), {{65536}, 1, 1, 64, 64}, type));
 }
 
-// Enough tokens and heads for a GPU to cut sequences into long segments, whose states are made of two halves.
+// Enough tokens and heads for a GPU to split sequences into long ranges, whose states are made of two halves.
 TEST_P(LinearAttentionTest, ManyHeads) {
-    for (const Kind& kind : {L, G})
-        check_samples(Problem(activation(), {{900, 2200, 2100, 2200}, 30, 30, 16, 16}, kind));
+    for (const Type& type : {LINEAR, GATED_LINEAR})
+        check_samples(Problem(activation(), {{900, 2200, 2100, 2200}, 30, 30, 16, 16}, type));
 }
 
-TEST_P(LinearAttentionTest, Kinds) {
-    for (const Kind& kind : {L, G, RAW, FEATURES, GATED_L})
+TEST_P(LinearAttentionTest, Types) {
+    for (const Type& type : {LINEAR, GATED_LINEAR, RAW, FEATURES, GATED_NORMALISED})
         for (const Form form : {Form::Recurrent, Form::Chunked}) {
-            check(activation(), {{150}, 2, 1, 32, 24}, kind, form);
-            check(activation(), {{70, 3, 129}, 4, 2, 20, 48}, with_states(kind), form);
+            check(activation(), {{150}, 2, 1, 32, 24}, type, form);
+            check(activation(), {{70, 3, 129}, 4, 2, 20, 48}, with_states(type), form);
         }
 }
 
 TEST_P(LinearAttentionTest, PackedSequencesAndStates) {
-    for (const Kind& kind : {L, G, GATED_L}) {
-        check(activation(), {{3, 2, 5}, 2, 1, 8, 8}, kind);
-        check(activation(), {{0, 1, 70, 0, 1, 16, 0}, 2, 2, 32, 32}, kind);
-        check(activation(), {{0, 1, 70, 0, 1, 16, 0}, 2, 2, 32, 32}, with_states(kind));
-        check(activation(), {{}, 2, 2, 8, 8}, kind);
-        check(activation(), {{0}, 2, 2, 8, 8}, with_states(kind));
-        check(activation(), {{700, 1, 2100}, 2, 1, 16, 16}, with_states(kind));  // several segments
+    for (const Type& type : {LINEAR, GATED_LINEAR, GATED_NORMALISED}) {
+        check(activation(), {{3, 2, 5}, 2, 1, 8, 8}, type);
+        check(activation(), {{0, 1, 70, 0, 1, 16, 0}, 2, 2, 32, 32}, type);
+        check(activation(), {{0, 1, 70, 0, 1, 16, 0}, 2, 2, 32, 32}, with_states(type));
+        check(activation(), {{}, 2, 2, 8, 8}, type);
+        check(activation(), {{0}, 2, 2, 8, 8}, with_states(type));
+        check(activation(), {{700, 1, 2100}, 2, 1, 16, 16}, with_states(type));  // several splits
     }
 }
 
 TEST_P(LinearAttentionTest, KVHeadsOneSomeAll) {
     for (const int64_t NKV : {1, 2, 3, 6})
-        for (const Kind& kind : {L, G}) check(activation(), {{90, 20}, 6, NKV, 24, 40}, kind);
+        for (const Type& type : {LINEAR, GATED_LINEAR}) check(activation(), {{90, 20}, 6, NKV, 24, 40}, type);
 }
 
 // Heads beyond 256 take the scan.
 TEST_P(LinearAttentionTest, LargeHeads) {
-    check(activation(), {{33}, 2, 1, 300, 20}, L);
-    check(activation(), {{33}, 2, 2, 20, 511}, with_states(G));
-    check(activation(), {{20}, 1, 1, 512, 512}, GATED_L);
+    check(activation(), {{33}, 2, 1, 300, 20}, LINEAR);
+    check(activation(), {{33}, 2, 2, 20, 511}, with_states(GATED_LINEAR));
+    check(activation(), {{20}, 1, 1, 512, 512}, GATED_NORMALISED);
 }
 
 // Where a token sees itself alone, dq and dk are ε/d of their terms: the terms must cancel to a few roundings.
@@ -373,7 +374,7 @@ TEST_P(LinearAttentionTest, OneToken) {
     for (const int64_t E : {16, 64, 128})
         for (const Form form : {Form::Recurrent, Form::Chunked}) {
             SCOPED_TRACE(str("heads of ", E, form == Form::Recurrent ? ", recurrent" : ", chunked"));
-            const Problem p(activation(), {std::vector<int64_t>(30, 1), 1, 1, E, E}, L);
+            const Problem p(activation(), {std::vector<int64_t>(30, 1), 1, 1, E, E}, LINEAR);
             const Result got = run(p, form);
             const reference::LinearAttentionInputs inputs = p.inputs();
             const reference::LinearAttentionResult f = reference::linear_attention_forward(inputs);
@@ -399,7 +400,7 @@ TEST_P(LinearAttentionTest, OneToken) {
 // Features of −100 are 0 in fp32, and then d is ε alone; of −20 they are small and must not be.
 TEST_P(LinearAttentionTest, VeryNegativeInputs) {
     for (const double x : {-20.0, -100.0}) {
-        Problem p(activation(), {{70}, 2, 1, 16, 16}, L);
+        Problem p(activation(), {{70}, 2, 1, 16, 16}, LINEAR);
         std::fill(p.k.begin(), p.k.begin() + 40 * 16, x);
         std::fill(p.q.begin() + 20 * 32, p.q.begin() + 60 * 32, x);
         const Result r = run(p);
@@ -417,7 +418,7 @@ TEST_P(LinearAttentionTest, VeryNegativeInputs) {
 
 // Decays that forget all, at once or within a chunk, and gates of 0.
 TEST_P(LinearAttentionTest, Gates) {
-    Problem p(activation(), {{200}, 2, 1, 16, 16}, G);
+    Problem p(activation(), {{200}, 2, 1, 16, 16}, GATED_LINEAR);
     for (const size_t t : {5, 64, 100, 101}) p.gate[t] = -100;
     check(p);
     std::fill(p.gate.begin(), p.gate.end(), -100.0);
@@ -428,7 +429,7 @@ TEST_P(LinearAttentionTest, Gates) {
     std::fill(p.gate.begin(), p.gate.end(), 0.0);
     for (const Form form : {Form::Recurrent, Form::Chunked}) {
         Problem plain = p;
-        plain.kind.gated = false, plain.gate.clear();
+        plain.type.gated = false, plain.gate.clear();
         const Result gated = run(p, form), raw = run(plain, form);
         expect_same_bits("out", raw.out, gated.out);
         expect_same_bits("dq", raw.dq, gated.dq);
@@ -462,7 +463,7 @@ TEST(LinearAttentionFP32, CasesOfFastTransformers) {
         EXPECT_LT(worst(got.dk, g.dk.value), 1e-5) << E << " x " << M;
         EXPECT_LT(worst(got.dv, g.dv.value), 1e-5) << E << " x " << M;
     }
-    const Problem p(DType::F32, {std::vector<int64_t>(10, 100), 4, 4, 25, 64}, L);
+    const Problem p(DType::F32, {std::vector<int64_t>(10, 100), 4, 4, 25, 64}, LINEAR);
     const Result parallel = run(p, Form::Chunked), recurrent = run(p, Form::Recurrent);
     const auto f = reference::linear_attention_forward(p.inputs());
     expect_close("parallel", parallel.out, recurrent.out, f.out.mag, 100, 64);
@@ -471,9 +472,9 @@ TEST(LinearAttentionFP32, CasesOfFastTransformers) {
 // What comes later changes nothing before it, by a bit. In 16 bits heads of a multiple of 8 have kernels of their own.
 TEST_P(LinearAttentionTest, FutureNeverLeaksIntoThePast) {
     for (const auto& [E, T] : {std::pair<int64_t, int64_t>{20, 1300}, {24, 1300}, {128, 130}})
-        for (const Kind& kind : {L, G}) {
-            SCOPED_TRACE(str("heads of ", E, kind.gated ? ", gated" : ", normalised"));
-            const Problem clean(activation(), {{T}, 2, 1, E, E}, kind);
+        for (const Type& type : {LINEAR, GATED_LINEAR}) {
+            SCOPED_TRACE(str("heads of ", E, type.gated ? ", gated" : ", normalised"));
+            const Problem clean(activation(), {{T}, 2, 1, E, E}, type);
             const Result expected = run(clean);
             for (const int64_t t : {1, 16, 17, 63, 64, 65, 100, 1024, 1299, 129}) {
                 if (t >= T) continue;
@@ -481,7 +482,7 @@ TEST_P(LinearAttentionTest, FutureNeverLeaksIntoThePast) {
                 std::fill(p.q.begin() + t * 2 * E, p.q.end(), rounded(activation(), 300));
                 std::fill(p.k.begin() + t * E, p.k.end(), rounded(activation(), 500));
                 std::fill(p.v.begin() + t * E, p.v.end(), rounded(activation(), -1e6));
-                if (kind.gated) std::fill(p.gate.begin() + t, p.gate.end(), -7.0);
+                if (type.gated) std::fill(p.gate.begin() + t, p.gate.end(), -7.0);
                 const Result r = run(p);
                 auto head = [n = t * 2 * E](const std::vector<double>& x) {
                     return std::vector<double>(x.begin(), x.begin() + n);
@@ -496,15 +497,15 @@ TEST_P(LinearAttentionTest, FutureNeverLeaksIntoThePast) {
 // get zeros.
 TEST_P(LinearAttentionTest, SequencesAreIsolated) {
     for (const int64_t E : {12, 16, 72})
-        for (const Kind& kind : {L, G}) {
-            SCOPED_TRACE(str("heads of ", E, kind.gated ? ", gated" : ", normalised"));
-            const Problem clean(activation(), {{20, 9, 70}, 2, 1, E, E}, kind);
+        for (const Type& type : {LINEAR, GATED_LINEAR}) {
+            SCOPED_TRACE(str("heads of ", E, type.gated ? ", gated" : ", normalised"));
+            const Problem clean(activation(), {{20, 9, 70}, 2, 1, E, E}, type);
             const Result expected = run(clean);
             Problem p = clean;
             for (auto [x, row] :
                  {std::pair(&p.q, 2 * E), std::pair(&p.k, E), std::pair(&p.v, E), std::pair(&p.dout, 2 * E)})
                 std::fill(x->begin() + 20 * row, x->begin() + 29 * row, NOT_A_NUMBER);
-            if (kind.gated) std::fill(p.gate.begin() + 20, p.gate.begin() + 29, NOT_A_NUMBER);
+            if (type.gated) std::fill(p.gate.begin() + 20, p.gate.begin() + 29, NOT_A_NUMBER);
             const Result r = run(p);
             auto without = [](std::vector<double> x, int64_t row) {
                 x.erase(x.begin() + 20 * row, x.begin() + 29 * row);
@@ -514,7 +515,7 @@ TEST_P(LinearAttentionTest, SequencesAreIsolated) {
             expect_same_bits("dq", without(expected.dq, 2 * E), without(r.dq, 2 * E));
             expect_same_bits("dk", without(expected.dk, E), without(r.dk, E));
             expect_same_bits("dv", without(expected.dv, E), without(r.dv, E));
-            if (kind.gated) expect_same_bits("dgate", without(expected.dgate, 1), without(r.dgate, 1));
+            if (type.gated) expect_same_bits("dgate", without(expected.dgate, 1), without(r.dgate, 1));
 
             const Result longer = run(clean, Form::Automatic, 3);
             auto extended = [](std::vector<double> x, int64_t row) {
@@ -525,7 +526,7 @@ TEST_P(LinearAttentionTest, SequencesAreIsolated) {
             expect_same_bits("dq and zeros", extended(expected.dq, 2 * E), longer.dq);
             expect_same_bits("dk and zeros", extended(expected.dk, E), longer.dk);
             expect_same_bits("dv and zeros", extended(expected.dv, E), longer.dv);
-            if (kind.gated) expect_same_bits("dgate and zeros", extended(expected.dgate, 1), longer.dgate);
+            if (type.gated) expect_same_bits("dgate and zeros", extended(expected.dgate, 1), longer.dgate);
         }
 }
 
@@ -533,7 +534,7 @@ TEST_P(LinearAttentionTest, SequencesAreIsolated) {
 // where rows are aligned to 16 bytes, and of other gaps where they are not and other kernels may take them.
 TEST_P(LinearAttentionTest, PackedRows) {
     constexpr int64_t NH = 4, NKV = 2, HS = 24, width = (NH + 2 * NKV) * HS;
-    const Problem p(activation(), {{100, 30}, NH, NKV, HS, HS}, L);
+    const Problem p(activation(), {{100, 30}, NH, NKV, HS, HS}, LINEAR);
     Result expected = run(p);
     for (const int64_t gap : {8, 5, 3}) {
         const int64_t N = p.N;
@@ -584,9 +585,9 @@ TEST_P(LinearAttentionTest, PackedRows) {
 
 // Two halves with the state handed on, and token by token through decode, are the whole.
 TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
-    for (const Kind& kind : {L, G, GATED_L}) {
+    for (const Type& type : {LINEAR, GATED_LINEAR, GATED_NORMALISED}) {
         constexpr int64_t S = 3, T = 20, NH = 4, NKV = 2, E = 24, M = 40;
-        const Problem p(activation(), {std::vector<int64_t>(S, T), NH, NKV, E, M}, with_states(kind));
+        const Problem p(activation(), {std::vector<int64_t>(S, T), NH, NKV, E, M}, with_states(type));
         const Result whole = run(p);
         // Prefix of 7 tokens of each sequence, then decode.
         auto tokens = [&](const std::vector<double>& x, int64_t row, int64_t begin, int64_t end) {
@@ -596,22 +597,22 @@ TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
                             part.begin() + s * (end - begin) * row);
             return part;
         };
-        Problem prefix(activation(), {std::vector<int64_t>(S, 7), NH, NKV, E, M}, with_states(kind));
+        Problem prefix(activation(), {std::vector<int64_t>(S, 7), NH, NKV, E, M}, with_states(type));
         prefix.q = tokens(p.q, NH * E, 0, 7), prefix.k = tokens(p.k, NKV * E, 0, 7),
         prefix.v = tokens(p.v, NKV * M, 0, 7);
-        if (kind.gated) prefix.gate = tokens(p.gate, NKV, 0, 7);
+        if (type.gated) prefix.gate = tokens(p.gate, NKV, 0, 7);
         prefix.initial = p.initial, prefix.initial_z = p.initial_z;
         const Result first = run(prefix);
         const TestArray s = TestArray::of(first.final, {S, NKV, E, M});
-        const Maybe z = Maybe::of(kind.normalise, first.final_z, {S, NKV, E});
+        const Maybe z = Maybe::of(type.normalise, first.final_z, {S, NKV, E});
         const reference::LinearAttentionResult ref = reference::linear_attention_forward(p.inputs());
         for (int64_t t = 7; t < T; t++) {
             const TestArray q = TestArray::of(activation(), tokens(p.q, NH * E, t, t + 1), {S, NH, E}),
                             k = TestArray::of(activation(), tokens(p.k, NKV * E, t, t + 1), {S, NKV, E}),
                             v = TestArray::of(activation(), tokens(p.v, NKV * M, t, t + 1), {S, NKV, M}),
                             out = TestArray::poisoned(activation(), {S, NH, M});
-            const Maybe gate = Maybe::of(kind.gated, kind.gated ? tokens(p.gate, NKV, t, t + 1) : p.gate, {S, NKV});
-            linear_attention_decode(out, {s, z}, q, k, v, gate, kind.arguments(Form::Automatic), Stream{});
+            const Maybe gate = Maybe::of(type.gated, type.gated ? tokens(p.gate, NKV, t, t + 1) : p.gate, {S, NKV});
+            linear_attention_decode(out, {s, z}, q, k, v, gate, type.arguments(Form::Automatic), Stream{});
             compare(p, "decoded out", out.fetch(), tokens(ref.out.value, NH * M, t, t + 1),
                     tokens(ref.out.mag, NH * M, t, t + 1), M);
         }
@@ -621,14 +622,14 @@ TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
     }
 }
 
-// States among those of other texts: the same bits as where they lie by themselves, and the others stay as they were. A
-// sequence without a row leaves none.
+// States among those of other sequences: the same bits as where they lie by themselves, and the others stay as they
+// were. A sequence without a row leaves none.
 TEST_P(LinearAttentionTest, StatesLieInRows) {
     constexpr int64_t S = 3, R = 5, NH = 4, NKV = 2, E = 24, M = 40;
     const std::vector<int32_t> where = {4, -1, 1};
-    for (const Kind& kind : {with_states(L), with_states(G)})
+    for (const Type& type : {with_states(LINEAR), with_states(GATED_LINEAR)})
         for (const Form form : {Form::Recurrent, Form::Chunked}) {
-            const Problem p(activation(), {{70, 1, 700}, NH, NKV, E, M}, kind);
+            const Problem p(activation(), {{70, 1, 700}, NH, NKV, E, M}, type);
             const Result plain = run(p, form);
             const TestArray q = TestArray::of(activation(), p.q, {p.N, NH, E}),
                             k = TestArray::of(activation(), p.k, {p.N, NKV, E}),
@@ -636,13 +637,13 @@ TEST_P(LinearAttentionTest, StatesLieInRows) {
                             out = TestArray::poisoned(activation(), {p.N, NH, M}),
                             cum = TestArray::ints(p.cum, {S + 1}), rows = TestArray::ints(where, {S}),
                             initial = TestArray::of(p.initial, {S, NKV, E, M}), s = TestArray::poisoned({R, NKV, E, M});
-            const Maybe gate = Maybe::of(kind.gated, p.gate, {p.N, NKV}),
-                        initial_z = Maybe::of(kind.normalise, p.initial_z, {S, NKV, E}),
-                        z = Maybe::poisoned(kind.normalise, {R, NKV, E});
+            const Maybe gate = Maybe::of(type.gated, p.gate, {p.N, NKV}),
+                        initial_z = Maybe::of(type.normalise, p.initial_z, {S, NKV, E}),
+                        z = Maybe::poisoned(type.normalise, {R, NKV, E});
             const TestArray scratch =
                 TestArray::scratch(linear_attention_forward_scratch({p.N, S, NH, NKV, E, M, p.longest()}));
             linear_attention_forward(out, Tensor{}, {s, z, rows}, q, k, v, gate, {initial, initial_z},
-                                     {cum, p.longest()}, kind.arguments(form), scratch, Stream{});
+                                     {cum, p.longest()}, type.arguments(form), scratch, Stream{});
             expect_same_bits("out", plain.out, out.fetch());
             auto in_rows = [&](const std::vector<double>& states) {
                 const size_t n = states.size() / size_t(S);
@@ -668,10 +669,10 @@ TEST_P(LinearAttentionTest, StatesLieInRows) {
                             out1 = TestArray::poisoned(activation(), {S, NH, M}),
                             ref1 = TestArray::poisoned(activation(), {S, NH, M}),
                             ref_s = TestArray::of(plain.final, {S, NKV, E, M});
-            const Maybe gate1 = Maybe::of(kind.gated, kind.gated ? last(p.gate, NKV) : p.gate, {S, NKV}),
-                        ref_z = Maybe::of(kind.normalise, plain.final_z, {S, NKV, E});
-            linear_attention_decode(out1, {s, z, rows}, q1, k1, v1, gate1, kind.arguments(form), Stream{});
-            linear_attention_decode(ref1, {ref_s, ref_z}, q1, k1, v1, gate1, kind.arguments(form), Stream{});
+            const Maybe gate1 = Maybe::of(type.gated, type.gated ? last(p.gate, NKV) : p.gate, {S, NKV}),
+                        ref_z = Maybe::of(type.normalise, plain.final_z, {S, NKV, E});
+            linear_attention_decode(out1, {s, z, rows}, q1, k1, v1, gate1, type.arguments(form), Stream{});
+            linear_attention_decode(ref1, {ref_s, ref_z}, q1, k1, v1, gate1, type.arguments(form), Stream{});
             std::vector<double> expected = ref1.fetch();
             std::fill_n(expected.begin() + NH * M, NH * M, 0.0);
             expect_same_bits("decoded out", expected, out1.fetch());
@@ -682,10 +683,10 @@ TEST_P(LinearAttentionTest, StatesLieInRows) {
 
 // A long document among many short ones, with the scratch that one sequence asks for.
 TEST_P(LinearAttentionTest, ManySequencesNeedNoMoreScratch) {
-    for (const Kind& kind : {L, G}) {
+    for (const Type& type : {LINEAR, GATED_LINEAR}) {
         std::vector<int64_t> lengths(300, 3);
         lengths[7] = 1500;
-        const Problem p(activation(), {lengths, 2, 1, 32, 32}, kind);
+        const Problem p(activation(), {lengths, 2, 1, 32, 32}, type);
         LinearAttentionSizes one{p.N, 1, 2, 1, 32, 32, 1500, false}, all = one;
         all.S = 300;
         EXPECT_EQ(linear_attention_forward_scratch(all), linear_attention_forward_scratch(one));
@@ -695,9 +696,9 @@ TEST_P(LinearAttentionTest, ManySequencesNeedNoMoreScratch) {
 }
 
 TEST_P(LinearAttentionTest, Deterministic) {
-    for (const Kind& kind : {L, with_states(G)})
+    for (const Type& type : {LINEAR, with_states(GATED_LINEAR)})
         for (const Form form : {Form::Recurrent, Form::Chunked}) {
-            const Problem p(activation(), {{100, 600}, 4, 2, 40, 24}, kind);
+            const Problem p(activation(), {{100, 600}, 4, 2, 40, 24}, type);
             expect_deterministic("linear attention", [&] { return run(p, form).all(); });
         }
 }
@@ -705,10 +706,10 @@ TEST_P(LinearAttentionTest, Deterministic) {
 #ifdef USE_CUDA
 // Whatever cum holds, nothing outside the tensors is touched: compute-sanitizer looks on, and the run ends.
 TEST_P(LinearAttentionTest, BadSequencesStayInside) {
-    for (const Kind& kind : {with_states(L), with_states(G), with_states(GATED_L)})
+    for (const Type& type : {with_states(LINEAR), with_states(GATED_LINEAR), with_states(GATED_NORMALISED)})
         for (const std::vector<int32_t>& cum :
              {std::vector<int32_t>{-5, 20, 10}, {0, 1000000, 2000000}, {30, 10, 40}, {0, 40, 2147483647}}) {
-            Problem p(activation(), {{20, 20}, 2, 1, 32, 32}, kind);
+            Problem p(activation(), {{20, 20}, 2, 1, 32, 32}, type);
             p.cum = cum;
             run(p);
         }
@@ -717,8 +718,8 @@ TEST_P(LinearAttentionTest, BadSequencesStayInside) {
 
 // The oracle's gradients are those of its own forward pass, states and gates included; and its two forms agree.
 TEST(LinearAttentionOracle, AgreesWithCentralDifferences) {
-    for (const Kind& kind : {with_states(L), with_states(G), with_states(GATED_L)}) {
-        Problem p(DType::F32, {{5, 3}, 2, 1, 3, 2}, kind);
+    for (const Type& type : {with_states(LINEAR), with_states(GATED_LINEAR), with_states(GATED_NORMALISED)}) {
+        Problem p(DType::F32, {{5, 3}, 2, 1, 3, 2}, type);
         auto loss = [&] {
             const reference::LinearAttentionResult f = reference::linear_attention_forward(p.inputs());
             double sum = 0;
@@ -744,8 +745,8 @@ TEST(LinearAttentionOracle, AgreesWithCentralDifferences) {
                 EXPECT_NEAR(gradient->value[i], (up - down) / (2 * h), 1e-7) << i;
             }
     }
-    for (const Kind& kind : {L, G, GATED_L}) {
-        const Problem p(DType::F32, {{7, 6}, 4, 2, 3, 5}, kind);
+    for (const Type& type : {LINEAR, GATED_LINEAR, GATED_NORMALISED}) {
+        const Problem p(DType::F32, {{7, 6}, 4, 2, 3, 5}, type);
         const reference::LinearAttentionInputs inputs = p.inputs();
         const auto f = reference::linear_attention_forward(inputs);
         const auto g =
@@ -777,9 +778,9 @@ TEST(LinearAttentionErrors, NameWhatIsWrong) {
                     v = TestArray::random({10, 2, 6}, 3), three = TestArray::random({10, 3, 8}, 2);
     const TestArray out = TestArray::poisoned({10, 4, 6}), cum = TestArray::ints({0, 10}, {2}),
                     gate = TestArray::random({10, 2}, 4), scratch = TestArray::scratch(1 << 20);
-    auto forward = [&](Tensor k_, Tensor v_, Tensor gate_, const LinearAttentionType& kind,
+    auto forward = [&](Tensor k_, Tensor v_, Tensor gate_, const LinearAttentionType& type,
                        const LinearAttentionState& initial = {}) {
-        linear_attention_forward(out, Tensor{}, {}, q, k_, v_, gate_, initial, {cum, 10}, kind, scratch, Stream{});
+        linear_attention_forward(out, Tensor{}, {}, q, k_, v_, gate_, initial, {cum, 10}, type, scratch, Stream{});
     };
     expect_error([&] { forward(three, three, Tensor{}, {}); },
                  "linear_attention_forward: 3 KV heads do not divide 4 heads");

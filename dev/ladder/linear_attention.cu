@@ -1,6 +1,5 @@
 // Causal linear attention's forward pass on a GPU, rung by rung: out_t = φ(q_t)ᵀ Σ_s≤t φ(k_s) v_sᵀ, from the scans of
-// the literature to the chunks that training uses; the product alone, with the feature map, and with the normaliser
-// too.
+// the literature to the chunks that training uses; alone, with the feature map, and also with the normaliser.
 //
 //     make ladder OP=linear_attention BACKEND=cuda
 //     build/cuda/dev/ladder/linear_attention --csv linear.csv && scripts/plot_ladder.py linear.csv
@@ -10,7 +9,7 @@
 // of up to 128 x any, and is checked against the float64 oracle.
 //
 // The first two rungs are the kernels of fast-transformers (Katharopoulos et al. 2020; its low-occupancy kernel by
-// NVIDIA) as they divide the work, written anew.
+// NVIDIA) as they divide the work, rewritten here.
 #include "kernels/linear_attention/linear_attention.h"
 
 #include <cmath>
@@ -32,8 +31,8 @@ struct Attention {
     int64_t B, length, H;
     int E, M;
     bool elu, normalise;
-    float* states;  // what `segments` hands on: [segments, B·H, (M + 1)·E]
-    int segments;
+    float* states;  // what split_over_T passes between splits: [splits, B·H, (M + 1)·E]
+    int splits;
 };
 
 template <typename T>
@@ -72,16 +71,17 @@ void scan(const Attention<T>& a, Stream stream) {
     scan_kernel<<<grid_of(a.B * a.H * a.M), MAX_E, 0, cuda_stream(stream)>>>(a);
 }
 
-// --- whose warps share out the time
+// --- a block for each output column, split over T by its warps
 
-constexpr int TIME_WARPS = 8, ROWS = MAX_E / WARP;
+constexpr int SPLIT_WARPS = 8, ROWS = MAX_E / WARP;
 
 template <typename T>
-__global__ void __launch_bounds__(TIME_WARPS* WARP) low_occupancy_kernel(Attention<T> a) {
-    __shared__ float states[TIME_WARPS][2][MAX_E];
+__global__ void __launch_bounds__(SPLIT_WARPS* WARP) low_occupancy_kernel(Attention<T> a) {
+    __shared__ float states[SPLIT_WARPS][2][MAX_E];
     const int64_t bh = blockIdx.x / a.M;
     const int m = blockIdx.x % a.M, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t piece = ceil_div(a.length, TIME_WARPS), begin = warp * piece, end = min(begin + piece, a.length);
+    const int64_t split_length = ceil_div(a.length, SPLIT_WARPS), begin = warp * split_length,
+                  end = min(begin + split_length, a.length);
     float state[ROWS] = {}, sum[ROWS] = {};
     const auto add = [&](int64_t row) {
         const float v = as_float(a.v[row * a.M + m]);
@@ -125,10 +125,10 @@ __global__ void __launch_bounds__(TIME_WARPS* WARP) low_occupancy_kernel(Attenti
 
 template <typename T>
 void low_occupancy(const Attention<T>& a, Stream stream) {
-    low_occupancy_kernel<<<grid_of(a.B * a.H * a.M), TIME_WARPS * WARP, 0, cuda_stream(stream)>>>(a);
+    low_occupancy_kernel<<<grid_of(a.B * a.H * a.M), SPLIT_WARPS * WARP, 0, cuda_stream(stream)>>>(a);
 }
 
-// --- 64 columns to a block, then segments of the time
+// --- 64 columns per block, then split over T
 
 // A thread has a quarter of a column's state. Tokens come to shared memory 32 at a time, in vectors, φ taken once.
 constexpr int COLUMNS = 64, QUARTERS = 4, COLUMN_THREADS = COLUMNS * QUARTERS, TOKENS = 32;
@@ -152,21 +152,22 @@ __device__ __forceinline__ void load_rows(float (&dst)[TOKENS][D], const T* src,
     }
 }
 
-// SUMS: of each segment, to `states`; else the segment's outputs, from the state that it begins with.
+// SUMS: the sum of each split, to `states`; else the split's outputs, from the state that it begins with.
 template <typename T, int E, bool SUMS>
 __global__ void __launch_bounds__(COLUMN_THREADS) columns_kernel(Attention<T> a, bool aligned) {
     constexpr int MINE = E / QUARTERS;
     __shared__ __align__(16) float q[SUMS ? 1 : TOKENS][E], k[TOKENS][E], v[TOKENS][COLUMNS];
-    const int parts = int(ceil_div(a.M, COLUMNS)), part = blockIdx.x % parts, segment = blockIdx.x / parts % a.segments;
-    const int64_t bh = blockIdx.x / parts / a.segments;
+    const int parts = int(ceil_div(a.M, COLUMNS)), part = blockIdx.x % parts, split = blockIdx.x / parts % a.splits;
+    const int64_t bh = blockIdx.x / parts / a.splits;
     const int m0 = part * COLUMNS, m = m0 + int(threadIdx.x) / QUARTERS, quarter = threadIdx.x % QUARTERS;
-    const int64_t piece = ceil_div(a.length, a.segments), begin = segment * piece, end = min(begin + piece, a.length);
+    const int64_t split_length = ceil_div(a.length, a.splits), begin = split * split_length,
+                  end = min(begin + split_length, a.length);
     const auto phi = [&](float x) { return !a.elu ? x : x > 0 ? x + 1 : exp_for<T>(x); };
     // Rows are dealt out four at a time, so that the quarters read neighbouring 16 bytes.
     const auto row_at = [&](int i) { return (i / 4 * QUARTERS + quarter) * 4 + i % 4; };
-    float* states = a.states + (segment * a.B * a.H + bh) * (a.M + 1) * a.E;
+    float* states = a.states + (split * a.B * a.H + bh) * (a.M + 1) * a.E;
     float state[MINE] = {}, sum[MINE] = {};
-    if (!SUMS && a.segments > 1)
+    if (!SUMS && a.splits > 1)
 #pragma unroll
         for (int i = 0; i < MINE; i++) {
             const int e = row_at(i);
@@ -213,12 +214,12 @@ __global__ void __launch_bounds__(COLUMN_THREADS) columns_kernel(Attention<T> a,
         }
 }
 
-// Sums of segments become sums of all segments before.
-__global__ void __launch_bounds__(COLUMN_THREADS) prefix_kernel(float* states, int64_t size, int segments) {
+// The sum of each split becomes the sum of all earlier splits.
+__global__ void __launch_bounds__(COLUMN_THREADS) prefix_kernel(float* states, int64_t size, int splits) {
     const int64_t i = int64_t(blockIdx.x) * COLUMN_THREADS + threadIdx.x;
     if (i >= size) return;
     float sum = 0;
-    for (int s = 0; s < segments; s++) {
+    for (int s = 0; s < splits; s++) {
         const float x = states[s * size + i];
         states[s * size + i] = sum;
         sum += x;
@@ -227,20 +228,20 @@ __global__ void __launch_bounds__(COLUMN_THREADS) prefix_kernel(float* states, i
 
 template <typename T, int E>
 void launch_columns(const Attention<T>& a, Stream stream) {
-    const int64_t blocks = a.B * a.H * a.segments * ceil_div(a.M, COLUMNS);
+    const int64_t blocks = a.B * a.H * a.splits * ceil_div(a.M, COLUMNS);
     const bool aligned = a.E % FULL_WIDTH<T> == 0 && a.M % FULL_WIDTH<T> == 0;
-    if (a.segments > 1) {
+    if (a.splits > 1) {
         const int64_t size = a.B * a.H * (a.M + 1) * a.E;
         columns_kernel<T, E, true><<<grid_of(blocks), COLUMN_THREADS, 0, cuda_stream(stream)>>>(a, aligned);
         prefix_kernel<<<grid_of(ceil_div(size, COLUMN_THREADS)), COLUMN_THREADS, 0, cuda_stream(stream)>>>(
-            a.states, size, a.segments);
+            a.states, size, a.splits);
     }
     columns_kernel<T, E, false><<<grid_of(blocks), COLUMN_THREADS, 0, cuda_stream(stream)>>>(a, aligned);
 }
 
 template <typename T>
-void columns(Attention<T> a, int segments, Stream stream) {
-    a.segments = segments;
+void columns(Attention<T> a, int splits, Stream stream) {
+    a.splits = splits;
     if (a.E <= 64)
         launch_columns<T, 64>(a, stream);
     else
@@ -252,14 +253,13 @@ void several_columns(const Attention<T>& a, Stream stream) {
     columns(a, 1, stream);
 }
 
-// As many segments as fill the GPU; `states` holds MAX_SEGMENTS of them.
-constexpr int64_t MAX_SEGMENTS = 16;
+// As many splits as fill the GPU; `states` holds MAX_SPLITS of them.
+constexpr int64_t MAX_SPLITS = 16;
 
 template <typename T>
-void segments(const Attention<T>& a, Stream stream) {
+void split_over_T(const Attention<T>& a, Stream stream) {
     const int64_t blocks = a.B * a.H * ceil_div(a.M, COLUMNS), wanted = 4 * num_sms();
-    columns(a,
-            int(std::clamp<int64_t>(ceil_div(wanted, blocks), 1, std::min(MAX_SEGMENTS, ceil_div(a.length, TOKENS)))),
+    columns(a, int(std::clamp<int64_t>(ceil_div(wanted, blocks), 1, std::min(MAX_SPLITS, ceil_div(a.length, TOKENS)))),
             stream);
 }
 
@@ -278,21 +278,21 @@ const std::vector<Rung<T>> RUNGS = {
      "A block for each column of the output, a thread for each row of the state, token by token. Each of a head's "
      "blocks reads all of q and k, two bytes of v at a time, and waits for a sum over the block at every token."},
     {"low occupancy", low_occupancy<T>,
-     "A block for each column still, but its eight warps share out the time: each sums up its piece, takes the sums of "
-     "the pieces before it, and walks through it again. Waiting is eight times shorter, and a warp's sum needs no "
+     "A block for each column still, but T is split over its eight warps: each sums its range, adds the sums of "
+     "the earlier ranges, and goes through its range again. Waiting is eight times shorter, and a warp's sum needs no "
      "barrier; q and k are read once for each column, k twice."},
     {"64 columns a block", several_columns<T>,
      "A thread has a quarter of a column's state in registers, so that a token's result is two shuffles away. q, k and "
      "v come to shared memory once for 64 columns, 16 bytes a load, and the feature map is taken once for all of them. "
      "But there are only as many blocks as heads."},
-    {"segments", segments<T>,
-     "The time is cut into as many segments as fill this GPU's SMs (not a constant number): their sums "
-     "first, then prefixes of these, then all segments side by side. What is left is arithmetic: two multiply-adds for "
+    {"split over T", split_over_T<T>,
+     "T is split over as many blocks as fill this GPU's SMs (not a constant number): the sums of the splits "
+     "first, then their prefixes, then all splits in parallel. What is left is arithmetic: two multiply-adds for "
      "each number of the state and token, on the ordinary units."},
     {"the one used", nullptr,
-     "linear_attention_forward(): 64 tokens at a time as products of matrices, in bf16 on tensor cores: scores of the "
-     "chunk's tokens with each other, and the state once for all 64 of them. Segments are as few as fill the GPU, so "
-     "that hardly any states are written, and k and v are read twice at most."},
+     "linear_attention_forward(): 64 tokens at a time as matmuls, in bf16 on tensor cores: scores of the "
+     "chunk's tokens with each other, and the state once for all 64 of them. There are as few splits as fill the "
+     "GPU, so that hardly any states are written, and k and v are read twice at most."},
 };
 
 template <typename T>
@@ -316,7 +316,7 @@ struct Problem {
           k(DeviceArray<T>::random(B * length * H * E, 2, 1, 0, stream)),
           v(DeviceArray<T>::random(B * length * H * M, 3, 1, 0, stream)),
           out(B * length * H * M, stream),
-          states(MAX_SEGMENTS * B * H * (M + 1) * E, stream),
+          states(MAX_SPLITS * B * H * (M + 1) * E, stream),
           norm(H * B * length, stream),
           cum(B + 1, stream),
           scratch(std::max<int64_t>(1, linear_attention_forward_scratch(sizes())), stream) {

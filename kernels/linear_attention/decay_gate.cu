@@ -1,6 +1,6 @@
-// A product with a few columns: a matrix library would read inp in one kernel and leave the logarithm to another. Here
-// a warp has a few rows of inp and goes through the heads a few at a time: on tensor cores where T is of 16 bits and
-// rows are aligned, else with ordinary sums, lanes side by side along the channels.
+// A matmul with a few output columns: a GEMM library would need a second kernel for the logarithm. Here each warp takes
+// 4 or 16 rows of inp and loops over the heads, as many at a time: on tensor cores where T has 16 bits and rows are
+// aligned, else with fused multiply-adds, the lanes side by side along the channels.
 #include "kernels/linear_attention/decay_gate.h"
 
 #include "kernels/cuda/warp_tile.cuh"
@@ -57,14 +57,14 @@ __global__ void __launch_bounds__(WARPS* WARP) forward_kernel(const __grid_const
     }
 }
 
-// 16 rows and 16 heads at a time. mma.sync wants two pairs of a row's channels from a lane for 16 channels; which ones
-// is up to us as long as weights come likewise. So a lane takes 8 side by side, enough for two products, in one load.
+// 16 rows and 16 heads at a time. For 16 channels mma.sync takes two pairs of a row's channels from each lane. Their
+// order does not matter if the weights have the same, so a lane loads 8 adjacent channels at once, enough for two mma.
 constexpr int TILE = 16;
 
 template <typename T>
 __global__ void __launch_bounds__(WARPS* WARP, 8) tensor_forward_kernel(const __grid_constant__ Forward<T> p) {
     constexpr int W = FULL_WIDTH<T>, STEP = 4 * W, UNROLL = 2;
-    const int group = lane_id() / 4, place = lane_id() % 4;
+    const int group = lane_id() / 4, quad_lane = lane_id() % 4;
     const int64_t first_row = (blockIdx.x * int64_t(WARPS) + threadIdx.x / WARP) * TILE + group;
     // Rows and heads beyond the end repeat the last one, and are not stored; channels beyond it are zeros.
     const auto pack_of = [&](const T* rows, int64_t stride, int64_t row, int64_t count, int64_t c) {
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 8) tensor_forward_kernel(const __
             for (int u = 0; u < UNROLL; u++)
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    const int64_t c = start + u * STEP + place * W;
+                    const int64_t c = start + u * STEP + quad_lane * W;
                     x[u][half] = pack_of(p.inp, p.inp_stride, first_row + half * 8, p.N, c);
                     w[u][half] = pack_of(p.weight, p.weight_stride, first_head + group + half * 8, p.H, c);
                 }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 8) tensor_forward_kernel(const __
         }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int64_t row = first_row + i / 2 % 2 * 8, head = first_head + i / 4 * 8 + place * 2 + i % 2;
+            const int64_t row = first_row + i / 2 % 2 * 8, head = first_head + i / 4 * 8 + quad_lane * 2 + i % 2;
             if (row < p.N && head < p.H)
                 p.gate[row * p.gate_stride + head] = log_sigmoid(sum[i / 4][i % 4] + p.bias[head]);
         }
