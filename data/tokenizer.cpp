@@ -26,7 +26,7 @@ constexpr int64_t MAX_GAPS = 100000;
 // How GPT-2 cuts text into words before merging (Radford et al. 2019; the published regular expression).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
-// For a message of one line: files may hold any text.
+// Makes text from a file printable in a one-line message.
 std::string printable(std::string_view text) {
     std::string out(text.substr(0, 200));
     std::replace_if(
@@ -35,7 +35,7 @@ std::string printable(std::string_view text) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Cutting text into words
+// Splitting text into words
 
 // tokenizer.json's regular expressions are Oniguruma's. PCRE2's \s differs from Unicode's White_Space (and Oniguruma's)
 // in one character, U+180E: spell the class out. Everything else in the expressions in use means the same to both.
@@ -75,7 +75,7 @@ std::string pcre2_message(int code) {
     return reinterpret_cast<const char*>(text);
 }
 
-// A compiled regular expression that cuts text into its matches and what lies between them.
+// A compiled regular expression that splits text into its matches and the text between them.
 class Splitter {
   public:
     Splitter(const std::string& pattern, bool literal, const std::string& file) {
@@ -101,7 +101,7 @@ class Splitter {
                 found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, match,
                                     nullptr);
             if (found == PCRE2_ERROR_NOMATCH) break;
-            require(found >= 0, "tokenizer: cutting text into words failed: ", pcre2_message(found));
+            require(found >= 0, "tokenizer: splitting text into words failed: ", pcre2_message(found));
             const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(match);
             if (range[0] >= range[1]) {  // an empty match cuts nothing; go on behind the next character
                 from = std::max<size_t>(from, range[0]);
@@ -126,7 +126,7 @@ class Splitter {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Tokens that are found in the text as they are written, before it is cut into words
+// Added tokens: found in the text before it is split into words
 
 class AddedTokens {
   public:
@@ -420,7 +420,7 @@ struct Tokenizer::Impl {
         return ids;
     }
 
-    // What a SentencePiece token stands for; notes where characters and fallback bytes are found.
+    // The bytes of a SentencePiece token. Records the ids of characters and fallback bytes.
     bool sentencepiece_bytes(const json& model, const std::string& token, int32_t id, std::string& out) {
         const int byte = flag(model, "byte_fallback", false) ? fallback_byte(token) : -1;
         if (byte >= 0) {
@@ -523,7 +523,7 @@ struct Tokenizer::Impl {
         return all_ids;
     }
 
-    // Special tokens that a template ("$A" is the text) puts in front.
+    // The special tokens that a template ("$A" is the text) puts in front of a text.
     void read_post_processor(const json& root, const Ids& ids) {
         for (const json& step : steps_of(root, "post_processor", "processors")) {
             if (type_of(step) != std::string("TemplateProcessing")) continue;  // they put nothing in front
@@ -537,7 +537,7 @@ struct Tokenizer::Impl {
     }
 };
 
-// One call of encode: the output, and what the words share.
+// One call of encode: the output, and the state that its words share.
 class Tokenizer::Impl::Encoder {
   public:
     explicit Encoder(const Impl& owner) : tokenizer(owner) {
@@ -591,7 +591,7 @@ class Tokenizer::Impl::Encoder {
         if (!text.empty()) characters(text);
     }
 
-    // SentencePiece's text, cut where no merge reaches across.
+    // Splits SentencePiece's text where no merge crosses.
     void characters(std::string_view text) {
         size_t begin = 0;
         int32_t before = -1;
@@ -638,7 +638,7 @@ class Tokenizer::Impl::Encoder {
         out.insert(out.end(), ids.begin(), ids.end());
     }
 
-    // What merging starts from: bytes, or characters with bytes for those that the vocabulary lacks.
+    // The ids that merging starts from: bytes, or characters with fallback bytes for those that the vocabulary lacks.
     void symbols(std::string_view text, std::vector<int32_t>& to) const {
         if (!tokenizer.sentencepiece) {
             for (const char c : text) to.push_back(id_of(c));

@@ -94,7 +94,7 @@ TEST(Questions, EndingsAreScoredInPackedPasses) {
     EXPECT_EQ(small.passes[2].tokens, (std::vector<int32_t>{2, 3, 6}));
 }
 
-TEST(Questions, AccuracyCountsTheLikeliest) {
+TEST(Questions, AccuracyCountsTheMostLikelyEnding) {
     std::vector<Question> questions(2);
     questions[0].endings = {"a", "b"}, questions[0].label = 1;
     questions[1].endings = {"a", "b", "c"}, questions[1].label = 2;
