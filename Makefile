@@ -20,7 +20,7 @@ SHELL := /bin/bash
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv smollm2 hellaswag cuda-toolkit cuda-info release format check-format,$(GOALS))
+BUILDING := $(filter-out help clean deps venv smollm2 hellaswag cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
@@ -122,7 +122,7 @@ else ifeq ($(BACKEND),cpu)
     PREPROCESS += -DUSE_ONEDNN
     LIBS += -ldnnl
   else ifneq ($(BUILDING),)
-    $(info Building without oneDNN: matrix products use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
+    $(info Building without oneDNN: matmuls use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
   # Open MPI's compiler tells where it is, MPICH's package does.
   MPI ?= $(shell mpicc --showme:version >/dev/null 2>&1 && echo openmpi || { pkg-config --exists mpich 2>/dev/null && echo mpich; })
@@ -206,7 +206,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release train data smollm2 chat hellaswag test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format clean help FORCE \
+.PHONY: all train_gpt lib release train data smollm2 chat hellaswag test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -309,6 +309,9 @@ $(PYTHON): FORCE
 
 format: venv  ## lay out the C++ and CUDA sources by .clang-format
 	@scripts/format.sh
+
+tidy: venv  ## run clang-tidy's checks of .clang-tidy over the host sources
+	@scripts/tidy.sh
 
 check-format: venv  ## fail where `make format` would change something
 	@scripts/format.sh --check

@@ -131,7 +131,8 @@ class Splitter {
 class AddedTokens {
   public:
     void add(std::string content, int32_t id) {
-        by_first_byte[uint8_t(content[0])].push_back({std::move(content), id});
+        const uint8_t first_byte = uint8_t(content[0]);
+        by_first_byte[first_byte].push_back({std::move(content), id});
     }
 
     void finish() {  // longest first

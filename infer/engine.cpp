@@ -83,12 +83,12 @@ void Engine::plan_memory() {
     const DType T = options.dtype;
     const int64_t B = options.slots, N = std::max(std::min(prompt_chunk_tokens(), options.prompt_tokens), B);
     const int64_t attention = c.heads * c.head_size, words = (c.vocab_size + 31) / 32;
-    auto add = [&](Tensor* t, const char* name, DType dtype, std::vector<int64_t> shape, int64_t first,
+    auto add = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape, int64_t first,
                    int64_t last_use) { bindings.emplace_back(t, plan.add(name, dtype, shape, first, last_use)); };
     // The phases of a block; after all blocks the head and sampling.
     enum { QKV, ATTENTION, PROJ, FC, FCPROJ, HEAD, SAMPLE };
-    auto keep = [&](Tensor* t, const char* name, DType dtype, std::vector<int64_t> shape) {
-        add(t, name, dtype, std::move(shape), QKV, SAMPLE);
+    auto keep = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape) {
+        add(t, name, dtype, shape, QKV, SAMPLE);
     };
     keep(&tokens, "tokens", DType::I32, {N});
     keep(&positions, "positions", DType::I32, {N});

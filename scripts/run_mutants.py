@@ -27,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 TREE = os.path.join("build", "mutants")  # the copy that is mutated; with CUDA one for each job, TREE-0, TREE-1, ...
@@ -129,6 +130,20 @@ def run_test(op, backend, tree, timeout):
     return ("passes" if status == 0 else "fails"), output
 
 
+def check_unmutated(ops, backend, trees, timeout):
+    """Exits with an error if an op's tests fail without a mutant. With CUDA the tests of several ops run at a time."""
+    def check(op):
+        if backend == "cuda":  # built already
+            status, output = run_step(test_steps(op, backend)[1], trees[0], timeout)
+            return op, "passes" if status == 0 else "fails", output
+        return (op, *run_test(op, backend, trees[0], timeout))
+
+    with ThreadPoolExecutor(len(trees)) as jobs:
+        for op, state, output in jobs.map(check, ops):
+            if state != "passes":
+                sys.exit(f"{output}the tests of {op}: {state} without any mutant")
+
+
 def check_mutant(mutant, backend, tree, timeout):
     """Applies the mutant, runs its tests and restores the file. Returns a complaint, or None if a test failed."""
     text, complaint = mutated(mutant, tree)
@@ -210,11 +225,7 @@ def main():
         copy_tree(tree)
         if args.backend == "cuda":
             shutil.copytree(CUDA_BUILD, os.path.join(tree, CUDA_BUILD), symlinks=True, dirs_exist_ok=True)
-    for op in sorted({m.op for m in mutants}):
-        state, output = run_test(op, args.backend, trees[0], args.timeout)
-        if state != "passes":
-            print(output)
-            sys.exit(f"the tests of {op}: {state} without any mutant")
+    check_unmutated(sorted({m.op for m in mutants}), args.backend, trees, args.timeout)
     return 1 if check_all(mutants, args.backend, trees, args.timeout) else 0
 
 

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Runs clang-tidy with the checks of .clang-tidy over the host sources. The version is pinned in scripts/requirements.txt;
+# without that version the script does nothing. kernels/ is left out: its vector code would take most of the time, and the
+# tests against the oracle cover it.
+#
+#   scripts/tidy.sh [FILE...]      all .cpp files of runtime, parallel, data, infer and commands without arguments
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+version=$(sed -n 's/^clang-tidy == \([0-9.]*\).*/\1/p' scripts/requirements.txt)
+tool=.venv/bin/clang-tidy
+if ! "$tool" --version 2>/dev/null | grep -q "version $version"; then
+    echo "clang-tidy $version is not installed (make venv installs it): the sources were not checked." >&2
+    exit
+fi
+if (($# == 0)); then
+    mapfile -t files < <(git ls-files 'runtime/*.cpp' 'parallel/*.cpp' 'data/*.cpp' 'infer/*.cpp' 'commands/*.cpp' |
+        grep -v -e comm_mpi -e device/device.cpp)  # these need MPI's headers, and GCC's list of CPU features
+    set -- "${files[@]}"
+fi
+# clang has no omp.h of its own here; GCC's serves.
+OMP=$(${CXX:-g++} -print-file-name=include)
+export OMP
+printf '%s\n' "$@" | xargs -P "$(nproc)" -n 4 bash -c '"$0" --quiet "$@" -- -std=c++17 -I. -fopenmp -idirafter "$OMP" 2>/dev/null' "$tool"
