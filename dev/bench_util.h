@@ -63,8 +63,8 @@ using Sizes = std::vector<std::vector<int64_t>>;  // of each run: state.range(0)
 using BenchFunction = void (*)(benchmark::State&, DType);
 using BenchFunctionFP32 = void (*)(benchmark::State&);
 
-// A backend without sizes has no runs. The sizes of the CPU are those of a small model, or what a laptop does in a second; the GPU's are those of GPT-2 124M
-// in training, 64 sequences of 1,024 tokens. Returns true, for BENCH.
+// A backend without sizes has no runs. The sizes of the CPU are those of a small model, or what a laptop does in a
+// second; the GPU's are those of GPT-2 124M in training, 64 sequences of 1,024 tokens. Returns true, for BENCH.
 bool register_bench(const char* name, BenchFunction function, const std::vector<std::string>& size_names,
                     const Sizes& cpu, const Sizes& gpu);
 bool register_bench(const char* name, BenchFunctionFP32 function, const std::vector<std::string>& size_names,

@@ -1,5 +1,5 @@
-// The decay gate of gated linear attention against the oracle: odd sizes, rows with gaps, gates from nearly none to nearly
-// all; and that a row does not depend on the rows beside it.
+// The decay gate of gated linear attention against the oracle: odd sizes, rows with gaps, gates from nearly none to
+// nearly all; and that a row does not depend on the rows beside it.
 #include "kernels/linear_attention/decay_gate.h"
 
 #include "dev/reference.h"
