@@ -24,7 +24,7 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype) {
 
 namespace {
 
-// The phases of a block. The backward pass goes through them in reverse.
+// The phases of a block in the forward pass. The backward pass goes through them in reverse.
 enum Phase { NONE = -2, BLOCK_INPUT, NORM1, QKV, ATTENTION, PROJ, NORM2, FC, ACT, FCPROJ, PHASES, NEXT_NORM1 = PHASES };
 enum class StepPhase { Start, Head, Update };
 
@@ -32,7 +32,7 @@ enum class StepPhase { Start, Head, Update };
 // recomputation and its backward phases, then the embedding's gradient and the update.
 struct Timeline {
     int64_t L;
-    // Layer 0's input is the embedding's output, the others' is written by their first norm.
+    // Layer 0's input is written by the embedding, that of the other layers by their first norm.
     int64_t forward(int64_t l, Phase p) const {
         return l > 0 && p == BLOCK_INPUT ? forward(l, NORM1) : l * PHASES + p + 1;
     }
@@ -43,7 +43,7 @@ struct Timeline {
     }
 };
 
-// Shapes, by their sizes. N_1 is [N].
+// Shapes, named by their sizes: N_C is [N, C], N_1 is [N]. sizes() has the numbers.
 enum Dims {
     N_1,
     N_C,
@@ -56,7 +56,7 @@ enum Dims {
     N_FC,
     N_FFN,
     SEQUENCE_ENDS,  // [N + 1]
-    ANGLES,         // [T, HS/2, 2]
+    ANGLES,         // [T, HS/2, 2]: cosines and sines
     CHUNK_LOGITS,   // [chunk, Vp]
     STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
     ONE,
@@ -66,7 +66,7 @@ enum Dims {
     FORWARD_SCRATCH_BYTES
 };
 
-// Conditions for a tensor to exist; all that are named must hold.
+// Conditions for a tensor to exist, as bits; all that are set must hold.
 enum When : unsigned { ALWAYS = 0, TRAIN = 1, LAYERNORM = 2, ROPE = 4, SOFTMAX = 8, LINEAR = 16, GATED = 32 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -82,7 +82,7 @@ struct BlockRow {
     Phase last_forward;    // the last one of the forward pass that uses it; NONE: a gradient, of the backward pass
     Phase last_backward;   // the last one of the backward pass that uses it; NONE: only the forward pass does
     Recompute recomputed;  // the level of --recompute from which on it is recomputed; KEPT: at no level
-    unsigned when;
+    unsigned when;         // the conditions for it to exist (enum When)
 };
 
 constexpr Recompute KEPT = Recompute::None, ACTIVATION = Recompute::Activation, NORMS = Recompute::Norms,
@@ -90,8 +90,8 @@ constexpr Recompute KEPT = Recompute::None, ACTIVATION = Recompute::Activation, 
 constexpr DType FP32 = DType::F32;
 using A = LayerActs;
 
-// The only list of a layer's activations. Their memory, lifetimes, parts for fewer tokens and dumps follow from it. The
-// dumps of gated linear attention keep the names that people already read: "gate" and "mix".
+// The only list of a layer's activations. Memory, lifetimes, views for fewer tokens and dumps follow from it. In dumps
+// the decay gate's output is named "gate" and attention's output before the per-head norm "mix".
 // clang-format off
 constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     // field           name           shape   dtype  first        last fwd    last bwd   recomp.     when
@@ -163,7 +163,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
 };
 
-// Whether every tensor of the struct has a row: as many different fields as it has tensors.
+// Whether every tensor of the struct has a row: the table names as many different fields as the struct has tensors.
 template <typename Acts, typename Table>
 constexpr bool complete(const Table& table) {
     size_t fields = 0;
@@ -178,8 +178,8 @@ static_assert(complete<LayerActs>(BLOCK_ACTIVATIONS), "a field of LayerActs has 
 static_assert(complete<InputActs>(INPUT_ACTIVATIONS), "a field of InputActs has no row in INPUT_ACTIVATIONS");
 static_assert(complete<HeadActs>(HEAD_ACTIVATIONS), "a field of HeadActs has no row in HEAD_ACTIVATIONS");
 
-// The head works on chunks of tokens, so that no [N, Vp] buffer exists: a power of two of them, whose logits fill a
-// temporary of a size that suits the device.
+// Tokens in a chunk of the head, which avoids an [N, Vp] buffer: the largest power of two whose logits fit into
+// device_chunk_bytes().
 int64_t head_chunk(const ModelConfig& c, const RunShape& shape) {
     int64_t chunk = 64;
     while (2 * chunk * c.padded_vocab() * dtype_size(shape.dtype) <= device_chunk_bytes()) chunk *= 2;
@@ -252,15 +252,15 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
     return {};
 }
 
-// The conditions that hold in this model's pass, or in one of its layers.
+// The conditions that hold for the whole pass (attention_type 0) or for a layer of that attention type.
 unsigned conditions(const ModelConfig& c, const RunShape& shape, char attention_type = 0) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
            (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == 'S' ? SOFTMAX : 0u) |
            (attention_type == 'L' ? LINEAR : 0u) | (attention_type == 'G' ? GATED : 0u);
 }
 
-// Options that exclude each other: GELU computed inside a matmul is rounded differently from the kernel that recomputes
-// it; only attention in 16 bits has faster sums that are not deterministic.
+// Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
+// it. Only 16-bit softmax attention has a faster backward pass that is not deterministic.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
@@ -299,7 +299,7 @@ void Activations::plan_whole_pass(Acts& acts, const Table& table) {
     const unsigned holds = conditions(config, shape);
     for (const PassRow<Acts>& row : table) {
         const std::vector<int64_t> dims = sizes(row.dims, config, shape);
-        if ((row.when & ~holds) || dims[0] == 0) continue;  // no bytes: no kernel needs this scratch
+        if ((row.when & ~holds) || dims[0] == 0) continue;  // 0 bytes: no kernel needs this scratch
         add({&(acts.*row.field)}, row.name, row.dtype.value_or(shape.dtype), dims, time(row.first), time(row.last));
     }
 }

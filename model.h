@@ -1,7 +1,7 @@
 // The model: its parameters, its activations, and the functions of a training step.
 //
-// train_gpt.cu defines what is declared here, activations.cpp the activations. The inference commands and the tests
-// link both.
+// train_gpt.cu defines what is declared here; activations.cpp defines RunShape's helpers and Activations. Commands and
+// tests include this header; trainer.h declares the training loop.
 #pragma once
 
 #include <cstdint>
@@ -29,28 +29,32 @@
 // --------------------------------------------------------------------------------------------------------------------
 // Parameters.
 
-// The role of a parameter; layers share the slots of a block. A bias follows its weight.
+// The role of a parameter; all layers use the same slots. The bias of a weight is the slot after it (bias_of()).
 enum Slot {
+    // Token and position embedding.
     WTE,
-    WPE,  // token and position embedding
+    WPE,
+    // The attention half of a block. Gated linear attention: the decay gate and the norm of each head's output.
     NORM1_W,
     NORM1_B,
     QKV_W,
     QKV_B,
     DECAY_GATE_W,
     DECAY_GATE_B,
-    HEADNORM_W,  // gated linear attention: the decay of each token and KV head, and the norm of each head's output
+    HEADNORM_W,
     PROJ_W,
-    PROJ_B,  // attention half of a block
+    PROJ_B,
+    // The MLP half of a block. SwiGLU: FC is gate and up, fused.
     NORM2_W,
     NORM2_B,
     FC_W,
     FC_B,
     FCPROJ_W,
-    FCPROJ_B,  // MLP half of a block (SwiGLU: FC is gate and up, fused)
+    FCPROJ_B,
+    // The final norm, and the output head, which is absent when tied to WTE.
     NORMF_W,
     NORMF_B,
-    HEAD_W  // final norm, output head (absent when tied to WTE)
+    HEAD_W
 };
 
 constexpr Slot bias_of(Slot weight) {
@@ -63,7 +67,7 @@ static_assert(bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B && bias_of(
 // The only list of the model's tensors.
 ParamTable parameter_table(const ModelConfig& config, int64_t world);
 
-// What the weights and activations of a model are, and what trains them.
+// The dtype of weights and activations, and whether training keeps fp32 master weights.
 struct Precision {
     DType dtype = DType::F32;
     bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
@@ -74,17 +78,18 @@ struct Model {
     ParamTable table;
     Precision precision;
     Sharding sharding;
-    GroupSlots slots;  // of gathered groups, where each rank keeps its part of the weights
-    Arena memory;
-    WeightArenas arenas;
-    std::unique_ptr<WeightGatherer> gatherer;  // likewise
+    Arena memory;         // of all weights
+    WeightArenas arenas;  // views of it
+    // ZeRO stage 3, else empty and null: the slots for gathered groups, and what gathers them.
+    GroupSlots slots;
+    std::unique_ptr<WeightGatherer> gatherer;
 
-    // The table only; allocate() gets the memory.
+    // Builds the table only; allocate() gets the memory.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {});
     void allocate(const Context& ctx);
 
-    // Elements: of the weights that are kept, of those that are gathered, of fp32 master weights, of what stays fp32
-    // apart from them.
+    // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
+    // parameters that stay fp32, where they have an arena of their own.
     int64_t kept() const { return table.total / sharding.parts(sharding.splits_weights()); }
     int64_t gathered() const { return slots.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
@@ -101,12 +106,12 @@ struct Model {
         return p ? grads.tensor(*p) : Tensor{};
     }
     Slot head() const { return config.tied ? WTE : HEAD_W; }
-    // Groups of the table.
+    // Indices of the table's groups; group 0 is the embedding.
     int head_group() const { return table.find(head())->group; }
     static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
     int fp32_group() const { return table.num_groups() - 1; }
 
-    // The group's weights are whole while the result lives. `next` is prefetched.
+    // The group's weights are whole while the result lives; group `next` is prefetched. No effect below ZeRO stage 3.
     GatheredGroup use(const Context& ctx, int group, int next = -1) const {
         return GatheredGroup(gatherer.get(), group, next, ctx.stream);
     }
@@ -118,16 +123,16 @@ double flop_per_token(const Model& model, int64_t T);
 // --------------------------------------------------------------------------------------------------------------------
 // Activations.
 
-// What a pass over N = B·T tokens is planned for.
+// The shape and the options that determine the activations of a pass over N = B·T tokens.
 struct RunShape {
     int64_t B, T;
     bool training = false;
     Recompute recompute = Recompute::None;
-    bool overlap = true;  // tensors whose lifetimes don't meet share memory
-    int64_t world = 1;    // ranks that the gradient arena is padded for
+    bool overlap = true;  // tensors whose lifetimes don't overlap share memory
+    int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
-    bool deterministic = true;  // attention's backward pass
+    bool deterministic = true;  // false: attention's backward pass may add in any order
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
 };
@@ -143,7 +148,7 @@ struct LayerActs {
     Tensor lse;                      // softmax: log-sum-exp of each row; linear: denominators
     Tensor log_decay;                // gated linear attention: what its decay gate computes
     Tensor att_unnormed, rstd_att;   // likewise: its output before the norm of each head
-    Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of what the gate computes it from
+    Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of the gate's logits
     Tensor proj;                     // what attention adds to the residual stream
     Tensor res2;                     // the residual stream as norm2 reads it
     Tensor mean2, rstd2, norm2;
@@ -152,7 +157,7 @@ struct LayerActs {
     Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients
 };
 
-// Inputs of a micro-step, as planned. Input has those of a batch.
+// Memory for the inputs of a micro-step. upload() fills it; Input holds the views of a batch.
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
@@ -166,18 +171,18 @@ struct HeadActs {
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
-    Tensor sample_id, sample_key;      // the sampled token; its sequence and step
+    Tensor sample_id, sample_key;      // the sampled token; its keys of the random generator: sequence and position
 };
 
-// The first n tokens' part of a layer's activations: a pass may be over fewer tokens than were planned for.
+// A layer's activations for the first n tokens: a pass may have fewer tokens than were planned for.
 LayerActs first_tokens(LayerActs a, int64_t n);
 
-// How a training run samples text, with the run's seed.
+// How a training run samples text (temperature, top-k). The seed is the run's.
 constexpr SamplingOptions TRAINING_SAMPLES = {0.8f, 50};
 
 class Activations : public InputActs, public HeadActs {
   public:
-    // Plans only. allocate() makes the tensors real.
+    // Plans only; until allocate() all tensors are null.
     Activations(const ModelConfig& config, const RunShape& run_shape);
     void allocate(const Context& ctx);
     Activations(const Activations&) = delete;
@@ -189,13 +194,13 @@ class Activations : public InputActs, public HeadActs {
 
     std::vector<LayerActs> forward, backward;  // backward[l] is forward[l] except for what is recomputed
     Tensor loss_sum;                           // SUM_LOSS of this rank's row of sums
-    std::unique_ptr<Staging> staging;          // what the inputs pass through
+    std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
 
-    // Three numbers for each token, and the sequences' ends. The scalars of a step take a slot of their own.
+    // int32: token, target and position of each token, and cum_seqlens. The scalars of a step use another slot.
     int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
     static constexpr int STAGING_SLOTS = 4;
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
-    // A number of a rank's row of sums.
+    // One of the sums of a rank.
     Tensor sum(int64_t rank, StepSum which) const {
         return make_tensor(sums.as<double>() + rank * NUM_STEP_SUMS + which, DType::F64, sums.device, {1});
     }
@@ -208,7 +213,7 @@ class Activations : public InputActs, public HeadActs {
     void plan_whole_pass(Acts& acts, const Table& table);
 
     Arena memory;
-    std::vector<std::pair<Tensor*, int64_t>> bindings;  // which plan entry each tensor is
+    std::vector<std::pair<Tensor*, int64_t>> bindings;  // each tensor and the index of its plan entry
 };
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -229,18 +234,18 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
 // After forward(): sums the losses of the batch into loss_sum.
 void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate);
-// After forward(): the loss, added up in acts.loss_sum, and every gradient. dloss: 1/(tokens of the step).
-// first_micro, last_micro: of the step's micro-steps.
+// After forward(): computes the head and the loss, adds the loss to acts.loss_sum, and computes every gradient. dloss
+// is the gradient of each token's loss. first_micro, last_micro: whether this is the step's first or last micro-step.
 void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
               float dloss, bool first_micro, bool last_micro = true);
 
-// Gradients and Adam's moments: arenas with the layout of the weights.
+// Gradients and Adam's moments m and v, in arenas with the layout of the weights.
 struct Optimizer {
     Arena memory;
     Gradients grads;
     ParamArena m, v;
     std::vector<UpdateSlice> slices;
-    std::vector<Event> updated;  // by slice
+    std::vector<Event> updated;  // by slice: its update, or the all-gather after it, is done
     AdamWOptions options;
 
     // Elements of m, and of v.
@@ -251,16 +256,16 @@ struct Optimizer {
                   const ReduceOptions& reduce = {});
 };
 
-// Global norm, clipping, AdamW; gathers what other ranks updated. scale: 1/(loss tokens of the step), which turns the
-// sum of losses into a mean. grad_unit: turns the gradients into those of that mean, where they were divided by more
-// tokens.
+// Computes the global gradient norm, clips, runs AdamW, and gathers the weights that other ranks updated. scale =
+// 1/(loss tokens of the step) turns the sum of losses into a mean. grad_unit turns the gradients into those of that
+// mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 
-// Evaluates the loss of a split's tokens once, or of the first `limit` of them (0: all); each rank takes its share of
-// the batches.
+// The loss of a split, or of its first `limit` tokens (0: all). Each rank takes its share of the batches. split_bytes:
+// bytes of the split's text (0: unknown).
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                     int32_t end_of_text, int64_t limit, int64_t split_bytes);
 
@@ -268,5 +273,5 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 // The memory plan, printed before anything is allocated.
 
 ReduceOptions reduce_options(const ShardingOptions& options);
-MemoryPlan memory_plan(const Model& model);  // weights
+MemoryPlan memory_plan(const Model& model);  // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {});

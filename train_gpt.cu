@@ -2,11 +2,11 @@
 //
 // This file is the model and the training step, from top to bottom in the order in which data flows:
 //
-//     config → parameter table → tokens → forward → loss → backward → update → evaluation → training loop
+//     parameter table → forward → loss → backward → update → evaluation → memory plan → training loop
 //
-// model.h declares it, activations.cpp plans the memory of the activations. There is no kernel here: launchers from
-// kernels/ do the mathematics. g++ compiles this file for the CPU and nvcc for the GPU; the Makefile decides which
-// definitions of the launchers are linked.
+// model.h declares the model and the step, trainer.h the training loop; activations.cpp plans the memory of the
+// activations. This file contains no kernels: it calls the launchers of kernels/. g++ compiles it for the CPU and nvcc
+// for the GPU; the Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
 #include <cinttypes>
 #include <cmath>
@@ -47,8 +47,8 @@ using nlohmann::ordered_json;
 
 namespace {
 
-// Norms and the decay gate's bias stay fp32 in a 16-bit model too: they are few, and their precision matters. They are
-// a group of their own.
+// Norms and the decay gate's bias stay fp32 in a 16-bit model too: they are few, and their precision matters. They form
+// the last group of the table.
 bool stays_fp32(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
            slot == NORMF_B || slot == HEADNORM_W || slot == DECAY_GATE_B;
@@ -61,9 +61,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     const bool gpt2 = family == "gpt2", llama = family == "llama";
     ParamTable table;
 
-    // rows × cols; cols = 0 for a vector. sources: the tensors of a Hugging Face checkpoint that it is made of.
-    auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double std,
-                   double value, std::vector<SourceTensor> sources) {
+    // Adds a parameter of rows × cols; cols = 0 for a vector. Its initial values are normal(0, init_std), or init_value
+    // if init_std is 0. sources: the tensors of a Hugging Face checkpoint that it is made of; {}: one of its own name.
+    auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double init_std,
+                   double init_value, std::vector<SourceTensor> sources) {
         const int64_t group = stays_fp32(slot)             ? c.layers + 2
                               : layer >= 0                 ? 1 + layer
                               : slot == WTE || slot == WPE ? 0
@@ -71,16 +72,18 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
         if (sources.empty()) sources = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
-                                static_cast<float>(std), static_cast<float>(value), cols > 0, stays_fp32(slot),
-                                std::move(sources)});
+                                static_cast<float>(init_std), static_cast<float>(init_value), cols > 0,
+                                stays_fp32(slot), std::move(sources)});
     };
-    const double std = c.init_std;
-    // Each block adds twice to the residual stream: its variance stays that of one layer (GPT-2, section 2.3).
-    const double residual_std = std / std::sqrt(2.0 * double(c.layers));
+    const double weight_std = c.init_std;
+    // Each block adds to the residual stream twice. The factor keeps the stream's variance independent of the number of
+    // layers (GPT-2, section 2.3).
+    const double residual_std = weight_std / std::sqrt(2.0 * double(c.layers));
     const bool norm_bias = c.norm == Norm::LayerNorm;
     const int64_t C = c.channels, V = c.vocab_size, q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
 
-    // One tensor of the file, under the family's name. GPT-2's Conv1D stores matrices transposed.
+    // A parameter that is one tensor of the file, by the family's name for it. GPT-2's Conv1D stores matrices
+    // transposed.
     auto named = [&](const std::string& gpt2_name, const std::string& llama_name, int64_t rows, bool conv1d) {
         std::vector<SourceTensor> sources;
         if (gpt2) sources = {{gpt2_name, 0, rows, conv1d}};
@@ -95,10 +98,11 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
                 named(gpt2_name + ".bias", llama_name + ".bias", C, false));
         }
     };
-    // A linear layer. LLaMA's fused ones are made of several tensors, whose rows follow each other.
+    // A linear layer: weight and bias. LLaMA's fused layers (q, k, v; gate, up) concatenate the rows of several
+    // tensors.
     using Parts = std::vector<std::pair<std::string, int64_t>>;
     auto linear = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
-                      const Parts& llama_parts, int64_t rows, int64_t cols, double weight_std, bool bias) {
+                      const Parts& llama_parts, int64_t rows, int64_t cols, double init_std, bool bias) {
         for (const bool is_bias : {false, true}) {
             if (is_bias && !bias) continue;
             const std::string suffix = is_bias ? ".bias" : ".weight";
@@ -109,14 +113,15 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
                 if (llama) sources.push_back({part + suffix, row, part_rows, false});
                 row += part_rows;
             }
-            add(is_bias ? bias_of(slot) : slot, layer, name + suffix, rows, is_bias ? 0 : cols,
-                is_bias ? 0 : weight_std, 0, sources);
+            add(is_bias ? bias_of(slot) : slot, layer, name + suffix, rows, is_bias ? 0 : cols, is_bias ? 0 : init_std,
+                0, sources);
         }
     };
 
-    add(WTE, -1, "wte.weight", V, C, std, 0, named("transformer.wte.weight", "model.embed_tokens.weight", V, false));
+    add(WTE, -1, "wte.weight", V, C, weight_std, 0,
+        named("transformer.wte.weight", "model.embed_tokens.weight", V, false));
     if (c.positions == Positions::Learned) {
-        add(WPE, -1, "wpe.weight", c.max_positions, C, std, 0,
+        add(WPE, -1, "wpe.weight", c.max_positions, C, weight_std, 0,
             named("transformer.wpe.weight", "", c.max_positions, false));
     }
     for (int64_t l = 0; l < c.layers; l++) {
@@ -125,13 +130,13 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         const std::string a = m + "self_attn.";
         norm(NORM1_W, l, name + "norm1", g + "ln_1", m + "input_layernorm");
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
-               {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C, std,
-               c.qkv_bias);
+               {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C,
+               weight_std, c.qkv_bias);
         if (c.attention_type(l) == 'G') {
             // The initial decays σ(bias) of the heads range from 1 − 1/32 to 1 − 1/512: slow enough for gradients to
             // reach far, fast enough for sums to stay small (RetNet's range: Sun et al. 2023, section 3.1).
             const double slowest = std::log(511), fastest = std::log(31);
-            add(DECAY_GATE_W, l, name + "gate.weight", c.kv_heads, C, std, 0, {});
+            add(DECAY_GATE_W, l, name + "gate.weight", c.kv_heads, C, weight_std, 0, {});
             add(DECAY_GATE_B, l, name + "gate.bias", c.kv_heads, 0, 0, fastest, {});
             table.params.back().init_step =
                 static_cast<float>((slowest - fastest) / double(std::max<int64_t>(c.kv_heads - 1, 1)));
@@ -140,17 +145,19 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
         norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
         linear(FC_W, l, name + "fc", g + "mlp.c_fc", {{m + "mlp.gate_proj", c.ffn}, {m + "mlp.up_proj", c.ffn}},
-               c.fc_channels(), C, std, c.mlp_bias);
+               c.fc_channels(), C, weight_std, c.mlp_bias);
         linear(FCPROJ_W, l, name + "fcproj", g + "mlp.c_proj", {{m + "mlp.down_proj", C}}, C, c.ffn, residual_std,
                c.mlp_bias);
     }
     norm(NORMF_W, -1, "normf", "transformer.ln_f", "model.norm");
-    if (!c.tied) add(HEAD_W, -1, "head.weight", V, C, std, 0, named("lm_head.weight", "lm_head.weight", V, false));
+    if (!c.tied)
+        add(HEAD_W, -1, "head.weight", V, C, weight_std, 0, named("lm_head.weight", "lm_head.weight", V, false));
     std::stable_sort(table.params.begin(), table.params.end(),
                      [](const Param& a, const Param& b) { return a.group < b.group; });
     table.layout(world);
     return table;
 }
+
 Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p)
     : config(model_config), table(parameter_table(config, ranks.world)), precision(p), sharding(ranks) {
     if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
@@ -172,8 +179,8 @@ void Model::allocate(const Context& ctx) {
     if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, slots);
 }
 
-// 6 FLOP per weight that a matmul uses (2 forward, 4 backward), and attention's two matmuls: the causal half of [T, T]
-// for softmax, the recurrent form for linear attention (k vᵀ added to a state, the state times q).
+// 6 FLOP per weight of a matmul (2 forward, 4 backward), plus attention's two matmuls: the causal half of [T, T] for
+// softmax, the recurrent form for linear attention (k vᵀ is added to a state, the state is multiplied by q).
 double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
@@ -218,7 +225,7 @@ Batch single_sequence(const int32_t* tokens, int64_t n) {
 
 namespace {
 
-// What a norm reads and keeps. mean is null for RMSNorm, mean and rstd without a backward pass.
+// What a norm reads and keeps. mean is null for RMSNorm; both mean and rstd are null without a backward pass.
 struct NormActs {
     Tensor out, residual_stream, mean, rstd;
 };
@@ -233,7 +240,7 @@ NormActs final_norm(const Activations& acts, int64_t n) {
     return {first(acts.normf), first(acts.resf), first(acts.meanf), first(acts.rstdf)};
 }
 
-// out = norm(inp + added), and the sum becomes the residual stream. added null: out = norm(residual stream).
+// out = norm(inp + added), and inp + added becomes the residual stream. If added is null: out = norm(residual stream).
 void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a, Tensor inp = {},
                   Tensor added = {}) {
     const Range range(ctx.profiler, "norm");
@@ -269,21 +276,21 @@ void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
     }
 }
 
-// RoPE in place on q and k, which are adjacent in the packed rows; backward: on their gradients.
+// Applies RoPE in place to q and k, which are adjacent in the packed rows; backward: to their gradients.
 void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_t l, Tensor qkv, bool backward) {
     if (!acts.config.uses_rope(l)) return;
     const Range range(ctx.profiler, "rope");
     rope(split_qk(acts.config, qkv), in.positions, acts.rope_table, backward, ctx.stream);
 }
 
-// Gated linear attention: a log decay for each token and KV head.
+// Gated linear attention: computes a log decay for each token and KV head.
 void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
     if (model.config.attention_type(l) != 'G') return;
     const Range range(ctx.profiler, "gate");
     decay_gate_forward(a.log_decay, a.norm1, model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l), ctx.stream);
 }
 
-// a.att from a.qkv, by the layer's attention type.
+// Computes a.att from a.qkv, by the layer's attention type.
 void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a,
                              const Activations& acts, const Input& in) {
     const ModelConfig& c = model.config;
@@ -303,8 +310,8 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
     }
 }
 
-// A block from its first norm's output to its activation: what recomputation repeats. The caller does the last matmul,
-// because the backward pass doesn't need its output.
+// A block from its first norm's output to the MLP's activation: the part that `--recompute block` repeats. The caller
+// does the last matmul, because the backward pass does not need that matmul's output.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                    const Input& in) {
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
@@ -368,13 +375,14 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// Backward. Parameter gradients are overwritten by the first micro-step and added to by the others (accumulate), so
-// nothing is zeroed. Gradients of activations are overwritten. The sum of a group's gradient over the ranks begins when
-// the group is closed.
+// Backward. The first micro-step overwrites the gradients of parameters, the others add to them (accumulate), so
+// nothing is zeroed. Gradients of activations are overwritten. grads.open() and grads.close() enclose the writes of a
+// group's gradient; close() starts its reduction over the ranks (parallel/gradients.h).
 
 namespace {
 
-// The head: losses, their gradient, the head's weight gradient and dnormf, chunk by chunk.
+// The head, chunk by chunk of tokens: logits, losses, the gradient of the logits (which overwrites them), the head's
+// weight gradient and dnormf.
 void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
                            const Input& in, float dloss, bool accumulate) {
     const int64_t chunk = acts.logits.shape[0];
@@ -395,10 +403,10 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
 }
 
 struct NormGradients {
-    Tensor dx;            // of the residual stream, which the norm's gradient is added to
+    Tensor dx;            // of the residual stream: the norm's gradient is added to it
     Tensor dout;          // of the norm's output
-    Tensor dbias_before;  // the bias gradient of the linear layer whose output was added to the residual stream before
-                          // the norm: the sum of dx over the tokens. Null: no bias
+    Tensor dbias_before;  // of the bias of the linear layer whose output the norm added to the residual stream: the sum
+                          // of dx over the tokens. Null: no bias
     bool adds = true;     // false: dx is overwritten
 };
 
@@ -417,8 +425,8 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
     }
 }
 
-// A linear layer: gradients of its weight, of its bias unless the backward pass of the norm after it computes that, and
-// of its input.
+// The gradients of a linear layer's weight and bias. The bias gradients of proj and fcproj are computed by the backward
+// pass of the norm that follows them (NormGradients::dbias_before).
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
     const Range range(ctx.profiler, linear_name(slot));
@@ -427,6 +435,7 @@ void weight_backward(const Context& ctx, const Model& model, const Gradients& gr
     matmul_backward_weight(model.gradient(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
 }
 
+// The same, and the gradient of its input.
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dinp,
                      Tensor dout, Tensor inp, bool accumulate) {
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
@@ -434,7 +443,7 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
     matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
 }
 
-// Gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
+// Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
 Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
     const Range range(ctx.profiler, "activation");
     switch (model.config.mlp) {
@@ -462,7 +471,7 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
 }
 
-// a.dqkv and a.dlog_decay from a.datt. The gradient of the heads' norm overwrites its output, a.att.
+// Computes a.dqkv and a.dlog_decay from a.datt. The gradient of the per-head norm overwrites that norm's output, a.att.
 void layer_attention_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
                               const LayerActs& a, const Activations& acts, const Input& in, bool accumulate) {
     const ModelConfig& c = model.config;
@@ -497,7 +506,7 @@ void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gra
     matmul_backward_input(a.dnorm1, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
 }
 
-// dx comes in as the gradient of the block's output and leaves as that of its input.
+// dx: on entry the gradient of the block's output, on return that of its input.
 void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
     Tensor dfc = a.dact;
@@ -518,7 +527,7 @@ void block_backward(const Context& ctx, const Model& model, Gradients& grads, in
     rotate(ctx, acts, in, l, a.dqkv, true);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     layer_decay_gate_backward(ctx, model, grads, l, a, accumulate);
-    if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // the gradient of its last bias is computed here
+    if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient
     const Tensor dbias_before = l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{};
     norm_backward(ctx, model, grads, NORM1_W, l, norm1(a), {dx, a.dnorm1, dbias_before}, acts.scratch, accumulate);
 }
@@ -551,7 +560,7 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
     if (!model.config.tied) grads.open(0, ctx.stream);
     {
         const Range embedding(ctx.profiler, "embedding");
-        // A tied embedding already holds the head's gradient of this micro-step.
+        // The gradient of a tied embedding already holds the head's part of this micro-step.
         embedding_backward(model.gradient(grads, WTE), model.gradient(grads, WPE), dx, in.tokens, in.positions,
                            acts.scratch, accumulate || model.config.tied, accumulate, ctx.stream);
     }
@@ -629,8 +638,8 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 
 namespace {
 
-// Samples the token that follows `tokens` in the memory of a training run. It has no KV cache: it computes the whole
-// context again, or its last seq-len tokens. All ranks take part and continue with rank 0's token.
+// Samples the token that follows `tokens`, with the activation memory of the training run. There is no KV cache: the
+// whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token.
 int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
                    uint64_t seed, int64_t step) {
     const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
@@ -643,7 +652,7 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     sampling.seed = seed;
     sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
                   acts.sample_key.rows(1, 2), sampling, {}, acts.scratch, ctx.stream);
-    ctx.wait_for_all("sampling");
+    ctx.wait_for_stream("sampling");
     int32_t id;
     copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
     ctx.comm->broadcast_host(id, 0);
@@ -680,7 +689,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// Training.
+// The training loop.
 
 ReduceOptions reduce_options(const ShardingOptions& o) {
     return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
@@ -719,7 +728,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
                 .total;
         });
     });
-    make_directories(o.out);  // before the plan is printed: a refused run prints nothing but its error
+    make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
     tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype), "\n",
              device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
@@ -765,8 +774,8 @@ void Trainer::start() {
     write_scalars(ctx, acts, scalars);
 }
 
-// Chooses the algorithms of the matmuls and records the graphs, so that all steps run the same. The first step
-// overwrites every number that this computes.
+// Chooses the GEMM algorithms and records the graphs, so that all steps run the same kernels. It runs micro-steps on
+// token 0; the first step overwrites everything that they compute.
 void Trainer::warm_up() {
     if (!graphs_replay()) return;
     if (o.gemm_tune) load_matmul_cache(ctx.stream);
@@ -783,9 +792,9 @@ void Trainer::warm_up() {
             if (first || last || micro == 1) micro_step(batch, first, last, replay);
         }
     };
-    if (ctx.world > 1) {  // rank 0's choices for all, made before any is recorded
+    if (ctx.world > 1) {  // all ranks take rank 0's algorithms before graphs are recorded
         micro_steps(false);
-        ctx.wait_for_all("warm-up");
+        ctx.wait_for_stream("warm-up");
         std::string chosen = matmul_choices(ctx.stream, true);
         ctx.comm->broadcast_host(chosen, 0);
         matmul_use_choices(chosen, ctx.stream, true);
@@ -793,19 +802,19 @@ void Trainer::warm_up() {
     micro_steps(true);
     matmul_tuning(false, ctx.stream);
     if (o.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
-    ctx.wait_for_all("warm-up");
+    ctx.wait_for_stream("warm-up");
 }
 
 // A resumed run uses the algorithms that its checkpoint names, so that it computes the same bits.
 void Trainer::adopt_checkpoint_choices() {
-    bool ours;
+    bool adopted;
     try {
-        ours = matmul_use_choices(s.gemm_choices, ctx.stream, true);
+        adopted = matmul_use_choices(s.gemm_choices, ctx.stream, true);
     } catch (const Error&) {
         throw Error(str(join_path(s.checkpoint, "trainer.json"),
                         ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
     }
-    if (!ours) {
+    if (!adopted) {
         tell(
             "the checkpoint's matmul algorithms were chosen on another GPU or library: choosing again, so results may "
             "differ in the last digits\n");
@@ -820,16 +829,16 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
                  last);
     };
-    // With documents the number of sequences, and so the kernels' grids, change from batch to batch. A profiler cannot
-    // time the parts of a graph.
+    // With --document-mask the number of sequences changes from batch to batch, and with it the kernels' grids. And a
+    // profiler cannot time the parts of a graph.
     if (o.document_mask || ctx.profiler.on() || !replay)
         work();
     else
         graphs[first][last && ctx.world > 1].run(ctx.stream, work);
 }
 
-// One optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by no more
-// batches than Staging has slots.
+// Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
+// at most as many batches as Staging has slots.
 void Trainer::queue_step(Loader& loader) {
     QueuedStep& q = queue[queued % 2];
     q.begin.record(ctx.stream);
@@ -848,8 +857,8 @@ void Trainer::queue_step(Loader& loader) {
         micro_step(batch, micro == 0, micro + 1 == s.micro_steps);
         loss_tokens += batch.loss_tokens;
     }
-    // The gradients were divided by total_batch_tokens, because recorded graphs hold that number. A step may have no
-    // loss tokens, if all are masked.
+    // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
+    // the number of loss tokens. A step whose tokens are all masked has none.
     const double count = double(std::max<int64_t>(loss_tokens, 1));
     update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
@@ -896,7 +905,7 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
     progress.note(text);
 }
 
-// Several ranks stop after the same step: the step's own numbers tell all of them.
+// With several ranks all must stop after the same step: `stop` comes from the step's sums, which are equal on all.
 bool Trainer::stopping() const {
     return ctx.world > 1 ? stop : stop_requested();
 }
@@ -904,17 +913,17 @@ bool Trainer::stopping() const {
 void Trainer::sample_text(Progress& progress) {
     CompletionOptions options;
     options.max_tokens = 64;
-    Completion answer(tokenizer.get(), options);
+    Completion completion(tokenizer.get(), options);
     std::vector<int32_t> tokens = {start_token(model.config, tokenizer.get())};
     do {
         tokens.push_back(next_token(ctx, model, acts, tokens, o.seed, int64_t(tokens.size()) - 1));
-    } while (!answer.add(tokens.back()));
-    progress.note(str("step ", step, "  sample: ", answer.text()));
+    } while (!completion.add(tokens.back()));
+    progress.note(str("step ", step, "  sample: ", completion.text()));
 }
 
 void Trainer::save(Progress& progress) {
     if (saved_step == step) return;
-    ctx.wait_for_all("a checkpoint");
+    ctx.wait_for_stream("a checkpoint");
     char name[32];
     std::snprintf(name, sizeof name, "step_%08" PRId64, step);
     const std::string path = join_path(o.out, name);
@@ -972,8 +981,9 @@ void Trainer::run() {
                    evaluating = s.val_files && (last || (o.eval_every && step % o.eval_every == 0)),
                    sampling = tokenizer && o.sample_every && step % o.sample_every == 0,
                    saving = last || (o.save_every && step % o.save_every == 0);
-        // Finishes the previous step, and this one if it is already done or if something is about to read the model.
-        // Several ranks don't ask whether it is done: each could get another answer, but they must act alike.
+        // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
+        // already done. Several ranks do not ask whether it is done: their answers could differ, but they must act
+        // alike.
         while (finished < queued && (queued - finished > 1 || evaluating || sampling || saving ||
                                      (ctx.world == 1 && queue[finished % 2].end.reached()))) {
             finish_step(log, progress);
@@ -989,7 +999,7 @@ void Trainer::run() {
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// The commands.
+// The command `train`.
 
 void run_train(const Args& args) {
     TrainOptions options = parse_train(args);

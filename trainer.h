@@ -17,17 +17,17 @@ class Trainer {
     LoaderOptions loader_options() const;
 
   private:
-    // A step that the device works on. The host looks at its scalars one step later, so that it never waits for a
-    // device that has nothing else to do.
+    // A step that is queued on the device. The host reads its scalars one step later, so the device always has queued
+    // work.
     struct QueuedStep {
         int64_t step = 0;
         Event begin, end;
-        HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // that the device copies the scalars to
+        HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
         StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
     };
 
-    void start();    // weights, optimizer and step: fresh, or from the checkpoint
-    void warm_up();  // algorithms and graphs
+    void start();    // initialises or loads weights, optimizer state and step number
+    void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
     bool stopping() const;
@@ -41,20 +41,20 @@ class Trainer {
     const TrainSetup s;
     const TrainOptions& o;
     const DType dtype;
-    std::unique_ptr<Tokenizer> tokenizer;  // null: no samples of text
-    int64_t val_bytes;
+    std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so no text is sampled
+    int64_t val_bytes;                     // of the validation split's text; 0: unknown
 
     Model model;
     Activations acts;
     Optimizer optimizer;
     int64_t step = 0, saved_step = -1;
-    double val_loss = NAN;         // at this step, if it was evaluated
+    double val_loss = NAN;         // of this step; NAN: not evaluated
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    Graph graphs[2][2];            // a micro-step: whether it is a step's first, and of several ranks' its last
+    Graph graphs[2][2];            // of micro-steps: [first of its step][last of its step, with several ranks]
     QueuedStep queue[2];
-    int64_t queued = 0, finished = 0;  // steps of this process
+    int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
-    bool stop = false;                          // a rank was asked to, before a step that is finished
-    double peak_flops = 0, measured_flops = 0;  // what MFU is a fraction of; that of a matmul measured at the start
+    bool stop = false;                          // a rank had received a stop signal before a finished step
+    double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
 };

@@ -16,7 +16,7 @@ Evaluation evaluate(const Context& ctx, const EvalBatches& batches, int64_t spli
         score(batch, first > 0);
         own.tokens += batch.loss_tokens;
     }
-    ctx.wait_for_all("evaluation");
+    ctx.wait_for_stream("evaluation");
     copy_to_host(&own.nats, loss_sum.data, sizeof own.nats, ctx.stream);
     Evaluation e;
     for (const Evaluation& part : ctx.comm->all_gather_host(own)) e.tokens += part.tokens, e.nats += part.nats;

@@ -1,4 +1,4 @@
-// The loss of a data split. Batches are distributed round-robin over the ranks.
+// Evaluates the loss of a data split. Batches are distributed round-robin over the ranks.
 #pragma once
 
 #include <cmath>

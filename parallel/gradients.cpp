@@ -63,16 +63,16 @@ Tensor Gradients::own(int first_group, int last_group) const {
 }
 
 void Gradients::begin(bool first_micro_step, bool last_micro_step) {
-    first = first_micro_step, last = last_micro_step, waiting = false;
-    for (Slot& p : state) p.used = false;
+    first = first_micro_step, last = last_micro_step, reducing = false;
+    for (Slot& slot : state) slot.used = false;
 }
 
 void Gradients::open(int group, Stream stream) {
     if (!sharding.splits_gradients()) return;
-    const Slot& p = state[size_t(slots.slot(group))];
-    if (p.used) {
+    const Slot& slot = state[size_t(slots.slot(group))];
+    if (slot.used) {
         const Range range(ctx->profiler, "wait for a slot");
-        p.free.make_wait(stream);
+        slot.free.make_wait(stream);
     }
     // Clear the padding between tensors: it counts in the global norm, and another group used this slot before.
     const Tensor& view = arena.views[size_t(group)];
@@ -100,7 +100,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     const Stream side = ctx->side;
     complete.record(stream);
     complete.make_wait(side);
-    waiting = true;
+    reducing = true;
     const Range range(ctx->profiler, name, side);
     const bool split = sharding.splits_gradients();
     Tensor whole = split ? arena.views[size_t(b.first)] : arena.groups(*table, b.first, b.last);
@@ -117,9 +117,9 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
         const bool direct = first && !buffer;  // no intermediate copy
         comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
         if (!direct) ::accumulate(part, sharding.own(whole), !first, side);
-        Slot& p = state[size_t(slots.slot(b.first))];
-        p.free.record(side);
-        p.used = true;
+        Slot& slot = state[size_t(slots.slot(b.first))];
+        slot.free.record(side);
+        slot.used = true;
     } else {
         const int64_t begin = table->group_begin[size_t(b.first)];
         const auto group = [&](const Tensor& bucket, int g) {
@@ -135,7 +135,7 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
 }
 
 void Gradients::end(Stream stream) {
-    if (!waiting) return;
+    if (!reducing) return;
     const Range range(ctx->profiler, "wait for gradients");
     summed.record(ctx->side);
     summed.make_wait(stream);

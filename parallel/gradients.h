@@ -27,14 +27,16 @@ struct ReduceOptions {
 struct Bucket {
     int first, last;
 };
-// In the order in which the backward pass completes them: from the head down to the embedding, then the fp32 group.
+// The buckets in the order in which the backward pass completes them: from the head down to the embedding, then the
+// fp32 group.
 std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options);
 
 class Gradients {
   public:
-    static constexpr int LAYER_SLOTS = 2;  // the layer that is written and the one that is summed
+    static constexpr int LAYER_SLOTS = 2;  // one layer's gradients are computed while another's are reduced
 
-    // Memory requirement: fp32 elements of the arena and of the slots for whole groups; bytes of the bf16 buffer.
+    // Memory requirement: fp32 elements of the arena, fp32 elements of the slots for whole groups (stages 2 and 3), and
+    // bytes of the bf16 buffer.
     struct Memory {
         int64_t arena = 0, slots = 0, buffer_bytes = 0;
         int64_t bytes() const { return (arena + slots) * 4 + buffer_bytes; }
@@ -73,11 +75,12 @@ class Gradients {
     std::vector<std::string> names;  // of the reductions, in a profile
     Tensor buffer;                   // a bucket in dtype
     bool first = true, last = true;
-    bool waiting = false;  // a reduction began in this micro-step
+    bool reducing = false;  // a reduction began in this micro-step
     struct Slot {
-        Event free;
+        Event free;  // its group is reduced
         bool used = false;
     };
-    std::vector<Slot> state;
-    Event complete, summed;
+    std::vector<Slot> state;  // by slot
+    Event complete;           // a bucket's gradients are computed
+    Event summed;             // the last reduction has ended
 };

@@ -18,9 +18,9 @@ GroupSlots::GroupSlots(const ParamTable& table, int layer_slots, bool with_fp32)
 std::vector<Tensor> GroupSlots::views(const ParamTable& table, Tensor memory) const {
     std::vector<Tensor> all(slots.size());
     for (size_t g = 0; g < all.size(); g++) {
-        const int p = slots[g];
-        if (p < 0) continue;
-        const int64_t begin = p ? end[size_t(p) - 1] : 0;
+        const int slot = slots[g];
+        if (slot < 0) continue;
+        const int64_t begin = slot ? end[size_t(slot) - 1] : 0;
         all[g] = memory.rows(begin, begin + table.group_size(int(g)));
     }
     return all;

@@ -13,11 +13,11 @@ UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const 
         const Tensor groups = arena.groups(table, first, last);
         return split && arena.parts == 1 ? sharding.own(groups) : groups;
     };
-    const bool apart = fp32_group && weights.fp32;  // in an arena of its own
-    const bool sixteen = weights.weights.data.dtype != DType::F32;
+    const bool apart = fp32_group && weights.fp32;  // the slice has an arena of its own
+    const bool is_16bit = weights.weights.data.dtype != DType::F32;
     UpdateSlice slice;
-    slice.params = updated(apart ? weights.fp32 : sixteen ? weights.master : weights.weights);
-    if (sixteen && !apart) slice.params_T = updated(weights.weights);
+    slice.params = updated(apart ? weights.fp32 : is_16bit ? weights.master : weights.weights);
+    if (is_16bit && !apart) slice.params_T = updated(weights.weights);
     slice.m = updated(m), slice.v = updated(v);
     slice.own_grads = grads.own(first, last);
     slice.grads = split ? slice.own_grads : grads.arena.groups(table, first, last);

@@ -12,7 +12,7 @@ struct UpdateSlice {
     // (kernels/adamw.h).
     Tensor params, params_T, m, v, grads;
     std::vector<AdamWSegment> segments;
-    // The gradients that this rank adds to the global norm: in stage 0 a part of what it updates.
+    // The gradients whose squares this rank sums for the global norm. In stage 0 they are a part of what it updates.
     Tensor own_grads;
     // The whole group's weights, to be all-gathered after the update; params or params_T is this rank's part of them.
     // Null if this rank updates everything, or if weights are gathered before use (stage 3).

@@ -1,7 +1,7 @@
 #include "parallel/weights.h"
 
-WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupSlots& p)
-    : ctx(context), table(t), weights(w), slots(p), state(size_t(p.num_slots())) {
+WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupSlots& s)
+    : ctx(context), table(t), weights(w), slots(s), state(size_t(s.num_slots())) {
     for (int g = 0; g < t.num_groups(); g++)
         names.push_back("all_gather of " + t.describe_groups(g, g + 1, w.data.dtype));
 }
@@ -9,7 +9,7 @@ WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, cons
 void WeightGatherer::begin(Stream stream) {
     pass.record(stream);
     pass.make_wait(ctx.side);
-    for (Slot& p : state) p.holds = -1, p.read = false;
+    for (Slot& slot : state) slot.holds = -1, slot.read = false;
 }
 
 void WeightGatherer::end(Stream stream) {
@@ -18,13 +18,13 @@ void WeightGatherer::end(Stream stream) {
 }
 
 void WeightGatherer::gather(int group) {
-    Slot& p = state[size_t(slots.slot(group))];
-    if (p.holds == group || !table.group_size(group)) return;
-    if (p.read) p.free.make_wait(ctx.side);
+    Slot& slot = state[size_t(slots.slot(group))];
+    if (slot.holds == group || !table.group_size(group)) return;
+    if (slot.read) slot.free.make_wait(ctx.side);
     const Range range(ctx.profiler, names[size_t(group)].c_str(), ctx.side);
     ctx.comm->all_gather(weights.views[size_t(group)], weights.groups(table, group, group + 1), ctx.side);
-    p.filled.record(ctx.side);
-    p.holds = group;
+    slot.filled.record(ctx.side);
+    slot.holds = group;
 }
 
 void WeightGatherer::use(int group, Stream stream) {
@@ -38,9 +38,9 @@ void WeightGatherer::prefetch(int group) {
 }
 
 void WeightGatherer::done(int group, Stream stream) {
-    Slot& p = state[size_t(slots.slot(group))];
-    p.free.record(stream);
-    p.read = true;
+    Slot& slot = state[size_t(slots.slot(group))];
+    slot.free.record(stream);
+    slot.read = true;
 }
 
 GatheredGroup::GatheredGroup(WeightGatherer* w, int g, int next, Stream s) : gatherer(w), group(g), stream(s) {

@@ -39,10 +39,11 @@ class WeightGatherer {
     struct Slot {
         int holds = -1;     // the group, -1: none
         bool read = false;  // since begin()
-        Event filled, free;
+        Event filled;       // its all-gather has ended
+        Event free;         // its last reader has ended
     };
-    std::vector<Slot> state;
-    Event pass;  // orders passes: recorded on one stream, waited for on the other
+    std::vector<Slot> state;  // by slot
+    Event pass;               // orders passes: recorded on one stream, waited for on the other
 };
 
 // Holds a group whole during its lifetime and prefetches group `next` (-1: none). gatherer null: weights are not

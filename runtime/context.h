@@ -14,8 +14,8 @@
 #include "runtime/device/profile.h"
 
 struct Context {
-    int64_t in_use_before = device_bytes_in_use();
-    Stream stream = create_blas_stream(), side;
+    int64_t in_use_before = device_bytes_in_use();  // GPU memory that was in use when the run began
+    Stream stream = create_blas_stream(), side;     // side: null with one rank
     int64_t rank = 0, world = 1;
     const std::unique_ptr<Comm> comm;
     mutable Profiler profiler;  // mutable: timing changes no result
@@ -39,8 +39,8 @@ struct Context {
         }
         event.wait();
     }
-    // Waits for all work queued on the stream. `what` names that work in an Error.
-    void wait_for_all(const std::string& what) const {
+    // Blocks the host until all work queued on `stream` is done. `what` names that work in an Error.
+    void wait_for_stream(const std::string& what) const {
         Event queued;
         queued.record(stream);
         comm->watch(what, stream);

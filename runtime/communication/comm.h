@@ -7,8 +7,8 @@
 // Tensors are contiguous, on the backend's device, F32, F64, BF16, F16, I32, I64 (broadcast and all_gather: any dtype).
 // Work is queued on the stream, like a kernel; on the CPU it is done when the call returns. NCCL operations may be
 // recorded in a Graph. Order of sums: MPI adds in rank order, 16-bit floats in fp32 with one rounding, so all_reduce
-// and reduce_scatter give the same bits for any size. NCCL's order depends on its algorithm and is fixed for one
-// machine, size and version. Integer sums wrap around.
+// and reduce_scatter give the same bits for any size. NCCL's order depends on its algorithm and is fixed for given
+// hosts, size and version. Integer sums wrap around.
 //
 // Throws Error naming the rank and the operation: sizes that do not match, a peer that ended, no answer within
 // World::timeout_s, or an error of the library. The communicator is unusable after an Error: end the process.

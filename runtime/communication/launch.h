@@ -9,14 +9,14 @@
 
 // Options of the command line; the launcher sets the rest.
 struct LaunchOptions {
-    std::string gpus = "1";  // processes to start on this machine, one per GPU: a number or "all"
+    std::string gpus = "1";  // processes to start on this host, one per GPU: a number or "all"
     std::string rendezvous;  // HOST:PORT where rank 0 listens; empty: from the launcher
     double timeout_s = 600;  // seconds that ranks wait for each other
 };
 
 struct World {
     int64_t rank = 0, size = 1;
-    int64_t local_rank = 0, local_size = 1;  // among the ranks of this machine
+    int64_t local_rank = 0, local_size = 1;  // among the ranks of this host
     std::string launcher;                    // "torchrun", "mpirun", "srun", "--gpus"; empty: no launcher
     std::string rendezvous;                  // HOST:PORT of rank 0; empty if the launcher sets no host
     int rendezvous_socket = -1;              // rank 0 of --gpus: a socket that already listens there
@@ -35,7 +35,7 @@ Environment process_environment();
 // Throws Error for a variable that is missing while its companions are set, is not a number or is out of range.
 World world_from_environment(const LaunchOptions& options, const Environment& environment = process_environment());
 
-// The first machine of SLURM's node list: "gpu[007-010,020],login1" -> "gpu007".
+// The first host of SLURM's node list: "gpu[007-010,020],login1" -> "gpu007".
 std::string first_slurm_host(const std::string& node_list);
 
 // Parses HOST:PORT; [::1]:29500 is IPv6. Throws Error; `what` names the option or variable that the text came from.
@@ -50,7 +50,7 @@ HostPort parse_host_port(const std::string& text, const std::string& what);
 // too few GPUs.
 World join_world(const LaunchOptions& options);
 
-// The number of ranks that --gpus asks this process to start on this machine; 0 if this process is a rank itself (one
+// The number of ranks that --gpus asks this process to start on this host; 0 if this process is a rank itself (one
 // GPU, or a launcher started the ranks). Throws Error for more GPUs than exist, for the CPU build (the message names
 // mpirun) and for --gpus under another launcher; UsageError if the value is neither a number nor "all".
 int64_t ranks_to_start(const LaunchOptions& options);

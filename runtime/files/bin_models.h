@@ -1,7 +1,7 @@
 // Model files of llm.c and llama2.c (.bin): a header, then the weights one after the other.
 //
 // llm.c, version 3 (fp32) and 5 (bf16): int32[256] header: 20240326, version, positions, vocabulary, layers, heads,
-//   channels, padded vocabulary. GPT-2 with a tied head; tensors are stored by role, each for all layers.
+//   channels, padded vocabulary. GPT-2 with a tied head. Tensors of the same role follow each other, layer by layer.
 //   Matrices are [outputs, inputs] (the transpose of Hugging Face's GPT-2), q, k and v fused.
 // llama2.c, version 0: seven int32: channels, ffn, layers, heads, KV heads, vocabulary (negative: the head is a tensor
 //   of its own), positions; fp32 weights, RoPE's tables before the head. Version 1: uint32 0x616b3432, int32 1, the

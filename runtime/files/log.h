@@ -25,7 +25,7 @@ class RunLog {
 // Progress on stderr. On a terminal one line that is redrawn; piped, plain lines, at most one a second.
 class Progress {
   public:
-    // shown: false where another process tells the same.
+    // shown: false on the ranks other than 0, which would print the same.
     Progress(int64_t total_steps, int64_t first_step, bool shown = true);
     ~Progress() { finish(); }  // so that an error message gets a line of its own
     Progress(const Progress&) = delete;

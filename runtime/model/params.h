@@ -3,8 +3,8 @@
 // it.
 //
 // The parameter, gradient and optimizer arenas share one layout: the groups embedding, layer 0 ... L−1, head, and last
-// the norms, which stay fp32 in a 16-bit model. A group is contiguous and padded so that it splits evenly over the
-// ranks. An arena holds either whole groups or one rank's part of every group.
+// what stays fp32 in a 16-bit model (norms, biases of gates). A group is contiguous and padded so that it splits evenly
+// over the ranks. An arena holds either whole groups or one rank's part of every group.
 #pragma once
 
 #include <string>
@@ -22,7 +22,7 @@ struct SourceTensor {
 };
 
 struct Param {
-    int slot;             // its role (the driver's enum), the same in every layer
+    int slot;             // its role: enum Slot of model.h, the same in every layer
     int layer;            // -1: outside the layers
     int group;            // 0 embedding, 1 + l layer l, layers + 1 head, layers + 2 fp32 parameters
     std::string name;     // "layers.3.qkv.weight": keys random streams, dumps and tables
@@ -102,7 +102,7 @@ struct ParamArena {
 struct WeightArenas {
     ParamArena weights;  // [total] fp32, bf16 or fp16: read by kernels
     ParamArena master;   // [total] fp32 master copy of trained 16-bit weights, else null
-    ParamArena fp32;     // the last group, always whole, if weights are 16-bit or sharded, else null
+    ParamArena fp32;     // the last group, always whole, if weights are 16-bit or sharded; else null: it is in weights
 
     WeightArenas() = default;
     WeightArenas(Tensor arena) : weights(arena) {}             // NOLINT: implicit on purpose
@@ -115,7 +115,7 @@ struct WeightArenas {
     // (begin, count) of the smallest range that covers the held elements of [begin, begin + n) of a parameter.
     std::pair<int64_t, int64_t> needed(const Param& p, int64_t begin, int64_t n) const;
     // Stores elements [begin, begin + n) from fp32 values on the host; elements that the arenas do not hold are
-    // skipped. 16-bit weights are rounded to nearest. Copies use the device's default queue.
+    // skipped. 16-bit weights are rounded to nearest. Copies use the device's default stream.
     void store(const Param& p, const float* values, int64_t begin, int64_t n) const;
     // The exact fp32 values of a whole parameter on the host: a pointer into the arena if possible, otherwise a copy in
     // buffer.
