@@ -202,7 +202,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
                      embedding_backward_scratch(N, c.padded_vocab(), C),
                      attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
                      c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape)) : 0,
-                     c.layers_of('G') ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
+                     c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
                      sum_squares_scratch(parameter_table(c, shape.world).total),
                      sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
@@ -252,11 +252,12 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
     return {};
 }
 
-// The conditions that hold for the whole pass (attention_type 0) or for a layer of that attention type.
-unsigned conditions(const ModelConfig& c, const RunShape& shape, char attention_type = 0) {
+// The conditions that hold for the whole pass (no attention type) or for a layer of that attention type.
+unsigned conditions(const ModelConfig& c, const RunShape& shape, AttentionType attention_type = {}) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
-           (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == 'S' ? SOFTMAX : 0u) |
-           (attention_type == 'L' ? LINEAR : 0u) | (attention_type == 'G' ? GATED : 0u);
+           (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == AttentionType::Softmax ? SOFTMAX : 0u) |
+           (attention_type == AttentionType::Linear ? LINEAR : 0u) |
+           (attention_type == AttentionType::GatedLinear ? GATED : 0u);
 }
 
 // Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
@@ -264,7 +265,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, char attention_
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
-    shape.deterministic |= shape.dtype == DType::F32 || c.layers_of('S') == 0;
+    shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }

@@ -132,7 +132,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
                {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C,
                weight_std, c.qkv_bias);
-        if (c.attention_type(l) == 'G') {
+        if (c.attention_type(l) == AttentionType::GatedLinear) {
             // The initial decays σ(bias) of the heads range from 1 − 1/32 to 1 − 1/512: slow enough for gradients to
             // reach far, fast enough for sums to stay small (RetNet's range: Sun et al. 2023, section 3.1).
             const double slowest = std::log(511), fastest = std::log(31);
@@ -190,7 +190,7 @@ double flop_per_token(const Model& model, int64_t T) {
     }
     const double softmax = double(T) * double(c.heads * c.head_size),
                  linear = double((c.heads + c.kv_heads) * c.head_size * c.head_size);
-    const int64_t S = c.layers_of('S');
+    const int64_t S = c.layers_of(AttentionType::Softmax);
     return 6 * weights + 6 * (double(S) * softmax + double(c.layers - S) * linear);
 }
 
@@ -285,7 +285,7 @@ void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_
 
 // Gated linear attention: computes a log decay for each token and KV head.
 void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
-    if (model.config.attention_type(l) != 'G') return;
+    if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
     const Range range(ctx.profiler, "gate");
     decay_gate_forward(a.log_decay, a.norm1, model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l), ctx.stream);
 }
@@ -294,17 +294,18 @@ void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l,
 void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a,
                              const Activations& acts, const Input& in) {
     const ModelConfig& c = model.config;
-    const char type = c.attention_type(l);
+    const AttentionType type = c.attention_type(l);
+    const bool gated = type == AttentionType::GatedLinear;
     const QkvHeads x = split_qkv(c, a.qkv);
     const Range range(ctx.profiler, "attention");
-    if (type == 'S') {
+    if (type == AttentionType::Softmax) {
         return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
                                  acts.forward_scratch, ctx.stream);
     }
-    linear_attention_forward(split_heads(type == 'G' ? a.att_unnormed : a.att, c.heads), a.lse, {}, x.q, x.k, x.v,
-                             a.log_decay, {}, {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(type),
+    linear_attention_forward(split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse, {}, x.q, x.k, x.v,
+                             a.log_decay, {}, {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(gated),
                              acts.forward_scratch, ctx.stream);
-    if (type == 'G') {
+    if (gated) {
         rmsnorm_forward(head_matrix(a.att, c.heads), {}, head_vector(a.rstd_att), head_matrix(a.att_unnormed, c.heads),
                         {}, model.weight(HEADNORM_W, l), static_cast<float>(c.norm_eps), ctx.stream);
     }
@@ -475,29 +476,30 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
 void layer_attention_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
                               const LayerActs& a, const Activations& acts, const Input& in, bool accumulate) {
     const ModelConfig& c = model.config;
-    const char type = c.attention_type(l);
+    const AttentionType type = c.attention_type(l);
+    const bool gated = type == AttentionType::GatedLinear;
     const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
     const Range range(ctx.profiler, "attention");
-    if (type == 'S') {
+    if (type == AttentionType::Softmax) {
         return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
                                   split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
                                   ctx.stream, acts.shape.deterministic);
     }
-    if (type == 'G') {
+    if (gated) {
         rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},
                          head_matrix(a.datt, c.heads), {}, head_matrix(a.att_unnormed, c.heads),
                          model.weight(HEADNORM_W, l), head_vector(a.rstd_att), acts.scratch, accumulate, ctx.stream);
     }
-    linear_attention_backward(
-        d.q, d.k, d.v, a.dlog_decay, {}, split_heads(type == 'G' ? a.att : a.datt, c.heads), {}, x.q, x.k, x.v,
-        a.log_decay, {}, split_heads(type == 'G' ? a.att_unnormed : a.att, c.heads), a.lse,
-        {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(type), acts.scratch, ctx.stream);
+    linear_attention_backward(d.q, d.k, d.v, a.dlog_decay, {}, split_heads(gated ? a.att : a.datt, c.heads), {}, x.q,
+                              x.k, x.v, a.log_decay, {}, split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse,
+                              {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(gated), acts.scratch,
+                              ctx.stream);
 }
 
 // Gated linear attention: gradients of the decay gate's weights, and of its input, which is added to dnorm1.
 void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
                                const LayerActs& a, bool accumulate) {
-    if (model.config.attention_type(l) != 'G') return;
+    if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
     const Range range(ctx.profiler, "gate");
     const Tensor dx = a.ddecay_gate.columns(0, model.config.kv_heads);
     decay_gate_backward(dx, a.dlog_decay, a.log_decay, ctx.stream);

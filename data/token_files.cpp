@@ -151,7 +151,6 @@ int64_t TokenFiles::mapped_bytes() const {
 
 std::vector<std::string> TokenFiles::paths() const {
     std::vector<std::string> all;
-    all.reserve(shards.size());
     for (const Shard& shard : shards) all.push_back(shard.file.path());
     return all;
 }

@@ -134,7 +134,7 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
             k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
         }
-        const std::vector<double> att = c.attention_type(l) == 'S'
+        const std::vector<double> att = c.attention_type(l) == AttentionType::Softmax
                                             ? attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
                                                                 c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
                                                   .out.value

@@ -105,7 +105,8 @@ TEST_P(GenerationByType, LongContexts) {
 TEST_P(GenerationByType, ManySequences) {
     const ModelConfig& c = driver.model.config;
     for (const int64_t slots : {12, 70})
-        for (const DType dtype : c.layers_of('G') ? std::vector<DType>{DType::F32} : generation_dtypes(c)) {
+        for (const DType dtype :
+             c.layers_of(AttentionType::GatedLinear) ? std::vector<DType>{DType::F32} : generation_dtypes(c)) {
             Driver d(c, training_shape(1, 8, dtype));
             d.randomise(3);
             Generation g(d.model, engine_options(slots, 20));

@@ -271,7 +271,8 @@ TEST_P(ModelVariants, MicroStepsAddUp) {
     driver.gradients(split(batch, B, T));
     const std::vector<float> sum = driver.grads();
     const std::vector<double> x(whole.begin(), whole.end()), y(sum.begin(), sum.end());
-    EXPECT_LE(rms(difference(x, y)), (driver.model.config.layers_of('G') ? 1e-5 : 1e-6) * rms(x));
+    EXPECT_LE(rms(difference(x, y)),
+              (driver.model.config.layers_of(AttentionType::GatedLinear) ? 1e-5 : 1e-6) * rms(x));
 }
 
 // The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and each half

@@ -322,7 +322,7 @@ TEST(ModelConfig, KindsOfAttention) {
     c.attention = "SLGS";
     EXPECT_EQ(model_family(c), "train_gpt");
     EXPECT_TRUE(c.has_linear_attention());
-    EXPECT_EQ(c.layers_of('S'), 2);
+    EXPECT_EQ(c.layers_of(AttentionType::Softmax), 2);
     EXPECT_TRUE(c.uses_rope(0) && c.uses_rope(1) && c.uses_rope(2));
     c.linear_rope = false;
     EXPECT_TRUE(c.uses_rope(0) && !c.uses_rope(1) && !c.uses_rope(2) && c.uses_rope(3));

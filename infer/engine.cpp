@@ -109,8 +109,9 @@ void Engine::plan_memory() {
         keep(&linear_slots, "linear_slots", DType::I32, {B});
         add(&past_s, "past_s", DType::F32, {B, c.kv_heads, c.head_size, c.head_size}, ATTENTION, ATTENTION);
     }
-    if (c.layers_of('L')) add(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
-    if (c.layers_of('G')) {
+    if (c.layers_of(AttentionType::Linear))
+        add(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
+    if (c.layers_of(AttentionType::GatedLinear)) {
         add(&normed, "normed", T, {N, c.channels}, QKV, QKV);
         add(&gate, "gate", DType::F32, {N, c.kv_heads}, QKV, ATTENTION);
         add(&linear_att, "linear_att", T, {N, attention}, ATTENTION, ATTENTION);
@@ -232,7 +233,7 @@ void Engine::run_blocks(Tensor hidden, bool batch_invariant, Attend attend) {
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
-        if (config.attention_type(l) == 'G') {  // the decay gate reads the norm's output too
+        if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate reads the norm's output too
             const Tensor out = normed.rows(0, N);
             const float eps = static_cast<float>(config.norm_eps);
             if (config.norm == Norm::LayerNorm)
@@ -257,10 +258,10 @@ template <typename Attend>
 void Engine::linear_attention_layer(int64_t l, int64_t N, const Tensor& angles, Attend attend) {
     const Tensor packed = qkv.rows(0, N);
     if (config.uses_rope(l)) rope(split_qk(config, packed), angles, table, false, stream);
-    const bool gated = config.attention_type(l) == 'G';
+    const bool gated = config.attention_type(l) == AttentionType::GatedLinear;
     const Tensor out = (gated ? linear_att : att).rows(0, N);
     attend(split_qkv(config, packed), split_heads(out, config.heads), gated ? gate.rows(0, N) : Tensor{},
-           linear_attention_type(config.attention_type(l)));
+           linear_attention_type(gated));
     if (!gated) return;
     rmsnorm_forward(head_matrix(att.rows(0, N), config.heads), {}, {}, head_matrix(out, config.heads), {},
                     weights.blocks[size_t(l)].headnorm, static_cast<float>(config.norm_eps), stream);
@@ -351,7 +352,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
     const Tensor hidden = x.rows(0, N);
     embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
     run_blocks(hidden, false, [&](int64_t l) {
-        if (c.attention_type(l) != 'S') {
+        if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, N, table ? angle_rows(N) : Tensor{},
                 [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
@@ -515,7 +516,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     }
     embedding_forward(hidden, ids.rows(0, B), token_positions, weights.wte, weights.wpe, stream);
     run_blocks(hidden, options.batch_invariant, [&](int64_t l) {
-        if (c.attention_type(l) != 'S') {
+        if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
                 l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
                     linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, type, stream);

@@ -8,10 +8,9 @@ StateCache::StateCache(const ModelConfig& c, int64_t num_slots)
         return at;
     };
     for (int64_t l = 0; l < c.layers; l++) {
-        if (c.attention_type(l) == 'S') continue;
+        if (c.attention_type(l) == AttentionType::Softmax) continue;
         offsets[size_t(l)].s = take(slots * heads * head_size * head_size);
-        if (linear_attention_type(c.attention_type(l)).normalise)
-            offsets[size_t(l)].z = take(slots * heads * head_size);
+        if (c.attention_type(l) == AttentionType::Linear) offsets[size_t(l)].z = take(slots * heads * head_size);
     }
 }
 

@@ -14,11 +14,11 @@ struct LinearAttentionType {
     Form form = Form::Automatic;
 };
 
-// The attention types of model layers. 'L' (linear) is normalised with features elu + 1. 'G' (gated_linear) has
-// neither; it has a decay gate, and an RMSNorm of each head's output replaces the normaliser (RetNet, GLA).
-inline LinearAttentionType linear_attention_type(char letter) {
+// The attention types of model layers. Linear attention is normalised and has features elu + 1. Gated linear attention
+// has neither; it has a decay gate, and an RMSNorm of each head's output replaces the normaliser (RetNet, GLA).
+inline LinearAttentionType linear_attention_type(bool gated) {
     LinearAttentionType type;
-    if (letter == 'G') type.features = FeatureMap::Identity, type.normalise = false;
+    if (gated) type.features = FeatureMap::Identity, type.normalise = false;
     return type;
 }
 

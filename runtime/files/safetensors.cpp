@@ -136,7 +136,6 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
 
     // In the order of their offsets the tensors must follow one another from the first byte to the last.
     std::vector<std::pair<const std::string*, const SafetensorsEntry*>> order;
-    order.reserve(table.size());
     for (const auto& [name, entry] : table) order.emplace_back(&name, &entry);
     std::sort(order.begin(), order.end(), [](const auto& a, const auto& b) {
         return std::make_pair(a.second->begin, a.second->end) < std::make_pair(b.second->begin, b.second->end);

@@ -428,8 +428,8 @@ float ModelConfig::attention_scale() const {
     return float(1 / std::sqrt(double(head_size)));
 }
 
-int64_t ModelConfig::layers_of(char kind) const {
-    return std::count(attention.begin(), attention.end(), kind);
+int64_t ModelConfig::layers_of(AttentionType type) const {
+    return std::count(attention.begin(), attention.end(), char(type));
 }
 
 void fill_defaults(ModelConfig& c, const std::string& where) {

@@ -11,6 +11,8 @@
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };
 enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
+// The value is the letter in config.json and run.toml.
+enum class AttentionType : char { Softmax = 'S', Linear = 'L', GatedLinear = 'G' };
 
 struct ModelConfig {
     int64_t layers = 0, channels = 0, heads = 0, kv_heads = 0, head_size = 0;
@@ -34,12 +36,12 @@ struct ModelConfig {
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
     int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
     float attention_scale() const;  // 1/√head_size
-    char attention_type(int64_t layer) const { return attention[size_t(layer)]; }
+    AttentionType attention_type(int64_t layer) const { return AttentionType(attention[size_t(layer)]); }
     bool uses_rope(int64_t layer) const {
-        return positions == Positions::RoPE && (attention_type(layer) == 'S' || linear_rope);
+        return positions == Positions::RoPE && (attention_type(layer) == AttentionType::Softmax || linear_rope);
     }
-    int64_t layers_of(char type) const;
-    bool has_linear_attention() const { return layers_of('S') < layers; }
+    int64_t layers_of(AttentionType type) const;
+    bool has_linear_attention() const { return layers_of(AttentionType::Softmax) < layers; }
 };
 
 // Sets options that a user or a file may omit: kv_heads, head_size, ffn (0) and attention ("" or one letter for all
