@@ -143,11 +143,11 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 struct LayerActs {
     Tensor res1;  // the residual stream as norm1 reads it
     Tensor mean1, rstd1, norm1;
-    Tensor qkv;                      // q and k rotated where RoPE is used
-    Tensor att;                      // output of attention, by heads
-    Tensor lse;                      // softmax: log-sum-exp of each row; linear: denominators
-    Tensor log_decay;                // gated linear attention: what its decay gate computes
-    Tensor att_unnormed, rstd_att;   // likewise: its output before the norm of each head
+    Tensor qkv;                     // q and k rotated where RoPE is used
+    Tensor att;                     // output of attention, by heads
+    Tensor lse;                     // softmax: log-sum-exp of each row; linear: denominators
+    Tensor log_decay;               // gated linear attention: the log decays
+    Tensor att_unnormed, rstd_att;  // gated linear attention: its output before the per-head norm, and that norm's rstd
     Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of the gate's logits
     Tensor proj;                     // what attention adds to the residual stream
     Tensor res2;                     // the residual stream as norm2 reads it

@@ -7,11 +7,10 @@
 // on the device (global_norm.h); a skipped step changes none of p, m, v.
 //
 // Each segment says where its p is. There are three uses:
-//   fp32 training:            every segment is in params; params_T is null
-//   16-bit training:          the same, and params_T receives each updated parameter rounded to nearest, for the
-//   forward pass without master weights:   a segment is only in params_T, in bf16, and is rounded stochastically;
-//   params packs the segments
-//                             that stay fp32 (norm weights)
+// - fp32 training: every segment is in params; params_T is null.
+// - 16-bit training: the same, and params_T receives each updated parameter rounded to nearest, for the forward pass.
+// - 16-bit training without master weights: a segment is only in params_T, in bf16, and is rounded stochastically.
+//   params packs the segments that stay fp32 (norm weights).
 //
 // Stochastic rounding (Gupta et al. 2015, section 3) picks, of the two bf16 neighbours of p, the one away from zero
 // with probability (p − neighbour nearer to zero)/(distance of the neighbours). The mean is p, so steps far below one

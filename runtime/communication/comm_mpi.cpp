@@ -289,7 +289,7 @@ class MpiTransport : public Transport {
         }
     }
 
-    // Ranks on one machine with the same CPU affinity divide its processors among them, unless OMP_NUM_THREADS is set.
+    // Ranks on one host with the same CPU affinity divide its processors among them, unless OMP_NUM_THREADS is set.
     // A rank that the launcher bound to processors of its own uses all of those.
     void share_processors() {
         if (std::getenv("OMP_NUM_THREADS")) return;

@@ -36,7 +36,7 @@ Addresses resolve(const HostPort& address, bool listen, int* error) {
     return {*error ? nullptr : found, freeaddrinfo};
 }
 
-// A machine that loses power or network closes no connection. TCP keepalive detects that within half a minute.
+// A host that loses power or network closes no connection. TCP keepalive detects that within half a minute.
 void keep_alive(int fd) {
     const auto set = [fd](int level, int option, int value) { setsockopt(fd, level, option, &value, sizeof value); };
     set(SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -9,7 +9,7 @@
 
 namespace {
 
-// The variables by which a launcher tells a process its rank.
+// The variables in which a launcher passes a process its rank.
 struct Launcher {
     const char* name;
     const char *rank, *size, *local_rank, *local_size;
@@ -173,7 +173,7 @@ World world_from_environment(const LaunchOptions& options, const Environment& en
             } else {
                 world.rendezvous = master_address(v);
                 if (world.rendezvous.empty() && world.local_size == world.size) {
-                    // One machine. Each launcher names the job in another variable; some set none.
+                    // One host. Each launcher names the job in another variable; some set none.
                     world.rendezvous =
                         str("127.0.0.1:", port_of_job(v.text("PMIX_NAMESPACE") + v.text("OMPI_MCA_ess_base_jobid") +
                                                       v.text("PMI_ID") + v.text("PMI_JOBID")));

@@ -5,12 +5,12 @@
 Staging::Staging(int64_t bytes, int slots)
     : slot_bytes(bytes), memory(host_alloc(size_t(bytes) * size_t(slots)), host_free), read(size_t(slots)) {}
 
-// The device may still be reading.
+// The device may still be reading: wait for it before the memory is freed.
 Staging::~Staging() {
     try {
         if (used) synchronize(stream);
         for (const Event& event : read) event.wait();
-    } catch (const Error&) {  // a destructor has nobody to tell
+    } catch (const Error&) {  // a destructor cannot report it
     }
 }
 
@@ -24,9 +24,9 @@ void Staging::next() {
 void Staging::put(void* device, const void* host, int64_t bytes, Stream to) {
     require(bytes <= slot_bytes - used, "staging: a slot of ", slot_bytes, " bytes holds ", used, " and is given ",
             bytes, " more");
-    char* const place = static_cast<char*>(memory.get()) + int64_t(slot) * slot_bytes + used;
-    std::memcpy(place, host, size_t(bytes));
-    copy_to_device(device, place, size_t(bytes), to);
+    char* const pinned = static_cast<char*>(memory.get()) + int64_t(slot) * slot_bytes + used;
+    std::memcpy(pinned, host, size_t(bytes));
+    copy_to_device(device, pinned, size_t(bytes), to);
     stream = to;
     used += bytes;
 }

@@ -30,7 +30,7 @@ const char* remedy(int error) {
         case EDQUOT:
             return "; free some disk space";
         case EROFS:
-            return "; choose a writable place";
+            return "; choose a writable directory";
         case EMFILE:
         case ENFILE:
             return "; raise the limit on open files (ulimit -n)";
@@ -46,7 +46,7 @@ const char* remedy(int error) {
         str(path.empty() ? "(empty path)" : path, ": cannot ", action, ": ", std::strerror(error), remedy(error)));
 }
 
-// Closes a descriptor at the end of a scope, also when an Error passes by.
+// Closes a descriptor at the end of a scope, also when an Error is thrown.
 struct Descriptor {
     int fd;
     explicit Descriptor(int value) : fd(value) {}
@@ -81,7 +81,7 @@ void replace_file(const std::string& path, std::initializer_list<std::string_vie
             std::free(resolved);
         }
     }
-    // A fixed name: what a killed process leaves is overwritten by the next one.
+    // A fixed name: the next process overwrites what a killed one leaves.
     const std::string directory = parent_directory(target);
     const std::string temporary = join_path(directory, ".tmp-" + target.substr(target.find_last_of('/') + 1));
     try {
@@ -133,7 +133,7 @@ MappedFile::MappedFile(const std::string& path) : name(path) {
     if (S_ISDIR(info.st_mode)) fail(path, "read", EISDIR);
     require(S_ISREG(info.st_mode), path, ": is not a regular file and can't be mapped; copy it to one");
     length = info.st_size;
-    if (length == 0) return;  // an empty map is an error to the system, an empty file isn't to us
+    if (length == 0) return;  // mmap refuses a length of 0, but an empty file is valid
     void* map = ::mmap(nullptr, size_t(length), PROT_READ, MAP_SHARED, file.fd, 0);
     if (map == MAP_FAILED) fail(path, "map", errno);
     bytes = static_cast<char*>(map);
@@ -145,7 +145,7 @@ MappedFile::~MappedFile() {
 
 void MappedFile::release(int64_t begin, int64_t count) const {
     const int64_t page = ::sysconf(_SC_PAGESIZE), first = begin / page * page;
-    // Advice: where it is not taken, nothing is lost but memory.
+    // Only advice: if the system ignores it, the memory stays in use and nothing else changes.
     if (count > 0) (void)::madvise(bytes + first, size_t(begin + count - first), MADV_DONTNEED);
 }
 

@@ -21,7 +21,7 @@ constexpr DTypeName DTYPES[] = {{"F32", DType::F32}, {"F64", DType::F64}, {"BF16
                                 {"F16", DType::F16}, {"I32", DType::I32}, {"I64", DType::I64},
                                 {"U16", DType::U16}, {"U8", DType::U8},   {"BOOL", DType::U8}};
 
-// Text from a file as it may stand in an error: printable, on one line, not too long.
+// Makes text from a file fit for an error message: printable, on one line, not too long.
 std::string shown(const json& value) {
     std::string text = value.dump(-1, ' ', true, json::error_handler_t::replace);
     if (text.size() > 120) text = text.substr(0, 120) + "…";
@@ -39,12 +39,12 @@ int64_t read_length(const std::string& path, const MappedFile& file) {
     return int64_t(length);
 }
 
-// The JSON library keeps the last of two equal keys; here that would hide a tensor, so they are found while parsing.
+// Of two equal keys the JSON library keeps the last, which would hide a tensor. So they are detected while parsing.
 json parse_header(const std::string& path, const char* begin, const char* end) {
     require(begin != end && *begin == '{', path, ": safetensors header does not start with '{'; the file is corrupt");
     std::vector<std::set<std::string>> keys;  // of the objects that are open
     const auto on_event = [&](int depth, json::parse_event_t event, json& value) {
-        // Deeper values mean nothing here, and what would show them in an error is recursive.
+        // The format has no deeper values, and code that prints them in an error would recurse too deeply.
         const bool closed = event == json::parse_event_t::array_end || event == json::parse_event_t::object_end;
         require(!closed || depth <= 4, path, ": safetensors header is nested too deeply; the file is corrupt");
         if (event == json::parse_event_t::object_start) keys.emplace_back();
