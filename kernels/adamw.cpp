@@ -64,7 +64,7 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
 
     float *p = params.as<float>(), *pm = m.as<float>(), *pv = v.as<float>();
     const float* g = grads.as<float>();
-    // Each thread takes an equal part of the arena, and of each segment what lies in that part.
+    // Each thread has an equal part of the arena and updates the elements of each segment that are in that part.
 #pragma omp parallel firstprivate(f) if (n > PARALLEL_MIN)
     {
         const int64_t vectors = (n + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();

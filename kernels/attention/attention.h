@@ -1,18 +1,21 @@
 // Softmax attention with grouped-query heads over packed sequences of unequal length, causal or full, with or without a
 // sliding window, forward and backward.
 //
-//   Sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them). Let
-//   o = klen − qlen, so that the last query is aligned with the last key. Query i of a sequence (from 0) sees the keys
-//   j ≤ i + o, or all keys if not causal. A window w > 0 keeps of these the keys i + o − w < j < i + o + w. Head h
-//   reads KV head h / (NH/NKV): S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j
-//   exp(S_ij) For a query that sees no key, out = 0 and lse = −∞.
+//   S_ij = scale·q_i·k_j,   P = softmax_j(S),   out_i = Σ_j P_ij v_j,   lse_i = ln Σ_j exp(S_ij)
 //
-//   backward, with D_i = Σ_c dout_ic·out_ic:
-//   dV_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − D_i),   dq_i = scale·Σ_j dS_ij k_j,
-//   dk_j = scale·Σ_i dS_ij q_i   (dk and dv are summed over the query heads that share the KV head)
+//   backward, with delta_i = Σ_c dout_ic·out_ic:
+//   dv_j = Σ_i P_ij dout_i,   dS_ij = P_ij (dout_i·v_j − delta_i),
+//   dq_i = scale·Σ_j dS_ij k_j,   dk_j = scale·Σ_i dS_ij q_i
+//
+// Query head h reads KV head h / (NH/NKV); dk and dv are summed over the query heads that share the KV head.
+//
+// Sequence s holds queries cum_q[s] … cum_q[s+1]−1 and keys cum_k[s] … cum_k[s+1]−1 (qlen and klen of them). Let
+// o = klen − qlen, so that the last query is aligned with the last key. Query i of a sequence (from 0) sees the keys
+// j ≤ i + o, or all keys if not causal. A window w > 0 keeps of these the keys i + o − w < j < i + o + w. For a query
+// that sees no key, out = 0 and lse = −∞.
 //
 // The T×T matrix is never stored: tiles with an online softmax (Milakov, Gimelshein 2018; FlashAttention-2, Dao 2023,
-// algorithms 1 and 2). No atomics: the same input gives the same bits.
+// algorithms 1 and 2). The same input gives the same bits, unless the caller of attention_backward allows otherwise.
 // q, k, v, dq, dk, dv are [tokens, heads, HS] with any row and head strides, so that they can be views into the packed
 // [tokens, (NH + 2·NKV)·HS] output of the QKV GEMM and its gradient (split_heads in runtime/device/tensor.h).
 // Tokens after the last sequence get zeros (lse −∞). Finite values that a query does not see never change its results.

@@ -1,10 +1,10 @@
 // Attention on Hopper GPUs, backward: bf16 and fp16, heads of up to 128 columns (a multiple of 8).
 //
-// Two persistent, warp-specialised kernels (hopper_tasks.cuh), as on older GPUs (attention.cu): one over queries (delta
-// and dQ), one over keys (dK and dV). Nothing is added across blocks, so that the results are deterministic without
-// atomics or an fp32 copy of dQ, for seven matmuls instead of five. The key pass computes Sᵀ, so that P, Pᵀ, dS and dSᵀ
-// all stay in registers. If the caller does not ask for determinism, a single pass over keys with five matmuls may take
-// over (attention_single_pass_hopper.cu).
+// Two persistent, warp-specialised kernels (hopper_tasks.cuh), as on older GPUs (tiled_attention.cuh): one over queries
+// (delta and dQ), one over keys (dK and dV). Nothing is added across blocks, so that the results are deterministic
+// without atomics or an fp32 copy of dQ, for seven matmuls instead of five. The key pass computes Sᵀ, so that P, Pᵀ, dS
+// and dSᵀ all stay in registers. If the caller does not ask for determinism, a single pass over keys with five matmuls
+// may take over (attention_single_pass_hopper.cu).
 //
 //   pass     D    own rows  inner rows  stages  shared memory  consumers, registers  producer         blocks per SM
 //   queries  64   192       64          4       140,288 bytes  3 warpgroups, 160     1 warpgroup, 32  1

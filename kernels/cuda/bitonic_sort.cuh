@@ -1,9 +1,9 @@
+// Bitonic sort in shared memory by all threads of a block (Batcher 1968).
 #pragma once
 
 #include <cstdint>
 
-// Bitonic sort of n keys in shared memory by all threads of the block, the largest first. n is a power of two. Begins
-// and ends with a barrier.
+// Sorts n keys in shared memory, the largest first. n is a power of two. Begins and ends with a barrier.
 __device__ inline void sort_descending(uint64_t* keys, int n) {
     for (int run = 2; run <= n; run *= 2)
         for (int step = run / 2; step > 0; step /= 2) {

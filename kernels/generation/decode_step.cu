@@ -7,6 +7,16 @@
 // every matrix (decode_step.cuh). What a block has computed goes to the others through the grid-wide exchange
 // (decode_step_exchange.cuh). decode_step_plan.cuh has the launch arithmetic of GPT-2 124M and of a LLaMA of 1B.
 //
+// The data flow; ══▶ is the grid-wide exchange, and each block computes its share of every line but the first:
+//
+//   embedding    ids, positions ─▶ residual [N, C], all of it in every block
+//   QKV          residual ─▶ norm1 ─▶ matmul ══▶ q, k, v
+//   attention    q, k, v ─▶ rotate, append k and v ─▶ one KV split ══▶ combine the splits in order ══▶ att
+//   PROJ         att ─▶ matmul, add residual ══▶ residual
+//   FC           residual ─▶ norm2 ─▶ matmul, activation ══▶ act
+//   FCPROJ       act ─▶ matmul, add residual ══▶ residual                     (QKV to FCPROJ for each layer)
+//   HEAD         residual ─▶ normf ─▶ matmul ─▶ logits [N, Vp]
+//
 // Resources (sm_90a, CUDA 13.0; 288 threads, one block per SM). An attention task has 1 query head if NKV = NH, else up
 // to 4. The limit is 168 registers: with 9 warps one of the SM's four schedulers holds three, which share its 16,384
 // registers.

@@ -1,5 +1,6 @@
 // What the parts of the fused decode step share: the matrices of a layer, how their rows are divided among blocks and
-// stages, and the kernel's arguments. For decode_step.cu.
+// stages of the weight ring, and the kernel's arguments. A unit is the smallest part that a block owns, two rows of the
+// output. For decode_step.cu.
 #pragma once
 
 #include "kernels/activation.h"

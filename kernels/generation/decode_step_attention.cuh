@@ -1,5 +1,6 @@
-// Attention of the fused decode step: from the words of QKV to those of attention. The tasks of all sequences, KV
-// heads, query tiles and KV splits are dealt out to the blocks.
+// Attention of the fused decode step. A block receives q, k and v of its tasks through the grid-wide exchange and sends
+// their output (decode_step_exchange.cuh). A task is a KV split of one sequence, for one KV head and a tile of the
+// query heads that read it; block b has the tasks b, b + blocks, ….
 #pragma once
 
 #include <cfloat>

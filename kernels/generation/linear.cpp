@@ -156,10 +156,16 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
         else
             rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
     }
-    if (activation == Activation::None) return gemm(out, x, weight, bias, residual);
-    const Tensor y = linear_pre_activation(scratch, z, inp);
-    gemm(y, x, weight, bias, {});
-    if (activation == Activation::GELU) gelu_forward(out, y, stream);
-    if (activation == Activation::ReLU2) relu2_forward(out, y, stream);
-    if (activation == Activation::SwiGLU) swiglu_forward(out, y, stream);
+    const Tensor y = activation == Activation::None ? out : linear_pre_activation(scratch, z, inp);
+    gemm(y, x, weight, bias, residual);  // check_linear: there is no residual where an activation follows
+    switch (activation) {
+        case Activation::None:
+            return;
+        case Activation::GELU:
+            return gelu_forward(out, y, stream);
+        case Activation::ReLU2:
+            return relu2_forward(out, y, stream);
+        case Activation::SwiGLU:
+            return swiglu_forward(out, y, stream);
+    }
 }

@@ -10,10 +10,10 @@
 // Every sum has one order, which follows from C and OC alone: lanes over C, a tree over lanes, the splits in order.
 //
 //   T      rows of inp   registers   shared memory      blocks per SM
-//   bf16   1             126         1,120 B + 2·C B    2
-//   bf16   2             102         1,216 B + 4·C B    2
-//   bf16   4             98          1,408 B + 8·C B    2
-//   bf16   8             123         1,792 B + 16·C B   2
+//   bf16   1             126         96 B + 2·C B       2
+//   bf16   2             102         192 B + 4·C B      2
+//   bf16   4             98          384 B + 8·C B      2
+//   bf16   8             123         768 B + 16·C B     2
 //
 // (sm_90a, CUDA 13.0; 256 threads, each with 4 vectors of 16 bytes of two rows of weight in flight.)
 //

@@ -9,15 +9,16 @@
 // first normalises its rows in shared memory, four rows a warp.
 //
 //   MT   norm   registers   shared memory           blocks per SM
-//   1    no     128         18,432 B                2
-//   1    yes    118         18,432 B + 64·pitch B   2
-//   2    no     128         34,816 B                2
-//   2    yes    128         34,816 B + 64·pitch B   2
+//   1    no     128         17,408 B                2
+//   1    yes    118         17,408 B + 64·pitch B   2
+//   2    no     128         33,792 B                2
+//   2    yes    128         33,792 B + 64·pitch B   2
 //
-// (sm_90a, CUDA 13.0; 256 threads; pitch: C rounded up to 32 beside a multiple of 64.)
+// (sm_90a, CUDA 13.0; 256 threads; pitch: the smallest 64·n + 32 that is at least C. MT = 2 without a norm has 24 bytes
+// of stack.)
 //
 // GPT-2 124M, 64 sequences, q, k and v: C = 768, OC = 2304. Two blocks of 32 rows times 2304/32 = 72 are 144, at least
-// one for each of an A100's 108 SMs, so MT = 2. Pitch 800: 64·800 + 34,816 = 86,016 bytes of shared memory a block.
+// one for each of an A100's 108 SMs, so MT = 2. Pitch 800: 64·800 + 33,792 = 84,992 bytes of shared memory a block.
 #include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/pdl.cuh"
@@ -31,8 +32,8 @@ constexpr int BLOCK_N = 32, BLOCK_K = 32;          // rows of inp; columns of a 
 constexpr int64_t MAX_WEIGHTS = 4 << 20;           // beyond, reading the weights takes longer than the library's launch
 constexpr int64_t OUTPUT_SHARED_BYTES = 36 << 10;  // at most
 
-// From one row of inp in shared memory to the next: 64 bytes beside a multiple of 128, so that the vectors that eight
-// lanes read together, four each of two rows, lie in different banks.
+// Elements from one row of inp in shared memory to the next: an odd multiple of 64 bytes, so that the vectors that
+// eight lanes read together, four each of two rows, are in different banks.
 __host__ __device__ inline int64_t row_pitch(int64_t C) {
     return (C + 31) / 64 * 64 + 32;
 }

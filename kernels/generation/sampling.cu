@@ -9,14 +9,14 @@
 //
 //   kernel                    threads   tokens of a block   registers   shared memory   blocks per SM
 //   chunk_summary_kernel          128    2,048 (4 chunks)          64             0 B               8
-//   sample_kernel                 128    a row                     32           1,136 B            16
-//   candidates_kernel             256    4,096                     54           2,168 B             4
-//   sample_candidates_kernel      256    a row's candidates        40          10,492 B             6
-//   weight_histogram_kernel       256    1,024                     32          17,472 B             8
-//   threshold_kernel            1,024    a row                     56          21,696 B             1
+//   sample_kernel                 128    a row                     32             112 B            16
+//   candidates_kernel             256    4,096                     54           1,144 B             4
+//   sample_candidates_kernel      256    a row's candidates        40           9,468 B             6
+//   weight_histogram_kernel       256    1,024                     32          16,448 B             8
+//   threshold_kernel            1,024    a row                     56          20,672 B             1
 //   kept_sums_kernel              128    2,048 (4 chunks)          64             0 B               8
 //
-// (sm_90a, CUDA 13.0, bf16 logits; an SM has 65,536 registers.)
+// (sm_90a, CUDA 13.0, bf16 logits; an SM has 65,536 registers. kept_sums_kernel has 8 bytes of stack.)
 //
 // GPT-2 124M, 64 sequences, V = 50257, no filters: ⌈50257/512⌉ = 99 chunks a row, 64·99 = 6336 warps in 1584 blocks of
 // 4, then 64 blocks of sample_kernel, each with one chunk for each of 99 of its threads. Of an H100's 132 SMs each

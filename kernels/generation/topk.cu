@@ -2,8 +2,8 @@
 // has several chunks, one block a row selects the k largest of their candidates. The last block sorts.
 //
 //   kernel               threads   registers   shared memory   blocks per SM
-//   chunk_top_k_kernel       256          32        10,292 B               8
-//   merge_top_k_kernel       256          32        10,292 B               8
+//   chunk_top_k_kernel       256          32        9,268 B                8
+//   merge_top_k_kernel       256          32        9,268 B                8
 //
 // (sm_90a, CUDA 13.0.) GPT-2 124M, 64 sequences: V = 50257 allows 6 chunks of at least 8,192 elements a row, so 64·6 =
 // 384 blocks for an H100's 132 SMs, and 6·k candidates a row.

@@ -1,6 +1,16 @@
-// A matmul with a few output columns: a GEMM library would need a second kernel for the logarithm. Here each warp takes
-// 4 or 16 rows of inp and loops over the heads, as many at a time: on tensor cores where T has 16 bits and rows are
-// aligned, else with fused multiply-adds, the lanes side by side along the channels.
+// A matmul with a few output columns. A GEMM library would need a second kernel for the logarithm. On tensor cores,
+// where T has 16 bits and rows are aligned, a warp takes 16 rows of inp and 16 heads at a time. Otherwise it takes 4
+// rows and 4 heads with fused multiply-adds, its lanes side by side along the channels.
+//
+//   kernel                  threads   rows of a block   registers                      blocks per SM
+//   tensor_forward_kernel     128           64          64 (8 bytes of stack)                8
+//   forward_kernel            128           16          77 (fp32), 80 and 89 (W = 1)     6 (W = 1: 6, 5)
+//   backward_kernel           256            -          16                                   8
+//
+// (sm_90a, CUDA 13.0; no shared memory.)
+//
+// GPT-2 124M with gated_linear attention (B=64, T=1024, C=768, 12 heads), bf16: 65,536 rows are 1,024 blocks, which an
+// H100 (132·8 = 1,056) runs in one wave. The backward pass has 65,536·12 elements in 3,072 blocks.
 #include "kernels/linear_attention/decay_gate.h"
 
 #include "kernels/cuda/warp_tile.cuh"

@@ -9,15 +9,17 @@
 //   out_t = S_tᵀ φ(q_t)                                 or, normalised,
 //   out_t = S_tᵀ φ(q_t) / d_t,   d_t = φ(q_t)·z_t + ε,  ε = 1e-6
 //
-//   Normalised with elu + 1: Katharopoulos et al. 2020, "Transformers are RNNs", equations 8 to 12. With neither: the
-//   causal product of that paper. With a constant decay: RetNet (Sun et al. 2023). With a decay that depends on the
-//   token: Mamba-2's scalar decay (Dao, Gu 2024) and the gated linear attention of Yang et al. 2023 with one decay for
-//   each head.
+//   backward, with ĝ_t = dout_t/d_t and δ_t = −ĝ_t·out_t (not normalised: ĝ = dout, δ = 0), from the last token to
+//   the first; R and r are summed over the query heads of the KV head:
+//   R_t = exp(g_t+1)·R_t+1 + φ(q_t) ĝ_tᵀ                r_t = exp(g_t+1)·r_t+1 + δ_t φ(q_t)
+//   dφ(q_t) = S_t ĝ_t + δ_t z_t,   dφ(k_t) = R_t v_t + r_t,   dv_t = R_tᵀ φ(k_t)
+//   dg_t = ⟨exp(g_t)·S_t−1, R_t⟩ + exp(g_t)·z_t−1·r_t
+//        = Σ_s≥t (φ(q_s)·dφ(q_s) − φ(k_s)·dφ(k_s)) + ⟨S_T, dS_T⟩
 //
-//   Backward. ĝ = dout/d and δ = −ĝ·out (not normalised: ĝ = dout, δ = 0). R and r run from the last token to the
-//   first: R_t = exp(g_t+1)·R_t+1 + φ(q_t) ĝ_tᵀ (summed over the query heads of the KV head),   r likewise with δ_t
-//   φ(q_t) dφ(q_t) = S_t ĝ_t + δ_t z_t,   dφ(k_t) = R_t v_t + r_t,   dv_t = R_tᵀ φ(k_t), dg_t = ⟨exp(g_t)·S_t−1, R_t⟩ +
-//   exp(g_t)·z_t−1·r_t = Σ_s≥t (φ(q_s)·dφ(q_s) − φ(k_s)·dφ(k_s)) + ⟨S_T, dS_T⟩
+// Sources. Normalised, with elu + 1: Katharopoulos et al. 2020, "Transformers are RNNs", equations 8 to 12. Not
+// normalised, without features: the causal numerator of that paper. A constant decay: RetNet (Sun et al. 2023). A decay
+// that depends on the token: Mamba-2's scalar decay (Dao, Gu 2024), and the gated linear attention of Yang et al. 2023
+// with one decay for each head.
 //
 // docs/linear_attention.md explains the chunked form, which training uses, and its cost. The kernels use no float
 // atomics: the same input gives the same bits, on the CPU with any number of threads. A finite token never changes the

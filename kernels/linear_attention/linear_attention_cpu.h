@@ -2,9 +2,9 @@
 // one sequence and head, with its state in the caches:
 //
 //   linear_attention_scan.cpp      token by token: state = decay·state + b cᵀ, and the row is aᵀ·state
-//   linear_attention_chunked.cpp   32 tokens at a time: scores A·Bᵀ, masked; O = A·state + scores·C; state += Bᵀ·C.
-//   Four
-//                                  matmuls, where the scan reads and writes the whole state for every token
+//   linear_attention_chunked.cpp   32 tokens at a time as four matmuls: scores = A·Bᵀ, masked;
+//                                  O = A·state + scores·C; state += Bᵀ·C. The state is read and written once for each
+//                                  chunk, in the scan once for each token
 //   linear_attention_decode.cpp    one token for each sequence
 #pragma once
 

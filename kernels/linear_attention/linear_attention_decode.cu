@@ -1,4 +1,9 @@
 // One token for each sequence: the states are updated in place and read once.
+//
+// Resources (sm_90a, CUDA 13.0): 256 threads, 64 registers, 14,352 bytes of shared memory, 4 blocks per SM.
+//
+// 64 sequences, 12 heads of 64: 64·12 = 768 blocks, of which an H100 holds 132·4 = 528 at once. Each reads and writes a
+// state of 64·64·4 bytes = 16 KiB.
 #include "kernels/linear_attention/linear_attention.cuh"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/linear_attention/linear_attention_check.h"

@@ -3,6 +3,16 @@
 // A warp owns a column of the state, 16 rows in each lane. The block copies 8 tokens of a and b to shared memory for
 // all its warps. With several query heads for a KV head (reversed results), a token is an entry for each of them; all
 // are added to the state before the token's row is read.
+//
+//   kernel        threads   registers   shared memory   blocks per SM
+//   scan_kernel     256        128         33,088 B           2
+//   dots_kernel     256         30              0 B           8
+//
+// (sm_90a, CUDA 13.0.)
+//
+// One launch: B = 8, T = 4096, 12 heads of 64 with Form::Recurrent. A block has 8 columns, so 8 column blocks · 12
+// heads · (8 + 1) sequences = 864 blocks, of which 768 loop over 4,096 tokens in 512 steps. An H100 holds 132·2 = 264
+// at once.
 #include "kernels/linear_attention/linear_attention.cuh"
 
 namespace linear_attention {

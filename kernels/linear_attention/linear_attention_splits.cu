@@ -1,5 +1,16 @@
 // What passes between the splits of a sequence: the state that each split begins with, and the gradient of the decay
 // gate, whose running sum starts again at the end of each split.
+//
+//   kernel                           threads   registers   shared memory   blocks per SM
+//   state_passing_kernel, W = 4        256        109            0 B             2
+//   state_passing_kernel, W = 1        256         62            0 B             4
+//   gate_gradient_kernel               256         32           64 B             8
+//
+// (sm_90a, CUDA 13.0.)
+//
+// One launch: B = 8, T = 4096, 12 heads of 64, 4 splits of 1,024 tokens. State passing, attention type linear: a state
+// has 64·64 + 64 = 4,160 elements, five blocks of 256·4, so 8·12·5 = 480 blocks. The gradient of the gate
+// (gated_linear): (8 + 1)·12·4 = 432 blocks, of which 384 scan 1,024 tokens in four rounds.
 #include "kernels/cuda/block_scan.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/linear_attention/linear_attention.cuh"

@@ -1,9 +1,8 @@
 // reduce of tensor_ops.h.
 //
-// Sums and products run over at most BUFFER numbers in fp32, in 64 lanes (`along` the axis) or in blocks of BLOCK_ROWS
-// rows
-// (`across` the axis), and are continued in double. A long axis is split into ranges of fixed length that threads
-// share; their results go to the scratch as doubles, [results, splits].
+// At most BUFFER numbers are summed or multiplied in fp32, in 64 lanes (`along` the axis) or in blocks of BLOCK_ROWS
+// rows (`across` the axis); the results of those are summed or multiplied in double. A long axis is split into ranges
+// of fixed length that threads share; their results go to the scratch as doubles, [results, splits].
 #include <algorithm>
 #include <cmath>
 

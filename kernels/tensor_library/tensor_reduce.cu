@@ -5,7 +5,20 @@
 // few results to fill the GPU, the axis is split: each split writes partial results to the scratch, [splits, results]
 // fp32, which `across` then reduces. A thread sums FLUSH packs before it adds them to its total, which keeps running
 // sums short and rounding errors small.
-
+//
+//   W elements in a pack        8 (16-bit)    4             1
+//   along, registers            62 to 64      51 to 62      40
+//     shared memory             -; 32 B where the block shares a result
+//   across, registers           64            48 to 58      40
+//     shared memory             8,192 B       4,096 B       1,024 B; none where a thread walks the axis alone
+//   blocks per SM               4             4 or 5        6
+//
+// (sm_90a, CUDA 13.0; blocks of 256 threads; 8 bytes of stack for `across` with W = 4.)
+//
+// GPT-2 124M, one sequence, fp32 [1024, 768] on an H100 (132 SMs). Over the channels: a row is 192 packs, so a warp for
+// each of 1,024 results and 128 blocks. Over the tokens: 768 results are 192 packs of 4, with 8 threads for each 6
+// blocks of 256 threads; 32 splits of 32 tokens make 192 blocks. Their 32·768 partial results take 96 KiB of scratch,
+// and 24 blocks reduce them.
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/tensor_library/tensor_ops.cuh"
