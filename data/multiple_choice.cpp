@@ -12,7 +12,7 @@ std::vector<Question> read_questions(const std::string& path) {
     const std::string text = read_file(path);
     std::vector<Question> questions;
     int64_t number = 0;
-    // What no question has is left out: copies of deep values are recursive.
+    // Drops values that are nested deeper than in any valid question, because copying deep values recurses.
     const auto no_deeper = [](int depth, json::parse_event_t, json&) { return depth <= 2; };
     for (size_t begin = 0; begin < text.size();) {
         const size_t end = std::min(text.find('\n', begin), text.size());
@@ -29,14 +29,14 @@ std::vector<Question> read_questions(const std::string& path) {
         question.context = q["ctx"];
         for (const json& e : q["endings"]) {
             require(e.is_string() && !e.get<std::string>().empty(), path, ": line ", number,
-                    ": an ending is no text or empty");
+                    ": an ending is not a string, or is empty");
             question.endings.push_back(e);
         }
         const int64_t label = q["label"];
         require(question.endings.size() >= 2, path, ": line ", number, ": ", question.endings.size(),
                 " endings; there must be two or more");
         require(label >= 0 && label < int64_t(question.endings.size()), path, ": line ", number, ": label ", label,
-                " names none of ", question.endings.size(), " endings");
+                " is not the index of one of the ", question.endings.size(), " endings");
         question.label = size_t(label);
         questions.push_back(std::move(question));
     }

@@ -15,8 +15,8 @@ struct Question {
     size_t label = 0;  // index of the correct ending
 };
 
-// Skips empty lines. Throws Error with the line number for a line that is no such object, has fewer than two endings or
-// an empty one, or has a label that is no index of an ending.
+// Skips empty lines. Throws Error with the line number for a line that is not such an object, has fewer than two
+// endings or an empty one, or has a label that is not the index of an ending.
 std::vector<Question> read_questions(const std::string& path);
 
 // One ending to score: the tokens of "context ending", with a space between them unless there is one. The tokens from

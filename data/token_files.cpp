@@ -29,29 +29,29 @@ struct Header {
 Header read_header(const MappedFile& file) {
     const std::string& path = file.path();
     require(file.size() >= HEADER_BYTES, path, ": ", file.size(),
-            " bytes are too few for a token file, whose header alone has ", HEADER_BYTES, REMEDY);
+            " bytes are too few for a token file; the header alone has ", HEADER_BYTES, REMEDY);
     uint32_t header[4];
     std::memcpy(header, file.data(), sizeof header);
 
     const Format* format = nullptr;
     for (const Format& f : FORMATS)
         if (header[0] == uint32_t(f.magic)) format = &f;
-    require(format, path, ": not a token file: it starts with the number ", header[0], ", a token file with ",
-            FORMATS[0].magic, " or ", FORMATS[1].magic, REMEDY);
-    require(header[1] == uint32_t(format->version), path, ": token file of version ", header[1], "; version ",
-            format->version, " is supported", REMEDY);
+    require(format, path, ": not a token file: it starts with the number ", header[0], " instead of ", FORMATS[0].magic,
+            " or ", FORMATS[1].magic, REMEDY);
+    require(header[1] == uint32_t(format->version), path, ": token file version ", header[1],
+            " is not supported; the supported version is ", format->version, REMEDY);
 
     const uint64_t count = uint64_t(header[3]) << 32 | header[2];
     require(count > 0, path, ": holds no tokens", REMEDY);
     const uint64_t payload = uint64_t(file.size() - HEADER_BYTES);
-    // Division instead of a product: a damaged count must not overflow.
+    // A division, because a multiplication could overflow if the count is damaged.
     require(payload % uint64_t(format->width) == 0 && payload / uint64_t(format->width) == count, path,
-            ": the header promises ", count, " tokens of ", format->width, " bytes, the file holds ", payload,
-            " bytes of them: it is truncated or damaged", REMEDY);
+            ": the header gives ", count, " tokens of ", format->width, " bytes, but ", payload,
+            " bytes follow it: the file is truncated or damaged", REMEDY);
     return {int64_t(count), format->width};
 }
 
-// The mask of a file of so many tokens, if there is one.
+// Opens the mask of a token file with `count` tokens, if there is one.
 std::optional<MappedFile> open_mask(const std::string& tokens, int64_t count) {
     const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
     const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
@@ -69,7 +69,7 @@ std::optional<MappedFile> open_mask(const std::string& tokens, int64_t count) {
 template <typename T>
 void copy_checked(const char* src, int64_t count, int32_t* dst, uint32_t limit, const std::string& path,
                   int64_t offset) {
-    uint32_t worst = 0;  // one comparison a token and no branch: the offender is looked for only if there is one
+    uint32_t worst = 0;  // this loop has no branches; the second one finds the bad token if there is one
     for (int64_t i = 0; i < count; i++) {
         T token;
         std::memcpy(&token, src + i * int64_t(sizeof(T)), sizeof(T));
@@ -91,9 +91,9 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
     for (const std::string& path : found) {
         MappedFile file(path);
         const Header header = read_header(file);
-        require(shards.empty() || shards[0].width == header.width, path, ": holds tokens of ", header.width,
-                " bytes but ", found[0], " of ", shards.empty() ? 0 : shards[0].width,
-                ": shards of one data set must have one format", REMEDY);
+        require(shards.empty() || shards[0].width == header.width, path, ": has tokens of ", header.width,
+                " bytes, but ", found[0], " has tokens of ", shards.empty() ? 0 : shards[0].width,
+                " bytes; all shards must have the same format", REMEDY);
         shards.push_back({std::move(file), total, header.count, header.width, open_mask(path, header.count)});
         any_mask = any_mask || shards.back().mask;
         require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
@@ -101,8 +101,8 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
 }
 
 void TokenFiles::check_range(int64_t begin, int64_t count) const {
-    require(begin >= 0 && count >= 0 && begin <= total - count, name, ": tokens [", begin, ", +", count,
-            ") asked for, ", total, " are there");
+    require(begin >= 0 && count >= 0 && begin <= total - count, name, ": ", count, " tokens from token ", begin,
+            " on are out of range; the files have ", total, " tokens");
 }
 
 const TokenFiles::Shard* TokenFiles::shard_of(int64_t token) const {
@@ -128,7 +128,7 @@ void TokenFiles::read_mask(int64_t begin, int64_t count, uint8_t* dst) const {
 
 void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const {
     check_range(begin, count);
-    // Ids are int32 everywhere above the files, so even an unknown vocabulary ends at 2^31.
+    // The rest of the program stores ids as int32, so they end at 2^31 even if the vocabulary is unknown.
     const int64_t int32_end = int64_t(std::numeric_limits<int32_t>::max()) + 1;
     const auto limit = uint32_t(vocab_size > 0 ? std::min(vocab_size, int32_end) : int32_end);
 
@@ -198,8 +198,8 @@ DataDirectory open_data(const std::string& path) {
         data.val_documents = count(meta.at("val"), "documents");
         const int64_t vocab_size = count(meta, "vocab_size"), end_of_text = count(meta, "end_of_text");
         require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
-                " but tokenizer.json beside it has ", data.vocab_size, ": the tokens were made with another tokenizer",
-                REMEDY);
+                " but tokenizer.json beside it has ", data.vocab_size,
+                " tokens: the files were made with another tokenizer", REMEDY);
         require(vocab_size <= std::numeric_limits<int32_t>::max() && end_of_text < vocab_size, meta_path,
                 ": end_of_text ", end_of_text, " is outside the vocabulary of ", vocab_size, REMEDY);
         data.end_of_text = int32_t(end_of_text);

@@ -18,7 +18,7 @@ class TokenFiles {
   public:
     explicit TokenFiles(const std::string& pattern);
     int64_t size() const { return total; }
-    // dst[i] = token begin + i for i < count. A token ≥ vocab_size (if > 0) is an Error naming file and offset.
+    // dst[i] = token begin + i for i < count. Throws Error with file and offset for a token ≥ vocab_size (if > 0).
     void read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_size) const;
     bool masked() const { return any_mask; }
     // dst[i] = 1 if token begin + i is a loss token, else 0.
@@ -54,8 +54,8 @@ struct DataDirectory {
     std::string train_pattern() const;               // globs for TokenFiles
     std::string val_pattern() const;
 };
-DataDirectory open_data(
-    const std::string& path);  // throws Error if it is not one; meta.json is optional (llm.c's data sets)
+// Throws Error if path is not a data directory. meta.json is optional: llm.c's data sets have none.
+DataDirectory open_data(const std::string& path);
 
 // Bytes of text of a split: from meta.json, else by decoding the tokens. 0 if unknown.
 int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split);

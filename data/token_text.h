@@ -5,12 +5,12 @@
 #include <string>
 #include <string_view>
 
-// GPT-2's byte alphabet: bytes that are printable in Latin-1 as themselves, the others in ascending order as U+0100,
-// U+0101 … (Radford et al. 2019, as published with the model).
+// GPT-2's byte alphabet: a byte that is printable in Latin-1 stands for itself. The other bytes, in ascending order,
+// are written as U+0100, U+0101 … (Radford et al. 2019, as published with the model).
 class ByteAlphabet {
   public:
     ByteAlphabet();
-    // Sets out to the bytes of a token. Returns false if it has a character outside the alphabet.
+    // Sets out to the bytes of a token. Returns false if the token has a character outside the alphabet.
     bool bytes(const std::string& token, std::string& out) const;
     std::string token(std::string_view bytes) const;
 

@@ -20,10 +20,10 @@ namespace {
 
 using nlohmann::json;
 
-// Ids index tables in memory. Vocabularies in use have few gaps.
+// The largest number of unused ids below the largest id: ids index tables in memory. Real vocabularies have few gaps.
 constexpr int64_t MAX_GAPS = 100000;
 
-// How GPT-2 cuts text into words before merging (Radford et al. 2019; the published regular expression).
+// GPT-2's regular expression for splitting text into words before merging (Radford et al. 2019, as published).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
 // Makes text from a file printable in a one-line message.
@@ -37,8 +37,9 @@ std::string printable(std::string_view text) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Splitting text into words
 
-// tokenizer.json's regular expressions are Oniguruma's. PCRE2's \s differs from Unicode's White_Space (and Oniguruma's)
-// in one character, U+180E: spell the class out. Everything else in the expressions in use means the same to both.
+// A tokenizer.json writes regular expressions in Oniguruma's syntax. PCRE2's \s differs from Oniguruma's (Unicode's
+// White_Space) in one character, U+180E, so the class is spelled out. Everything else in the expressions of known
+// tokenizers means the same in both.
 std::string spell_out_white_space(const std::string& pattern) {
     const std::string white = R"(\t-\r\x{85}\p{Z})";
     std::string out;
@@ -87,23 +88,23 @@ class Splitter {
                                  nullptr));
         require(code != nullptr, file, ": pre_tokenizer: the regular expression '", printable(pattern),
                 "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
-        pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // where that can't be had, matching is only slower
+        pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // without JIT, matching is only slower
     }
 
-    // text is valid UTF-8. Calls piece(string_view) for consecutive parts that make up the text; none is empty.
+    // text is valid UTF-8. Calls piece(string_view) for consecutive parts, none empty, that together are the text.
     template <typename Piece>
     void split(std::string_view text, pcre2_match_data* match, const Piece& piece) const {
         const auto* subject = reinterpret_cast<PCRE2_SPTR>(text.data());
         size_t done = 0, from = 0;
         while (from < text.size()) {
             int found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK, match, nullptr);
-            if (found == PCRE2_ERROR_JIT_STACKLIMIT)  // the interpreter has more room
+            if (found == PCRE2_ERROR_JIT_STACKLIMIT)  // the interpreter does not use the JIT stack
                 found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, match,
                                     nullptr);
             if (found == PCRE2_ERROR_NOMATCH) break;
             require(found >= 0, "tokenizer: splitting text into words failed: ", pcre2_message(found));
             const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(match);
-            if (range[0] >= range[1]) {  // an empty match cuts nothing; go on behind the next character
+            if (range[0] >= range[1]) {  // an empty match splits nothing; continue after the next character
                 from = std::max<size_t>(from, range[0]);
                 from += from < text.size() ? utf8_length(text, from) : 1;
                 continue;
@@ -126,7 +127,7 @@ class Splitter {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Added tokens: found in the text before it is split into words
+// Added tokens: matched before the text is split into words
 
 class AddedTokens {
   public:
@@ -135,13 +136,14 @@ class AddedTokens {
         by_first_byte[first_byte].push_back({std::move(content), id});
     }
 
-    void finish() {  // longest first
+    void finish() {  // sorts the longest first
         for (auto& tokens : by_first_byte)
             std::stable_sort(tokens.begin(), tokens.end(),
                              [](const Token& a, const Token& b) { return a.content.size() > b.content.size(); });
     }
 
-    // Calls plain(string_view) and token(id) for the parts of the text, in order: leftmost, then longest.
+    // Calls plain(string_view) and found(id) for the parts of the text, in order. The leftmost match wins; at one
+    // position, the longest.
     template <typename Plain, typename Found>
     void split(std::string_view text, const Plain& plain, const Found& found) const {
         size_t done = 0;
@@ -185,8 +187,8 @@ bool flag(const json& object, const char* key, bool otherwise) {
     return given(object, key) ? object[key].get<bool>() : otherwise;
 }
 
-// Which pairs of characters a merge may join. Between two that none does the text can be cut and its parts merged one
-// by one, with the same result: what makes words of SentencePiece's text, which nothing else cuts.
+// The pairs of characters that some merge joins. SentencePiece text has no word boundaries, but it can be split between
+// two characters that no merge joins: the parts merge separately, with the same result.
 class Joints {
   public:
     void build(const std::vector<uint64_t>& keys) {
@@ -213,43 +215,44 @@ class Joints {
 
 struct Tokenizer::Impl {
     class Encoder;
-    using Ids = std::unordered_map<std::string, int32_t>;  // by the token as it is written
-    enum class InFront { Never, First, Always };           // Metaspace: where a space is put in front of a text
+    using Ids = std::unordered_map<std::string, int32_t>;  // by the token in the file's notation
+    enum class InFront { Never, First, Always };           // Metaspace: where a space is prepended
 
     std::string file;
     std::vector<std::string> bytes;                        // by id
     std::vector<bool> known;                               // by id
-    int64_t id_end = 0;                                    // no id may reach this
+    int64_t id_end = 0;                                    // all ids are smaller
     std::array<int32_t, 256> byte_id;                      // −1: not in the vocabulary
     std::unordered_map<std::string, int32_t> whole_words;  // filled if ignore_merges
     bool ignore_merges = false;
     MergeTable merges;
-    // As the tokenizers package does it: first the tokens marked "normalized": false, then, in the rest, the others.
-    // [0]: with special tokens, [1]: without.
+    // As in the tokenizers package, the tokens with "normalized": false (verbatim) are matched first, in the original
+    // text. The others (normalized) are matched in the rest, after normalization. [0]: with special tokens, [1]:
+    // without.
     AddedTokens verbatim[2], normalized[2];
     int32_t end_of_text = -1;
     std::vector<int32_t> start_of_text;
 
     // Byte-level
-    std::vector<Splitter> splitters;  // applied one after the other
+    std::vector<Splitter> splitters;  // applied in this order
     bool add_prefix_space = false;
 
     // SentencePiece
     bool sentencepiece = false;
     bool prepends = false, marks_spaces = false;  // normalizer: Prepend, Replace
     bool metaspace = false, metaspace_split = false;
-    InFront in_front = InFront::Never;  // of Metaspace
+    InFront in_front = InFront::Never;  // Metaspace
     bool strips_first_space = false;
     std::vector<int32_t> character_id;  // by code point; −1, or beyond the end: not in the vocabulary
     int32_t unknown = -1;               // id of unk_token
     bool fuse_unknown = false;
-    bool cuts = false;  // where joints has no pair
+    bool cuts = false;  // split text between characters that are not in joints
     Joints joints;
 
     explicit Impl(const std::string& path) : file(path) {
         byte_id.fill(-1);
         const std::string text = read_file(path, int64_t(1) << 30);
-        const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // what frees the values is recursive
+        const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // freeing the values may recurse
             require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
             return true;
         };
@@ -263,8 +266,8 @@ struct Tokenizer::Impl {
     template <typename... Parts>
     [[noreturn]] void unsupported(const Parts&... parts) const {
         throw Error(str(file, ": ", printable(str(parts...)),
-                        " is not supported; byte-level BPE as GPT-2's and LLaMA-3's and SentencePiece's BPE as "
-                        "LLaMA-2's are"));
+                        " is not supported; use a tokenizer with byte-level BPE, as GPT-2 and LLaMA-3 have, or with "
+                        "SentencePiece BPE, as LLaMA-2 has"));
     }
 
     void read(const json& root) {
@@ -278,7 +281,7 @@ struct Tokenizer::Impl {
         read_post_processor(root, all_ids);
     }
 
-    // The steps of a normalizer, a pre-tokenizer or a decoder: one, or a Sequence of them under `list`.
+    // The steps of a normalizer, a pre-tokenizer or a decoder: a single one, or those that a Sequence has under `list`.
     static json steps_of(const json& root, const char* part, const char* list) {
         if (!given(root, part)) return json::array();
         const json& step = root[part];
@@ -376,8 +379,8 @@ struct Tokenizer::Impl {
     }
 
     void add_token(const std::string& token_bytes, int64_t id) {
-        require(0 <= id && id < id_end, file, ": token id ", id, " is outside [0, ", id_end,
-                "), too large for so few tokens");
+        require(0 <= id && id < id_end, file, ": token id ", id, " is outside [0, ", id_end, "); at most ", MAX_GAPS,
+                " ids may be unused");
         if (size_t(id) >= bytes.size()) {
             bytes.resize(size_t(id) + 1);
             known.resize(size_t(id) + 1);
@@ -388,7 +391,7 @@ struct Tokenizer::Impl {
     }
 
     Ids read_vocab(const json& model) {
-        const std::string type = given(model, "type") ? type_of(model) : "BPE";  // the key came after the format
+        const std::string type = given(model, "type") ? type_of(model) : "BPE";  // older files lack the key
         if (type != "BPE") unsupported("model ", type);
         for (const char* key : {"continuing_subword_prefix", "end_of_word_suffix"})
             if (given(model, key) && !model[key].get<std::string>().empty()) unsupported("model BPE with ", key);
@@ -396,7 +399,7 @@ struct Tokenizer::Impl {
         ignore_merges = flag(model, "ignore_merges", false);
 
         const json& vocab = model.at("vocab");
-        require(vocab.is_object() && !vocab.empty(), file, ": model.vocab must be an object of tokens and ids");
+        require(vocab.is_object() && !vocab.empty(), file, ": model.vocab must be an object that maps tokens to ids");
         id_end = int64_t(vocab.size()) + MAX_GAPS;
         const ByteAlphabet alphabet;
         Ids ids;
@@ -408,7 +411,7 @@ struct Tokenizer::Impl {
                                                : alphabet.bytes(token, token_bytes);
             add_token(is_text ? token_bytes : token, id.get<int64_t>());
             const int32_t checked_id = ids[token] = id.get<int32_t>();
-            if (!is_text) continue;  // no text is ever cut into it
+            if (!is_text) continue;  // no text is encoded as it
             if (!sentencepiece && token_bytes.size() == 1) byte_id[uint8_t(token_bytes[0])] = checked_id;
             if (ignore_merges) whole_words[sentencepiece ? token : token_bytes] = checked_id;
         }
@@ -442,7 +445,7 @@ struct Tokenizer::Impl {
         require(list.is_array(), file, ": model.merges must be a list");
         const auto id_of = [&](const std::string& token) {
             const auto found = ids.find(token);
-            require(found != ids.end(), file, ": model.merges makes or uses '", printable(token),
+            require(found != ids.end(), file, ": model.merges needs the token '", printable(token),
                     "', which is not in model.vocab");
             return found->second;
         };
@@ -464,7 +467,7 @@ struct Tokenizer::Impl {
                 left = entry[0].get<std::string>(), right = entry[1].get<std::string>();
             }
             all.push_back({{id_of(left), id_of(right)}, {uint32_t(all.size()), id_of(left + right)}});
-            // Merges of fallback bytes are not the merges of the characters that their names are written with.
+            // A fallback byte such as <0x0A> is one symbol: its merges are not merges of the characters in its name.
             cuts = cuts && !left.empty() && !right.empty() && fallback_byte(left) < 0 && fallback_byte(right) < 0;
             if (!cuts) continue;
             size_t last = left.size() - 1;
@@ -476,7 +479,7 @@ struct Tokenizer::Impl {
         joints.build(joined);
     }
 
-    // The id of the character at text[i], −1 if the vocabulary lacks it or there is none.
+    // The id of the character at text[i]; −1 if there is no valid character or the vocabulary lacks it.
     int32_t find_character(std::string_view text, size_t i) const {
         const size_t n = utf8_length(text, i);
         const size_t code = n ? utf8_code_point(text, i, n) : character_id.size();
@@ -500,17 +503,17 @@ struct Tokenizer::Impl {
                     if (flag(token, key, false)) unsupported("added token '", printable(content), "' with ", key);
                 const auto in_vocab = ids.find(content);
                 require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
-                        "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab, ", id,
+                        "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id,
                         " in added_tokens");
                 const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
                 AddedTokens* const sets = in_normalized ? normalized : verbatim;
-                // What is looked for in normalized text is normalized itself, with its space in front.
+                // A token that is matched in normalized text is normalized too, which may prepend a space.
                 const std::string written = in_normalized ? normalize(content) : content;
                 const std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
                 if (in_vocab == ids.end())
                     add_token(text, id);
                 else
-                    bytes[size_t(id)] = text;  // written as it is, not in the byte alphabet
+                    bytes[size_t(id)] = text;  // added tokens are plain text, not in the byte alphabet
                 all_ids[content] = int32_t(id);
                 sets[0].add(written, int32_t(id));
                 if (!special) sets[1].add(written, int32_t(id));
@@ -524,10 +527,10 @@ struct Tokenizer::Impl {
         return all_ids;
     }
 
-    // The special tokens that a template ("$A" is the text) puts in front of a text.
+    // Reads the special tokens that the template puts before the text ("$A" in the template).
     void read_post_processor(const json& root, const Ids& ids) {
         for (const json& step : steps_of(root, "post_processor", "processors")) {
-            if (type_of(step) != std::string("TemplateProcessing")) continue;  // they put nothing in front
+            if (type_of(step) != std::string("TemplateProcessing")) continue;  // other processors add no tokens
             for (const json& part : step.at("single")) {
                 if (!part.contains("SpecialToken")) break;
                 const auto found = ids.find(part["SpecialToken"].at("id").get<std::string>());
@@ -538,7 +541,7 @@ struct Tokenizer::Impl {
     }
 };
 
-// One call of encode: the output, and the state that its words share.
+// One call of encode(): its output, and the state that its words share.
 class Tokenizer::Impl::Encoder {
   public:
     explicit Encoder(const Impl& owner) : tokenizer(owner) {
@@ -547,19 +550,19 @@ class Tokenizer::Impl::Encoder {
 
     std::vector<int32_t> out;
 
-    // Text that lives as long as this: the cache's keys may point into it.
+    // Keeps text alive as long as the encoder: the cache's keys may point into it.
     std::string_view keep(std::string text) {
         kept.push_back(std::move(text));
         return kept.back();
     }
 
-    // A stretch of normalized text without added tokens. first: it begins the whole text.
+    // Encodes normalized text without added tokens. first: it is the start of the whole text.
     void plain(std::string_view text, bool first) {
         if (tokenizer.sentencepiece) return tokenizer.metaspace ? metaspace(text, first) : characters(text);
         if (tokenizer.add_prefix_space && text[0] != ' ') text = keep(" " + std::string(text));
         if (tokenizer.splitters.empty()) return word(text);
-        // The regular expressions see valid UTF-8 only. Bytes that aren't are words of their own, so that what decode
-        // gives back is the text, whatever it holds.
+        // The regular expressions take only valid UTF-8. A run of invalid bytes becomes a separate word, so that
+        // decode() restores any text.
         for (size_t i = 0; i < text.size();) {
             const size_t begin = i;
             for (size_t n; i < text.size() && (n = utf8_length(text, i)) > 0;) i += n;
@@ -592,7 +595,7 @@ class Tokenizer::Impl::Encoder {
         if (!text.empty()) characters(text);
     }
 
-    // Splits SentencePiece's text where no merge crosses.
+    // Splits SentencePiece text between characters that no merge joins.
     void characters(std::string_view text) {
         size_t begin = 0;
         int32_t before = -1;
@@ -610,7 +613,7 @@ class Tokenizer::Impl::Encoder {
 
     void word(std::string_view text) {
         if (tokenizer.merges.empty() && !tokenizer.ignore_merges) return symbols(text, out);
-        const bool cached = text.size() <= 32;  // long words hardly come twice
+        const bool cached = text.size() <= 32;  // long words rarely repeat
         if (cached) {
             const auto [entry, is_new] = cache.try_emplace(text, out.size(), 0);
             auto& [begin, count] = entry->second;
@@ -639,7 +642,8 @@ class Tokenizer::Impl::Encoder {
         out.insert(out.end(), ids.begin(), ids.end());
     }
 
-    // The ids that merging starts from: bytes, or characters with fallback bytes for those that the vocabulary lacks.
+    // Appends the ids that merging starts from: bytes, or characters (the fallback bytes of one that the vocabulary
+    // lacks).
     void symbols(std::string_view text, std::vector<int32_t>& to) const {
         if (!tokenizer.sentencepiece) {
             for (const char c : text) to.push_back(id_of(c));
@@ -663,8 +667,8 @@ class Tokenizer::Impl::Encoder {
                 for (const char c : character) to.push_back(id_of(c));
                 continue;
             }
-            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary lacks the character at byte ", i, " of '",
-                    printable(text), "', its bytes and a token for what is unknown");
+            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary has no token for the character at byte ",
+                    i, " of '", printable(text), "', for its bytes or for unknown characters");
             pending++;
         }
         flush();
@@ -672,8 +676,8 @@ class Tokenizer::Impl::Encoder {
 
     int32_t id_of(char c) const {
         const int32_t id = tokenizer.byte_id[uint8_t(c)];
-        require(id >= 0, tokenizer.file, ": the vocabulary lacks byte ", int(uint8_t(c)),
-                " of the text; a byte-level vocabulary must hold all 256");
+        require(id >= 0, tokenizer.file, ": the vocabulary has no token for byte ", int(uint8_t(c)),
+                "; a byte-level vocabulary needs all 256 bytes");
         return id;
     }
 
@@ -682,7 +686,7 @@ class Tokenizer::Impl::Encoder {
     const Impl& tokenizer;
     std::vector<MatchData> match_data;
     std::deque<std::string> kept;
-    // Word -> where its ids stand in out (begin, count). Keys are views of the text.
+    // Word -> range of its ids in out (begin, count). Keys are views of the text.
     std::unordered_map<std::string_view, std::pair<size_t, size_t>> cache;
     std::vector<int32_t> ids;
     std::vector<Merge> merges;

@@ -2,11 +2,11 @@
 //
 // Two algorithms. Byte-level BPE (GPT-2, LLaMA-3, SmolLM): regular expressions split the text into words, whose bytes
 // are merged (Sennrich et al. 2016; Radford et al. 2019, section 2.2); a byte tokenizer has no merges. SentencePiece
-// BPE (LLaMA-2, Mistral; Kudo, Richardson 2018): spaces become U+2581, one more is put in front of the text, and
+// BPE (LLaMA-2, Mistral; Kudo, Richardson 2018): spaces become U+2581, a U+2581 is prepended to the text, and
 // characters are merged; a character outside the vocabulary becomes one token per byte (byte fallback).
 //
 // Ids equal those of the `tokenizers` package (add_special_tokens=False) for valid UTF-8; invalid bytes become
-// words of their own, or fallback bytes. Supported: model BPE; normalizers Prepend and Replace with U+2581;
+// separate words, or fallback bytes. Supported: model BPE; normalizers Prepend and Replace with U+2581;
 // pre-tokenizers ByteLevel, Sequence of Split (isolated) and Digits then ByteLevel, Metaspace. Errors: a file that is
 // missing or damaged, a feature that is not supported (the message names it), an id outside the vocabulary.
 #pragma once
@@ -29,7 +29,7 @@ class Tokenizer {
     // May be called from several threads at once.
     std::vector<int32_t> encode(std::string_view text, bool allow_special = false) const;
     // The exact inverse of encode for any bytes, with two exceptions that the file prescribes: add_prefix_space and
-    // Metaspace put a space in front only if there is none, and SentencePiece reads U+2581 as a space. Special tokens
+    // Metaspace prepend a space only if there is none, and SentencePiece reads U+2581 as a space. Special tokens
     // are written out.
     std::string decode(const std::vector<int32_t>& tokens) const;
     std::string decode(int32_t token) const;  // the token's own bytes, which may be part of a UTF-8 character
@@ -39,7 +39,7 @@ class Tokenizer {
 
     int64_t vocab_size() const;   // largest id + 1
     int32_t end_of_text() const;  // id of <|endoftext|>, else of </s> or <|end_of_text|>; -1 if there is none
-    // The tokens in front of a text, from the file's post_processor: <s> for LLaMA, none for GPT-2.
+    // The tokens that start every text, from the file's post_processor: <s> for LLaMA, none for GPT-2.
     const std::vector<int32_t>& start_of_text() const;
 
   private:

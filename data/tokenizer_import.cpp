@@ -33,8 +33,8 @@ class Reader {
         return value;
     }
     std::string_view bytes(size_t n, const char* what) {
-        require(n <= content.size() - at, path, ": ends inside ", what, ", ", n, " bytes at ", at,
-                "; the file is truncated or no tokenizer");
+        require(n <= content.size() - at, path, ": ends inside ", what, " (", n, " bytes at offset ", at,
+                "); the file is truncated or not a tokenizer");
         at += n;
         return std::string_view(content).substr(at - n, n);
     }
@@ -47,7 +47,7 @@ class Reader {
     size_t at = 0;
 };
 
-// Tokens by id as they are written in the vocabulary, and by text.
+// The tokens in the vocabulary's notation, by id, and their ids.
 struct Vocabulary {
     std::vector<std::string> tokens;
     std::unordered_map<std::string, int32_t> ids;
@@ -96,12 +96,13 @@ json tokenizer_json(const json& added, const json& normalizer, const json& pre_t
             {"model", model}};
 }
 
-// llm.c's.
+// llm.c's gpt2_tokenizer.bin.
 json import_llmc(Reader& file) {
     int32_t header[256];
     std::memcpy(header, file.bytes(sizeof header, "the header").data(), sizeof header);
     const int32_t version = header[1], count = header[2], end_of_text = version == 1 ? 50256 : header[3];
-    require(version == 1 || version == 2, file.path, ": tokenizer of version ", version, "; 1 and 2 are supported");
+    require(version == 1 || version == 2, file.path, ": tokenizer version ", version,
+            " is not supported; use version 1 or 2");
     require(count > 256 && count < (1 << 22), file.path, ": ", count, " tokens; the file is damaged");
     require(0 <= end_of_text && end_of_text < count, file.path, ": end-of-text is token ", end_of_text, " of ", count,
             "; the file is damaged");
@@ -117,7 +118,7 @@ json import_llmc(Reader& file) {
         vocabulary.add(file, id == end_of_text ? END_OF_TEXT : alphabet.token(texts.back()));
         if (texts.back().size() == 1) byte_id[uint8_t(texts.back()[0])] = id;
     }
-    require(file.done(), file.path, ": goes on behind its ", count, " tokens; the file is damaged");
+    require(file.done(), file.path, ": has data after its ", count, " tokens; the file is damaged");
 
     json merges = json::array();
     MergeTable table;
@@ -129,11 +130,12 @@ json import_llmc(Reader& file) {
         parts.clear();
         for (const char c : text) {
             parts.push_back(byte_id[uint8_t(c)]);
-            require(parts.back() >= 0, file.path, ": there is no token for byte ", int(uint8_t(c)), " of token ", id);
+            require(parts.back() >= 0, file.path, ": there is no token for byte ", int(uint8_t(c)), " of token ", id,
+                    "; the file is damaged");
         }
         merge_word(parts, scratch, table);
         require(parts.size() == 2, file.path, ": token ", id,
-                " is no merge of two tokens before it; its ids are not in ", "the order of merges");
+                " is not a merge of two earlier tokens; ids must be in the order of merges");
         table.add({parts[0], parts[1]}, {uint32_t(id), id});
         merges.push_back({vocabulary.tokens[size_t(parts[0])], vocabulary.tokens[size_t(parts[1])]});
     }
@@ -143,13 +145,13 @@ json import_llmc(Reader& file) {
                           byte_level, bpe_model(vocabulary, merges, nullptr, false));
 }
 
-// A piece of SentencePiece's vocabulary as llama2.c writes it.
+// Converts a token from llama2.c's notation to SentencePiece's.
 std::string piece_of(std::string_view text) {
     if (text == "\n<s>\n" || text == "\n</s>\n") return std::string(text.substr(1, text.size() - 2));
     return replace_all(text, " ", SPACE_MARK);
 }
 
-// Every pair of tokens that makes a token, the best score first.
+// All pairs of tokens whose concatenation is a token, in the order of that token's score, best first.
 json merges_by_score(const Vocabulary& vocabulary, const std::vector<float>& scores) {
     std::vector<int32_t> order(vocabulary.tokens.size());
     std::iota(order.begin(), order.end(), 0);
@@ -168,6 +170,7 @@ json merges_by_score(const Vocabulary& vocabulary, const std::vector<float>& sco
     return merges;
 }
 
+// llama2.c's tokenizer.bin.
 json import_llama2c(Reader& file) {
     constexpr int32_t LONGEST = 512;  // bytes; LLaMA's longest token has 27
     const int32_t longest = file.read<int32_t>("the longest token's length");

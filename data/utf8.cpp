@@ -37,11 +37,12 @@ std::string utf8_character(uint32_t code) {
 
 namespace {
 
-// Whether the bytes from text[i] to the end are the beginning of a character: some bytes behind them would make it one.
+// Whether the bytes from text[i] to the end are an incomplete character: more bytes could complete it.
 bool unfinished(std::string_view text, size_t i) {
     const size_t have = text.size() - i;
     if (have > 3 || utf8_length(text, i) > 0) return false;
-    // Which second byte is allowed depends on the first; one of these is. The third and the fourth may be any tail.
+    // The first byte determines the allowed second bytes; one of these three is always among them. The third and the
+    // fourth byte may be any continuation byte.
     for (const char second : {char(0x90), char(0x8F), char(0xA0)}) {
         std::string whole(text.substr(i));
         if (have == 1) whole += second;

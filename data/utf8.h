@@ -1,4 +1,4 @@
-// UTF-8 in bytes that may be invalid: where characters begin and end.
+// Finds the UTF-8 characters in bytes that may be invalid.
 #pragma once
 
 #include <cstddef>

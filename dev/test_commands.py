@@ -640,7 +640,7 @@ class CommandsTest(unittest.TestCase):
             (["100", "128"], self.train_args("x", "--total-batch-tokens", 100)),
             (["--vocab-size 100", "257"], [*self.train_args("x"), "--vocab-size", 100]),
             *([(["fp16", "linear attention"], ["sample", *MODEL, "--attention", "G", "--random-weights", "--dtype", "fp16"])] if cuda() else []),
-            (["attention 'SSS' has 3 letters for 2 layers"], [*self.train_args("x"), "--attention", "softmax,S,softmax"]),
+            (["attention 'SSS' names 3 layers, the model has 2"], [*self.train_args("x"), "--attention", "softmax,S,softmax"]),
             (["--linear-rope", "--positions rope"], [*self.train_args("x"), "--attention", "L", "--linear-rope", "no"]),
             *([] if cuda() else [(["bf16"], [*self.train_args("x"), "--dtype", "bf16"])]),
             (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),

@@ -306,7 +306,7 @@ TEST(ModelConfig, RefusesWrongTypesAndNumbers) {
     }
     json changed = good;
     changed["attention"] = "SSG";
-    expect_error([&] { config_from_json(changed, PATH); }, {PATH, "'SSG' has 3 letters for 4 layers"});
+    expect_error([&] { config_from_json(changed, PATH); }, {PATH, "'SSG' names 3 layers, the model has 4"});
     changed["attention"] = "SSXS";
     expect_error([&] { config_from_json(changed, PATH); }, {PATH, "unknown letter"});
     changed["attention"] = "S";

@@ -32,11 +32,14 @@ TEST(Questions, DamageIsOneClearError) {
              {"{\"ctx\": 1, \"endings\": [\"b\", \"c\"], \"label\": 0}",
               "expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}"},
              {"{\"ctx\": \"A\", \"endings\": [\"b\"], \"label\": 0}", "1 endings; there must be two or more"},
-             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"\"], \"label\": 0}", "an ending is no text or empty"},
-             {"{\"ctx\": \"A\", \"endings\": [\"b\", 7], \"label\": 0}", "an ending is no text or empty"},
-             {"{\"ctx\": \"A\", \"endings\": [\"b\", [\"c\"]], \"label\": 0}", "an ending is no text or empty"},
-             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": 2}", "label 2 names none of 2 endings"},
-             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": -1}", "label -1 names none of 2 endings"}}) {
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"\"], \"label\": 0}", "an ending is not a string, or is empty"},
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", 7], \"label\": 0}", "an ending is not a string, or is empty"},
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", [\"c\"]], \"label\": 0}",
+              "an ending is not a string, or is empty"},
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": 2}",
+              "label 2 is not the index of one of the 2 endings"},
+             {"{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": -1}",
+              "label -1 is not the index of one of the 2 endings"}}) {
         write_file(path, good + line + "\n" + good);
         try {
             read_questions(path);

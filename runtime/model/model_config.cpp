@@ -475,8 +475,8 @@ void validate(const ModelConfig& c, const std::string& where) {
             "; it must not be negative");
     if (c.positions == Positions::RoPE) check_rope(c, where);
 
-    require(int64_t(c.attention.size()) == c.layers, where, ": attention '", c.attention, "' has ", c.attention.size(),
-            " letters for ", c.layers, " layers; give one letter, or one per layer");
+    require(int64_t(c.attention.size()) == c.layers, where, ": attention '", c.attention, "' names ",
+            c.attention.size(), " layers, the model has ", c.layers, "; give one type, or one per layer");
     for (const char type : c.attention) {
         require(type == 'S' || type == 'L' || type == 'G', where, ": attention '", c.attention,
                 "' has an unknown letter; use S (softmax), L (linear) or G (gated linear)");
