@@ -125,9 +125,9 @@ struct OnlineSoftmax {
     }
 };
 
-// The rows of a task that a warp has computed but not stored: while its last P·V is pending, until the first scores of
-// the next task are issued, a stage of V stays occupied. Two stages suffice, because a warpgroup leaves out at most one
-// block that another of its task sees.
+// The rows of a task that a warp has computed but not stored. Their last P·V is issued together with the first scores
+// of the next task; until then it is pending and occupies a stage of V. Two stages suffice, because a warpgroup skips
+// at most one block of values that another warpgroup of the same task reads.
 struct ForwardRows {
     bool exists = false, pending = false;
     int unseen = 0;         // blocks of values before its last that this warpgroup does not see

@@ -50,7 +50,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
     return times_sigmoid<MATH>(gate, gate) * up;
 }
 
-// The activations of one number; SwiGLU takes two.
+// The activations of one number. SwiGLU takes two: its callers handle it.
 template <Math MATH = Math::Exact>
 __device__ __forceinline__ float activate(Activation f, float x) {
     if (f == Activation::GELU) return gelu<MATH>(x);

@@ -234,7 +234,8 @@ struct ChunkedBlock {
         first_key_head = REVERSED ? kv * group : kv;
         lane = lane_id(), warp = int(threadIdx.x) / WARP % WARPS;
         group_column = int(threadIdx.x) / (WARPS * WARP) * M;
-        // The row blocks rotate over the warps, so that those with many unmasked keys fall on all four SM quadrants.
+        // The row blocks rotate over the warps, so that those with many unmasked keys fall on all four
+        // partitions of the SM.
         row_block = int((warp + blockIdx.x) % WARPS), row0 = row_block * 16 + lane / 4;
         state_row0 = warp * Z::STATE_ROWS + lane / 4;
         slot = (task.sequence * (p.splits + 1) + task.split) * p.NKV + kv;
