@@ -49,8 +49,8 @@ struct ModelConfig {
 void fill_defaults(ModelConfig& config, const std::string& where);
 
 // Throws Error naming the option and the remedy if the config is inconsistent: sizes that are zero, negative or
-// overflow; KV heads that do not divide heads; an odd head size with RoPE; not one attention type per layer; a head
-// size too large for linear attention.
+// overflow; KV heads that do not divide heads; an odd head size with RoPE; more or fewer attention types than layers; a
+// head size too large for linear attention.
 void validate(const ModelConfig& config, const std::string& where);
 
 // Looks up "gpt2-124M", "llama-1B", ...; returns false for an unknown name. The config is complete and valid. After a
