@@ -1,18 +1,19 @@
-// Preloaded into a process to count its allocations (dev/preload.h), those of libraries included. A test asks
+// A library that is preloaded into a process to count its allocations (dev/preload.h), including those of libraries:
 //
-//   long alloc_shim_host(void)     calls of malloc, calloc, realloc, aligned_alloc, posix_memalign and memalign, which
-//                                  new and everything else in the process comes down to, but for those of CUDA's driver
-//                                  since the first question: its bookkeeping depends on what other processes do
-//   long alloc_shim_device(void)   calls that ask CUDA for memory, of the device or page-locked
-//   const char* alloc_shim_last(void)   the library that the last call counted by alloc_shim_host came from
+//   long alloc_shim_host(void)     calls of malloc, calloc, realloc, aligned_alloc, posix_memalign and memalign
+//   (operator
+//                                  new calls malloc). After its first call, those of the CUDA driver are left out,
+//                                  because they depend on other processes
+//   long alloc_shim_device(void)   calls that allocate device memory or page-locked host memory
+//   const char* alloc_shim_last(void)   the library of the last call that alloc_shim_host counted
 //
-// by dlsym(RTLD_DEFAULT, …) before and after what must not allocate. Counts are of the whole process since its start,
-// from all threads.
+// A test finds these functions by dlsym(RTLD_DEFAULT, …) and calls them before and after the code that must not
+// allocate. They count all threads of the process since its start.
 //
-// Calls of the shared CUDA runtime meet the definitions here. Libraries such as cuBLAS carry a static runtime, which
-// takes the driver's functions from dlsym and cuGetProcAddress; so these two are interposed as well, and give out
-// counting functions. A call of the runtime counts once, although the driver is called inside. What the driver
-// itself takes unasked (code that is loaded late, a stack that grows) shows in cudaMemGetInfo, not here.
+// Calls of the shared CUDA runtime reach the definitions in this file. Libraries such as cuBLAS contain a static
+// runtime, which gets the driver's functions from dlsym and cuGetProcAddress. So these two are interposed as well and
+// return counting functions. A call of the runtime counts once, although it calls the driver. Memory that the driver
+// allocates by itself (for code that is loaded late, for a larger stack) is visible in cudaMemGetInfo and not here.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -32,7 +33,7 @@ long alloc_shim_device(void) {
     return atomic_load(&device_calls);
 }
 
-// --- the host. glibc's own names need no look-up; dlsym allocates and would come back here.
+// --- the host. Calls glibc's internal names, because dlsym would allocate and so call these functions again.
 
 extern void* __libc_malloc(size_t bytes);
 extern void* __libc_calloc(size_t number, size_t bytes);
@@ -40,7 +41,7 @@ extern void* __libc_realloc(void* data, size_t bytes);
 extern void* __libc_memalign(size_t alignment, size_t bytes);
 
 static void* volatile last_caller;
-static volatile uintptr_t driver_begin, driver_bytes;  // where libcuda's code lies
+static volatile uintptr_t driver_begin, driver_bytes;  // the address range of libcuda
 
 #define COUNT_HOST()                                                \
     do {                                                            \
@@ -107,23 +108,23 @@ int posix_memalign(void** data, size_t alignment, size_t bytes) {
     return 0;
 }
 
-// --- the device. cudaError_t and CUresult are ints, handles are pointers; nothing of CUDA is needed to build this.
+// --- the device. cudaError_t and CUresult are ints and handles are pointers, so no CUDA header is needed.
 
 enum { NOT_FOUND = 500 };  // cudaErrorSymbolNotFound, CUDA_ERROR_NOT_FOUND
 
-static _Thread_local int inside;  // a call that is counted already
+static _Thread_local int inside;  // > 0 within a call that is already counted
 
 static void* real_dlsym(void* handle, const char* name) {
     static void* (*volatile found)(void*, const char*);
     if (!found) {
-        // Its versions: glibc 2.34 and later, x86-64 before, aarch64 before.
+        // Symbol versions: glibc 2.34 and later, older x86-64, older aarch64.
         const char* const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17"};
         for (int i = 0; i < 3 && !found; i++) *(void* volatile*)&found = dlvsym(RTLD_NEXT, "dlsym", versions[i]);
     }
     return found ? found(handle, name) : NULL;
 }
 
-// A counting function and the one behind it: what dlsym or cuGetProcAddress gave, else the next library's.
+// A counting function and the real one: from dlsym or cuGetProcAddress, else from the next library.
 #define COUNTED(name, parameters, arguments)                          \
     static void* volatile name##_real;                                \
     int name parameters {                                             \
@@ -151,7 +152,7 @@ COUNTED(cuMemHostAlloc, (void** data, size_t bytes, unsigned flags), (data, byte
 COUNTED(cuMemCreate, (uint64_t * handle, size_t bytes, const void* properties, uint64_t flags),
         (handle, bytes, properties, flags))
 
-// The driver's functions by the names that dlsym and cuGetProcAddress are asked for.
+// The driver's functions by the names passed to dlsym and cuGetProcAddress.
 #define DRIVER(name, symbol) \
     { name, #symbol, (void*)symbol, &symbol##_real }
 static const struct {
@@ -168,7 +169,7 @@ static const struct {
     DRIVER("cuMemCreate", cuMemCreate),
 };
 
-// The counting function for a driver's function found under this name; others as they are.
+// The counting function for a driver function of this name. Other functions are returned unchanged.
 static void* counted(const char* name, void* found) {
     for (size_t i = 0; found && i < sizeof(driver) / sizeof(driver[0]); i++) {
         if (strcmp(name, driver[i].name) != 0 && strcmp(name, driver[i].symbol) != 0) continue;
@@ -182,7 +183,8 @@ static void* volatile get_address_real;  // cuGetProcAddress_v2, since CUDA 12
 
 static int get_address(const char* name, void** function, int version, uint64_t flags, void* result);
 
-// Found from here, RTLD_NEXT means the library after this one, whoever asks: right for all but other interposers.
+// Within this library RTLD_NEXT is the library after this one, whichever library called. That is wrong only for other
+// interposers.
 void* dlsym(void* handle, const char* name) {
     void* const found = real_dlsym(handle, name);
     if (!found || strncmp(name, "cu", 2) != 0) return found;
@@ -197,7 +199,7 @@ static int get_address(const char* name, void** function, int version, uint64_t 
     const int status =
         ((int (*)(const char*, void**, int, uint64_t, void*))get_address_real)(name, function, version, flags, result);
     if (status != 0 || !function || !*function) return status;
-    // The runtime asks for the asking function itself, too.
+    // The runtime also looks up cuGetProcAddress itself.
     if (strcmp(name, "cuGetProcAddress") == 0 && version >= 12000) {
         get_address_real = *function;
         *function = (void*)get_address;

@@ -1,4 +1,4 @@
-// Counts the allocations of a piece of code (dev/alloc_shim.c).
+// Counts the allocations of a function (dev/alloc_shim.c).
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,8 +13,8 @@
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
 
-// The number of allocations so far, on the host and on the device. A preloaded library counts them (dev/alloc_shim.c):
-// the constructor runs the test once more in a process of its own, in which alone `counting` is true.
+// The number of allocations so far, on the host and on the device. A preloaded library counts them (dev/alloc_shim.c).
+// The constructor runs the test again in a child process with that library. `counting` is true only there.
 struct Allocations {
     using Counter = long (*)();
     const Counter host = reinterpret_cast<Counter>(dlsym(RTLD_DEFAULT, "alloc_shim_host")),

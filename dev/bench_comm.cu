@@ -1,11 +1,11 @@
-// Bus bandwidth of the collectives between the GPUs of this machine, beside a bare loop of NCCL's own calls in the same
-// run: rank 0 prints one line for each operation and size.
+// Bus bandwidth of the collectives between the GPUs of this machine, compared with a plain loop of NCCL calls in the
+// same run. Rank 0 prints one line for each operation and size.
 //
 //     build/cuda/dev/bench_comm              one process on each GPU here
 //     torchrun --nproc-per-node 2 --no-python build/cuda/dev/bench_comm
 //
-// Bus bandwidth is what each GPU must send at least, over the time: 2·(n−1)/n of the tensor for all_reduce, (n−1)/n for
-// reduce_scatter and all_gather. So it can be compared with the speed of the links whatever the number of GPUs.
+// Bus bandwidth is the least that each GPU must send, divided by the time: 2·(n−1)/n of the tensor for all_reduce,
+// (n−1)/n for reduce_scatter and all_gather. So it compares with the links' bandwidth for any number of GPUs.
 #include <nccl.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace {
 
-// NCCL's usual, blocking communicator, used as its manual shows.
+// A blocking NCCL communicator.
 class BareNccl {
   public:
     explicit BareNccl(Comm& comm) {
@@ -36,7 +36,7 @@ class BareNccl {
     ncclComm_t handle = nullptr;
 };
 
-// Of one call, over a queue of them; the slowest rank's.
+// The time of one call, averaged over a queue of calls, on the slowest rank.
 double seconds(Comm& comm, Stream stream, int calls, const std::function<void()>& call) {
     Event start, end;
     comm.barrier();
@@ -63,8 +63,8 @@ void run(const World& world) {
     device_fill(memory.get(), 0, size_t(most), stream);
     char* const data = static_cast<char*>(memory.get());
     const cudaStream_t cuda = cuda_stream(stream);
-    const bool speaks = comm.rank() == 0;
-    // Its buffers are there after the first use.
+    const bool prints = comm.rank() == 0;
+    // The communicator allocates its buffers in the first calls.
     const int64_t connected = device_bytes_in_use();
     for (const int64_t bytes : {int64_t(1) << 10, int64_t(1) << 20, most}) {
         const Tensor whole = make_tensor(data, DType::F32, Device::CUDA, {bytes / 4 / n * n});
@@ -76,14 +76,14 @@ void run(const World& world) {
     synchronize(stream);
     const int64_t used = device_bytes_in_use();
     BareNccl bare(comm);
-    if (speaks) {
+    if (prints) {
         std::printf("%lld x %s, %s, fp32, GiB/s of the bus (time of one call)\n", (long long)n, device_name().c_str(),
                     comm_library().c_str());
         std::printf("%-15s %6s  %-22s  %-22s  %s\n", "operation", "MiB", "Comm", "NCCL", "Comm/NCCL");
     }
     for (const char* const op : {"all_reduce", "reduce_scatter", "all_gather"}) {
         for (int64_t bytes = int64_t(1) << 20; bytes <= most; bytes *= bytes < (int64_t(1) << 28) ? 4 : 2) {
-            const int64_t count = bytes / 4 / n;  // of a part
+            const int64_t count = bytes / 4 / n;  // per rank
             const Tensor whole = make_tensor(data, DType::F32, Device::CUDA, {count * n});
             const Tensor part = whole.rows(comm.rank() * count, (comm.rank() + 1) * count);
             const std::string name = op;
@@ -105,7 +105,7 @@ void run(const World& world) {
                 else
                     BareNccl::check(ncclAllGather(part.data, data, size_t(count), ncclFloat, bare.handle, cuda));
             };
-            // Few enough calls that their queue is no test of the host's patience.
+            // About 4 GiB of tensors, so that each measurement stays short.
             const int calls = int(std::clamp<int64_t>((int64_t(4) << 30) / bytes, 8, 200));
             seconds(comm, stream, 5, ours);
             seconds(comm, stream, 5, theirs);
@@ -116,12 +116,12 @@ void run(const World& world) {
             }
             const double sent = double(count * 4 * (n - 1)) * (name == "all_reduce" ? 2 : 1) / double(1 << 30);
             const double x = median(a), y = median(b);
-            if (speaks)
+            if (prints)
                 std::printf("%-15s %6lld  %7.1f (%9.1f us)  %7.1f (%9.1f us)  %.3f\n", op, (long long)(bytes >> 20),
                             sent / x, x * 1e6, sent / y, y * 1e6, y / x);
         }
     }
-    if (speaks)
+    if (prints)
         std::printf("memory of the communicator: %.0f MiB when connected, %.0f MiB after use\n",
                     double(connected - most - before) / (1 << 20), double(used - most - before) / (1 << 20));
     destroy_stream(stream);
@@ -139,7 +139,7 @@ int main(int argc, char** argv) {
         }
         const World world = join_world(options);
         if (world.size == 1) {
-            std::printf("bench_comm: there is one GPU here, so there is nothing to communicate\n");
+            std::printf("bench_comm: nothing to measure with one GPU; run it where there are two or more\n");
             return 0;
         }
         run(world);

@@ -24,8 +24,7 @@ bool on_gpu() {
 
 BenchArray::BenchArray(DType T, std::initializer_list<int64_t> shape, float scale, float shift)
     : view(make_tensor(nullptr, T, backend_device(), shape)) {
-    // 64k different numbers are as good as all different ones, and much faster to make; so is copying them in large
-    // pieces.
+    // 64k different numbers, repeated in large copies: much faster than generating every element, and as good here.
     constexpr int64_t DIFFERENT = 1 << 16, REPEATS = 128;
     std::vector<float> numbers(DIFFERENT);
     for (size_t i = 0; i < numbers.size(); i++) numbers[i] = float(normal01(1, 0, i)) * scale + shift;
@@ -79,8 +78,8 @@ void run_bench(benchmark::State& state, const std::function<void()>& op, Stream 
     CacheFlush flush;
     std::vector<Event> starts(WARM_UP + RUNS), ends(WARM_UP + RUNS);
     std::vector<double> ms;
-    for (auto _ : state) {  // once
-        // All are launched before one is waited for: the device never waits for the host.
+    for (auto _ : state) {  // one iteration
+        // All runs are launched before the first wait, so the device never waits for the host.
         for (size_t i = 0; i < WARM_UP + RUNS; i++) {
             flush(stream);
             starts[i].record(stream);
@@ -115,7 +114,7 @@ void skip_bench(benchmark::State& state, const std::string& reason) {
     state.SetLabel(reason);
     state.SkipWithError(reason.c_str());
     for (auto _ : state) {
-    }  // required, and left at once
+    }  // Google Benchmark requires the loop
 }
 
 namespace {
@@ -150,7 +149,7 @@ bool register_bench(const char* name, BenchFunctionFP32 function, const std::vec
 
 namespace {
 
-// Google Benchmark's own table writes "/s" behind every rate, fractions too; this one has the columns asked for.
+// Google Benchmark's own table writes "/s" after every rate, even after fractions. This one has our columns.
 class TableReporter : public benchmark::BenchmarkReporter {
   public:
     bool ReportContext(const Context&) override {
@@ -163,7 +162,7 @@ class TableReporter : public benchmark::BenchmarkReporter {
     }
     void ReportRuns(const std::vector<Run>& runs) override {
         for (const Run& run : runs) {
-            // Google Benchmark adds how it was told to measure, which is the same for all.
+            // Google Benchmark appends its timing options, which are the same for all.
             const std::string title =
                 run.run_name.function_name + (run.run_name.args.empty() ? "" : "/") + run.run_name.args;
             if (!run.report_label.empty()) {

@@ -1,6 +1,6 @@
-// What the benchmarks share: memory filled with numbers, timing, and rates beside the machine's limits, which
-// bench_util.cpp's main() measures first and prints. One line per benchmark: time, GB/s or FLOP/s, and the fraction of
-// that limit.
+// Shared by the benchmarks: memory with random numbers, timing, and rates compared with the machine's limits.
+// bench_util.cpp's main() measures the limits first and prints them. Each benchmark prints one line: time, GB/s or
+// FLOP/s, and the fraction of that limit.
 //
 // A benchmark is a function of a state and a dtype that allocates, runs and reports:
 //
@@ -13,8 +13,8 @@
 //     BENCH(forward, {"N", "C"}, {{256, 3072}, {4096, 3072}}, {{65536, 3072}});
 //
 // On the CPU it runs in fp32, with the clock and the repeats of Google Benchmark. On a GPU it runs in bf16 and in fp32
-// (in fp32 alone if it does not ask for a dtype); its time is the median of 21 runs by the device's clock, before each
-// of which 256 MiB are read, so that nothing is found in the L2 cache and nothing in it waits to be written.
+// (only in fp32 if it takes no dtype). Its time is the median of 21 runs, measured by events on the device. 256 MiB are
+// read before each run, so that the L2 cache holds neither the op's data nor lines still to be written.
 #pragma once
 
 #include <benchmark/benchmark.h>
@@ -47,24 +47,24 @@ class BenchArray {
     Tensor view;
 };
 
-// The timed loop. stream: where op puts its work.
+// The timed loop. stream: the stream that op uses.
 void run_bench(benchmark::State& state, const std::function<void()>& op, Stream stream = {});
 
-// After the loop: bytes (or floating-point operations) of one run. Bytes are what the op must read and write at least
-// once, so an op that reads twice from memory shows it.
+// To be called after the loop with the bytes, floating-point operations or tokens of one run. Bytes count each input
+// and output once, so an op that reads its input twice gets a lower rate.
 void report_bytes(benchmark::State& state, double bytes);
 void report_flops(benchmark::State& state, double flops, DType T = DType::F32);
 void report_tokens(benchmark::State& state, double tokens);
 
-// Instead of the loop: the line of this run gives the reason in place of numbers.
+// To be called instead of the loop: the line of this run prints the reason instead of numbers.
 void skip_bench(benchmark::State& state, const std::string& reason);
 
 using Sizes = std::vector<std::vector<int64_t>>;  // of each run: state.range(0), state.range(1), …
 using BenchFunction = void (*)(benchmark::State&, DType);
 using BenchFunctionFP32 = void (*)(benchmark::State&);
 
-// A backend without sizes has no runs. The sizes of the CPU are those of a small model, or what a laptop does in a
-// second; the GPU's are those of GPT-2 124M in training, 64 sequences of 1,024 tokens. Returns true, for BENCH.
+// A backend without sizes has no runs. The CPU's sizes are those of a small model, or take a laptop about a second. The
+// GPU's are those of GPT-2 124M in training, 64 sequences of 1,024 tokens. Returns true, for BENCH.
 bool register_bench(const char* name, BenchFunction function, const std::vector<std::string>& size_names,
                     const Sizes& cpu, const Sizes& gpu);
 bool register_bench(const char* name, BenchFunctionFP32 function, const std::vector<std::string>& size_names,

@@ -1,6 +1,5 @@
-// What is called before each timed run on a GPU, so that nothing is found in the L2 cache: reads several times what any
-// L2 holds. Writing would leave the cache full of lines that have yet to go to memory, some 50 MB that the operation
-// measured would wait for.
+// Evicts the L2 cache before each timed run on a GPU by reading several times its size. Writing instead would leave
+// some 50 MB of dirty lines in the cache, and the timed operation would wait for their write-back.
 #pragma once
 
 #include <memory>
@@ -12,15 +11,15 @@
 class CacheFlush {
   public:
     CacheFlush() {
-        const auto place = [&](DType dtype, std::initializer_list<int64_t> shape) {
+        const auto allocate = [&](DType dtype, std::initializer_list<int64_t> shape) {
             Tensor t = make_tensor(nullptr, dtype, backend_device(), shape);
             memory.emplace_back(device_alloc(size_t(t.bytes())), device_free);
             t.data = memory.back().get();
             return t;
         };
-        rows = place(DType::F32, {int64_t(BYTES) >> 12, 1 << 10});
-        maxima = place(DType::F32, {rows.shape[0], 1});
-        scratch = place(DType::U8, {tensor_reduce_scratch(maxima, rows, 1)});
+        rows = allocate(DType::F32, {int64_t(BYTES) >> 12, 1 << 10});
+        maxima = allocate(DType::F32, {rows.shape[0], 1});
+        scratch = allocate(DType::U8, {tensor_reduce_scratch(maxima, rows, 1)});
         device_fill(rows.data, 0, BYTES, Stream{});
         synchronize(Stream{});
     }

@@ -1,13 +1,13 @@
-// Preloaded into a process to break it in the middle of its file operations. It counts the calls of write, fsync and
-// rename that touch files under one directory, and at the n-th of them
+// A library that is preloaded into a process to interrupt its file operations. It counts the calls of write, fsync and
+// rename on files under one directory and fails at the n-th call:
 //
-//   CRASH_SHIM_MODE=kill     a write writes its first half; then the process is gone, as by SIGKILL or a power cut
-//   CRASH_SHIM_MODE=enospc   the call fails with "No space left on device"; a write has written its first half before
+//   CRASH_SHIM_MODE=kill     a write writes its first half; then SIGKILL ends the process
+//   CRASH_SHIM_MODE=enospc   the call fails with "No space left on device"; a write writes its first half first
 //
-//   CRASH_SHIM_DIR   the directory, as realpath gives it; without it nothing is counted
+//   CRASH_SHIM_DIR   the directory, an absolute path without links; without it nothing is counted
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
 //
-// All on the machine's word: what the kernel was given by then stays, so lost caches are not simulated.
+// Data that was written before the failure stays. The loss of the page cache in a power cut is not simulated.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -40,14 +40,14 @@ static int path_inside(const char* path) {
     return realpath(path, resolved) && inside(resolved);
 }
 
-// Whether this call is the n-th.
+// Counts a call and returns whether it is the n-th.
 static int is_due(void) {
     const char* at = getenv("CRASH_SHIM_AT");
     return ++calls == (at ? atol(at) : 0);
 }
 
-// Kills the process, or returns -1 with errno set as the call's failure.
-static int strike(void) {
+// Kills the process, or sets errno and returns -1 as the failing call does.
+static int fail(void) {
     const char* mode = getenv("CRASH_SHIM_MODE");
     if (mode && strcmp(mode, "enospc") == 0) {
         errno = ENOSPC;
@@ -62,17 +62,17 @@ ssize_t write(int fd, const void* data, size_t bytes) {
     if (!real) *(void**)&real = dlsym(RTLD_NEXT, "write");
     if (!fd_inside(fd) || !is_due()) return real(fd, data, bytes);
     if (bytes > 1) (void)!real(fd, data, bytes / 2);
-    return strike();
+    return fail();
 }
 
 int fsync(int fd) {
     static int (*real)(int);
     if (!real) *(void**)&real = dlsym(RTLD_NEXT, "fsync");
-    return fd_inside(fd) && is_due() ? strike() : real(fd);
+    return fd_inside(fd) && is_due() ? fail() : real(fd);
 }
 
 int rename(const char* from, const char* to) {
     static int (*real)(const char*, const char*);
     if (!real) *(void**)&real = dlsym(RTLD_NEXT, "rename");
-    return path_inside(from) && is_due() ? strike() : real(from, to);
+    return path_inside(from) && is_due() ? fail() : real(from, to);
 }

@@ -1,4 +1,4 @@
-// The models of dev/fixtures/models with what PyTorch computed from them in float64 (scripts/make_reference.py).
+// The models of dev/fixtures/models with PyTorch's float64 results (scripts/make_reference.py).
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/safetensors.h"
 
-// Tests run in the project's root.
+// Relative to the project's root, where tests run.
 inline std::string fixture_directory(const std::string& name) {
     return "dev/fixtures/models/" + name;
 }

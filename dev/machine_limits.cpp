@@ -28,7 +28,8 @@ MULTIARCH void triad(float* a, const float* b, const float* c, int64_t n) {
     });
 }
 
-// CHAINS independent accumulators hide the latency of a fused multiply-add. Returns what must not be optimised away.
+// CHAINS independent accumulators hide the latency of an FMA. The caller must use the result, or the compiler removes
+// the loop.
 template <int CHAINS>
 ALWAYS_INLINE float multiply_add(int64_t steps, float factor, float term) {
     vec16 x[CHAINS];

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t BYTES = int64_t(1) << 30;  // of an array
+constexpr int64_t BYTES = int64_t(1) << 30;  // per array
 constexpr int THREADS = 256;
 
 __global__ void __launch_bounds__(THREADS) triad_kernel(float4* a, const float4* b, const float4* c) {
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(THREADS) triad_kernel(float4* a, const float4*
     a[i] = {x.x + 3 * y.x, x.y + 3 * y.y, x.z + 3 * y.z, x.w + 3 * y.w};
 }
 
-// The median, because a single good run is no limit that anybody can reach.
+// The median, because other kernels cannot reach the rate of a single fast run.
 template <typename F>
 double median_seconds(F f) {
     constexpr size_t REPEATS = 9;

@@ -1,11 +1,11 @@
-"""What the tests of several processes share: ranks on one machine, whatever it has. A driver for the CPU takes them from
-mpirun, one for GPUs from variables as torchrun sets them."""
+"""Starts the ranks of multi-process tests on one machine: for the CPU build with mpirun, for the CUDA build with the
+environment variables of torchrun."""
 import os
 import shutil
 import socket
 import subprocess
 
-# More ranks than processors, in containers that are root and may not read each other's memory.
+# Allows more ranks than processors, root in containers, and processes that may not read each other's memory.
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
                "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -14,7 +14,7 @@ ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
 
 
 def collectives(driver):
-    """What connects the driver's ranks, as `info` has it: "MPI (...)", "NCCL ...", "none"; empty where it can't run."""
+    """The communication library of the driver, from `info`: "MPI (...)", "NCCL ...", "none"; empty if the driver fails."""
     build = subprocess.run([driver, "info"], capture_output=True, text=True, timeout=60).stdout
     return dict(line.split(" ", 1) for line in build.splitlines() if " " in line).get("collectives", "")
 
@@ -25,29 +25,29 @@ def gpus():
 
 
 def why_not(driver, ranks=2):
-    """Why so many ranks can't be launched here, or None."""
+    """Why this many ranks cannot be started here, or None."""
     library = collectives(driver)
     if library.startswith("NCCL"):
         return None if gpus() >= ranks else f"there are fewer than {ranks} GPUs here"
     if not library.startswith("MPI"):
         return "the driver was built without MPI or NCCL"
-    return None if shutil.which("mpirun") else "there is no mpirun here (make deps installs Open MPI)"
+    return None if shutil.which("mpirun") else "mpirun is missing (make deps installs Open MPI)"
 
 
 def run(command, timeout=120, **variables):
-    """The finished process of one rank that no launcher started."""
+    """Runs one rank without a launcher. Returns the finished process."""
     return subprocess.run(command, env={**os.environ, **ENVIRONMENT, **variables}, stdin=subprocess.DEVNULL,
                           capture_output=True, text=True, timeout=timeout)
 
 
 def mpirun(ranks, command, timeout=120, **variables):
-    """The finished mpirun: its stdout and stderr are those of all ranks."""
+    """Runs mpirun. Returns the finished process, with the stdout and stderr of all ranks."""
     return run(["mpirun", "-n", str(ranks), *command], timeout, **variables)
 
 
 def start_as_torchrun_does(ranks, command, **variables):
-    """The running processes, one for each rank."""
-    with socket.socket() as taken:  # the ranks meet on the port after this one
+    """Starts one process for each rank. Returns the running processes."""
+    with socket.socket() as taken:  # rank 0 listens on the next port
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

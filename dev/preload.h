@@ -1,4 +1,4 @@
-// Tests that run their own binary once more with a library of dev/ preloaded (crash_shim.c, alloc_shim.c).
+// For tests that run their own binary again with a library of dev/ preloaded (crash_shim.c, alloc_shim.c).
 #pragma once
 
 #include <fcntl.h>
@@ -12,28 +12,29 @@
 
 #include "runtime/error.h"
 
-// The library <name>.so, which the Makefile puts beside the test.
+// The path of <name>.so, which the Makefile writes to the directory of the test.
 inline std::string preload_path(const std::string& name) {
-    const std::filesystem::path folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-    const std::filesystem::path path = folder / (name + ".so");
+    const std::filesystem::path directory = std::filesystem::read_symlink("/proc/self/exe").parent_path();
+    const std::filesystem::path path = directory / (name + ".so");
     if (std::filesystem::exists(path)) return path.string();
-    throw Error(str(name, ".so is not there; build it: make test-binaries"));
+    throw Error(str(name, ".so is missing; build it: make test-binaries"));
 }
 
-// Why no library can be preloaded into this build, or null: for GTEST_SKIP().
+// For GTEST_SKIP(): why no library can be preloaded into this build, or null.
 inline const char* why_no_preload() {
 #if defined(__SANITIZE_ADDRESS__)
-    return "AddressSanitizer must be the first library, so that none can be preloaded";
+    return "AddressSanitizer must be the first library, so no other can be preloaded";
 #else
     return nullptr;
 #endif
 }
 
-// Runs this binary with these arguments and additional environment variables (LD_PRELOAD among them); stdout and stderr
+// Runs this binary with these arguments and additional environment variables (such as LD_PRELOAD). stdout and stderr
 // go into a file. Returns waitpid's status.
 inline int run_self(std::vector<std::string> arguments,
                     const std::vector<std::pair<std::string, std::string>>& variables, const std::string& output_path) {
-    // Everything is made before fork: a child of several threads may call little more than exec.
+    // All memory is allocated before fork: the child of a process with threads may only call async-signal-safe
+    // functions.
     std::vector<std::string> environment;
     for (const auto& [name, value] : variables) environment.push_back(name + "=" + value);
     for (char** entry = environ; *entry; entry++) environment.push_back(*entry);

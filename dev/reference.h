@@ -1,11 +1,12 @@
 // The oracle: every op as naive loops in double, written from the formula in the op's header and not from its kernels.
 //
-// Each result comes with its `mag`, the size that rounding errors are measured by: the same formula with every term
-// replaced by its absolute value, so that a sum which cancels is not blamed for its cancellation; where a function of a
-// sum follows (exp, 1/√), the function's condition number times the mag of what it was given. docs/numerics.md derives
-// them. All arrays are contiguous; null pointers are arguments not given; "accumulate" is the earlier value or null.
+// Each result comes with its `mag` (magnitude), relative to which rounding errors are measured. It is the same formula
+// with every term replaced by its absolute value, so that cancellation in a sum does not count as an error. After a
+// function of a sum (exp, 1/√) it is the function's condition number times the mag of its argument. docs/numerics.md
+// derives them. All arrays are contiguous. A null pointer is an argument that is not given. `accumulate` is the earlier
+// value or null.
 //
-// Inner functions are HOST_DEVICE, so that a plain double kernel can serve where N·C·OC is too large for the host.
+// Inner functions are HOST_DEVICE, so that a plain double kernel can call them where N·C·OC is too large for the host.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ struct Value {
     HOST_DEVICE void add(double x, double x_mag) { value += x, mag += x_mag; }
 };
 
-// An array of them, as expect_close wants it.
+// An array of Value in the form that expect_close takes.
 struct Values {
     std::vector<double> value, mag;
     Values() = default;
@@ -85,7 +86,7 @@ inline Value tensor_function(TensorFunction f, double x, double y) {
     return {};
 }
 
-// start and n numbers, `stride` apart, combined by Add, Mul or Max. A product's relative error grows with √n.
+// Combines start and n numbers, `stride` apart, by Add, Mul or Max. The relative error of Mul grows with √n.
 inline Value tensor_reduce(TensorFunction f, double start, const double* x, int64_t stride, int64_t n) {
     Value v = {start, fabs(start)};
     for (int64_t i = 0; i < n; i++) {
@@ -392,7 +393,7 @@ struct CrossEntropy {
     Values losses, dlogits;  // [N], [N, Vp]
 };
 
-// ignore: the target whose tokens don't count.
+// ignore: the target whose tokens have no loss.
 inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, int32_t ignore, double dloss, int64_t N,
                                   int64_t V, int64_t Vp) {
     CrossEntropy r{Values(N), Values(N * Vp)};
@@ -451,7 +452,7 @@ HOST_DEVICE inline AdamW adamw(double param, double m, double v, double grad, do
 struct SoftmaxSum {
     double max = -INFINITY, sum = 0, mag = 0;  // mag: Σ p·mag of the scores
 
-    // All scores first (twice: for max, then for the sum), score(j) giving a Value and seen(j) whether it counts.
+    // Two passes over all scores: for max, then for the sum. score(j) is a Value; seen(j) is false for a masked key.
     template <typename Score, typename Seen>
     HOST_DEVICE SoftmaxSum(int64_t K, Score score, Seen seen) {
         for (int64_t j = 0; j < K; j++)
@@ -471,7 +472,7 @@ struct SoftmaxSum {
     HOST_DEVICE Value log_sum() const { return {max + log(sum), fabs(max + log(sum)) + 1 + mag}; }
 };
 
-// out [R, K]; mask [Q, K] or null. A row that sees nothing is zeros.
+// out [R, K]; mask [Q, K] or null. A fully masked row is zeros.
 inline Values softmax_forward(const double* inp, const uint8_t* mask, int64_t R, int64_t Q, int64_t K, double scale,
                               bool causal) {
     Values out(R * K);
@@ -520,7 +521,7 @@ HOST_DEVICE inline Value attention_query(double* out, double* out_mag, const dou
     return softmax.log_sum();
 }
 
-// Which keys a query sees, of those of its sequence.
+// The keys of its sequence that a query sees.
 struct AttentionMask {
     bool causal = true;
     int64_t window = 0;  // 0: none
@@ -565,7 +566,7 @@ inline Attention attention_forward(const double* q, const double* k, const doubl
     return r;
 }
 
-// What one query gives to one key in the backward pass: P and dS.
+// P and dS of one query and key in the backward pass.
 struct AttentionPair {
     Value p, ds;
 };
@@ -583,7 +584,7 @@ struct AttentionGradients {
     Values dq, dk, dv;
 };
 
-// out and lse are those of the forward pass, as the kernel is given them.
+// out and lse are the forward pass's, the same that the kernel gets.
 inline AttentionGradients attention_backward(const double* dout, const double* q, const double* k, const double* v,
                                              const double* out, const double* lse, const std::vector<int32_t>& cum_q,
                                              const std::vector<int32_t>& cum_k, int64_t NH, int64_t NKV, int64_t HS,
@@ -634,7 +635,7 @@ struct LinearAttentionSums {
         for (size_t i = 0; from && i < s.value.size(); i++) s.value[i] = from[i], s.mag[i] = fabs(from[i]);
         for (size_t i = 0; from_z && i < z.value.size(); i++) z.value[i] = from_z[i], z.mag[i] = fabs(from_z[i]);
     }
-    // exp(g) moves by |g|·exp(g) when g does by a relative error.
+    // A relative error u of g changes exp(g) by u·|g|·exp(g).
     void decay(double g) {
         for (Values* x : {&s, &z})
             for (size_t i = 0; i < x->value.size(); i++)
@@ -710,7 +711,7 @@ struct LinearAttentionGradients {
     Values dq, dk, dv, dgate, dinitial, dinitial_z;
 };
 
-// out and norm are those of the forward pass, as the kernel is given them; dfinal and dfinal_z or null.
+// out and norm are the forward pass's, the same that the kernel gets. dfinal and dfinal_z may be null.
 inline LinearAttentionGradients linear_attention_backward(const LinearAttentionInputs& p, const double* dout,
                                                           const double* out, const double* norm, const double* dfinal,
                                                           const double* dfinal_z) {
@@ -758,7 +759,7 @@ inline LinearAttentionGradients linear_attention_backward(const LinearAttentionI
             }
         }
         LinearAttentionSums grad(E, M, dfinal ? dfinal + at * E * M : nullptr, dfinal_z ? dfinal_z + at * E : nullptr);
-        Value through;  // what flows through the state at a token's end
+        Value through;  // the gradient of the state after a token
         for (size_t i = 0; i < grad.s.value.size(); i++)
             through.add(grad.s.value[i] * state.s.value[i], grad.s.mag[i] * state.s.mag[i]);
         for (size_t i = 0; i < grad.z.value.size(); i++)
@@ -780,7 +781,7 @@ inline LinearAttentionGradients linear_attention_backward(const LinearAttentionI
                 key_dot[size_t(t - begin)].add(dot.value, dot.mag);
             }
             for (int64_t m = 0; m < M; m++) r.dv.set((t * p.NKV + kv) * M + m, grad.column(k, size_t(m), size_t(M)));
-            // A running sum, whose terms' errors add up as squares.
+            // A running sum: the squares of its terms' errors add up.
             const Value &q = query_dot[size_t(t - begin)], &dot = key_dot[size_t(t - begin)];
             through.value += q.value - dot.value;
             squares += q.mag * q.mag + dot.mag * dot.mag;
@@ -794,8 +795,8 @@ inline LinearAttentionGradients linear_attention_backward(const LinearAttentionI
     return r;
 }
 
-// The same as sums over pairs of tokens, for single rows of long sequences without states: a second way to say what
-// linear attention is.
+// Linear attention as sums over pairs of tokens, for single rows of long sequences without states: a second,
+// independent definition.
 class LinearAttentionPairs {
   public:
     LinearAttentionPairs(const LinearAttentionInputs& inputs, const double* dout, const double* out, const double* norm)
@@ -860,7 +861,7 @@ class LinearAttentionPairs {
         Value sum = extra;
         const double *x = &a.value[size_t(a_at * n)], *y = &b.value[size_t(b_at * n)],
                      *x_mag = &a.mag[size_t(a_at * n)], *y_mag = &b.mag[size_t(b_at * n)];
-        constexpr int64_t W = 4;  // sums side by side: long sequences are made of such products
+        constexpr int64_t W = 4;  // independent sums: long sequences spend their time here
         double value[W] = {}, mag[W] = {};
         for (int64_t i = 0; i + W <= n; i += W)
             for (int64_t j = 0; j < W; j++) value[j] += x[i + j] * y[i + j], mag[j] += x_mag[i + j] * y_mag[i + j];
@@ -960,7 +961,7 @@ inline std::vector<double> penalised(const double* logits, int64_t V, const std:
 }
 
 // Probability of each of V tokens: softmax(logits/temperature) over the top_k largest (0: all), ties to the lower id;
-// of those as few as have together top_p; of those the ones at least min_p times as likely as the likeliest.
+// of those as few as have together top_p; of those the ones at least min_p times as likely as the most likely token.
 inline std::vector<double> sampling_probabilities(const double* logits, int64_t V, double temperature, int64_t top_k,
                                                   double top_p = 1, double min_p = 0) {
     std::vector<int64_t> order(static_cast<size_t>(V));

@@ -1,12 +1,12 @@
-// The whole model in float64: the oracle's ops (dev/reference.h) composed as the formulas of a transformer read, with
-// nothing taken from the driver but the config and the names of the parameters.
+// The whole model in float64: the oracle's ops (dev/reference.h), composed by the formulas of a transformer. It shares
+// only the config and the names of the parameters with the driver.
 //
 //   x = wte[tokens] (+ wpe[positions])
 //   per layer:  x += proj(attention(rope(qkv(norm1(x)))));   x += fcproj(mlp(fc(norm2(x))))
 //   logits = normf(x)·headᵀ,   loss = mean of −ln softmax(logits)[target] over the targets that are not ignored
 //
-// It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it, and it checks the driver: by logits and
-// loss, and by central differences of the loss the driver's gradients, for knobs that PyTorch's models don't have.
+// It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it. It checks the driver's logits and loss, and
+// by central differences of the loss the driver's gradients, for model options that PyTorch's models do not have.
 #pragma once
 
 #include <map>
@@ -75,11 +75,11 @@ inline std::vector<double> activation(const ModelConfig& c, const std::vector<do
         case Mlp::SwiGLU:
             return swiglu_forward(fc.data(), N, c.ffn).value;
     }
-    throw Error("reference model: not an MLP kind");
+    throw Error("reference model: not an MLP type");
 }
 
-// Kind L: features elu + 1, normalised. Kind G: neither, a log decay for each token and KV head, and then an RMSNorm of
-// each head. inp: what q, k and v were computed from.
+// linear: features elu + 1, normalised. gated_linear: neither, but a log decay for each token and KV head, and an
+// RMSNorm of each head afterwards. inp: the input of the QKV projection.
 inline std::vector<double> linear_attention(const ModelConfig& c, const Weights& weights, const std::string& layer,
                                             const std::vector<double>& inp, const std::vector<double>& q,
                                             const std::vector<double>& k, const std::vector<double>& v,
@@ -92,8 +92,8 @@ inline std::vector<double> linear_attention(const ModelConfig& c, const Weights&
                                                         get(weights, layer + "gate.bias"), N, c.channels, c.kv_heads)
                                          .value;
     p.gate = gate.data(), p.elu = p.normalise = false;
-    const std::vector<double> mix = linear_attention_forward(p).out.value;
-    return rmsnorm_forward(mix.data(), nullptr, get(weights, layer + "headnorm.weight"), c.norm_eps, N * c.heads, HS)
+    const std::vector<double> heads = linear_attention_forward(p).out.value;
+    return rmsnorm_forward(heads.data(), nullptr, get(weights, layer + "headnorm.weight"), c.norm_eps, N * c.heads, HS)
         .out.value;
 }
 

@@ -7,7 +7,7 @@
 
 constexpr int LAYERS = 3;
 
-// Embedding, layers of two tensors, a head unless it is tied, and norms. Sizes that no number of ranks divides.
+// Embedding, layers of two tensors, a head unless it is tied, and norms. No number of ranks divides the sizes.
 inline ParamTable table_of(int64_t world, bool tied) {
     ParamTable table;
     const auto add = [&](int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {

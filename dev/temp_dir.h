@@ -1,4 +1,4 @@
-// What the tests of files share: a directory that disappears after the test, and a check of error messages.
+// Shared by the tests of files: a directory that is removed after the test, and a check of error messages.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 class TempDir {
   public:
     TempDir() {
-        // In memory where that is possible: tests flush thousands of small files.
+        // In memory if possible: tests flush thousands of small files.
         std::string pattern = "/dev/shm/train_gpt_test_XXXXXX";
         if (!mkdtemp(&pattern[0])) {
             pattern = (std::filesystem::temp_directory_path() / "train_gpt_test_XXXXXX").string();
@@ -37,7 +37,7 @@ class TempDir {
     std::string directory;
 };
 
-// A file written without the flush to disk that write_file waits for: for tests that damage a file many times.
+// Writes a file without write_file's flush to disk, for tests that damage a file many times.
 inline void put_file(const std::string& path, std::string_view bytes) {
     std::ofstream out(path, std::ios::binary | std::ios::trunc);
     out.write(bytes.data(), std::streamsize(bytes.size()));

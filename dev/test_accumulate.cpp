@@ -3,7 +3,7 @@
 
 #include "dev/test_util.h"
 
-TEST(Accumulate, EveryPairOfDtypes) {
+TEST(Accumulate, AddsEveryPairOfDtypes) {
     for (const DType to : {DType::F32, DType::BF16}) {
         for (const DType from : {DType::F32, DType::BF16}) {
             for (const bool add : {false, true}) {
@@ -25,7 +25,7 @@ TEST(Accumulate, EveryPairOfDtypes) {
     }
 }
 
-TEST(Accumulate, WrongArgumentsAreErrors) {
+TEST(Accumulate, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({8}, 1), b = TestArray::random({9}, 2), matrix = TestArray::random({2, 4}, 3);
     const TestArray ints = TestArray::ints(std::vector<int32_t>(8), {8});
     expect_error([&] { accumulate(a, b, true, Stream{}); }, "accumulate: inp is fp32 [9], expected fp32 [8]");

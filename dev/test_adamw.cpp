@@ -50,7 +50,7 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
         expect_close("params", gp, p.value, p.mag, 1, 1);
         expect_close("m", gm, rm.value, rm.mag, 1, 1);
         expect_close("v", gv, rv.value, rv.mag, 1, 1);
-        // The parameter hides its small change; the change is right to the precision that the last digit of p leaves.
+        // A small change of a large parameter is only as precise as the last digit of p.
         for (size_t i = 0; i < gp.size(); i++) {
             const double change = gp[i] - params.data()[segment.begin + int64_t(i)];
             const double expected = p.value[i] - params.data()[segment.begin + int64_t(i)];
@@ -81,8 +81,8 @@ TEST(AdamW, MatchesOracle) {
     check(500, {in_fp32(0, 500, 0)}, defaults, 1e-3f, 1, 5, 1e-9);  // eps of the size of √v
 }
 
-TEST(AdamW, TenStepsFollowTheOracle) {
-    // Errors may add up over the steps but not grow: kernel and oracle each continue from their own state.
+TEST(AdamW, TenStepsMatchOracle) {
+    // Kernel and oracle each continue from their own state: errors may add up over the steps but not grow.
     const int64_t n = 300;
     const AdamWOptions options;
     const std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
@@ -115,7 +115,7 @@ TEST(AdamW, SkippedStepChangesNothing) {
     expect_same_bits("v", v.values(), v.fetch());
 }
 
-TEST(AdamW, ZeroGradientFromZeroStateMovesNothingButDecay) {
+TEST(AdamW, ZeroGradientAndStateOnlyDecay) {
     const TestArray params = TestArray::of({1, -2, 4}, {3}), zero = TestArray::of({0, 0, 0}, {3}),
                     m = TestArray::of({0, 0, 0}, {3});
     const TestArray v = TestArray::of({0, 0, 0}, {3});
@@ -136,15 +136,15 @@ TEST(AdamW, BitsDoNotDependOnThreads) {
     });
 }
 
-// More segments than one launch takes on a GPU, some of them empty.
-TEST(AdamW, ManySegments) {
+// More segments than one launch handles on a GPU, some of them empty.
+TEST(AdamW, ManySegmentsMatchOracle) {
     std::vector<AdamWSegment> segments;
     for (int64_t i = 0; i < 1100; i++) segments.push_back(in_fp32(i * 50, i * 50 + i % 51, i % 3 ? 0.1f : 0));
     check(55000, segments, AdamWOptions{}, 1e-2f, 1, 3, 1e-2);
 }
 
-// Parameters may have other indices than their moments: packed, or not aligned for vectors.
-TEST(AdamW, LocationOfParametersDoesNotMatter) {
+// Parameters may have other offsets than their moments: packed, or not aligned for vectors.
+TEST(AdamW, ResultDoesNotDependOnParameterLocation) {
     const int64_t n = 5000, gap = 64;
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                     v = squares(n, 3, 1e-2), grads = TestArray::random({n}, 4, 1e-2),
@@ -170,7 +170,7 @@ TEST(AdamW, LocationOfParametersDoesNotMatter) {
 
 #ifdef USE_CUDA
 // params_T receives the updated parameters rounded to T, in the segments only.
-TEST(AdamW, WritesTheParametersInT) {
+TEST(AdamW, WritesRoundedCopyOfParameters) {
     const int64_t n = 10007;
     for (const DType T : {DType::BF16, DType::F16}) {
         SCOPED_TRACE(dtype_name(T));
@@ -193,7 +193,7 @@ TEST(AdamW, WritesTheParametersInT) {
 
 namespace {
 
-// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x, the one away from zero if noise,
+// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise,
 // uniform in [0, 1), is in the last part(x) of its range. part(x) is the distance of x from the neighbour nearer to
 // zero, in units.
 double round_by(double x, double noise) {
@@ -240,12 +240,12 @@ std::vector<double> bf16_parameters(int64_t n) {
 }  // namespace
 
 // Bitwise: the fp32 update, rounded with the noise of (seed, t, key, element), in vectors and at ragged ends.
-TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
+TEST(AdamW, StochasticRoundingUsesTheSpecifiedNoise) {
     const int64_t n = 10007, t = 7;
     const uint64_t seed = 1234567890123456789, keys[] = {name_hash("a"), name_hash("b"), name_hash("c")};
     std::vector<double> p = bf16_parameters(n);
     p[50] = 0, p[51] = 3e38, p[52] = 1e-39, p[53] = 1, p[54] = -1;
-    p[5000] = INFINITY, p[5001] = -INFINITY, p[5002] = std::nan("");  // no decay there, which would make NaN of them
+    p[5000] = INFINITY, p[5001] = -INFINITY, p[5002] = std::nan("");  // without decay, which would turn them into NaN
     p = TestArray::of(DType::BF16, p, {n}).values();
     const TestArray grads = TestArray::random({n}, 4, 1e-2);
     // b starts at an index that is not aligned for vectors; c is a part of a tensor, from its element 1001 on.
@@ -270,7 +270,7 @@ TEST(AdamW, WithoutMasterWeightsRoundsByTheNoise) {
     for (const int64_t i : {4000, 4002, 10001, 10006}) EXPECT_EQ(got[size_t(i)], p[size_t(i)]) << "gap at " << i;
 }
 
-// The same numbers wherever the tensor is, in one segment or several.
+// The same results at any offset of the tensor, in one segment or several.
 TEST(AdamW, RoundingDoesNotDependOnLocationOrSegments) {
     const int64_t n = 3001, t = 3;
     const uint64_t seed = 5, key = name_hash("layers.3.qkv.weight");
@@ -360,7 +360,7 @@ TEST(AdamW, RoundingIsUnbiased) {
 
 // Steps of 1/64 of a bf16 unit, all of which rounding to nearest would lose: after 640 of them the mean has moved
 // by 10 units. The norm weights beside them stay fp32, packed in an arena of their own.
-TEST(AdamW, StepsBelowOneUnitMoveTheMean) {
+TEST(AdamW, StepsBelowOneUlpMoveTheMean) {
     const int64_t n = 8192, norm = 64, steps = 640;
     const double unit = 0x1p-7, lr = unit / 64;
     const std::vector<double> ones(size_t(n), 1), zeros(size_t(n), 0);
@@ -386,7 +386,7 @@ TEST(AdamW, StepsBelowOneUnitMoveTheMean) {
     EXPECT_NEAR(mean, 1 + 10 * unit, 5 * deviation + 1e-4);
 }
 
-TEST(AdamW, SkippedStepLeavesBf16Parameters) {
+TEST(AdamW, SkippedStepKeepsBf16Parameters) {
     const int64_t n = 100;
     const TestArray params_T = TestArray::random(DType::BF16, {n}, 1), m = TestArray::random({n}, 2),
                     v = squares(n, 3, 1), grads = TestArray::poisoned({n});
@@ -399,7 +399,7 @@ TEST(AdamW, SkippedStepLeavesBf16Parameters) {
 }
 #endif
 
-TEST(AdamW, WrongArgumentsAreErrors) {
+TEST(AdamW, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({10}, 1), b = TestArray::random({9}, 2),
                     scalars = make_scalars(1, 1, false, 1);
     const AdamWSegment good = in_fp32(0, 10, 0), outside = in_fp32(0, 11, 0), backwards = in_fp32(5, 4, 0);
@@ -443,7 +443,7 @@ TEST(AdamW, WrongArgumentsAreErrors) {
     expect_error(
         [&] { update({}, bf16_good, a, &far, 1); },
         "adamw_update: segment 0 begins at element 274877906944 of its tensor, expected less than 2^38 elements");
-#else  // the CPU checks t; a GPU would have to wait for it
+#else  // only the CPU checks t; a GPU would have to synchronise
     expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, make_scalars(1, 1, false, 0), Stream{}); },
                  "adamw_update: t is 0, expected the number of this update, 1 or more");
     expect_error([&] { update(a, a, a, &good, 1); },

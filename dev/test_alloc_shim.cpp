@@ -1,4 +1,4 @@
-// dev/alloc_shim.c counts what it says, and nothing else: this binary runs itself with it preloaded.
+// dev/alloc_shim.c: counts exactly the documented calls. This binary runs itself again with the library preloaded.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ Counter counter(const char* name) {
     return function;
 }
 
-// The compiler may not leave out an allocation whose pointer somebody could have seen.
+// Keeps the compiler from removing an allocation.
 template <typename T>
 T* seen(T* pointer) {
     asm volatile("" : : "g"(pointer) : "memory");
@@ -54,7 +54,7 @@ class Inside : public testing::Test {
     }
 };
 
-TEST_F(Inside, EveryHostFunctionCounts) {
+TEST_F(Inside, CountsEveryHostAllocation) {
     EXPECT_EQ(host([] {}), 0);
     EXPECT_EQ(host([] { free(seen(malloc(10))); }), 1);
     EXPECT_EQ(host([] { free(seen(calloc(3, 5))); }), 1);
@@ -76,7 +76,7 @@ TEST_F(Inside, EveryHostFunctionCounts) {
               0);
 }
 
-TEST_F(Inside, TheLastCallerIsNamed) {
+TEST_F(Inside, NamesTheLastCaller) {
     using Name = const char* (*)();
     const Name last = reinterpret_cast<Name>(dlsym(RTLD_DEFAULT, "alloc_shim_last"));
     ASSERT_TRUE(last);
@@ -85,7 +85,7 @@ TEST_F(Inside, TheLastCallerIsNamed) {
     EXPECT_STREQ(name, program_invocation_name);
 }
 
-TEST_F(Inside, ThreadsCountTogether) {
+TEST_F(Inside, CountsAllThreads) {
     const long total = host([] {
         std::thread threads[4];
         for (std::thread& thread : threads)
@@ -95,10 +95,10 @@ TEST_F(Inside, ThreadsCountTogether) {
         for (std::thread& thread : threads) thread.join();
     });
     EXPECT_GE(total, 4000);
-    EXPECT_LE(total, 4100);  // and what it takes to start a thread
+    EXPECT_LE(total, 4100);  // plus the allocations of starting a thread
 }
 
-TEST_F(Inside, DeviceMemory) {
+TEST_F(Inside, CountsDeviceAllocations) {
     const bool cuda = backend_device() == Device::CUDA;
     device_free(device_alloc(100));  // the context
     void* data = nullptr;
@@ -109,7 +109,7 @@ TEST_F(Inside, DeviceMemory) {
                   device_free(data);
               }),
               0);
-    // cuBLAS and its own runtime: the handle takes memory of the device.
+    // cuBLAS with its own runtime: its handle allocates device memory.
     Stream stream;
     const long handle = device([&] { stream = create_blas_stream(); });
     EXPECT_TRUE(cuda ? handle >= 1 : handle == 0) << handle;
@@ -118,7 +118,7 @@ TEST_F(Inside, DeviceMemory) {
 
 }  // namespace
 
-TEST(AllocShim, CountsInAProcessOfItsOwn) {
+TEST(AllocShim, CountsInASeparateProcess) {
     if (const char* reason = why_no_preload()) GTEST_SKIP() << reason;
     const TempDir dir;
     const int status =

@@ -317,7 +317,7 @@ std::vector<double> poisons(DType dtype) {
 #endif
 }
 
-TEST_P(Attention, FutureDoesNotChangeThePast) {
+TEST_P(Attention, FutureTokensDoNotAffectPastOutputs) {
     for (const int64_t HS : {20, 24}) {  // 16-bit heads of a multiple of 8 have kernels of their own
         const Problem clean(activation(), {{130}, {130}, 2, 1, HS});
         for (const bool deterministic : modes(clean)) {
@@ -532,7 +532,7 @@ TEST(AttentionOracle, AgreesWithCentralDifferences) {
     }
 }
 
-TEST(AttentionErrors, NameWhatIsWrong) {
+TEST(AttentionErrors, NameTheInvalidArgument) {
     const TestArray q = TestArray::random({10, 4, 8}, 1), k = TestArray::random({10, 2, 8}, 2);
     const TestArray out = TestArray::poisoned({10, 4, 8}), lse = TestArray::poisoned({4, 10});
     const TestArray dk = TestArray::poisoned({10, 2, 8}), dv = TestArray::poisoned({10, 2, 8});

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The CUDA driver (TRAIN_GPT) against the CPU's (TRAIN_GPT_CPU): the same commands, the same numbers."""
+"""The CUDA driver (TRAIN_GPT) against the CPU driver (TRAIN_GPT_CPU): the same commands give the same numbers."""
 import json
 import os
 import re
@@ -32,7 +32,7 @@ class BackendsTest(unittest.TestCase):
         cls.data = os.path.join(cls.top, "data")
         subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
                         "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        cls.start = {}  # a checkpoint of each family, a few steps old, that all runs start from
+        cls.start = {}  # a checkpoint of each family after a few steps, from which all runs start
         for name, shape in SHAPES.items():
             cls.train(CPU, f"start-{name}", *shape, "--steps", 4)
             cls.start[name] = os.path.join(cls.top, f"start-{name}")
@@ -79,7 +79,7 @@ class BackendsTest(unittest.TestCase):
                 self.assertEqual(gpu, again)  # two runs: the same bits
                 bf16 = self.train(GPU, f"bf16-{family}", *args, "--dtype", "bf16")
                 stochastic = self.train(GPU, f"stochastic-{family}", *args, "--dtype", "bf16", "--master-weights", "off")
-                for losses in bf16, stochastic:  # their noise is larger, what they learn is the same
+                for losses in bf16, stochastic:  # more rounding noise, the same training
                     self.assertLess(abs(sum(losses[-10:]) - sum(cpu[-10:])) / 10, 0.05)
 
     def test_logits_and_scores(self):
@@ -90,7 +90,7 @@ class BackendsTest(unittest.TestCase):
                 for dtype, bound in ("fp32", 1e-5), ("bf16", 2e-2), ("fp16", 2e-2 / 8):
                     error = abs(self.logits(GPU, model, "--dtype", dtype) - cpu).max() / abs(cpu).max()
                     self.assertLess(error, bound, dtype)
-                    self.assertGreater(error, 0, dtype)  # it was another program that ran
+                    self.assertGreater(error, 0, dtype)  # the two programs differ
                 scores = [json.loads(self.run_driver(driver, "eval", "--model", model, "--data", self.data, "--json")) for driver in (CPU, GPU)]
                 self.assertEqual(scores[0]["tokens"], scores[1]["tokens"])
                 self.assertAlmostEqual(scores[0]["val_loss"], scores[1]["val_loss"], delta=1e-5 * scores[0]["val_loss"])
@@ -111,8 +111,8 @@ class BackendsTest(unittest.TestCase):
         self.assertLess(max(abs(a - b) for a, b in zip(cpu, gpu)), 1e-4)
         self.assertGreater(max(abs(a - b) for a, b in zip(across, gpu)), 1e-3)  # the mask makes a difference
 
-    def test_a_run_changes_over(self):
-        """A checkpoint of one backend, or of one dtype, goes on in the other."""
+    def test_checkpoints_move_between_backends(self):
+        """A run resumes on the other backend or in another dtype."""
         args = [*SHAPES["gpt2"], "--steps", 8, "--save-every", 4]
         whole = self.train(CPU, "whole", *args)
         for name, first, second, dtype, bound in (("to-gpu", CPU, GPU, "fp32", 1e-4), ("to-cpu", GPU, CPU, "fp32", 1e-4),
@@ -122,7 +122,7 @@ class BackendsTest(unittest.TestCase):
             losses = self.train(second, name, "--resume", *args, "--dtype", dtype)
             self.assertLess(max(abs(a - b) for a, b in zip(whole, losses)), bound, name)
 
-    def test_plan_names_what_fits(self):
+    def test_out_of_memory_error_names_options_that_fit(self):
         model = ["--model", "gpt2-1558M", "--seq-len", "1024", "--dtype", "bf16"]
         too_much = subprocess.run([GPU, "train", *model, "--data", self.data, "--out", os.path.join(self.top, "x"), "--batch-size", "512"],
                                   capture_output=True, text=True, timeout=300)
@@ -132,7 +132,7 @@ class BackendsTest(unittest.TestCase):
                          too_much.stderr)
         self.assertIsNotNone(said, too_much.stderr)
         self.assertLessEqual(float(said.group(3)), float(said.group(1)))
-        # The plan of what is advised says the same.
+        # `plan` with the advised options reports the same memory.
         advised = re.sub(r"--total-batch-tokens \d+", "", said.group(2)).split()
         if "--batch-size" not in advised:  # a large GPU: --recompute alone is enough
             advised += ["--batch-size", "512"]

@@ -19,7 +19,7 @@ constexpr const char* CHATML =
 constexpr const char* LLAMA3 = "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}";
 constexpr const char* LLAMA2 = "{{ '<<SYS>>\\n' + system_message }}{{ bos_token + '[INST] ' + content + ' [/INST]' }}";
 
-TEST(ChatTemplates, AreRecognisedByTheirSpecialTokens) {
+TEST(ChatTemplates, RecognisedBySpecialTokens) {
     const ChatTemplate chatml = recognise_chat_template(CHATML, "x");
     EXPECT_EQ(chatml.format, ChatFormat::ChatML);
     EXPECT_EQ(chatml.default_system, "You are a helpful AI assistant named SmolLM, trained by Hugging Face");
@@ -37,7 +37,7 @@ TEST(ChatTemplates, AreRecognisedByTheirSpecialTokens) {
     }
 }
 
-TEST(ChatTemplates, AreFoundInAModelDirectory) {
+TEST(ChatTemplates, FoundInModelDirectory) {
     const TempDir dir;
     EXPECT_THROW(find_chat_template(dir.path()), Error);
     write_file(dir.file("tokenizer_config.json"), json{{"chat_template", LLAMA3}}.dump());
@@ -62,7 +62,7 @@ std::string conversation(ChatFormat format, const Tokenizer& tokenizer, const st
     return text;
 }
 
-TEST(ChatWriter, WritesWhatTheTemplatesWrite) {
+TEST(ChatWriter, MatchesTheTemplates) {
     const Tokenizer chatml = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
     EXPECT_EQ(
         conversation(ChatFormat::ChatML, chatml, "Be kind."),
@@ -81,7 +81,7 @@ TEST(ChatWriter, WritesWhatTheTemplatesWrite) {
 }
 
 // User input never becomes a special token.
-TEST(ChatWriter, ContentStaysText) {
+TEST(ChatWriter, SpecialTokensInContentAreEncodedAsText) {
     const Tokenizer tokenizer = tokenizer_fixture("gpt2", {"<|im_start|>", "<|im_end|>"});
     ChatWriter writer(ChatFormat::ChatML, tokenizer);
     const int32_t end = writer.end_tokens()[0];

@@ -1,5 +1,5 @@
-// runtime/files/checkpoint.h: weights and state in and out, model sources, and saves that are killed or run out of disk
-// at every write, fsync and rename.
+// runtime/files/checkpoint.h: loading and saving of weights and training state, model sources, and saves that are
+// killed or find the disk full at every write, fsync and rename.
 #include "runtime/files/checkpoint.h"
 
 #include <sys/stat.h>
@@ -20,8 +20,8 @@ namespace {
 
 enum Slot { WTE, WPE, QKV, QKV_BIAS, PROJ, NORM };
 
-// A table with everything that files and memory see differently: padded rows, Conv1D's transpose, fused sources,
-// vectors.
+// A table with every difference between the layouts of files and memory: padded rows, the transposed weights of Conv1D,
+// fused tensors, vectors.
 ParamTable small_table() {
     ParamTable table;
     const auto add = [&](Slot slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
@@ -43,7 +43,7 @@ ParamTable small_table() {
     return table;
 }
 
-// Weights that every 16-bit format holds exactly; padding is poisoned, so that whoever reads it is found out.
+// Weights that every 16-bit format represents exactly. Padding is poisoned, so a read of it shows.
 std::vector<float> arena_of(const ParamTable& table, int seed) {
     std::vector<float> arena(size_t(table.total), NAN);
     for (const Param& p : table.params) {
@@ -91,7 +91,7 @@ TEST(Weights, RoundTripInEachDtype) {
     expect_error([&] { load_weights(dir.path(), table, tensor_of(small)); }, {"arena"});
 }
 
-TEST(Weights, PiecesAndTransposesLieWhereTheyShould) {
+TEST(Weights, FusedAndTransposedTensorsHaveTheRightLayout) {
     const TempDir dir;
     const ParamTable table = small_table();
     std::vector<float> arena = arena_of(table, 1);
@@ -177,7 +177,7 @@ TEST(Weights, PrefixesBuffersAndTiedHeads) {
     expect_error([&] { loaded(dir.path(), table); }, {path, "wpe.weight", "twice"});
 }
 
-TEST(Weights, WrongFilesAreErrorsAndChangeNothing) {
+TEST(Weights, InvalidFilesAreErrorsAndLeaveWeightsUnchanged) {
     const TempDir dir;
     const ParamTable table = small_table();
     std::vector<float> arena = arena_of(table, 3);
@@ -195,7 +195,7 @@ TEST(Weights, WrongFilesAreErrorsAndChangeNothing) {
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F32, {2, 2}, std::string(16, 'x')}});
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "[2, 2]", "expected [4]"});
     rewrite(plain, path, without_norm,
-            {{"ln_f.weight", DType::F32, {5}, std::string(20, 'x')}});  // the rank alone is right
+            {{"ln_f.weight", DType::F32, {5}, std::string(20, 'x')}});  // only the rank is right
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "[5]", "expected [4]"});
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::I32, {4}, std::string(16, 'x')}});
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "int32", "F32, BF16 or F16"});
@@ -203,7 +203,7 @@ TEST(Weights, WrongFilesAreErrorsAndChangeNothing) {
     EXPECT_EQ(loaded(dir.path(), table)[size_t(table.find(NORM)->offset)], 0.0f);
 }
 
-TEST(Weights, Shards) {
+TEST(Weights, ReadsShards) {
     const TempDir dir;
     const ParamTable table = small_table();
     std::vector<float> arena = arena_of(table, 4);
@@ -242,7 +242,7 @@ TEST(State, RoundTrips) {
     const TempDir dir;
     const ParamTable table = small_table();
     std::vector<float> p = arena_of(table, 5), m = arena_of(table, 6), v = arena_of(table, 7);
-    p[0] = 1.0f / 3;  // more digits than 16 bits hold
+    p[0] = 1.0f / 3;  // not representable in 16 bits
     save_state(dir.file("state"), table, {tensor_of(p), tensor_of(m), tensor_of(v)});
     EXPECT_EQ(SafetensorsFile(dir.file("state")).entries().size(), 18u);
     EXPECT_EQ(shape_string(SafetensorsFile(dir.file("state")).tensor("m/wte")), "[5, 4]");
@@ -252,7 +252,7 @@ TEST(State, RoundTrips) {
     expect_weights(table, m2, m);
     expect_weights(table, v2, v);
 
-    ParamTable other = small_table();  // another number of ranks lays the arenas out differently
+    ParamTable other = small_table();  // with another number of ranks the arenas have another layout
     other.layout(7);
     std::vector<float> wide(size_t(other.total), NAN), wide_m(wide), wide_v(wide);
     load_state(dir.file("state"), other, {tensor_of(wide), tensor_of(wide_m), tensor_of(wide_v)});
@@ -279,14 +279,14 @@ TEST(State, RoundTrips) {
     refused([](ParamTable& t) { t.params.pop_back(); }, {"state", "18 tensors, expected 15"});
 }
 
-TEST(Json, DamageIsOneClearError) {
+TEST(Json, DamageIsAOneLineError) {
     const TempDir dir;
     const std::string path = dir.file("trainer.json");
     const json content = {{"step", 10}, {"loss", 0.1 + 0.2}, {"name", "caf\xc3\xa9"}, {"list", {1, 2, 3}}};
     write_json(path, content);
     EXPECT_EQ(read_json(path), content);
     EXPECT_EQ(read_json(path)["loss"].get<double>(), 0.1 + 0.2);
-    write_json(path, {{"path", "not \xff UTF-8"}});  // written all the same
+    write_json(path, {{"path", "not \xff UTF-8"}});  // still written
     EXPECT_TRUE(read_json(path).is_object());
     expect_error([&] { read_json(dir.file("none")); }, {"none", "No such file"});
     for (const char* text : {"", "{", "{\"a\": nul}", "[1, 2", "{\"a\": \"\n\"}", "\xff\xfe"}) {
@@ -311,7 +311,7 @@ TEST(Json, DamageIsOneClearError) {
     EXPECT_EQ(trained_seq_len(dir.file("none")), 0);
 }
 
-// A run directory: what a training run writes, in the same order.
+// Writes a run directory, with its files in the order of a training run.
 
 ModelConfig small_config() {
     ModelConfig c;
@@ -344,7 +344,7 @@ void expect_checkpoint(const std::string& directory, int step) {
     EXPECT_EQ(find_model(directory).config.layers, 4);
 }
 
-TEST(Checkpoints, NamesAndOrder) {
+TEST(Checkpoints, ListedInStepOrder) {
     EXPECT_EQ(checkpoint_step("step_00000100"), 100);
     EXPECT_EQ(checkpoint_step("step_00000000"), 0);
     EXPECT_EQ(checkpoint_step("step_99999999"), 99999999);
@@ -369,14 +369,14 @@ TEST(Checkpoints, NamesAndOrder) {
     }
 }
 
-TEST(Checkpoints, OldOnesGo) {
+TEST(Checkpoints, RemovesOldCheckpoints) {
     const TempDir dir;
     for (int step = 1; step <= 6; step++) save_checkpoint(dir.path(), step);
     put_file(dir.file("log.jsonl"), "{}");
     make_directories(dir.file(".old-step_00000000/x"));
     make_directories(dir.file(".tmp-step_00000003-" + std::to_string(::getpid())));
-    make_directories(dir.file(".tmp-step_00000003-1"));  // process 1 lives
-    make_directories(dir.file(".tmp-other-99999999"));   // not ours
+    make_directories(dir.file(".tmp-step_00000003-1"));  // process 1 is running
+    make_directories(dir.file(".tmp-other-99999999"));   // of another program
     make_directories(dir.file(".old-other"));
     remove_old_checkpoints(dir.path(), 2, "step_00000003");
     EXPECT_EQ(list_directory(dir.path()),
@@ -397,8 +397,8 @@ TEST(Checkpoints, AtomicDirectory_) {
         put_file(join_path(unfinished.path(), "x"), "1");
         EXPECT_FALSE(path_exists(dir.file("a")));
     }
-    EXPECT_TRUE(list_directory(dir.path()).empty());                     // uncommitted: nothing stays
-    make_directories(dir.file(".tmp-a-" + std::to_string(::getpid())));  // of a killed process with our number
+    EXPECT_TRUE(list_directory(dir.path()).empty());                     // not committed: removed
+    make_directories(dir.file(".tmp-a-" + std::to_string(::getpid())));  // left by a killed process with the same id
     make_directories(dir.file(".tmp-a-1"));
     AtomicDirectory directory(dir.file("a/"));
     put_file(join_path(directory.path(), "x"), "2");
@@ -412,7 +412,7 @@ TEST(Checkpoints, AtomicDirectory_) {
     expect_error([&] { raced.commit(); }, {dir.file("b"), "exists already"});
 }
 
-TEST(Checkpoints, ModelFilesAreCarriedOver) {
+TEST(Checkpoints, CopiesModelFiles) {
     const TempDir dir;
     make_directories(dir.file("data"));
     make_directories(dir.file("model"));
@@ -431,7 +431,7 @@ TEST(Checkpoints, ModelFilesAreCarriedOver) {
     EXPECT_EQ(read_json(dir.file("out/config.json"))["unknown"], 1);
 }
 
-TEST(FindModel, PresetsDirectoriesAndRuns) {
+TEST(FindModel, FindsPresetsDirectoriesAndRuns) {
     const TempDir dir;
     const ModelSource tiny = find_model("gpt2-tiny");
     EXPECT_EQ(tiny.directory, "");
@@ -450,7 +450,7 @@ TEST(FindModel, PresetsDirectoriesAndRuns) {
     expect_error([&] { find_model(dir.file("empty")); }, {"empty/config.json", "broken JSON"});
 }
 
-TEST(Damage, NeverCrashesAndNeverChangesAnArena) {
+TEST(Damage, DamagedFilesNeverCrashOrChangeAnArena) {
     const TempDir dir;
     save_checkpoint(dir.path(), 1);
     const std::string source = dir.file("step_00000001");
@@ -459,7 +459,7 @@ TEST(Damage, NeverCrashesAndNeverChangesAnArena) {
     int errors = 0;
     for (const std::string name : {"config.json", "model.safetensors", "state.safetensors", "trainer.json"}) {
         const std::string good = read_file(join_path(source, name));
-        const size_t text = std::min<size_t>(good.size(), 1500);  // the headers, and little of the data behind them
+        const size_t text = std::min<size_t>(good.size(), 1500);  // the headers and a little of the data
         for (int i = 0; i < 100; i++) {
             std::string bytes = good;
             for (uint32_t changes = 1 + random() % 3; changes > 0; changes--) {
@@ -494,11 +494,11 @@ TEST(Damage, NeverCrashesAndNeverChangesAnArena) {
     expect_checkpoint(source, 1);
 }
 
-// Saves that are broken off. This binary runs itself (see main) with dev/crash_shim.c preloaded.
+// Interrupted saves. This binary runs itself again (see main) with dev/crash_shim.c preloaded.
 
 constexpr const char* SAVE_VARIABLE = "TEST_CHECKPOINT_SAVE";
 
-// In the broken process: checkpoint 2 beside checkpoint 1, which is then removed.
+// In the interrupted process: saves checkpoint 2 and then removes checkpoint 1.
 int save_and_clean_up(const std::string& run_dir) {
     try {
         if (!path_exists(join_path(run_dir, "step_00000002"))) {
@@ -512,7 +512,7 @@ int save_and_clean_up(const std::string& run_dir) {
     }
 }
 
-// Runs the save, broken at the n-th call (0: not at all). Returns waitpid's status.
+// Runs the save, interrupted at the n-th call (0: not interrupted). Returns waitpid's status.
 int run_save(const TempDir& dir, const char* mode, int n) {
     const std::string run_dir = dir.file("run");
     std::vector<std::pair<std::string, std::string>> variables = {{SAVE_VARIABLE, run_dir},
@@ -529,7 +529,7 @@ class BrokenSave : public testing::Test {
         if (const char* reason = why_no_preload()) GTEST_SKIP() << reason;
     }
 
-    // A run with checkpoint 1 and a tokenizer to carry over.
+    // A run with checkpoint 1 and a tokenizer, which is copied into the next checkpoint.
     static void prepare(const TempDir& dir) {
         make_directories(dir.file("run"));
         make_directories(dir.file("tokens"));
@@ -537,7 +537,7 @@ class BrokenSave : public testing::Test {
         save_checkpoint(dir.file("run"), 1);
     }
 
-    // What is there is complete, and one of the two checkpoints is.
+    // At least one of the two checkpoints exists, and those that exist are complete.
     static void expect_complete(const std::string& run_dir) {
         const std::vector<std::string> names = list_checkpoints(run_dir);
         ASSERT_FALSE(names.empty());
@@ -548,7 +548,7 @@ class BrokenSave : public testing::Test {
 
 constexpr int MIN_CALLS = 40, MAX_CALLS = 500;  // a save makes about 50; fewer would mean that the shim misses some
 
-TEST_F(BrokenSave, KilledAtEveryCall) {
+TEST_F(BrokenSave, SurvivesKillAtEveryCall) {
     int n = 1;
     for (; n < MAX_CALLS; n++) {
         const TempDir dir;
@@ -558,7 +558,8 @@ TEST_F(BrokenSave, KilledAtEveryCall) {
         expect_complete(dir.file("run"));
         if (exited(status, 0)) break;
         ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << read_file(dir.file("stderr"));
-        ASSERT_TRUE(exited(run_save(dir, "kill", 0), 0)) << read_file(dir.file("stderr"));  // and again, to the end
+        ASSERT_TRUE(exited(run_save(dir, "kill", 0), 0))
+            << read_file(dir.file("stderr"));  // a second, uninterrupted save
         EXPECT_EQ(list_directory(dir.file("run")), std::vector<std::string>{"step_00000002"});
         expect_complete(dir.file("run"));
         if (HasFailure()) break;
@@ -567,7 +568,7 @@ TEST_F(BrokenSave, KilledAtEveryCall) {
     EXPECT_LT(n, MAX_CALLS);
 }
 
-TEST_F(BrokenSave, DiskFullAtEveryCall) {
+TEST_F(BrokenSave, SurvivesFullDiskAtEveryCall) {
     int n = 1;
     for (; n < MAX_CALLS; n++) {
         const TempDir dir;
@@ -576,7 +577,7 @@ TEST_F(BrokenSave, DiskFullAtEveryCall) {
         SCOPED_TRACE(str("disk full at call ", n));
         expect_complete(dir.file("run"));
         for (const std::string& name : list_directory(dir.file("run"))) {
-            // Nothing half-written; a checkpoint on its way out may wait for the next removal.
+            // No partial files, except a checkpoint in removal, which the next removal deletes.
             EXPECT_TRUE(checkpoint_step(name) >= 0 || name == ".old-step_00000001") << name;
         }
         if (exited(status, 0)) break;

@@ -1,5 +1,5 @@
-// Collectives, on every rank of the world that a launcher made: alone it is a world of one, dev/test_comm.py runs it
-// under mpirun on 2, 3 and 4 ranks. Each rank knows the inputs of all, so that each checks its own results.
+// Collectives. Started alone this is a world of one rank; dev/test_comm.py starts it on 2, 3 and 4 ranks. Each rank
+// knows the inputs of all ranks, so it checks its own results.
 #include <time.h>
 #include <unistd.h>
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-std::unique_ptr<Comm> shared;  // connects once, for all tests
+std::unique_ptr<Comm> shared;  // connects once for all tests
 
 class Launched : public testing::Environment {
     void SetUp() override {
@@ -35,7 +35,7 @@ int64_t size() {
     return comm().size();
 }
 
-// One element, fewer than ranks, odd; in fp32 more than MPI's transport sends at a time.
+// One element, fewer than ranks, an odd number; in fp32 more than MPI's transport sends in one message.
 std::vector<int64_t> sizes_of(DType dtype) {
     return {1, 2, 3, 1000, dtype == DType::F32 ? 270001 : 12345};
 }
@@ -51,8 +51,8 @@ std::vector<double> values_of(int64_t r, int64_t n, DType dtype = DType::F32) {
     return values;
 }
 
-// What the sum over ranks of values_of must be: on the CPU to the bit, in rank order, in fp32 and then rounded once.
-// NCCL adds in an order of its own and rounds 16-bit floats after each addition.
+// Expects the sum of values_of over ranks. On the CPU it is exact to the bit: summed in rank order in fp32 and rounded
+// once. NCCL has its own order of summation and rounds 16-bit floats after each addition.
 void expect_sum(const char* what, const std::vector<double>& got, int64_t begin, int64_t n, DType dtype) {
     std::vector<float> sum(static_cast<size_t>(n));
     std::vector<double> magnitude(static_cast<size_t>(n));
@@ -77,7 +77,7 @@ std::vector<double> slice(const std::vector<double>& values, int64_t begin, int6
     return {values.begin() + begin, values.begin() + begin + n};
 }
 
-TEST(Comm, WorldIsTheLaunchers) {
+TEST(Comm, WorldMatchesTheLauncher) {
     const World world = world_from_environment({});
     EXPECT_EQ(rank(), world.rank);
     EXPECT_EQ(size(), world.size);
@@ -85,7 +85,7 @@ TEST(Comm, WorldIsTheLaunchers) {
     EXPECT_EQ(std::to_string(size()), expected ? expected : "1");
 }
 
-TEST(Comm, AllReduceSums) {
+TEST(Comm, AllReduceSumsOverRanks) {
     for (const DType dtype : FLOATS) {
         for (const int64_t n : sizes_of(dtype)) {
             const TestArray x = TestArray::of(dtype, values_of(rank(), n, dtype), {n});
@@ -95,7 +95,7 @@ TEST(Comm, AllReduceSums) {
     }
 }
 
-TEST(Comm, ReduceScatterGivesEachRankItsPart) {
+TEST(Comm, ReduceScatterGivesEachRankItsShard) {
     for (const DType dtype : FLOATS) {
         for (const int64_t n : sizes_of(dtype)) {
             const std::vector<double> own = values_of(rank(), n * size(), dtype);
@@ -103,7 +103,7 @@ TEST(Comm, ReduceScatterGivesEachRankItsPart) {
             comm().reduce_scatter(out, inp, Stream{});
             expect_sum("reduce_scatter", out.fetch(), rank() * n, n * size(), dtype);
             expect_same_bits("the input", inp.fetch(), own);
-            // In place, and the same bits as an all_reduce has there.
+            // In place, with the same bits as all_reduce.
             comm().reduce_scatter(inp.tensor().rows(rank() * n, (rank() + 1) * n), inp, Stream{});
             const std::vector<double> after = inp.fetch();
             expect_same_bits("in place", slice(after, rank() * n, n), out.fetch());
@@ -118,7 +118,7 @@ TEST(Comm, ReduceScatterGivesEachRankItsPart) {
     }
 }
 
-TEST(Comm, AllGatherJoinsThePartsInRankOrder) {
+TEST(Comm, AllGatherConcatenatesInRankOrder) {
     for (const DType dtype : FLOATS) {
         for (const int64_t n : sizes_of(dtype)) {
             std::vector<double> all;
@@ -139,7 +139,7 @@ TEST(Comm, AllGatherJoinsThePartsInRankOrder) {
     }
 }
 
-TEST(Comm, IntegersAndBytes) {
+TEST(Comm, CollectivesOnIntegersAndBytes) {
     const TestArray x = TestArray::ints({int32_t(rank()), -1, INT32_MAX}, {3});
     comm().all_reduce(x, Stream{});
     const uint32_t ranks = uint32_t(size()), largest = uint32_t(INT32_MAX);
@@ -160,7 +160,7 @@ TEST(Comm, IntegersAndBytes) {
     for (int64_t r = 0; r < size(); r++) reciprocals += 1.0 / double(r + 3);
     EXPECT_NEAR(d.fetch()[0], reciprocals, 1e-15);
 
-    // Two-byte elements of no arithmetic.
+    // Two-byte elements without arithmetic.
     const uint16_t own[] = {uint16_t(rank()), 0xFFFF, uint16_t(1000 + rank())};
     std::vector<uint16_t> all(size_t(3 * size()));
     const TestArray inp = TestArray::bytes(own, sizeof own), out = TestArray::scratch(6 * size());
@@ -184,7 +184,7 @@ TEST(Comm, BroadcastFromEachRoot) {
     }
 }
 
-TEST(Comm, ShapesMatterNot) {
+TEST(Comm, ResultDoesNotDependOnShape) {
     const TestArray x = TestArray::of(DType::F32, values_of(rank(), 24), {2, 3, 4});
     comm().all_reduce(x, Stream{});
     expect_sum("all_reduce", x.fetch(), 0, 24, DType::F32);
@@ -195,7 +195,7 @@ TEST(Comm, ShapesMatterNot) {
     comm().broadcast(none, 0, Stream{});
 }
 
-TEST(Comm, GroupsAndGraphs) {
+TEST(Comm, GroupedCallsInGraphs) {
     const int64_t n = 1000;
     const std::vector<double> own = values_of(rank(), n * size());
     const TestArray inp = TestArray::of(DType::F32, own, {n * size()}), part = TestArray::poisoned({n}),
@@ -223,7 +223,7 @@ TEST(Comm, GroupsAndGraphs) {
     destroy_stream(stream);
 }
 
-TEST(Comm, TheSameBitsTwice) {
+TEST(Comm, AllReduceIsDeterministic) {
     const int64_t n = 100003;
     const auto sum = [&] {
         const TestArray x = TestArray::of(DType::F32, values_of(rank(), n), {n});
@@ -232,7 +232,7 @@ TEST(Comm, TheSameBitsTwice) {
     };
     const std::vector<double> first = sum();
     expect_same_bits("all_reduce", first, sum());
-    // On every rank, too.
+    // The bits are the same on every rank.
     uint64_t hash = 0;
     for (const double x : first) {
         uint64_t bits;
@@ -242,7 +242,7 @@ TEST(Comm, TheSameBitsTwice) {
     for (const uint64_t other : comm().all_gather_host(hash)) EXPECT_EQ(other, hash);
 }
 
-TEST(Comm, HostsExchange) {
+TEST(Comm, HostCollectives) {
     struct Choice {
         int64_t rank;
         double norm;
@@ -270,22 +270,22 @@ TEST(Comm, HostsExchange) {
     }
 }
 
-TEST(Comm, NobodyLeavesABarrierBeforeAllHaveCome) {
-    const auto now = [] {  // one clock for all processes of a machine
+TEST(Comm, BarrierWaitsForAllRanks) {
+    const auto now = [] {  // the same clock in all processes of a machine
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
         return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
     };
     for (int64_t last = 0; last < size(); last++) {
         if (rank() == last) usleep(20000);
-        const double came = now();
+        const double entered = now();
         comm().barrier();
         const double left = now();
-        for (const double other : comm().all_gather_host(came)) EXPECT_LE(other, left);
+        for (const double other : comm().all_gather_host(entered)) EXPECT_LE(other, left);
     }
 }
 
-TEST(Comm, ArgumentsAreChecked) {
+TEST(Comm, InvalidArgumentsAreErrors) {
     const std::string who = size() > 1 ? str("rank ", rank(), ": ") : "";
     const Tensor x = make_tensor(device_alloc(4096), DType::F32, backend_device(), {8 * size()});
     const Tensor part = x.rows(0, 8), half = x.rows(0, 4);
@@ -325,7 +325,7 @@ TEST(Comm, ArgumentsAreChecked) {
     device_free(x.data);
 }
 
-// dev/test_comm.py asks for these by name: the first rank must end with one line, and within the time.
+// dev/test_comm.py runs these by name. Rank 0 must end with a one-line error within the timeout.
 TEST(Comm, DISABLED_OneRankHangs) {
     if (rank() == size() - 1) sleep(15);
     const TestArray x = TestArray::of(DType::F32, values_of(rank(), 1000), {1000});
@@ -345,7 +345,7 @@ TEST(Comm, DISABLED_OneRankDies) {
     }
 }
 
-TEST(Comm, AnotherBesideIt) {
+TEST(Comm, SecondCommunicator) {
     Comm alone;
     EXPECT_EQ(alone.size(), 1);
     alone.barrier();

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The collectives between processes: dev/test_comm.cpp's binary on 1 to 4 ranks, and with a rank that hangs or dies. It is found
-beside the driver (TRAIN_GPT), whose build says whether MPI or NCCL is tested."""
+"""Collectives between processes: runs the binary of dev/test_comm.cpp on 1 to 4 ranks, and with a rank that hangs or dies. The
+binary is in the dev/ directory beside the driver (TRAIN_GPT), whose build decides between MPI and NCCL."""
 import os
 import re
 import time
@@ -24,7 +24,7 @@ class MpiTest(unittest.TestCase):
                 self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
                 self.assertEqual(len(re.findall(r"\[  PASSED  \]", done.stdout)), ranks, done.stdout)
 
-    def test_a_rank_that_hangs_ends_the_run_with_a_line_that_names_it(self):
+    def test_hanging_rank_ends_the_run_with_an_error(self):
         start = time.monotonic()
         done = mpi.mpirun(2, [BINARY, *HANGS], TEST_COMM_SIZE="2", TEST_COMM_TIMEOUT="1.5")
         self.assertNotEqual(done.returncode, 0)
@@ -32,14 +32,14 @@ class MpiTest(unittest.TestCase):
                       "one of them has ended or hangs", done.stdout + done.stderr)
         self.assertLess(time.monotonic() - start, 20)
 
-    def test_a_rank_that_dies_ends_the_run(self):
+    def test_dead_rank_ends_the_run(self):
         start = time.monotonic()
         done = mpi.mpirun(3, [BINARY, *DIES], TEST_COMM_SIZE="3", TEST_COMM_TIMEOUT="20")
         self.assertNotEqual(done.returncode, 0)
         self.assertLess(time.monotonic() - start, 30)
 
-    def test_ranks_without_mpirun_are_refused_in_one_line(self):
-        done = mpi.run([BINARY, "--gtest_filter=Comm.WorldIsTheLaunchers"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
+    def test_ranks_without_mpirun_are_rejected(self):
+        done = mpi.run([BINARY, "--gtest_filter=Comm.WorldMatchesTheLauncher"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
         self.assertIn("torchrun started rank 0 of 2, but to MPI it is rank 0 of 1; use the mpirun "
                       "of the MPI library that this CPU build was linked with", done.stdout + done.stderr)
@@ -66,20 +66,20 @@ class NcclTest(unittest.TestCase):
                 statuses, outputs, _ = self.launch(ranks)
                 self.assertEqual(statuses, [0] * ranks, "\n".join(outputs))
 
-    def test_a_rank_that_dies_is_named_by_the_others(self):
+    def test_dead_rank_is_named_by_the_others(self):
         statuses, outputs, seconds = self.launch(2, *DIES, TEST_COMM_TIMEOUT="60")
         self.assertEqual(statuses, [1, 3], "\n".join(outputs))
         self.assertRegex(outputs[0], r"rank 0: \w+.*: rank 1 has ended")
         self.assertLess(seconds, 40)  # long before the time-out
 
-    def test_a_rank_that_hangs_ends_the_run_in_time(self):
+    def test_hanging_rank_ends_the_run_within_the_timeout(self):
         statuses, outputs, seconds = self.launch(2, *HANGS, TEST_COMM_TIMEOUT="3")
         self.assertEqual(statuses[0], 1, "\n".join(outputs))
         self.assertRegex(outputs[0], r"rank 0: all_reduce of 1000 fp32: not done within 3 s \(--comm-timeout\)")
         self.assertLess(seconds, 40)
 
-    def test_ranks_that_share_a_gpu_are_refused_in_one_line(self):
-        statuses, outputs, _ = self.launch(2, "--gtest_filter=Comm.WorldIsTheLaunchers", CUDA_VISIBLE_DEVICES="0")
+    def test_ranks_that_share_a_gpu_are_rejected(self):
+        statuses, outputs, _ = self.launch(2, "--gtest_filter=Comm.WorldMatchesTheLauncher", CUDA_VISIBLE_DEVICES="0")
         self.assertEqual(statuses, [1, 1], "\n".join(outputs))
         for output in outputs:
             self.assertRegex(output, r"rank \d: ranks 0 and 1 on \S+ have the same GPU \(GPU-[0-9a-f]{32}\); start as many ranks as "
@@ -87,13 +87,13 @@ class NcclTest(unittest.TestCase):
 
 
 class NoLibraryTest(unittest.TestCase):
-    def test_ranks_are_refused_in_one_line(self):
-        done = mpi.run([BINARY, "--gtest_filter=Comm.WorldIsTheLaunchers"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
+    def test_ranks_are_rejected(self):
+        done = mpi.run([BINARY, "--gtest_filter=Comm.WorldMatchesTheLauncher"], RANK="0", WORLD_SIZE="2", LOCAL_RANK="0",
                        LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
         self.assertRegex(done.stdout + done.stderr, "torchrun started 2 ranks, but this build has no library to connect them; install ")
 
 
-# One of them, so that the other's tests are not listed as skipped.
+# Only the class of this build, so that the tests of the others are not listed as skipped.
 if LIBRARY.startswith("NCCL"):
     del MpiTest, NoLibraryTest
 elif LIBRARY.startswith("MPI"):

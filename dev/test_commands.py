@@ -342,7 +342,7 @@ class CommandsTest(unittest.TestCase):
 
     # ---- same numbers, another way ---------------------------------------------------------------------------------------
 
-    def test_recompute_is_bitwise_the_same(self):
+    def test_recompute_is_bitwise_identical(self):
         expected = digests(os.path.join(self.base, "step_00000008"))
         for level in ("activation", "norms", "block"):
             other = self.train("recompute_" + level, "--steps", 8, "--save-every", 4, "--recompute", level)
@@ -391,7 +391,7 @@ class CommandsTest(unittest.TestCase):
                            "--eval-every", 0)
         self.assertLess(losses(other)[150], 0.01)
 
-    def test_overfitting_goes_on_with_the_same_batch(self):
+    def test_resumed_overfitting_uses_the_same_batch(self):
         whole = self.train("overfit_whole", "--steps", 4, "--save-every", 2, "--schedule", "constant", "--overfit-one-batch")
         other = os.path.join(self.top, "overfit_resumed")
         shutil.copytree(whole, other)
@@ -400,7 +400,7 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertEqual(losses(other), losses(whole))
 
-    def test_vocabulary_larger_than_the_tokenizers(self):
+    def test_vocabulary_larger_than_the_tokenizer_s(self):
         # An untrained model mostly samples ids that the tokenizer does not have: they have no text.
         other = self.train("padded", "--steps", 2, "--vocab-size", 8000, "--sample-every", 1)
         done = run("sample", "--model", other, "--max-tokens", 20, "--ignore-eos", "--temperature", 10)
@@ -480,7 +480,7 @@ class CommandsTest(unittest.TestCase):
             self.assertNotEqual(digest(os.path.join(other, "step_00000008", "model.safetensors")),
                                 digest(os.path.join(self.base, "step_00000008", "model.safetensors")), tensor)
 
-    def test_finished_run_says_so(self):
+    def test_finished_run_reports_that_it_is_finished(self):
         done = run("train", "--out", self.base, "--resume")
         self.assertEqual(done.returncode, 0)
         self.assertIn("is done: step 8 of 8", done.stderr)
@@ -505,7 +505,7 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(int(name[5:]), log(other)[-1]["step"])
             self.assertIn("--resume", stderr)
 
-    def test_keep_spares_the_best(self):
+    def test_keep_preserves_the_best_checkpoint(self):
         # The first checkpoint is the best: from there on the learning rate is absurd.
         run_dir = self.copy_with_checkpoint("keep", 4)
         done = run("train", "--out", run_dir, "--resume", "--steps", 16, "--save-every", 2, "--eval-every", 2, "--keep", 2, "--lr", 3,
@@ -566,7 +566,7 @@ class CommandsTest(unittest.TestCase):
     def test_full_disk_at_every_file_operation(self):
         self.break_saves("enospc")
 
-    def test_not_finite_stops_the_run(self):
+    def test_non_finite_losses_stop_the_run(self):
         args = self.train_args("diverges", "--steps", 200, "--lr", 1e6, "--warmup", 0, "--grad-clip", 0, "--schedule", "constant",
                                "--max-skips", 3, "--eval-every", 0)
         done = run(*args)

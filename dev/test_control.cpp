@@ -1,4 +1,4 @@
-// The hosts' connection: ranks as threads of this process, over the loopback interface.
+// The control channel between ranks, which are threads of this process here and connect over the loopback interface.
 #include "runtime/communication/control.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// A port that nobody has now.
+// A port that is free at the moment.
 int free_port(Descriptor* keep = nullptr) {
     Descriptor listener(socket(AF_INET, SOCK_STREAM, 0));
     sockaddr_in address{};
@@ -39,10 +39,10 @@ World world_of(int64_t rank, int64_t size, int port, double timeout_s = 20) {
 }
 
 Member member_of(int64_t rank) {
-    return {"GPU of a kind", str("GPU-", rank), "library 1"};
+    return {"some GPU", str("GPU-", rank), "library 1"};
 }
 
-// Runs body(rank) on a thread for each rank; what each threw.
+// Runs body(rank) on a thread for each rank. Returns the error message of each rank.
 std::vector<std::string> run_ranks_as_threads(int64_t size, const std::function<void(int64_t)>& body) {
     std::vector<std::string> errors(static_cast<size_t>(size));
     std::vector<std::thread> threads;
@@ -59,7 +59,7 @@ std::vector<std::string> run_ranks_as_threads(int64_t size, const std::function<
     return errors;
 }
 
-TEST(Control, Exchange) {
+TEST(Control, HostCollectives) {
     for (const int64_t size : {2, 3, 8}) {
         const int port = free_port();
         const auto errors = run_ranks_as_threads(size, [&](int64_t rank) {
@@ -83,7 +83,7 @@ TEST(Control, Exchange) {
     }
 }
 
-TEST(Control, TheOthersMayComeFirst) {
+TEST(Control, RankZeroMayConnectLast) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
         if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));
@@ -93,8 +93,8 @@ TEST(Control, TheOthersMayComeFirst) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// A name that is not this machine's own means: by any network.
-TEST(Control, AnyNetwork) {
+// If the name is not this machine's own, rank 0 listens on all networks.
+TEST(Control, ListensOnAllInterfacesForUnknownHostName) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
         World world = world_of(rank, 2, port);
@@ -105,7 +105,7 @@ TEST(Control, AnyNetwork) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-TEST(Control, AListeningSocketMayBeInherited) {
+TEST(Control, UsesAnInheritedListeningSocket) {
     Descriptor listener;
     const int port = free_port(&listener);
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
@@ -117,7 +117,7 @@ TEST(Control, AListeningSocketMayBeInherited) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-TEST(Control, StrangersAreNotTakenForRanks) {
+TEST(Control, RejectsConnectionsOfOtherPrograms) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
         if (rank == 1) {
@@ -125,14 +125,14 @@ TEST(Control, StrangersAreNotTakenForRanks) {
             address.sin_family = AF_INET;
             address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
             address.sin_port = htons(uint16_t(port));
-            Descriptor stranger(socket(AF_INET, SOCK_STREAM, 0));
-            while (connect(stranger, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
-                stranger = Descriptor(socket(AF_INET, SOCK_STREAM, 0));
+            Descriptor other(socket(AF_INET, SOCK_STREAM, 0));
+            while (connect(other, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) {
+                other = Descriptor(socket(AF_INET, SOCK_STREAM, 0));
                 std::this_thread::sleep_for(std::chrono::milliseconds(10));
             }
             const std::string text =
                 "GET / HTTP/1.1\r\nHost: somebody with a long enough name to fill a header\r\n\r\n";
-            EXPECT_EQ(write(stranger, text.data(), text.size()), ssize_t(text.size()));
+            EXPECT_EQ(write(other, text.data(), text.size()), ssize_t(text.size()));
         }
         ControlChannel channel(world_of(rank, 2, port), member_of(rank));
         channel.barrier();
@@ -140,9 +140,9 @@ TEST(Control, StrangersAreNotTakenForRanks) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// All ranks are told the same.
-TEST(Control, RanksThatDoNotFitTogether) {
-    const auto meet = [](const std::function<void(int64_t, World&, Member&)>& change) {
+// All ranks report the same error.
+TEST(Control, MismatchedRanksAreErrorsOnAllRanks) {
+    const auto connect_with = [](const std::function<void(int64_t, World&, Member&)>& change) {
         const int port = free_port();
         return run_ranks_as_threads(2, [&](int64_t rank) {
             World world = world_of(rank, 2, port);
@@ -154,27 +154,28 @@ TEST(Control, RanksThatDoNotFitTogether) {
     char name[128] = "";
     gethostname(name, sizeof name - 1);
     const std::string machine = name;
-    const auto expect_told = [](const std::vector<std::string>& errors, const std::string& what) {
+    const auto expect_errors = [](const std::vector<std::string>& errors, const std::string& what) {
         EXPECT_EQ(errors[0], "rank 0: " + what);
         EXPECT_EQ(errors[1], "rank 1: " + what);
     };
-    expect_told(meet([](int64_t rank, World&, Member& self) { self.device = rank ? "H100" : "A100"; }),
-                "rank 1 on " + machine + " has H100, rank 0 on " + machine +
-                    " has A100; use equal GPUs (CUDA_VISIBLE_DEVICES picks them)");
-    expect_told(meet([](int64_t, World&, Member& self) { self.device_id = "GPU-7"; }),
-                "ranks 0 and 1 on " + machine + " have the same GPU (GPU-7); start as many ranks as there are GPUs");
-    expect_told(meet([](int64_t rank, World&, Member& self) { self.library = rank ? "NCCL 2.1" : "NCCL 2.2"; }),
-                "rank 1 on " + machine + " has NCCL 2.1, rank 0 on " + machine +
-                    " has NCCL 2.2; use the same build and libraries on every machine");
-    expect_told(
-        meet([](int64_t rank, World& world, Member&) { world.size = rank ? 3 : 2; }),
+    expect_errors(connect_with([](int64_t rank, World&, Member& self) { self.device = rank ? "H100" : "A100"; }),
+                  "rank 1 on " + machine + " has H100, rank 0 on " + machine +
+                      " has A100; use equal GPUs (CUDA_VISIBLE_DEVICES picks them)");
+    expect_errors(connect_with([](int64_t, World&, Member& self) { self.device_id = "GPU-7"; }),
+                  "ranks 0 and 1 on " + machine + " have the same GPU (GPU-7); start as many ranks as there are GPUs");
+    expect_errors(
+        connect_with([](int64_t rank, World&, Member& self) { self.library = rank ? "NCCL 2.1" : "NCCL 2.2"; }),
+        "rank 1 on " + machine + " has NCCL 2.1, rank 0 on " + machine +
+            " has NCCL 2.2; use the same build and libraries on every machine");
+    expect_errors(
+        connect_with([](int64_t rank, World& world, Member&) { world.size = rank ? 3 : 2; }),
         "rank 1 on " + machine + " has a world of 3 ranks, rank 0 has 2; give each run its own port (--rendezvous)");
-    // On the CPU there is no GPU to be the same.
-    for (const std::string& error : meet([](int64_t, World&, Member& self) { self.device_id = ""; }))
+    // CPU ranks have no GPU that could be the same.
+    for (const std::string& error : connect_with([](int64_t, World&, Member& self) { self.device_id = ""; }))
         EXPECT_EQ(error, "");
 }
 
-TEST(Control, TwoOfARank) {
+TEST(Control, DuplicateRankIsAnError) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(3, [&](int64_t thread) {
         const int64_t rank = std::min<int64_t>(thread, 1);
@@ -185,14 +186,14 @@ TEST(Control, TwoOfARank) {
     EXPECT_EQ(errors[2], errors[1]);
 }
 
-TEST(Control, BusyPort) {
+TEST(Control, PortInUseIsAnError) {
     Descriptor listener;
     const int port = free_port(&listener);
     expect_error([&] { ControlChannel(world_of(0, 2, port), member_of(0)); },
                  str("rank 0: port ", port, " is in use; give another one: --rendezvous HOST:PORT"));
 }
 
-TEST(Control, NobodyComes) {
+TEST(Control, MissingRanksTimeOut) {
     const int port = free_port();
     expect_error(
         [&] { ControlChannel(world_of(0, 3, port, 0.3), member_of(0)); },
@@ -202,14 +203,14 @@ TEST(Control, NobodyComes) {
                      " within 0.3 s (--comm-timeout): Connection refused"));
 }
 
-TEST(Control, NoPlace) {
+TEST(Control, MissingRendezvousAddressIsAnError) {
     World world = world_of(1, 2, 1);
     world.rendezvous.clear();
     expect_error([&] { ControlChannel(world, member_of(1)); },
                  "rank 1: mpirun does not set the address of rank 0; give --rendezvous HOST:PORT");
 }
 
-TEST(Control, SomebodyElseAnswers) {
+TEST(Control, AnotherProgramAtTheAddressIsAnError) {
     Descriptor listener;
     const int port = free_port(&listener);
     std::thread other([&] {
@@ -226,8 +227,8 @@ TEST(Control, SomebodyElseAnswers) {
     other.join();
 }
 
-// Rank 2 goes; rank 0 sees it, rank 1 is told.
-TEST(Control, ARankThatEndsIsNoticed) {
+// Rank 2 ends. Rank 0 notices and tells rank 1.
+TEST(Control, DetectsARankThatHasEnded) {
     std::atomic<bool> rank_1_knows{false};
     const int port = free_port();
     const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
@@ -244,13 +245,13 @@ TEST(Control, ARankThatEndsIsNoticed) {
     for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-TEST(Control, ARankThatEndsInsideAnOperation) {
+TEST(Control, DetectsARankThatEndsDuringAnOperation) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
         ControlChannel channel(world_of(rank, 3, port), member_of(rank));
         channel.barrier();
         if (rank == 2) return;
-        if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // rank 0 waits for this one
+        if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(500));  // rank 0 waits for rank 1
         channel.barrier();
     });
     EXPECT_EQ(errors[0], "rank 0: barrier: rank 2 has ended");
@@ -258,7 +259,7 @@ TEST(Control, ARankThatEndsInsideAnOperation) {
     EXPECT_EQ(errors[2], "");
 }
 
-TEST(Control, ARankThatHangs) {
+TEST(Control, DetectsARankThatHangs) {
     const int port = free_port();
     std::atomic<bool> over{false};
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
@@ -278,7 +279,7 @@ TEST(Control, ARankThatHangs) {
               "another operation");
 }
 
-TEST(Control, RanksAtDifferentOperations) {
+TEST(Control, MismatchedOperationsAreErrors) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
         ControlChannel channel(world_of(rank, 2, port), member_of(rank));

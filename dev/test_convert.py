@@ -50,7 +50,7 @@ def read_config(folder):
 
 
 def bf16(x):
-    """Rounded to nearest even, as bits."""
+    """bf16 rounded to nearest even, as bits."""
     bits = np.ascontiguousarray(x, "<f4").view("<u4")
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
 
@@ -73,7 +73,7 @@ def llmc_file(weights, config, version):
 
 
 def interleave(x, heads):
-    """Rows of q or k from halves of a head to neighbouring channels."""
+    """Rows of q or k from the half-split to the interleaved RoPE layout."""
     return x.reshape(heads, 2, -1, x.shape[1]).transpose(0, 2, 1, 3).reshape(x.shape)
 
 
@@ -108,7 +108,7 @@ def llama2c_file(weights, config, version, tied):
 
 
 def llama2c_logits(parts, config, tokens, tied):
-    """What llama2.c computes, in float64."""
+    """The forward pass of llama2.c in float64."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     T, d = len(tokens), config["hidden_size"] // config["num_attention_heads"]
     w = {name: [x.astype(np.float64) for x in layers] for name, layers in parts.items()}

@@ -1,5 +1,5 @@
-// The GEMMs of small tiles: an element is one sum in the order of k, with the same bits however rows, vectors and k are
-// blocked, which makes attention independent of the number of threads. Into::Added adds that sum to c.
+// GEMMs of small tiles: each element is one sum in the order of k, with the same bits for any blocking of rows, vectors
+// and k. This makes attention independent of the number of threads. Into::Added adds that sum to c.
 #include "kernels/cpu/cpu_tile.h"
 
 #include <cstring>
@@ -51,10 +51,10 @@ void expect_any_blocking_gives_the_same(TileGemm gemm, int64_t a_row, int64_t a_
     }
 }
 
-TEST(CpuTile, RowsOfA) {
+TEST(CpuTile, TileABMatchesSimpleLoop) {
     expect_any_blocking_gives_the_same(tile_AB, LD, 1);
 }
-TEST(CpuTile, ColumnsOfA) {
+TEST(CpuTile, TileAtBMatchesSimpleLoop) {
     expect_any_blocking_gives_the_same(tile_AtB, 1, LD);
 }
 

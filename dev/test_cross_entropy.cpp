@@ -69,7 +69,7 @@ TEST_P(CrossEntropy, LargeLogitsMatchOracle) {
     check(activation(), 5, 40, 40, 0, 1e-6, 0, false);  // all tokens are equally likely
 }
 
-TEST_P(CrossEntropy, TokensOfNoProbability) {
+TEST_P(CrossEntropy, ZeroProbabilityTokens) {
     const TestArray logits = TestArray::of(activation(), {1, -INF, 2, -INF, -INF, 3}, {2, 3}),
                     losses = TestArray::poisoned({2});
     const TestArray targets = TestArray::ints({0, 2}, {2});
@@ -82,7 +82,7 @@ TEST_P(CrossEntropy, TokensOfNoProbability) {
         EXPECT_NEAR(d[i], expected[i], activation() == DType::F32 ? 1e-6 : 0x1p-8) << i;
 }
 
-TEST_P(CrossEntropy, NaNIsNotHidden) {
+TEST_P(CrossEntropy, NaNPropagates) {
     for (int64_t at = 0; at < 40; at++) {
         std::vector<double> row(40, 0.5);
         row[size_t(at)] = std::numeric_limits<double>::quiet_NaN();
@@ -106,7 +106,7 @@ TEST_P(CrossEntropy, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(CrossEntropy);
 
-TEST(CrossEntropyArguments, WrongOnesAreErrors) {
+TEST(CrossEntropyArguments, InvalidArgumentsAreErrors) {
     const TestArray logits = TestArray::random({3, 8}, 1), losses = TestArray::poisoned({3}),
                     two = TestArray::poisoned({2});
     const TestArray targets = TestArray::ints({0, 1, 2}, {3});
@@ -119,7 +119,7 @@ TEST(CrossEntropyArguments, WrongOnesAreErrors) {
                      str("cross_entropy_forward: V is ", V, ", expected 1 … 8, the columns of logits"));
 }
 
-TEST(CrossEntropyArguments, TargetsOutsideTheVocabulary) {
+TEST(CrossEntropyArguments, TargetsOutsideTheVocabularyAreErrors) {
     for (const int32_t bad : {7, -2, 8, 1 << 30}) {
         const TestArray logits = TestArray::random({2, 8}, 1), losses = TestArray::poisoned({2});
         const TestArray targets = TestArray::ints({6, bad}, {2});

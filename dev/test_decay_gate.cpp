@@ -47,7 +47,7 @@ TEST_P(DecayGate, MatchesOracle) {
 }
 
 // Far from 0 on both sides: σ of a large number is 1 but for a small part, which is what the decay is made of.
-TEST_P(DecayGate, EveryMagnitudeIsAccurate) {
+TEST_P(DecayGate, AccurateAtEveryMagnitude) {
     const std::vector<double> points = {0, 1e-4, -1e-4, 3, -3, 20, -20, 80, -80, 1000, -1000};
     const int64_t n = int64_t(points.size());
     const TestArray inp = TestArray::of(activation(), points, {n, 1}), one = TestArray::of(activation(), {1}, {1, 1}),
@@ -65,7 +65,7 @@ TEST_P(DecayGate, EveryMagnitudeIsAccurate) {
     expect_close("dx", dx.fetch(), gradient.value, gradient.mag, 1, 1, activation());
 }
 
-TEST_P(DecayGate, RowsDoNotDependOnTheirNumber) {
+TEST_P(DecayGate, RowsDoNotDependOnBatchSize) {
     const Shape all{37, 200, 7, 0};
     const std::vector<double> whole = gates(activation(), all, 0.2, 3);
     for (const int64_t n : {1, 5, 36}) {
@@ -78,7 +78,7 @@ TEST_P(DecayGate, RowsDoNotDependOnTheirNumber) {
 
 INSTANTIATE_DTYPES(DecayGate);
 
-TEST(DecayGateArguments, WrongOnesAreErrors) {
+TEST(DecayGateArguments, InvalidArgumentsAreErrors) {
     const TestArray inp = TestArray::random({4, 8}, 1), weight = TestArray::random({3, 8}, 2),
                     bias = TestArray::random({3}, 3), gate = TestArray::poisoned({4, 3}),
                     wide = TestArray::random({3, 9}, 4);

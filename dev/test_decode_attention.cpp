@@ -151,7 +151,7 @@ TEST_P(DecodeAttention, HeadSizes) {
     check(activation(), {3, 1, 7, 90}, 1, {0}, {70}, 4);  // odd, and partly rotated
 }
 
-TEST_P(DecodeAttention, KVHeadsOneSomeAll) {
+TEST_P(DecodeAttention, MultiQueryGroupedQueryAndMultiHead) {
     for (const int64_t NKV : {1, 2, 3, 6}) check(activation(), {6, NKV, 32, 80}, 2, {0, 1}, {79, 64}, 32);
     check(activation(), {12, 1, 64, 80}, 1, {0}, {70}, 0);
     check(activation(), {9, 3, 64, 300}, 1, {0}, {299}, 64);
@@ -173,7 +173,7 @@ TEST_P(DecodeAttention, UnequalSequences) {
 }
 
 // A sequence has the same bits alone and in a batch, for any max_length, in every call, with any number of threads.
-TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
+TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
     struct Case {
         Shape z;
         std::vector<int32_t> positions;
@@ -209,7 +209,7 @@ TEST_P(DecodeAttention, BitsDependOnTheSequenceAlone) {
 }
 
 // One scratch serves consecutive calls of any size, as a batch that shrinks and grows needs it.
-TEST_P(DecodeAttention, ScratchServesCallsOfAnySize) {
+TEST_P(DecodeAttention, ScratchMayBeReusedForAnySize) {
     const Shape z{4, 2, 16, 400};
     const DType T = activation();
     const TestArray scratch = TestArray::scratch(decode_attention_scratch(6, z.NH, z.HS, 400));
@@ -281,7 +281,7 @@ class KvAppend : public DTypeTest {};
 
 // Tokens of several sequences go to rows in any order: q is rotated in place, k is rotated and v copied to the cache.
 // Row −1 and rows beyond the cache are not written.
-TEST_P(KvAppend, PacksAnyRows) {
+TEST_P(KvAppend, AppendsStridedRows) {
     const DType T = activation();
     for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
                                               {3, 1, 10, 6, 5},
@@ -327,7 +327,7 @@ TEST_P(KvAppend, PacksAnyRows) {
 
 INSTANTIATE_DTYPES(KvAppend);
 
-TEST(DecodeAttentionArguments, WrongOnesAreErrors) {
+TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
     const Shape z{4, 2, 8, 10};
     const Cache cache(DType::F32, z, 2, {0, 1}, {3, 4});
     Call call(DType::F32, cache, 8);
@@ -354,7 +354,7 @@ TEST(DecodeAttentionArguments, WrongOnesAreErrors) {
 #endif
 }
 
-TEST(Advance, FinishedSequencesStay) {
+TEST(Advance, FinishedSequencesDoNotAdvance) {
     const TestArray positions = TestArray::ints({0, -1, 41}, {3});
     const std::vector<int64_t> before{5, 6, 7};
     const TestArray bytes = TestArray::bytes(before.data(), 24);

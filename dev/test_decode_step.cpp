@@ -245,7 +245,7 @@ int32_t token_of(const Fixture& f, int64_t sequence, int64_t step) {
     return int32_t(philox(9, uint64_t(sequence), uint64_t(step)).v[0] % uint32_t(f.z.V));
 }
 
-TEST_P(DecodeStep, ComputesTheFormula) {
+TEST_P(DecodeStep, MatchesOracle) {
     for (const ModelOptions& options : {GPT2, LLAMA, WIDE}) {
         const Fixture f(options, activation(), 8);
         for (const int64_t N : {1, 2, 3, 8}) {
@@ -278,7 +278,7 @@ TEST_P(DecodeStep, ComputesTheFormula) {
 
 // Contexts of several KV splits, and of more splits than are combined at a time; several query tiles. The fused step is
 // compared with the separate ops; test_decode_attention.cpp compares those with the oracle for long contexts.
-TEST_P(DecodeStep, LongContexts) {
+TEST_P(DecodeStep, LongContextsMatchOracle) {
     ModelOptions long_gpt2 = GPT2, long_llama = LLAMA;
     long_gpt2.layers = 1, long_gpt2.capacity = 600;
     long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
@@ -300,7 +300,7 @@ TEST_P(DecodeStep, LongContexts) {
     }
 }
 
-TEST_P(DecodeStep, BitsDependOnTheSequenceAlone) {
+TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
     for (const ModelOptions& options : {GPT2, LLAMA}) {
         const Fixture f(options, activation(), 8);
         for (const bool fused : ways(f, 8)) {
@@ -323,7 +323,7 @@ TEST_P(DecodeStep, BitsDependOnTheSequenceAlone) {
     }
 }
 
-TEST_P(DecodeStep, WrongArgumentsAreErrors) {
+TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     const Fixture f(GPT2, activation(), 2);
     DecodeModel m = f.model();
     if (decode_step_max_batch(m) == 0) {

@@ -57,7 +57,7 @@ TEST_P(Embedding, MatchesOracle) {
 }
 
 // A rank that holds only one of the tables.
-TEST_P(Embedding, EitherGradientMayBeLeftOut) {
+TEST_P(Embedding, GradientsAreOptional) {
     const TestArray tokens = TestArray::ints({1, 0, 1}, {3}), dout = TestArray::random(activation(), {3, 5}, 1);
     const TestArray dwpe = TestArray::poisoned({2, 5});
     const TestArray scratch = TestArray::scratch(embedding_backward_scratch(3, 2, 5));
@@ -81,7 +81,7 @@ TEST_P(Embedding, BackwardIsDeterministic) {
 
 INSTANTIATE_DTYPES(Embedding);
 
-TEST(EmbeddingArguments, WrongOnesAreErrors) {
+TEST(EmbeddingArguments, InvalidArgumentsAreErrors) {
     const TestArray out = TestArray::poisoned({2, 4}), wte = TestArray::random({10, 4}, 1),
                     narrow = TestArray::random({10, 3}, 2);
     const TestArray tokens = TestArray::ints({1, 9}, {2}), three = TestArray::ints({1, 2, 3}, {3});
@@ -97,7 +97,7 @@ TEST(EmbeddingArguments, WrongOnesAreErrors) {
 }
 
 #ifdef USE_CUDA  // the launch does not wait for the kernel: a row of zeros, and no gradient
-TEST(EmbeddingArguments, IdsOutsideTheTableCountAsZeros) {
+TEST(EmbeddingArguments, IdsOutsideTheTableGiveZeros) {
     const TestArray table = TestArray::random({10, 4}, 1), dout = TestArray::random({3, 4}, 4);
     const TestArray tokens = TestArray::ints({10, -1, 9}, {3}), positions = TestArray::ints({2, 1 << 30, -7}, {3});
     const TestArray out = TestArray::poisoned({3, 4});
@@ -116,7 +116,7 @@ TEST(EmbeddingArguments, IdsOutsideTheTableCountAsZeros) {
     }
 }
 #else
-TEST(EmbeddingArguments, IdsOutsideTheTableAreErrorsAndNothingIsWritten) {
+TEST(EmbeddingArguments, IdsOutsideTheTableAreErrorsAndWriteNothing) {
     const TestArray out = TestArray::poisoned({2, 4}), table = TestArray::random({10, 4}, 1);
     const TestArray good = TestArray::ints({0, 9}, {2}), high = TestArray::ints({0, 10}, {2}),
                     low = TestArray::ints({-1, 0}, {2});

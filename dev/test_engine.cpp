@@ -8,7 +8,7 @@ namespace {
 class ModelVariants : public ModelVariantTest {};
 
 // Prompts of unequal length in one packed pass, then steps at different positions.
-TEST_P(ModelVariants, EngineComputesWhatForwardDoes) {
+TEST_P(ModelVariants, EngineMatchesForward) {
     constexpr int64_t CONTEXT = 14;
     for (const DType dtype : generation_dtypes(config())) {
         Driver d(config(), training_shape(1, T, dtype));
@@ -58,7 +58,7 @@ TEST_P(ModelVariants, PrefillContinuesASequence) {
 
 // Each sequence of an unequal batch has the bits that it has alone, in prefills and steps; on a GPU with
 // batch_invariant.
-TEST_P(ModelVariants, SequencesDoNotDependOnTheirBatch) {
+TEST_P(ModelVariants, SequencesDoNotDependOnTheBatch) {
     EngineOptions o = engine_options(3, 16, 1);
     o.batch_invariant = true, o.sampling.repeat_penalty = 1.3f;
     Generation together(driver.model, o);
@@ -129,7 +129,7 @@ TEST_P(GenerationByType, ManySequences) {
 }
 
 // Sequences that end leave the batch, new ones take their slots, and the others are not affected.
-TEST_P(GenerationByType, SequencesComeAndGo) {
+TEST_P(GenerationByType, SlotsAreReusedByNewSequences) {
     const ModelConfig& c = driver.model.config;
     EngineOptions o = engine_options(4, 40, 1);
     o.batch_invariant = true;
@@ -169,11 +169,11 @@ TEST_P(GenerationByType, SequencesComeAndGo) {
 }
 
 // A decode step allocates no memory, except for the graph of a longer context now and then.
-TEST(Engine, AllocatesNothingInAStep) {
+TEST(Engine, StepAllocatesNothing) {
     if (backend_device() == Device::CPU)
         GTEST_SKIP() << "libgomp allocates a team if the previous one had another size";
     if (why_no_preload()) GTEST_SKIP() << why_no_preload();
-    const Allocations allocations("Engine.AllocatesNothingInAStep");
+    const Allocations allocations("Engine.StepAllocatesNothing");
     if (!allocations.counting) return;
     for (const char* attention : {"SS", "LG"}) {
         Driver driver(long_config(attention), training_shape(1, 8));
@@ -190,7 +190,7 @@ TEST(Engine, AllocatesNothingInAStep) {
 
 // Dynamic NTK scaling: a prompt is rotated by the angles of its own length, as in forward(), a token after it by those
 // of the new length, and the cache stays as it was rotated. A decode step equals a prefill of one token.
-TEST(Engine, DynamicAnglesFollowTheLength) {
+TEST(Engine, DynamicRopeFollowsSequenceLength) {
     ModelConfig c = long_config();
     c.rope_scaling.kind = RopeScaling::Kind::Dynamic, c.rope_scaling.factor = 2;
     c.max_positions = c.rope_scaling.original_max_position = 16;
@@ -210,7 +210,7 @@ TEST(Engine, DynamicAnglesFollowTheLength) {
 }
 
 // The log probability of a sampled token is the model's own, before penalty, filters and temperature.
-TEST(Engine, LogprobsAreTheModels) {
+TEST(Engine, LogprobsMatchTheModel) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
     EngineOptions o = engine_options(2, 20, 0.7f);
@@ -230,7 +230,7 @@ TEST(Engine, LogprobsAreTheModels) {
     }
 }
 
-TEST(Engine, WrongArgumentsAreErrors) {
+TEST(Engine, InvalidArgumentsAreErrors) {
     Driver driver(base_config(), training_shape(1, 8));
     const auto make = [&](int64_t slots, int64_t context) {
         Generation g(driver.model, engine_options(slots, context));
@@ -256,7 +256,7 @@ TEST(Engine, WrongArgumentsAreErrors) {
 }
 
 // A state keeps all of its sequence or none. The sizes of cache and states follow from the layers.
-TEST(Engine, StatesOfLinearLayers) {
+TEST(Engine, LinearLayersHaveStatesInsteadOfCaches) {
     const auto engine = [](const char* attention, int64_t context) {
         EngineOptions o = engine_options(3, context);
         return std::make_unique<Engine>(long_config(attention), o, Stream{});

@@ -1,5 +1,5 @@
-// runtime/files/files.h and runtime/device/convert.h: whole files, atomic replacement, maps, .npy, and every error's
-// words.
+// runtime/files/files.h and runtime/device/convert.h: whole files, atomic replacement, memory maps, .npy, and the text
+// of every error.
 #include "runtime/files/files.h"
 
 #include <sys/stat.h>
@@ -23,7 +23,7 @@ TEST(Files, WritesAndReadsBack) {
     EXPECT_EQ(read_file(dir.file("a")), bytes);
     write_file(dir.file("a"), "");
     EXPECT_EQ(read_file(dir.file("a")), "");
-    EXPECT_EQ(list_directory(dir.path()), std::vector<std::string>{"a"});  // nothing is left beside it
+    EXPECT_EQ(list_directory(dir.path()), std::vector<std::string>{"a"});  // no temporary file is left
 }
 
 TEST(Files, ReadErrorsNameThePath) {
@@ -35,14 +35,14 @@ TEST(Files, ReadErrorsNameThePath) {
     expect_error([&] { read_file(dir.file("a"), 4); }, {dir.file("a"), "5 bytes", "more than the 4"});
     EXPECT_EQ(read_file(dir.file("a"), 5), "12345");
     expect_error([&] { read_file(dir.file("a/b")); }, {"Not a directory", "a part of the path is a file"});
-    if (::geteuid() != 0) {  // root reads everything
+    if (::geteuid() != 0) {  // root can read every file
         ASSERT_EQ(::chmod(dir.file("a").c_str(), 0), 0);
         expect_error([&] { read_file(dir.file("a")); }, {"Permission denied", "permissions"});
         expect_error([&] { MappedFile map(dir.file("a")); }, {"Permission denied"});
     }
 }
 
-TEST(Files, ReadsWhatHasNoSize) {
+TEST(Files, ReadsFilesOfUnknownSize) {
     EXPECT_NE(read_file("/proc/self/status").find("Pid:"), std::string::npos);
     expect_error([&] { read_file("/dev/zero", 1000000); }, {"/dev/zero", "more than the 1000000"});
 }
@@ -61,10 +61,10 @@ TEST(Files, FullDiskIsAnError) {
     FileWriter out("/dev/full");
     expect_error([&] { out.write("x", 1); }, {"/dev/full", "No space left", "free some disk space"});
     expect_error([&] { write_file("/dev/full", "x"); }, {"/dev/full", "No space left"});
-    EXPECT_TRUE(path_exists("/dev/full"));  // a device is written to, never replaced
+    EXPECT_TRUE(path_exists("/dev/full"));  // a device is opened, never replaced
 }
 
-TEST(Files, SymbolicLinksStay) {
+TEST(Files, WritingKeepsSymbolicLinks) {
     const TempDir dir;
     write_file(dir.file("target"), "old");
     ASSERT_EQ(::symlink("target", dir.file("link").c_str()), 0);
@@ -86,7 +86,7 @@ TEST(Files, FileWriterRefusesUseAfterFinish) {
     expect_error([&] { out.finish(); }, {dir.file("a"), "finished twice"});
 }
 
-TEST(Files, Maps) {
+TEST(Files, MapsFiles) {
     const TempDir dir;
     write_file(dir.file("a"), "hello");
     write_file(dir.file("empty"), "");
@@ -102,7 +102,7 @@ TEST(Files, Maps) {
     expect_error([&] { MappedFile m("/dev/zero"); }, {"/dev/zero", "not a regular file"});
 }
 
-TEST(Files, Directories) {
+TEST(Files, CreatesAndListsDirectories) {
     const TempDir dir;
     make_directories(dir.file("a/b/c"));
     make_directories(dir.file("a/b/c"));
@@ -148,7 +148,7 @@ TEST(Npy, RoundTrips) {
     expect_npy_round_trip<float>({0, 5}, {});
 }
 
-TEST(Npy, WritesWhatNumpyWrites) {
+TEST(Npy, MatchesNumpysFormat) {
     const TempDir dir;
     float values[] = {1, 2, 3, 4, 5, 6};
     write_npy(dir.file("a.npy"), host_tensor(values, {2, 3}));
@@ -160,7 +160,7 @@ TEST(Npy, WritesWhatNumpyWrites) {
     EXPECT_EQ(file.size(), 128 + sizeof(values));
 }
 
-TEST(Npy, Errors) {
+TEST(Npy, InvalidFilesAreErrors) {
     const TempDir dir;
     float values[] = {1, 2, 3, 4};
     write_npy(dir.file("a.npy"), host_tensor(values, {2, 2}));
@@ -199,9 +199,8 @@ uint32_t bits_of(float f) {
     return bits;
 }
 
-// The nearest value of a 16-bit format, found by bisection over its positive numbers: an oracle that shares no bit
-// trick with the code under test. Ties go to the even pattern; beyond the largest finite number half a step leads to
-// infinity.
+// The nearest value of a 16-bit format, found by bisection over its positive numbers: independent of the bit operations
+// under test. Ties go to the even bit pattern. Half a step beyond the largest finite number rounds to infinity.
 template <typename T>
 uint16_t nearest(double x, uint16_t infinity, double last_step) {
     uint16_t low = 0, high = infinity;
@@ -258,8 +257,8 @@ TEST(Convert, RoundsToNearestEven) {
     EXPECT_EQ(to_fp16(1e10f).bits, 0x7C00);
 }
 
-TEST(Convert, ArraysOfAnyAlignment) {
-    const int64_t n = 100001;  // above the size from which threads share the work
+TEST(Convert, ConvertsArraysOfAnyAlignment) {
+    const int64_t n = 100001;  // large enough to use several threads
     std::vector<float> values(size_t(n), 0.0f), back(size_t(n), 0.0f);
     for (const DType dtype : {DType::F32, DType::F64, DType::BF16, DType::F16}) {
         std::vector<char> bytes(size_t(n * dtype_size(dtype) + 1));

@@ -1,10 +1,10 @@
-// A fuzzer of everything that is read from outside: models, tokenizers, tokens, prompts. A damaged file is either an
-// Error of one line or still a file of its kind; never a crash (the address sanitizer sees to that in CI), never
-// another exception, never memory that the file can't account for.
+// A fuzzer of all external input: models, tokenizers, tokens, prompts. A damaged file either gives a one-line Error or
+// is still a valid file. It never causes a crash (CI runs this with the address sanitizer), another exception, or
+// allocations that the size of the file does not justify.
 //
-// Half of the mutations aim at headers, lengths and offsets: the numbers of a JSON header, the integers at the start of
-// a binary file. The others hit anywhere; a few put JSON into lists, deeper than a stack is. All follow from fixed
-// seeds; FUZZ_ROUNDS=n in the environment makes n times as many.
+// Half of the mutations change headers, lengths and offsets: the numbers of a JSON header, the integers at the start of
+// a binary file. The others change any byte; a few nest JSON in more lists than a stack can hold. All follow from fixed
+// seeds. FUZZ_ROUNDS=n in the environment makes n times as many.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -30,7 +30,7 @@
 using nlohmann::json;
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Memory: what is allocated beyond a limit fails, and the test with it.
+// Memory: an allocation beyond the limit fails, and so does the test.
 
 namespace {
 
@@ -57,7 +57,7 @@ void counted_free(void* memory) {
 }  // namespace
 
 void* operator new(size_t n) {
-    // More than any limit at once: not even asked for, since sanitizers stop the program at such a size.
+    // A single request beyond the limit fails at once, because sanitizers stop the program at such a size.
     if (n > size_t(1) << 30) throw std::bad_alloc();
     return counted_alloc(n);
 }
@@ -105,7 +105,7 @@ class Random {
     uint64_t seed, counter = 0;
 };
 
-// Numbers at which sizes break.
+// Numbers at which sizes overflow or wrap around.
 int64_t awkward_number(Random& random, int64_t file_size, int64_t present) {
     const auto bits = static_cast<uint64_t>(present);  // any number may be present: no signed overflow
     const int64_t numbers[] = {0,
@@ -138,7 +138,7 @@ int64_t awkward_number(Random& random, int64_t file_size, int64_t present) {
     return i < n ? numbers[i] : int64_t(random.next() >> random.below(64));
 }
 
-// Another number in place of one that is written out in a text.
+// Replaces a decimal number in a text by another number.
 void mutate_number(std::string& text, size_t end, Random& random) {
     std::vector<std::pair<size_t, size_t>> numbers;  // begin, length
     for (size_t i = 0; i < std::min(end, text.size()); i++) {
@@ -154,7 +154,7 @@ void mutate_number(std::string& text, size_t end, Random& random) {
     text.replace(begin, length, number);
 }
 
-// Another integer in place of one in a binary header.
+// Replaces an integer in a binary header by another integer.
 void mutate_integer(std::string& bytes, size_t header, Random& random) {
     const size_t width = random.below(4) ? 4 : 8;
     const size_t places = std::min(header, bytes.size()) / 4;
@@ -192,7 +192,7 @@ void mutate_anywhere(std::string& bytes, Random& random) {
     }
 }
 
-// A value of JSON, or all of a text, becomes one in a list or in 100,000 lists, or what begins with them.
+// Puts a JSON value, or the whole text, into one list or 100,000 nested lists, with or without their ends.
 void mutate_nesting(std::string& text, Random& random) {
     const size_t depth = random.below(2) ? 1 : 100000;
     const size_t colon = random.below(4) ? text.find(':', size_t(random.below(text.size()))) : std::string::npos;
@@ -203,7 +203,7 @@ void mutate_nesting(std::string& text, Random& random) {
     text.insert(begin, depth, '[');
 }
 
-// A file to damage: how long its header is, and whether that is text.
+// The header of a file to damage: its length, and whether it is text.
 struct Header {
     size_t bytes;
     bool text;
@@ -231,7 +231,7 @@ class Fuzz : public testing::Test {
   protected:
     TempDir dir;
 
-    // Writes `count` mutants of good to path and reads each. read returns where the file is sound.
+    // Writes `count` mutants of good to path and reads each. read returns if the file is valid.
     void fuzz(const std::string& path, const std::string& good, const Header& header, int count,
               const std::function<void()>& read) {
         put_file(path, good);
@@ -326,7 +326,7 @@ void use_tokenizer(const std::string& path) {
 
 }  // namespace
 
-TEST_F(Fuzz, TheMemoryLimitHolds) {
+TEST_F(Fuzz, EnforcesTheMemoryLimit) {
     limit = in_use + MEMORY_LIMIT;
     EXPECT_NO_THROW(std::string(size_t(MEMORY_LIMIT) / 2, 'x'));
     EXPECT_THROW(std::string(size_t(MEMORY_LIMIT) + 1, 'x'), std::bad_alloc);
@@ -353,7 +353,7 @@ TEST_F(Fuzz, Safetensors) {
     fuzz(path, good, {size_t(header) + 8, true}, 500, [&] { read_weights(open_weight_source(folder, table), table); });
 }
 
-TEST_F(Fuzz, ShardsAndTheirIndex) {
+TEST_F(Fuzz, SafetensorsShardsAndIndex) {
     const std::string folder = copy_model("llama-sharded");
     const ParamTable table = table_of(folder);
     for (const char* name : {"model.safetensors.index.json", "model-00002-of-00003.safetensors"}) {
@@ -373,7 +373,7 @@ TEST_F(Fuzz, TrainingState) {
     fuzz(path, read_file(path), {4000, true}, 200, [&] { load_state(path, table, state); });
 }
 
-TEST_F(Fuzz, ModelsOfLlmcAndLlama2c) {
+TEST_F(Fuzz, LlmcAndLlama2cModels) {
     const auto integers = [](std::initializer_list<int32_t> values, size_t bytes) {
         std::string out(bytes, '\0');
         std::memcpy(out.data(), values.begin(), values.size() * 4);
@@ -427,8 +427,8 @@ TEST_F(Fuzz, Tokenizers) {
     }
 }
 
-TEST_F(Fuzz, TokenizersOfLlmcAndLlama2c) {
-    // 256 bytes, end-of-text and two merges; <unk>, <s>, </s> and a few pieces.
+TEST_F(Fuzz, LlmcAndLlama2cTokenizers) {
+    // 256 bytes, end-of-text and two merges; <unk>, <s>, </s> and a few tokens.
     std::string llmc(1024, '\0');
     const int32_t header[] = {20240328, 2, 259, 256};
     std::memcpy(llmc.data(), header, sizeof header);
@@ -457,7 +457,7 @@ TEST_F(Fuzz, TokenizersOfLlmcAndLlama2c) {
     }
 }
 
-TEST_F(Fuzz, TokensMasksAndNotes) {
+TEST_F(Fuzz, TokensMasksAndMetadata) {
     const auto file = [](std::initializer_list<int32_t> header, const std::string& payload) {
         std::string out(1024, '\0');
         std::memcpy(out.data(), header.begin(), header.size() * 4);
@@ -489,7 +489,7 @@ TEST_F(Fuzz, TokensMasksAndNotes) {
     fuzz(dir.file("meta.json"), meta, {1 << 20, true}, 150, read);
 }
 
-TEST_F(Fuzz, ArraysAndNotesOfATraining) {
+TEST_F(Fuzz, TrainingArraysAndMetadata) {
     std::vector<float> values(60, 1.5f);
     const std::string npy = dir.file("x.npy");
     write_npy(npy, host_tensor(values.data(), {3, 20}));
@@ -499,7 +499,7 @@ TEST_F(Fuzz, ArraysAndNotesOfATraining) {
          150, [&] { read_json(notes); });
 }
 
-TEST_F(Fuzz, Questions) {
+TEST_F(Fuzz, MultipleChoiceQuestions) {
     const std::string path = dir.file("questions.jsonl");
     fuzz(path,
          "{\"ctx\": \"The cat\", \"endings\": [\"sat\", \"ran\", \"of\"], \"label\": 1}\n\n"
@@ -507,7 +507,7 @@ TEST_F(Fuzz, Questions) {
          {1 << 20, true}, 300, [&] { read_questions(path); });
 }
 
-TEST_F(Fuzz, NotesForGeneration) {
+TEST_F(Fuzz, GenerationConfig) {
     ModelSource source;
     source.directory = dir.path();
     const std::string path = dir.file("generation_config.json");
@@ -525,11 +525,11 @@ TEST_F(Fuzz, ChatTemplates) {
     const auto read = [&] { find_chat_template(dir.path()); };
     for (const json& config : {one, several})
         fuzz(dir.file("tokenizer_config.json"), config.dump(), {1 << 20, true}, 200, read);
-    // Of a template only the marks are read, which little damage meets.
+    // Only the markers of a template are read, so most damage has no effect.
     fuzz(dir.file("chat_template.jinja"), "<|im_start|>system\\nYou help.<|im_end|>", {0, false}, 200, read);
 }
 
-// What is no line of a log is left out, so that there is no damage to notice.
+// Invalid lines of a log are skipped, so damage is not an error.
 TEST_F(Fuzz, Logs) {
     const std::string path = dir.file("log.jsonl"),
                       good =
@@ -548,7 +548,7 @@ TEST_F(Fuzz, Logs) {
     }
 }
 
-// A prompt may be any bytes: there is no damage to notice, and what is encoded must come back.
+// Any bytes are a valid prompt. Decoding must return the encoded bytes.
 TEST_F(Fuzz, Prompts) {
     put_file(dir.file("gpt2.json"), tokenizer_fixture("gpt2").dump());
     put_file(dir.file("llama2.json"), tokenizer_fixture("llama2").dump());

@@ -44,7 +44,7 @@ TEST_P(Gelu, MatchesOracle) {
 }
 
 // Each point is a row of its own, so that no error hides behind a larger value.
-TEST_P(Gelu, EveryMagnitudeIsAccurate) {
+TEST_P(Gelu, AccurateAtEveryMagnitude) {
     const DType T = activation();
     std::vector<double> points = {0, 1e-30, -1e-30, 1e-5, -1e-5, 15, -15, 100, -100};
     if (T != DType::F16) points.insert(points.end(), {1e6, -1e6});  // fp16 ends at 65504
@@ -72,7 +72,7 @@ TEST_P(Gelu, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(Gelu);
 
-TEST(GeluArguments, WrongOnesAreErrors) {
+TEST(GeluArguments, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({2, 8}, 1), b = TestArray::random({2, 9}, 2);
     const TestArray ints = TestArray::ints(std::vector<int32_t>(16), {2, 8});
     expect_error([&] { gelu_forward(b, a, Stream{}); }, "gelu_forward: out is fp32 [2, 9], expected fp32 [2, 8]");

@@ -33,7 +33,7 @@ std::vector<std::string> shown(const std::string& text, const CompletionOptions&
     return after;
 }
 
-TEST(Completion, ShowWholeCharacters) {
+TEST(Completion, OnlyWholeCharactersAreShown) {
     const CompletionOptions options;
     EXPECT_EQ(shown("a\u00e9z", options), (std::vector<std::string>{"a", "a", "a\u00e9", "a\u00e9z"}));
     EXPECT_EQ(shown("\U0001F600", options).back(), "\U0001F600");
@@ -63,7 +63,7 @@ TEST(Completion, StopStringsAreNeverShown) {
     EXPECT_EQ(shown("aaab", options, &completion).back(), "a");  // the stop string starts inside another start of it
 }
 
-TEST(Completion, EndAtLimitsAndEndTokens) {
+TEST(Completion, EndsAtLimitsAndEndTokens) {
     CompletionOptions options;
     options.max_tokens = 3;
     Completion* completion;
@@ -81,7 +81,7 @@ TEST(Completion, EndAtLimitsAndEndTokens) {
     EXPECT_EQ(without_text.text(), "");
 }
 
-TEST(Prompts, AreSeparatedByLinesOfDashes) {
+TEST(Prompts, SeparatedByLinesOfDashes) {
     using Strings = std::vector<std::string>;
     EXPECT_EQ(split_prompts("one\ntwo\n"), (Strings{"one\ntwo\n"}));  // a single prompt is the whole file
     EXPECT_EQ(split_prompts("one\n---\ntwo\n"), (Strings{"one", "two"}));

@@ -17,7 +17,7 @@ struct Job {
     }
 };
 
-TEST(Generation, SlotsAreTakenInTurn) {
+TEST(Generation, FreedSlotsTakeWaitingRequests) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
     std::vector<std::vector<int32_t>> prompts;
@@ -98,7 +98,7 @@ TEST_P(GenerationByType, FullContexts) {
     EXPECT_THROW(generate(g.engine, too_long.requests, {false, 0}), Error);
 }
 
-TEST(Generation, InterruptionsEndSequencesButNotTheEngine) {
+TEST(Generation, InterruptEndsSequencesAndKeepsTheEngine) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
     Generation g(driver.model, engine_options(2, 40));
@@ -139,7 +139,7 @@ TEST_P(GenerationByType, CacheOfEarlierRoundsIsReused) {
 }
 
 // The cache may already hold the token that ends a sequence. Continuing it computes only the new tokens.
-TEST_P(GenerationByType, CacheMayHoldTheEnd) {
+TEST_P(GenerationByType, CacheMayEndAtTheContextLimit) {
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 9, 1);
     Generation first(driver.model, engine_options(1, 40)), g(driver.model, engine_options(1, 40)),
         other(driver.model, engine_options(1, 40));

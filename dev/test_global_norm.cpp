@@ -57,7 +57,7 @@ TEST(StepControl, NormMatchesFloat64) {
         }
 }
 
-TEST(StepControl, ClipsToTheGivenNormOnly) {
+TEST(StepControl, ClipsOnlyAboveTheGivenNorm) {
     const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5
     EXPECT_EQ(control(grads, 1, 1, fresh(2.5f)).grad_scale, 0.5f);
     EXPECT_EQ(control(grads, 1, 1, fresh(2.5f)).grad_norm, 5);
@@ -80,7 +80,7 @@ TEST(StepControl, GradUnitScalesNormAndGradients) {
     EXPECT_THROW(control(grads, 1, 1, fresh(1), 0), Error);
 }
 
-TEST(StepControl, AnythingNotFiniteSkipsAndIsNotCounted) {
+TEST(StepControl, NonFiniteStepsAreSkippedAndNotCounted) {
     const double inf = std::numeric_limits<double>::infinity(), nan = std::numeric_limits<double>::quiet_NaN();
     for (const double bad : {inf, -inf, nan}) {
         for (const int64_t at : {0, 31, 40000, 69999}) {
@@ -139,7 +139,7 @@ TEST(StepControl, AddsPartsAndRanks) {
     EXPECT_EQ(s.t, 42);
 }
 
-TEST(StepControl, WrongArgumentsAreErrors) {
+TEST(StepControl, InvalidArgumentsAreErrors) {
     const TestArray grads = TestArray::random({40000}, 1), short_bytes = TestArray::scratch(3);
     const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
                     scratch = TestArray::scratch(sum_squares_scratch(40000)), sum = TestArray::doubles({1}, {1}),

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""`train --gpus N` as a user meets it (TRAIN_GPT): training on two GPUs, an interrupt, a rank that is killed, requests that can't be
-met. The build for the CPU has only the last."""
+"""`train --gpus N` end to end (TRAIN_GPT): training on two GPUs, an interrupt, a killed rank, and invalid requests. Only the
+last runs with the CPU build."""
 import glob
 import os
 import re
@@ -39,17 +39,17 @@ class GpusTest(unittest.TestCase):
         done = subprocess.run(self.command("refused", *options), env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
                               capture_output=True, text=True, timeout=60, check=False)
         self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done)
-        self.assertFalse(os.path.exists(os.path.join(self.top, "refused")), "a run that never began left its directory")
+        self.assertFalse(os.path.exists(os.path.join(self.top, "refused")), "a run that did not start left its directory")
         return done.stderr
 
     def test_too_many_gpus(self):
         self.assertRegex(self.refused("--gpus", "1000", "--steps", "2"),
                          r"--gpus 1000: (this is the CPU build.*mpirun|\d+ GPUs? visible here)")
 
-    def test_half_of_a_launchers_variables(self):
+    def test_incomplete_launcher_variables(self):
         self.assertIn("torchrun: RANK is set but WORLD_SIZE is not", self.refused("--steps", "2", RANK="0"))
 
-    def test_another_launchers_ranks(self):
+    def test_gpus_option_inside_another_launcher(self):
         self.assertIn("--gpus 2: torchrun has already started 2 ranks; remove --gpus", self.refused(
             "--gpus", "2", "--steps", "2", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
             MASTER_PORT="29500"))
@@ -57,7 +57,7 @@ class GpusTest(unittest.TestCase):
 
 class TwoGpusTest(GpusTest):
     def start(self, out, *options):
-        """A run that goes on and on, once it has taken some steps; and its ranks' process ids."""
+        """Starts a run without end and waits for its first steps. Returns it and the process ids of its ranks."""
         self.errors = open(os.path.join(self.top, out + ".txt"), "w+", encoding="utf-8")
         self.addCleanup(self.errors.close)
         run = subprocess.Popen(self.command(out, "--gpus", "2", "--steps", "10000000", *options), stdin=subprocess.DEVNULL,
@@ -81,10 +81,10 @@ class TwoGpusTest(GpusTest):
         with open(self.errors.name, encoding="utf-8") as file:
             return file.read()
 
-    def test_what_is_wrong_with_the_run_is_said_once(self):
+    def test_errors_are_printed_once(self):
         self.assertIn("--total-batch-tokens 100 is not a multiple", self.refused("--gpus", "2", "--steps", "2", "--total-batch-tokens", "100"))
 
-    def test_ranks_that_fail_alike_end_with_their_lines(self):
+    def test_ranks_that_fail_alike_print_their_errors(self):
         data = os.path.join(self.top, "damaged")
         shutil.copytree(self.data, data)
         for path in glob.glob(os.path.join(data, "train_*.bin")):
@@ -98,7 +98,7 @@ class TwoGpusTest(GpusTest):
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertTrue(said and all("outside the vocabulary" in line for line in said), done.stderr)
 
-    def test_trains_to_its_end(self):
+    def test_trains_to_completion(self):
         done = subprocess.run(self.command("whole", "--gpus", "2", "--steps", "20"), stdin=subprocess.DEVNULL, capture_output=True,
                               text=True, timeout=200, check=False)
         self.assertEqual(done.returncode, 0, done.stderr)
@@ -106,14 +106,14 @@ class TwoGpusTest(GpusTest):
         self.assertEqual(done.stderr.count("memory plan"), 1)
         self.assertTrue(os.path.exists(os.path.join(self.top, "whole", "step_00000020", "trainer.json")))
 
-    def test_an_interrupt_saves(self):
+    def test_interrupt_saves_a_checkpoint(self):
         run, _ = self.start("interrupted")
         run.send_signal(signal.SIGINT)
         self.assertEqual(run.wait(timeout=60), 0, self.said())
         self.assertRegex(self.said(), r"stopped at step \d+; 'train --resume")
         self.assertTrue([name for name in os.listdir(os.path.join(self.top, "interrupted")) if name.startswith("step_")])
 
-    def test_a_rank_that_is_killed_ends_all_with_one_line(self):
+    def test_killed_rank_ends_all_ranks_with_one_error(self):
         for rank in (0, 1):
             run, ranks = self.start(f"killed{rank}")
             os.kill(ranks[rank], signal.SIGKILL)
@@ -132,7 +132,7 @@ class TwoGpusTest(GpusTest):
             time.sleep(0.1)
 
 
-# What needs GPUs is not listed as skipped where there are none.
+# Without GPUs the tests that need them are not listed as skipped.
 if LIBRARY.startswith("NCCL") and mpi.gpus() >= 2:
     del GpusTest
 else:

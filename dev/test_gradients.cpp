@@ -1,5 +1,5 @@
-// Gradients: their buckets, micro-steps, and the sums over the ranks. Alone it is a world of one; dev/test_gradients.py
-// runs it on several ranks.
+// Gradients: buckets, micro-steps, and sums over ranks. Started alone this is a world of one rank;
+// dev/test_gradients.py starts it on several ranks.
 #include "parallel/gradients.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@ namespace {
 
 const testing::Environment* const environment = testing::AddGlobalTestEnvironment(new LaunchedWorld);
 
-TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
+TEST(Buckets, CoverEveryGroupOnceInBackwardOrder) {
     for (const bool tied : {false, true}) {
         const ParamTable table = table_of(2, tied);
         for (const int64_t stage : {0, 1, 2, 3}) {
@@ -20,7 +20,7 @@ TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
                 const Sharding sharding{stage, 0, 2};
                 const std::vector<Bucket> buckets = make_buckets(table, sharding, {DType::F32, bytes});
                 ASSERT_GE(buckets.size(), 2u);
-                EXPECT_EQ(buckets.back().first, LAYERS + 2);  // what stays fp32
+                EXPECT_EQ(buckets.back().first, LAYERS + 2);  // the fp32 group
                 int next = tied ? LAYERS + 1 : LAYERS + 2;
                 for (size_t i = 0; i + 1 < buckets.size(); i++) {
                     EXPECT_EQ(buckets[i].last, next);
@@ -43,7 +43,7 @@ TEST(Buckets, CoverEveryGroupOnceInTheOrderOfTheBackwardPass) {
     }
 }
 
-// What a rank's backward pass computes: whole numbers, whose sums are exact in bf16 too.
+// The gradients that a rank's backward pass writes: integers, whose sums are exact in bf16 too.
 float gradient(int64_t rank, int micro_step, int64_t i) {
     return float(rank + 1 + 2 * micro_step + i % 5);
 }
@@ -76,7 +76,7 @@ struct RankGradients {
             copy_to_device(t.data, values.data(), values.size() * sizeof(float), ctx.stream);
         }
     }
-    // Groups in the order of backward() in train_gpt.cu.
+    // Groups in the order of the model's backward pass.
     void step(int micro_steps) {
         const int fp32 = table.num_groups() - 1;
         for (int micro = 0; micro < micro_steps; micro++) {
@@ -111,12 +111,13 @@ struct RankGradients {
     }
 };
 
-TEST(Gradients, OwnPartHoldsTheSumOfRanksAndMicroSteps) {
+TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
     for (const int64_t stage : {0, 1, 2, 3}) {
         for (const DType dtype : {DType::F32, DType::BF16}) {
             for (const int64_t bucket_bytes : {0, 8192}) {
                 RankGradients r(stage, {dtype, bucket_bytes});
-                for (const int micro_steps : {1, 3, 2}) {  // the second and third step find the first one's gradients
+                for (const int micro_steps :
+                     {1, 3, 2}) {  // the second and third step start with the gradients of the first
                     r.step(micro_steps);
                     for (int g = 0; g < r.table.num_groups(); g++) {
                         const std::vector<float> whole = r.expected(g, micro_steps);
@@ -133,7 +134,7 @@ TEST(Gradients, OwnPartHoldsTheSumOfRanksAndMicroSteps) {
     }
 }
 
-// In stage 0 every rank has the whole sum.
+// In stage 0 every rank has the full sum.
 TEST(Gradients, StageZeroSumsWholeGroups) {
     RankGradients r(0, {});
     r.step(2);
@@ -141,8 +142,8 @@ TEST(Gradients, StageZeroSumsWholeGroups) {
         EXPECT_EQ(r.fetch(r.grads.arena.groups(r.table, g, g + 1)), r.expected(g, 2)) << "group " << g;
 }
 
-// Kernels add from the second micro-step on, except where each micro-step is summed by itself.
-TEST(Gradients, AccumulateAfterTheFirstMicroStep) {
+// Kernels accumulate from the second micro-step on, unless each micro-step is reduced separately.
+TEST(Gradients, LaterMicroStepsAccumulate) {
     for (const int64_t stage : {0, 1, 2, 3}) {
         RankGradients r(stage, {});
         r.grads.begin(true, false);
@@ -152,7 +153,7 @@ TEST(Gradients, AccumulateAfterTheFirstMicroStep) {
     }
 }
 
-TEST(Gradients, MemoryFollowsTheStage) {
+TEST(Gradients, MemoryMatchesTheStage) {
     const ParamTable table = table_of(4, false);
     const auto memory = [&](int64_t stage, DType dtype) { return Gradients::memory(table, {stage, 0, 4}, {dtype, 0}); };
     for (const int64_t stage : {0, 1}) {

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Gradients on several ranks: dev/test_gradients.cpp's binary, which is found beside the driver (TRAIN_GPT)."""
+"""Gradients on several ranks: runs the binary of dev/test_gradients.cpp beside the driver (TRAIN_GPT)."""
 import os
 import re
 import unittest

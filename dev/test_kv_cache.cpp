@@ -14,7 +14,7 @@ ModelConfig config_of(const char* attention) {
 }
 
 // Only layers with softmax attention keep keys and values.
-TEST(KvCache, SizeFollowsTheSoftmaxLayers) {
+TEST(KvCache, SizeCountsSoftmaxLayersOnly) {
     for (const DType dtype : {DType::F32, DType::BF16}) {
         const KvCache all(config_of("SSSS"), 3, 50, dtype), half(config_of("LSGS"), 3, 50, dtype),
             none(config_of("LGGL"), 3, 50, dtype);
@@ -47,7 +47,7 @@ TEST(KvCache, LayersDoNotOverlap) {
 }
 
 // k_rows and v_rows are the same memory as k and v, with the slots' tokens in one dimension.
-TEST(KvCache, RowsAreTheSameMemory) {
+TEST(KvCache, RowViewsShareTheCacheMemory) {
     KvCache cache(config_of("LSS"), 3, 7, DType::F32);
     cache.allocate();
     for (const int64_t l : {1, 2}) {
@@ -59,7 +59,7 @@ TEST(KvCache, RowsAreTheSameMemory) {
     }
 }
 
-TEST(KvCache, TooManyRowsAreAnError) {
+TEST(KvCache, TooManyRowsAreErrors) {
     EXPECT_NO_THROW(KvCache(config_of("S"), 1 << 10, 1 << 20, DType::BF16));
     EXPECT_THROW(KvCache(config_of("S"), 1 << 10, (1 << 20) + 1, DType::BF16), Error);
     EXPECT_THROW(KvCache(config_of("S"), int64_t(1) << 40, int64_t(1) << 40, DType::BF16), Error);

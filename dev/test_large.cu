@@ -1,8 +1,8 @@
-// Tensors of more than 2³¹ elements, where an index of 32 bits would go wrong. CUDA only: a CPU would take minutes.
+// Tensors of more than 2³¹ elements, where a 32-bit index overflows. CUDA only: a CPU would take minutes.
 //
-// Inputs are made on the device by value_at(), which the host can ask for any element, so that only what is compared
-// travels: sampled outputs, 4096 or more of each, the first and last and those around 2³¹ among them, against the
-// oracle. Sums over all rows are done again by plain kernels in double.
+// value_at() generates the inputs on the device, and any single element on the host. So only the compared outputs are
+// copied: at least 4096 samples of each, with the first, the last and those around 2³¹, against the oracle. Plain
+// kernels in double repeat the sums over all rows.
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/adamw.h"
@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t LIMIT = int64_t(1) << 31;
 constexpr float EPS = 1e-5f;
 
-// Uniform in [−scale, scale): element i of the tensor that the seed names, before it is rounded to its dtype.
+// Element i of the tensor of this seed before rounding to its dtype: uniform in [−scale, scale).
 __host__ __device__ float value_at(uint64_t seed, int64_t i, float scale) {
     return float(int32_t(philox(seed, uint64_t(i), 0).v[0])) * 0x1p-31f * scale;
 }
@@ -36,7 +36,7 @@ __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, float scale, bool po
     }
 }
 
-// Memory of the device, poisoned with NaN; the seed's values after fill().
+// Device memory, poisoned with NaN; fill() writes the values of a seed.
 class LargeArray {
   public:
     LargeArray(DType dtype, std::initializer_list<int64_t> shape)
@@ -55,7 +55,7 @@ class LargeArray {
         });
         check_launch("fill", Stream{});
     }
-    // What fill() put there.
+    // The values that fill() wrote.
     double filled(int64_t i) const {
         const float value = value_at(seed, i, scale);
         return rounded(view.dtype, positive ? std::fabs(value) : value);
@@ -65,7 +65,7 @@ class LargeArray {
         for (int64_t i = begin; i < begin + count; i++) values.push_back(filled(i));
         return values;
     }
-    // What is there now.
+    // The present values.
     std::vector<double> fetch(int64_t begin, int64_t count) const {
         const int64_t size = dtype_size(view.dtype);
         std::vector<char> stored(static_cast<size_t>(count * size));
@@ -84,8 +84,8 @@ class LargeArray {
     bool positive = false;
 };
 
-// The begins of runs of `length` within [0, n): the first, the last, those around 2³¹ and random ones, 8192 elements or
-// more in all.
+// Starts of runs of `length` within [0, n): the first, the last, those around 2³¹ and random ones, at least 8192
+// elements in total.
 std::vector<int64_t> sampled_runs(int64_t n, int64_t length) {
     std::vector<int64_t> begins = {0, n - length};
     for (const int64_t at : {LIMIT - length, LIMIT})
@@ -95,7 +95,7 @@ std::vector<int64_t> sampled_runs(int64_t n, int64_t length) {
     return begins;
 }
 
-// Rows to look at of a matrix of N rows of C: the first, the last, those that hold the 2³¹-th element, random ones.
+// Sampled rows of a matrix [N, C]: the first, the last, those around the 2³¹-th element, and random ones.
 std::vector<int64_t> sampled_rows(int64_t N, int64_t C, int64_t count) {
     std::vector<int64_t> rows = {0, N - 1, LIMIT / C - 1, LIMIT / C, LIMIT / C + 1};
     for (uint64_t i = 0; int64_t(rows.size()) < count; i++) rows.push_back(int64_t(philox(8, i, 0).v[0] % uint64_t(N)));
@@ -107,7 +107,7 @@ void append(std::vector<double>& to, const std::vector<double>& from) {
     to.insert(to.end(), from.begin(), from.end());
 }
 
-// Compares rows of several sampled pieces at once.
+// Collects sampled rows and compares them together.
 struct Compared {
     std::vector<double> got;
     reference::Values ref;
@@ -132,7 +132,7 @@ struct Compared {
     GTEST_SKIP() << "needs " << (gib) << " GiB of free GPU memory, " \
                  << double(device_memory_available()) / double(1 << 30) << " are free"
 
-// Σ_k a[a_begin + k·a_stride]·b[b_begin + k·b_stride] in double: one sampled element of a matrix product.
+// Σ_k a[a_begin + k·a_stride]·b[b_begin + k·b_stride] in double: one sampled element of a matmul.
 struct SampledDot {
     int64_t a_begin, b_begin;
 };
@@ -159,7 +159,7 @@ std::vector<T> to_host(const T* device, size_t n) {
     return host;
 }
 
-// out = op(a)·op(b) at sampled places (rows from the sampler above, columns random), against dots in double.
+// Checks out = op(a)·op(b) at sampled elements (rows as above, random columns) against dot products in double.
 void check_product(const char* what, const LargeArray& out, const Tensor& a, const Tensor& b, bool transpose_a,
                    bool transpose_b, int64_t K) {
     const int64_t M = out.tensor().shape[0], N = out.tensor().shape[1];
@@ -299,7 +299,7 @@ TEST(Large, LayerNorm) {
     expect_close("dbias", dbias.fetch(), ref[1].value, ref[1].mag, N, C);
 }
 
-// The classifier without chunks: [tokens, vocabulary] logits, their loss and gradient, and the products behind them.
+// The head without chunks: logits [tokens, vocabulary], their loss and gradient, and its matmuls.
 TEST(Large, MatmulAndCrossEntropy) {
     SKIP_WITHOUT_GIB(8);
     const int64_t C = 768, V = 50257, Vp = 50304, N = LIMIT / Vp + 5;
@@ -335,7 +335,7 @@ TEST(Large, MatmulAndCrossEntropy) {
     expect_close("losses", loss, loss_ref.value, loss_ref.mag, V, 1);
     gradient.expect("dlogits", V, Vp, DType::BF16);
 
-    // A gradient of random numbers: dlogits, nearly all of one sign and size, would hide a wrong element.
+    // A random gradient: nearly all of dlogits have one sign and size, which would hide a wrong element.
     logits.fill(5, 0.1f);
     matmul_backward_input(dinp, logits, weight, false, stream);
     matmul_backward_weight(dweight, Tensor{}, logits, inp, false, stream);
@@ -345,7 +345,7 @@ TEST(Large, MatmulAndCrossEntropy) {
     destroy_stream(stream);
 }
 
-// q, k and v in place in the packed rows of a QKV product, and their gradients likewise.
+// q, k and v are views of the packed rows of the QKV projection's output; so are their gradients.
 TEST(Large, AttentionInPackedRows) {
     SKIP_WITHOUT_GIB(14);
     const int64_t T = 256, NH = 32, NKV = 32, HS = 128, row = (NH + 2 * NKV) * HS;
@@ -369,7 +369,7 @@ TEST(Large, AttentionInPackedRows) {
     attention_backward(part(dqkv, 0, NH), part(dqkv, NH, NKV), part(dqkv, NH + NKV, NKV), heads_dout, q, k, v,
                        heads_out, lse, sequences, scale, scratch, Stream{});
 
-    // Of the first and last sequence and the one over 2³¹ the first and last head.
+    // The first and last head of the first and last sequence and of the one around 2³¹.
     Compared forward, dq, dk, dv;
     const std::vector<int32_t> one = {0, int32_t(T)};
     for (const int64_t s : {int64_t(0), LIMIT / row / T, S - 1}) {
@@ -442,7 +442,7 @@ TEST(Large, Embedding) {
         token_ids.push_back(int32_t(philox(3, uint64_t(n), 0).v[0] % uint64_t(V)));
         position_ids.push_back(int32_t(n % P));
     }
-    token_ids.front() = 0, token_ids.back() = int32_t(V - 1);  // what the checks below look at
+    token_ids.front() = 0, token_ids.back() = int32_t(V - 1);  // the checks below read these
     const TestArray tokens = TestArray::ints(token_ids, {N}), positions = TestArray::ints(position_ids, {N});
     embedding_forward(out, tokens, positions, wte, wpe, Stream{});
     Compared forward, d_tokens, d_positions;
@@ -457,7 +457,7 @@ TEST(Large, Embedding) {
     out.fill(4, 1);  // serves as dout
     const TestArray scratch = TestArray::scratch(embedding_backward_scratch(N, V, C));
     embedding_backward(dwte, dwpe, out, tokens, positions, scratch, false, false, Stream{});
-    // The gradient of one row: dout's rows of the tokens that name it.
+    // The gradient of one row: the sum of dout over the tokens with this id.
     const auto row_gradient = [&](const std::vector<int32_t>& ids, int32_t id) {
         std::vector<double> d;
         std::vector<int32_t> zeros;
@@ -474,7 +474,7 @@ TEST(Large, Embedding) {
     d_positions.expect("dwpe", N / P, C, DType::F32);
 }
 
-// Rows of odd length, which are read element by element, and the transpose.
+// Rows of odd length, which are read element by element, and their transpose.
 TEST(Large, TensorOperations) {
     SKIP_WITHOUT_GIB(10);
     const int64_t C = 3001, N = LIMIT / C + 5, n = N * C;

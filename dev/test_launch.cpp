@@ -1,4 +1,4 @@
-// What the launchers tell their processes, and the parent of --gpus.
+// The environment variables of the launchers, and the parent process of --gpus.
 #include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
@@ -67,7 +67,7 @@ Variables without(Variables variables, const std::string& name) {
     return variables;
 }
 
-TEST(Launch, NobodyLaunched) {
+TEST(Launch, SingleProcessWithoutLauncher) {
     LaunchOptions options;
     options.timeout_s = 7;
     const World w = world_of({{"MASTER_ADDR", "gpu001"}, {"OMP_NUM_THREADS", "2"}}, options);
@@ -75,8 +75,8 @@ TEST(Launch, NobodyLaunched) {
     EXPECT_EQ(w.timeout_s, 7);
 }
 
-TEST(Launch, Torchrun) {
-    // Its own store listens on MASTER_PORT.
+TEST(Launch, ReadsTorchrunVariables) {
+    // torchrun's store listens on MASTER_PORT, so rank 0 takes the next port.
     expect_world(world_of(TORCHRUN), 5, 8, 1, 4, "torchrun", "gpu001:29501");
     expect_world(world_of(with(TORCHRUN, {{"MASTER_ADDR", "fd00::2"}})), 5, 8, 1, 4, "torchrun", "[fd00::2]:29501");
     LaunchOptions options;
@@ -85,7 +85,7 @@ TEST(Launch, Torchrun) {
     expect_world(world_of({{"RANK", "0"}, {"WORLD_SIZE", "1"}}), 0, 1, 0, 1, "torchrun", "");
 }
 
-TEST(Launch, HalfSetVariablesNameTheMissingOne) {
+TEST(Launch, IncompleteVariablesNameTheMissingOne) {
     for (const auto& [name, value] : TORCHRUN) {
         const std::string given = name == "RANK" ? "WORLD_SIZE" : "RANK";
         const std::string expected =
@@ -111,7 +111,7 @@ TEST(Launch, HalfSetVariablesNameTheMissingOne) {
         "or unset it to run one process");
 }
 
-TEST(Launch, BadNumbers) {
+TEST(Launch, InvalidNumbersAreErrors) {
     for (const char* const bad : {"", "x", "1x", "-1", "99999999999", "1.5"})
         expect_error(
             [&] {
@@ -141,29 +141,29 @@ TEST(Launch, BadNumbers) {
         "--rendezvous nowhere is not HOST:PORT with a port from 1 to 65535 (an IPv6 address goes in brackets)");
 }
 
-TEST(Launch, Mpirun) {
+TEST(Launch, ReadsMpirunVariables) {
     const World w = world_of(MPIRUN);
     expect_world(w, 3, 4, 3, 4, "mpirun", w.rendezvous);
-    // One machine: a port of the job's own.
+    // One machine: a port derived from the job.
     const HostPort place = parse_host_port(w.rendezvous, "");
     EXPECT_EQ(place.host, "127.0.0.1");
     EXPECT_EQ(world_of(with(MPIRUN, {{"OMPI_COMM_WORLD_RANK", "0"}})).rendezvous, w.rendezvous);
     EXPECT_NE(world_of(with(MPIRUN, {{"PMIX_NAMESPACE", "other"}})).rendezvous, w.rendezvous);
-    // Several: nobody tells which machine rank 0 is on.
+    // Several machines: no variable names the machine of rank 0.
     expect_world(world_of(with(MPIRUN, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}})), 3,
                  4, 1, 2, "mpirun", "");
     expect_world(world_of(with(MPIRUN, {{"MASTER_ADDR", "head"}, {"MASTER_PORT", "1000"}})), 3, 4, 3, 4, "mpirun",
                  "head:1001");
-    // MPICH's and Intel's, and the same names from SLURM's PMI2, which say less.
+    // The variables of MPICH and Intel MPI; SLURM's PMI2 sets some of the same names.
     const Variables hydra = {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "1"}, {"MPI_LOCALNRANKS", "2"}};
     EXPECT_EQ(world_of(hydra).size, 2);
     EXPECT_EQ(world_of({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}).size, 1);
-    // The nearer launcher counts: mpirun inside a SLURM step, torchrun inside both.
+    // The innermost launcher counts: mpirun inside a SLURM step, torchrun inside both.
     EXPECT_EQ(world_of(with(SRUN, MPIRUN)).launcher, "mpirun");
     EXPECT_EQ(world_of(with(with(SRUN, MPIRUN), TORCHRUN)).launcher, "torchrun");
 }
 
-TEST(Launch, Srun) {
+TEST(Launch, ReadsSrunVariables) {
     const World w = world_of(SRUN);
     expect_world(w, 9, 11, 1, 3, "srun", w.rendezvous);
     EXPECT_EQ(parse_host_port(w.rendezvous, "").host, "gpu007");
@@ -173,13 +173,13 @@ TEST(Launch, Srun) {
             world_of(with(SRUN, {{"SLURM_NODEID", "3"}}));
         },
         "srun: SLURM_STEP_TASKS_PER_NODE=4(x2),3 does not give the number of tasks on this machine");
-    // A batch script without srun has one process, whatever the job asked for.
+    // A batch script without srun has one process, whatever the size of its job.
     EXPECT_EQ(world_of(without(SRUN, "SLURM_STEP_ID")).size, 1);
     expect_error([&] { world_of(without(SRUN, "SLURM_STEP_NODELIST")); },
                  "srun: SLURM_STEP_ID is set but SLURM_STEP_NODELIST is not; give --rendezvous HOST:PORT");
 }
 
-TEST(Launch, FirstHostOfSlurmsLists) {
+TEST(Launch, ParsesFirstHostOfSlurmNodeLists) {
     EXPECT_EQ(first_slurm_host("login1"), "login1");
     EXPECT_EQ(first_slurm_host("a1,b2"), "a1");
     EXPECT_EQ(first_slurm_host("gpu[007-010,020],login1"), "gpu007");
@@ -192,7 +192,7 @@ TEST(Launch, FirstHostOfSlurmsLists) {
     expect_error([&] { first_slurm_host(""); }, "srun: the node list '' names no machine; give --rendezvous HOST:PORT");
 }
 
-TEST(Launch, HostPorts) {
+TEST(Launch, ParsesHostAndPort) {
     const HostPort named = parse_host_port("gpu001:29500", "x"), six = parse_host_port("[::1]:1", "x");
     EXPECT_EQ(named.host, "gpu001");
     EXPECT_EQ(named.port, 29500);
@@ -204,7 +204,7 @@ TEST(Launch, HostPorts) {
             str("x ", bad, " is not HOST:PORT with a port from 1 to 65535 (an IPv6 address goes in brackets)"));
 }
 
-TEST(Launch, GpusOption) {
+TEST(Launch, ParsesGpusOption) {
     LaunchOptions options;
     EXPECT_EQ(ranks_to_start(options), 0);
     for (const char* const bad : {"", "0", "-2", "2x", "many"}) {
@@ -221,7 +221,7 @@ TEST(Launch, GpusOption) {
         expect_error([&] { ranks_to_start(options); }, std::vector<std::string>{"--gpus 100000: ", "visible here"});
 }
 
-// The parent, with the shell as the program. What it writes goes to a file.
+// A finished parent process, which ran the shell as its program.
 struct Ended {
     int status;
     std::string output, errors;
@@ -230,7 +230,7 @@ struct Ended {
 
 class LocalRanksTest : public testing::Test {
   public:
-    // The parent runs in a process of its own, to which `meanwhile` may do something.
+    // Runs the parent in a child process and calls meanwhile(its process id).
     template <typename Meanwhile>
     Ended run(const std::string& script, int ranks, Meanwhile meanwhile) {
         const std::string out = temp.file("out"), err = temp.file("err");
@@ -239,7 +239,7 @@ class LocalRanksTest : public testing::Test {
         if (parent == 0) {
             dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDOUT_FILENO);
             dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDERR_FILENO);
-            // CUDA has threads of its own by then, which block no signal.
+            // As with CUDA, other threads are running, which block no signal.
             for (int i = 0; i < 3; i++) std::thread([] { pause(); }).detach();
             try {
                 _exit(run_local_ranks({"/bin/sh", "-c", script, "sh", temp.path()}, ranks));
@@ -264,7 +264,7 @@ class LocalRanksTest : public testing::Test {
     TempDir temp;
 };
 
-TEST_F(LocalRanksTest, RanksAreToldWhoTheyAre) {
+TEST_F(LocalRanksTest, RanksReceiveRankSizeAndRendezvous) {
     const Ended e =
         run("echo out $TRAIN_GPT_RANK; echo $TRAIN_GPT_RANK $TRAIN_GPT_WORLD_SIZE $TRAIN_GPT_RENDEZVOUS "
             ">$1/$TRAIN_GPT_RANK",
@@ -272,18 +272,18 @@ TEST_F(LocalRanksTest, RanksAreToldWhoTheyAre) {
     EXPECT_EQ(e.status, 0);
     EXPECT_EQ(e.output, "out 0\n");
     EXPECT_EQ(e.errors, "");
-    const std::string first = read_file(temp.file("0")), place = first.substr(4);
+    const std::string first = read_file(temp.file("0")), rendezvous = first.substr(4);
     EXPECT_EQ(first.substr(0, 14), "0 3 127.0.0.1:");
-    for (const char* const r : {"1", "2"}) EXPECT_EQ(read_file(temp.file(r)), str(r, " 3 ", place));
+    for (const char* const r : {"1", "2"}) EXPECT_EQ(read_file(temp.file(r)), str(r, " 3 ", rendezvous));
 }
 
-TEST_F(LocalRanksTest, RanksFormAWorld) {
+TEST_F(LocalRanksTest, EnvironmentDescribesTheWorld) {
     Variables variables = {{LOCAL_RANKS_RANK, "0"},
                            {LOCAL_RANKS_SIZE, "2"},
                            {LOCAL_RANKS_ADDRESS, "127.0.0.1:5555"},
                            {LOCAL_RANKS_SOCKET, "9"}};
     LaunchOptions options;
-    options.rendezvous = "other:1";  // is where a launcher that we are not would meet
+    options.rendezvous = "other:1";  // ignored: it is for other launchers
     World w = world_of(with(MPIRUN, variables), options);
     expect_world(w, 0, 2, 0, 2, "--gpus", "127.0.0.1:5555");
     EXPECT_EQ(w.rendezvous_socket, 9);
@@ -293,8 +293,8 @@ TEST_F(LocalRanksTest, RanksFormAWorld) {
     EXPECT_EQ(w.rendezvous_socket, -1);
 }
 
-// Rank 0 holds the socket that the others are told of: whoever connects is not refused.
-TEST_F(LocalRanksTest, TheSocketListensBeforeAnybodyConnects) {
+// Rank 0 inherits a listening socket, so connections of the other ranks are never refused.
+TEST_F(LocalRanksTest, SocketListensBeforeRanksConnect) {
     const Ended e =
         run("if [ $TRAIN_GPT_RANK = 0 ]; then [ -S /proc/self/fd/$TRAIN_GPT_LISTEN_SOCKET ] || exit 5; sleep 0.3; exit "
             "0; fi; "
@@ -303,7 +303,7 @@ TEST_F(LocalRanksTest, TheSocketListensBeforeAnybodyConnects) {
     EXPECT_EQ(e.status, 0) << e.errors;
 }
 
-TEST_F(LocalRanksTest, ErrorsCarryTheRankAndComeOnce) {
+TEST_F(LocalRanksTest, RepeatedErrorsArePrintedOnceWithTheRank) {
     const Ended e =
         run("if [ $TRAIN_GPT_RANK = 0 ]; then echo progress >&2; touch $1/0; exit 0; fi; "
             "while [ ! -e $1/$((TRAIN_GPT_RANK - 1)) ]; do sleep 0.01; done; sleep 0.2; "
@@ -318,22 +318,22 @@ TEST_F(LocalRanksTest, ErrorsCarryTheRankAndComeOnce) {
     EXPECT_EQ(alike.errors.size(), std::string("[rank 1] the same\n").size()) << alike.errors;
 }
 
-TEST_F(LocalRanksTest, OneThatFailsEndsAll) {
+TEST_F(LocalRanksTest, FailedRankEndsAllRanks) {
     const Ended e = run("if [ $TRAIN_GPT_RANK = 2 ]; then echo why >&2; exit 7; fi; exec sleep 60", 3);
     EXPECT_EQ(e.status, 7);
     EXPECT_EQ(e.errors, "[rank 2] why\n");
     EXPECT_LT(e.seconds, 20);
 }
 
-TEST_F(LocalRanksTest, OneThatIsKilledIsNamed) {
+TEST_F(LocalRanksTest, KilledRankIsNamed) {
     const Ended e = run("if [ $TRAIN_GPT_RANK = 1 ]; then kill -9 $$; fi; exec sleep 60", 2);
     EXPECT_EQ(e.status, 128 + SIGKILL);
     EXPECT_EQ(e.errors, "train_gpt: rank 1 was ended by signal 9 (Killed)\n");
     EXPECT_LT(e.seconds, 20);
 }
 
-// Their ends may come together, and as one signal.
-TEST_F(LocalRanksTest, ThoseThatEndTogetherAreAllSeen) {
+// One SIGCHLD may stand for several ended ranks.
+TEST_F(LocalRanksTest, RanksThatEndTogetherAreAllReaped) {
     for (int i = 0; i < 20; i++) {
         const Ended e = run("exit 0", 4);
         ASSERT_EQ(e.status, 0) << e.errors;
@@ -341,8 +341,8 @@ TEST_F(LocalRanksTest, ThoseThatEndTogetherAreAllSeen) {
     }
 }
 
-// Each rank gets an interrupt once, and may save before it ends.
-TEST_F(LocalRanksTest, InterruptsArePassedOnOnce) {
+// Each rank receives the interrupt once and may save before it ends.
+TEST_F(LocalRanksTest, InterruptIsForwardedOnce) {
     const Ended e =
         run("n=0; trap 'n=$((n + 1))' INT; touch $1/ready$TRAIN_GPT_RANK; "
             "while [ $n = 0 ]; do sleep 0.01; done; sleep 0.2; echo $n >$1/count$TRAIN_GPT_RANK",
@@ -356,7 +356,7 @@ TEST_F(LocalRanksTest, InterruptsArePassedOnOnce) {
     for (const char* const name : {"count0", "count1"}) EXPECT_EQ(read_file(temp.file(name)), "1\n");
 }
 
-TEST_F(LocalRanksTest, SignalsThatEndThemAreNoFailureToReport) {
+TEST_F(LocalRanksTest, ForwardedTerminationIsNotReportedAsFailure) {
     const Ended e = run("touch $1/ready$TRAIN_GPT_RANK; exec sleep 60", 2, [&](pid_t parent) {
         wait_for("ready0");
         wait_for("ready1");
@@ -366,7 +366,7 @@ TEST_F(LocalRanksTest, SignalsThatEndThemAreNoFailureToReport) {
     EXPECT_EQ(e.errors, "");
 }
 
-TEST_F(LocalRanksTest, AProgramThatIsNotThere) {
+TEST_F(LocalRanksTest, MissingProgramIsAnError) {
     expect_error([] { run_local_ranks({"/nowhere/train_gpt"}, 2); },
                  "--gpus: cannot start /nowhere/train_gpt: No such file or directory");
 }

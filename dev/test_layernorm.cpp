@@ -103,11 +103,11 @@ TEST_P(LayerNorm, ForwardMatchesOracle) {
             check_forward(activation(), s[0], s[1], options & 1, options & 2, options & 4, gap_of(s[0]), 0.5);
 }
 
-TEST_P(LayerNorm, LargeMeanDoesNotCancel) {
+TEST_P(LayerNorm, LargeMeanKeepsPrecision) {
     for (const bool residual : {false, true}) check_forward(activation(), 9, 300, residual, true, true, 0, 1000);
 }
 
-TEST_P(LayerNorm, SumMayBeInpOrResidual) {
+TEST_P(LayerNorm, SumMayAliasInpOrResidual) {
     const DType T = activation();
     const int64_t N = 5;
     for (const int64_t C : {37, 64}) {
@@ -158,11 +158,11 @@ TEST_P(LayerNorm, BackwardIsDeterministic) {
 
 INSTANTIATE_DTYPES(LayerNorm);
 
-TEST(LayerNormArguments, NothingNeedsNoScratch) {
+TEST(LayerNormArguments, ZeroRowsNeedNoScratch) {
     for (const int64_t N : {0, 5}) EXPECT_EQ(layernorm_backward_scratch(N, 0), 0) << N;
 }
 
-TEST(LayerNormArguments, WrongOnesAreErrors) {
+TEST(LayerNormArguments, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({4, 128}, 1), b = TestArray::random({4, 64}, 2),
                     out = TestArray::poisoned({4, 128});
     const TestArray weight = TestArray::random({128}, 3), shorter = TestArray::random({64}, 4),

@@ -232,7 +232,7 @@ TEST_P(Linear, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(Linear);
 
-TEST(LinearArguments, Errors) {
+TEST(LinearArguments, InvalidArgumentsAreErrors) {
     const TestArray out = TestArray::poisoned({2, 5}), inp = TestArray::random({2, 4}, 1),
                     weight = TestArray::random({5, 4}, 2), scratch = TestArray::scratch(4096);
     const auto call = [&](Activation f, Tensor residual, Tensor bias = {}) {

@@ -356,7 +356,7 @@ TEST_P(LinearAttentionTest, PackedSequencesAndStates) {
     }
 }
 
-TEST_P(LinearAttentionTest, KVHeadsOneSomeAll) {
+TEST_P(LinearAttentionTest, MultiQueryGroupedQueryAndMultiHead) {
     for (const int64_t NKV : {1, 2, 3, 6})
         for (const Type& type : {LINEAR, GATED_LINEAR}) check(activation(), {{90, 20}, 6, NKV, 24, 40}, type);
 }
@@ -440,7 +440,7 @@ TEST_P(LinearAttentionTest, Gates) {
 
 // fast-transformers' own cases: the causal product of numbers in [0, 1), and 10 sequences of 4 heads of 25 x 64, where
 // the parallel form must equal the recurrent one.
-TEST(LinearAttentionFP32, CasesOfFastTransformers) {
+TEST(LinearAttentionFP32, MatchesFastTransformers) {
     for (uint64_t draw = 0; draw < 3; draw++) {
         const Philox4 r = philox(11, draw, 0);
         const int64_t E = 10 + r.v[0] % 502, M = 10 + r.v[1] % 502;
@@ -470,7 +470,7 @@ TEST(LinearAttentionFP32, CasesOfFastTransformers) {
 }
 
 // What comes later changes nothing before it, by a bit. In 16 bits heads of a multiple of 8 have kernels of their own.
-TEST_P(LinearAttentionTest, FutureNeverLeaksIntoThePast) {
+TEST_P(LinearAttentionTest, FutureTokensDoNotAffectPastOutputs) {
     for (const auto& [E, T] : {std::pair<int64_t, int64_t>{20, 1300}, {24, 1300}, {128, 130}})
         for (const Type& type : {LINEAR, GATED_LINEAR}) {
             SCOPED_TRACE(str("heads of ", E, type.gated ? ", gated" : ", normalised"));
@@ -624,7 +624,7 @@ TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
 
 // States among those of other sequences: the same bits as where they lie by themselves, and the others stay as they
 // were. A sequence without a row leaves none.
-TEST_P(LinearAttentionTest, StatesLieInRows) {
+TEST_P(LinearAttentionTest, StatesMayBeStrided) {
     constexpr int64_t S = 3, R = 5, NH = 4, NKV = 2, E = 24, M = 40;
     const std::vector<int32_t> where = {4, -1, 1};
     for (const Type& type : {with_states(LINEAR), with_states(GATED_LINEAR)})
@@ -682,7 +682,7 @@ TEST_P(LinearAttentionTest, StatesLieInRows) {
 }
 
 // A long document among many short ones, with the scratch that one sequence asks for.
-TEST_P(LinearAttentionTest, ManySequencesNeedNoMoreScratch) {
+TEST_P(LinearAttentionTest, ScratchDoesNotGrowWithSequences) {
     for (const Type& type : {LINEAR, GATED_LINEAR}) {
         std::vector<int64_t> lengths(300, 3);
         lengths[7] = 1500;
@@ -705,7 +705,7 @@ TEST_P(LinearAttentionTest, Deterministic) {
 
 #ifdef USE_CUDA
 // Whatever cum holds, nothing outside the tensors is touched: compute-sanitizer looks on, and the run ends.
-TEST_P(LinearAttentionTest, BadSequencesStayInside) {
+TEST_P(LinearAttentionTest, InvalidSequencesStayInBounds) {
     for (const Type& type : {with_states(LINEAR), with_states(GATED_LINEAR), with_states(GATED_NORMALISED)})
         for (const std::vector<int32_t>& cum :
              {std::vector<int32_t>{-5, 20, 10}, {0, 1000000, 2000000}, {30, 10, 40}, {0, 40, 2147483647}}) {
@@ -773,7 +773,7 @@ TEST(LinearAttentionOracle, AgreesWithCentralDifferences) {
     }
 }
 
-TEST(LinearAttentionErrors, NameWhatIsWrong) {
+TEST(LinearAttentionErrors, NameTheInvalidArgument) {
     const TestArray q = TestArray::random({10, 4, 8}, 1), k = TestArray::random({10, 2, 8}, 2),
                     v = TestArray::random({10, 2, 6}, 3), three = TestArray::random({10, 3, 8}, 2);
     const TestArray out = TestArray::poisoned({10, 4, 6}), cum = TestArray::ints({0, 10}, {2}),

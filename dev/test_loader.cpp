@@ -114,7 +114,7 @@ TEST(Permute, IsABijection) {
     EXPECT_THROW(permute(1, 2, 0, 0), Error);
 }
 
-TEST(Permute, WorksAtTheEndsOf64Bits) {
+TEST(Permute, WorksAtTheLimitsOf64Bits) {
     for (const uint64_t n : {(uint64_t(1) << 32) + 1, (uint64_t(1) << 62) + 3, ~uint64_t(0)}) {
         std::set<uint64_t> seen;
         for (uint64_t i = 0; i < 1000; i++) {
@@ -127,7 +127,7 @@ TEST(Permute, WorksAtTheEndsOf64Bits) {
     }
 }
 
-TEST(Permute, KeysAndEpochsGiveOtherOrders) {
+TEST(Permute, KeysAndEpochsGiveDifferentOrders) {
     const uint64_t n = 1000;
     int fixed = 0, same_epoch = 0, same_key = 0, neighbours = 0;
     for (uint64_t i = 0; i < n; i++) {
@@ -149,14 +149,14 @@ TEST(Permute, KeysAndEpochsGiveOtherOrders) {
     EXPECT_GE(orders.size(), 12u);
 }
 
-TEST(Permute, EveryPlaceIsEquallyLikely) {
+TEST(Permute, EveryPositionIsEquallyLikely) {
     // Where sequence 0 lands over 10000 epochs, n = 10: 1000 each, standard deviation 30.
     std::vector<int> counts(10, 0);
     for (uint64_t epoch = 0; epoch < 10000; epoch++) counts[permute(5, epoch, 0, 10)]++;
     for (const int count : counts) EXPECT_NEAR(count, 1000, 150);
 }
 
-TEST_F(LoaderTest, EachWindowOnceAnEpoch) {
+TEST_F(LoaderTest, EachSequenceOncePerEpoch) {
     const int64_t T = 7, B = 3;
     const TokenFiles files =
         make_counting(7 * 26 + 1 + 4, 31);  // 26 sequences; sequences lie across shards; a tail of 4
@@ -186,7 +186,7 @@ TEST_F(LoaderTest, UnshuffledIsInOrder) {
     EXPECT_EQ(take_sequences(loader, 3, 10), (std::vector<int64_t>{3, 0, 1}));
 }
 
-TEST_F(LoaderTest, RanksAndMicroStepsOnlySlice) {
+TEST_F(LoaderTest, RanksAndMicroStepsSliceTheSameBatch) {
     const int64_t T = 4, G = 8, steps = 9;  // 72 samples of 27 sequences: more than two epochs
     const TokenFiles files = make_counting(27 * T + 3);
     std::vector<int64_t> expected;
@@ -211,7 +211,7 @@ TEST_F(LoaderTest, RanksAndMicroStepsOnlySlice) {
     }
 }
 
-TEST_F(LoaderTest, StartingAtAStepEqualsContinuing) {
+TEST_F(LoaderTest, StartingAtAStepMatchesContinuing) {
     const int64_t T = 4;
     const TokenFiles files = make_counting(27 * T + 1);
     LoaderOptions o = options(2, T);
@@ -228,7 +228,7 @@ TEST_F(LoaderTest, StartingAtAStepEqualsContinuing) {
     }
 }
 
-TEST_F(LoaderTest, SeedsGiveOtherOrders) {
+TEST_F(LoaderTest, SeedsGiveDifferentOrders) {
     const TokenFiles files = make_counting(200 * 4 + 1);
     LoaderOptions o = options(50, 4);
     Loader a(files, o, 0);
@@ -238,7 +238,7 @@ TEST_F(LoaderTest, SeedsGiveOtherOrders) {
 }
 
 // The targets are those of the tokens that the mask says; what is left is counted over all ranks alike.
-TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
+TEST_F(LoaderTest, MaskedTokensAreNotTargets) {
     const auto is_loss_token = [](int64_t token) { return token % 3 == 0 || token > 150; };
     const TokenFiles plain = make_counting(203), files = mask(plain, is_loss_token);
     for (const int64_t world : {1, 2}) {
@@ -285,7 +285,7 @@ TEST_F(LoaderTest, MaskedTokensAreNoTargets) {
     }
 }
 
-TEST_F(LoaderTest, DocumentsSplitWindows) {
+TEST_F(LoaderTest, DocumentsSplitSequences) {
     // Documents 1 2 E | 3 E | 4 5 6 7 E | E | 8 9, with E = 0; T = 4: sequences [1 2 0 3] [0 4 5 6] [7 0 0 8],
     // target 9.
     const TokenFiles files = make({1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}, 5);
@@ -328,7 +328,7 @@ TEST_F(LoaderTest, ErrorsReachTheCaller) {
     }
 }
 
-TEST_F(LoaderTest, BadOptionsAreErrors) {
+TEST_F(LoaderTest, InvalidOptionsAreErrors) {
     const TokenFiles files = make_counting(10);
     EXPECT_NO_THROW(Loader(files, options(1, 9), 0));
     EXPECT_THROW(Loader(files, options(1, 10), 0), Error);  // 10 tokens make a sequence of 9 + 1

@@ -137,7 +137,7 @@ TEST(GemmBlocked, BitsDoNotDependOnThreads) {
 }
 #endif
 
-TEST_P(MatmulDTypes, TwoRunsGiveTheSameBits) {
+TEST_P(MatmulDTypes, LibraryMatmulIsDeterministic) {
     const DType T = activation();
     const TestArray a = TestArray::random(T, {150, 300}, 1), b = TestArray::random(T, {300, 170}, 2);
     const TestArray x = TestArray::poisoned(T, {150, 170}), y = TestArray::poisoned(T, {150, 170});
@@ -269,7 +269,7 @@ TEST_P(MatmulDTypes, LinearLayerWithGeluMatchesOracle) {
             }
 }
 
-TEST_P(MatmulDTypes, GeluOfNothingIsFine) {
+TEST_P(MatmulDTypes, GeluOfEmptyMatricesIsValid) {
     const DType T = activation();
     const TestArray inp = TestArray::poisoned(T, {3, 0}), weight = TestArray::poisoned(T, {8, 0});
     const TestArray bias = TestArray::random(T, {8}, 1), none = TestArray::poisoned(T, {0, 8});
@@ -399,7 +399,7 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 
 }  // namespace
 
-TEST(MatmulTuning, ForeignAndDamagedTablesAreNotAdopted) {
+TEST(MatmulTuning, ForeignAndDamagedTablesAreRejected) {
     const OwnStream own, fresh;
     matmul_tuning(true, own);
     matmul_bits(DType::F32, {64, 64, 64, false, true, false}, own);
@@ -460,7 +460,7 @@ TEST(MatmulTuning, GeluMayBeASeparateKernel) {
     expect_same_bits("dinp", dinp.fetch(), dinp2.fetch());
 }
 
-TEST(MatmulTuning, CacheIsTheUsers) {
+TEST(MatmulTuning, CacheFileIsPerUser) {
     const char* variables[] = {"XDG_CACHE_HOME", "HOME"};
     std::vector<std::string> saved;
     for (const char* name : variables) saved.push_back(std::getenv(name) ? std::getenv(name) : "");
@@ -504,7 +504,7 @@ TEST_P(MatmulDTypes, BiasGradientIsDeterministicAndAccurateOverManyRows) {
     });
 }
 
-TEST(Matmul, EmptyMatricesAreFine) {
+TEST(Matmul, EmptyMatricesAreValid) {
     const TestArray none = TestArray::poisoned({0, 8}), weight = TestArray::random({4, 8}, 1);
     const TestArray out = TestArray::poisoned({0, 4}), dweight = TestArray::poisoned({4, 8}),
                     dbias = TestArray::poisoned({4});
@@ -514,7 +514,7 @@ TEST(Matmul, EmptyMatricesAreFine) {
     expect_same_bits("dbias", dbias.fetch(), std::vector<double>(4, 0.0));
 }
 
-TEST(Matmul, WrongArgumentsAreErrors) {
+TEST(Matmul, InvalidArgumentsAreErrors) {
     const TestArray inp = TestArray::random({3, 8}, 1), weight = TestArray::random({5, 8}, 2);
     const TestArray out = TestArray::poisoned({3, 5}), bias = TestArray::random({4}, 3);
     const TestArray ints = TestArray::ints(std::vector<int32_t>(15), {3, 5});

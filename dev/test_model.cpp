@@ -245,7 +245,7 @@ TEST_P(ModelVariants, InferencePlanAgreesBitwise) {
 }
 
 // Other tokens leave the logits before them the same, to the bit.
-TEST_P(ModelVariants, TheFutureDoesNotChangeThePast) {
+TEST_P(ModelVariants, FutureTokensDoNotAffectPastLogits) {
     constexpr int64_t PAST = 6;
     for (const DType dtype : dtypes()) {
         Driver d(config(), training_shape(1, T, dtype));
@@ -265,7 +265,7 @@ TEST_P(ModelVariants, TheFutureDoesNotChangeThePast) {
 // Gated linear attention loses more: at a sequence's first token its output is v times a number that the heads' norm
 // divides out again, so that q's and k's gradients there are only rounding errors, divided by that number, which may be
 // small. This alone causes up to 3e-6 in those tensors; such models get the bound of gradients against the oracle.
-TEST_P(ModelVariants, MicroStepsAddUp) {
+TEST_P(ModelVariants, MicroStepsSumToTheFullBatch) {
     driver.gradients({batch});
     const std::vector<float> whole = driver.grads();
     driver.gradients(split(batch, B, T));
@@ -277,7 +277,7 @@ TEST_P(ModelVariants, MicroStepsAddUp) {
 
 // The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and each half
 // takes one.
-TEST(Head, ChunksAddUp) {
+TEST(Head, ChunksSumToTheWhole) {
     const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
     ModelConfig config = base_config();
     config.layers = config.heads = config.kv_heads = 1;
@@ -361,7 +361,7 @@ TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
 }
 
 // The initial decays range from 1 − 1/32 to 1 − 1/512; the weights of the heads' norm are 1.
-TEST(Initialisation, DecayGatesForgetSlowly) {
+TEST(Initialisation, DecayGatesStartNearOne) {
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-tiny", config));
     config.attention = "SSSG";
@@ -381,7 +381,7 @@ TEST(Initialisation, DecayGatesForgetSlowly) {
     EXPECT_EQ(driver.model.table.find(DECAY_GATE_W, 0), nullptr);
 }
 
-TEST(Initialisation, AsGpt2DoesIt) {
+TEST(Initialisation, MatchesGpt2) {
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-tiny", config));
     config.vocab_size = 300;

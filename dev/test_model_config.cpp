@@ -1,4 +1,4 @@
-// runtime/model/model_config.h: presets, config.json in every form, and the errors of configs that we must not run.
+// runtime/model/model_config.h: presets, every form of config.json, and the errors of unsupported configs.
 #include "runtime/model/model_config.h"
 
 #include <nlohmann/json.hpp>
@@ -52,7 +52,7 @@ ModelConfig read(const std::string& text) {
     return config_from_json(json::parse(text), PATH);
 }
 
-// Weights of the model, from its shape alone (the table of the driver counts the real ones).
+// The number of weights, computed from the shape (the driver counts its parameter table).
 int64_t count_weights(const ModelConfig& c) {
     const int64_t mlp_matrices = c.mlp == Mlp::SwiGLU ? 3 : 2, norm = c.norm == Norm::LayerNorm ? 2 : 1;
     int64_t layer =
@@ -98,7 +98,7 @@ TEST(ModelConfig, SavedConfigsReadBack) {
     }
 }
 
-TEST(ModelConfig, KnobsThatNoFamilyHasMakeATrainGptConfig) {
+TEST(ModelConfig, OptionsOfNoFamilyMakeATrainGptConfig) {
     const auto changed = [](const char* name, void (*change)(ModelConfig&)) {
         ModelConfig c = preset_config(name);
         change(c);
@@ -121,11 +121,11 @@ TEST(ModelConfig, KnobsThatNoFamilyHasMakeATrainGptConfig) {
     changed("llama-tiny", [](ModelConfig& c) { c.mlp = Mlp::GELU; });
     changed("llama-tiny", [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
     changed("llama-tiny", [](ModelConfig& c) { c.positions = Positions::Learned; });
-    changed("llama-tiny", [](ModelConfig& c) { c.channels = 126; });  // transformers 5 wants heads to divide it
+    changed("llama-tiny", [](ModelConfig& c) { c.channels = 126; });  // transformers 5 requires a multiple of heads
     changed("llama-tiny", [](ModelConfig& c) { c.rope_scaling = {RopeScaling::Kind::Dynamic, 2, 1, 4, 512}; });
 }
 
-TEST(ModelConfig, DefaultsAreThoseOfTransformers) {
+TEST(ModelConfig, DefaultsMatchTransformers) {
     const ModelConfig gpt2 = read(R"({"model_type": "gpt2"})");
     expect_same(gpt2, preset_config("gpt2-124M"));
     const ModelConfig llama = read(R"({"model_type": "llama"})");
@@ -153,7 +153,7 @@ TEST(ModelConfig, ReadsGpt2) {
     EXPECT_FALSE(c.tied);
     EXPECT_EQ(c.init_std, 0.5);
     EXPECT_EQ(c.bos, -1);  // beyond the vocabulary
-    EXPECT_EQ(c.eos, 7);   // the first inside it
+    EXPECT_EQ(c.eos, 7);   // the first id in the vocabulary
     EXPECT_EQ(c.attention, "SS");
     EXPECT_EQ(read(R"({"model_type": "gpt2", "hidden_size": 96, "num_hidden_layers": 1})").channels, 96);
     EXPECT_EQ(read(R"({"model_type": "gpt2", "bos_token_id": null, "n_inner": null})").bos, -1);
@@ -179,7 +179,7 @@ ModelConfig read_rope(const std::string& keys) {
     return read(R"({"model_type": "llama", "max_position_embeddings": 4096, )" + keys + "}");
 }
 
-TEST(ModelConfig, ReadsRopeInTheFormsOfTransformers4And5) {
+TEST(ModelConfig, ReadsRopeOfTransformers4And5) {
     const std::string llama3 =
         R"("factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024)";
     for (const std::string& keys :
@@ -207,7 +207,7 @@ TEST(ModelConfig, ReadsRopeInTheFormsOfTransformers4And5) {
     expect_same(config_from_json(config_to_json(dynamic, json::object()), PATH), dynamic);
 }
 
-TEST(ModelConfig, RefusesRopeThatWeDoNotCompute) {
+TEST(ModelConfig, RejectsUnsupportedRope) {
     const auto refused = [](const std::string& keys, const std::vector<std::string>& parts) {
         expect_error([&] { read_rope(keys); }, parts);
     };
@@ -237,7 +237,7 @@ TEST(ModelConfig, RefusesRopeThatWeDoNotCompute) {
             {"rope_scaling", "rope_parameters", "contradict"});
 }
 
-TEST(ModelConfig, RefusesWhatWouldChangeTheLogits) {
+TEST(ModelConfig, RejectsOptionsThatChangeTheLogits) {
     const auto refused = [](const std::string& type, const std::string& keys, const std::vector<std::string>& parts) {
         expect_error([&] { read("{\"model_type\": \"" + type + "\", " + keys + "}"); }, parts);
     };
@@ -257,7 +257,7 @@ TEST(ModelConfig, RefusesWhatWouldChangeTheLogits) {
     expect_error([] { read("[1]"); }, {PATH, "not a JSON object"});
 }
 
-TEST(ModelConfig, RefusesWrongTypesAndNumbers) {
+TEST(ModelConfig, RejectsInvalidTypesAndNumbers) {
     const auto refused = [](const std::string& type, const std::string& keys, const std::vector<std::string>& parts) {
         expect_error([&] { read("{\"model_type\": \"" + type + "\", " + keys + "}"); }, parts);
     };
@@ -317,7 +317,7 @@ TEST(ModelConfig, RefusesWrongTypesAndNumbers) {
     expect_error([&] { config_from_json(changed, PATH); }, {PATH, "heads of up to 512, not 514"});
 }
 
-TEST(ModelConfig, KindsOfAttention) {
+TEST(ModelConfig, AttentionTypes) {
     ModelConfig c = preset_config("llama-tiny");
     c.attention = "SLGS";
     EXPECT_EQ(model_family(c), "train_gpt");
@@ -346,7 +346,7 @@ TEST(ModelConfig, KindsOfAttention) {
     EXPECT_FALSE(config_to_json(c, json::object()).contains("linear_rope"));
 }
 
-TEST(ModelConfig, FillsInWhatIsLeftOut) {
+TEST(ModelConfig, FillsInDefaults) {
     ModelConfig c;
     c.layers = 3;
     c.channels = 96;
@@ -388,7 +388,7 @@ TEST(ModelConfig, FillsInWhatIsLeftOut) {
     expect_error([&] { fill_defaults(heads, "x"); }, {"layers is -5"});
 }
 
-TEST(ModelConfig, CarriesHarmlessKeysOver) {
+TEST(ModelConfig, KeepsUnrelatedKeys) {
     const json original = json::parse(R"({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
         "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 100, "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "torch_dtype": "bfloat16", "dtype": "bfloat16",
@@ -401,14 +401,14 @@ TEST(ModelConfig, CarriesHarmlessKeysOver) {
     EXPECT_EQ(saved["eos_token_id"], original["eos_token_id"]);
     EXPECT_EQ(saved["bos_token_id"], 300);
     EXPECT_EQ(saved["pad_token_id"], 0);
-    EXPECT_FALSE(saved.contains("torch_dtype"));  // the weights say their dtype
+    EXPECT_FALSE(saved.contains("torch_dtype"));  // the weight files have their own dtype
     EXPECT_FALSE(saved.contains("dtype"));
-    EXPECT_FALSE(saved.contains("rope_parameters"));  // said by rope_theta and rope_scaling, which 4 and 5 both read
+    EXPECT_FALSE(saved.contains("rope_parameters"));  // transformers 4 and 5 both read rope_theta and rope_scaling
     EXPECT_EQ(saved["rope_theta"], 5000.0);
     expect_same(config_from_json(saved, PATH), c);
     const json gelu = {{"model_type", "gpt2"}, {"activation_function", "gelu_pytorch_tanh"}};
     EXPECT_EQ(config_to_json(config_from_json(gelu, PATH), gelu)["activation_function"], "gelu_pytorch_tanh");
-    ModelConfig mixed = c;  // another family leaves no key of the old one behind
+    ModelConfig mixed = c;  // no key of the previous family remains
     mixed.norm = Norm::LayerNorm;
     const json other = config_to_json(mixed, original);
     EXPECT_EQ(other["model_type"], "train_gpt");

@@ -7,7 +7,7 @@
 
 namespace {
 
-TEST(Questions, AreReadLineByLine) {
+TEST(Questions, ReadLineByLine) {
     const TempDir dir;
     const std::string path = dir.file("q.jsonl");
     write_file(path,
@@ -20,7 +20,7 @@ TEST(Questions, AreReadLineByLine) {
     EXPECT_EQ(q[1].endings, (std::vector<std::string>{"x", "y", "z"}));
 }
 
-TEST(Questions, DamageIsOneClearError) {
+TEST(Questions, DamageIsAOneLineError) {
     const TempDir dir;
     const std::string path = dir.file("q.jsonl"),
                       good = "{\"ctx\": \"A\", \"endings\": [\"b\", \"c\"], \"label\": 0}\n";
@@ -52,7 +52,7 @@ TEST(Questions, DamageIsOneClearError) {
     EXPECT_THROW(read_questions(path), Error);
 }
 
-TEST(Questions, TheEndingIsWhatFollowsTheContext) {
+TEST(Questions, EndingsAreTokenizedAfterTheContext) {
     const Tokenizer bytes = tokenizer_fixture("bytes");
     const Choice c = make_choice(bytes, "The sea", "is blue");
     EXPECT_EQ(bytes.decode(c.tokens), "The sea is blue");
@@ -80,7 +80,7 @@ struct CountingModel {
     }
 };
 
-TEST(Questions, EndingsAreScoredInPackedPasses) {
+TEST(Questions, EndingsAreScoredInPackedBatches) {
     const std::vector<Choice> choices = {{{1, 2, 3}, 1, 4}, {{4, 5}, 0, 2}, {{1, 2, 3, 6, 7}, 3, 1}};
     CountingModel model;
     EXPECT_EQ(score_choices(choices, model.scorer({}, 2, 4)), (std::vector<double>{5, 9, 13}));

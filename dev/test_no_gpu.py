@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The CUDA driver (TRAIN_GPT) where there is no GPU: one line that names the CPU build. TRAIN_GPT_CPU says that it is the CUDA
-driver. Needs no GPU: where there is one it is hidden. `make test BACKEND=cuda OP=no_gpu` runs on any machine."""
+"""The CUDA driver (TRAIN_GPT) without a GPU fails with one line that names the CPU build. TRAIN_GPT_CPU is set if the driver is
+the CUDA build. A GPU of this machine is hidden, so `make test BACKEND=cuda OP=no_gpu` runs on any machine."""
 import os
 import subprocess
 import sys
@@ -24,7 +24,7 @@ class NoGpuTest(unittest.TestCase):
         self.assertEqual(done.stdout, "")
         self.assertRegex(done.stderr, r"\A[^\n]*no usable NVIDIA GPU[^\n]*BACKEND=cpu[^\n]*\n\Z")
 
-    def test_commands_name_the_cpu_build_in_one_line(self):
+    def test_commands_fail_with_one_line_that_names_the_cpu_build(self):
         with tempfile.TemporaryDirectory(prefix="train_gpt_no_gpu_") as top:
             text, data, out = (os.path.join(top, name) for name in ("text.txt", "data", "out"))
             with open(text, "w") as file:
@@ -32,11 +32,11 @@ class NoGpuTest(unittest.TestCase):
             subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte",
                             "--val", "0.1", "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             self.assert_refused("train", "--model", "gpt2-tiny", "--data", data, "--out", out, "--steps", "2", "--seq-len", "64")
-            self.assertFalse(os.path.exists(out), "a run that never began left its directory")
+            self.assertFalse(os.path.exists(out), "a run that did not start left its directory")
             self.assert_refused("eval", "--model", MODEL, "--data", data)
             self.assert_refused("logits", "--model", MODEL, "--tokens", "1 2 3", "--output", os.path.join(top, "logits.npy"))
 
-    def test_help_and_files_need_no_gpu(self):
+    def test_help_and_info_need_no_gpu(self):
         for args in (["--help"], ["train", "--help"], ["eval", "--help"], ["sample", "--help"], ["info", MODEL]):
             done = self.run_driver(*args)
             self.assertEqual(done.returncode, 0, done)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Training on several ranks is training on one: every stage of sharding, gradients accumulated, masked or clipped, evaluation,
-checkpoints on other numbers of ranks, and ranks that stop or die. TRAIN_GPT names the driver; its ranks are started by mpirun, or
-by --gpus where it computes on GPUs (with two of them; four where there are four)."""
+"""Training on several ranks gives the results of one rank: every ZeRO stage, gradient accumulation, masks, clipping, evaluation,
+resuming with another number of ranks, and ranks that stop or die. TRAIN_GPT names the driver. mpirun starts its ranks, or --gpus
+with the CUDA build (on two GPUs, or four if there are four)."""
 import glob
 import itertools
 import json
@@ -25,7 +25,7 @@ GPUS = mpi.gpus()
 WHY_NOT = mpi.why_not(DRIVER)
 COUNTS = (2, 4) if not CUDA or GPUS >= 4 else (2,)
 STAGES = (0, 1, 2, 3)
-SIDE_BY_SIDE = 8 if CUDA else 4  # runs: starting one takes longer than what it computes
+SIDE_BY_SIDE = 8 if CUDA else 4  # concurrent runs: starting one takes longer than its computation
 SANITIZED = "-address" in DRIVER or "-undefined" in DRIVER
 MODEL = ["--layers", 3, "--channels", 32, "--heads", 2, "--max-positions", 64]
 ENVIRONMENT = {**os.environ, **mpi.ENVIRONMENT, "XDG_CACHE_HOME": commands.CACHE.name, "NCCL_NVLS_ENABLE": "0"}
@@ -44,7 +44,7 @@ def run(ranks, *args, limit=300 if SANITIZED else 120):
                               text=True, errors="replace")
     except subprocess.TimeoutExpired as hung:
         said = (hung.stderr or b"").decode(errors="replace")
-        raise AssertionError(f"{ranks} ranks with {args} did not end within {limit} s; they said: {said[-2000:]}") from None
+        raise AssertionError(f"{ranks} ranks with {args} did not end within {limit} s; their output: {said[-2000:]}") from None
 
 
 def process_of_rank(rank, parent):
@@ -56,7 +56,7 @@ def process_of_rank(rank, parent):
             with open(path + "/stat", encoding="utf-8", errors="replace") as file:
                 parents[int(path[6:])] = int(file.read().rsplit(")", 1)[1].split()[1])
         except OSError:
-            pass  # it has ended meanwhile
+            pass  # it has ended
     for process in parents:
         above = process
         while above in parents and above != parent:
@@ -89,22 +89,22 @@ class ParallelTest(unittest.TestCase):
 
     def setUp(self):
         if SANITIZED and self._testMethodName not in ("test_gradient_accumulation", "test_gradients_summed_in_16_bits",
-                                                      "test_samples_and_a_profile_are_told_once"):
+                                                      "test_samples_and_profile_are_printed_once"):
             self.skipTest("sanitizers see the same code in fewer runs")
 
     @classmethod
     def args(cls, name, model, ranks, *args):
-        """10 steps of 8 sequences of 32 tokens, however many ranks share them. Later options win."""
+        """Options of a run of 10 steps of 8 sequences of 32 tokens, on any number of ranks. Later options take precedence."""
         given = dict(zip(args[::2], args[1::2]))
         defaults = {"--data": cls.data, "--out": os.path.join(cls.top, name), "--steps": 10, "--batch-size": 8 // ranks, "--seq-len": 32,
                     "--total-batch-tokens": 256, "--lr": 3e-3, "--warmup": 2, "--eval-every": 5, "--save-every": 5,
-                    "--gemm-tune": "off"}  # each run would time for itself, and choose otherwise
+                    "--gemm-tune": "off"}  # runs could choose different algorithms
         kept = [x for k, v in defaults.items() if k not in given for x in (k, v)]
         return ["--model", model, *MODEL, *kept, *args]
 
     @classmethod
     def train(cls, ranks, *args, name=None, model="gpt2-tiny"):
-        """The run directory of such a run, which is made once."""
+        """The directory of such a run. Equal runs are made only once."""
         key = (name, model, ranks, *args)
         if key not in cls.runs:
             name = name or f"run{next(cls.numbers)}"
@@ -116,12 +116,12 @@ class ParallelTest(unittest.TestCase):
 
     @classmethod
     def train_all(cls, *jobs, **kwargs):
-        """The directories of several runs, side by side; each as train() takes it."""
+        """The directories of several runs, which run concurrently. Each job is the arguments of train()."""
         with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
             return list(pool.map(lambda job: cls.train(*job, **kwargs), jobs))
 
     def expect_same_numbers(self, got, expected, what, tolerance=1e-6):
-        """Losses and norms within rounding, step by step."""
+        """Expects equal losses and norms at each step, within rounding."""
         got, expected = log(got), log(expected)
         self.assertEqual([line["step"] for line in got], [line["step"] for line in expected], what)
         for a, b in zip(got, expected):
@@ -132,7 +132,8 @@ class ParallelTest(unittest.TestCase):
                 self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, delta=10 * tolerance, msg=f"{what}: norm of step {b['step']}")
 
     def expect_same_bits(self, runs, what):
-        """The checkpoints' tensors; in the order of MPI's sums, or of the two there are with two GPUs."""
+        """Expects equal bits in the checkpoints' tensors. MPI sums in rank order, and two ranks have only one order; with NCCL on more
+        GPUs the order differs."""
         if not CUDA or GPUS == 2:
             found = [commands.digests(os.path.join(run_dir, "step_00000010")) for run_dir in runs]
             for digests in found[1:]:
@@ -141,9 +142,9 @@ class ParallelTest(unittest.TestCase):
 
     # ---- the same numbers ------------------------------------------------------------------------------------------------
 
-    def test_every_stage_computes_what_one_rank_does(self):
-        # An output head that is the embedding, and one of its own; each group reduced by itself, and all at once; the gates and
-        # the heads' norms that linear attention has, in documents of their own.
+    def test_every_stage_matches_one_rank(self):
+        # Tied and untied heads; each group reduced separately, and all at once; the decay gates and head norms of linear
+        # attention, with a document mask.
         for model, bucket, counts, *kinds in (("gpt2-tiny", 0, COUNTS),
                                               ("llama-tiny", 32, COUNTS[:1], "--attention", "LGS", "--document-mask")):
             extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2, *kinds]
@@ -159,12 +160,12 @@ class ParallelTest(unittest.TestCase):
         alone, *runs = self.train_all((1,), *((2, "--batch-size", 1, "--zero-stage", stage) for stage in STAGES))
         for stage, run_dir in zip(STAGES, runs):
             self.expect_same_numbers(run_dir, alone, f"accumulated in stage {stage}")
-        # Stages 0 and 1 add up a step before they sum over ranks, stages 2 and 3 after.
+        # Stages 0 and 1 accumulate all micro-steps before they sum over ranks; stages 2 and 3 sum each micro-step.
         self.expect_same_bits(runs[:2], "accumulated in stages 0 and 1")
         self.expect_same_bits(runs[2:], "accumulated in stages 2 and 3")
 
     def test_gradients_summed_in_16_bits(self):
-        # The last one's micro-steps add to what was summed, in fp32.
+        # The last run adds each micro-step's sum in fp32.
         alone, *runs, accumulated = self.train_all((1,), *((2, "--zero-stage", stage, "--reduce-dtype", "bf16") for stage in STAGES),
                                                    (2, "--batch-size", 1, "--zero-stage", 2, "--reduce-dtype", "bf16"))
         for stage, run_dir in zip(STAGES, runs):
@@ -173,8 +174,8 @@ class ParallelTest(unittest.TestCase):
         self.expect_same_bits(runs, "bf16 sums")
         self.expect_same_numbers(accumulated, alone, "bf16 sums, accumulated", tolerance=1e-4)
 
-    def test_masked_tokens_count_on_no_rank(self):
-        """Ranks have unequal numbers of targets, some none: the loss is the mean over those of all of them."""
+    def test_masked_tokens_do_not_count(self):
+        """The ranks have different numbers of targets, some none. The loss is the mean over the targets of all ranks."""
         data = os.path.join(self.top, "masked")
         shutil.copytree(self.data, data)
         for path in glob.glob(os.path.join(data, "*.bin")):
@@ -182,13 +183,13 @@ class ParallelTest(unittest.TestCase):
                 tokens = struct.unpack("<3i", file.read(12))[2]
             with open(path[:-4] + ".mask", "wb") as file:
                 file.write(struct.pack("<3i", 20261121, 1, tokens).ljust(1024, b"\0") + bytes(int(i // 45 % 3 == 0) for i in range(tokens)))
-        all_learnt, alone, *parted = self.train_all((1,), (1, "--data", data), *((COUNTS[-1], "--data", data, "--zero-stage", stage)
+        unmasked, alone, *parted = self.train_all((1,), (1, "--data", data), *((COUNTS[-1], "--data", data, "--zero-stage", stage)
                                                                                  for stage in (0, 3)))
-        self.assertNotEqual(log(alone)[0]["loss"], log(all_learnt)[0]["loss"])
+        self.assertNotEqual(log(alone)[0]["loss"], log(unmasked)[0]["loss"])
         for run_dir in parted:
             self.expect_same_numbers(run_dir, alone, "masked")
 
-    def test_without_clipping_and_recomputed(self):
+    def test_recompute_without_clipping(self):
         args = ["--grad-clip", 0, "--recompute", "block"]
         clipped, alone, parted = self.train_all((1,), (1, *args), (2, *args, "--zero-stage", 3))
         self.assertGreater(log(clipped)[0]["grad_norm"], 1)  # as in the other tests
@@ -202,13 +203,13 @@ class ParallelTest(unittest.TestCase):
                 self.expect_same_numbers(run_dir, alone, f"{extra} in stage {stage}", tolerance=1e-2)
             self.expect_same_bits(runs, str(extra))
 
-    def test_evaluation_of_more_batches_than_ranks_and_of_fewer(self):
+    def test_evaluation_with_more_and_fewer_batches_than_ranks(self):
         for tokens in (20, 700):
             args = ["--eval-tokens", tokens, "--batch-size", 2]
             alone, parted = self.train_all((1, *args), (COUNTS[-1], *args, "--zero-stage", 3))
             self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
 
-    def test_samples_and_a_profile_are_told_once(self):
+    def test_samples_and_profile_are_printed_once(self):
         args = ["--steps", 2, "--batch-size", 2, "--save-every", 0, "--sample-every", 1, "--profile", 2, "--reduce-bucket-mib", 0]
         texts = []
         for ranks, stage in ((1, 0), (2, 0), (2, 3)):
@@ -216,14 +217,14 @@ class ParallelTest(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             texts.append([line for line in done.stderr.splitlines() if "sample:" in line])
             self.assertEqual(len(texts[-1]), 2, done.stderr)
-            # What went between the ranks: when, and how long the computation waited for it.
+            # The profile shows each transfer between the ranks, and how long the computation waited for it.
             sent = sorted({line.split(",")[0][4:] for line in done.stderr.splitlines() if line.startswith("  | ")})
             groups = ["layer 0", "layer 1", "layer 2", "wte.weight"]
             expected = {(1, 0): [], (2, 0): [f"all_reduce of {group}" for group in (*groups, "what stays fp32")],
                         (2, 3): [f"all_gather of {group}" for group in groups] + ["all_gather of updated weights"] +
                                 [f"reduce_scatter of {group}" for group in (*groups, "what stays fp32")]}[ranks, stage]
             self.assertEqual([line[:line.find("  ")] if "  " in line else line for line in sent], sorted(expected), done.stderr)
-            # Of two micro-steps stage 0 sums once, stage 3 each.
+            # With two micro-steps stage 0 sums once, stage 3 twice.
             for group in groups if ranks > 1 else []:
                 sums = re.findall(rf"  \| (?:all_reduce|reduce_scatter) of {group},", done.stderr)
                 self.assertEqual(len(sums), 2 if stage else 1, done.stderr)
@@ -241,8 +242,8 @@ class ParallelTest(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         return target
 
-    def test_a_run_goes_on_with_any_number_of_ranks_and_any_stage(self):
-        """The steps after a checkpoint are those of the run that wrote it."""
+    def test_resume_with_any_number_of_ranks_and_any_stage(self):
+        """A resumed run repeats the steps of the run that wrote the checkpoint."""
         model = ["--reduce-bucket-mib", 0, "--kv-heads", 2]
         parted, alone = self.train_all((2, *model, "--zero-stage", 3), (1, *model), model="llama-tiny")
         jobs = [(parted, 2, "same")]
@@ -255,7 +256,7 @@ class ParallelTest(unittest.TestCase):
         for run_dir, job in zip(resumed, jobs):
             self.expect_same_numbers(run_dir, job[0], job[2])
 
-    def test_a_checkpoint_is_that_of_one_rank(self):
+    def test_checkpoint_equals_that_of_one_rank(self):
         alone, parted = self.train(1, "--steps", 1), self.train(2, "--steps", 1, "--zero-stage", 3)
         files = [{name: os.path.getsize(os.path.join(run_dir, "step_00000001", name))
                   for name in os.listdir(os.path.join(run_dir, "step_00000001")) if name != "trainer.json"} for run_dir in (alone, parted)]
@@ -275,11 +276,11 @@ class ParallelTest(unittest.TestCase):
         end = time.monotonic() + 120
         while not (os.path.exists(path) and os.path.getsize(path)):
             self.assertIsNone(process.poll(), "the run ended by itself")
-            self.assertLess(time.monotonic(), end, "the run does not begin")
+            self.assertLess(time.monotonic(), end, "the run does not start")
             time.sleep(0.05)
         return process
 
-    def test_a_signal_to_one_rank_stops_all_after_the_same_step(self):
+    def test_signal_to_one_rank_stops_all_after_the_same_step(self):
         with self.start(2, "stopped", "--zero-stage", 2) as process:
             os.kill(process_of_rank(1, process.pid), signal.SIGINT)
             _, errors = process.communicate(timeout=60)
@@ -289,13 +290,13 @@ class ParallelTest(unittest.TestCase):
         self.assertEqual(commands.checkpoints(run_dir), [f"step_{last:08}"])
         self.assertIn(f"stopped at step {last}; ", errors)
 
-    def test_a_rank_that_is_killed_ends_the_run_but_not_its_training(self):
-        """What was saved goes on, with any number of ranks alike."""
+    def test_run_resumes_after_a_rank_is_killed(self):
+        """The run resumes from its last checkpoint with the same results on any number of ranks."""
         run_dir = os.path.join(self.top, "killed")
         with self.start(2, "killed", "--zero-stage", 3, "--comm-timeout", 10, save_every=2) as process:
             end = time.monotonic() + 60
             while not commands.checkpoints(run_dir):
-                self.assertLess(time.monotonic(), end, "nothing is saved")
+                self.assertLess(time.monotonic(), end, "no checkpoint is saved")
                 time.sleep(0.02)
             begin = time.monotonic()
             os.kill(process_of_rank(1, process.pid), signal.SIGKILL)
@@ -311,7 +312,7 @@ class ParallelTest(unittest.TestCase):
             self.assertEqual(log(resumed[-1])[-1]["step"], last + 2)
         self.expect_same_numbers(*resumed, "after a rank was killed")
 
-    def test_what_is_not_finite_is_skipped_by_all_ranks(self):
+    def test_non_finite_steps_are_skipped_by_all_ranks(self):
         done = run(2, *self.args("diverged", "gpt2-tiny", 2, "--lr", 1e6, "--warmup", 0, "--schedule", "constant", "--grad-clip", 0,
                                  "--max-skips", 3, "--eval-every", 0, "--steps", 100, "--zero-stage", 1))
         self.assertNotEqual(done.returncode, 0)
@@ -320,7 +321,7 @@ class ParallelTest(unittest.TestCase):
 
     # ---- options ---------------------------------------------------------------------------------------------------------
 
-    def test_what_does_not_divide_is_refused(self):
+    def test_indivisible_batch_is_rejected(self):
         done = run(2, *self.args("odd", "gpt2-tiny", 2, "--batch-size", 3))
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("--total-batch-tokens 256 is not a multiple of batch-size x seq-len x ranks = 192", done.stderr)
@@ -328,7 +329,7 @@ class ParallelTest(unittest.TestCase):
 
 
 class PlanTest(unittest.TestCase):
-    def test_each_stage_divides_what_it_should(self):
+    def test_each_stage_shards_the_right_memory(self):
         model = ["--model", "gpt2-tiny", *MODEL, "--seq-len", 32]
         plans = [json.loads(commands.run("plan", *model, "--world", 4, "--zero-stage", stage, "--json").stdout) for stage in STAGES]
         whole, parts = plans[0]["bytes"], [plan["bytes"] for plan in plans]

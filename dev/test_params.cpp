@@ -36,7 +36,7 @@ ParamTable small_table() {
     return table;
 }
 
-TEST(Params, Layout) {
+TEST(Params, GroupLayout) {
     for (const int64_t world : {1, 2, 3, 8}) {
         ParamTable table = small_table();
         table.layout(world);
@@ -60,7 +60,7 @@ TEST(Params, Layout) {
     }
 }
 
-TEST(Params, LookUps) {
+TEST(Params, FindsParametersByName) {
     ParamTable table = small_table();
     expect_error([&] { table.find(QKV, 0); }, {"layout()"});
     table.layout(1);
@@ -97,8 +97,8 @@ TEST(Params, TensorsOfAnArena) {
     EXPECT_EQ(part.as<bf16>(), half.data() + table.params[2].offset);
 }
 
-// 16-bit weights with fp32 for the norm alone, and with fp32 master weights besides: what is stored comes back as exact
-// as the arenas allow, and kernels are given fp32 for the norm.
+// 16-bit weights, of which only the norm is fp32, with and without fp32 master weights. Values survive as exactly as
+// the arenas allow, and kernels get the norm in fp32.
 TEST(Params, WeightArenas) {
     ParamTable table = small_table();
     table.layout(2);
@@ -140,8 +140,8 @@ TEST(Params, WeightArenas) {
     EXPECT_FALSE(arenas.fits(table));
 }
 
-// Every element of every parameter is in one rank's part, and comes back from there.
-TEST(Params, PartsOfGroups) {
+// Every element of every parameter is in exactly one rank's shard and can be read back from it.
+TEST(Params, ShardsOfGroups) {
     for (const int64_t world : {2, 3, 8}) {
         ParamTable table = small_table();
         table.layout(world);
@@ -167,7 +167,7 @@ TEST(Params, PartsOfGroups) {
                 arenas.store(p, values.data() + half, half, p.padded_numel() - half);
                 const ParamArena::Span span = arenas.weights.span(p, 0, p.padded_numel());
                 EXPECT_TRUE(!span.count || span.begin == covered) << p.name;
-                // The rank's share of the group, in the order of the ranks: where reduce-scatter leaves its sums.
+                // The rank's shard of the group, in rank order, as reduce-scatter writes it.
                 const int64_t share = p.group_size / world, first = p.offset + span.begin - p.group_begin;
                 if (span.count) {
                     EXPECT_LE(rank * share, first) << p.name;
@@ -191,7 +191,7 @@ TEST(Params, PartsOfGroups) {
     }
 }
 
-// A group whole in a place of its own is what kernels see.
+// Kernels see a gathered group in its slot.
 TEST(Params, ViewsOfWholeGroups) {
     ParamTable table = small_table();
     table.layout(2);
@@ -206,7 +206,7 @@ TEST(Params, ViewsOfWholeGroups) {
     EXPECT_EQ(shape_string(arena.groups(table, 1, 3)), str("[", (table.group_size(1) + table.group_size(2)) / 2, "]"));
 }
 
-TEST(Params, RefusesTablesThatContradictThemselves) {
+TEST(Params, RejectsInconsistentTables) {
     const auto refused = [](void (*change)(ParamTable&), const std::vector<std::string>& parts) {
         ParamTable table = small_table();
         change(table);

@@ -1,4 +1,4 @@
-// runtime/device/peaks.h: names as drivers print them, and those that look alike.
+// runtime/device/peaks.h: the names that drivers report, and similar names of other GPUs.
 #include "runtime/device/peaks.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ double tera(const char* name, DType dtype = DType::BF16) {
 
 }  // namespace
 
-TEST(Peaks, NamesAsDriversPrintThem) {
+TEST(Peaks, RecognisesDriverNames) {
     EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3"), 989.4);
     EXPECT_DOUBLE_EQ(tera("NVIDIA A100-SXM4-40GB"), 312);
     EXPECT_DOUBLE_EQ(tera("A100-SXM4-40GB"), 312);  // drivers before 470
@@ -22,7 +22,7 @@ TEST(Peaks, NamesAsDriversPrintThem) {
     EXPECT_DOUBLE_EQ(tera("NVIDIA RTX 6000 Ada Generation"), 364.2);
 }
 
-TEST(Peaks, CardsOfOneFamilyAreToldApart) {
+TEST(Peaks, DistinguishesGpusOfOneFamily) {
     EXPECT_DOUBLE_EQ(tera("NVIDIA H100 PCIe"), 756);
     EXPECT_DOUBLE_EQ(tera("NVIDIA H100 NVL"), 835.5);
     EXPECT_DOUBLE_EQ(tera("NVIDIA H200"), 989.4);
@@ -34,15 +34,15 @@ TEST(Peaks, CardsOfOneFamilyAreToldApart) {
     EXPECT_DOUBLE_EQ(tera("NVIDIA A40"), 149.7);
 }
 
-TEST(Peaks, ByDtype) {
+TEST(Peaks, DependOnDtype) {
     EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3", DType::F16), 989.4);
     EXPECT_DOUBLE_EQ(tera("NVIDIA H100 80GB HBM3", DType::F32), 66.9);
     EXPECT_DOUBLE_EQ(tera("NVIDIA A100-SXM4-80GB", DType::F32), 19.5);
     EXPECT_EQ(tera("NVIDIA H100 80GB HBM3", DType::I32), 0);
 }
 
-// Better no figure than one of another card.
-TEST(Peaks, OtherCardsAreUnknown) {
+// An unknown GPU has no peak, not that of another GPU.
+TEST(Peaks, OtherGpusAreUnknown) {
     for (const char* name : {"", "NVIDIA ", "H100", "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A100",
                              "NVIDIA A100-SXM4-40GB MIG 3g.20gb", "NVIDIA GeForce RTX 4090 Laptop GPU",
                              "NVIDIA GeForce RTX 4090 D", "NVIDIA H1000", "Tesla T4", "AMD Instinct MI300X"})

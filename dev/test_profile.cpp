@@ -1,4 +1,4 @@
-// runtime/device/profile.h: times, nesting and the table, on the CPU by the clock and on a GPU by events.
+// runtime/device/profile.h: times, nesting and the report. The CPU uses the clock, a GPU events.
 #include "runtime/device/profile.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ std::vector<Line> lines_of(const std::string& report) {
     return lines;
 }
 
-// At least so many ms of the device's time: on the CPU by sleeping, on a GPU by filling memory.
+// Takes at least this many ms of device time: sleeps on the CPU, fills memory on a GPU.
 class Work {
   public:
     void operator()(double ms) const {
@@ -97,7 +97,7 @@ TEST(Profile, TimesAndNesting) {
     const std::vector<int64_t> calls = {1, 1, 0, 3, 3, 3, 0, 0, 1};
     for (size_t i = 0; i < lines.size(); i++) EXPECT_EQ(lines[i].calls, calls[i]) << lines[i].name;
 
-    // The longer parts of the work take longer, and parts make up the whole to the three digits printed.
+    // Longer work has longer times, and the ranges add up to their parent within the three printed digits.
     const double round = 0.0005 * 5;
     EXPECT_NEAR(lines[0].ms, lines[1].ms + lines[2].ms, round);
     EXPECT_NEAR(lines[3].ms, lines[4].ms + lines[5].ms + lines[6].ms, round);
@@ -111,11 +111,11 @@ TEST(Profile, TimesAndNesting) {
         EXPECT_GE(lines[5].ms, 3);
     }
     for (const Line& line : lines) EXPECT_NEAR(line.share, 100 * line.ms / lines[8].ms, 0.06) << line.name;
-    EXPECT_LT(lines[7].share, 50);  // the 20 ms before start() are nobody's
+    EXPECT_LT(lines[7].share, 50);  // the 20 ms before start() are not counted
 }
 
-// On the CPU streams take turns; a GPU's side stream waits for the moment at which its work may begin.
-TEST(Profile, WorkBesideIsTimedWhereItRuns) {
+// On the CPU the streams run one after the other; on a GPU the side stream waits for an event.
+TEST(Profile, SideStreamRangesAreTimedOnTheirStream) {
     Profiler profiler;
     const Work work;
     const Stream stream = create_stream(), side = create_stream();
@@ -131,7 +131,8 @@ TEST(Profile, WorkBesideIsTimedWhereItRuns) {
     }
     profiler.stop();
     const std::string report = profiler.report();
-    for (const Line& line : lines_of(report)) EXPECT_NE(line.name, "sum") << report;  // no part of the stream's time
+    for (const Line& line : lines_of(report))
+        EXPECT_NE(line.name, "sum") << report;  // not part of the main stream's time
 
     std::istringstream text(report.substr(report.find("\ntimeline") + 1));
     std::string line;
@@ -142,7 +143,7 @@ TEST(Profile, WorkBesideIsTimedWhereItRuns) {
         ASSERT_TRUE(std::getline(text, line)) << report;
         EXPECT_EQ(line.substr(0, line.find_last_not_of(' ', 55) + 1), name) << report;
         const double from = std::stod(line.substr(56, 12)), to = std::stod(line.substr(68, 12));
-        EXPECT_GE(from, before) << report;  // in the order in which they began
+        EXPECT_GE(from, before) << report;  // sorted by start
         EXPECT_NEAR(std::stod(line.substr(80)), to - from, 0.0011) << report;
         EXPECT_GE(to - from, backend_device() == Device::CPU ? 2 : 0) << report;
         before = from;
@@ -152,7 +153,7 @@ TEST(Profile, WorkBesideIsTimedWhereItRuns) {
     destroy_stream(stream);
 }
 
-TEST(Profile, AFurtherStartBeginsAnew) {
+TEST(Profile, StartDiscardsEarlierRanges) {
     Profiler profiler;
     for (const char* name : {"first", "second"}) {
         profiler.start(Stream{});
@@ -165,7 +166,7 @@ TEST(Profile, AFurtherStartBeginsAnew) {
     }
 }
 
-TEST(Profile, MoreRangesThanThePoolHolds) {
+TEST(Profile, RangesBeyondTheLimitAreCounted) {
     Profiler profiler;
     profiler.start(Stream{}, 3);
     for (int i = 0; i < 5; i++) {
@@ -183,7 +184,7 @@ TEST(Profile, MoreRangesThanThePoolHolds) {
 }
 
 // A range that began before start() does not end a timed one.
-TEST(Profile, StartWithinARange) {
+TEST(Profile, OpenRangesAtStartAreNotTimed) {
     Profiler profiler;
     {
         const Range range(profiler, "untimed");

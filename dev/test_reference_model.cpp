@@ -1,4 +1,4 @@
-// The float64 reference model against PyTorch in float64: the oracle that the driver is measured by, measured itself.
+// The float64 reference model, the oracle of the driver's tests, against PyTorch in float64.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Both sides compute in float64; what is left is the order of their sums.
+// Both sides compute in float64, so only the order of their sums differs.
 constexpr double TOLERANCE = 1e-11;
 
 reference::Weights load(const Fixture& f) {
@@ -47,7 +47,7 @@ TEST_P(ReferenceModel, MatchesPyTorch) {
     EXPECT_LE(std::fabs(out.loss - f.loss()), TOLERANCE * f.loss());
 }
 
-// The config in the keys of transformers 4 means the same model.
+// A config with the keys of transformers 4 gives the same model.
 TEST_P(ReferenceModel, Transformers4Config) {
     const Fixture f(GetParam());
     const std::string path = join_path(f.directory, "config_transformers4.json");
@@ -62,15 +62,15 @@ TEST_P(ReferenceModel, Transformers4Config) {
 
 INSTANTIATE_TEST_SUITE_P(Fixtures, ReferenceModel, testing::ValuesIn(fixture_names()), test_name);
 
-TEST(Fixtures, AreAllThere) {
+TEST(Fixtures, AllExist) {
     EXPECT_EQ(fixture_names(),
               (std::vector<std::string>{"gpt2-fp16", "gpt2-inner-eps", "gpt2-plain", "gpt2-untied", "llama-bf16",
                                         "llama-bias-tied", "llama-gqa", "llama-mqa-head-dim", "llama-rope-dynamic",
                                         "llama-rope-linear", "llama-rope-llama3", "llama-sharded"}));
 }
 
-// A config whose knob went unread would be noticed: each knob below moves the logits by far more than any tolerance.
-TEST(Fixtures, TellKnobsApart) {
+// Each option below changes the logits by far more than any tolerance, so an ignored option makes a test fail.
+TEST(Fixtures, LogitsDependOnEveryModelOption) {
     struct Change {
         const char* fixture;
         void (*apply)(ModelConfig&);

@@ -44,7 +44,7 @@ TEST_P(Relu2, MatchesOracle) {
 }
 
 // Each point is a row of its own, so that no error hides behind a larger value.
-TEST_P(Relu2, EveryMagnitudeIsAccurate) {
+TEST_P(Relu2, AccurateAtEveryMagnitude) {
     const DType T = activation();
     std::vector<double> points = {0, -0.0, 1e-30, -1e-30, 1e-5, -1e-5, 3, -3, 100, -100};
     if (T != DType::F16) points.insert(points.end(), {1e6, -1e6});  // fp16 ends at 65504
@@ -60,7 +60,7 @@ TEST_P(Relu2, EveryMagnitudeIsAccurate) {
     expect_close("dinp", dinp.fetch(), ref.value, ref.mag, 1, 1, T);
 }
 
-TEST_P(Relu2, NaNStaysNaN) {
+TEST_P(Relu2, NaNPropagates) {
     const TestArray inp = TestArray::poisoned(activation(), {1, 17}), out = TestArray::random(activation(), {1, 17}, 1),
                     dinp = TestArray::random(activation(), {1, 17}, 2);
     relu2_forward(out, inp, Stream{});
@@ -80,7 +80,7 @@ TEST_P(Relu2, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(Relu2);
 
-TEST(Relu2Arguments, WrongOnesAreErrors) {
+TEST(Relu2Arguments, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({2, 8}, 1), b = TestArray::random({2, 9}, 2);
     const TestArray ints = TestArray::ints(std::vector<int32_t>(16), {2, 8});
     expect_error([&] { relu2_forward(b, a, Stream{}); }, "relu2_forward: out is fp32 [2, 9], expected fp32 [2, 8]");

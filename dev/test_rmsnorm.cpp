@@ -89,7 +89,7 @@ TEST_P(RMSNorm, ForwardMatchesOracle) {
             check_forward(activation(), s[0], s[1], options & 1, options & 2, gap_of(s[0]));
 }
 
-TEST_P(RMSNorm, SumMayBeInpOrResidual) {
+TEST_P(RMSNorm, SumMayAliasInpOrResidual) {
     const DType T = activation();
     const int64_t N = 5;
     for (const int64_t C : {37, 64}) {
@@ -138,11 +138,11 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
 
 INSTANTIATE_DTYPES(RMSNorm);
 
-TEST(RMSNormArguments, NothingNeedsNoScratch) {
+TEST(RMSNormArguments, ZeroRowsNeedNoScratch) {
     for (const int64_t N : {0, 5}) EXPECT_EQ(rmsnorm_backward_scratch(N, 0), 0) << N;
 }
 
-TEST(RMSNormArguments, WrongOnesAreErrors) {
+TEST(RMSNormArguments, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({4, 128}, 1), b = TestArray::random({4, 64}, 2),
                     out = TestArray::poisoned({4, 128});
     const TestArray weight = TestArray::random({128}, 3), shorter = TestArray::random({64}, 4),

@@ -25,7 +25,7 @@ RopeScaling scaled(Kind kind, double factor, int64_t original = 0) {
 }
 
 // One rounding from the exact value: the tables are computed in double.
-TEST(RopeTable, AgainstOracle) {
+TEST(RopeTable, MatchesOracle) {
     for (const RopeScaling& s : {RopeScaling{}, scaled(Kind::Linear, 4), scaled(Kind::Llama3, 8, 64),
                                  scaled(Kind::Dynamic, 2, 64), scaled(Kind::Dynamic, 2, 400)}) {
         for (const int64_t R : {4, 6, 64, 128}) {
@@ -49,7 +49,7 @@ void expect_frequencies(int64_t T, double theta, const RopeScaling& scaling, con
     }
 }
 
-TEST(RopeTable, FrequenciesOfTransformers) {
+TEST(RopeTable, FrequenciesMatchTransformers) {
     // head_dim 8, rope_theta 10000, factor 4
     expect_frequencies(2, 10000, scaled(Kind::Linear, 4),
                        {0.25, 0.02500000037252903, 0.0024999999441206455, 0.0002500000118743628});
@@ -88,7 +88,7 @@ void check_rotation(DType D, int64_t N, int64_t H, int64_t HS, int64_t R, bool b
         }
 }
 
-TEST_P(Rope, Rotation) {
+TEST_P(Rope, ForwardMatchesOracle) {
     for (const bool backward : {false, true}) {
         check_rotation(activation(), 1, 1, 2, 2, backward);
         check_rotation(activation(), 5, 3, 6, 6, backward);
@@ -102,7 +102,7 @@ TEST_P(Rope, Rotation) {
     check_rotation(activation(), 0, 2, 8, 8, false);
 }
 
-TEST_P(Rope, BackwardRotatesBack) {
+TEST_P(Rope, BackwardInvertsForward) {
     const std::vector<float> floats = make_table(40, 32, 10000, {});
     const TestArray table = TestArray::of(std::vector<double>(floats.begin(), floats.end()), {40, 16, 2});
     const TestArray x = TestArray::random(activation(), {40, 2, 32}, 1);
@@ -121,7 +121,7 @@ TEST_P(Rope, BackwardRotatesBack) {
 
 INSTANTIATE_DTYPES(Rope);
 
-TEST(RopeArguments, WrongOnesAreErrors) {
+TEST(RopeArguments, InvalidArgumentsAreErrors) {
     const TestArray x = TestArray::random({3, 2, 8}, 1), table = TestArray::random({10, 4, 2}, 2);
     auto call = [&](const std::vector<int32_t>& positions) {
         rope(x, TestArray::ints(positions, {int64_t(positions.size())}), table, false, Stream{});

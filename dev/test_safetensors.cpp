@@ -62,7 +62,7 @@ TEST(Safetensors, RoundTripsEveryDtype) {
     EXPECT_EQ(uint8_t(bytes[0]) % 8, 0);  // the data starts at a multiple of 8 bytes
 }
 
-TEST(Safetensors, WriterChecksItsCaller) {
+TEST(Safetensors, WriterRejectsInvalidTensors) {
     const TempDir dir;
     SafetensorsWriter writer(dir.file("x"));
     writer.declare("a", DType::F32, {2});
@@ -81,7 +81,7 @@ TEST(Safetensors, WriterChecksItsCaller) {
     expect_error([&] { twice.declare("b", DType::F64, {-1}); }, {"not valid"});
 }
 
-TEST(Safetensors, ReadsWhatOthersWrite) {
+TEST(Safetensors, ReadsFilesOfOtherWriters) {
     const TempDir dir;
     // Padding after the header, BOOL, offsets that aren't aligned, tensors in another order than their names.
     write_file(dir.file("x"), file_of(R"({"b":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]},)"
@@ -98,7 +98,7 @@ TEST(Safetensors, ReadsWhatOthersWrite) {
     EXPECT_TRUE(SafetensorsFile(dir.file("none")).entries().empty());
 }
 
-TEST(Safetensors, RefusesBrokenFiles) {
+TEST(Safetensors, RejectsDamagedFiles) {
     const std::string good = R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", data(8, 'x');
     const TempDir dir;
     write_file(dir.file("good"), file_of(good, data));
@@ -203,7 +203,7 @@ TEST(Safetensors, RandomDamageNeverCrashes) {
             EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos);
         }
     }
-    EXPECT_GT(refused, 400);  // damage in the data itself goes unseen
+    EXPECT_GT(refused, 400);  // damage in the data itself is not detected
 }
 
 }  // namespace

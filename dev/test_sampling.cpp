@@ -49,7 +49,7 @@ std::vector<int32_t> sample_row(const std::vector<double>& logits, const Samplin
     return sample(TestArray::of(rows, {count, V}), V, sequences, steps, o);
 }
 
-TEST(Sampling, ArgmaxTakesTheLowerOfTies) {
+TEST(Sampling, ArgmaxTakesTheLowestIdOfTies) {
     EXPECT_EQ(sample_row({1, 5, 5, 2}, options(0))[0], 1);
     EXPECT_EQ(sample_row({-3, -1, -2, -1}, options(0))[0], 1);
     EXPECT_EQ(sample_row({-INF, -1e30, -INF}, options(0))[0], 1);
@@ -82,7 +82,7 @@ TEST(Sampling, TopKTies) {
 }
 
 // Each token is the one that the oracle samples with the same uniform number.
-TEST_P(SamplingDTypes, AgainstOracle) {
+TEST_P(SamplingDTypes, MatchesOracle) {
     constexpr int64_t B = 300, V = 101, Vp = 128;
     std::vector<double> rows = TestArray::random({B, Vp}, 5, 2, -30).values();
     for (int64_t b = 0; b < B; b++) {
@@ -122,7 +122,7 @@ TEST_P(SamplingDTypes, LargeVocabulary) {
 }
 
 // Filters one by one and together, over vocabularies smaller and larger than one chunk of the CUDA kernels.
-TEST_P(SamplingDTypes, FiltersAgainstOracle) {
+TEST_P(SamplingDTypes, FiltersMatchOracle) {
     for (const auto& [V, B] : {std::pair<int64_t, int64_t>{37, 60}, {9000, 12}}) {
         const int64_t Vp = (V + 127) / 128 * 128;
         const TestArray logits = TestArray::random(activation(), {B, Vp}, 8, 2.5);
@@ -226,7 +226,7 @@ TEST(Sampling, Distribution) {
 }
 
 // The sampled token depends on seed, sequence and step, not on its row or the other rows of the batch.
-TEST(Sampling, IndependentOfTheBatch) {
+TEST(Sampling, DoesNotDependOnTheBatch) {
     constexpr int64_t B = 64, V = 50;
     const TestArray logits = TestArray::random({B, V}, 9, 0.1);
     std::vector<int64_t> sequences, steps(size_t(B), 12);
@@ -250,7 +250,7 @@ TEST(Sampling, IndependentOfTheBatch) {
 }
 
 // Thousands of consecutive tokens that can't be sampled, as where a grammar or a mask rules them out.
-TEST(Sampling, LongRunsWithoutWeight) {
+TEST(Sampling, NeverSamplesZeroProbabilityRuns) {
     constexpr int64_t V = 50000;
     std::vector<double> logits(size_t(V), -INF);
     logits[20000] = 1, logits[49000] = 1;
@@ -331,7 +331,7 @@ TEST(Sampling, Exp2Product) {
 
 INSTANTIATE_DTYPES(SamplingDTypes);
 
-TEST(Sampling, Errors) {
+TEST(Sampling, InvalidArgumentsAreErrors) {
     const double nan = std::numeric_limits<double>::quiet_NaN();
     [[maybe_unused]] const std::string bad =
         "sample_tokens: row 0 of the logits holds NaN, or its maximum is not finite";

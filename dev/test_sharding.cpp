@@ -1,4 +1,4 @@
-// parallel/: which rank owns, sums and updates what. What the ranks then do together is tested by dev/test_parallel.py.
+// parallel/: which elements each rank owns, sums and updates. dev/test_parallel.py tests training on several ranks.
 #include "parallel/sharding.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 namespace {
 
-TEST(Places, ThoseInUseTogetherLieApart) {
+TEST(GroupSlots, GroupsUsedTogetherDoNotOverlap) {
     for (const bool tied : {false, true}) {
         const ParamTable table = table_of(2, tied);
         const GroupSlots slots(table, 2, true);
@@ -23,9 +23,9 @@ TEST(Places, ThoseInUseTogetherLieApart) {
             return x.as<float>() < y.as<float>() + y.numel() && y.as<float>() < x.as<float>() + x.numel();
         };
         for (int g = 0; g < table.num_groups(); g++) EXPECT_EQ(views[size_t(g)].numel(), table.group_size(g));
-        for (int g = 1; g < LAYERS; g++) EXPECT_FALSE(overlap(g, g + 1));        // a layer and the next
+        for (int g = 1; g < LAYERS; g++) EXPECT_FALSE(overlap(g, g + 1));        // consecutive layers
         for (int g = 1; g <= LAYERS; g++) EXPECT_FALSE(overlap(0, g));           // the embedding and a layer
-        for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // what stays fp32 and others
+        for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // the fp32 group and any other
         EXPECT_TRUE(overlap(1, 3));
         EXPECT_LT(slots.total(), table.total);
         const GroupSlots weights(table, 2, false);
@@ -34,7 +34,7 @@ TEST(Places, ThoseInUseTogetherLieApart) {
     }
 }
 
-// Memory of one rank as the driver lays it out.
+// The memory of one rank, with the driver's layout.
 struct Rank {
     Sharding sharding;
     std::vector<float> weights, master, fp32, grads, m, v;
@@ -72,8 +72,8 @@ struct Rank {
     }
 };
 
-// Every element is updated once, by one rank, or by each where nothing is divided; and counted once in the norm.
-TEST(UpdatePieces, CoverEveryElementOnce) {
+// Every element is updated once, by one rank (in stage 0 by every rank), and counted once in the norm.
+TEST(UpdateSlices, CoverEveryElementOnce) {
     for (const int64_t world : {1, 2, 3, 4}) {
         for (const int64_t stage : {0, 1, 2, 3}) {
             for (const int mode : {0, 1, 2}) {  // fp32; 16 bits with master weights, and without

@@ -88,7 +88,7 @@ TEST_P(Softmax, NegativeAndLargeRows) {
     check(activation(), 1, 1, 7, 1, false, false, 0, activation() == DType::F16 ? -6e4 : -1e30);
 }
 
-TEST_P(Softmax, UnseenKeysDoNotCount) {
+TEST_P(Softmax, MaskedKeysHaveNoEffect) {
     // NaN and ∞ where the row cannot see; a fully masked row of zeros.
     const TestArray inp = TestArray::of(activation(), {1, 2, NOT_A_NUMBER, INF, 1, 2, 3, NOT_A_NUMBER}, {2, 4});
     const TestArray out = TestArray::poisoned(activation(), {2, 4});
@@ -126,7 +126,7 @@ TEST_P(Softmax, Deterministic) {
 
 INSTANTIATE_DTYPES(Softmax);
 
-TEST(SoftmaxArguments, WrongOnesAreErrors) {
+TEST(SoftmaxArguments, InvalidArgumentsAreErrors) {
     const TestArray inp = TestArray::random({6, 4}, 1), out = TestArray::poisoned({6, 4}),
                     small = TestArray::poisoned({6, 3});
     expect_error([&] { softmax_forward(out, inp, Tensor{}, 4, 1, false, Stream{}); },

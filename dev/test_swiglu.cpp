@@ -42,7 +42,7 @@ TEST_P(SwiGLU, MatchesOracle) {
 }
 
 // Each point is a row of its own, so that no error hides behind a larger value.
-TEST_P(SwiGLU, EveryMagnitudeIsAccurate) {
+TEST_P(SwiGLU, AccurateAtEveryMagnitude) {
     const DType T = activation();
     std::vector<double> gates = {0, 1e-30, -1e-30, 1e-5, -1e-5, 100, -100}, packed;
     if (T != DType::F16) gates.insert(gates.end(), {1e6, -1e6});  // fp16 ends at 65504
@@ -72,7 +72,7 @@ TEST_P(SwiGLU, BitsDoNotDependOnThreads) {
 
 INSTANTIATE_DTYPES(SwiGLU);
 
-TEST(SwiGLUArguments, WrongOnesAreErrors) {
+TEST(SwiGLUArguments, InvalidArgumentsAreErrors) {
     const TestArray a = TestArray::random({2, 8}, 1), b = TestArray::random({2, 17}, 2);
     expect_error([&] { swiglu_forward(a, b, Stream{}); },
                  "swiglu_forward: gate_up is fp32 [2, 17], expected fp32 [2, 16]");

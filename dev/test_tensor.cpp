@@ -1,4 +1,4 @@
-// runtime/device/tensor.h: views, and what is refused instead of being read as something else.
+// runtime/device/tensor.h: views, and the errors of invalid views and dtypes.
 #include "runtime/device/tensor.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t LARGE = int64_t(1) << 40;
 
-TEST(Tensor, HoldsOneType) {
+TEST(Tensor, RejectsAccessAsAnotherType) {
     std::vector<float> x(6);
     const Tensor t = host_tensor(x.data(), {2, 3});
     EXPECT_EQ(t.as<float>(), x.data());
@@ -22,7 +22,7 @@ TEST(Tensor, HoldsOneType) {
     expect_error([&] { half.as<uint16_t>(); }, "tensor holds bf16, asked for as uint16");
 }
 
-// Nothing is allocated, so that any size will do.
+// Without memory, so any size works.
 TEST(Tensor, SizesHave64Bits) {
     const Tensor t = make_tensor(nullptr, DType::F32, Device::CPU, {LARGE, 1 << 20});
     EXPECT_EQ(t.numel(), int64_t(1) << 60);
@@ -52,7 +52,7 @@ TEST(Tensor, SizesHave64Bits) {
         "tensor of rank 9: at most 8 dimensions are supported");
 }
 
-TEST(Tensor, ViewsStayInside) {
+TEST(Tensor, ViewsStayInBounds) {
     std::vector<float> x(20);
     const Tensor t = host_tensor(x.data(), {4, 5});
     const Tensor part = t.rows(1, 3).columns(2, 5);
@@ -61,7 +61,7 @@ TEST(Tensor, ViewsStayInside) {
     EXPECT_EQ(part.stride[0], 5);
     EXPECT_TRUE(t.contiguous() && t.rows(1, 3).contiguous());
     EXPECT_FALSE(part.contiguous());
-    EXPECT_TRUE(part.rows(0, 1).contiguous());  // a stride that nobody takes
+    EXPECT_TRUE(part.rows(0, 1).contiguous());  // the stride of a dimension of size 1 does not matter
     EXPECT_EQ(t.rows(4, 4).numel(), 0);
     expect_error([&] { t.rows(1, 5); }, "tensor rows [1, 5) lie outside [0, 4)");
     expect_error([&] { t.rows(-1, 2); }, "tensor rows [-1, 2) lie outside [0, 4)");

@@ -179,7 +179,7 @@ TEST(TensorFunctions, MatchTheOracleInEveryDType) {
 }
 
 // Each point is a row of its own, so that no error hides behind a larger value.
-TEST(TensorFunctions, EveryMagnitudeIsAccurate) {
+TEST(TensorFunctions, AccurateAtEveryMagnitude) {
     std::vector<double> points;
     for (double x = 1e-37; x < 1e37; x *= 1.37) points.insert(points.end(), {x, -x});
     for (double x = -95; x < 95; x += 0.173) points.push_back(x);
@@ -208,7 +208,7 @@ TEST(TensorFunctions, EveryMagnitudeIsAccurate) {
     expect_close("pow", run(F::Pow, DType::F32, base, power), ref.value, ref.mag, 1, 1);
 }
 
-TEST(TensorFunctions, SpecialValuesAreThoseOfNumPy) {
+TEST(TensorFunctions, SpecialValuesMatchNumPy) {
     const std::vector<double> xs = {0, -0.0, INF, -INF, NaN, 200, -200}, ys = {NaN, 0, -0.0, 2, 3, INF, -INF};
     const int64_t n = int64_t(xs.size());
     const TestArray x = TestArray::of(xs, {n}), y = TestArray::of(ys, {n});
@@ -505,7 +505,7 @@ TEST(TensorReduce, EverySizeAlongEveryAxis) {
         }
 }
 
-TEST(TensorReduce, SumsOfOneSignStayAccurate) {
+TEST(TensorReduce, SumsOfOneSignAreAccurate) {
     Choices choose(8);
     for (const Shape& shape : {Shape{200000}, Shape{20000, 12}, Shape{12, 20000}, Shape{3000, 40}})
         for (int axis = 0; axis < int(shape.size()); axis++)
@@ -534,7 +534,7 @@ TEST(TensorReduce, ShortRowsOf16Bits) {
                     check_reduce(f, contiguous(T, {37, C}, 1, 1, 0), axis, 0.5f, DType::F32, choose);
 }
 
-TEST(TensorReduce, EmptyAxesGiveTheStart) {
+TEST(TensorReduce, EmptyAxesGiveTheInitialValue) {
     for (const F f : REDUCTIONS)
         for (const float start : {tensor_reduce_start(f), 3.0f}) {
             const TestArray inp = TestArray::random({0}, 1), out = TestArray::poisoned({6});
@@ -546,7 +546,7 @@ TEST(TensorReduce, EmptyAxesGiveTheStart) {
 }
 
 // At any index, along either axis.
-TEST(TensorReduce, NaNAndInfinitiesAreKept) {
+TEST(TensorReduce, NaNAndInfinitiesPropagate) {
     for (const int64_t n : {3, 40, 5000}) {
         for (const int64_t at : {int64_t(0), n / 2, n - 1}) {
             std::vector<double> values(static_cast<size_t>(n) * 20, -1.0);
@@ -685,7 +685,7 @@ TEST(TensorOps, BitsDoNotDependOnThreads) {
     });
 }
 
-TEST(TensorOverlap, SharedElementsAreFoundExactly) {
+TEST(TensorOverlap, FindsSharedElementsExactly) {
     const TestArray memory = TestArray::random({1000}, 1);
     const auto view = [&](int64_t first, const Shape& shape, const Shape& stride) {
         Tensor t = shaped(memory, shape);
@@ -705,7 +705,7 @@ TEST(TensorOverlap, SharedElementsAreFoundExactly) {
     EXPECT_FALSE(tensors_overlap(view(0, {3, 3}, {6, 15}), view(1, {5}, {9})));    // multiples of 3, and others
 }
 
-TEST(TensorArguments, WrongOnesAreErrors) {
+TEST(TensorArguments, InvalidArgumentsAreErrors) {
     const TestArray x = TestArray::random({4, 6}, 1), y = TestArray::random({6}, 2), out = TestArray::poisoned({4, 6}),
                     five = TestArray::random({5}, 3), ints = TestArray::ints({1, 2}, {2});
     const Stream s{};

@@ -61,7 +61,7 @@ void expect_contains(const std::string& text, const std::string& part) {
 
 }  // namespace
 
-TEST_F(TokenFilesTest, MasksSayWhatIsLearnt) {
+TEST_F(TokenFilesTest, MasksSelectLossTokens) {
     write_tokens<uint16_t>("a.bin", {1, 2, 3});
     write_tokens<uint16_t>("b.bin", {4, 5});
     EXPECT_FALSE(TokenFiles(all()).masked());
@@ -141,7 +141,7 @@ TEST_F(TokenFilesTest, TokensOutOfRangeNameFileAndOffset) {
     expect_contains(error_of([&] { wide.read(0, 2, got.data(), int64_t(1) << 40); }), "token 1 is 2147483648");
 }
 
-TEST_F(TokenFilesTest, DamageIsNamed) {
+TEST_F(TokenFilesTest, DamageErrorsNameTheFault) {
     const auto error = [&](const std::string& name) {
         const std::string text = error_of([&] { TokenFiles(folder + "/" + name); });
         expect_contains(text, name);

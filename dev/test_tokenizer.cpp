@@ -64,7 +64,7 @@ std::string random_bytes(uint64_t seed, size_t n, int values) {
 
 }  // namespace
 
-TEST(Tokenizer, IdsEqualTheTokenizersPackage) {
+TEST(Tokenizer, IdsMatchTheTokenizersPackage) {
     ASSERT_GE(fixture()["cases"].size(), 13u);
     for (const json& one : fixture()["cases"]) {
         const std::string name = one["name"];
@@ -156,7 +156,7 @@ TEST(Utf8Stream, HoldsBackUnfinishedCharactersOnly) {
     }
 }
 
-TEST(Tokenizer, WhatATextStartsWith) {
+TEST(Tokenizer, SpecialTokensAtTheStart) {
     json tokenizer = description("llama2");
     EXPECT_TRUE(make(tokenizer).start_of_text().empty());
     const json s = {{"SpecialToken", {{"id", "<s>"}, {"type_id", 0}}}},
@@ -175,7 +175,7 @@ TEST(Tokenizer, WhatATextStartsWith) {
 
 // A word beyond the size that is merged by scanning goes through the queue: both must give the same ids. The words are
 // made of two letters, so that merges overlap at every place.
-TEST(Tokenizer, LongWordsMergeLikeShortOnes) {
+TEST(Tokenizer, LongWordsMergeLikeShortWords) {
     json tokenizer = description("no-regex");
     json& model = tokenizer["model"];
     model["merges"] = json::array();
@@ -258,7 +258,7 @@ TEST(Tokenizer, MissingByteIsAnError) {
     EXPECT_THROW(ours.encode("bad"), Error);
 }
 
-TEST(Tokenizer, UnsupportedKindsAreNamed) {
+TEST(Tokenizer, UnsupportedTypesAreErrors) {
     const json good = description("gpt2");
     const auto with = [&](const char* pointer, const json& value) {
         json changed = good;
@@ -306,7 +306,7 @@ TEST(Tokenizer, UnsupportedKindsAreNamed) {
     expect_named(error_of(other), "prepend_scheme last");
 }
 
-TEST(Tokenizer, BrokenFilesAreErrors) {
+TEST(Tokenizer, DamagedFilesAreErrors) {
     const json good = description("gpt2");
     const auto with = [&](const char* pointer, const json& value) {
         json changed = good;

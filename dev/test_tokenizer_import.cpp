@@ -145,7 +145,7 @@ class TokenizerImport : public testing::Test {
 
 }  // namespace
 
-TEST_F(TokenizerImport, LlmcGivesTheMergesBack) {
+TEST_F(TokenizerImport, RecoversMergesFromLlmc) {
     const json gpt2 = fixture_case("gpt2");
     const json imported = json::parse(import_tokenizer(write(llmc_file())));
     EXPECT_EQ(imported["model"]["vocab"], gpt2["tokenizer"]["model"]["vocab"]);
@@ -176,12 +176,12 @@ TEST_F(TokenizerImport, Llama2cEncodesByScore) {
     EXPECT_EQ(tokenizer.encode("<s>a", true)[0], 1);
 }
 
-TEST_F(TokenizerImport, TokenizerJsonStaysAsItIs) {
+TEST_F(TokenizerImport, TokenizerJsonIsUnchanged) {
     const std::string text = fixture_case("llama3")["tokenizer"].dump();
     EXPECT_EQ(import_tokenizer(write(text)), text);
 }
 
-TEST_F(TokenizerImport, DamageIsNamed) {
+TEST_F(TokenizerImport, DamageErrorsNameTheFault) {
     const std::string llmc = llmc_file(), llama2c = llama2c_file(scored_vocabulary());
     const auto with = [](std::string file, size_t at, int32_t value) {
         std::memcpy(&file[at], &value, sizeof value);

@@ -52,7 +52,7 @@ void check(const TestArray& inp, int64_t V, int64_t k) {
 
 }  // namespace
 
-TEST_P(TopK, MatchesASort) {
+TEST_P(TopK, MatchesSort) {
     for (const int64_t V : {1, 2, 31, 256, 1000, 8191, 50257})
         for (const int64_t k : {1, 2, 5, 64, 1000, 1024})
             if (k <= V)
@@ -62,7 +62,7 @@ TEST_P(TopK, MatchesASort) {
     check(TestArray::random(activation(), {40, 20000}, 3), 20000, 7);
 }
 
-TEST_P(TopK, EqualValuesComeByAscendingId) {
+TEST_P(TopK, TiesAreOrderedById) {
     for (const int64_t V : {100, 40000}) {
         check(TestArray::of(activation(), std::vector<double>(size_t(2 * V), 3.0), {2, V}), V, 40);
         std::vector<double> values;
@@ -81,7 +81,7 @@ TEST_P(TopK, InfinitiesAndNaN) {
 
 INSTANTIATE_DTYPES(TopK);
 
-TEST(TopKArguments, Errors) {
+TEST(TopKArguments, InvalidArgumentsAreErrors) {
     const TestArray inp = TestArray::random({2, 8}, 1), values = TestArray::poisoned({2, 3}),
                     ids = TestArray::ints({0, 0, 0, 0, 0, 0}, {2, 3}), nine = TestArray::poisoned({2, 9}),
                     scratch = TestArray::scratch(1 << 16);

@@ -57,7 +57,7 @@ void expect_reference(const std::vector<float>& got, const reference::Values& re
 
 }  // namespace
 
-TEST_F(CInterface, NamesItsFunctionsAndItself) {
+TEST_F(CInterface, ListsFunctionsAndDevice) {
     EXPECT_STREQ(tgk_backend(), backend_name());
     for (int32_t f = 0; f < tgk_num_functions(); f++) {
         EXPECT_EQ(function(tgk_function_name(f)), f);
@@ -74,7 +74,7 @@ TEST_F(CInterface, NamesItsFunctionsAndItself) {
     expect_refused(tgk_device_description(nullptr, 9), "tgk_device_description: there is no room for text");
 }
 
-TEST_F(CInterface, SaysWhatIsWrong) {
+TEST_F(CInterface, ErrorsNameTheFault) {
     const std::vector<float> x = random(6, 1), out(6);
     const tgk_tensor inp = host(x, {2, 3}), good = host(out, {2, 3});
     expect_refused(tgk_map(nullptr, 0, &good, &inp), "tgk_map: the context is null");
@@ -110,7 +110,7 @@ TEST_F(CInterface, SaysWhatIsWrong) {
 }
 
 // What an operation computes before it checks its tensors, such as the size of its scratch, tolerates missing ones.
-TEST_F(CInterface, EveryOperationRefusesMissingTensors) {
+TEST_F(CInterface, EveryOperationRejectsMissingTensors) {
     tgk_context* c = context;
     const tgk_tensor* none = nullptr;
     const int32_t neg = function("neg"), add = function("add");
@@ -250,7 +250,7 @@ TEST_F(CInterface, LayerNormWithAndWithoutItsOptions) {
                    "layernorm_backward: inp is missing");
 }
 
-TEST_F(CInterface, AttentionBothWays) {
+TEST_F(CInterface, AttentionForwardAndBackward) {
     const int64_t T = 7, NH = 4, NKV = 2, HS = 16;
     const std::vector<int32_t> cum = {0, 3, 7};
     const std::vector<float> q = random(T * NH * HS, 1), k = random(T * NKV * HS, 2), v = random(T * NKV * HS, 3),
@@ -279,7 +279,7 @@ TEST_F(CInterface, AttentionBothWays) {
 }
 
 // Attention type linear: two sequences, the state handed on, and one more token.
-TEST_F(CInterface, LinearAttentionBothWays) {
+TEST_F(CInterface, LinearAttentionForwardAndBackward) {
     const int64_t N = 7, S = 2, NH = 4, NKV = 2, E = 16, M = 8;
     const std::vector<int32_t> cum = {0, 3, 7};
     const std::vector<float> q = random(N * NH * E, 1), k = random(N * NKV * E, 2), v = random(N * NKV * M, 3),

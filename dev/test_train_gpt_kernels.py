@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """The kernels from Python (scripts/train_gpt_kernels.py, TRAIN_GPT_KERNELS_LIB): results against NumPy in float64 over
-shapes, strides and broadcasts that hypothesis picks, arrays of every library, and the exceptions for invalid arguments."""
+shapes, strides and broadcasts that hypothesis generates, arrays of every library, and the exceptions for invalid arguments."""
 import importlib.util
 import os
 import re
@@ -31,7 +31,7 @@ TOLERANCE = 2e-6
 
 
 def library():
-    """The library under test, or None: Python's own search without the variable."""
+    """The library under test, or None: without the variable, train_gpt_kernels searches for it."""
     try:
         return train_gpt_kernels.library_path() if HAVE else None
     except FileNotFoundError:
@@ -112,7 +112,7 @@ class TensorOperations(KernelsTest):
             "inv_back": lambda x, d: -d / x ** 2, "log_back": lambda x, d: d / x, "relu_back": lambda x, d: d * (x > 0),
         }
 
-    def test_the_list_of_functions_is_the_library_s(self):
+    def test_functions_match_the_library(self):
         self.assertEqual(set(self.k.functions), set(self.functions()))
 
     if HAVE:
@@ -177,7 +177,7 @@ class TensorOperations(KernelsTest):
             self.k.bin_bcast("add", None, y, out=out)
             self.assert_close(out, wide_y, 0)
 
-    def test_sixteen_bits_in_any_mixture(self):
+    def test_mixed_16_bit_dtypes(self):
         rng = np.random.default_rng(1)
         for x_dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
             for y_dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
@@ -191,7 +191,7 @@ class TensorOperations(KernelsTest):
                 self.assert_close(out, x.astype(np.float64).sum(axis=0, keepdims=True),
                                   scale=np.abs(x.astype(np.float64)).sum(axis=0, keepdims=True))
 
-    def test_special_values_as_numpy_has_them(self):
+    def test_special_values_match_numpy(self):
         x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1, 2], np.float32)
         y = np.array([1, np.nan, np.inf, -0.0, 0.0, np.nan, -np.inf], np.float32)
         with warnings.catch_warnings():
@@ -204,7 +204,7 @@ class TensorOperations(KernelsTest):
         self.assertTrue(np.isnan(self.k.reduce("max", x, 0)[0]))
         self.assertTrue(np.signbit(self.k.map("neg", np.zeros(3, np.float32))).all())
 
-    def test_what_is_refused(self):
+    def test_invalid_input_is_rejected(self):
         k, x = self.k, np.ones((3, 4), np.float32)
         for error, message, call in [
                 (ValueError, "function is 'sin', expected one of id, ", lambda: k.map("sin", x)),
@@ -477,7 +477,7 @@ class Networks(KernelsTest):
 class Arrays(KernelsTest):
     """The memory of arrays, and the library itself."""
 
-    def test_memory_of_the_device(self):
+    def test_device_memory(self):
         x = np.random.default_rng(1).standard_normal((5, 70)).astype(np.float32)
         on_device = self.k.to_device(x)
         np.testing.assert_array_equal(on_device.numpy(), x)
@@ -533,14 +533,14 @@ class Arrays(KernelsTest):
         self.assertEqual(bound, {name: len([a for a in arguments if a != "void"]) for name, arguments in declared.items()})
 
     @unittest.skipUnless(shutil.which("nm"), "nm is not here")
-    def test_only_the_interface_shows(self):
+    def test_library_exports_only_the_interface(self):
         # Exported C++ symbols would replace those of the process, and crash where the two differ.
         symbols = subprocess.run(["nm", "-D", "--defined-only", self.k.path], capture_output=True, text=True, check=True).stdout
         names = {line.split()[-1] for line in symbols.splitlines()}
         self.assertIn("tgk_create", names)
         self.assertEqual([name for name in names if not name.startswith("tgk_")], [])
 
-    def test_signal_handlers_have_a_stack(self):
+    def test_signal_handlers_run_on_their_own_stack(self):
         # During a matmul the stack pointer may be a buffer on the heap, where a handler would write over other memory.
         script = ("import ctypes, sys; sys.path.insert(0, sys.argv[1]); import train_gpt_kernels as t\n"
                   "class Stack(ctypes.Structure): _fields_ = [('p', ctypes.c_void_p), ('flags', ctypes.c_int), ('size', ctypes.c_size_t)]\n"
@@ -550,7 +550,7 @@ class Arrays(KernelsTest):
                               env={k: v for k, v in os.environ.items() if k != "PYTHONFAULTHANDLER"})
         self.assertEqual(done.stdout.split(), ["0", "True"], done.stderr)
 
-    def test_the_library_is_found_from_anywhere(self):
+    def test_library_is_found_from_any_directory(self):
         script = ("import sys; sys.path.insert(0, sys.argv[1]); import train_gpt_kernels as t; "
                   "k = t.Kernels(); print(k.path)")
         env = {name: value for name, value in os.environ.items() if name != train_gpt_kernels.VARIABLE}

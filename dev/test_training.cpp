@@ -9,7 +9,7 @@ namespace {
 
 class Overfit : public testing::TestWithParam<std::string> {};
 
-TEST_P(Overfit, OneBatch) {
+TEST_P(Overfit, FitsOneBatch) {
     ModelConfig config;
     const size_t end = GetParam().find(' ');  // of the preset's name; attention types may follow
     ASSERT_TRUE(preset(GetParam().substr(0, end), config));
@@ -34,8 +34,8 @@ INSTANTIATE_TEST_SUITE_P(Presets, Overfit,
                              return name;
                          });
 
-// A loss that is not finite changes neither weights nor Adam's moments.
-TEST(Update, SkipsAStepThatIsNotFinite) {
+// A non-finite loss changes neither the weights nor Adam's moments.
+TEST(Update, SkipsNonFiniteSteps) {
     Driver driver(base_config(), training_shape(2, 11));
     driver.randomise(3);
     const Batch batch = random_batch(base_config(), 2, 11, 5);
@@ -58,7 +58,7 @@ TEST(Update, SkipsAStepThatIsNotFinite) {
     EXPECT_FALSE(same_bits(driver.params(), params));
 }
 
-// A run on random tokens in a directory of its own.
+// A run on random tokens in a temporary directory.
 struct TrainingRun {
     TempDir dir;
     Context ctx;
@@ -89,8 +89,8 @@ struct TrainingRun {
     }
 };
 
-// A run takes as much GPU memory as its plan says. (bench_cpu.py compares the CPU's plan with a whole process.)
-TEST(Training, PlanIsRight) {
+// A run uses as much GPU memory as its plan says. (bench_cpu.py compares the CPU's plan with a whole process.)
+TEST(Training, MemoryMatchesThePlan) {
     if (backend_device() == Device::CPU) GTEST_SKIP() << "a test's process holds more than a run does";
     for (const Recompute level : {Recompute::None, Recompute::Block}) {
         const int64_t before = device_memory_available();
@@ -109,8 +109,8 @@ TEST(Training, PlanIsRight) {
     }
 }
 
-// A step of fixed shape, from its batch to the copy of its scalars, allocates no memory, of the host or the device, in
-// our code or in a library's. (Its log line does.)
+// A step of fixed shape, from reading its batch to copying its scalars, allocates no host or device memory, neither in
+// this program nor in libraries. (Its log line does.)
 TEST(Training, AllocatesNothingAfterTheFirstStep) {
     if (backend_device() == Device::CPU) GTEST_SKIP() << "oneDNN allocates its packing buffers in every matmul";
     if (why_no_preload()) GTEST_SKIP() << why_no_preload();

@@ -83,7 +83,8 @@ TestArray TestArray::bytes(const void* data, int64_t n) {
 
 TestArray TestArray::scratch(int64_t bytes) {
     TestArray a(DType::U8, {bytes});
-    device_fill(a.view.data, 0xFF, size_t(bytes), Stream{});  // NaN to whoever reads before writing, fp32 or fp64
+    device_fill(a.view.data, 0xFF, size_t(bytes),
+                Stream{});  // NaN in fp32 and fp64: a read before the first write shows
     return a;
 }
 
@@ -116,7 +117,7 @@ void TestArray::fetch_bytes(void* to) const {
 
 namespace {
 
-// What storing a result in a dtype adds to the error of the sums behind it.
+// The error of rounding a result to its dtype, in addition to that of its sums.
 struct StorageBound {
     double rms = 0;       // of the value: the deviation of one rounding is 0.4 units, averaged over mantissas
     double largest = 0;   // of the magnitude: half a unit in the last place
@@ -149,7 +150,7 @@ void expect_close(const char* what, const std::vector<double>& got, const std::v
 
     // Row: were the errors independent and normal with the deviations s_i that the bound on the whole tensor allows
     // them, then Σ error² of a row would pass this limit with probability e^−x (Laurent, Massart 2000, lemma 1). x is
-    // such that in a tensor of this many rows one does so once in a thousand draws.
+    // such that in a tensor of this many rows one exceeds it once in a thousand tests.
     const auto squared_limit = [](double s2, double s4, double max_s2, double x) {
         return s2 + 2 * std::sqrt(x * s4) + 2 * x * max_s2;
     };

@@ -1,4 +1,4 @@
-// What the op tests share: arrays of random inputs with their float64 twins, and the error bounds of docs/numerics.md.
+// Shared by the op tests: arrays of random inputs with float64 copies, and the error bounds of docs/numerics.md.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ class DTypeTest : public testing::TestWithParam<DType> {
 
 #ifdef USE_CUDA
 #define TEST_DTYPES DType::F32, DType::BF16, DType::F16
-constexpr const char* ACTIVATION_MATRIX = "fp32, bf16 or fp16";  // what an op asks for
+constexpr const char* ACTIVATION_MATRIX = "fp32, bf16 or fp16";  // in errors about dtypes
 #else
 #define TEST_DTYPES DType::F32
 constexpr const char* ACTIVATION_MATRIX = "a fp32 matrix";
@@ -37,8 +37,8 @@ constexpr const char* ACTIVATION_MATRIX = "a fp32 matrix";
 // x rounded to fp32 and then to the dtype, as a kernel stores it.
 double rounded(DType dtype, double x);
 
-// A tensor's memory on the backend's device with a float64 copy on the host: inputs are random and rounded once, so
-// that kernel and oracle see the same numbers; outputs are poisoned with NaN, so that an element nobody wrote fails.
+// A tensor's memory on the backend's device with a float64 copy on the host. Inputs are random and rounded once, so
+// that kernel and oracle get the same numbers. Outputs are poisoned with NaN, so that an unwritten element fails.
 class TestArray {
   public:
     // F32, BF16 or F16; without a dtype F32.
@@ -64,9 +64,9 @@ class TestArray {
 
     Tensor tensor() const { return view; }
     operator Tensor() const { return view; }
-    const std::vector<double>& values() const { return host; }  // as given to the kernel
+    const std::vector<double>& values() const { return host; }  // the kernel's input
     const double* data() const { return host.data(); }
-    std::vector<double> fetch() const;  // as it is on the device now; F32, BF16, F16, F64
+    std::vector<double> fetch() const;  // the present values on the device; F32, BF16, F16, F64
     std::vector<int32_t> fetch_ints() const;
     void fetch_bytes(void* to) const;
 
@@ -89,14 +89,14 @@ void expect_close(const char* what, const std::vector<double>& got, const std::v
 void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
                   const std::vector<double>& mag, int64_t K, int64_t row_size, DType dtype, int roundings = 1);
 
-// sum[c] is Σ_n rows[n, c] in fp32, added to what it was given with if `accumulate`. rows [N, C]: as fetched.
+// Expects sum[c] = Σ_n rows[n, c] in fp32, plus its initial value if `accumulate`. rows [N, C]: fetched values.
 void expect_sum_of_rows(const char* what, const TestArray& sum, const std::vector<double>& rows, bool accumulate,
                         int64_t N, int64_t C);
 
-// The same bits, NaN included.
+// Expects the same bits, NaN included.
 void expect_same_bits(const char* what, const std::vector<double>& a, const std::vector<double>& b);
 
-// f() throws Error with exactly this line.
+// Expects f() to throw Error with exactly this message.
 template <typename F>
 void expect_error(F f, const std::string& message) {
     try {
@@ -107,7 +107,7 @@ void expect_error(F f, const std::string& message) {
     }
 }
 
-// f() returns results as fetched; they must be the same bits twice, and with 1, 2, 3 and 7 threads.
+// f() returns fetched results. Expects the same bits in a second run, and with 1, 2, 3 and 7 threads.
 template <typename F>
 void expect_deterministic(const char* what, F f) {
     const int threads = omp_get_max_threads();
@@ -121,6 +121,6 @@ void expect_deterministic(const char* what, F f) {
 }
 
 // Matrices with gaps between rows: a [N, stride] array is used through columns(0, C).
-// Columns [0, C) of its values, and the check that nobody wrote the gaps of a poisoned one.
+// take_columns returns columns [0, C) of its values; expect_gaps_untouched expects NaN in all others.
 std::vector<double> take_columns(const std::vector<double>& values, int64_t stride, int64_t C);
 void expect_gaps_untouched(const char* what, const std::vector<double>& values, int64_t stride, int64_t C);

@@ -1,5 +1,5 @@
-// WeightGatherer: groups of weights that are whole while they are used. Alone it is a world of one, whose gathering is
-// a copy; dev/test_weight_gatherer.py runs it on several ranks.
+// WeightGatherer: groups of weights are complete while they are used. Started alone this is a world of one rank, where
+// gathering is a copy; dev/test_weight_gatherer.py starts it on several ranks.
 #include <gtest/gtest.h>
 
 #include "dev/small_table.h"
@@ -11,7 +11,7 @@ namespace {
 
 const testing::Environment* const environment = testing::AddGlobalTestEnvironment(new LaunchedWorld);
 
-// A rank's parts of all groups, and the slots that whole groups are gathered into.
+// A rank's shards of all groups, and the slots that groups are gathered into.
 struct RankWeights {
     const Context& ctx = LaunchedWorld::context();
     const ParamTable table = table_of(ctx.world, false);
@@ -30,7 +30,7 @@ struct RankWeights {
     static float value(int group, int64_t element, int version) {
         return float(version * 100000 + group * 10000 + element);
     }
-    // Sets this rank's part of every group, as an update does.
+    // Writes this rank's shard of every group, as an update does.
     void set(int version) {
         for (int g = 0; g < table.num_groups(); g++) {
             const Tensor part = weights.groups(table, g, g + 1);
@@ -50,8 +50,8 @@ struct RankWeights {
     int head() const { return table.num_groups() - 2; }
 };
 
-// Forward and backward, each group used once in each, with the next one prefetched; then again with other weights.
-TEST(WeightGatherer, GroupsAreWholeWhileTheyAreUsed) {
+// Forward and backward use each group once and prefetch the next one; then again with other weights.
+TEST(WeightGatherer, GroupsAreCompleteWhileInUse) {
     RankWeights r;
     for (const int version : {1, 2, 3}) {
         r.set(version);
@@ -68,7 +68,7 @@ TEST(WeightGatherer, GroupsAreWholeWhileTheyAreUsed) {
     }
 }
 
-// Layers that share a slot replace each other, and each is gathered again when it is used again.
+// Layers that share a slot replace each other; each is gathered again at its next use.
 TEST(WeightGatherer, LayersThatShareASlotReplaceEachOther) {
     RankWeights r;
     ASSERT_EQ(r.slots.slot(1), r.slots.slot(3));
@@ -81,8 +81,8 @@ TEST(WeightGatherer, LayersThatShareASlotReplaceEachOther) {
     r.gatherer.end(r.ctx.stream);
 }
 
-// Within a pass a group that is still in its slot is not gathered again; a new pass finds the updated weights.
-TEST(WeightGatherer, APassGathersOnceAndTheNextOneAgain) {
+// Within a pass a group that is still in its slot is not gathered again. A new pass sees the updated weights.
+TEST(WeightGatherer, EachPassGathersOnce) {
     RankWeights r;
     r.set(1);
     r.gatherer.begin(r.ctx.stream);
@@ -101,8 +101,8 @@ TEST(WeightGatherer, APassGathersOnceAndTheNextOneAgain) {
     r.gatherer.end(r.ctx.stream);
 }
 
-// Where each rank keeps all weights there is no gatherer.
-TEST(WeightGatherer, NoGathererIsNeeded) {
+// There is no gatherer if each rank has all weights.
+TEST(WeightGatherer, FullWeightsNeedNoGatherer) {
     EXPECT_NO_THROW(GatheredGroup(nullptr, 1, 2, LaunchedWorld::context().stream));
 }
 

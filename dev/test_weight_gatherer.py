@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""WeightGatherer on several ranks: dev/test_weight_gatherer.cpp's binary, which is found beside the driver (TRAIN_GPT)."""
+"""WeightGatherer on several ranks: runs the binary of dev/test_weight_gatherer.cpp beside the driver (TRAIN_GPT)."""
 import os
 import re
 import unittest

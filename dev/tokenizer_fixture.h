@@ -9,7 +9,7 @@
 #include "dev/temp_dir.h"
 #include "runtime/files/files.h"
 
-// The tokenizer.json of the fixture of that name.
+// The tokenizer.json of a fixture, with additional special tokens.
 inline nlohmann::json tokenizer_description(const std::string& name, const std::vector<std::string>& special = {}) {
     const nlohmann::json fixture = nlohmann::json::parse(read_file("dev/fixtures/tokenizer/tokenizers.json"));
     for (const nlohmann::json& one : fixture["cases"]) {

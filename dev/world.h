@@ -1,4 +1,4 @@
-// The world of ranks that a launcher made, for tests that run alone, as a world of one, and under mpirun.
+// The world of ranks, for tests that run alone (a world of one rank) or under mpirun.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 
 #include "runtime/context.h"
 
-// Connects once, for all tests of a program.
+// Connects once for all tests of a program.
 class LaunchedWorld : public testing::Environment {
   public:
     static const Context& context() { return *shared(); }

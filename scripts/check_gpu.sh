@@ -53,7 +53,7 @@ export -f check_one
 
 sanitize() {
     # Large shapes add nothing and take minutes under a sanitizer; some tests allocate too much memory on purpose.
-    local small='-*Large*:*InSamples*:*Tuned*:*Tuning*:*CannotBeHad*' program
+    local small='-*Large*:*InSamples*:*Tuned*:*Tuning*:*FailedAllocation*' program
     {
         for program in $(kernel_tests); do
             printf '%s\n' "memcheck $program $small" "synccheck $program $small"

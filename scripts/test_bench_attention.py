@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench_attention.py: what it reads from dev/bench_attention and the table it makes (no PyTorch or GPU needed)."""
+"""bench_attention.py: parsing of dev/bench_attention's output, and the table (needs neither PyTorch nor a GPU)."""
 import os
 import re
 import sys
@@ -27,7 +27,7 @@ class Parse(unittest.TestCase):
         self.assertEqual(times, {(GPT2, "forward"): 0.3, (GPT2, "backward"): 1.0, (GPT2, NONDETERMINISTIC): 0.8,
                                  (GQA, "forward"): 0.3, (GQA, "backward"): 1.0, (GQA, NONDETERMINISTIC): 0.8})
 
-    def test_what_is_missing(self):
+    def test_missing_results(self):
         whole = [MACHINE, FORWARD, BACKWARD, FASTER, *GROUPED]
         for i in range(len(whole)):
             with self.assertRaises(BenchError):
@@ -54,7 +54,7 @@ class Parse(unittest.TestCase):
             with self.assertRaises(OSError):
                 bench_attention.run_bench(program)
 
-    def test_is_timed_as_the_project_is(self):
+    def test_timing_matches_the_project(self):
         sources = []
         for name in ("bench_util.cpp", "cache_flush.h"):
             with open(os.path.join(ROOT, "dev", name), encoding="utf-8") as file:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""compare_attention_kinds.py: a real comparison of tiny models, and what it refuses."""
+"""compare_attention_kinds.py: a comparison of tiny models, and invalid options."""
 import contextlib
 import io
 import json
@@ -18,7 +18,7 @@ import compare_attention_kinds as kinds  # noqa: E402
 
 
 def write_data(folder):
-    """A data folder of a repeating text of bytes, which any model learns."""
+    """A data directory with a repeating byte sequence, which any model learns."""
     for split, n in ("train", 4000), ("val", 400):
         tokens = (np.arange(n) * 7 % 31).astype("<u2")
         header = np.zeros(256, "<i4")
@@ -61,13 +61,13 @@ class Comparison(unittest.TestCase):
         self.assertEqual(kinds.pattern("G", 3), "GGG")
         self.assertEqual(kinds.pattern("GGGS", 6), "GGGSGG")
 
-    def test_refused(self):
+    def test_invalid_options_are_rejected(self):
         for words, part in (["--lengths", "1000"], "does not divide"), (["--kinds", "SX"], "letters are"), (["--kinds", ""], "letters are"):
             with contextlib.redirect_stderr(io.StringIO()) as text, self.assertRaises(SystemExit):
                 kinds.parse(["--data", "d", "--out", "o", *words])
             self.assertIn(part, text.getvalue())
 
-    def test_a_run_that_fails_ends_in_one_line(self):
+    def test_failed_run_is_a_one_line_error(self):
         with tempfile.TemporaryDirectory() as folder:
             words = ["compare_attention_kinds.py", "--driver", DRIVER, "--data", os.path.join(folder, "nothing"), "--out", folder]
             with mock.patch.object(sys, "argv", words), contextlib.redirect_stderr(io.StringIO()) as text:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""compare_curves.py: its order of samples against the driver's own, and its tables (no PyTorch needed)."""
+"""compare_curves.py: its order of training sequences against the driver's, and its tables (needs no PyTorch)."""
 import contextlib
 import io
 import json
@@ -21,9 +21,9 @@ T, WINDOWS, EPOCHS, SEED, VOCAB = 8, 23, 3, 987654321098, 64
 
 
 class Order(unittest.TestCase):
-    def test_is_the_drivers(self):
-        """With a learning rate of 0 a loss names its window: what the first epoch says of each window, the driver must
-        repeat wherever permute() puts that window in the later epochs."""
+    def test_matches_the_driver(self):
+        """With a learning rate of 0 the loss identifies the sequence. In later epochs the driver must repeat each loss of the
+        first epoch where permute() puts that sequence."""
         with tempfile.TemporaryDirectory() as folder:
             tokens = np.random.default_rng(0).integers(0, VOCAB, T * WINDOWS + 1).astype("<u2")
             header = np.zeros(256, "<i4")
@@ -45,7 +45,7 @@ class Order(unittest.TestCase):
         self.assertEqual(len(set(of_window.values())), WINDOWS)
         self.assertEqual([of_window[window] for window in order], losses)
 
-    def test_covers_other_sizes(self):
+    def test_other_sizes(self):
         for n in (1, 2, 3, 4, 5, 16, 17, 1000):
             self.assertEqual(sorted(compare_curves.permute(7, 1, i, n) for i in range(n)), list(range(n)))
 

@@ -44,7 +44,7 @@ class DepsTest(unittest.TestCase):
             self.assertIn("Missing: libpcre2-dev. Run 'make deps'", done.stdout)
             self.assertEqual(commands, [], goals)
 
-    def test_other_goals_install_what_is_missing(self):
+    def test_other_goals_install_missing_packages(self):
         for goal in "train", "test", "data", "chat", "bench", "mutants":
             done, commands = self.make(goal)
             self.assertEqual(done.returncode, 2, done.stdout)  # the stand-in for apt-get installs nothing

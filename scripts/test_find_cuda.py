@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""scripts/find_cuda.sh on toolkits made of empty files and an nvcc that only answers questions."""
+"""scripts/find_cuda.sh on toolkits of empty files with an nvcc that only prints its version and architectures."""
 import os
 import stat
 import subprocess
@@ -68,7 +68,7 @@ class FindCudaTest(unittest.TestCase):
         self.assertRegex(done.stderr, r"\ACUDA build: [^\n]+\n\Z")
         return done.stderr
 
-    def test_a_toolkit_anywhere(self):
+    def test_finds_toolkit_in_any_directory(self):
         home = self.toolkit("opt/kit")
         expected = {"nvcc": [f"{home}/bin/nvcc"], "version": ["13.0"], "arch": ["90a"], "include": [f"{home}/include"],
                     "lib": [f"{home}/lib64/libcudart.so.13", f"{home}/lib64/libcublasLt.so.13"]}
@@ -79,12 +79,12 @@ class FindCudaTest(unittest.TestCase):
             self.assertEqual(found, expected)
         self.assertEqual(self.found("nvcc", CUDA_HOME=home), {"nvcc": [f"{home}/bin/nvcc"]})
 
-    def test_the_more_explicit_wins(self):
+    def test_explicit_setting_takes_precedence(self):
         first, second = self.toolkit("first"), self.toolkit("second", "12.6")
         self.assertEqual(self.found(NVCC=f"{first}/bin/nvcc", CUDA_HOME=second)["version"], ["13.0"])
         self.assertEqual(self.found(CUDA_HOME=second, PATH=f"{first}/bin:/usr/bin:/bin")["version"], ["12.6"])
 
-    def test_a_link_to_nvcc_leads_to_its_toolkit(self):
+    def test_follows_link_to_nvcc(self):
         home = self.toolkit("opt/kit")
         os.symlink(f"{home}/bin/nvcc", f"{self.top}/path/nvcc")
         found = self.found()
@@ -100,7 +100,7 @@ class FindCudaTest(unittest.TestCase):
         os.rename(f"{self.top}/.venv", f"{self.top}/env")
         self.assertEqual(self.found(NVCC=bare, VIRTUAL_ENV=f"{self.top}/env")["lib"], [lib.replace("/.venv/", "/env/") for lib in libs])
 
-    def test_cublas_from_a_wheel_of_the_same_version(self):
+    def test_uses_cublas_wheel_of_the_same_version(self):
         home = self.toolkit("kit", "12.8", cublas=False)
         self.assertIn("no cuBLAS for CUDA 12", self.refused(CUDA_HOME=home))
         self.cublas(".venv/lib/python3.11/site-packages/nvidia/cu13", "13")
@@ -110,7 +110,7 @@ class FindCudaTest(unittest.TestCase):
         self.assertEqual(found["include"], [f"{home}/include", f"{wheel}/include"])
         self.assertEqual(found["lib"][1], f"{wheel}/lib/libcublasLt.so.12")
 
-    def test_libraries_in_places_of_their_own(self):
+    def test_libraries_in_separate_directories(self):
         home, own = self.toolkit("kit"), self.cublas("own")
         self.file("own/include/nccl.h")
         self.file("own/lib/libnccl.so.2")
@@ -121,7 +121,7 @@ class FindCudaTest(unittest.TestCase):
         found = self.found(CUDA_HOME=home, NCCL_HOME="/nowhere")
         self.assertEqual((found["nccl"], found["nccl_include"]), ([""], [""]))
 
-    def test_what_cannot_serve(self):
+    def test_rejects_incomplete_toolkits(self):
         self.assertIn("/nowhere/nvcc", self.refused(NVCC="/nowhere/nvcc"))
         self.assertIn("/nowhere", self.refused(CUDA_HOME="/nowhere"))
         self.assertIn("12.3, but 12.4 or newer", self.refused(CUDA_HOME=self.toolkit("old", "12.3")))
@@ -138,7 +138,7 @@ class FindCudaTest(unittest.TestCase):
         self.assertIn("does not know sm_120", self.refused(CUDA_HOME=home, ARCH="120"))
         self.assertIn("no architecture", self.refused(CUDA_HOME=home, ARCH="hopper"))
 
-    def test_the_gpus_here(self):
+    def test_architecture_of_local_gpus(self):
         home = self.toolkit("kit")
         for capabilities, archs in (("9.0\n9.0\n", ["90a"]), ("9.0\n8.0\n", ["80", "90a"]), ("10.0\n", ["100"]), ("[N/A]\n", ["90a"])):
             self.script("path/nvidia-smi", f"#!/bin/sh\nprintf '{capabilities}'\n")

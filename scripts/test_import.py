@@ -1,4 +1,4 @@
-"""scripts/import_gguf.py and scripts/import_pytorch.py on files made here from the fixtures' models and tokenizers."""
+"""scripts/import_gguf.py and scripts/import_pytorch.py on files written from the models and tokenizers of the fixtures."""
 import json
 import os
 import shutil
@@ -47,7 +47,7 @@ def read_json(*path):
 
 
 def interleaved(x, heads):
-    """Rows of q or k from halves of a head to neighbouring channels, as Meta and llama.cpp have them."""
+    """Rows of q or k from the half-split RoPE layout to the interleaved one of Meta and llama.cpp."""
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -243,7 +243,7 @@ class GgufTest(ImportTest):
         self.assertEqual(got.encode("it was").ids[0], 1)
         self.assertEqual(got.decode(got.encode("it was the best\n\U0001F600").ids), "it was the best\n\U0001F600")
 
-    def test_what_is_refused(self):
+    def test_invalid_input_is_rejected(self):
         for words, options in (
             (["architecture", "qwen2"], {"architecture": "qwen2"}),
             (["mixture of experts"], {"change": lambda writer: writer.add_expert_count(8)}),
@@ -289,7 +289,7 @@ class PytorchTest(ImportTest):
         self.assert_same(self.path("bf16"), {name: tensors[name].bfloat16().view(torch.int16).numpy().view("<u2") for name in names})
 
     def meta(self, shards, columns_embedding, params=None):
-        """Meta's folder: every tensor split over the shards as model parallelism does it."""
+        """Writes a directory in Meta's format, with every tensor split over the shards of model parallelism."""
         import torch
 
         c, source = self.config, self.path(f"meta{shards}{columns_embedding}{bool(params)}")
@@ -333,7 +333,7 @@ class PytorchTest(ImportTest):
         config = read_json(self.path("scaled"), "config.json")
         self.assertEqual((config["rope_theta"], config["rope_scaling"]["factor"], config["bos_token_id"]), (500000.0, 32.0, 128000))
 
-    def test_what_is_refused(self):
+    def test_invalid_input_is_rejected(self):
         os.mkdir(self.path("empty"))
         self.refused(["neither"], "import_pytorch.py", self.path("empty"), self.path("x"))
         with open(self.path("empty/params.json"), "w", encoding="utf-8") as file:

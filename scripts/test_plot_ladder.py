@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/plot_ladder.py: what a ladder writes is drawn, anything else is one line of error."""
+"""Tests of scripts/plot_ladder.py: it plots the CSV files of ladders, and any other file is a one-line error."""
 import importlib.util
 import os
 import subprocess

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Tests of the recipes scripts/run_*.sh with a driver that only notes its arguments, and of their options by the real one (TRAIN_GPT)."""
+"""Tests of the recipes scripts/run_*.sh with a driver that only records its arguments, and of their options with the real driver
+(TRAIN_GPT)."""
 import glob
 import os
 import subprocess
@@ -34,11 +35,11 @@ class RecipeTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout.splitlines()
 
-    def test_there_are_four(self):
+    def test_four_recipes(self):
         self.assertEqual([os.path.basename(recipe) for recipe in RECIPES],
                          ["run_gpt2_124M.sh", "run_gpt2_1558M.sh", "run_llama_1B.sh", "run_llama_8B.sh"])
 
-    def test_the_driver_takes_their_options(self):
+    def test_driver_accepts_their_options(self):
         os.mkdir(self.data)
         for recipe in RECIPES:
             done = self.run_recipe(recipe, DRIVER=DRIVER, GPUS="1", STEPS="10", BATCH="1")
@@ -56,12 +57,12 @@ class RecipeTest(unittest.TestCase):
         self.assertNotIn("--resume", got)
         self.assertEqual(self.arguments()[5:7], ["--gpus", "all"])
 
-    def test_goes_on_where_there_are_checkpoints(self):
+    def test_resumes_from_checkpoints(self):
         os.makedirs(os.path.join(self.out, "step_00000010"))
         os.mkdir(self.data)
         self.assertIn("--resume", self.arguments())
 
-    def test_a_launchers_ranks_start_no_others(self):
+    def test_launched_ranks_start_no_further_ranks(self):
         os.mkdir(self.data)
         for name, value in LAUNCHERS.items():
             self.assertNotIn("--gpus", self.arguments(**{name: value}))
@@ -74,7 +75,7 @@ class RecipeTest(unittest.TestCase):
             self.assertIn(f"run_gpt2_124M.sh: there are no tokens in {self.data}", done.stderr)
             self.assertEqual(done.stderr.count("\n"), 1)
 
-    def test_makes_tokens_of_text(self):
+    def test_tokenizes_text(self):
         text = os.path.join(self.top, "text")
         os.mkdir(text)
         for i in range(50):

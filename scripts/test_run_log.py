@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/plot_log.py and scripts/log_to_tensorboard.py: what a run's log becomes, and what they say of bad ones."""
+"""Tests of scripts/plot_log.py and scripts/log_to_tensorboard.py: conversion of a run's log, and errors of invalid logs."""
 import importlib.util
 import json
 import os
@@ -59,13 +59,13 @@ class PlotLogTest(RunLogTest):
             self.assertEqual(file.read(8), b"\x89PNG\r\n\x1a\n")
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
-    def test_one_run_gets_its_picture_beside_its_log(self):
+    def test_plot_of_one_run_is_written_beside_its_log(self):
         run = self.write_run("a", EVALUATIONS)
         done = self.run_script("plot_log.py", run)
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (0, os.path.join(run, "loss.png")))
         self.assertTrue(os.path.exists(os.path.join(run, "loss.png")))
 
-    def test_bad_logs_are_one_line(self):
+    def test_invalid_logs_are_one_line_errors(self):
         self.expect_error(self.run_script("plot_log.py", self.top), "log.jsonl: cannot be read")
         self.expect_error(self.run_script("plot_log.py", self.write_run("empty", [])), "holds no steps yet")
         for name, line in (("text", "hello"), ("list", "[1]"), ("nostep", '{"loss": 1}'), ("textstep", '{"step": "1"}')):
@@ -76,7 +76,7 @@ class PlotLogTest(RunLogTest):
 @unittest.skipUnless(importlib.util.find_spec("tensorboardX"), "tensorboardX is not installed")
 class LogToTensorBoardTest(RunLogTest):
     def events(self, folder):
-        """What TensorBoard reads: records of a length, its checksum, a protocol buffer and its checksum."""
+        """Reads the records of TensorBoard: a length, its checksum, a protocol buffer and its checksum."""
         from tensorboardX.crc32c import crc32c
         from tensorboardX.proto.event_pb2 import Event
 
@@ -99,7 +99,7 @@ class LogToTensorBoardTest(RunLogTest):
             at += 16 + length
         return found
 
-    def test_every_number_is_there(self):
+    def test_every_number_is_exported(self):
         run = self.write_run("a", LOG)
         for _ in range(2):  # exported again, the numbers are there once
             done = self.run_script("log_to_tensorboard.py", run)
@@ -124,7 +124,7 @@ class LogToTensorBoardTest(RunLogTest):
         self.assertEqual((done.returncode, done.stdout), (0, "".join(os.path.join(output, n) + "\n" for n in ("a", "b"))))
         self.assertEqual({step for _, step, _, _ in self.events(os.path.join(output, "b"))}, {1, 2})
 
-    def test_bad_logs_are_one_line(self):
+    def test_invalid_logs_are_one_line_errors(self):
         self.expect_error(self.run_script("log_to_tensorboard.py", os.path.join(self.top, "nowhere")), "cannot be read")
         with open(os.path.join(self.top, "taken"), "w", encoding="utf-8"):
             pass

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests of scripts/scaling_table.py: its formulas against what was measured and against sums by hand."""
+"""Tests of scripts/scaling_table.py: its formulas against measurements and hand calculations."""
 import argparse
 import unittest
 
@@ -12,7 +12,7 @@ SHAPE = Shape("test", 10 * 2 ** 30, 9, 2 ** 30, 1e9)
 
 
 class ScalingTable(unittest.TestCase):
-    def test_the_defaults_are_what_was_measured_on_four_gpus(self):
+    def test_defaults_match_measurements_on_four_gpus(self):
         for nbytes, measured in ((32 * 2 ** 20, 274), (2 ** 30, 330)):
             seconds = CLUSTER.all_reduce(nbytes, 4)
             self.assertAlmostEqual(1.5 * nbytes / seconds / GIB, measured, delta=0.01 * measured)
@@ -35,7 +35,7 @@ class ScalingTable(unittest.TestCase):
         plan = plan_stage(CLUSTER, SHAPE, 3, 64, 1, 1.0, ARGS)
         self.assertAlmostEqual(plan.seconds, 10 * (63 / 64 * 8 / 332 + 3 * (7 * 14e-6 + 56 * 5e-6)), places=9)
 
-    def test_a_slow_network_is_the_limit(self):
+    def test_slow_network_is_the_limit(self):
         slow = Cluster(332 * GIB, 0, 10 * GIB, 0, 8, 989.4e12)
         self.assertAlmostEqual(slow.gather(80 * GIB, 16), 15 / 16 * 80 / 80)
         self.assertAlmostEqual(slow.gather(80 * GIB, 8), 7 / 8 * 80 / 332)

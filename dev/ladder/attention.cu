@@ -1,5 +1,5 @@
 // Causal softmax attention's forward pass on a GPU, rung by rung: out_i = Σ_j P_ij v_j over the keys j ≤ i with
-// P = softmax(q·kᵀ/√64), from three kernels with a T x T matrix between them to the kernel used.
+// P = softmax(q·kᵀ/√64), from three kernels with a T x T matrix between them to the kernel in use.
 //
 //     make ladder OP=attention BACKEND=cuda
 //     build/cuda/dev/ladder/attention --csv attention.csv && scripts/plot_ladder.py attention.csv
@@ -253,9 +253,9 @@ void tiled(const Forward& a, Stream stream) {
     tiled_kernel<T, STAGES><<<grid<BM, 1>(a, 1), THREADS, BYTES, cuda_stream(stream)>>>(a);
 }
 
-// --- the kernel used
+// --- the kernel in use
 
-void used(const Forward& a, Stream stream) {
+void kernel_in_use(const Forward& a, Stream stream) {
     const auto tensor = [&](const bf16* data) {
         return make_tensor(const_cast<bf16*>(data), DType::BF16, Device::CUDA, {a.B * a.T, a.NH, HS});
     };
@@ -295,10 +295,10 @@ const std::vector<Rung> RUNGS = {
      "Two stages of keys and values: the next tiles are copied (cp.async) while the current ones are multiplied, with "
      "one barrier a step. The remaining limit: accumulators, operands and addresses take 240 registers, so that only "
      "two warps share a tensor core, and nothing makes one multiply while the other computes exponentials."},
-    {"the one used", used, 2,
+    {"kernels/attention", kernel_in_use, 2,
      "attention_forward(). On Hopper, wgmma multiplies 64 rows at once straight from shared memory, one warp only "
-     "loads "
-     "tiles by TMA, and one warpgroup's softmax overlaps with another's matmuls. On other GPUs it is the previous rung "
+     "loads tiles by TMA, and one warpgroup's softmax overlaps with another's matmuls. On other GPUs it is the "
+     "previous rung "
      "with q in registers, masks only on the diagonal, and stores of whole rows."},
 };
 

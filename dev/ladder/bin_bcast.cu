@@ -131,9 +131,9 @@ void vectors_collapsed(const Sum& a, Stream stream) {
     vectors(a, true, stream);
 }
 
-// --- the kernel used by tensor_bin_bcast
+// --- the kernel in use: tensor_bin_bcast
 
-void used(const Sum& a, Stream stream) {
+void kernel_in_use(const Sum& a, Stream stream) {
     const auto tensor = [](const float* data, const int64_t* shape) {
         return make_tensor(const_cast<float*>(data), DType::F32, Device::CUDA, shape, DIMS);
     };
@@ -166,7 +166,7 @@ const std::vector<Rung> RUNGS = {
      "Without collapsing, but 16 bytes and one index for four elements. It shows how much of the gain of "
      "collapsing is the cost of indices."},
     {"4 at a time, collapsed", vectors_collapsed, "Both together."},
-    {"the one used", used,
+    {"kernels/tensor_library", kernel_in_use,
      "tensor_bin_bcast(): before dimensions are collapsed, a repeated dimension is split into the repeats, of "
      "stride 0, and the block. No remainders are left, any strides and dtypes work, and the loop is that of zip."},
 };

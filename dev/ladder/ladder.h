@@ -1,5 +1,5 @@
-// For the ladders of both backends: their options, the check of a rung against the oracle, and the table with its CSV
-// file, which scripts/plot_ladder.py draws.
+// Shared by the ladders of both backends: their options, the check of a rung against the oracle, and the table with its
+// CSV file, which scripts/plot_ladder.py plots.
 #pragma once
 
 #include <algorithm>
@@ -118,7 +118,7 @@ struct LadderTable {
 
     void print() const {
         std::printf("%-26s %10s %10s %12s  %s\n", title.c_str(), "ms", unit.c_str(), ("of " + limit_name).c_str(),
-                    "faster than the one before");
+                    "speedup over previous rung");
         for (size_t i = 0; i < rows.size(); i++) {
             const Row& row = rows[i];
             std::printf("%-26s %10.4g %10.4g %11.1f%%", row.rung.c_str(), row.ms, row.rate / unit_size,

@@ -154,10 +154,10 @@ void vectorised(const LayerNorm<T>& a, Stream stream) {
     });
 }
 
-// --- the kernel used in training
+// --- the kernel in use
 
 template <typename T>
-void used(const LayerNorm<T>& a, Stream stream) {
+void kernel_in_use(const LayerNorm<T>& a, Stream stream) {
     const auto tensor = [](auto* data, std::initializer_list<int64_t> shape) {
         using U = std::remove_const_t<std::remove_pointer_t<decltype(data)>>;
         return make_tensor(const_cast<U*>(data), dtype_of<U>(), Device::CUDA, shape);
@@ -193,7 +193,7 @@ const std::vector<Rung<T>> RUNGS = {
     {"vectorised", vectorised<T>,
      "16 bytes for each lane and access: 4 or 8 times fewer instructions for the same bytes. bf16 gains, where a "
      "warp moved 64 bytes at a time; fp32 hardly does."},
-    {"the one used", used<T>,
+    {"kernels/layernorm.cu", kernel_in_use<T>,
      "layernorm_forward(): the row stays in registers, in as many vectors as C needs (a template argument), all "
      "loaded before the first use. So inp is read only once by instructions too, not only from memory."},
 };

@@ -289,7 +289,7 @@ const std::vector<Rung<T>> RUNGS = {
      "T is split over as many blocks as fill this GPU's SMs (not a constant number): the sums of the splits "
      "first, then their prefixes, then all splits in parallel. What is left is arithmetic: two multiply-adds for "
      "each number of the state and token, on the ordinary units."},
-    {"the one used", nullptr,
+    {"kernels/linear_attention", nullptr,
      "linear_attention_forward(): 64 tokens at a time as matmuls, in bf16 on tensor cores: scores of the "
      "chunk's tokens with each other, and the state once for all 64 of them. There are as few splits as fill the "
      "GPU, so that hardly any states are written, and k and v are read twice at most."},

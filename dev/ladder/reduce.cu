@@ -166,7 +166,7 @@ void vectors(const Problem<T>& p, Stream stream) {
     in_steps<T, false>(vectors_kernel<T>, vectors_kernel<float>, p, stream);
 }
 template <typename T>
-void used(const Problem<T>& p, Stream stream) {
+void kernel_in_use(const Problem<T>& p, Stream stream) {
     const Tensor out = p.out.tensor({1}), x = p.x.tensor({p.n});
     const Tensor scratch = make_tensor(p.scratch.data(), DType::U8, Device::CUDA, {tensor_reduce_scratch(out, x, 0)});
     require(scratch.shape[0] <= p.scratch.bytes(), "reduce ladder: the scratch is too small");
@@ -200,7 +200,7 @@ const std::vector<Rung<T>> RUNGS = {
     {"vectors in flight", vectors<T>,
      "16 bytes for each access and four accesses before the first addition. The bandwidth is the number of bytes "
      "in flight divided by the latency, so a thread that waits for one number at a time leaves the memory idle."},
-    {"the one used", used<T>,
+    {"kernels/tensor_library", kernel_in_use<T>,
      "tensor_reduce(): the same for any axis of any strided tensor. Blocks take contiguous ranges of fixed "
      "length, running sums end every 64 vectors for accuracy, and a second launch adds the partial sums."},
 };
