@@ -45,7 +45,7 @@ struct LoaderOptions {
     int64_t vocab_size = 0;    // tokens are checked against it
 };
 
-// Prepares the next batches on a thread of its own. files must outlive the loader.
+// Prepares the next batches on a separate thread. files must outlive the loader.
 class Loader {
   public:
     // first_step: the step that the batches start with, from 0.

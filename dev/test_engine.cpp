@@ -1,4 +1,4 @@
-// The engine: generation with a cache against forward() over the whole sequence, in packed prefills and decode steps.
+// Tests the engine: packed prefills and decode steps with a KV cache against forward() over the whole sequence.
 #include "dev/allocations.h"
 #include "dev/generation_fixture.h"
 #include "dev/test_util.h"
@@ -56,7 +56,7 @@ TEST_P(ModelVariants, PrefillContinuesASequence) {
     }
 }
 
-// Each sequence of an unequal batch has the bits that it has alone, in prefills and steps; on a GPU with
+// In prefills and steps, each sequence of a batch of unequal lengths has the same bits as alone; on a GPU with
 // batch_invariant.
 TEST_P(ModelVariants, SequencesDoNotDependOnTheBatch) {
     EngineOptions o = engine_options(3, 16, 1);
@@ -82,7 +82,7 @@ TEST_P(ModelVariants, SequencesDoNotDependOnTheBatch) {
 
 INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
 
-// Contexts longer than a KV split of attention, and longer than a pass, so that the prompt is cut.
+// Contexts that are longer than a KV split of attention, and longer than a pass, so that the prompt is split.
 TEST_P(GenerationByType, LongContexts) {
     std::vector<int64_t> lengths = {63, 64, 600, 1025, 4097};
     if (backend_device() != Device::CPU) lengths.insert(lengths.end(), {9000, 32768});
@@ -100,8 +100,8 @@ TEST_P(GenerationByType, LongContexts) {
     }
 }
 
-// More sequences than the fused decode step takes, and more than the small-batch GEMMs take. Gated linear attention in
-// 16 bits is left out: some of so many first tokens have a q·k near 0, by which the heads' norm divides.
+// More sequences than the fused decode step takes, and more than the small-batch GEMMs take. Does not test gated linear
+// attention in 16 bits: some of so many first tokens have a q·k near 0, by which the norm of the heads divides.
 TEST_P(GenerationByType, ManySequences) {
     const ModelConfig& c = driver.model.config;
     for (const int64_t slots : {12, 70})
@@ -168,10 +168,10 @@ TEST_P(GenerationByType, SlotsAreReusedByNewSequences) {
     EXPECT_EQ(last, expected({0, random_tokens(c, 5, 9), 7, 0}, last.size()));
 }
 
-// A decode step allocates no memory, except for the graph of a longer context now and then.
+// A decode step allocates no memory, except when it needs the graph of a longer context.
 TEST(Engine, StepAllocatesNothing) {
     if (backend_device() == Device::CPU)
-        GTEST_SKIP() << "libgomp allocates a team if the previous one had another size";
+        GTEST_SKIP() << "libgomp allocates a thread team if the previous team had another size";
     if (why_no_preload()) GTEST_SKIP() << why_no_preload();
     const Allocations allocations("Engine.StepAllocatesNothing");
     if (!allocations.counting) return;
@@ -188,8 +188,8 @@ TEST(Engine, StepAllocatesNothing) {
     }
 }
 
-// Dynamic NTK scaling: a prompt is rotated by the angles of its own length, as in forward(), a token after it by those
-// of the new length, and the cache stays as it was rotated. A decode step equals a prefill of one token.
+// Dynamic NTK scaling rotates a prompt by the angles of its length, as forward() does, and each later token by those of
+// the new length. Keys in the cache keep their angles. A decode step equals a prefill of one token.
 TEST(Engine, DynamicRopeFollowsSequenceLength) {
     ModelConfig c = long_config();
     c.rope_scaling.kind = RopeScaling::Kind::Dynamic, c.rope_scaling.factor = 2;
@@ -209,7 +209,7 @@ TEST(Engine, DynamicRopeFollowsSequenceLength) {
     }
 }
 
-// The log probability of a sampled token is the model's own, before penalty, filters and temperature.
+// The log probability of a sampled token is the model's, before penalty, filters and temperature.
 TEST(Engine, LogprobsMatchTheModel) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
@@ -255,7 +255,7 @@ TEST(Engine, InvalidArgumentsAreErrors) {
     EXPECT_FALSE(g.engine.ready());
 }
 
-// A state keeps all of its sequence or none. The sizes of cache and states follow from the layers.
+// A state keeps all tokens of its sequence or none. The layers determine the sizes of the cache and the states.
 TEST(Engine, LinearLayersHaveStatesInsteadOfCaches) {
     const auto engine = [](const char* attention, int64_t context) {
         EngineOptions o = engine_options(3, context);
@@ -278,9 +278,9 @@ TEST(Engine, LinearLayersHaveStatesInsteadOfCaches) {
     EXPECT_EQ(g.engine.truncate(0, 9), 9);
     EXPECT_EQ(g.engine.truncate(0, 8), 0);
     EXPECT_EQ(g.engine.length(0), 0);
-    expect_same_logits(g.prefill({{0, sequence, 0, 0}})[0], logits_after(driver, sequence), "after it was forgotten");
+    expect_same_logits(g.prefill({{0, sequence, 0, 0}})[0], logits_after(driver, sequence), "after truncate(0)");
 
-    // One pass continues a sequence and begins another in a slot that is used again.
+    // One pass continues a sequence and starts another one in a reused slot.
     Generation two(driver.model, engine_options(2, 30));
     const std::vector<int32_t> other = random_tokens(driver.model.config, 7, 2);
     two.prefill(

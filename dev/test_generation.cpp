@@ -1,4 +1,4 @@
-// generate() with a model: slots, ends of sequences, full contexts, and the cache of a conversation.
+// Tests generate() with a model: slots, ends of sequences, the context limit, and the cache of a conversation.
 #include "dev/generation_fixture.h"
 #include "infer/generate.h"
 
@@ -47,7 +47,7 @@ TEST(Generation, FreedSlotsTakeWaitingRequests) {
         EXPECT_EQ(done.size(), prompts.size());
         EXPECT_GT(s.steps, 0);
     }
-    EXPECT_TRUE(ended_early) << "choose other end tokens: this test shows little";
+    EXPECT_TRUE(ended_early) << "no sequence ended early; choose other end tokens";
 }
 
 // The first sampled token may end the sequence; then no step follows.
@@ -67,8 +67,8 @@ TEST(Generation, EndOfTextOnTheFirstToken) {
     EXPECT_EQ(job.requests[0].context, prompt);
 }
 
-// A full context ends the sequence, or slides: generation continues with its first tokens and its later half, as a new
-// sequence of those tokens would.
+// At the context limit the sequence ends, or the context window slides: generation continues as a new sequence of the
+// first tokens and the later half of the rest.
 TEST_P(GenerationByType, FullContexts) {
     constexpr int64_t CONTEXT = 12, KEEP = 2;
     const std::vector<int32_t> prompt = random_tokens(driver.model.config, 7, 1);

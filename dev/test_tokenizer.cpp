@@ -1,5 +1,5 @@
-// data/tokenizer.h against the ids of the tokenizers package (scripts/make_tokenizer_fixture.py), on bytes that are no
-// text, and on damaged files.
+// Tests data/tokenizer.h against the ids of the tokenizers package (scripts/make_tokenizer_fixture.py), on bytes that
+// are not text, and on damaged files.
 #include "data/tokenizer.h"
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ using nlohmann::json;
 
 namespace {
 
-// A file that goes away with the test.
+// A file that the test removes at its end.
 class TemporaryFile {
   public:
     explicit TemporaryFile(const std::string& content) {
@@ -86,12 +86,12 @@ TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
         if (name == "unknown") continue;  // no bytes to fall back to
         const Tokenizer tokenizer = make(one["tokenizer"]);
         const auto round_trip = [&](const std::string& text) {
-            // Each stretch between added tokens gets a space in front.
+            // A space is prepended to each part of the text between added tokens.
             const bool prefixes = name.find("llama2") == 0 || name == "metaspace-always" || name == "prefix-space";
             if (prefixes && text.find("think>") != std::string::npos) return;
             const bool space = !text.empty() && text[0] == ' ',
                        keeps_space = name != "metaspace-first" && name != "metaspace-always";
-            // Where a space is put in front only if there is none, nobody can tell later.
+            // If a space is prepended only where there is none, decode() cannot know whether it was added.
             std::string expected = space && !keeps_space ? text.substr(1) : text;
             if (name == "prefix-space") expected = (text.empty() || space ? "" : " ") + text;
             const std::vector<int32_t> ids = tokenizer.encode(text);
@@ -99,7 +99,7 @@ TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
             if (!prefixes && keeps_space) {
                 EXPECT_EQ(tokenizer.decode(tokenizer.encode(text, true)), text) << name << " with special tokens";
             }
-            // Streamed: the same bytes, and no piece ends inside a character.
+            // The streamed text has the same bytes, and no part of it ends inside a character.
             std::string streamed;
             TextStream stream(tokenizer, true);
             for (const int32_t id : ids) {
@@ -117,7 +117,8 @@ TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
         };
         for (const json& text : fixture()["texts"]) round_trip(text.get<std::string>());
         for (uint64_t seed = 0; seed < 50; seed++) round_trip(random_bytes(seed, 1 + seed * 7, 256));
-        // What looks like UTF-8 and isn't: overlong forms, surrogates, above U+10FFFF, cut off, stray tails.
+        // Invalid UTF-8: overlong forms, surrogates, code points above U+10FFFF, incomplete characters, stray
+        // continuation bytes.
         for (const char* text :
              {"\xC0\x80", "\xC1\xBF", "\xE0\x80\x80", "\xED\xA0\x80", "\xF0\x80\x80\x80", "\xF4\x90\x80\x80",
               "\xF5\x80\x80\x80", "a\xE2\x82", "\xE2\x82 b", "\x80\xBF x", "\xF0\x9F\x98", "\xFF\xFE"})
@@ -127,7 +128,7 @@ TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
 }
 
 TEST(Utf8Stream, HoldsBackUnfinishedCharactersOnly) {
-    // Byte by byte: every character at its last byte, what can't become one at once.
+    // Byte by byte, each character is returned with its last byte, and bytes that cannot become one at once.
     const auto pieces = [](const std::string& text) {
         Utf8Stream stream;
         std::vector<std::string> out;
@@ -173,8 +174,8 @@ TEST(Tokenizer, SpecialTokensAtTheStart) {
     EXPECT_NE(error_of(tokenizer), "");
 }
 
-// A word beyond the size that is merged by scanning goes through the queue: both must give the same ids. The words are
-// made of two letters, so that merges overlap at every place.
+// Short words are merged by scanning, long ones with a queue. Both must give the same ids. The words consist of two
+// letters, so that merges overlap everywhere.
 TEST(Tokenizer, LongWordsMergeLikeShortWords) {
     json tokenizer = description("no-regex");
     json& model = tokenizer["model"];
@@ -187,7 +188,7 @@ TEST(Tokenizer, LongWordsMergeLikeShortWords) {
         model["merges"].push_back(merge);
     }
     const Tokenizer ours = make(tokenizer);
-    // Naively: the first of the lowest-ranked pairs, again and again.
+    // The naive algorithm: repeatedly merge the leftmost pair of the lowest rank.
     const auto naive = [&](const std::string& text) {
         std::vector<std::string> parts;
         for (const char c : text) parts.emplace_back(1, c);
@@ -215,7 +216,7 @@ TEST(Tokenizer, LongRunsAreFast) {
     for (const char* kind : {"gpt2", "llama2", "llama2-across-spaces"}) {
         const Tokenizer tokenizer = make(description(kind));
         for (const char* unit :
-             {" ", "a", "\n", "the ", "\xFF", "1", " \n", "\xF0\x9F\x98\x80"}) {  // quadratic would take minutes
+             {" ", "a", "\n", "the ", "\xFF", "1", " \n", "\xF0\x9F\x98\x80"}) {  // a quadratic algorithm takes minutes
             std::string text;
             while (text.size() < 300000) text += unit;
             EXPECT_EQ(tokenizer.decode(tokenizer.encode(text)), text);
@@ -319,8 +320,8 @@ TEST(Tokenizer, DamagedFilesAreErrors) {
     EXPECT_NE(with("/model/vocab/a", -1), "");
     EXPECT_NE(with("/model/vocab/a", 1.5), "");
     EXPECT_NE(with("/model/vocab/a", "b"), "");
-    EXPECT_NE(with("/model/vocab/a", 2000000000), "");                   // would ask for 64 GB
-    EXPECT_NE(with("/model/vocab/a", good["model"]["vocab"]["b"]), "");  // an id given twice
+    EXPECT_NE(with("/model/vocab/a", 2000000000), "");                   // tables would take 64 GB
+    EXPECT_NE(with("/model/vocab/a", good["model"]["vocab"]["b"]), "");  // a duplicate id
     EXPECT_NE(with("/model/merges", 3), "");
     EXPECT_NE(with("/model/merges/0", "ab"), "");
     EXPECT_NE(with("/model/merges/0", "a b c"), "");
@@ -329,7 +330,7 @@ TEST(Tokenizer, DamagedFilesAreErrors) {
     EXPECT_NE(with("/model/merges/0", json::array({"zzz", "a"})), "");  // not in the vocabulary
     EXPECT_NE(with("/added_tokens", 7), "");
     EXPECT_NE(with("/added_tokens/0/content", ""), "");
-    EXPECT_NE(with("/added_tokens/0/id", 5), "");  // not what the vocabulary says
+    EXPECT_NE(with("/added_tokens/0/id", 5), "");  // differs from the vocabulary
     EXPECT_NE(with("/pre_tokenizer", 5), "");
     EXPECT_NE(error_of(json::array()), "");
     EXPECT_THROW(Tokenizer("no/such/tokenizer.json"), Error);
@@ -337,14 +338,14 @@ TEST(Tokenizer, DamagedFilesAreErrors) {
     EXPECT_THROW(Tokenizer(TemporaryFile("").path), Error);
 }
 
-// Damage at random places: either an Error, or a tokenizer that still works as one; never a crash.
+// Random damage leads to an Error or leaves a working tokenizer; it never crashes.
 TEST(Tokenizer, DamagedFilesNeverCrash) {
     int errors = 0;
     for (uint64_t trial = 0; trial < 150; trial++) {
         const std::string good = description(trial % 4 ? "prefix-space" : "llama2").dump();
         const Philox4 r = philox(7, trial, 0);
         std::string bad = good;
-        // Most of the file is vocabulary: aim half of the damage at the keys in front of it.
+        // Most of the file is vocabulary: put half of the damage in the keys before it.
         const size_t at = r.v[0] % (trial % 2 ? bad.size() : 900);
         if (trial % 3 == 0)
             bad.resize(at);

@@ -1,4 +1,4 @@
-// data/tokenizer_import.h: files of llama2.c and llm.c, made here from the fixture's vocabularies.
+// Tests data/tokenizer_import.h with files of llama2.c and llm.c, written here from the fixture's vocabularies.
 #include "data/tokenizer_import.h"
 
 #include <gtest/gtest.h>
@@ -44,7 +44,7 @@ void append(std::string& to, T value) {
     to.append(bytes, sizeof(T));
 }
 
-// gpt2_tokenizer.bin of the fixture's GPT-2 kind: end-of-text, the bytes, then tokens in the order of merges.
+// gpt2_tokenizer.bin of the fixture's GPT-2 vocabulary: end-of-text, the bytes, then tokens in the order of merges.
 std::string llmc_file() {
     const std::vector<std::string> tokens = tokens_by_id(fixture_case("gpt2")["tokenizer"]);
     std::string file;
@@ -61,11 +61,11 @@ std::string llmc_file() {
 }
 
 struct Scored {
-    std::vector<std::string> pieces;  // as llama2.c writes them
+    std::vector<std::string> pieces;  // in llama2.c's notation
     std::vector<float> scores;
 };
 
-// tokenizer.bin of the fixture's LLaMA-2 kind. Scores are as SentencePiece gives them: minus the rank.
+// tokenizer.bin of the fixture's LLaMA-2 vocabulary. As in SentencePiece, a score is minus the rank.
 Scored scored_vocabulary() {
     Scored v;
     const std::vector<std::string> tokens = tokens_by_id(fixture_case("llama2")["tokenizer"]);
@@ -88,8 +88,8 @@ std::string llama2c_file(const Scored& v) {
     return file;
 }
 
-// As llama2.c encodes, naively: a space in front, characters or their bytes, then the pair whose text is the piece of
-// the best score, the leftmost of equals.
+// llama2.c's encoding by a naive algorithm: prepend a space, split into characters or their bytes, then repeatedly
+// merge the pair that forms the token of the best score, the leftmost pair of equal score.
 std::vector<int32_t> encode_by_score(const Scored& v, const std::string& text) {
     std::map<std::string, int32_t> ids;
     for (size_t id = 0; id < v.pieces.size(); id++) ids[v.pieces[id]] = int32_t(id);
@@ -212,7 +212,7 @@ TEST_F(TokenizerImport, DamageErrorsNameTheFault) {
                                    llama2c + llama2c.substr(4)}) {
         EXPECT_NE(error_of(bad), "") << bad.size() << " bytes";
     }
-    // Two tokens in another order: the second is then made of a token that comes after it.
+    // Without its first merge, the file has a token whose parts are not both earlier tokens.
     std::string swapped = llmc;
     const size_t first_merge = 1024 + 1 + 13 + 256 * 2;
     EXPECT_EQ(swapped[first_merge], 2);

@@ -41,7 +41,7 @@ class ChatWriter {
     std::vector<int32_t> begin(const std::string& system);
     // A user turn, and the start of the assistant turn that follows it.
     std::vector<int32_t> user_turn(const std::string& text);
-    // The end of an assistant turn, from the token that ends it on. The response's own tokens do not hold that token.
+    // The end of an assistant turn, starting with its end token, which the tokens of the response do not include.
     std::vector<int32_t> end_of_assistant_turn() const;
 
     // The tokens with which a model ends its turn.

@@ -70,7 +70,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
     plan_memory();
 }
 
-// The device may still run and write to this memory.
+// Waits, because the device may still write to this memory.
 Engine::~Engine() {
     try {
         synchronize(stream);
@@ -183,11 +183,11 @@ void Engine::allocate(const InferenceWeights& model_weights) {
 void Engine::fill_rope_table() {
     if (!table || dynamic_rope) return;
     std::vector<float> host(size_t(table.numel()));
-    // Dynamic scaling changes nothing up to the original length, where this table ends.
+    // Without dynamic scaling, or up to the original length, the angles do not depend on the sequence's length.
     rope_table(host_tensor(host.data(), {options.context, config.head_size / 2, 2}), config.rope_theta,
                config.rope_scaling);
     copy_to_device(table.data, host.data(), host.size() * sizeof(float), stream);
-    synchronize(stream);  // host ends here
+    synchronize(stream);  // `host` is a local variable
 }
 
 void Engine::count_weight_bytes() {
@@ -203,8 +203,7 @@ void Engine::count_weight_bytes() {
 
 // On a GPU, runs steps of a full batch before the first sequence starts. For large batches this times the GEMM
 // library's algorithms and picks the fastest. It also records the graph for every context bucket: recording takes
-// milliseconds and would delay a token later. Every row is marked as retired, so the results mean nothing and are
-// overwritten.
+// milliseconds and would delay a token later. Every row is marked as retired, and the results are not used.
 void Engine::prepare_graphs() {
     const int64_t B = options.slots;
     if (!graphs_replay()) return;
@@ -233,7 +232,7 @@ void Engine::run_blocks(Tensor hidden, bool batch_invariant, Attend attend) {
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
-        if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate reads the norm's output too
+        if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate also reads the norm's output
             const Tensor out = normed.rows(0, N);
             const float eps = static_cast<float>(config.norm_eps);
             if (config.norm == Norm::LayerNorm)
@@ -447,7 +446,7 @@ void Engine::upload_batch(bool with_tokens) {
     for (size_t b = 0; b < batch.size(); b++) {
         const Sequence& s = batch[b];
         slot.push_back(static_cast<int32_t>(s.slot));
-        // After a prefill, advance() follows sampling and adds one.
+        // After a prefill, sampling is followed by advance(), which adds one.
         position.push_back(static_cast<int32_t>(length(s.slot) - (with_tokens ? 0 : 1)));
         token.push_back(s.token);
         id.push_back(s.id);
@@ -533,7 +532,7 @@ int64_t Engine::active() const {
     return std::count_if(batch.begin(), batch.end(), [](const Sequence& s) { return !s.retired; });
 }
 
-// When half of the rows are retired, it pays to read all queued steps first and to compact the batch.
+// If at least half of the rows are retired, reading all queued steps and compacting the batch is faster.
 bool Engine::ready() const {
     const bool sparse = 2 * active() <= int64_t(batch.size());
     if (active() == 0 || steps_queued - steps_read >= steps_ahead() || (pending() && (batch_changed || sparse)))
@@ -593,7 +592,7 @@ void Engine::retire(int64_t slot) {
         batch[b].retired = true;
         const int32_t finished = -1;
         staging->next();
-        for (const Tensor& t : {step_positions, slot_ids})  // the KV cache reads the one, the states the other
+        for (const Tensor& t : {step_positions, slot_ids})  // for the KV cache and for the states
             staging->put(t.rows(int64_t(b), int64_t(b) + 1).data, &finished, sizeof finished, stream);
         return;
     }

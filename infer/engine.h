@@ -82,8 +82,8 @@ class Engine {
 
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
     // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
-    // Throws Error: a slot that is given twice or still generates, a prompt without tokens, a token outside the
-    // vocabulary, a sequence that exceeds the context.
+    // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
+    // vocabulary, or a sequence that exceeds the context.
     void prefill(const std::vector<Prompt>& prompts);
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().

@@ -34,7 +34,8 @@ bool Completion::add(int32_t token, float logprob) {
     for (const std::string& s : options.stop) {
         if (s.empty()) continue;
         stop = std::min(stop, shown_text.find(s, shown));
-        for (size_t n = std::min(s.size() - 1, shown_text.size()); n > 0; n--) {  // the text may end with its start
+        // The text may end with the start of s.
+        for (size_t n = std::min(s.size() - 1, shown_text.size()); n > 0; n--) {
             if (shown_text.compare(shown_text.size() - n, n, s, 0, n) != 0) continue;
             safe = std::min(safe, shown_text.size() - n);
             break;
@@ -158,7 +159,7 @@ class Generator {
         const Engine::Step& s = engine.next();
         for (size_t i = 0; i < s.tokens.size(); i++) {
             Request* r = running[size_t(s.slots[i])];
-            if (!r) continue;  // ended while this step was queued
+            if (!r) continue;  // it ended while this step was queued
             stats.completion_tokens += decoding;
             const size_t before = r->completion->tokens().size();
             const bool ended = r->completion->add(s.tokens[i], s.logprobs.empty() ? 0 : s.logprobs[i]);

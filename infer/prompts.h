@@ -1,4 +1,4 @@
-// Prompts: how a file holds them, their tokens, and the tokens that begin and end a text.
+// Prompts: reading them from a file, their tokens, and the tokens that start and end a text.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* toke
 // prompts, a newline at the end of the file does not belong to the last one.
 std::vector<std::string> split_prompts(const std::string& text);
 
-// The tokens of a prompt, at least one: those that the tokenizer puts in front of a text, then the prompt's own; the
+// The tokens of a prompt, at least one: those that the tokenizer prepends to a text, then the prompt's own; the
 // start token if there are none. Throws Error for a prompt without a tokenizer and for a token beyond the model's
 // vocabulary.
 std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource& source, const Tokenizer* tokenizer);

@@ -77,7 +77,7 @@ nlohmann::json statistics_json(const GenerateStatistics& s, double read_bandwidt
 }
 
 double bandwidth_to_show(const GenerateStatistics& statistics, const std::function<double()>& read_bandwidth) {
-    // A shorter run says little, and the measurement would take longer than the run.
+    // A shorter run is not accurate enough to compare, and the measurement would take longer than the run.
     return statistics.decode_seconds > 0.5 ? read_bandwidth() : 0;
 }
 
@@ -86,7 +86,7 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
     const bool logprobs = engine.options.logprobs;
     const int64_t count = int64_t(job.prompts.size()) * job.num_samples;
     const auto prompt_of = [&](int64_t completion) { return size_t(completion / job.num_samples); };
-    std::ostringstream discarded;  // with json one object is printed at the end
+    std::ostringstream discarded;  // with json, only one object is printed, at the end
     std::vector<std::string> prompts;
     for (int64_t i = 0; i < count; i++) prompts.push_back(job.prompts[prompt_of(i)]);
     SampleOutput output(job.json ? discarded : out, prompts);

@@ -15,7 +15,7 @@
 // printed as it grows; those after it are held back.
 class SampleOutput {
   public:
-    // prompts: one per completion, printed in front of it.
+    // prompts: one per completion, printed before it.
     SampleOutput(std::ostream& out, std::vector<std::string> prompts);
 
     // Appends text to a completion.
