@@ -2,7 +2,7 @@
 // has several chunks, one block a row selects the k largest of their candidates. The last block sorts.
 //
 //   kernel               threads   registers   shared memory   blocks per SM
-//   chunk_top_k_kernel       256          38        9,268 B                6
+//   chunk_top_k_kernel       256          32        9,268 B                8
 //   merge_top_k_kernel       256          32        9,268 B                8
 //
 // (sm_90a, CUDA 13.0.) GPT-2 124M, 64 sequences: V = 50257 allows 6 chunks of at least 8,192 elements a row, so 64·6 =
@@ -24,16 +24,7 @@ __device__ void select_largest(uint64_t* selected, Key key, int64_t n, int k) {
     __shared__ int taken;
     if (threadIdx.x == 0) taken = 0;  // radix_select synchronises the block
     const auto for_each_key = [&](auto visit) {
-        constexpr int BATCH = 4;  // loads in flight: few blocks work on one row, so its time is that of its loads
-        for (int64_t i = threadIdx.x; i < n; i += BATCH * THREADS) {
-            uint64_t x[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; b++)
-                if (i + b * THREADS < n) x[b] = key(i + b * THREADS);
-#pragma unroll
-            for (int b = 0; b < BATCH; b++)
-                if (i + b * THREADS < n) visit(x[b]);
-        }
+        for (int64_t i = threadIdx.x; i < n; i += THREADS) visit(key(i));
     };
     const uint64_t threshold = threshold_of_k_largest<THREADS, uint64_t>(k, for_each_key);
     for_each_key([&](uint64_t x) {
