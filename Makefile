@@ -231,7 +231,7 @@ ifdef TEXT
 	@$(PYTHON) data/make_data.py --text "$(TEXT)" $(if $(NAME),--name "$(NAME)") $(if $(TOKENIZER),--tokenizer "$(TOKENIZER)") \
 	    $(if $(VOCAB),--vocab $(VOCAB)) $(if $(VAL),--val $(VAL))
 else
-	@$(if $(NAME)$(TOKENIZER)$(VOCAB)$(VAL),echo "NAME, TOKENIZER, VOCAB and VAL go with TEXT=file|folder." >&2; exit 1)
+	@$(if $(NAME)$(TOKENIZER)$(VOCAB)$(VAL),echo "NAME$(COMMA) TOKENIZER$(COMMA) VOCAB and VAL need TEXT=file|folder." >&2; exit 1)
 	@$(PYTHON) data/quickstart.py
 endif
 

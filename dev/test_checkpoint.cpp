@@ -147,6 +147,22 @@ std::string bytes_of(const Tensor& t) {
     return std::string(static_cast<const char*>(t.data), size_t(t.bytes()));
 }
 
+// As many processes as a large job has: some of them own no group of parameters and write nothing.
+TEST(Weights, MoreWritersThanGroups) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 3);
+    const auto fetch = [&](const Param& p, std::vector<float>& buffer) {
+        return WeightArenas(tensor_of(arena)).fetch(p, buffer);
+    };
+    save_weights(dir.file("one"), table, FetchParam(fetch), DType::F32);
+    Writers writers;
+    writers.count = table.num_groups() + 3;
+    for (writers.rank = 0; writers.rank < writers.count; writers.rank++)
+        save_weights(dir.file("many"), table, FetchParam(fetch), DType::F32, writers);
+    EXPECT_EQ(read_file(dir.file("many")), read_file(dir.file("one")));
+}
+
 TEST(Weights, PrefixesBuffersAndTiedHeads) {
     const TempDir dir;
     const ParamTable table = small_table();

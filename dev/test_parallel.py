@@ -266,6 +266,15 @@ class ParallelTest(unittest.TestCase):
         self.assertAlmostEqual(scores[1]["val_loss"], log(parted)[-1]["val_loss"], delta=1e-6)
         self.assertEqual([name for name in os.listdir(parted) if name.startswith(".")], [])
 
+    @unittest.skipIf(CUDA, "needs 8 GPUs")
+    def test_more_ranks_than_parameter_groups_save_a_checkpoint(self):
+        alone = self.train(1, "--steps", 1)
+        for parted in self.train_all((8, "--steps", 1, "--zero-stage", 0), (8, "--steps", 1, "--zero-stage", 3)):
+            sizes = [{name: os.path.getsize(os.path.join(run_dir, "step_00000001", name))
+                      for name in ("model.safetensors", "state.safetensors")} for run_dir in (alone, parted)]
+            self.assertEqual(*sizes)
+            self.assertEqual([name for name in os.listdir(parted) if name.startswith(".")], [])
+
     # ---- ranks that stop -------------------------------------------------------------------------------------------------
 
     def start(self, ranks, name, *args, save_every=0):

@@ -203,6 +203,7 @@ void SafetensorsWriter::begin() {
 void SafetensorsWriter::join() {
     header_bytes = int64_t(header().size());
     out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
+    partial = true;  // perhaps nothing of it: with more ranks than parameter groups some own none
 }
 
 void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
@@ -210,7 +211,7 @@ void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
     require(out && byte >= 0 && byte <= entry.end - entry.begin, name, ": sought byte ", byte, " of a tensor of ",
             entry.end - entry.begin, " bytes");
     written = entry.begin + byte;
-    sought = true;
+    partial = true;
     out->seek(header_bytes + written);
 }
 
@@ -222,7 +223,7 @@ void SafetensorsWriter::write(const void* data, int64_t bytes) {
 }
 
 void SafetensorsWriter::finish() {
-    require(out && (sought || written == total), name, ": finished after ", written, " of the ", total,
+    require(out && (partial || written == total), name, ": finished after ", written, " of the ", total,
             " bytes declared");
     out->finish();
 }

@@ -47,13 +47,13 @@ class SafetensorsWriter {
     void join();                                  // instead of begin(): another process wrote the same header
     void seek(size_t tensor, int64_t byte);       // sets the position of the next write
     void write(const void* data, int64_t bytes);  // the next bytes of the data section
-    void finish();  // checks that all declared bytes were written (unless seek() was used) and flushes
+    void finish();  // checks that all declared bytes were written (unless other processes write too) and flushes
 
   private:
     std::string name;
     std::vector<std::pair<std::string, SafetensorsEntry>> table;
     int64_t total = 0, written = 0, header_bytes = 0;
-    bool sought = false;
+    bool partial = false;  // other processes write the rest
     std::string header() const;
     std::unique_ptr<FileWriter> out;
 };
