@@ -241,12 +241,8 @@ TEST(Engine, InvalidArgumentsAreErrors) {
     Generation g(driver.model, engine_options(2, 8));
     expect_error([&] { g.prefill({{0, {1, 53}, 0, 0}}); }, "token 53 is beyond the model's vocabulary of 53 tokens");
     expect_error([&] { g.prefill({{0, {}, 0, 0}}); }, "the prompt has no tokens; give it at least one");
-    expect_error([&] { g.prefill({{2, {1}, 0, 0}}); }, "engine: slot 2 is not one of 2 or is given twice");
-    expect_error(
-        [&] {
-            g.prefill({{1, {1}, 0, 0}, {1, {2}, 0, 0}});
-        },
-        "engine: slot 1 is not one of 2 or is given twice");
+    expect_error([&] { g.prefill({{2, {1}, 0, 0}}); }, "engine: slot 2 does not exist; there are 2");
+    expect_error([&] { g.prefill({{1, {1}, 0, 0}, {1, {2}, 0, 0}}); }, "engine: slot 1 is given twice");
     expect_error(
         [&] {
             g.prefill({{0, std::vector<int32_t>(9, 1), 0, 0}});

@@ -220,9 +220,9 @@ class ParallelTest(unittest.TestCase):
             # The profile shows each transfer between the ranks, and how long the computation waited for it.
             sent = sorted({line.split(",")[0][4:] for line in done.stderr.splitlines() if line.startswith("  | ")})
             groups = ["layer 0", "layer 1", "layer 2", "wte.weight"]
-            expected = {(1, 0): [], (2, 0): [f"all_reduce of {group}" for group in (*groups, "what stays fp32")],
+            expected = {(1, 0): [], (2, 0): [f"all_reduce of {group}" for group in (*groups, "fp32 parameters")],
                         (2, 3): [f"all_gather of {group}" for group in groups] + ["all_gather of updated weights"] +
-                                [f"reduce_scatter of {group}" for group in (*groups, "what stays fp32")]}[ranks, stage]
+                                [f"reduce_scatter of {group}" for group in (*groups, "fp32 parameters")]}[ranks, stage]
             self.assertEqual([line[:line.find("  ")] if "  " in line else line for line in sent], sorted(expected), done.stderr)
             # With two micro-steps stage 0 sums once, stage 3 twice.
             for group in groups if ranks > 1 else []:

@@ -374,13 +374,14 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
-    require(!pending(), "engine: prefill() while a queued step was not read");
+    require(!pending(), "engine: prefill() before every queued step was read with next()");
     int64_t total = 0;
     std::vector<bool> taken_slots(lengths.size(), false);
     for (const Prompt& p : prompts) {
         const int64_t n = int64_t(p.tokens.size());
-        require(p.slot >= 0 && p.slot < options.slots && !taken_slots[size_t(p.slot)], "engine: slot ", p.slot,
-                " is not one of ", options.slots, " or is given twice");
+        require(p.slot >= 0 && p.slot < options.slots, "engine: slot ", p.slot, " does not exist; there are ",
+                options.slots);
+        require(!taken_slots[size_t(p.slot)], "engine: slot ", p.slot, " is given twice");
         taken_slots[size_t(p.slot)] = true;
         require(n > 0, "the prompt has no tokens; give it at least one");
         require(n <= options.context - length(p.slot), "a sequence of ", length(p.slot) + n,
@@ -391,14 +392,14 @@ void Engine::prefill(const std::vector<Prompt>& prompts) {
         }
         total += n;
     }
-    require(total <= options.prompt_tokens, "engine: prompts of ", total, " tokens; prompt_tokens is ",
-            options.prompt_tokens);
+    require(total <= options.prompt_tokens, "engine: the prompts have ", total,
+            " tokens; options.prompt_tokens allows ", options.prompt_tokens);
 
     if (prompts.empty()) return;
     std::vector<Sequence> continued;
     for (const Sequence& s : batch) {
         if (s.retired) continue;
-        require(!taken_slots[size_t(s.slot)], "engine: slot ", s.slot, " still generates");
+        require(!taken_slots[size_t(s.slot)], "engine: slot ", s.slot, " is still generating; retire() it first");
         continued.push_back(s);
     }
     batch.clear();

@@ -84,7 +84,7 @@ void ParamTable::layout(int64_t world) {
     if (any_fp32) fp32_total = group_size(num_groups() - 1);
     for (Param& p : params) {
         require(p.fp32 == (any_fp32 && p.group == num_groups() - 1), "parameter table: ", p.name, " of group ", p.group,
-                ": what stays fp32, and nothing else, is the last group");
+                ": the last group must hold exactly the parameters that stay fp32");
         p.group_begin = group_begin[size_t(p.group)];
         p.group_size = group_size(p.group);
     }
@@ -101,7 +101,7 @@ void ParamTable::layout(int64_t world) {
 std::string ParamTable::describe_groups(int first, int last, DType dtype) const {
     const auto name = [&](int g) -> std::string {
         for (const Param& p : params)
-            if (p.group == g) return p.fp32 ? "what stays fp32" : p.layer < 0 ? p.name : str("layer ", p.layer);
+            if (p.group == g) return p.fp32 ? "fp32 parameters" : p.layer < 0 ? p.name : str("layer ", p.layer);
         return "nothing";
     };
     const int64_t elements = group_begin[size_t(last)] - group_begin[size_t(first)];

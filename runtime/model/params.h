@@ -3,8 +3,8 @@
 // it.
 //
 // The parameter, gradient and optimizer arenas share one layout: the groups embedding, layer 0 ... L−1, head, and last
-// what stays fp32 in a 16-bit model (norms, biases of gates). A group is contiguous and padded so that it splits evenly
-// over the ranks. An arena holds either whole groups or one rank's part of every group.
+// the parameters that stay fp32 in a 16-bit model (norms, biases of gates). A group is contiguous and padded so that it
+// splits evenly over the ranks. An arena holds either whole groups or one rank's part of every group.
 #pragma once
 
 #include <string>
