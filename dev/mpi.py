@@ -54,3 +54,25 @@ def start_as_torchrun_does(ranks, command, **variables):
     return [subprocess.Popen(command, env={**os.environ, **ENVIRONMENT, **world, **variables, "RANK": str(r), "LOCAL_RANK": str(r)},
                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             for r in range(ranks)]
+
+
+def run_test_on_several_ranks(case, name):
+    """Runs the GoogleTest binary `name` beside the driver (TRAIN_GPT) on 2 and 3 ranks, or on as many as there are GPUs. Every
+    rank must pass."""
+    driver = os.environ.get("TRAIN_GPT", "")
+    reason = why_not(driver)
+    if reason:
+        case.skipTest(reason)
+    binary = os.path.join(os.path.dirname(driver), "dev", name)
+    on_gpus = collectives(driver).startswith("NCCL")
+    for ranks in (2, 3):
+        if on_gpus and ranks > gpus():
+            break
+        with case.subTest(ranks=ranks):
+            if on_gpus:
+                outputs = [process.communicate(timeout=120)[0] for process in start_as_torchrun_does(ranks, [binary])]
+            else:
+                done = mpirun(ranks, [binary])
+                outputs = [done.stdout + done.stderr]
+            case.assertEqual(sum(text.count("[  PASSED  ]") for text in outputs), ranks, "\n".join(outputs))
+            case.assertEqual([text for text in outputs if "[  FAILED  ]" in text], [])
