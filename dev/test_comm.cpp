@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 
 #include "dev/test_util.h"
@@ -137,6 +138,45 @@ TEST(Comm, AllGatherConcatenatesInRankOrder) {
             expect_same_bits("all_gather in place", whole.fetch(), all);
         }
     }
+}
+
+// What rank `from` sends to rank `to`; some blocks are empty. One is longer than MPI's transport sends in one message
+// of a reduction.
+int64_t block(int64_t from, int64_t to) {
+    return (from + to) % 3 == 2 ? 0 : from == 0 && to == 1 ? 270001 : 7 * from + 3 * to + 1;
+}
+
+std::vector<int64_t> blocks(const std::function<int64_t(int64_t)>& of) {
+    std::vector<int64_t> all;
+    for (int64_t r = 0; r < size(); r++) all.push_back(of(r));
+    return all;
+}
+
+TEST(Comm, AllToAllExchangesBlocksOfAnySize) {
+    const std::vector<int64_t> send = blocks([](int64_t r) { return block(rank(), r); }),
+                               receive = blocks([](int64_t r) { return block(r, rank()); });
+    for (const DType dtype : FLOATS) {
+        std::vector<double> own, expected;
+        for (int64_t r = 0; r < size(); r++) {
+            const std::vector<double> to = values_of(100 * rank() + r, send[size_t(r)], dtype),
+                                      from = values_of(100 * r + rank(), receive[size_t(r)], dtype);
+            own.insert(own.end(), to.begin(), to.end());
+            expected.insert(expected.end(), from.begin(), from.end());
+        }
+        const TestArray inp = TestArray::of(dtype, own, {int64_t(own.size())}),
+                        out = TestArray::poisoned(dtype, {int64_t(expected.size())}),
+                        back = TestArray::poisoned(dtype, {int64_t(own.size())});
+        comm().all_to_all(out, inp, receive, send, Stream{});
+        expect_same_bits("all_to_all", out.fetch(), expected);
+        comm().group_start();
+        comm().all_to_all(back, out, send, receive, Stream{});
+        comm().group_end();
+        expect_same_bits("all_to_all back", back.fetch(), own);
+        expect_same_bits("the input", out.fetch(), expected);
+    }
+    const TestArray none = TestArray::of(DType::F32, {}, {0});
+    const std::vector<int64_t> nothing(size_t(size()), 0);
+    comm().all_to_all(none, none, nothing, nothing, Stream{});
 }
 
 TEST(Comm, CollectivesOnIntegersAndBytes) {
@@ -322,6 +362,20 @@ TEST(Comm, InvalidArgumentsAreErrors) {
         expect_error([&] { comm().reduce_scatter(shifted, x, Stream{}); },
                      who + str("reduce_scatter: out overlaps inp elsewhere than at rank ", rank(), "'s part"));
     }
+    std::vector<int64_t> few(size_t(size()), 0), negative = few, all = few;
+    few[0] = 4, negative[0] = -1, all[size_t(rank())] = 8;
+    const auto made_of = [&](int64_t given, int64_t elements) {
+        return str(" is not made of the ", given, " given blocks, ", elements, " elements for ", size(), " ranks");
+    };
+    expect_error([&] { comm().all_to_all(part, part, few, all, Stream{}); },
+                 who + "all_to_all: out [8]" + made_of(size(), 4));
+    expect_error([&] { comm().all_to_all(part, part, all, negative, Stream{}); },
+                 who + "all_to_all: inp [8]" + made_of(size(), -1));
+    expect_error([&] { comm().all_to_all(part, part, {}, all, Stream{}); },
+                 who + "all_to_all: out [8]" + made_of(0, 0));
+    expect_error([&] { comm().all_to_all(part, ints, all, all, Stream{}); },
+                 who + "all_to_all: inp sends itself 8 int32, but out receives 8 fp32");
+    expect_error([&] { comm().all_to_all(part, part, all, all, Stream{}); }, who + "all_to_all: out overlaps inp");
     device_free(x.data);
 }
 

@@ -1,7 +1,9 @@
 #include "runtime/communication/comm.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
+#include <numeric>
 
 #include "runtime/communication/transport.h"
 
@@ -53,6 +55,16 @@ void Comm::check_part(const char* op, const char* part_name, const Tensor& part,
         fail("overlaps ", whole_name, " elsewhere than at rank ", own_rank, "'s part");
 }
 
+// One block for each rank, which together are the tensor.
+void Comm::check_blocks(const char* op, const char* argument, const Tensor& t,
+                        const std::vector<int64_t>& blocks) const {
+    const bool valid = std::all_of(blocks.begin(), blocks.end(), [](int64_t n) { return n >= 0; });
+    const int64_t sum = std::accumulate(blocks.begin(), blocks.end(), int64_t(0));
+    require(int64_t(blocks.size()) == world_size && valid && sum == t.numel(), named(op), ": ", argument, " ",
+            shape_string(t), " is not made of the ", blocks.size(), " given blocks, ", sum, " elements for ",
+            world_size, " ranks");
+}
+
 void Comm::check_root(const char* op, int64_t root) const {
     require(0 <= root && root < world_size, named(op), ": root ", root, " is outside a world of ", world_size);
 }
@@ -85,6 +97,23 @@ void Comm::all_gather(Tensor out, Tensor inp, Stream stream) {
     check_part("all_gather", "inp", inp, "out", out);
     if (!transport) return copy_part(out, inp, stream);
     if (inp.numel() > 0) transport->all_gather(out.data, inp.data, inp.numel(), inp.dtype, stream);
+}
+
+void Comm::all_to_all(Tensor out, Tensor inp, const std::vector<int64_t>& receive, const std::vector<int64_t>& send,
+                      Stream stream) {
+    const char* op = "all_to_all";
+    check_tensor(op, "out", out, false);
+    check_tensor(op, "inp", inp, false);
+    check_blocks(op, "out", out, receive);
+    check_blocks(op, "inp", inp, send);
+    const size_t own = size_t(own_rank);
+    require(out.dtype == inp.dtype && receive[own] == send[own], named(op), ": inp sends itself ", send[own], " ",
+            dtype_name(inp.dtype), ", but out receives ", receive[own], " ", dtype_name(out.dtype));
+    const char *const to = static_cast<const char*>(out.data), *const from = static_cast<const char*>(inp.data);
+    require(to + out.bytes() <= from || from + inp.bytes() <= to, named(op), ": out overlaps inp");
+    if (!transport) return copy_part(out, inp, stream);
+    if (out.numel() + inp.numel() > 0)
+        transport->all_to_all(out.data, inp.data, receive.data(), send.data(), inp.dtype, stream);
 }
 
 void Comm::broadcast(Tensor x, int64_t root, Stream stream) {

@@ -4,7 +4,7 @@
 // Every rank must call the same operations in the same order, with the same sizes and dtypes. With one rank no library
 // is called; an operation is at most a copy from inp to out.
 //
-// Tensors are contiguous, on the backend's device, F32, F64, BF16, F16, I32, I64 (broadcast and all_gather: any dtype).
+// Tensors are contiguous, on the backend's device, F32, F64, BF16, F16, I32, I64; any dtype where nothing is summed.
 // Work is queued on the stream, like a kernel; on the CPU it is done when the call returns. NCCL operations may be
 // recorded in a Graph. Order of sums: MPI adds in rank order, 16-bit floats in fp32 with one rounding, so all_reduce
 // and reduce_scatter give the same bits for any size. NCCL's order depends on its algorithm and is fixed for given
@@ -50,6 +50,10 @@ class Comm {
     void reduce_scatter(Tensor out, Tensor inp, Stream stream);
     // out [size()·n] = every rank's inp [n] in rank order. inp may be this rank's part of out; no other overlap.
     void all_gather(Tensor out, Tensor inp, Stream stream);
+    // inp: this rank's blocks for ranks 0, 1, …, one after the other; out: the blocks that they send to this one.
+    // receive, send [size()]: elements of each block, which may be 0. out and inp do not overlap.
+    void all_to_all(Tensor out, Tensor inp, const std::vector<int64_t>& receive, const std::vector<int64_t>& send,
+                    Stream stream);
     void broadcast(Tensor x, int64_t root, Stream stream);
     // NCCL may fuse the operations between these calls; none is done before group_end.
     void group_start();
@@ -85,6 +89,7 @@ class Comm {
     void check_tensor(const char* op, const char* argument, const Tensor& t, bool sums) const;
     void check_part(const char* op, const char* part_name, const Tensor& part, const char* whole_name,
                     const Tensor& whole) const;
+    void check_blocks(const char* op, const char* argument, const Tensor& t, const std::vector<int64_t>& blocks) const;
     void check_root(const char* op, int64_t root) const;
     int64_t own_rank, world_size;
     int exceptions;                        // in flight at construction

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -150,6 +151,12 @@ class MpiTransport : public Transport {
         gather(out, inp, {n * size, n}, dtype_size(dtype));
     }
 
+    void all_to_all(void* out, const void* inp, const int64_t* receive, const int64_t* send, DType dtype,
+                    Stream) override {
+        const Operation operation(*this, "all_to_all", std::accumulate(send, send + size, int64_t(0)), dtype);
+        exchange(static_cast<char*>(out), static_cast<const char*>(inp), receive, send, dtype_size(dtype));
+    }
+
     void broadcast(void* x, int64_t n, DType dtype, int64_t root, Stream) override {
         const Operation operation(*this, "broadcast", n, dtype);
         send_from(root, x, n * dtype_size(dtype));
@@ -277,6 +284,26 @@ class MpiTransport : public Transport {
                 if (r != rank && length(rank)) send(own_place + begin, length(rank), r);
             wait();
         }
+    }
+
+    // The blocks that ranks have for each other; this rank's block for itself is copied.
+    void exchange(char* out, const char* inp, const int64_t* counts_in, const int64_t* counts_out, int64_t element) {
+        int64_t largest = 0;
+        for (int64_t r = 0; r < size; r++) largest = std::max({largest, counts_in[r], counts_out[r]});
+        for (int64_t begin = 0; begin < largest * element; begin += LARGEST_MESSAGE) {
+            const auto length = [&](int64_t n) { return std::clamp<int64_t>(n * element - begin, 0, LARGEST_MESSAGE); };
+            char* to = out + begin;
+            for (int64_t r = 0; r < size; to += counts_in[r++] * element)
+                if (r != rank && length(counts_in[r])) receive(to, length(counts_in[r]), r);
+            const char* from = inp + begin;
+            for (int64_t r = 0; r < size; from += counts_out[r++] * element)
+                if (r != rank && length(counts_out[r])) send(from, length(counts_out[r]), r);
+            wait();
+        }
+        const int64_t before = std::accumulate(counts_in, counts_in + rank, int64_t(0)),
+                      own = std::accumulate(counts_out, counts_out + rank, int64_t(0));
+        if (counts_out[rank])
+            std::memcpy(out + before * element, inp + own * element, size_t(counts_out[rank] * element));
     }
 
     void send_from(int64_t root, void* bytes, int64_t n) {

@@ -17,6 +17,7 @@
 #include <deque>
 #include <future>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -87,7 +88,7 @@ Member own_member() {
 class NcclTransport : public Transport {
   public:
     explicit NcclTransport(const World& world)
-        : rank(world.rank), timeout_s(world.timeout_s), control(world, own_member()) {
+        : rank(world.rank), size(world.size), timeout_s(world.timeout_s), control(world, own_member()) {
         cuda_check(cudaGetDevice(&device), "Comm");
         ncclUniqueId id;
         if (rank == 0) {
@@ -138,6 +139,26 @@ class NcclTransport : public Transport {
         const Elements e = elements(dtype, n);
         queue({"all_gather", n, dtype}, stream,
               [&] { return ncclAllGather(inp, out, e.count, e.type, comm, cuda_stream(stream)); });
+    }
+
+    // NCCL has no operation for blocks of several sizes: a group of messages.
+    void all_to_all(void* out, const void* inp, const int64_t* receive, const int64_t* send, DType dtype,
+                    Stream stream) override {
+        const int64_t n = std::accumulate(send, send + size, int64_t(0));
+        queue({"all_to_all", n, dtype}, stream, [&] {
+            ncclResult_t status = ncclGroupStart();
+            char* to = static_cast<char*>(out);
+            const char* from = static_cast<const char*>(inp);
+            for (int r = 0; r < size && status == ncclSuccess; r++) {
+                const Elements in = elements(dtype, receive[r]), own = elements(dtype, send[r]);
+                if (receive[r]) status = ncclRecv(to, in.count, in.type, r, comm, cuda_stream(stream));
+                if (send[r] && status == ncclSuccess)
+                    status = ncclSend(from, own.count, own.type, r, comm, cuda_stream(stream));
+                to += receive[r] * dtype_size(dtype), from += send[r] * dtype_size(dtype);
+            }
+            const ncclResult_t end = ncclGroupEnd();
+            return status == ncclSuccess ? end : status;
+        });
     }
 
     void broadcast(void* x, int64_t n, DType dtype, int64_t root, Stream stream) override {
@@ -370,7 +391,7 @@ class NcclTransport : public Transport {
         if (watchdog.joinable()) watchdog.join();
     }
 
-    const int64_t rank;
+    const int64_t rank, size;
     const double timeout_s;
     ControlChannel control;
     int device = 0;

@@ -19,6 +19,9 @@ struct Transport {
     virtual void all_reduce(void* x, int64_t n, DType dtype, Stream stream) = 0;
     virtual void reduce_scatter(void* out, const void* inp, int64_t n, DType dtype, Stream stream) = 0;
     virtual void all_gather(void* out, const void* inp, int64_t n, DType dtype, Stream stream) = 0;
+    // send, receive: elements for and from each rank. The blocks of inp and out lie in rank order without gaps.
+    virtual void all_to_all(void* out, const void* inp, const int64_t* receive, const int64_t* send, DType dtype,
+                            Stream stream) = 0;
     virtual void broadcast(void* x, int64_t n, DType dtype, int64_t root, Stream stream) = 0;
     virtual void group_start() = 0;
     virtual void group_end() = 0;
