@@ -10,13 +10,16 @@
 namespace {
 
 TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
-    const StepScalars s = {lr, 1, 2, 3, grad_scale, skip, t};
+    const StepScalars s = {lr, 1, 0, 2, 3, grad_scale, skip, t};
     return TestArray::bytes(&s, sizeof(s));
 }
 
 // The segment has the same indices in params.
-AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay) {
-    return {begin, end, weight_decay, begin};
+AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay, float lr_scale = 1) {
+    AdamWSegment segment{};
+    segment.begin = begin, segment.end = end, segment.weight_decay = weight_decay, segment.fp32_begin = begin;
+    segment.lr_scale = lr_scale;
+    return segment;
 }
 
 // v is a mean of squares, so never negative.
@@ -40,9 +43,9 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
         std::vector<double> gp, gm, gv;
         for (int64_t i = segment.begin; i < segment.end; i++) {
             covered[size_t(i)] = true;
-            const reference::AdamW r =
-                reference::adamw(params.data()[i], m.data()[i], v.data()[i], grads.data()[i], grad_scale, lr,
-                                 options.beta1, options.beta2, options.eps, segment.weight_decay, t);
+            const reference::AdamW r = reference::adamw(params.data()[i], m.data()[i], v.data()[i], grads.data()[i],
+                                                        grad_scale, double(lr) * segment.lr_scale, options.beta1,
+                                                        options.beta2, options.eps, segment.weight_decay, t);
             p.value.push_back(r.param.value), p.mag.push_back(r.param.mag), gp.push_back(p1[size_t(i)]);
             rm.value.push_back(r.m.value), rm.mag.push_back(r.m.mag), gm.push_back(m1[size_t(i)]);
             rv.value.push_back(r.v.value), rv.mag.push_back(r.v.mag), gv.push_back(v1[size_t(i)]);
@@ -77,6 +80,9 @@ TEST(AdamW, MatchesOracle) {
                in_fp32(40001, 70000, 0)},
               defaults, 1e-2f, 0.7f, t, 1e-3);
     }
+    // Each segment has a learning rate of its own.
+    check(900, {in_fp32(0, 300, 0.1f, 0.25f), in_fp32(300, 600, 0.1f, 3), in_fp32(600, 900, 0, 0)}, defaults, 1e-2f, 1,
+          5, 1e-2);
     check(500, {in_fp32(0, 500, 0.1f)}, {0.5f, 0.999f, 1e-3f}, 1, 1, 3, 10);
     check(500, {in_fp32(0, 500, 0)}, defaults, 1e-3f, 1, 5, 1e-9);  // eps of the size of √v
 }

@@ -408,7 +408,7 @@ TEST(Large, AdamW) {
     LargeArray params(DType::F32, {n}), m(DType::F32, {n}), v(DType::F32, {n}), grads(DType::F32, {n});
     const LargeArray params_T(DType::BF16, {n});
     params.fill(1, 0.02f), m.fill(2, 1e-3f), v.fill(3, 1e-5f, true), grads.fill(4, 1e-2f);
-    const StepScalars s = {1e-3f, 1, 2, 3, 0.7f, 0, 10};
+    const StepScalars s = {1e-3f, 1, 0, 2, 3, 0.7f, 0, 10};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     const AdamWOptions options;
     const AdamWSegment segments[] = {{0, LIMIT - 300, 0.1f, 0}, {LIMIT - 300, n, 0, LIMIT - 300}};

@@ -1,12 +1,9 @@
 #include "kernels/adamw.h"
 
-#include <omp.h>
-
-#include <algorithm>
 #include <cmath>
 
 #include "kernels/adamw_check.h"
-#include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/param_update.h"
 
 namespace {
 
@@ -14,9 +11,10 @@ namespace {
 struct Factors {
     float beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
     float grad_scale;
-    float step_size;   // lr / (1 − β1^t)
     float root_scale;  // 1 / √(1 − β2^t)
-    float decay;       // lr · weight_decay
+    // of a segment
+    float step_size;  // lr / (1 − β1^t)
+    float decay;      // lr · weight_decay
 };
 
 // The compiler turns the loop into one vsqrtps; there is no operator for it.
@@ -44,8 +42,7 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream) {
     const char* op = "adamw_update";
     require(!params_T, op, ": params_T is given; the CPU computes with the fp32 parameters themselves");
-    check_adamw(op, params, params_T, m, v, grads, segments, num_segments, scalars);
-    const int64_t n = grads.shape[0];
+    const int64_t n = check_adamw(op, params, params_T, m, v, grads, segments, num_segments, scalars);
 
     const StepScalars& s = *reinterpret_cast<const StepScalars*>(scalars.as<uint8_t>());
     if (s.skip) return;
@@ -58,22 +55,15 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
     f.one_minus_beta2 = float(1 - beta2);
     f.eps = options.eps;
     f.grad_scale = s.grad_scale;
-    f.step_size = float(s.lr / (1 - std::pow(beta1, double(s.t))));
     f.root_scale = float(1 / std::sqrt(1 - std::pow(beta2, double(s.t))));
-    f.decay = 0;
+    const double step_size = s.lr / (1 - std::pow(beta1, double(s.t)));
 
     float *p = params.as<float>(), *pm = m.as<float>(), *pv = v.as<float>();
     const float* g = grads.as<float>();
-    // Each thread has an equal part of the arena and updates the elements of each segment that are in that part.
-#pragma omp parallel firstprivate(f) if (n > PARALLEL_MIN)
-    {
-        const int64_t vectors = (n + 15) / 16, threads = omp_get_num_threads(), thread = omp_get_thread_num();
-        const int64_t low = vectors * thread / threads * 16, high = std::min(n, vectors * (thread + 1) / threads * 16);
-        for (int64_t i = 0; i < num_segments; i++) {
-            const int64_t begin = std::max(low, segments[i].begin), end = std::min(high, segments[i].end);
-            f.decay = s.lr * segments[i].weight_decay;
-            const int64_t offset = segments[i].fp32_begin - segments[i].begin;
-            if (begin < end) update(p + begin + offset, pm + begin, pv + begin, g + begin, end - begin, f);
-        }
-    }
+    parallel_segments(n, segments, num_segments, [&](const AdamWSegment& segment, int64_t begin, int64_t end) {
+        Factors mine = f;
+        mine.step_size = float(step_size * segment.lr_scale);
+        mine.decay = s.lr * segment.lr_scale * segment.weight_decay;
+        update(p + begin + segment.fp32_begin - segment.begin, pm + begin, pv + begin, g + begin, end - begin, mine);
+    });
 }

@@ -16,6 +16,7 @@ struct StepScalars {
     // written by the host before a step
     float lr;
     float grad_clip;  // clip the global norm to this; ≤ 0: no clipping
+    float momentum;   // μ of Muon (muon.h)
     // written by step_control
     float loss;        // mean loss of the step's tokens
     float grad_norm;   // global norm before clipping

@@ -1,0 +1,62 @@
+// The checks of an optimizer's arguments for both backends.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/global_norm.h"
+#include "kernels/param_update.h"
+
+// Returns n, the number of elements of the arenas.
+inline int64_t check_update_grads(const char* op, const Tensor& grads) {
+    require(grads && grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
+            ", expected fp32 [n]");
+    check_tensor(op, "grads", grads, DType::F32, {grads.shape[0]});
+    return grads.shape[0];
+}
+
+inline void check_step_scalars(const char* op, const Tensor& scalars) {
+    check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
+}
+
+// Segments ascend and lie within the n elements of the arenas.
+template <typename Segment>
+void check_segments(const char* op, const Segment* segments, int64_t num_segments, int64_t n) {
+    int64_t end = 0;  // of the previous segment
+    for (int64_t i = 0; i < num_segments; i++) {
+        const ParamSegment& s = segments[i];
+        require(end <= s.begin && s.begin <= s.end && s.end <= n, op, ": segment ", i, " is [", s.begin, ", ", s.end,
+                "), expected ascending segments within [0, ", n, ")");
+        end = s.end;
+    }
+}
+
+// Every segment's parameters are in params [any size] or in params_T [n].
+template <typename Segment>
+void check_params(const char* op, const Tensor& params, const Tensor& params_T, const Segment* segments,
+                  int64_t num_segments, int64_t n) {
+    if (params_T) {
+        require(params_T.dtype == DType::BF16 || params_T.dtype == DType::F16, op, ": params_T is ",
+                dtype_name(params_T.dtype), " ", shape_string(params_T), ", expected bf16 or fp16");
+        check_tensor(op, "params_T", params_T, params_T.dtype, {n});
+    }
+    require(!params || params.rank == 1, op, ": params is ", dtype_name(params.dtype), " ", shape_string(params),
+            ", expected fp32 [any size]");
+    const int64_t params_size = params ? params.shape[0] : 0;
+    check_tensor(op, "params", params, DType::F32, {params_size}, Given::Optional);
+
+    int64_t end = 0;  // of the previous segment in params
+    for (int64_t i = 0; i < num_segments; i++) {
+        const ParamSegment& s = segments[i];
+        if (s.fp32_begin >= 0) {
+            require(end <= s.fp32_begin && s.fp32_begin <= params_size - (s.end - s.begin), op, ": segment ", i,
+                    " lies at [", s.fp32_begin, ", ", s.fp32_begin + (s.end - s.begin),
+                    ") of params, expected ascending segments within [0, ", params_size, ")");
+            end = s.fp32_begin + (s.end - s.begin);
+        } else {
+            require(bool(params_T), op, ": segment ", i, " has no fp32 parameters, and params_T is missing");
+            require(params_T.dtype == DType::BF16, op, ": segment ", i, " has no fp32 parameters, and params_T is ",
+                    dtype_name(params_T.dtype), "; only bf16 is rounded stochastically");
+            require(s.first_element >= 0 && s.first_element <= (int64_t(1) << 38) - (s.end - s.begin), op, ": segment ",
+                    i, " begins at element ", s.first_element, " of its tensor, expected less than 2^38 elements");
+        }
+    }
+}
