@@ -31,7 +31,7 @@ StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, 
 
 StepScalars fresh(float grad_clip, int64_t t = 0) {
     const float unset = std::numeric_limits<float>::quiet_NaN();
-    return {3e-4f, grad_clip, unset, unset, unset, -1, t, -1};
+    return {3e-4f, grad_clip, 0.95f, unset, unset, unset, -1, t, -1};
 }
 
 // The sum runs in double: what is left is rounding the result to fp32.
@@ -54,6 +54,7 @@ TEST(StepControl, NormMatchesFloat64) {
             EXPECT_EQ(s.stop, 0);
             EXPECT_EQ(s.t, 1);
             EXPECT_EQ(s.lr, 3e-4f);
+            EXPECT_EQ(s.momentum, 0.95f);
         }
 }
 
