@@ -5,8 +5,8 @@
 //   chunk_top_k_kernel       256          32        9,268 B                8
 //   merge_top_k_kernel       256          32        9,268 B                8
 //
-// (sm_90a, CUDA 13.0.) GPT-2 124M, 64 sequences: V = 50257 allows 6 chunks of at least 8,192 elements a row, so 64·6 =
-// 384 blocks for an H100's 132 SMs, and 6·k candidates a row.
+// (sm_90a, CUDA 13.0.) GPT-2 124M, k = 50: one row of V = 50257 has 24 chunks of at least 2,048 elements, so the merge
+// reads 24·50 = 1,200 candidates. 64 rows have 9 chunks each: 64·9 = 576 blocks, four for each of an H100's 132 SMs.
 #include "kernels/cuda/bitonic_sort.cuh"
 #include "kernels/cuda/radix_select.cuh"
 #include "kernels/generation/token_key.h"
@@ -16,7 +16,8 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t MIN_CHUNK = 8192;  // elements of a row
+// Elements of a chunk, at least: eight for each thread, and eight times as many as its candidates.
+constexpr int64_t MIN_CHUNK = 8 * THREADS, MIN_CHUNK_PER_K = 8;
 
 // The k largest of n different keys, in any order, into selected[0 … k). k ≤ n.
 template <typename Key>
@@ -82,15 +83,16 @@ __global__ void __launch_bounds__(THREADS) merge_top_k_kernel(TopK<T> a) {
     write_sorted(a, blockIdx.x, keys);
 }
 
-// As many chunks of a row as give each SM four blocks, none shorter than MIN_CHUNK.
-int64_t num_chunks_of(int64_t B, int64_t V) {
-    return std::max<int64_t>(1, std::min(ceil_div(4 * num_sms(), std::max<int64_t>(B, 1)), V / MIN_CHUNK));
+// As many chunks of a row as give each SM four blocks, unless they would be too short.
+int64_t num_chunks_of(int64_t B, int64_t V, int64_t k) {
+    const int64_t shortest = std::max(MIN_CHUNK, MIN_CHUNK_PER_K * k);
+    return std::max<int64_t>(1, std::min(ceil_div(4 * num_sms(), std::max<int64_t>(B, 1)), V / shortest));
 }
 
 }  // namespace
 
 int64_t top_k_scratch(int64_t B, int64_t V, int64_t k) {
-    const int64_t num_chunks = num_chunks_of(B, V);
+    const int64_t num_chunks = num_chunks_of(B, V, k);
     return num_chunks > 1 ? B * num_chunks * k * int64_t(sizeof(uint64_t)) : 0;
 }
 
@@ -107,7 +109,7 @@ void top_k(Tensor values, Tensor ids, Tensor inp, Tensor scratch, Stream stream)
         a.ids = ids.as<int32_t>(), a.ids_stride = row_stride(ids);
         a.inp = inp.as<const T>(), a.inp_stride = row_stride(inp);
         a.V = inp.shape[1], a.k = int(values.shape[1]);
-        a.num_chunks = num_chunks_of(B, a.V), a.chunk = ceil_div(a.V, a.num_chunks);
+        a.num_chunks = num_chunks_of(B, a.V, a.k), a.chunk = ceil_div(a.V, a.num_chunks);
         a.candidates = static_cast<uint64_t*>(scratch.data);
         chunk_top_k_kernel<<<grid_of(B * a.num_chunks), THREADS, 0, cuda_stream(stream)>>>(a);
         if (a.num_chunks > 1) merge_top_k_kernel<<<grid_of(B), THREADS, 0, cuda_stream(stream)>>>(a);
