@@ -11,16 +11,23 @@ The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker
 at a time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash
 of a document's position in the input alone decides whether the document is validation text.
 """
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until main(): an import that is interrupted shows no traceback
+
 import argparse
 import collections
 import concurrent.futures
+import contextlib
+import errno
 import hashlib
 import json
 import multiprocessing
 import os
 import re
 import shutil
-import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -36,12 +43,23 @@ INPUT_CHUNK = 8 << 20    # bytes of input that a process reads at once
 ENCODE_CHUNK = 64 << 10  # bytes that the tokenizers package encodes at once: it needs many times as much memory
 EXACT_SPLIT = 100_000    # the split has the exact size up to this many documents; beyond, it depends on hashes alone
 BPE_TEXT = 1 << 30       # a BPE vocabulary is trained on at most this many bytes of text
+MAX_VOCAB = 1 << 20      # the tokenizers package reserves 71 bytes per token; published vocabularies have up to 2^18
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
 MASK_MAGIC = (20261121, 1)
 
 
 class DataError(Exception):
     """One line: what failed, the value found, the remedy."""
+
+
+@contextlib.contextmanager
+def naming(path):
+    """Names the file in errors of the system: those of reads and writes don't."""
+    try:
+        yield
+    except OSError as e:
+        remedy = "; free some disk space, or give another --out" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise DataError(f"{path}: {e.strerror or first_line(e)}{remedy}") from None
 
 
 def import_package(name, purpose, remedy):
@@ -78,6 +96,11 @@ def find_files(paths):
             raise DataError(f"{path}: unknown file format; give {', '.join(EXTENSIONS)} files or directories of them")
         else:
             found.append(path)
+    for path in found:
+        with naming(path):
+            regular = stat.S_ISREG(os.stat(path).st_mode)
+        if not regular:  # opening a FIFO waits for a writer, and devices may have no end
+            raise DataError(f"{path}: is a FIFO, a socket or a device; copy its content to a file")
     if not found:
         raise DataError(f"{', '.join(paths)}: no {', '.join(EXTENSIONS)} files found; give a path that has some")
     twice = [path for path, n in collections.Counter(map(os.path.realpath, found)).items() if n > 1]
@@ -152,7 +175,7 @@ def open_parquet(path):
     import pyarrow.parquet
     try:
         parquet = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowException, OSError) as e:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: not a readable .parquet file ({first_line(e)})") from None
     if "text" not in parquet.schema_arrow.names:
         raise DataError(f"{path}: has no column 'text' (it has {', '.join(parquet.schema_arrow.names)})")
@@ -177,7 +200,7 @@ def documents(chunk):
     """Yields (key, bytes or PromptResponse, last) for each document of a chunk, or for each part of a long document.
     `last` marks the last part."""
     if chunk.format == "text":
-        with open(chunk.path, "rb") as f:
+        with naming(chunk.path), open(chunk.path, "rb") as f:
             f.seek(chunk.begin)
             data = f.read(chunk.end - chunk.begin)
         if len(data) != chunk.end - chunk.begin:
@@ -197,7 +220,7 @@ def documents(chunk):
 
 
 def jsonl_texts(chunk):
-    with open(chunk.path, "rb") as f:
+    with naming(chunk.path), open(chunk.path, "rb") as f:
         f.seek(chunk.begin)
         offset = chunk.begin
         while offset < chunk.end:
@@ -232,7 +255,7 @@ def parquet_texts(chunk):
             for value in batch.column(0):
                 yield f"{chunk.begin}:{row}", value.as_py()
                 row += 1
-    except ArrowException as e:
+    except (ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{chunk.path}: damaged ({first_line(e)})") from None
 
 
@@ -574,7 +597,7 @@ def split_single(chunks, fraction, directory):
     path, end = chunks[-1].path, chunks[-1].end
     if any(chunk.format != "text" for chunk in chunks):  # write the line of .jsonl or row of .parquet to a text file
         path = os.path.join(directory, "document.txt")
-        with open(path, "wb") as f:
+        with naming(path), open(path, "wb") as f:
             for chunk in chunks:
                 for _, data, _ in documents(chunk):
                     if isinstance(data, PromptResponse):
@@ -621,7 +644,7 @@ class Pool:
         try:
             pending = collections.deque()
             for item in items:
-                pending.append(executor.submit(function, item))
+                pending.append(self.submit(executor, function, item))
                 if len(pending) >= 2 * self.jobs:
                     yield pending.popleft().result()
             while pending:
@@ -633,8 +656,19 @@ class Pool:
             executor.shutdown(cancel_futures=True)
 
 
+    @staticmethod
+    def submit(executor, *work):
+        """Ctrl-C reaches every process of the terminal. A process that starts inherits that SIGINT is blocked, so that
+        none is killed, with a traceback, before start_process ignores it. The parent ends the pool."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return executor.submit(*work)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def start_process(start, *arguments):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)    # the parent ends the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes are the parallelism
     if start:
         start(*arguments)
@@ -705,7 +739,8 @@ class ShardWriter:
                 self.file.write(bytes(1024))  # the header, written when the number of tokens is known
                 self.shards += 1
             part = data[:(self.shard_tokens - self.in_shard) * self.width]
-            self.file.write(part)
+            with naming(self.file.name):
+                self.file.write(part)
             self.in_shard += len(part) // self.width
             self.tokens += len(part) // self.width
             data = data[len(part):]
@@ -728,23 +763,25 @@ class ShardWriter:
                 del self.runs[0]
         if not all(is_loss for _, is_loss in runs):
             mask = open(f"{self.prefix}_{self.shards - 1:06d}.mask", "wb")
-            mask.write(bytes(1024))
-            for count, is_loss in runs:
-                mask.write(bytes([is_loss]) * count)
+            with naming(mask.name):
+                mask.write(bytes(1024))
+                for count, is_loss in runs:
+                    mask.write(bytes([is_loss]) * count)
             self.close(mask, MASK_MAGIC)
         self.file, self.in_shard = None, 0
 
     def close(self, file, magic):
-        file.seek(0)
-        file.write(array("i", [*magic, self.in_shard] + [0] * 253).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
+        with naming(file.name):
+            file.seek(0)
+            file.write(array("I", [*magic, self.in_shard & 0xFFFFFFFF, self.in_shard >> 32] + [0] * 252).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
 
 
 def write_whole(path, text):
     """Writes a file that is either complete or absent."""
-    with open(path + ".tmp", "w", encoding="utf-8", newline="") as f:
+    with naming(path), open(path + ".tmp", "w", encoding="utf-8", newline="") as f:
         f.write(text)
         f.flush()
         os.fsync(f.fileno())
@@ -888,11 +925,13 @@ def parse(arguments):
             raise argparse.ArgumentTypeError("must be 0 or more and less than 1")
         return value
 
-    def count(least):
+    def count(least, most=1 << 62):
         def convert(text):
             value = int(text)
             if value < least:
                 raise argparse.ArgumentTypeError(f"must be {least} or more")
+            if value > most:
+                raise argparse.ArgumentTypeError(f"must be at most {most}")
             return value
         convert.__name__ = "count"
         return convert
@@ -908,7 +947,8 @@ def parse(arguments):
     parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
                         help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; "
                              "DIR: the tokenizer.json in DIR (default bpe)")
-    parser.add_argument("--vocab", type=count(257), default=4096, help="size of the bpe vocabulary (default 4096)")
+    parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
+                        help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
                         help="fraction of the text to use for validation (default 0.05)")
     parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
@@ -928,6 +968,8 @@ def parse(arguments):
 
 def main(arguments=None):
     options = parse(arguments)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # not if it is ignored, as in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
     target = options.out or os.path.join(HERE, "tokens", options.name)
     try:

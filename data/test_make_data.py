@@ -6,10 +6,13 @@ import importlib.util
 import io
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from unittest import mock
 
@@ -266,6 +269,58 @@ class ByteTokens(DataTest):
         with open(path, "wb") as f:
             f.write(b"PAR1 nonsense")
         self.refused("not a readable .parquet", "--text", path, "--tokenizer", "byte")
+        # Every mutation of a file is either read or refused with the file's name.
+        pyarrow.parquet.write_table(table, path, row_group_size=20)
+        with open(path, "rb") as f:
+            whole = f.read()
+        for begin in range(0, len(whole), 37):
+            with open(path, "wb") as f:
+                f.write(whole[:begin] + b"\xa5" * 9 + whole[begin + 9:])
+            status, err = self.run_main("--text", path, "--tokenizer", "byte", "--jobs", "1")
+            self.assertTrue(status == 0 or err.startswith(f"make_data: {path}: ") and err.count("\n") == 1, err)
+
+    def test_fifos_and_devices_are_not_opened(self):
+        self.write("a.txt", b"text\n" * 100)
+        os.mkfifo(self.path("in", "b.txt"))
+        for link, target in (("zero.txt", "/dev/zero"), ("c.txt", self.path("in", "b.txt"))):
+            os.symlink(target, self.path(link))
+            self.refused("is a FIFO, a socket or a device", "--text", self.path(link), "--tokenizer", "byte")
+        self.refused(f"{self.path('in', 'b.txt')}: is a FIFO", "--text", self.path("in"), "--tokenizer", "byte")
+
+    def test_failed_writes_name_the_file(self):
+        path = self.write("a.txt", b"some text\n" * 5000)
+        for limit, name in ((20000, "train_000000.bin"), (20, "train_000000.bin")):
+            done = subprocess.run([sys.executable, os.path.join(HERE, "make_data.py"), "--text", path, "--tokenizer",
+                                   "byte", "--out", self.out],
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+            self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done.stderr)
+            self.assertIn(f"{name}: File too large", done.stderr)
+            self.assertEqual(os.listdir(os.path.dirname(self.out)), [])
+
+    def test_interrupted(self):
+        """Ctrl-C reaches the whole process group at any time: while worker processes start, and later."""
+        paths = [self.write(f"{i}.txt", b"some text\n" * 1000000) for i in range(3)]
+        temporary = os.path.join(os.path.dirname(self.out), ".set.tmp")
+        for delay in (0, 0.02, 0.05, 0.1, 0.2):
+            process = subprocess.Popen([sys.executable, os.path.join(HERE, "make_data.py"), "--text", *paths, "--jobs",
+                                        "3", "--tokenizer", "byte", "--out", self.out], stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, text=True, start_new_session=True)
+            while not os.path.exists(temporary) and process.poll() is None:
+                time.sleep(0.001)
+            time.sleep(delay)
+            os.killpg(process.pid, signal.SIGINT)
+            _, err = process.communicate()
+            self.assertEqual((process.returncode, err), (130, "make_data: interrupted; nothing was written\n"), delay)
+            self.assertEqual(os.listdir(os.path.dirname(self.out)), [])
+
+    def test_large_shards_have_a_header_of_64_bits(self):
+        path = self.path("large.bin")
+        writer = make_data.ShardWriter(path, 2, 1 << 40)
+        writer.in_shard = (5 << 32) + 7
+        writer.close(open(path, "wb"), make_data.MAGIC[2])
+        with open(path, "rb") as f:
+            self.assertEqual(list(array.array("I", f.read()))[:5], [20240520, 1, 7, 5, 0])
 
     def test_bare_python(self):
         """With byte tokens, the program needs only the standard library."""
@@ -296,8 +351,8 @@ class ByteTokens(DataTest):
         self.refused("holds int", "--text", self.write("int.jsonl", b'{"text": 5}\n'), *byte)
         self.refused("no validation text", "--text", good, "--val-text", self.write("void.txt", b""), *byte)
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
-        for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"], ["--jobs", "0"],
-                      ["--shard-tokens", "0"], ["--name", "../x"], ["--name", ""], ["--unknown"]):
+        for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"],
+                      ["--vocab", "1000000000"], ["--jobs", "0"], ["--shard-tokens", "0"], ["--name", "../x"], ["--name", ""], ["--unknown"]):
             self.refused("usage", "--text", good, *wrong, status=2)
         self.make("--text", good, *byte)
         self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays
