@@ -65,7 +65,8 @@ static_assert(bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B && bias_of(
               bias_of(FCPROJ_W) == FCPROJ_B && bias_of(NORMF_W) == NORMF_B);
 
 // The only list of the model's tensors.
-ParamTable parameter_table(const ModelConfig& config, int64_t world);
+ParamTable parameter_table(const ModelConfig& config, int64_t world,
+                           OptimizerType hidden_matrices = OptimizerType::AdamW);
 
 // The dtype of weights and activations, and whether training keeps fp32 master weights.
 struct Precision {
@@ -84,8 +85,9 @@ struct Model {
     GroupSlots slots;
     std::unique_ptr<WeightGatherer> gatherer;
 
-    // Builds the table only; allocate() gets the memory.
-    Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {});
+    // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
+    Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
+          OptimizerType hidden_matrices = OptimizerType::AdamW);
     void allocate(const Context& ctx);
 
     // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
@@ -239,20 +241,27 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
               float dloss, bool first_micro, bool last_micro = true);
 
-// Gradients and Adam's moments m and v, in arenas with the layout of the weights.
+struct OptimizerOptions {
+    AdamWOptions adamw;
+    GroupRates rates;
+};
+
+// Gradients and the optimizer state: m (AdamW's first moment, Muon's momentum) in an arena with the layout of the
+// weights; AdamW's second moment v, which has no elements for the matrices that Muon updates.
 struct Optimizer {
     Arena memory;
     Gradients grads;
     ParamArena m, v;
     std::vector<UpdateSlice> slices;
     std::vector<Event> updated;  // by slice: its update, or the all-gather after it, is done
-    AdamWOptions options;
+    OptimizerOptions options;
 
-    // Elements of m, and of v.
+    // Elements of m, and of v (the largest over the ranks).
     static int64_t moments(const Model& model) {
         return model.table.total / model.sharding.parts(model.sharding.splits_optimizer());
     }
-    void allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay,
+    static int64_t second_moments(const Model& model);
+    void allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
                   const ReduceOptions& reduce = {});
 };
 

@@ -54,9 +54,15 @@ bool stays_fp32(Slot slot) {
            slot == NORMF_B || slot == HEADNORM_W || slot == DECAY_GATE_B;
 }
 
+RateGroup rate_group(Slot slot, bool matrix) {
+    if (slot == WTE || slot == WPE) return RateGroup::Embeddings;
+    if (slot == HEAD_W) return RateGroup::Head;
+    return matrix && slot != DECAY_GATE_W ? RateGroup::HiddenMatrices : RateGroup::Vectors;
+}
+
 }  // namespace
 
-ParamTable parameter_table(const ModelConfig& c, int64_t world) {
+ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hidden_matrices) {
     const std::string family = model_family(c);
     const bool gpt2 = family == "gpt2", llama = family == "llama";
     ParamTable table;
@@ -74,6 +80,9 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
                                 static_cast<float>(init_std), static_cast<float>(init_value), cols > 0,
                                 stays_fp32(slot), std::move(sources)});
+        Param& p = table.params.back();
+        p.rate_group = rate_group(slot, cols > 0);
+        if (p.rate_group == RateGroup::HiddenMatrices) p.optimizer = hidden_matrices, p.part_rows = {rows};
     };
     const double weight_std = c.init_std;
     // Each block adds to the residual stream twice. The factor keeps the stream's variance independent of the number of
@@ -98,23 +107,26 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
                 named(gpt2_name + ".bias", llama_name + ".bias", C, false));
         }
     };
-    // A linear layer: weight and bias. LLaMA's fused layers (q, k, v; gate, up) concatenate the rows of several
-    // tensors.
+    // A linear layer: weight and bias. Fused layers (q, k, v; gate, up) concatenate the rows of several matrices, which
+    // are tensors of their own in LLaMA's files.
     using Parts = std::vector<std::pair<std::string, int64_t>>;
     auto linear = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
-                      const Parts& llama_parts, int64_t rows, int64_t cols, double init_std, bool bias) {
+                      const Parts& parts, int64_t rows, int64_t cols, double init_std, bool bias) {
         for (const bool is_bias : {false, true}) {
             if (is_bias && !bias) continue;
             const std::string suffix = is_bias ? ".bias" : ".weight";
             std::vector<SourceTensor> sources = named(gpt2_name + suffix, "", rows, !is_bias);
             if (llama) sources.clear();
+            std::vector<int64_t> part_rows;
             int64_t row = 0;
-            for (const auto& [part, part_rows] : llama_parts) {
-                if (llama) sources.push_back({part + suffix, row, part_rows, false});
-                row += part_rows;
+            for (const auto& [part, n] : parts) {
+                if (llama) sources.push_back({part + suffix, row, n, false});
+                part_rows.push_back(n);
+                row += n;
             }
             add(is_bias ? bias_of(slot) : slot, layer, name + suffix, rows, is_bias ? 0 : cols, is_bias ? 0 : init_std,
                 0, sources);
+            if (!is_bias) table.params.back().part_rows = part_rows;
         }
     };
 
@@ -144,8 +156,9 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
         }
         linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
         norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
-        linear(FC_W, l, name + "fc", g + "mlp.c_fc", {{m + "mlp.gate_proj", c.ffn}, {m + "mlp.up_proj", c.ffn}},
-               c.fc_channels(), C, weight_std, c.mlp_bias);
+        Parts fc = {{m + "mlp.up_proj", c.ffn}};
+        if (c.mlp == Mlp::SwiGLU) fc.insert(fc.begin(), {m + "mlp.gate_proj", c.ffn});
+        linear(FC_W, l, name + "fc", g + "mlp.c_fc", fc, c.fc_channels(), C, weight_std, c.mlp_bias);
         linear(FCPROJ_W, l, name + "fcproj", g + "mlp.c_proj", {{m + "mlp.down_proj", C}}, C, c.ffn, residual_std,
                c.mlp_bias);
     }
@@ -158,8 +171,11 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world) {
     return table;
 }
 
-Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p)
-    : config(model_config), table(parameter_table(config, ranks.world)), precision(p), sharding(ranks) {
+Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices)
+    : config(model_config),
+      table(parameter_table(config, ranks.world, hidden_matrices)),
+      precision(p),
+      sharding(ranks) {
     if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
 }
 
@@ -574,19 +590,29 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
 // --------------------------------------------------------------------------------------------------------------------
 // Update.
 
-void Optimizer::allocate(const Context& ctx, const Model& model, const AdamWOptions& adamw, double weight_decay,
+int64_t Optimizer::second_moments(const Model& model) {
+    if (!model.table.uses(OptimizerType::Muon)) return moments(model);
+    const int64_t parts = model.sharding.parts(model.sharding.splits_optimizer());
+    int64_t largest = 0;
+    for (int64_t part = 0; part < parts; part++)
+        largest = std::max(largest, second_moment_starts(model.table, part, parts).back());
+    return largest;
+}
+
+void Optimizer::allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
                          const ReduceOptions& reduce) {
     const ParamTable& table = model.table;
     const Sharding& sharding = model.sharding;
     const int64_t grad_bytes = Gradients::memory(table, sharding, reduce).bytes(), n = moments(model);
-    memory = Arena(grad_bytes + 2 * n * 4, "gradients and optimizer");
+    memory = Arena(grad_bytes + (n + second_moments(model)) * 4, "gradients and optimizer");
     const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
     device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
     grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), &ctx);
     m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
-    v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {n}), sharding.splits_optimizer());
-    options = adamw;
-    slices = make_update_slices(table, sharding, model.arenas, grads, m, v, weight_decay);
+    v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {second_moments(model)}), sharding.splits_optimizer());
+    if (table.uses(OptimizerType::Muon)) v.starts = second_moment_starts(table, v.part, v.parts);
+    options = optimizer_options;
+    slices = make_update_slices(table, sharding, model.arenas, grads, m, v, options.rates);
     updated = std::vector<Event>(slices.size());
 }
 
@@ -601,7 +627,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
     for (size_t i = 0; i < slices.size(); i++) {
         const UpdateSlice& p = slices[i];
         adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
-                     static_cast<int64_t>(p.segments.size()), optimizer.options, acts.scalars, ctx.stream);
+                     static_cast<int64_t>(p.segments.size()), optimizer.options.adamw, acts.scalars, ctx.stream);
         if (!p.gathered) continue;
         optimizer.updated[i].record(ctx.stream);
         optimizer.updated[i].make_wait(ctx.side);
@@ -682,7 +708,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
         const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
         plan.add("gradients", grads.arena * 4);
         plan.add("gradients in progress", grads.slots * 4 + grads.buffer_bytes);
-        plan.add("optimizer (m, v)", 2 * Optimizer::moments(model) * 4);
+        plan.add("optimizer (m, v)", (Optimizer::moments(model) + Optimizer::second_moments(model)) * 4);
         if (model.sharding.world > 1) plan.add("collectives", comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
@@ -704,6 +730,15 @@ RunShape run_shape(const TrainOptions& o, int64_t world) {
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     return shape;
+}
+
+OptimizerOptions optimizer_options(const TrainOptions& o) {
+    OptimizerOptions options;
+    options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
+    const RateGroupValues rates = learning_rates(o);
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++)
+        options.rates[g] = {static_cast<float>(rates[0] > 0 ? rates[g] / rates[0] : 1), float(o.weight_decay)};
+    return options;
 }
 
 void Trainer::tell(const std::string& text) const {
@@ -746,8 +781,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
     if (!peak_flops) peak_flops = measured_flops;
     model.allocate(ctx);
     acts.allocate(ctx);
-    optimizer.allocate(ctx, model, {static_cast<float>(o.beta1), static_cast<float>(o.beta2), 1e-8f, o.seed},
-                       o.weight_decay, reduce_options(o.sharding));
+    optimizer.allocate(ctx, model, optimizer_options(o), reduce_options(o.sharding));
     start();
     warm_up();
     if (ctx.rank == 0) write_file(join_path(o.out, "run.toml"), o.toml);

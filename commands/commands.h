@@ -65,11 +65,12 @@ struct TrainOptions {
     ModelOptions model;
     std::string data, out;
     int64_t steps = 1000, batch_size = 4, seq_len = 256;
-    int64_t total_batch_tokens = 0;  // 0: batch_size · seq_len
-    double lr = 6e-4, final_lr = 0.1, decay_fraction = 0.2;
+    int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
+    std::optional<double> lr, embedding_lr, head_lr, vector_lr;  // learning_rates() has the defaults
+    double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
     int64_t warmup = -1;  // -1: a twentieth of the steps
-    double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95;
+    double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;

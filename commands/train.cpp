@@ -1,17 +1,62 @@
+#include <algorithm>
 #include <sstream>
 
 #include "commands/cli.h"
+#include "commands/training.h"
 #include "runtime/files/files.h"
 
 namespace {
+
+// The learning rates and their schedule, and the optimizer.
+void add_optimizer_options(CLI::App& app, TrainOptions& o) {
+    const CLI::Validator fraction = number_in(0.0, 1.0);
+    const CLI::Validator rate = number_in(0.0, 1e6);
+    app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4")->check(rate);
+    app.add_option("--embedding-lr", o.embedding_lr, "peak learning rate of the embeddings; default: --lr")
+        ->check(rate);
+    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied; default: --lr")
+        ->check(rate);
+    app.add_option("--vector-lr", o.vector_lr,
+                   "peak learning rate of norms, biases and decay gates; default: --lr. One schedule scales all rates")
+        ->check(rate);
+    app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
+        ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
+        ->default_str("cosine")
+        ->each([&o](const std::string& s) {
+            o.schedule = s == "cosine"   ? Schedule::Cosine
+                         : s == "linear" ? Schedule::Linear
+                         : s == "wsd"    ? Schedule::WSD
+                                         : Schedule::Constant;
+        });
+    app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of --steps")->check(at_least(0));
+    app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of --lr")
+        ->check(fraction)
+        ->capture_default_str();
+    app.add_option("--decay-fraction", o.decay_fraction, "wsd: fraction of the steps in which the learning rate decays")
+        ->check(fraction)
+        ->capture_default_str();
+    app.add_option("--weight-decay", o.weight_decay, "decoupled weight decay of matrices (not of biases and norms)")
+        ->check(rate)
+        ->capture_default_str();
+    app.add_option("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: off")
+        ->check(rate)
+        ->capture_default_str();
+    app.add_option("--beta1", o.beta1, "AdamW's decay rate of the first moment")
+        ->check(number_in(0.0, 0.9999999))
+        ->capture_default_str();
+    app.add_option("--beta2", o.beta2, "AdamW's decay rate of the second moment")
+        ->check(number_in(0.0, 0.9999999))
+        ->capture_default_str();
+    app.add_option("--adam-eps", o.adam_eps, "AdamW's epsilon, which is added to the root of the second moment")
+        ->check(number_in(1e-30, 1.0))
+        ->capture_default_str();
+}
 
 std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     auto app = std::make_unique<CLI::App>(
         "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
     const CLI::Validator positive = at_least(1);
     const CLI::Validator count = at_least(0);
-    const CLI::Validator fraction = number_in(0.0, 1.0);
-    const CLI::Validator rate = number_in(0.0, 1e6);
     add_model_options(*app, o.model);
     app->add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it")->required();
     app->add_option("--out", o.out, "run directory to write")->required();
@@ -23,36 +68,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--total-batch-tokens", o.total_batch_tokens,
                     "tokens per optimizer step over all processes; default: batch-size x seq-len x processes")
         ->check(positive);
-    app->add_option("--lr", o.lr, "peak learning rate")->check(rate)->capture_default_str();
-    app->add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
-        ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
-        ->default_str("cosine")
-        ->each([&o](const std::string& s) {
-            o.schedule = s == "cosine"   ? Schedule::Cosine
-                         : s == "linear" ? Schedule::Linear
-                         : s == "wsd"    ? Schedule::WSD
-                                         : Schedule::Constant;
-        });
-    app->add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of --steps")->check(count);
-    app->add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of --lr")
-        ->check(fraction)
-        ->capture_default_str();
-    app->add_option("--decay-fraction", o.decay_fraction,
-                    "wsd: fraction of the steps in which the learning rate decays")
-        ->check(fraction)
-        ->capture_default_str();
-    app->add_option("--weight-decay", o.weight_decay, "decoupled weight decay of matrices (not of biases and norms)")
-        ->check(rate)
-        ->capture_default_str();
-    app->add_option("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: off")
-        ->check(rate)
-        ->capture_default_str();
-    app->add_option("--beta1", o.beta1, "AdamW's decay rate of the first moment")
-        ->check(number_in(0.0, 0.9999999))
-        ->capture_default_str();
-    app->add_option("--beta2", o.beta2, "AdamW's decay rate of the second moment")
-        ->check(number_in(0.0, 0.9999999))
-        ->capture_default_str();
+    add_optimizer_options(*app, o);
     add_recompute_option(*app, o.recompute);
     add_master_weights_option(*app, o.master_weights);
     add_switch(
@@ -133,6 +149,9 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     check_training_dtype(o.model, o.master_weights);
+    const RateGroupValues rates = learning_rates(o);
+    if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
+        throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
     for (const std::string& path : {o.model.model, o.data, o.out}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(

@@ -39,24 +39,30 @@ std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
     return "even --batch-size 1 --recompute block does not fit; lower --seq-len or use a smaller model";
 }
 
+RateGroupValues learning_rates(const TrainOptions& o) {
+    const double lr = o.lr.value_or(6e-4);
+    return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
+}
+
 double learning_rate(const TrainOptions& o, int64_t step) {
-    if (step < o.warmup) return o.lr * double(step + 1) / double(o.warmup);
+    const double lr = learning_rates(o)[size_t(RateGroup::HiddenMatrices)];
+    if (step < o.warmup) return lr * double(step + 1) / double(o.warmup);
     const double last = double(std::max<int64_t>(o.steps - 1 - o.warmup, 1));
     const double progress = std::min(1.0, double(step - o.warmup) / last);  // 0 after the warmup, 1 at the last step
     const double low = o.final_lr;
     switch (o.schedule) {
         case Schedule::Constant:
-            return o.lr;
+            return lr;
         case Schedule::Linear:
-            return o.lr * (1 - progress * (1 - low));
+            return lr * (1 - progress * (1 - low));
         case Schedule::Cosine:
-            return o.lr * (low + (1 - low) * 0.5 * (1 + std::cos(M_PI * progress)));
+            return lr * (low + (1 - low) * 0.5 * (1 + std::cos(M_PI * progress)));
         case Schedule::WSD: {
             const double decayed = o.decay_fraction > 0 ? std::max(0.0, (progress - 1) / o.decay_fraction + 1) : 0;
-            return o.lr * (1 - decayed * (1 - low));
+            return lr * (1 - decayed * (1 - low));
         }
     }
-    return o.lr;
+    return lr;
 }
 
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
@@ -122,6 +128,9 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
             " does not say which token ends a document; leave the option out");
 
+    require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
+            " is tied to the embedding; use --embedding-lr");
+
     require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
             " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
@@ -186,5 +195,6 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
+    if (!s.o.lr) set_toml(s.o.toml, "lr", str(learning_rates(s.o)[size_t(RateGroup::HiddenMatrices)]));
     return s;
 }

@@ -2,6 +2,7 @@
 // no model code.
 #pragma once
 
+#include <array>
 #include <functional>
 #include <memory>
 
@@ -35,5 +36,9 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 std::string what_fits(const TrainOptions& options, int64_t world, int64_t available,
                       const std::function<int64_t(int64_t stage, int64_t B, Recompute level)>& needed);
 
-// The learning rate of a step, counted from 0.
+// The peak learning rate of each rate group (runtime/model/params.h).
+using RateGroupValues = std::array<double, NUM_RATE_GROUPS>;
+RateGroupValues learning_rates(const TrainOptions& options);
+
+// The learning rate of hidden matrices in a step, counted from 0. The schedule scales all rate groups alike.
 double learning_rate(const TrainOptions& options, int64_t step);

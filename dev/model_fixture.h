@@ -73,7 +73,9 @@ struct Driver {
             if (e.dtype != DType::I32 && e.name != "rope_table")
                 device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
         }
-        optimizer.allocate(ctx, model, AdamWOptions(), 0.1);
+        OptimizerOptions options;
+        for (GroupRate& rate : options.rates) rate.weight_decay = 0.1f;
+        optimizer.allocate(ctx, model, options);
         for (const Param& p : model.table.params) {
             device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
         }

@@ -174,6 +174,39 @@ TEST(AdamW, ResultDoesNotDependOnParameterLocation) {
     expect_same_bits("v", v.fetch(), v2.fetch());
 }
 
+// The second moment may be packed, and each segment has a factor of the learning rate.
+TEST(AdamW, PackedSecondMomentAndLearningRates) {
+    const int64_t n = 3001, packed_size = 2100;
+    const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
+                    grads = TestArray::random({n}, 4, 1e-2), packed = squares(packed_size, 3, 1e-2);
+    AdamWSegment segments[] = {in_fp32(5, 1005, 0.1f), in_fp32(2000, n, 0.5f)};  // in v from 3 and from 1010 on
+    segments[0].v_begin = 3, segments[0].lr_scale = 0.25f;
+    segments[1].v_begin = 1010, segments[1].lr_scale = 3;
+    std::vector<double> whole(size_t(n), 1e-4);
+    for (const AdamWSegment& s : segments)
+        for (int64_t i = s.begin; i < s.end; i++) whole[size_t(i)] = packed.data()[s.v_begin + i - s.begin];
+    const TestArray v = TestArray::of(whole, {n});
+    std::vector<std::vector<double>> expected;  // of params and v, each segment with its own learning rate
+    for (const AdamWSegment& s : segments) {
+        const TestArray p2 = TestArray::of(params.values(), {n}), m2 = TestArray::of(m.values(), {n});
+        const AdamWSegment alone = in_fp32(s.begin, s.end, s.weight_decay);
+        adamw_update(p2, Tensor{}, m2, v, grads, &alone, 1, AdamWOptions{},
+                     make_scalars(1e-3f * s.lr_scale, 1, false, 7), Stream{});
+        expected.push_back(p2.fetch());
+    }
+    adamw_update(params, Tensor{}, m, packed, grads, segments, 2, AdamWOptions{}, make_scalars(1e-3f, 1, false, 7),
+                 Stream{});
+    const std::vector<double> p = params.fetch(), v1 = packed.fetch(), v2 = v.fetch();
+    for (size_t k = 0; k < 2; k++)
+        for (int64_t i = segments[k].begin; i < segments[k].end; i++) {
+            // lr·scale is rounded once more.
+            ASSERT_NEAR(p[size_t(i)], expected[k][size_t(i)], 4 * UNIT_ROUNDOFF * (std::fabs(p[size_t(i)]) + 1e-2))
+                << i;
+            ASSERT_EQ(v1[size_t(segments[k].v_begin + i - segments[k].begin)], v2[size_t(i)]) << i;
+        }
+    for (const int64_t i : {0, 2, 1003, 1009, 2011, 2099}) EXPECT_EQ(v1[size_t(i)], packed.data()[i]) << "gap at " << i;
+}
+
 #ifdef USE_CUDA
 // params_T receives the updated parameters rounded to T, in the segments only.
 TEST(AdamW, WritesRoundedCopyOfParameters) {
@@ -431,6 +464,10 @@ TEST(AdamW, InvalidArgumentsAreErrors) {
                  "adamw_update: segment 1 lies at [4, 9) of params, expected ascending segments within [0, 10)");
     expect_error([&] { update(a, {}, a, &beyond_params, 1); },
                  "adamw_update: segment 0 lies at [1, 11) of params, expected ascending segments within [0, 10)");
+    AdamWSegment beyond_v = good;
+    beyond_v.v_begin = 1;
+    expect_error([&] { update(a, {}, a, &beyond_v, 1); },
+                 "adamw_update: segment 0 lies at [1, 11) of v, expected ascending segments within [0, 10)");
     expect_error([&] { update({}, {}, a, &good, 1); },
                  "adamw_update: segment 0 lies at [0, 10) of params, expected ascending segments within [0, 0)");
     expect_error([&] { update(a, {}, a, &nowhere, 1); },

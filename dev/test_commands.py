@@ -48,6 +48,14 @@ def text_of(path):
         return file.read()
 
 
+def tensor_bytes(path):
+    """The tensors of a safetensors file as bytes."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        data = file.read()
+    return {name: data[slice(*tensor["data_offsets"])] for name, tensor in header.items() if name != "__metadata__"}
+
+
 def log(run_dir):
     with open(os.path.join(run_dir, "log.jsonl")) as file:
         return [json.loads(line) for line in file]
@@ -320,6 +328,28 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(info["config"]["n_layer"], 2)
         tokens = json.loads(run("info", os.path.join(self.data, "val_000000.bin"), "--json").stdout)
         self.assertLess(tokens["largest_token"], 257)
+
+    def test_rate_groups(self):
+        """A group with a learning rate of 0 keeps its weights; the others change. A resumed run uses the same rates."""
+        def tensors(run_dir, step):
+            return tensor_bytes(os.path.join(run_dir, f"step_{step:08}", "model.safetensors"))
+        args = ["--steps", 4, "--save-every", 2, "--model", "llama-tiny", "--layers", 2, "--channels", 32, "--heads", 2, "--kv-heads", 1,
+                "--tied", "no"]
+        groups = {"--embedding-lr": "model.embed_tokens.weight", "--head-lr": "lm_head.weight", "--vector-lr": "model.norm.weight"}
+        for option, frozen in groups.items():
+            run_dir = self.train("frozen" + option, *args, option, 0)
+            self.assertIn(f"{option[2:]}=0", text_of(os.path.join(run_dir, "run.toml")))
+            before, after = tensors(run_dir, 2), tensors(run_dir, 4)
+            for name in (*groups.values(), "model.layers.1.mlp.up_proj.weight"):
+                self.assertEqual(before[name] == after[name], name == frozen, f"{option}: {name}")
+        shutil.rmtree(os.path.join(run_dir, "step_00000004"))
+        self.assertEqual(run("train", "--resume", "--out", run_dir).returncode, 0)
+        self.assertTrue(tensors(run_dir, 4) == after)
+        same = self.train("same_rates", *args[:4], *(x for option in ("--embedding-lr", "--vector-lr") for x in (option, 3e-3)))
+        plain = self.train("one_rate", *args[:4])
+        self.assertEqual(*(digests(os.path.join(run_dir, "step_00000004"))["state.safetensors"] for run_dir in (same, plain)))
+        coarse = self.train("large_epsilon", *args[:4], "--adam-eps", 1)  # steps of about the gradient
+        self.assertGreater(losses(coarse)[4], losses(plain)[4])
 
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
@@ -612,6 +642,7 @@ class CommandsTest(unittest.TestCase):
             (["--steps", "1e3"], self.train_args("x", "--steps", "1e3")),
             (["--batch-size", "99999999999999999999"], self.train_args("x", "--batch-size", "99999999999999999999")),
             (["--lr", "nan"], self.train_args("x", "--lr", "nan")),
+            (["--lr 0", "scaled with it"], self.train_args("x", "--lr", 0, "--embedding-lr", 1e-3)),
             (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
             (["--config: /nonexistent.toml cannot be read"], ["train", "--config", "/nonexistent.toml"]),
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
@@ -632,6 +663,7 @@ class CommandsTest(unittest.TestCase):
             (["--seed"], ["train", "--out", base, "--resume", "--seed", 7]),
             (["--seq-len"], ["train", "--out", base, "--resume", "--seq-len", 16]),
             (["shape"], ["train", "--out", base, "--resume", "--layers", 3]),
+            (["--head-lr", "tied", "--embedding-lr"], self.train_args("x", "--head-lr", 1e-3)),
             (["64 rows"], self.train_args("x", "--seq-len", 65)),
             (["3 heads", "32 channels"], ["train", "--model", "gpt2-tiny", "--channels", 32, "--heads", 3, "--data", data, "--out", top + "/x"]),
             (["3 KV heads"], [*self.train_args("x"), "--kv-heads", 3]),

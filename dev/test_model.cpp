@@ -336,6 +336,42 @@ TEST(ParameterTable, PresetSizes) {
     }
 }
 
+// Every parameter belongs to one rate group. Matrices of the blocks are hidden matrices, whose parts cover the rows.
+TEST(ParameterTable, RateGroupsOfPresets) {
+    const auto groups = [](const ParamTable& table) {
+        std::map<std::string, int64_t> weights;
+        for (const Param& p : table.params) weights[RATE_GROUP_NAMES[size_t(p.rate_group)]] += p.numel();
+        return weights;
+    };
+    const auto parts = [](const ParamTable& table, Slot slot) { return table.find(slot, 0)->part_rows; };
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-124M", config));
+    const ParamTable gpt2 = parameter_table(config, 1, OptimizerType::Muon);
+    EXPECT_EQ(groups(gpt2), (std::map<std::string, int64_t>{{"hidden matrices", 12 * 12 * 768 * 768},
+                                                            {"embeddings", (50257 + 1024) * 768},
+                                                            {"vectors", 12 * 13 * 768 + 2 * 768}}));
+    EXPECT_EQ(parts(gpt2, QKV_W), (std::vector<int64_t>{768, 768, 768}));
+    EXPECT_EQ(parts(gpt2, FC_W), std::vector<int64_t>{3072});
+    ASSERT_TRUE(preset("llama-8B", config));  // 32 heads on 8, of 128; untied
+    const ParamTable llama = parameter_table(config, 1, OptimizerType::Muon);
+    EXPECT_EQ(groups(llama),
+              (std::map<std::string, int64_t>{{"hidden matrices", 32LL * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096},
+                                              {"embeddings", 128256 * 4096},
+                                              {"head", 128256 * 4096},
+                                              {"vectors", 65 * 4096}}));
+    EXPECT_EQ(parts(llama, QKV_W), (std::vector<int64_t>{4096, 1024, 1024}));
+    EXPECT_EQ(parts(llama, FC_W), (std::vector<int64_t>{14336, 14336}));
+    EXPECT_EQ(parts(llama, FCPROJ_W), std::vector<int64_t>{4096});
+    ASSERT_TRUE(preset("gpt2-tiny", config));
+    config.attention = "SSSG";
+    const ParamTable gated = parameter_table(config, 1, OptimizerType::Muon);
+    EXPECT_EQ(gated.by_name("layers.3.gate.weight").rate_group, RateGroup::Vectors);
+    for (const ParamTable& table : {gpt2, llama, gated})
+        for (const Param& p : table.params)
+            EXPECT_EQ(p.optimizer == OptimizerType::Muon, p.rate_group == RateGroup::HiddenMatrices) << p.name;
+    EXPECT_FALSE(parameter_table(config, 1).uses(OptimizerType::Muon));
+}
+
 TEST(ParameterTable, FlopPerToken) {
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-124M", config));

@@ -235,4 +235,45 @@ TEST(Params, RejectsInconsistentTables) {
     expect_error([&] { table.layout(0); }, {"0 ranks"});
 }
 
+// Adam's second moment holds the parameters that AdamW updates, packed: each part's elements without gaps of more than
+// 127, and no other parameter.
+TEST(Params, PackedSecondMoment) {
+    for (const int64_t world : {1, 2, 3}) {
+        ParamTable table = small_table();
+        for (const size_t i : {1, 3})
+            table.params[i].optimizer = OptimizerType::Muon, table.params[i].part_rows = {4, 3};
+        table.layout(world);
+        for (const Param& p : table.params) {
+            int64_t covered = 0;
+            for (int64_t part = 0; part < world; part++) {
+                ParamArena whole, packed;
+                whole.part = packed.part = part, whole.parts = packed.parts = world;
+                packed.starts = second_moment_starts(table, part, world);
+                const ParamArena::Span a = whole.span(p, 2, p.padded_numel() - 2),
+                                       b = packed.span(p, 2, p.padded_numel() - 2);
+                if (p.optimizer == OptimizerType::Muon) {
+                    EXPECT_EQ(b.count, 0) << p.name;
+                    continue;
+                }
+                EXPECT_EQ(a.begin, b.begin);
+                EXPECT_EQ(a.count, b.count);
+                if (!b.count) continue;
+                covered += b.count;
+                EXPECT_LE(b.at + b.count, packed.starts.back());
+                for (const Param& q : table.params) {
+                    const ParamArena::Span other = packed.span(q, 0, q.padded_numel());
+                    if (q.index == p.index || !other.count) continue;
+                    EXPECT_TRUE(other.at + other.count <= b.at || b.at + b.count <= other.at)
+                        << p.name << ", " << q.name;
+                }
+            }
+            if (p.optimizer == OptimizerType::AdamW) EXPECT_EQ(covered, p.padded_numel() - 2) << p.name;
+        }
+        EXPECT_EQ(second_moment_starts(table, 0, 1).back(), 3 * 128);
+    }
+    ParamTable table = small_table();
+    table.params[1].optimizer = OptimizerType::Muon, table.params[1].part_rows = {4, 4};
+    expect_error([&] { table.layout(1); }, {"layers.0.qkv", "parts cover 8 of 7 rows"});
+}
+
 }  // namespace

@@ -68,7 +68,7 @@ struct Rank {
         v_arena = arena(v, s.splits_optimizer());
     }
     std::vector<UpdateSlice> slices(const ParamTable& table) const {
-        return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, 0.1);
+        return make_update_slices(table, sharding, arenas, gradients, m_arena, v_arena, GroupRates{});
     }
 };
 

@@ -64,6 +64,8 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
         Factors mine = f;
         mine.step_size = float(step_size * segment.lr_scale);
         mine.decay = s.lr * segment.lr_scale * segment.weight_decay;
-        update(p + begin + segment.fp32_begin - segment.begin, pm + begin, pv + begin, g + begin, end - begin, mine);
+        const int64_t to_v = segment.v_begin < 0 ? 0 : segment.v_begin - segment.begin;
+        update(p + begin + segment.fp32_begin - segment.begin, pm + begin, pv + begin + to_v, g + begin, end - begin,
+               mine);
     });
 }

@@ -19,6 +19,14 @@ struct Factors {
     float lr;
 };
 
+struct AdamWDeviceSegment : DeviceSegment {
+    int64_t to_v;  // index in v − index in the arena
+
+    AdamWDeviceSegment() = default;
+    explicit AdamWDeviceSegment(const AdamWSegment& s)
+        : DeviceSegment(s), to_v(s.v_begin < 0 ? 0 : s.v_begin - s.begin) {}
+};
+
 struct Moments {
     float *m, *v;
     const float* grads;
@@ -26,10 +34,11 @@ struct Moments {
 
 template <int W, typename T>
 __device__ __forceinline__ void update(const ParamArenas<T>& params, const Moments& a, int64_t i, const Factors& f,
-                                       const DeviceSegment& segment) {
+                                       const AdamWDeviceSegment& segment) {
     const float decay = f.lr * segment.lr_scale * segment.weight_decay, step_size = f.step_size * segment.lr_scale;
     const Floats<W> g = load_floats<W>(a.grads + i);
-    Floats<W> m = load_floats<W>(a.m + i), v = load_floats<W>(a.v + i), p = params.template load<W>(i, segment);
+    float* const to_v = a.v + i + segment.to_v;
+    Floats<W> m = load_floats<W>(a.m + i), v = load_floats<W>(to_v), p = params.template load<W>(i, segment);
 #pragma unroll
     for (int k = 0; k < W; k++) {
         // fmaf explicitly, so that every instance of this kernel computes the same bits.
@@ -40,14 +49,14 @@ __device__ __forceinline__ void update(const ParamArenas<T>& params, const Momen
         p[k] -= fmaf(decay, p[k], adam);
     }
     store_floats<W>(a.m + i, m);
-    store_floats<W>(a.v + i, v);
+    store_floats<W>(to_v, v);
     params.template store<W>(i, segment, p);
 }
 
 template <int W, typename T>
 __global__ void __launch_bounds__(UPDATE_THREADS)
     adamw_kernel(ParamArenas<T> params, Moments moments, const StepScalars* scalars, AdamWOptions options,
-                 const __grid_constant__ SegmentTable<DeviceSegment> segments) {
+                 const __grid_constant__ SegmentTable<AdamWDeviceSegment> segments) {
     if (scalars->skip) return;
     __shared__ Factors shared;
     if (threadIdx.x == 0) {
@@ -66,8 +75,9 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     const Factors f = shared;
     params.seed = options.seed, params.step = uint64_t(scalars->t);
     for_each_element<W>(
-        segments, [](const DeviceSegment& segment) { return ParamArenas<T>::vectors(segment); },
-        [&](auto width, int64_t i, const DeviceSegment& segment) {
+        segments,
+        [](const AdamWDeviceSegment& segment) { return ParamArenas<T>::vectors(segment) && segment.to_v % 4 == 0; },
+        [&](auto width, int64_t i, const AdamWDeviceSegment& segment) {
             update<decltype(width)::value>(params, moments, i, f, segment);
         });
 }
@@ -85,7 +95,7 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
         const ParamArenas<T> arenas{params.as<float>(), params_T ? params_T.as<T>() : nullptr};
         const Moments moments{m.as<float>(), v.as<float>(), grads.as<float>()};
         dispatch_width<float>(aligned, [&](auto width) {
-            launch_segments<adamw_kernel<decltype(width)::value, T>, DeviceSegment>(
+            launch_segments<adamw_kernel<decltype(width)::value, T>, AdamWDeviceSegment>(
                 op, segments, num_segments, stream, arenas, moments, step_scalars, options);
         });
     });

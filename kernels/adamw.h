@@ -16,14 +16,17 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-struct AdamWSegment : ParamSegment {};
+struct AdamWSegment : ParamSegment {
+    int64_t v_begin = -1;  // index of `begin` in v; -1: the same as in m
+};
 
 struct AdamWOptions {
     float beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f;
     uint64_t seed = 0;  // for stochastic rounding
 };
 
-// m, v, grads [n] fp32: whole arenas. params [any size] fp32, or null if no segment is in it. params_T [n] bf16 or
-// fp16, or null. segments: on the host, ascending in the arenas and in params. t ≥ 1 is checked on the CPU.
+// m, grads [n] fp32: whole arenas. v [any size] fp32, which may pack the segments. params [any size] fp32, or null if
+// no segment is in it. params_T [n] bf16 or fp16, or null. segments: on the host, ascending in all of them. t ≥ 1 is
+// checked on the CPU.
 void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream);

@@ -9,9 +9,18 @@ inline int64_t check_adamw(const char* op, const Tensor& params, const Tensor& p
                            const Tensor& scalars) {
     const int64_t n = check_update_grads(op, grads);
     check_tensor(op, "m", m, DType::F32, {n});
-    check_tensor(op, "v", v, DType::F32, {n});
+    require(v.rank == 1, op, ": v is ", dtype_name(v.dtype), " ", shape_string(v), ", expected fp32 [any size]");
+    check_tensor(op, "v", v, DType::F32, {v.shape[0]});
     check_step_scalars(op, scalars);
     check_segments(op, segments, num_segments, n);
     check_params(op, params, params_T, segments, num_segments, n);
+    int64_t end = 0;  // of the previous segment in v
+    for (int64_t i = 0; i < num_segments; i++) {
+        const int64_t begin = segments[i].v_begin < 0 ? segments[i].begin : segments[i].v_begin;
+        const int64_t size = segments[i].end - segments[i].begin;
+        require(end <= begin && begin <= v.shape[0] - size, op, ": segment ", i, " lies at [", begin, ", ",
+                begin + size, ") of v, expected ascending segments within [0, ", v.shape[0], ")");
+        end = begin + size;
+    }
     return n;
 }

@@ -2,14 +2,23 @@
 // because a rank's parts of different groups are not contiguous in a whole arena.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "kernels/adamw.h"
 #include "parallel/gradients.h"
 
+// How a rate group is updated.
+struct GroupRate {
+    float lr_scale = 1;      // its learning rate / that of the step
+    float weight_decay = 0;  // of its matrices
+};
+using GroupRates = std::array<GroupRate, NUM_RATE_GROUPS>;
+
 struct UpdateSlice {
+    int first_group, last_group;  // groups [first_group, last_group) of the table
     // Views into the arenas of what this rank updates. params: fp32 or null; params_T: 16-bit or null
-    // (kernels/adamw.h).
+    // (kernels/param_update.h). v is the whole arena of this rank: it may be packed.
     Tensor params, params_T, m, v, grads;
     std::vector<AdamWSegment> segments;
     // The gradients whose squares this rank sums for the global norm. In stage 0 they are a part of what it updates.
@@ -19,6 +28,10 @@ struct UpdateSlice {
     Tensor gathered;
 };
 
+// The held elements `span` of a parameter (of the arena m) as a segment of the slice that has its group.
+ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, const ParamArena& m, const Param& p,
+                           const ParamArena::Span& span, const GroupRates& rates);
+
 std::vector<UpdateSlice> make_update_slices(const ParamTable& table, const Sharding& sharding,
                                             const WeightArenas& weights, const Gradients& grads, const ParamArena& m,
-                                            const ParamArena& v, double weight_decay);
+                                            const ParamArena& v, const GroupRates& rates);

@@ -352,6 +352,11 @@ std::vector<StatePart> state_parts(const TrainingArenas& arenas) {
     return {{"params/", arenas.params}, {"m/", arenas.m}, {"v/", arenas.v}};
 }
 
+// What Muon updates has no second moment.
+bool in_state(const std::string& prefix, const Param& p) {
+    return prefix != "v/" || p.optimizer == OptimizerType::AdamW;
+}
+
 std::vector<int64_t> param_shape(const Param& p) {
     return p.cols ? std::vector<int64_t>{p.rows, p.cols} : std::vector<int64_t>{p.rows};
 }
@@ -363,7 +368,8 @@ void save_state(const std::string& path, const ParamTable& table, const Training
     SafetensorsWriter writer(path);
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         check_arenas(table, arena, path);
-        for (const Param& p : table.params) writer.declare(prefix + p.name, DType::F32, param_shape(p));
+        for (const Param& p : table.params)
+            if (in_state(prefix, p)) writer.declare(prefix + p.name, DType::F32, param_shape(p));
     }
     start(writer, writers);
     std::vector<float> buffer;
@@ -372,6 +378,7 @@ void save_state(const std::string& path, const ParamTable& table, const Training
     size_t tensor = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
+            if (!in_state(prefix, p)) continue;
             const size_t number = tensor++;
             const ParamArena::Span own = mine.span(p, 0, p.numel());
             if (!own.count) continue;
@@ -399,9 +406,12 @@ FetchParam state_weights(const std::string& path) {
 
 void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
     const SafetensorsFile file(path);
+    size_t expected = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         check_arenas(table, arena, path);
         for (const Param& p : table.params) {
+            if (!in_state(prefix, p)) continue;
+            expected++;
             const auto entry = file.entries().find(prefix + p.name);
             require(entry != file.entries().end(), path, ": tensor ", prefix, p.name,
                     " is missing; the state is of another model");
@@ -410,12 +420,12 @@ void load_state(const std::string& path, const ParamTable& table, const Training
                     ", expected fp32 ", shape_string(param_shape(p)), "; the state is of another model");
         }
     }
-    require(file.entries().size() == 3 * table.params.size(), path, ": holds ", file.entries().size(),
-            " tensors, expected ", 3 * table.params.size(), "; the state is of another model");
+    require(file.entries().size() == expected, path, ": holds ", file.entries().size(), " tensors, expected ", expected,
+            "; the state is of another model");
     std::vector<float> values;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
-            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());
+            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());  // none in v of what Muon updates
             if (!count) continue;
             const Tensor stored = file.tensor(prefix + p.name);
             values.assign(size_t(count), 0.0f);

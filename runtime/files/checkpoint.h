@@ -91,7 +91,7 @@ class AtomicDirectory {
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);
 
-// state.safetensors: "params/<name>", "m/<name>", "v/<name>", each without padding rows.
+// state.safetensors: "params/<name>", "m/<name>", "v/<name>", each without padding rows. What Muon updates has no v.
 // All are fp32; 16-bit weights without a master copy are widened, which is exact. Each writer writes its part of every
 // group and loads what its arenas hold, so a run can resume with another number of ranks. The table must be laid out
 // for writers.count ranks.

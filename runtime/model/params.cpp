@@ -1,6 +1,7 @@
 #include "runtime/model/params.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "runtime/device/convert.h"
 #include "runtime/device/device.h"
@@ -33,6 +34,9 @@ void check(const Param& p) {
         covered += source.rows;
     }
     require(covered == p.rows, "parameter ", p.name, ": its sources cover ", covered, " of ", p.rows, " rows");
+    const int64_t in_parts = std::accumulate(p.part_rows.begin(), p.part_rows.end(), int64_t(0));
+    require(in_parts == p.rows || (p.part_rows.empty() && p.optimizer == OptimizerType::AdamW), "parameter ", p.name,
+            ": its parts cover ", in_parts, " of ", p.rows, " rows");
 }
 
 }  // namespace
@@ -41,6 +45,10 @@ int64_t ParamTable::num_weights() const {
     int64_t n = 0;
     for (const Param& p : params) n += p.numel();
     return n;
+}
+
+bool ParamTable::uses(OptimizerType optimizer) const {
+    return std::any_of(params.begin(), params.end(), [&](const Param& p) { return p.optimizer == optimizer; });
 }
 
 const Param* ParamTable::find(int slot, int layer) const {
@@ -95,6 +103,7 @@ void ParamTable::layout(int64_t world) {
         require(position < 0, "parameter table: ", params[i].name, " has the role of ",
                 position < 0 ? "" : params[size_t(position)].name);
         position = int(i);
+        params[i].index = i;
     }
 }
 
@@ -126,11 +135,13 @@ Tensor param_tensor(const Param& p, Tensor arena) {
 }
 
 Tensor ParamArena::groups(const ParamTable& table, int first, int last) const {
+    require(starts.empty(), "parameter arena: a packed arena has no groups");
     return data.rows(table.group_begin[size_t(first)] / parts - origin,
                      table.group_begin[size_t(last)] / parts - origin);
 }
 
 Tensor ParamArena::tensor(const Param& p) const {
+    require(starts.empty(), "parameter ", p.name, ": a packed arena has no whole tensors");
     if (parts == 1) return part_of(p, data, p.offset - origin);
     require(size_t(p.group) < views.size(), "parameter ", p.name, ": only a part of it is here");
     return part_of(p, views[size_t(p.group)], p.offset - p.group_begin);
@@ -139,8 +150,24 @@ Tensor ParamArena::tensor(const Param& p) const {
 ParamArena::Span ParamArena::span(const Param& p, int64_t begin, int64_t n) const {
     const int64_t size = p.group_size / parts, own = p.group_begin + part * size;
     const int64_t low = std::max(p.offset + begin, own), high = std::min(p.offset + begin + n, own + size);
-    if (low >= high) return {};
-    return {low - p.offset, high - low, p.group_begin / parts + low - own - origin};
+    if (low >= high || (!starts.empty() && starts[p.index] < 0)) return {};
+    const int64_t at =
+        starts.empty() ? p.group_begin / parts + low - own - origin : starts[p.index] + low - std::max(p.offset, own);
+    return {low - p.offset, high - low, at};
+}
+
+std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts) {
+    ParamArena held;  // used for spans only, holds no memory
+    held.part = part, held.parts = parts;
+    std::vector<int64_t> starts;
+    int64_t end = 0;
+    for (const Param& p : table.params) {
+        const bool has_one = p.optimizer == OptimizerType::AdamW;
+        starts.push_back(has_one ? end : -1);
+        if (has_one) end = round_up(end + held.span(p, 0, p.padded_numel()).count, ALIGNMENT);
+    }
+    starts.push_back(end);
+    return starts;
 }
 
 Tensor WeightArenas::tensor(const Param& p) const {
@@ -153,7 +180,7 @@ const ParamArena& WeightArenas::exact(const Param& p) const {
 
 bool WeightArenas::fits(const ParamTable& table) const {
     const auto holds = [](const ParamArena& a, int64_t n) {
-        return a.data && a.data.rank == 1 && a.data.shape[0] >= n / a.parts;
+        return a.data && a.data.rank == 1 && a.data.shape[0] >= (a.starts.empty() ? n / a.parts : a.starts.back());
     };
     const DType dtype = weights.data.dtype;
     const bool sixteen = dtype == DType::BF16 || dtype == DType::F16;

@@ -21,6 +21,16 @@ struct SourceTensor {
     bool transposed;
 };
 
+// What updates a parameter.
+enum class OptimizerType : uint8_t { AdamW, Muon };
+constexpr const char* OPTIMIZER_NAMES[] = {"adamw", "muon"};
+
+// Parameters that share a learning rate. Hidden matrices: the matrices of the blocks, except a decay gate's, which are
+// few and count as vectors. A tied head is an embedding.
+enum class RateGroup : uint8_t { HiddenMatrices, Embeddings, Head, Vectors };
+constexpr size_t NUM_RATE_GROUPS = 4;
+constexpr const char* RATE_GROUP_NAMES[NUM_RATE_GROUPS] = {"hidden matrices", "embeddings", "head", "vectors"};
+
 struct Param {
     int slot;             // its role: enum Slot of model.h, the same in every layer
     int layer;            // -1: outside the layers
@@ -34,7 +44,11 @@ struct Param {
     bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms, biases of gates)
     std::vector<SourceTensor> sources;
     float init_step = 0;  // the constant's increment from row to row
+    RateGroup rate_group = RateGroup::Vectors;
+    OptimizerType optimizer = OptimizerType::AdamW;
+    std::vector<int64_t> part_rows = {};  // hidden matrices: rows of each matrix of a fused tensor (q, k, v; gate, up)
     // Set by layout():
+    size_t index = 0;                         // in the table
     int64_t offset = 0;                       // elements from the start of a whole arena
     int64_t group_begin = 0, group_size = 0;  // of its group, in elements
 
@@ -53,6 +67,7 @@ struct ParamTable {
     int64_t group_size(int g) const { return group_begin[size_t(g) + 1] - group_begin[size_t(g)]; }
 
     int64_t num_weights() const;  // elements as in files
+    bool uses(OptimizerType optimizer) const;
     // Describes groups [first, last) of a dtype for people: "layer 10 to layer 11, 54.07 MiB".
     std::string describe_groups(int first, int last, DType dtype) const;
     // The parameter in a slot, or nullptr if this model has none (no bias, tied head). Valid after layout().
@@ -61,7 +76,7 @@ struct ParamTable {
 
     // Sets offsets and groups. Each tensor starts at a multiple of 128 elements; each group's size is a multiple of
     // 128·world elements. Throws Error if sizes overflow, groups are out of order, two parameters share a slot, sources
-    // do not cover their parameter's rows in order, or fp32 parameters are not exactly the last group.
+    // or parts do not cover their parameter's rows in order, or fp32 parameters are not exactly the last group.
     void layout(int64_t world);
 
   private:
@@ -80,6 +95,9 @@ struct ParamArena {
     int64_t part = 0, parts = 1;  // the owner's rank, the number of owners
     int64_t origin = 0;           // the offset of data in the layout, > 0 for an arena of the last group alone
     std::vector<Tensor> views;    // if parts > 1: whole groups while kernels use them, else null
+    // A packed arena holds only some parameters: by Param::index, the offset in data of the held part, -1: not in this
+    // arena; then the size of the arena. Empty: data has the table's layout.
+    std::vector<int64_t> starts;
 
     ParamArena() = default;
     ParamArena(Tensor whole) : data(whole) {}  // NOLINT: implicit on purpose
@@ -97,6 +115,10 @@ struct ParamArena {
     Span span(const Param& p, int64_t begin, int64_t n) const;
     Tensor elements(const Span& span) const { return data.rows(span.at, span.at + span.count); }
 };
+
+// ParamArena::starts of Adam's second moment: only the parameters that AdamW updates have one. Each held part begins at
+// a multiple of 128 elements.
+std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts);
 
 // The memory behind a model's parameters.
 struct WeightArenas {
