@@ -352,7 +352,8 @@ class ByteTokens(DataTest):
         self.refused("no validation text", "--text", good, "--val-text", self.write("void.txt", b""), *byte)
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
         for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"],
-                      ["--vocab", "1000000000"], ["--jobs", "0"], ["--shard-tokens", "0"], ["--name", "../x"], ["--name", ""], ["--unknown"]):
+                      ["--vocab", "1000000000"], ["--jobs", "0"], ["--shard-tokens", "0"], ["--name", "../x"],
+                      ["--name", ""], ["--unknown"]):
             self.refused("usage", "--text", good, *wrong, status=2)
         self.make("--text", good, *byte)
         self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays

@@ -100,6 +100,8 @@ TEST(Files, MapsFiles) {
     expect_error([&] { MappedFile m(dir.file("none")); }, {dir.file("none"), "No such file"});
     expect_error([&] { MappedFile m(dir.path()); }, {dir.path(), "Is a directory"});
     expect_error([&] { MappedFile m("/dev/zero"); }, {"/dev/zero", "not a regular file"});
+    ASSERT_EQ(::mkfifo(dir.file("fifo").c_str(), 0600), 0);  // opening it would wait for a writer
+    expect_error([&] { MappedFile m(dir.file("fifo")); }, {dir.file("fifo"), "not a regular file"});
 }
 
 TEST(Files, CreatesAndListsDirectories) {

@@ -2,6 +2,7 @@
 """The kernels from Python (scripts/train_gpt_kernels.py, TRAIN_GPT_KERNELS_LIB): results against NumPy in float64 over
 shapes, strides and broadcasts that hypothesis generates, arrays of every library, and the exceptions for invalid arguments."""
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -237,10 +238,44 @@ class TensorOperations(KernelsTest):
                 (ValueError, "adamw_update: t is 0", lambda: k.adamw_update(x[0], x[1], x[2], np.ones(4, np.float32), 0))]:
             with self.subTest(message):
                 self.assertRaisesRegex(error, message, call)
+        with self.subTest("None"):
+            self.none_is_refused()
         # Odd and even columns share memory, but no element.
         pair = np.arange(20, dtype=np.float32)
         k.map("neg", pair[::2], out=pair[1::2])
         np.testing.assert_array_equal(pair[1::2], -pair[::2])
+
+    def none_is_refused(self):
+        """Every array without a default, of every function."""
+        x, row, rows = (np.ones(shape, np.float32) for shape in ((3, 4), 4, 3))
+        q, ids, lse = x.reshape(3, 1, 4), np.arange(3, dtype=np.int32), np.ones((1, 3), np.float32)
+        state = np.ones((3, 1, 4, 4), np.float32), np.ones((3, 1, 4), np.float32)
+        values = {"function": "add", "axis": 0, "state": state, "q": q, "k": q, "v": q, "lse": lse, "norm": lse,
+                  "weight": row, "bias": row, "mean": rows, "rstd": rows, "params": row, "m": row.copy(), "grads": row,
+                  "t": 1, "positions": ids}
+        linear = {"weight": x, "bias": rows}
+        special = {"map": {"function": "neg"}, "tensor_matmul": {"b": x.T}, "adamw_update": {"v": row.copy()},
+                   "rope": {"x": q, "table": self.k.rope_table(3, 4)}, "attention_backward": {"dout": q, "out": q},
+                   "linear_attention_backward": {"dout": q, "out": q}, "top_k": {"k": 2}, "matmul": {"b": x.T.copy()},
+                   "matmul_forward": linear, "decay_gate_forward": linear,
+                   "matmul_backward_input": {"weight": np.ones((4, 4), np.float32)},
+                   "swiglu_backward": {"gate_up": np.ones((3, 8), np.float32)}}
+        refused = 0
+        for name, function in inspect.getmembers(type(self.k), inspect.isfunction):
+            if name.startswith("_") or name in ("synchronize", "device_description", "to_device", "rope_table"):
+                continue
+            parameters = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty][1:]
+            arguments = {p.name: special.get(name, {}).get(p.name, values.get(p.name, x)) for p in parameters}
+            getattr(self.k, name)(**arguments)
+            for argument, value in arguments.items():
+                if isinstance(value, (np.ndarray, tuple)) and (name, argument) != ("bin_bcast", "x"):
+                    with self.subTest(f"{name}: {argument}"):
+                        self.assertRaisesRegex(TypeError, f"^{argument} is None, expected", getattr(self.k, name),
+                                               **{**arguments, argument: None})
+                    refused += 1
+        self.assertGreater(refused, 60)
+        decode = self.k.linear_attention_decode
+        self.assertRaisesRegex(TypeError, r"^state\[1\] is None", decode, (state[0], None), q, q, q)
 
 
 class Networks(KernelsTest):

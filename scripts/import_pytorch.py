@@ -16,6 +16,7 @@ import glob
 import json
 import os
 import shutil
+import warnings
 
 import hf_directory
 import tokenizer_json
@@ -32,23 +33,27 @@ def read_json(path):
     try:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not JSON ({error})") from None
 
 
 def load(path):
     """{name: tensor}, mapped from the file where its format allows that."""
-    import pickle
-
     import torch
 
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, ValueError):  # the format before 2020 can't be mapped
-        try:
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise ModelError(f"{path}: not a checkpoint of PyTorch that can be read ({str(error).splitlines()[0]})") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the pickle's version: what matters fails
+        for mmap in (True, False):  # the format before 2020 can't be mapped
+            try:
+                tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+                break
+            except OSError:
+                raise
+            except Exception as error:  # a damaged file makes torch's unpickler raise anything
+                reason = (str(error).splitlines() or [""])[0].split(". ")[0] or type(error).__name__
+        else:
+            raise ModelError(f"{path}: not tensors that torch.load(weights_only=True) can read ({reason}); save the "
+                             "model's state_dict() with torch.save")
     if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
         raise ModelError(f"{path}: holds something else than named tensors")
     return tensors
@@ -64,9 +69,20 @@ def stored_dtype(tensor):
 
 # ---- transformers' pytorch_model.bin ------------------------------------------------------------------------------------
 
+def shard_names(index):
+    content = read_json(index)
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict):
+        raise ModelError(f"{index}: key 'weight_map' is missing or not an object; the file is damaged")
+    for tensor, name in where.items():
+        if not isinstance(name, str) or not name or "/" in name or "\0" in name:
+            raise ModelError(f"{index}: key 'weight_map' gives no file name for {tensor}: {json.dumps(name)}")
+    return sorted(set(where.values()))
+
+
 def hugging_face(source):
     index = os.path.join(source, "pytorch_model.bin.index.json")
-    names = sorted(set(read_json(index)["weight_map"].values())) if os.path.exists(index) else ["pytorch_model.bin"]
+    names = shard_names(index) if os.path.exists(index) else ["pytorch_model.bin"]
     config = read_json(os.path.join(source, "config.json"))
     tensors = {}
     for name in names:
@@ -148,7 +164,11 @@ class Joined:
 
 
 def meta(source, rope_factor):
-    params = read_json(os.path.join(source, "params.json"))
+    path = os.path.join(source, "params.json")
+    params = read_json(path)
+    for key in ("dim", "n_layers", "n_heads", "norm_eps"):
+        if not isinstance(params, dict) or not isinstance(params.get(key), (int, float)):
+            raise ModelError(f"{path}: key '{key}' is missing or not a number; the file is damaged")
     paths = sorted(glob.glob(os.path.join(glob.escape(source), "consolidated.*.pth")))
     tensors = Joined(source, [load(path) for path in paths], params["dim"])
     config = meta_config(source, params, tensors, rope_factor)

@@ -13,6 +13,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
 sys.path.insert(0, HERE)
 
+import import_pytorch  # noqa: E402
 import tokenizer_json  # noqa: E402
 
 MODELS = os.path.join(ROOT, "dev", "fixtures", "models")
@@ -341,7 +342,49 @@ class PytorchTest(ImportTest):
         self.refused(["consolidated.00.pth"], "import_pytorch.py", self.path("empty"), self.path("x"))
         with open(self.path("empty/consolidated.00.pth"), "wb") as file:
             file.write(b"no checkpoint")
+        self.refused(["params.json", "'dim'"], "import_pytorch.py", self.path("empty"), self.path("x"))
+        with open(self.path("empty/params.json"), "w", encoding="utf-8") as file:
+            json.dump({"dim": 8, "n_layers": 1, "n_heads": 1, "norm_eps": 1e-5}, file)
         self.refused(["consolidated.00.pth"], "import_pytorch.py", self.path("empty"), self.path("x"))
+        import torch
+
+        torch.save({"x": PytorchTest}, self.path("empty/consolidated.00.pth"))  # no tensors: running it would be needed
+        self.refused(["consolidated.00.pth"], "import_pytorch.py", self.path("empty"), self.path("x"))
+
+
+class PytorchErrorsTest(ImportTest):
+    """Errors that come before torch is needed, or from a torch.load that fails as torch's does."""
+
+    def test_an_index_names_files_of_its_directory(self):
+        source = self.path("source")
+        os.mkdir(source)
+        shutil.copy(os.path.join(MODELS, "llama-gqa", "config.json"), source)
+        index = os.path.join(source, "pytorch_model.bin.index.json")
+        cases = [({"weight_map": {"a": name}}, f"no file name for a: {shown}")
+                 for name, shown in (("../other/pytorch_model.bin", '"../other'), ("/etc/passwd", '"/etc'),
+                                     ("x\0y", '"x\\u0000y"'), (5, "5"))]
+        cases += [(content, "'weight_map'") for content in ({"weight_map": []}, {}, [])]
+        for content, words in cases:
+            with open(index, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+            self.refused([index, words], "import_pytorch.py", source, self.path("x"))
+
+    def test_errors_of_torch_load_are_one_line(self):
+        import pickle
+        import types
+        from unittest import mock
+
+        for error, reason in ((pickle.UnpicklingError("Weights only load failed. Try weights_only=False.\n\nmore"),
+                               "(Weights only load failed)"),
+                              (EOFError(), "(EOFError)"), (IndexError("list index out of range"), "list index out of")):
+            def fail(*_, **__):
+                raise error
+            with mock.patch.dict(sys.modules, torch=types.SimpleNamespace(load=fail)):
+                with self.assertRaises(import_pytorch.ModelError) as caught:
+                    import_pytorch.load("a.bin")
+            self.assertIn("a.bin: not tensors that torch.load(weights_only=True) can read", str(caught.exception))
+            self.assertIn(reason, str(caught.exception))
+            self.assertNotIn("\n", str(caught.exception))
 
 
 class TokenizerModelTest(unittest.TestCase):

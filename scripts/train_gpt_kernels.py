@@ -295,7 +295,7 @@ class Kernels:
         """x + y, x - y, x·y or x/y (add, sub, mul, div) of up to 4 dimensions, y repeated in blocks over x: each of its
         sizes divides x's. If x is None: y repeated over `out` (add, mul), or −y, 1/y (sub, div)."""
         y = self._view("y", y)
-        x = None if x is None else self._view("x", x)
+        x = self._optional("x", x)
         if x is None and out is None:
             raise ValueError("bin_bcast: without x pass an out to repeat y over")
         out, result = self._out(out, x.shape if x else (), x or y)
@@ -339,7 +339,7 @@ class Kernels:
 
     def matmul_forward(self, inp, weight, bias=None, out=None):
         """out [N, OC] = inp [N, C]·weight [OC, C]ᵀ + bias [OC]."""
-        inp, weight, bias = self._matrix("inp", inp), self._matrix("weight", weight), self._view("bias", bias)
+        inp, weight, bias = self._matrix("inp", inp), self._matrix("weight", weight), self._optional("bias", bias)
         out, result = self._out(out, (inp.shape[0], weight.shape[0]), inp)
         return self._run("matmul_forward", [], [out, inp, weight, bias], [], result)
 
@@ -362,7 +362,7 @@ class Kernels:
         """(out [N, C], mean [N], rstd [N]) of inp [N, C], weight and bias [C] float32; with residual [N, C] the norm of
         inp + residual, and that sum [N, C] as the fourth result."""
         inp, weight = self._matrix("inp", inp), self._view("weight", weight)
-        bias, residual = self._view("bias", bias), self._view("residual", residual)
+        bias, residual = self._optional("bias", bias), self._optional("residual", residual)
         out, r0 = self._out(None, inp.shape, inp)
         mean, r1 = self._out(None, inp.shape[:1], inp, "float32")
         rstd, r2 = self._out(None, inp.shape[:1], inp, "float32")
@@ -373,7 +373,8 @@ class Kernels:
     def layernorm_backward(self, dout, inp, weight, mean, rstd, dresidual=None):
         """(dinp [N, C], dweight [C], dbias [C]); inp: the x of the forward pass, dresidual [N, C] is added to dinp."""
         dout, inp, weight = self._matrix("dout", dout), self._matrix("inp", inp), self._view("weight", weight)
-        mean, rstd, dresidual = self._view("mean", mean), self._view("rstd", rstd), self._view("dresidual", dresidual)
+        mean, rstd = self._view("mean", mean), self._view("rstd", rstd)
+        dresidual = self._optional("dresidual", dresidual)
         dinp, r0 = self._out(None, inp.shape, inp)
         dweight, r1 = self._out(None, inp.shape[1:], inp, "float32")
         dbias, r2 = self._out(None, inp.shape[1:], inp, "float32")
@@ -383,7 +384,8 @@ class Kernels:
     def rmsnorm_forward(self, inp, weight, residual=None, eps=1e-5):
         """(out [N, C], rstd [N]) of inp [N, C] and weight [C] float32; with residual [N, C] the norm of inp + residual,
         and that sum [N, C] as the third result."""
-        inp, weight, residual = self._matrix("inp", inp), self._view("weight", weight), self._view("residual", residual)
+        inp, weight = self._matrix("inp", inp), self._view("weight", weight)
+        residual = self._optional("residual", residual)
         out, r0 = self._out(None, inp.shape, inp)
         rstd, r1 = self._out(None, inp.shape[:1], inp, "float32")
         total, r2 = self._out(None, inp.shape, inp) if residual else (None, None)
@@ -393,7 +395,7 @@ class Kernels:
     def rmsnorm_backward(self, dout, inp, weight, rstd, dresidual=None):
         """(dinp [N, C], dweight [C]); inp: the x of the forward pass, dresidual [N, C] is added to dinp."""
         dout, inp, weight = self._matrix("dout", dout), self._matrix("inp", inp), self._view("weight", weight)
-        rstd, dresidual = self._view("rstd", rstd), self._view("dresidual", dresidual)
+        rstd, dresidual = self._view("rstd", rstd), self._optional("dresidual", dresidual)
         dinp, r0 = self._out(None, inp.shape, inp)
         dweight, r1 = self._out(None, inp.shape[1:], inp, "float32")
         return self._run("rmsnorm_backward", [], [dinp, dweight, None, dout, dresidual, inp, weight, rstd], [False],
@@ -404,7 +406,7 @@ class Kernels:
     def softmax_forward(self, inp, mask=None, queries=None, scale=1.0, causal=False, out=None):
         """Softmax of scale·inp along the rows of inp [R, K]. Row r is query r mod Q; causal: it sees keys up to
         r mod Q + K − Q. mask [Q, K] uint8: it sees only keys that are not 0. queries: Q, by default all R rows."""
-        inp, mask = self._matrix("inp", inp), self._view("mask", mask)
+        inp, mask = self._matrix("inp", inp), self._optional("mask", mask)
         out, result = self._out(out, inp.shape, inp)
         queries = inp.shape[0] if queries is None else queries
         return self._run("softmax_forward", [], [out, inp, mask], [queries, scale, causal], result)
@@ -452,7 +454,7 @@ class Kernels:
         out, r0 = self._out(None, (*q.shape[:2], v.shape[2]), q)
         norm, r1 = self._out(None, (q.shape[1], q.shape[0]), q, "float32") if normalise else (None, None)
         final, state = self._new_state(shape, q, normalise)
-        views = [out, norm, *final, q, k, v, self._view("gate", gate), *self._state("initial", initial), sequences]
+        views = [out, norm, *final, q, k, v, self._optional("gate", gate), *self._state("initial", initial), sequences]
         return self._run("linear_attention_forward", [], views, [length, *self._linear_options(features, normalise)], (r0, r1, state))
 
     def linear_attention_backward(self, dout, q, k, v, out, norm, gate=None, features="elu", normalise=True, initial=None, dfinal=None,
@@ -463,12 +465,12 @@ class Kernels:
                               for n, t in (("dout", dout), ("q", q), ("k", k), ("v", v), ("out", out)))
         sequences, length = self._linear_sequences(q, cum, max_length)
         grads, results = zip(*(self._out(None, t.shape, t) for t in (q, k, v)))
-        gate = self._view("gate", gate)
+        gate = self._optional("gate", gate)
         dgate, r3 = (None, None) if gate is None else self._out(None, gate.shape, gate)
         shape = (sequences.shape[0] - 1, *k.shape[1:], v.shape[2])
         dinitial, r4 = ((None, None), None) if initial is None else self._new_state(shape, q, normalise)
         views = [*grads, dgate, *dinitial, dout, *self._state("dfinal", dfinal), q, k, v, gate, *self._state("initial", initial), out,
-                 self._view("norm", norm), sequences]
+                 (self._view if normalise else self._optional)("norm", norm), sequences]
         return self._run("linear_attention_backward", [], views, [length, *self._linear_options(features, normalise)], (*results, r3, r4))
 
     def linear_attention_decode(self, state, q, k, v, gate=None, features="elu", normalise=True):
@@ -476,7 +478,11 @@ class Kernels:
         PLACE. q [S, NH, E], k [S, NKV, E], v [S, NKV, M], gate [S, NKV] or None."""
         q, k, v = (self._view(n, t, rank=3) for n, t in (("q", q), ("k", k), ("v", v)))
         out, result = self._out(None, (*q.shape[:2], v.shape[2]), q)
-        views = [out, *self._state("state", state, written=True), q, k, v, self._view("gate", gate)]
+        if state is None:
+            raise TypeError("state is None, expected (s, z)")
+        s, z = self._written("state[0]", state[0], rank=4), state[1]
+        z = self._written("state[1]", z, rank=3) if normalise or z is not None else None
+        views = [out, s, z, q, k, v, self._optional("gate", gate)]
         return self._run("linear_attention_decode", [], views, self._linear_options(features, normalise), result)
 
     def decay_gate_forward(self, inp, weight, bias):
@@ -551,10 +557,12 @@ class Kernels:
 
     # --- from arrays to tensors
 
-    def _view(self, name, array, rank=None):
+    def _optional(self, name, array, rank=None):
         """The _View of an array, or None of None."""
-        if array is None:
-            return None
+        return None if array is None else self._view(name, array, rank)
+
+    def _view(self, name, array, rank=None):
+        """The _View of an array."""
         if isinstance(array, _View):
             view = array
         elif isinstance(array, DeviceArray):
@@ -575,7 +583,8 @@ class Kernels:
         elif hasattr(array, "__cuda_array_interface__"):
             view = self._view_of_cuda(name, array)
         else:
-            raise TypeError(f"{name} is a {type(array).__name__}, expected an array: NumPy's, or one with __dlpack__ or "
+            kind = "None" if array is None else f"a {type(array).__name__}"
+            raise TypeError(f"{name} is {kind}, expected an array: NumPy's, or one with __dlpack__ or "
                             "__cuda_array_interface__")
         if view.device == CUDA and self.backend == "cpu":
             raise ValueError(f"{name} is on a GPU, and {self.path} was built for the CPU")
@@ -585,8 +594,6 @@ class Kernels:
 
     def _matrix(self, name, array):
         view = self._view(name, array, rank=2)
-        if view is None:
-            raise TypeError(f"{name} is None, expected a matrix")
         if view.shape[1] > 1 and view.strides[1] != 1:
             raise ValueError(f"{name} {view.shape} has strides of {view.strides} elements; its rows must be contiguous")
         return view
@@ -604,8 +611,6 @@ class Kernels:
 
     def _written(self, name, array, rank=None):
         view = self._view(name, array, rank)
-        if view is None:
-            raise TypeError(f"{name} is None, expected an array")
         if not view.writable:
             raise ValueError(f"{name} is read-only")
         return view
@@ -644,11 +649,10 @@ class Kernels:
             raise ValueError(f'features is {features!r}, expected "identity" or "elu"')
         return [int(features == "elu"), int(normalise)]
 
-    def _state(self, name, state, written=False):
-        """The views of a state (s, z); of None two."""
+    def _state(self, name, state):
+        """The views of a state (s, z), or None twice of None."""
         s, z = (None, None) if state is None else state
-        view = lambda name, a, rank: self._written(name, a, rank) if written and a is not None else self._view(name, a, rank)
-        return view(name + "[0]", s, 4), view(name + "[1]", z, 3)
+        return self._optional(name + "[0]", s, 4), self._optional(name + "[1]", z, 3)
 
     def _new_state(self, shape, like, normalise):
         """Views and arrays of a new state (s, z)."""

@@ -126,12 +126,14 @@ void write_file(const std::string& path, std::string_view bytes) {
 }
 
 MappedFile::MappedFile(const std::string& path) : name(path) {
+    struct stat info;
+    if (::stat(path.c_str(), &info) != 0) fail(path, "open", errno);
+    if (S_ISDIR(info.st_mode)) fail(path, "read", EISDIR);
+    // Before it is opened: opening a FIFO waits for a writer.
+    require(S_ISREG(info.st_mode), path, ": is not a regular file and can't be mapped; copy it to one");
     const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
     if (file.fd < 0) fail(path, "open", errno);
-    struct stat info;
     if (::fstat(file.fd, &info) != 0) fail(path, "read", errno);
-    if (S_ISDIR(info.st_mode)) fail(path, "read", EISDIR);
-    require(S_ISREG(info.st_mode), path, ": is not a regular file and can't be mapped; copy it to one");
     length = info.st_size;
     if (length == 0) return;  // mmap refuses a length of 0, but an empty file is valid
     void* map = ::mmap(nullptr, size_t(length), PROT_READ, MAP_SHARED, file.fd, 0);
