@@ -6,6 +6,7 @@
 #include "kernels/embedding.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/linear_attention.h"
+#include "kernels/qk_norm.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "model.h"
@@ -48,8 +49,10 @@ enum Dims {
     N_1,
     N_C,
     N_QKV,  // (NH + 2·NKV)·HS
+    N_QK,   // (NH + NKV)·HS
     N_ATT,  // NH·HS
     N_NH,   // heads
+    N_NQK,  // NH + NKV
     NH_N,
     N_NKV,   // KV heads
     N_NKV8,  // rounded up to a multiple of 8
@@ -67,7 +70,17 @@ enum Dims {
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
-enum When : unsigned { ALWAYS = 0, TRAIN = 1, LAYERNORM = 2, ROPE = 4, SOFTMAX = 8, LINEAR = 16, GATED = 32 };
+enum When : unsigned {
+    ALWAYS = 0,
+    TRAIN = 1,
+    LAYERNORM = 2,
+    ROPE = 4,
+    SOFTMAX = 8,
+    LINEAR = 16,
+    GATED = 32,
+    QK_NORM = 64,
+    QK_WEIGHTS = 128
+};
 
 constexpr std::nullopt_t MODEL = std::nullopt;
 using ActDType = std::optional<DType>;
@@ -100,6 +113,9 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN},
     {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      ALWAYS},
     {&A::qkv,          "qkv",         N_QKV,  MODEL, QKV,         ATTENTION,  ATTENTION, BLOCK,      ALWAYS},
+    // QK-norm with weights computes its backward pass from qkv, so it may not overwrite that; without, from its output.
+    {&A::qk,           "qk",          N_QK,   MODEL, ATTENTION,   ATTENTION,  ATTENTION, NORMS,      TRAIN | QK_WEIGHTS},
+    {&A::rstd_qk,      "rstd_qk",     N_NQK,  FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | QK_NORM},
     {&A::att,          "att",         N_ATT,  MODEL, ATTENTION,   PROJ,       ATTENTION, BLOCK,      ALWAYS},
     {&A::lse,          "lse",         NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | SOFTMAX},
     {&A::lse,          "denominator", NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | LINEAR},
@@ -203,6 +219,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
                      attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
                      c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape)) : 0,
                      c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
+                     c.qk_norm == QkNorm::Weights ? qk_norm_backward_scratch(N, c.heads, c.kv_heads, c.head_size) : 0,
                      sum_squares_scratch(parameter_table(c, shape.world).total),
                      sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
@@ -216,10 +233,14 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {N, c.channels};
         case N_QKV:
             return {N, c.qkv_channels()};
+        case N_QK:
+            return {N, (c.heads + c.kv_heads) * c.head_size};
         case N_ATT:
             return {N, c.heads * c.head_size};
         case N_NH:
             return {N, c.heads};
+        case N_NQK:
+            return {N, c.heads + c.kv_heads};
         case NH_N:
             return {c.heads, N};
         case N_NKV:
@@ -255,7 +276,9 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
 // The conditions that hold for the whole pass (no attention type) or for a layer of that attention type.
 unsigned conditions(const ModelConfig& c, const RunShape& shape, AttentionType attention_type = {}) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
-           (c.positions == Positions::RoPE ? ROPE : 0u) | (attention_type == AttentionType::Softmax ? SOFTMAX : 0u) |
+           (c.positions == Positions::RoPE ? ROPE : 0u) | (c.qk_norm != QkNorm::Off ? QK_NORM : 0u) |
+           (c.qk_norm == QkNorm::Weights ? QK_WEIGHTS : 0u) |
+           (attention_type == AttentionType::Softmax ? SOFTMAX : 0u) |
            (attention_type == AttentionType::Linear ? LINEAR : 0u) |
            (attention_type == AttentionType::GatedLinear ? GATED : 0u);
 }

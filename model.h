@@ -39,6 +39,8 @@ enum Slot {
     NORM1_B,
     QKV_W,
     QKV_B,
+    QNORM_W,  // QK-norm with weights
+    KNORM_W,
     DECAY_GATE_W,
     DECAY_GATE_B,
     HEADNORM_W,
@@ -145,7 +147,9 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 struct LayerActs {
     Tensor res1;  // the residual stream as norm1 reads it
     Tensor mean1, rstd1, norm1;
-    Tensor qkv;                     // q and k rotated where RoPE is used
+    Tensor qkv;                     // q and k normalised and rotated, if the model does that and qk is null
+    Tensor qk;                      // QK-norm with weights: q and k normalised and rotated
+    Tensor rstd_qk;                 // QK-norm: of each head of q and k
     Tensor att;                     // output of attention, by heads
     Tensor lse;                     // softmax: log-sum-exp of each row; linear: denominators
     Tensor log_decay;               // gated linear attention: the log decays

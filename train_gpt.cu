@@ -27,6 +27,7 @@
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/qk_norm.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
@@ -51,7 +52,7 @@ namespace {
 // the last group of the table.
 bool stays_fp32(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B || slot == HEADNORM_W || slot == DECAY_GATE_B;
+           slot == NORMF_B || slot == QNORM_W || slot == KNORM_W || slot == HEADNORM_W || slot == DECAY_GATE_B;
 }
 
 RateGroup rate_group(Slot slot, bool matrix) {
@@ -144,6 +145,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
         linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
                {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C,
                weight_std, c.qkv_bias);
+        if (c.qk_norm == QkNorm::Weights) {
+            add(QNORM_W, l, name + "qnorm.weight", c.head_size, 0, 0, 1, {});
+            add(KNORM_W, l, name + "knorm.weight", c.head_size, 0, 0, 1, {});
+        }
         if (c.attention_type(l) == AttentionType::GatedLinear) {
             // The initial decays σ(bias) of the heads range from 1 − 1/32 to 1 − 1/512: slow enough for gradients to
             // reach far, fast enough for sums to stay small (RetNet's range: Sun et al. 2023, section 3.1).
@@ -292,11 +297,53 @@ void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
     }
 }
 
-// Applies RoPE in place to q and k, which are adjacent in the packed rows; backward: to their gradients.
-void rotate(const Context& ctx, const Activations& acts, const Input& in, int64_t l, Tensor qkv, bool backward) {
-    if (!acts.config.uses_rope(l)) return;
-    const Range range(ctx.profiler, "rope");
-    rope(split_qk(acts.config, qkv), in.positions, acts.rope_table, backward, ctx.stream);
+// What rotates q and k of the layer; null: nothing.
+Tensor rope_table_of(const Activations& acts, int64_t l) {
+    return acts.config.uses_rope(l) ? acts.rope_table : Tensor{};
+}
+
+// Applies QK-norm and RoPE to q and k, which are adjacent in the packed rows: in place, or from qkv to qk if the
+// backward pass needs both.
+void qk_forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in, int64_t l,
+                const LayerActs& a) {
+    const ModelConfig& c = model.config;
+    const Tensor inp = split_qk(c, a.qkv), table = rope_table_of(acts, l);
+    if (c.qk_norm == QkNorm::Off) {
+        if (!table) return;
+        const Range range(ctx.profiler, "rope");
+        return rope(inp, in.positions, table, false, ctx.stream);
+    }
+    const Range range(ctx.profiler, "qk_norm");
+    const Tensor out = a.qk ? split_qk(c, a.qk) : inp;
+    qk_norm_forward(out, a.rstd_qk, inp, {model.weight(QNORM_W, l), model.weight(KNORM_W, l)}, in.positions, table,
+                    c.heads, static_cast<float>(c.norm_eps), ctx.stream);
+}
+
+// The same for the gradients of q and k, in place in dqkv.
+void qk_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
+                 const Input& in, int64_t l, const LayerActs& a, bool accumulate) {
+    const ModelConfig& c = model.config;
+    const Tensor d = split_qk(c, a.dqkv), table = rope_table_of(acts, l);
+    if (c.qk_norm == QkNorm::Off) {
+        if (!table) return;
+        const Range range(ctx.profiler, "rope");
+        return rope(d, in.positions, table, true, ctx.stream);
+    }
+    const Range range(ctx.profiler, "qk_norm");
+    const QkWeights weight{model.weight(QNORM_W, l), model.weight(KNORM_W, l)};
+    const QkWeights dweight{model.gradient(grads, QNORM_W, l), model.gradient(grads, KNORM_W, l)};
+    qk_norm_backward(d, dweight, d, split_qk(c, a.qkv), a.rstd_qk, weight, in.positions, table, c.heads, acts.scratch,
+                     accumulate, ctx.stream);
+}
+
+// What attention reads.
+QkvHeads attention_inputs(const ModelConfig& c, const LayerActs& a) {
+    QkvHeads x = split_qkv(c, a.qkv);
+    if (!a.qk) return x;
+    const int64_t Q = c.heads * c.head_size;
+    x.q = split_heads(a.qk.columns(0, Q), c.heads);
+    x.k = split_heads(a.qk.columns(Q, a.qk.shape[1]), c.kv_heads);
+    return x;
 }
 
 // Gated linear attention: computes a log decay for each token and KV head.
@@ -312,7 +359,7 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
     const ModelConfig& c = model.config;
     const AttentionType type = c.attention_type(l);
     const bool gated = type == AttentionType::GatedLinear;
-    const QkvHeads x = split_qkv(c, a.qkv);
+    const QkvHeads x = attention_inputs(c, a);
     const Range range(ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
         return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
@@ -333,7 +380,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
                    const Input& in) {
     linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
     layer_decay_gate_forward(ctx, model, l, a);
-    rotate(ctx, acts, in, l, a.qkv, false);
+    qk_forward(ctx, model, acts, in, l, a);
     layer_attention_forward(ctx, model, l, a, acts, in);
     linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
     norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
@@ -484,6 +531,7 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     const Recompute level = acts.shape.recompute;
     if (level >= Recompute::Norms) norm_forward(ctx, model, NORM1_W, l, norm1(a));
     if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in);
+    if (level >= Recompute::Norms && a.qk) qk_forward(ctx, model, acts, in, l, a);
     if (level >= Recompute::Norms) norm_forward(ctx, model, NORM2_W, l, norm2(a));
     if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
 }
@@ -494,7 +542,7 @@ void layer_attention_backward(const Context& ctx, const Model& model, const Grad
     const ModelConfig& c = model.config;
     const AttentionType type = c.attention_type(l);
     const bool gated = type == AttentionType::GatedLinear;
-    const QkvHeads x = split_qkv(c, a.qkv), d = split_qkv(c, a.dqkv);
+    const QkvHeads x = attention_inputs(c, a), d = split_qkv(c, a.dqkv);
     const Range range(ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
         return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
@@ -542,7 +590,7 @@ void block_backward(const Context& ctx, const Model& model, Gradients& grads, in
 
     linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
     layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
-    rotate(ctx, acts, in, l, a.dqkv, true);
+    qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
     linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
     layer_decay_gate_backward(ctx, model, grads, l, a, accumulate);
     if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient

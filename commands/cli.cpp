@@ -282,6 +282,11 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
            "in linear,linear,softmax or LLS")
         ->transform(attention_types())
         ->group(group);
+    app.add_option("--qk-norm", o.qk_norm,
+                   "RMSNorm of each head of q and k before RoPE: off, plain (without weights) or weights (one per "
+                   "channel of a head, for q and for k); default: that of the preset")
+        ->check(CLI::IsMember({"off", "plain", "weights"}))
+        ->group(group);
     app.add_option("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes")
         ->check(CLI::IsMember({"yes", "no"}))
         ->group(group);
@@ -416,7 +421,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
 
     const bool any_option = layers || channels || heads || kv_heads || head_size || ffn || max_positions ||
                             vocab_size || !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() ||
-                            !tied.empty() || !attention.empty() || !linear_rope.empty();
+                            !tied.empty() || !attention.empty() || !linear_rope.empty() || !qk_norm.empty();
     if (!source.directory.empty()) {
         require(!any_option, "--model ", model,
                 " is a checkpoint and fixes the shape; leave out the model options (--layers … --linear-rope)");
@@ -436,6 +441,8 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     }
     if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
     if (!tied.empty()) c.tied = tied == "yes";
+    if (!qk_norm.empty())
+        c.qk_norm = qk_norm == "off" ? QkNorm::Off : qk_norm == "plain" ? QkNorm::Plain : QkNorm::Weights;
     // Values that are derived from a changed option are derived again, unless they are given too.
     if (kv_heads || heads) c.kv_heads = kv_heads.value_or(0);
     if (head_size || channels || heads) c.head_size = head_size.value_or(0);

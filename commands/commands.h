@@ -35,7 +35,7 @@ struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention, linear_rope;
+    std::string norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm;
 
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
     // Throws Error: unknown model, model options given for a checkpoint, a contradicting config, a dtype that the

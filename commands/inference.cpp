@@ -37,6 +37,8 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     load_matmul_cache(ctx.stream);
     engine.allocate(inference_weights(model));
     store_matmul_cache(ctx.stream);
+    if (const char* option = engine.unfused_option())
+        std::cerr << "decode steps run kernel by kernel: the fused decode step does not support " << option << "\n";
 }
 
 InferenceWeights inference_weights(const Model& model) {
@@ -49,7 +51,8 @@ InferenceWeights inference_weights(const Model& model) {
     InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
     for (int64_t l = 0; l < model.config.layers; l++) {
         w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
-                            linear(FCPROJ_W, l), linear(DECAY_GATE_W, l), model.weight(HEADNORM_W, l)});
+                            linear(FCPROJ_W, l), linear(DECAY_GATE_W, l), model.weight(HEADNORM_W, l),
+                            model.weight(QNORM_W, l), model.weight(KNORM_W, l)});
     }
     return w;
 }

@@ -241,11 +241,37 @@ const ModelVariant MODEL_VARIANTS[] = {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
          c.rope_scaling.kind = RopeScaling::Kind::Linear, c.rope_scaling.factor = 2;
      }},
+    {"qk_norm",
+     [](ModelConfig& c) { c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.qk_norm = QkNorm::Plain; }},
+    {"qk_norm_with_weights_gqa",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false, c.qk_norm = QkNorm::Weights;
+     }},
+    {"qk_norm_with_weights_learned_positions", [](ModelConfig& c) { c.head_size = 5, c.qk_norm = QkNorm::Weights; }},
+    {"qk_norm_linear",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.linear_rope = false, c.attention = "LG", c.qk_norm = QkNorm::Plain;
+     }},
+    {"qk_norm_with_weights_gated_linear",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.attention = "GS", c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
+     }},
     // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
     {"llama_heads_of_16",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+     }},
+    {"qk_norm_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 16;
+         c.qk_norm = QkNorm::Plain;
+     }},
+    {"qk_norm_with_weights_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.qk_norm = QkNorm::Weights;
      }},
     {"gated_linear_heads_of_16",
      [](ModelConfig& c) {

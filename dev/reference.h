@@ -930,26 +930,94 @@ inline std::vector<double> rope_table(int64_t T, int64_t R, double theta, const 
     return table;
 }
 
-// x [N, H, HS], its first R channels rotated; table [T, R/2, 2].
+// x [N, H, HS], its first R channels rotated; table [T, R/2, 2]. x_mag null: |x|.
 inline Values rope(const double* x, const int32_t* positions, const double* table, int64_t N, int64_t H, int64_t HS,
-                   int64_t R, bool backward) {
+                   int64_t R, bool backward, const double* x_mag = nullptr) {
     Values out(N * H * HS);
     for (int64_t n = 0; n < N; n++)
         for (int64_t h = 0; h < H; h++)
             for (int64_t c = 0; c < HS; c++) {
-                const int64_t at = (n * H + h) * HS, i = c % (R / 2);
+                const int64_t at = (n * H + h) * HS;
+                const auto mag = [&](int64_t i) { return x_mag ? x_mag[at + i] : fabs(x[at + i]); };
                 Value v;
                 if (c >= R) {
-                    v.add(x[at + c]);
+                    v.add(x[at + c], mag(c));
                 } else {
-                    const double* turn = table + (positions[n] * (R / 2) + i) * 2;
+                    const int64_t other = c < R / 2 ? c + R / 2 : c - R / 2;
+                    const double* turn = table + (positions[n] * (R / 2) + c % (R / 2)) * 2;
                     const double sine = (c < R / 2) != backward ? -turn[1] : turn[1];
-                    v.add(x[at + c] * turn[0]);
-                    v.add(x[at + (c < R / 2 ? c + R / 2 : c - R / 2)] * sine);
+                    v.add(x[at + c] * turn[0], mag(c) * fabs(turn[0]));
+                    v.add(x[at + other] * sine, mag(other) * fabs(sine));
                 }
                 out.set(at + c, v);
             }
     return out;
+}
+
+// The sizes of qk_norm: R rotated channels, 0: none.
+struct QkNorm {
+    int64_t N, NH, NKV, HS, R;
+    int64_t heads() const { return NH + NKV; }
+};
+
+struct QkNormForward {
+    Values out, rstd;  // [N, H, HS], [N, H]
+};
+
+// weight_q, weight_k null: 1.
+inline QkNormForward qk_norm_forward(const QkNorm& z, const double* inp, const double* weight_q, const double* weight_k,
+                                     const int32_t* positions, const double* table, double eps) {
+    const std::vector<double> ones(size_t(z.HS), 1);
+    const Norm q = rmsnorm_forward(inp, nullptr, weight_q ? weight_q : ones.data(), eps, z.N * z.heads(), z.HS),
+               k = rmsnorm_forward(inp, nullptr, weight_k ? weight_k : ones.data(), eps, z.N * z.heads(), z.HS);
+    QkNormForward r{q.out, q.rstd};
+    for (int64_t row = 0; row < z.N * z.heads(); row++)
+        for (int64_t c = row * z.HS; c < (row + 1) * z.HS && row % z.heads() >= z.NH; c++)
+            r.out.set(c, {k.out.value[size_t(c)], k.out.mag[size_t(c)]});
+    if (z.R) r.out = rope(r.out.data(), positions, table, z.N, z.heads(), z.HS, z.R, false, r.out.mag.data());
+    return r;
+}
+
+struct QkNormBackward {
+    Values dinp, dweight_q, dweight_k;
+};
+
+// kept: inp of the forward pass; without weights its out.
+inline QkNormBackward qk_norm_backward(const QkNorm& z, const double* dout, const double* kept, const double* rstd,
+                                       const double* weight_q, const double* weight_k, const int32_t* positions,
+                                       const double* table, const double* accumulate_q, const double* accumulate_k) {
+    const int64_t n = z.N * z.heads() * z.HS;
+    std::vector<double> g(dout, dout + n), inp(kept, kept + n);
+    if (z.R) g = rope(dout, positions, table, z.N, z.heads(), z.HS, z.R, true).value;
+    if (z.R && !weight_q) inp = rope(kept, positions, table, z.N, z.heads(), z.HS, z.R, true).value;
+    if (!weight_q)
+        for (int64_t i = 0; i < n; i++) inp[size_t(i)] /= rstd[i / z.HS];
+    const std::vector<double> ones(size_t(z.HS), 1);
+    QkNormBackward r{Values(n), Values(z.HS), Values(z.HS)};
+    // The gradients of the heads [first, first + heads) of each token.
+    const auto part = [&](int64_t first, int64_t heads, const double* weight, const double* accumulate) {
+        std::vector<double> part_g, part_inp, part_rstd;
+        const auto each_row = [&](auto f) {
+            for (int64_t t = 0; t < z.N; t++)
+                for (int64_t h = first; h < first + heads; h++) f(t * z.heads() + h);
+        };
+        each_row([&](int64_t row) {
+            part_g.insert(part_g.end(), g.begin() + row * z.HS, g.begin() + (row + 1) * z.HS);
+            part_inp.insert(part_inp.end(), inp.begin() + row * z.HS, inp.begin() + (row + 1) * z.HS);
+            part_rstd.push_back(rstd[row]);
+        });
+        const NormGradients d = norm_backward(part_g.data(), nullptr, part_inp.data(), weight ? weight : ones.data(),
+                                              nullptr, part_rstd.data(), accumulate, nullptr, z.N * heads, z.HS);
+        int64_t from = 0;
+        each_row([&](int64_t row) {
+            for (int64_t c = 0; c < z.HS; c++, from++)
+                r.dinp.set(row * z.HS + c, {d.dinp.value[size_t(from)], d.dinp.mag[size_t(from)]});
+        });
+        return d.dweight;
+    };
+    r.dweight_q = part(0, z.NH, weight_q, accumulate_q);
+    r.dweight_k = part(z.NH, z.NKV, weight_k, accumulate_k);
+    return r;
 }
 
 // The logits under a repetition penalty.

@@ -2,7 +2,7 @@
 // only the config and the names of the parameters with the driver.
 //
 //   x = wte[tokens] (+ wpe[positions])
-//   per layer:  x += proj(attention(rope(qkv(norm1(x)))));   x += fcproj(mlp(fc(norm2(x))))
+//   per layer:  x += proj(attention(rope(qk_norm(qkv(norm1(x))))));   x += fcproj(mlp(fc(norm2(x))))
 //   logits = normf(x)·headᵀ,   loss = mean of −ln softmax(logits)[target] over the targets that are not ignored
 //
 // It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it. It checks the driver's logits and loss, and
@@ -59,6 +59,14 @@ inline std::vector<double> norm(const ModelConfig& c, const Weights& weights, co
     return (layernorm ? layernorm_forward(x.data(), nullptr, weight, bias, c.norm_eps, N, c.channels)
                       : rmsnorm_forward(x.data(), nullptr, weight, c.norm_eps, N, c.channels))
         .out.value;
+}
+
+// QK-norm: RMSNorm over each head, with weights if there are any of that name.
+inline std::vector<double> head_norm(const ModelConfig& c, const Weights& weights, const std::string& name,
+                                     const std::vector<double>& heads, int64_t N) {
+    const std::vector<double> ones(size_t(c.head_size), 1);
+    const double* weight = find(weights, name + ".weight");
+    return rmsnorm_forward(heads.data(), nullptr, weight ? weight : ones.data(), c.norm_eps, N, c.head_size).out.value;
 }
 
 inline std::vector<double> linear(const Weights& weights, const std::string& name, const std::vector<double>& x,
@@ -130,6 +138,10 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
         const std::vector<double> qkv = linear(weights, layer + "qkv", inp, N, C, width);
         std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
         const std::vector<double> v = columns(qkv, N, width, Q + K, width);
+        if (c.qk_norm != ::QkNorm::Off) {
+            q = head_norm(c, weights, layer + "qnorm", q, N * c.heads);
+            k = head_norm(c, weights, layer + "knorm", k, N * c.kv_heads);
+        }
         if (c.uses_rope(l)) {
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
             k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;

@@ -346,6 +346,27 @@ TEST(ModelConfig, AttentionTypes) {
     EXPECT_FALSE(config_to_json(c, json::object()).contains("linear_rope"));
 }
 
+TEST(ModelConfig, QkNorm) {
+    const ModelConfig llama = preset_config("llama-tiny");
+    EXPECT_FALSE(config_to_json(llama, json::object()).contains("qk_norm"));
+    for (const auto& [value, name] : {std::pair{QkNorm::Plain, "plain"}, {QkNorm::Weights, "weights"}}) {
+        ModelConfig c = llama;
+        c.qk_norm = value;
+        const json saved = config_to_json(c, json::object());
+        EXPECT_EQ(saved["model_type"], "train_gpt");
+        EXPECT_EQ(saved["qk_norm"], name);
+        EXPECT_EQ(config_from_json(saved, PATH).qk_norm, value);
+        json changed = saved;
+        changed["qk_norm"] = "heads";
+        expect_error([&] { config_from_json(changed, PATH); }, {PATH, "qk_norm", "heads", "off, plain, weights"});
+        changed = saved;
+        changed.erase("qk_norm");
+        EXPECT_EQ(config_from_json(changed, PATH).qk_norm, QkNorm::Off);
+        c.head_size = 514;
+        expect_error([&] { validate(c, "m"); }, {"QK-norm takes heads of up to 512, not 514"});
+    }
+}
+
 TEST(ModelConfig, FillsInDefaults) {
     ModelConfig c;
     c.layers = 3;

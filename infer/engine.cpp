@@ -13,6 +13,7 @@
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/qk_norm.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "runtime/device/convert.h"
@@ -25,6 +26,11 @@ Activation activation(Mlp mlp) {
 
 void set_bit(std::vector<int32_t>& bits, int32_t token) {
     bits[size_t(token / 32)] |= static_cast<int32_t>(1u << (token % 32));
+}
+
+// The first model option that the fused decode step does not support; null: it supports all of them.
+const char* unfused_model_option(const ModelConfig& c) {
+    return c.qk_norm != QkNorm::Off ? "--qk-norm" : nullptr;
 }
 
 EngineOptions effective(EngineOptions o) {
@@ -55,8 +61,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       stream(s),
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
-      fused_step_max_batch(
-          options.batch_invariant || config.has_linear_attention() ? 0 : decode_step_max_batch(decode_model())),
+      fused_step_max_batch(options.batch_invariant || config.has_linear_attention() || unfused_model_option(config)
+                               ? 0
+                               : decode_step_max_batch(decode_model())),
       cache(config, options.slots, options.context, options.dtype),
       states(config, options.slots),
       lengths(size_t(options.slots), 0) {
@@ -196,7 +203,7 @@ void Engine::count_weight_bytes() {
         for (const NormWeights& norm : {b.norm1, b.norm2}) count_bytes(norm.weight), count_bytes(norm.bias);
         for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate})
             count_bytes(w.weight), count_bytes(w.bias);
-        count_bytes(b.headnorm);
+        for (const Tensor& norm : {b.headnorm, b.qnorm, b.knorm}) count_bytes(norm);
     }
     count_bytes(weights.head);
 }
@@ -220,9 +227,22 @@ void Engine::prepare_graphs() {
     }
 }
 
+// Applies QK-norm and RoPE to q and k in the packed rows, where attention does not rotate them itself. angles: rows of
+// the table.
+void Engine::prepare_qk(int64_t l, Tensor packed, const Tensor& angles) {
+    const Tensor qk = split_qk(config, packed), layer_table = config.uses_rope(l) ? table : Tensor{};
+    const BlockWeights& w = weights.blocks[size_t(l)];
+    if (config.qk_norm != QkNorm::Off) {
+        qk_norm_forward(qk, {}, qk, {w.qnorm, w.knorm}, angles, layer_table, config.heads,
+                        static_cast<float>(config.norm_eps), stream);
+    } else if (layer_table && config.attention_type(l) != AttentionType::Softmax) {
+        rope(qk, angles, layer_table, false, stream);
+    }
+}
+
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
 template <typename Attend>
-void Engine::run_blocks(Tensor hidden, bool batch_invariant, Attend attend) {
+void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend) {
     const int64_t N = hidden.shape[0];
     const auto layer = [&](Tensor out, Tensor inp, const NormWeights& norm, const LinearWeights& w, Activation f,
                            Tensor residual) {
@@ -244,6 +264,7 @@ void Engine::run_blocks(Tensor hidden, bool batch_invariant, Attend attend) {
         } else {
             layer(qkv, hidden, w.norm1, w.qkv, Activation::None, {});
         }
+        prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
         layer(hidden, att, {}, w.proj, Activation::None, hidden);
         layer(act, hidden, w.norm2, w.fc, activation(config.mlp), {});
@@ -252,11 +273,10 @@ void Engine::run_blocks(Tensor hidden, bool batch_invariant, Attend attend) {
 }
 
 // Computes att of a layer with linear attention. attend(heads, out, gate, type) computes out [N, NH, HS] from the
-// rotated q, k and v. angles: rows of the table.
+// rotated q, k and v.
 template <typename Attend>
-void Engine::linear_attention_layer(int64_t l, int64_t N, const Tensor& angles, Attend attend) {
+void Engine::linear_attention_layer(int64_t l, int64_t N, Attend attend) {
     const Tensor packed = qkv.rows(0, N);
-    if (config.uses_rope(l)) rope(split_qk(config, packed), angles, table, false, stream);
     const bool gated = config.attention_type(l) == AttentionType::GatedLinear;
     const Tensor out = (gated ? linear_att : att).rows(0, N);
     attend(split_qkv(config, packed), split_heads(out, config.heads), gated ? gate.rows(0, N) : Tensor{},
@@ -350,11 +370,11 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
     const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
     const Tensor hidden = x.rows(0, N);
     embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
-    run_blocks(hidden, false, [&](int64_t l) {
+    const Tensor angles = table ? angle_rows(N) : Tensor{};
+    run_blocks(hidden, angles, false, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
-                l, N, table ? angle_rows(N) : Tensor{},
-                [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
+                l, N, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
                     const LinearAttentionState end = states.layer(l, state_rows);
                     linear_attention_forward(out, {}, end, h.q, h.k, h.v, g,
                                              has_past ? copy_states(end) : LinearAttentionState{}, linear_sequences,
@@ -362,7 +382,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
                 });
         }
         const Tensor k = cache.k_rows(l), v = cache.v_rows(l), heads = qkv.rows(0, N);
-        kv_append(k, v, heads, token_rows, table ? angle_rows(N) : Tensor{}, table, c.heads, stream);
+        kv_append(k, v, heads, token_rows, angles, attention_rotates() ? table : Tensor{}, c.heads, stream);
         attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
                           kv_sequences, c.attention_scale(), attention_scratch, stream);
     });
@@ -509,16 +529,16 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     step_batch.slots = slot_ids.rows(0, B), step_batch.positions = token_positions, step_batch.max_length = max_length;
     step_batch.inputs_ready = true;  // the embedding is an ordinary launch
     const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
-    if (table) step_batch.table = table, step_batch.angles = angles;
+    if (attention_rotates()) step_batch.table = table, step_batch.angles = angles;
     if (B <= fused_step_max_batch) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
     }
     embedding_forward(hidden, ids.rows(0, B), token_positions, weights.wte, weights.wpe, stream);
-    run_blocks(hidden, options.batch_invariant, [&](int64_t l) {
+    run_blocks(hidden, angles, options.batch_invariant, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(
-                l, B, angles, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
+                l, B, [&](const QkvHeads& h, Tensor out, Tensor g, const LinearAttentionType& type) {
                     linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, type, stream);
                 });
         }
@@ -527,6 +547,12 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     });
     compute_logits(hidden);
     sample(B);
+}
+
+const char* Engine::unfused_option() const {
+    const bool otherwise_fused =
+        !options.batch_invariant && !config.has_linear_attention() && decode_step_max_batch(decode_model()) > 0;
+    return otherwise_fused ? unfused_model_option(config) : nullptr;
 }
 
 int64_t Engine::active() const {

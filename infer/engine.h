@@ -106,6 +106,10 @@ class Engine {
     // The logits that the last step sampled from, of its i-th sequence: [V], as floats.
     std::vector<float> logits(int64_t i) const;
 
+    // The model option (its name on the command line) for which decode steps run kernel by kernel although this GPU has
+    // the fused decode step; null: there is none.
+    const char* unfused_option() const;
+
     // Bytes that a decode step reads: the weights and the cache of the active sequences.
     int64_t step_bytes() const;
 
@@ -137,10 +141,13 @@ class Engine {
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
     template <typename Attend>
-    void run_blocks(Tensor hidden, bool batch_invariant, Attend attend);
+    void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend);
     LinearAttentionState copy_states(const LinearAttentionState& from);
     template <typename Attend>
-    void linear_attention_layer(int64_t l, int64_t N, const Tensor& angles, Attend attend);
+    void linear_attention_layer(int64_t l, int64_t N, Attend attend);
+    void prepare_qk(int64_t l, Tensor packed, const Tensor& angles);
+    // Whether attention itself rotates q and k, as it appends k to the cache.
+    bool attention_rotates() const { return table && config.qk_norm == QkNorm::Off; }
     Tensor angle_rows(int64_t N) const { return (dynamic_rope ? iota : positions).rows(0, N); }
     void upload_angles(const std::vector<int32_t>& token_positions, const std::vector<int64_t>& sequence_lengths);
     void upload_batch(bool with_tokens);

@@ -2,16 +2,12 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/rotate_head.h"
 
 namespace {
 
-// Rotates one head: channel i with channel i + half. pairs [half, 2]: cos, sin. sign −1 rotates back.
-MULTIARCH void rotate_head(float* x, const float* pairs, int64_t half, float sign) {
-    for (int64_t i = 0; i < half; i++) {
-        const float c = pairs[2 * i], s = sign * pairs[2 * i + 1], a = x[i], b = x[i + half];
-        x[i] = a * c - b * s;
-        x[i + half] = b * c + a * s;
-    }
+MULTIARCH void rotate(float* x, const float* pairs, int64_t half, float sign) {
+    rotate_head(x, pairs, half, sign);
 }
 
 }  // namespace
@@ -26,17 +22,14 @@ void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream) {
     check_tensor(op, "table", table, DType::F32, {T, half, 2});
     check_contiguous(op, "table", table);
     require(2 * half <= HS, op, ": the table rotates ", 2 * half, " channels, the head has ", HS);
+    check_positions(op, positions, T);
     const int32_t* position = positions.as<int32_t>();
-    for (int64_t n = 0; n < N; n++) {
-        require(position[n] >= 0 && position[n] < T, op, ": position ", position[n], " of token ", n,
-                " lies outside the table of ", T);
-    }
     const float* pairs = table.as<float>();
 #pragma omp parallel for schedule(static) if (N * H * half > PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
         for (int64_t h = 0; h < H; h++) {
-            rotate_head(x.as<float>() + n * x.stride[0] + h * x.stride[1], pairs + position[n] * 2 * half, half,
-                        backward ? -1.0f : 1.0f);
+            rotate(x.as<float>() + n * x.stride[0] + h * x.stride[1], pairs + position[n] * 2 * half, half,
+                   backward ? -1.0f : 1.0f);
         }
     }
 }

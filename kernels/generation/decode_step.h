@@ -35,8 +35,9 @@ struct LinearWeights {
 struct BlockWeights {
     NormWeights norm1, norm2;
     LinearWeights qkv, proj, fc, fcproj;
-    LinearWeights gate;  // gated_linear attention: [NKV, C], [NKV] fp32
-    Tensor headnorm;     // gated_linear attention: [HS] fp32
+    LinearWeights gate;   // gated_linear attention: [NKV, C], [NKV] fp32
+    Tensor headnorm;      // gated_linear attention: [HS] fp32
+    Tensor qnorm, knorm;  // QK-norm with weights: [HS] fp32, else null
 };
 // Views of a model's weights.
 struct InferenceWeights {

@@ -14,8 +14,9 @@ namespace {
 
 constexpr int64_t MAX_SIZE = std::numeric_limits<int32_t>::max();  // of one dimension: GEMM libraries count in int32
 constexpr int64_t MAX_LAYERS = 10000;
-constexpr int64_t MAX_LINEAR_HEAD = 512;  // of kernels/linear_attention/linear_attention.h
-constexpr double MAX_WEIGHTS = 1e15;      // keeps every product of sizes far inside 64 bits
+constexpr int64_t MAX_LINEAR_HEAD = 512;   // of kernels/linear_attention/linear_attention.h
+constexpr int64_t MAX_QK_NORM_HEAD = 512;  // of kernels/qk_norm.h
+constexpr double MAX_WEIGHTS = 1e15;       // keeps every product of sizes far inside 64 bits
 
 void check_size(const std::string& where, const char* option, int64_t value, int64_t limit = MAX_SIZE) {
     require(value > 0, where, ": ", option, " is ", value, "; it must be positive");
@@ -321,6 +322,7 @@ ModelConfig read_llama(const Keys& keys, const std::string& path) {
 constexpr std::array<const char*, 2> NORM_NAMES = {"layernorm", "rmsnorm"};
 constexpr std::array<const char*, 2> POSITIONS_NAMES = {"learned", "rope"};
 constexpr std::array<const char*, 3> MLP_NAMES = {"gelu", "swiglu", "relu2"};
+constexpr std::array<const char*, 3> QK_NORM_NAMES = {"off", "plain", "weights"};
 
 template <typename Enum, size_t N>
 Enum read_enum(const Keys& keys, const char* key, const std::array<const char*, N>& names) {
@@ -365,6 +367,7 @@ ModelConfig read_train_gpt(const Keys& keys, const std::string& path) {
     if (!keys.has("attention")) keys.wrong("attention", "one letter per layer");
     c.attention = keys.text("attention", "");
     c.linear_rope = keys.boolean("linear_rope", true);
+    if (keys.has("qk_norm")) c.qk_norm = read_enum<QkNorm>(keys, "qk_norm", QK_NORM_NAMES);
     c.bos = keys.token_id("bos_token_id", -1, c.vocab_size);
     c.eos = keys.token_id("eos_token_id", -1, c.vocab_size);
     return c;
@@ -383,7 +386,7 @@ constexpr const char* OUR_KEYS[] = {
     "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
     "rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias", "hidden_act",
     // train_gpt
-    "norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention", "linear_rope",
+    "norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention", "linear_rope", "qk_norm",
     // all
     "vocab_size", "tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pruned_heads",
     "quantization_config"};
@@ -481,6 +484,8 @@ void validate(const ModelConfig& c, const std::string& where) {
         require(type == 'S' || type == 'L' || type == 'G', where, ": attention '", c.attention,
                 "' has an unknown letter; use S (softmax), L (linear) or G (gated linear)");
     }
+    require(c.qk_norm == QkNorm::Off || c.head_size <= MAX_QK_NORM_HEAD, where, ": QK-norm takes heads of up to ",
+            MAX_QK_NORM_HEAD, ", not ", c.head_size);
     require(!c.has_linear_attention() || c.head_size <= MAX_LINEAR_HEAD, where,
             ": linear attention takes heads of up to ", MAX_LINEAR_HEAD, ", not ", c.head_size);
 }
@@ -502,6 +507,7 @@ std::vector<std::string> preset_names() {
 }
 
 std::string model_family(const ModelConfig& c) {
+    if (c.qk_norm != QkNorm::Off) return "train_gpt";
     const bool fits_gpt2 = c.norm == Norm::LayerNorm && c.positions == Positions::Learned && c.mlp == Mlp::GELU &&
                            c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
                            c.heads * c.head_size == c.channels;
@@ -586,6 +592,7 @@ json config_to_json(const ModelConfig& c, const json& original) {
         out["proj_bias"] = c.proj_bias;
         out["attention"] = c.attention;
         if (c.has_linear_attention() && c.positions == Positions::RoPE) out["linear_rope"] = c.linear_rope;
+        if (c.qk_norm != QkNorm::Off) out["qk_norm"] = QK_NORM_NAMES[size_t(c.qk_norm)];
     }
     out["vocab_size"] = c.vocab_size;
     out["tie_word_embeddings"] = c.tied;

@@ -11,6 +11,7 @@
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };
 enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
+enum class QkNorm : uint8_t { Off, Plain, Weights };  // RMSNorm of each head of q and k, without or with weights
 // The value is the letter in config.json and run.toml.
 enum class AttentionType : char { Softmax = 'S', Linear = 'L', GatedLinear = 'G' };
 
@@ -24,6 +25,7 @@ struct ModelConfig {
     Positions positions = Positions::Learned;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
+    QkNorm qk_norm = QkNorm::Off;
     Mlp mlp = Mlp::GELU;
     bool qkv_bias = true, proj_bias = true, mlp_bias = true;
     bool tied = true;            // the head is the token embedding
