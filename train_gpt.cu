@@ -922,8 +922,10 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
 }
 
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
-// at most as many batches as Staging has slots.
-void Trainer::queue_step(Loader& loader) {
+// at most as many batches as Staging has slots. False: the run was asked to stop, so the step was left out or left
+// unfinished. That loses nothing: weights, optimizer state and step change only in the update, and the next step
+// overwrites the gradients.
+bool Trainer::queue_step(Loader& loader) {
     QueuedStep& q = queue[queued % 2];
     q.begin.record(ctx.stream);
     StepScalars settings{};
@@ -931,10 +933,9 @@ void Trainer::queue_step(Loader& loader) {
     settings.grad_clip = static_cast<float>(o.grad_clip);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
-    const double asked_to_stop = stop_requested();
-    acts.staging->put(acts.sum(ctx.rank, SUM_STOP).data, &asked_to_stop, sizeof asked_to_stop, ctx.stream);
     int64_t loss_tokens = 0;
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
+        if (stopping()) return false;
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
         const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
@@ -951,6 +952,7 @@ void Trainer::queue_step(Loader& loader) {
     q.step = ++step;
     queued++;
     val_loss = NAN;
+    return true;
 }
 
 // Waits for the oldest queued step and reports it.
@@ -958,7 +960,6 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
     ctx.wait(q.end);
     const StepScalars& r = *q.scalars();
-    stop |= r.stop != 0;
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
     const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, o.seq_len);
     ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
@@ -989,9 +990,12 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
     progress.note(text);
 }
 
-// With several ranks all must stop after the same step: `stop` comes from the step's sums, which are equal on all.
+// Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
+// the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
+// devices meanwhile run what is queued.
 bool Trainer::stopping() const {
-    return ctx.world > 1 ? stop : stop_requested();
+    const std::vector<char> asked = ctx.comm->all_gather_host(char(stop_requested()));
+    return std::find(asked.begin(), asked.end(), 1) != asked.end();
 }
 
 void Trainer::sample_text(Progress& progress) {
@@ -1046,6 +1050,7 @@ LoaderOptions Trainer::loader_options() const {
 }
 
 void Trainer::run() {
+    catch_stop_signals();
     RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step);
     Progress progress(o.steps, step, ctx.rank == 0);
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
@@ -1053,10 +1058,9 @@ void Trainer::run() {
                       " training tokens in ", with_commas(loader.num_training_sequences()), " training sequences (",
                       loader.dropped_tokens(), " tokens at the end left out), ", with_commas(o.total_batch_tokens),
                       " a step"));
-    catch_stop_signals();
-    while (step < o.steps && !stopping()) {
+    while (step < o.steps) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
-        queue_step(loader);
+        if (!queue_step(loader)) break;
         if (ctx.profiler.on()) {
             ctx.profiler.stop();
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));

@@ -13,7 +13,7 @@ class Trainer {
     Trainer(const Context& context, TrainSetup setup);
     ~Trainer();
     void run();
-    void queue_step(Loader& loader);
+    bool queue_step(Loader& loader);
     LoaderOptions loader_options() const;
 
   private:
@@ -54,7 +54,6 @@ class Trainer {
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
-    bool stop = false;                          // a rank had received a stop signal before a finished step
     double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
 };

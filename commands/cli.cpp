@@ -1,10 +1,12 @@
 #include "commands/cli.h"
 
 #include <algorithm>
+#include <csignal>
 #include <iostream>
 #include <new>
 #include <sstream>
 
+#include "runtime/console.h"
 #include "runtime/device/device.h"
 
 namespace {
@@ -25,8 +27,8 @@ std::string one_line(std::string text) {
     return text;
 }
 
-int fail(const std::string& message, int status) {
-    std::cout.flush();
+int fail(Console& console, const std::string& message, int status) {
+    console.end_line();
     std::cerr << "train_gpt: " << one_line(message) << std::endl;
     return status;
 }
@@ -137,13 +139,11 @@ std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
     return errors;
 }
 
-}  // namespace
-
-int run_program(int argc, char** argv, const std::vector<Command>& commands) {
-    const Args args(argv + std::min(argc, 1), argv + argc);
-    if (args.empty()) return fail("no command given; 'train_gpt --help' lists the commands", 2);
+int run_command(Console& console, const Args& args, const std::vector<Command>& commands) {
+    const auto fails = [&](const std::string& message, int status) { return fail(console, message, status); };
+    if (args.empty()) return fails("no command given; 'train_gpt --help' lists the commands", 2);
     if (args[0] == "--help" || args[0] == "-h" || args[0] == "help") {
-        std::cout << overview(commands);
+        std::cout << overview(commands) << std::flush;
         return 0;
     }
     const auto command =
@@ -151,27 +151,39 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
     if (command == commands.end()) {
         std::vector<std::string> names;
         for (const Command& c : commands) names.push_back(c.name);
-        return fail(str("unknown command '", args[0], "'", did_you_mean(closest(args[0], names), "'"),
-                        "; 'train_gpt --help' lists the commands"),
-                    2);
+        return fails(str("unknown command '", args[0], "'", did_you_mean(closest(args[0], names), "'"),
+                         "; 'train_gpt --help' lists the commands"),
+                     2);
     }
     try {
         command->run(Args(args.begin() + 1, args.end()));
         std::cout.flush();
-        if (!std::cout)
-            return fail("standard output: cannot write; free disk space, or check the program that reads the pipe", 1);
         return 0;
+    } catch (const std::ios_base::failure&) {
+        throw;  // run_program() handles it
     } catch (const RanksFailed& failure) {
         return failure.status;
     } catch (const HelpRequested& help) {
-        std::cout << help.text;
+        std::cout << help.text << std::flush;
         return 0;
     } catch (const UsageError& e) {
-        return fail(str(command->name, ": ", e.what(), "; see 'train_gpt ", command->name, " --help'"), 2);
+        return fails(str(command->name, ": ", e.what(), "; see 'train_gpt ", command->name, " --help'"), 2);
     } catch (const std::bad_alloc&) {
-        return fail(str(command->name, ": out of memory; see what a run needs with 'train_gpt plan'"), 1);
+        return fails(str(command->name, ": out of memory; see what a run needs with 'train_gpt plan'"), 1);
     } catch (const std::exception& e) {
-        return fail(str(command->name, ": ", e.what()), 1);
+        return fails(str(command->name, ": ", e.what()), 1);
+    }
+}
+
+}  // namespace
+
+int run_program(int argc, char** argv, const std::vector<Command>& commands) {
+    Console console;
+    try {
+        return run_command(console, Args(argv + std::min(argc, 1), argv + argc), commands);
+    } catch (const std::ios_base::failure&) {
+        if (Console::reader_gone()) return 128 + SIGPIPE;  // what a shell shows for a process that SIGPIPE ended
+        return fail(console, "standard output: cannot write; free disk space, or check where it goes", 1);
     }
 }
 

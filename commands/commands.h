@@ -26,7 +26,7 @@ struct Command {
 };
 
 // Finds the command, runs it and prints exceptions as one line on stderr. Returns the exit status: 0; 2 for a wrong
-// option or value; 1 for any later error.
+// option or value; 1 for any later error; 141 (128 + SIGPIPE), without a message, if the reader of stdout has gone.
 int run_program(int argc, char** argv, const std::vector<Command>& commands);
 
 // A model: a preset, a directory in Hugging Face layout or a run directory. Each model option of a preset can be

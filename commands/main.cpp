@@ -17,6 +17,7 @@ void run_info(const Args& args) {
 
 int main(int argc, char** argv) {
     take_signals_in_a_thread();
+    ignore_closed_pipes();
     return run_program(argc, argv,
                        {{"train", "train a model", run_train},
                         {"eval", "score a split of a data set", run_eval},

@@ -1,18 +1,15 @@
 #!/usr/bin/env python3
 """End-to-end tests of the commands: real data, real files, the driver as users start it (TRAIN_GPT names it)."""
-import glob
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
-import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
@@ -514,26 +511,6 @@ class CommandsTest(unittest.TestCase):
         done = run("train", "--out", self.base, "--resume")
         self.assertEqual(done.returncode, 0)
         self.assertIn("is done: step 8 of 8", done.stderr)
-
-    def test_signals_save_a_checkpoint(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            other = os.path.join(self.top, f"signal_{number}")
-            process = subprocess.Popen([DRIVER, *map(str, self.train_args(f"signal_{number}", "--steps", 100000, "--eval-every", 0))],
-                                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            deadline = time.time() + 60
-            while time.time() < deadline and not (os.path.exists(other + "/log.jsonl") and os.path.getsize(other + "/log.jsonl")):
-                time.sleep(0.02)
-            # One thread receives signals: in no computing thread can a handler's frame overwrite a buffer (runtime/signals.h).
-            blocked = [int(re.search(r"^SigBlk:\s*(\w+)", text_of(path), re.M)[1], 16)
-                       for path in glob.glob(f"/proc/{process.pid}/task/*/status")]
-            self.assertGreaterEqual(len(blocked), 3)
-            self.assertEqual(sum(mask >> (number - 1) & 1 == 0 for mask in blocked), 1, blocked)
-            process.send_signal(number)
-            stderr = process.communicate(timeout=60)[1]
-            self.assertEqual(process.returncode, 0, stderr)
-            (name,) = checkpoints(other)
-            self.assertEqual(int(name[5:]), log(other)[-1]["step"])
-            self.assertIn("--resume", stderr)
 
     def test_keep_preserves_the_best_checkpoint(self):
         # The first checkpoint is the best: from there on the learning rate is absurd.

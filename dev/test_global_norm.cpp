@@ -20,7 +20,7 @@ Tensor element(const TestArray& array, int64_t i) {
 StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, StepScalars before,
                     double grad_unit = 1) {
     const TestArray scalars = TestArray::bytes(&before, sizeof(before));
-    const TestArray sums = TestArray::doubles({NAN, loss_sum, 0}, {1, NUM_STEP_SUMS});
+    const TestArray sums = TestArray::doubles({NAN, loss_sum}, {1, NUM_STEP_SUMS});
     const TestArray scratch = TestArray::scratch(sum_squares_scratch(grads.tensor().numel()));
     sum_squares(element(sums, SUM_SQUARES), grads, false, scratch, Stream{});
     step_control(scalars, sums, loss_scale, grad_unit, Stream{});
@@ -31,7 +31,7 @@ StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, 
 
 StepScalars fresh(float grad_clip, int64_t t = 0) {
     const float unset = std::numeric_limits<float>::quiet_NaN();
-    return {3e-4f, grad_clip, 0.95f, unset, unset, unset, -1, t, -1};
+    return {3e-4f, grad_clip, 0.95f, unset, unset, unset, -1, t};
 }
 
 // The sum runs in double: what is left is rounding the result to fp32.
@@ -51,7 +51,6 @@ TEST(StepControl, NormMatchesFloat64) {
             EXPECT_EQ(s.loss, 3);
             EXPECT_EQ(s.grad_scale, 1);
             EXPECT_EQ(s.skip, 0);
-            EXPECT_EQ(s.stop, 0);
             EXPECT_EQ(s.t, 1);
             EXPECT_EQ(s.lr, 3e-4f);
             EXPECT_EQ(s.momentum, 0.95f);
@@ -121,7 +120,7 @@ TEST(SumLosses, MatchesFloat64) {
 // Sums over several parts, on each of three ranks, give the norm and the loss of the whole.
 TEST(StepControl, AddsPartsAndRanks) {
     const TestArray grads = TestArray::random({90001}, 1), scratch = TestArray::scratch(sum_squares_scratch(90001));
-    const TestArray sums = TestArray::doubles({NAN, 1, 0, NAN, 2, 0, NAN, 4, 1}, {3, NUM_STEP_SUMS});
+    const TestArray sums = TestArray::doubles({NAN, 1, NAN, 2, NAN, 4}, {3, NUM_STEP_SUMS});
     const int64_t ends[] = {0, 1, 30000, 40000, 90000, 90000, 90001};  // two parts a rank
     for (int64_t part = 0; part < 6; part++) {
         sum_squares(element(sums, part / 2 * NUM_STEP_SUMS + SUM_SQUARES),
@@ -136,7 +135,6 @@ TEST(StepControl, AddsPartsAndRanks) {
     expect_rounded(s.grad_norm, norm);
     expect_rounded(s.grad_scale, 0.5 / norm);
     EXPECT_EQ(s.loss, 3.5f);
-    EXPECT_EQ(s.stop, 1);  // one rank asked for it
     EXPECT_EQ(s.t, 42);
 }
 
@@ -144,11 +142,11 @@ TEST(StepControl, InvalidArgumentsAreErrors) {
     const TestArray grads = TestArray::random({40000}, 1), short_bytes = TestArray::scratch(3);
     const TestArray scalars = TestArray::scratch(sizeof(StepScalars)),
                     scratch = TestArray::scratch(sum_squares_scratch(40000)), sum = TestArray::doubles({1}, {1}),
-                    sums = TestArray::doubles({1, 1, 0}, {1, NUM_STEP_SUMS});
+                    sums = TestArray::doubles({1, 1}, {1, NUM_STEP_SUMS});
     expect_error([&] { step_control(short_bytes, sums, 1, 1, Stream{}); },
                  str("step_control: scalars is uint8 [3], expected uint8 [", sizeof(StepScalars), "]"));
     expect_error([&] { step_control(scalars, sum, 1, 1, Stream{}); },
-                 "step_control: sums is fp64 [1], expected fp64 [ranks, 3]");
+                 "step_control: sums is fp64 [1], expected fp64 [ranks, 2]");
     expect_error([&] { sum_squares(sum, sum, false, scratch, Stream{}); },
                  "sum_squares: grads is fp64 [1], expected fp32 [1]");
     expect_error([&] { sum_squares(sum, grads, false, short_bytes, Stream{}); },

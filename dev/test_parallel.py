@@ -6,6 +6,7 @@ import glob
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -298,6 +299,32 @@ class ParallelTest(unittest.TestCase):
         last = log(run_dir)[-1]["step"]
         self.assertEqual(commands.checkpoints(run_dir), [f"step_{last:08}"])
         self.assertIn(f"stopped at step {last}; ", errors)
+
+    def test_ranks_leave_out_the_same_micro_steps(self):
+        """Runs that one rank's signals stop in the middle of steps end with the bits of a run that is not stopped."""
+        for stage in (0, 3):
+            args = ["--steps", 6, "--batch-size", 1, "--total-batch-tokens", 2 * 32 * 40, "--zero-stage", stage, "--save-every", 0]
+            whole, name, delays, stops = self.train(2, *args), f"left_out{stage}", random.Random(stage), 0
+            start = command(2, *self.args(name, "gpt2-tiny", 2, *args))
+            while True:
+                with subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT,
+                                      text=True) as process:
+                    self.addCleanup(process.kill)
+                    self.assertTrue(any("training tokens in" in line for line in process.stderr))  # from here on it catches signals
+                    time.sleep(delays.uniform(0, 0.1 * stops))
+                    rank = process_of_rank(stops % 2, process.pid)
+                    if rank:
+                        os.kill(rank, signal.SIGTERM)
+                    _, errors = process.communicate(timeout=60)
+                self.assertEqual(process.returncode, 0, errors)
+                if "stopped at step" not in errors:
+                    break
+                stops += 1
+                self.assertLess(stops, 100)
+                start = command(2, "--resume", "--out", os.path.join(self.top, name), "--zero-stage", stage)
+            self.assertGreater(stops, 1)
+            digests = [commands.digests(os.path.join(run_dir, "step_00000006")) for run_dir in (whole, os.path.join(self.top, name))]
+            self.assertEqual(*digests, f"stage {stage}")
 
     def test_run_resumes_after_a_rank_is_killed(self):
         """The run resumes from its last checkpoint with the same results on any number of ranks."""

@@ -76,6 +76,5 @@ void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_un
     s.grad_norm = float(grad_unit * norm);
     s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
     s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm));
-    s.stop = sum[SUM_STOP] > 0;
     if (!s.skip) s.t++;
 }

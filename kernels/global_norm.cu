@@ -76,7 +76,6 @@ __global__ void control_kernel(StepScalars* scalars, const double* sums, int64_t
     s.grad_norm = float(grad_unit * norm);
     s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
     s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm));
-    s.stop = sum[SUM_STOP] > 0;
     if (!s.skip) s.t++;
     *scalars = s;
 }

@@ -23,11 +23,10 @@ struct StepScalars {
     float grad_scale;  // factor for the gradients in the update
     int32_t skip;      // 1: loss or norm is not finite, the update is skipped
     int64_t t;         // number of updates including this one (Adam's t)
-    int32_t stop = 0;  // 1: a rank was asked to stop
 };
 
 // Columns of a rank's row of sums, fp64.
-enum StepSum { SUM_SQUARES, SUM_LOSS, SUM_STOP, NUM_STEP_SUMS };
+enum StepSum { SUM_SQUARES, SUM_LOSS, NUM_STEP_SUMS };
 
 // Sum of losses [n] fp32 into *loss_sum (F64, one element), in a fixed order. accumulate: add, else overwrite.
 void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream);

@@ -7,20 +7,21 @@
 #include <thread>
 
 namespace {
+constexpr int STOP_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
+
 // A signal handler can reach nothing but a global.
 volatile std::sig_atomic_t stop_signal = 0;
 
 void on_signal(int number) {
     stop_signal = number;
-    std::signal(number, SIG_DFL);
+    if (number != SIGHUP) std::signal(number, SIG_DFL);
 }
 }  // namespace
 
 void take_signals_in_a_thread() {
     sigset_t stopping;
     sigemptyset(&stopping);
-    sigaddset(&stopping, SIGINT);
-    sigaddset(&stopping, SIGTERM);
+    for (const int number : STOP_SIGNALS) sigaddset(&stopping, number);
     pthread_sigmask(SIG_BLOCK, &stopping, nullptr);
     std::thread([stopping] {
         pthread_sigmask(SIG_UNBLOCK, &stopping, nullptr);
@@ -30,8 +31,8 @@ void take_signals_in_a_thread() {
 
 void catch_stop_signals() {
     stop_signal = 0;
-    std::signal(SIGINT, on_signal);
-    std::signal(SIGTERM, on_signal);
+    for (const int number : STOP_SIGNALS)
+        if (number != SIGHUP || !signal_ignored(number)) std::signal(number, on_signal);
 }
 
 bool stop_requested() {
@@ -45,4 +46,13 @@ void catch_interrupt() {
 
 void release_interrupt() {
     std::signal(SIGINT, SIG_DFL);
+}
+
+bool signal_ignored(int number) {
+    struct sigaction action {};
+    return sigaction(number, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+void ignore_closed_pipes() {
+    std::signal(SIGPIPE, SIG_IGN);
 }

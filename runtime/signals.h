@@ -1,12 +1,14 @@
-// SIGINT and SIGTERM stop a run at the end of its step; a second signal ends the process at once.
+// SIGINT, SIGTERM and SIGHUP stop a run after its last complete step. A second SIGINT or SIGTERM ends the process at
+// once. A second SIGHUP does not, because a terminal that closes may send several.
 #pragma once
 
-// Starts a thread that receives both signals; the caller and all threads it creates later block them. Call this before
+// Starts a thread that receives these signals; the caller and all threads it creates later block them. Call this before
 // any other thread exists. The reason: a signal handler's frame is written at the thread's stack pointer, and oneDNN's
 // sgemm (AVX2, AVX-512) points that at its packing buffer on the heap, so a handler would overwrite other data.
 // Throws std::system_error if the thread cannot be started.
 void take_signals_in_a_thread();
 
+// SIGHUP stays ignored where the process was started so (nohup).
 void catch_stop_signals();
 bool stop_requested();
 
@@ -14,3 +16,9 @@ bool stop_requested();
 // returns true after it.
 void catch_interrupt();
 void release_interrupt();
+
+// Whether the process was started with this signal ignored, or ignores it by now.
+bool signal_ignored(int number);
+
+// A write to a pipe or socket whose reader has gone fails with EPIPE instead of ending the process.
+void ignore_closed_pipes();

@@ -11,7 +11,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +18,9 @@
 #include <utility>
 
 #include "runtime/communication/descriptor.h"
+#include "runtime/console.h"
 #include "runtime/error.h"
+#include "runtime/signals.h"
 
 extern char** environ;
 
@@ -68,10 +69,14 @@ class SignalReader {
         struct sigaction action {};
         action.sa_handler = on_signal;
         action.sa_flags = SA_RESTART;
-        for (size_t i = 0; i < CAUGHT.size(); i++) sigaction(CAUGHT[i], &action, &before[i]);
+        for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
+            if (number == SIGHUP && signal_ignored(number)) continue;  // nohup: the ranks ignore it too
+            before.push_back({number, {}});
+            sigaction(number, &action, &before.back().action);
+        }
     }
     ~SignalReader() {
-        for (size_t i = 0; i < CAUGHT.size(); i++) sigaction(CAUGHT[i], &before[i], nullptr);
+        for (const Caught& caught : before) sigaction(caught.number, &caught.action, nullptr);
         signal_pipe = -1;
     }
     SignalReader(const SignalReader&) = delete;
@@ -82,11 +87,20 @@ class SignalReader {
         char number;
         return read(read_end, &number, 1) == 1 ? number : 0;
     }
-    static constexpr std::array<int, 3> CAUGHT = {SIGINT, SIGTERM, SIGCHLD};
+    sigset_t caught() const {
+        sigset_t set;
+        sigemptyset(&set);
+        for (const Caught& signal : before) sigaddset(&set, signal.number);
+        return set;
+    }
 
   private:
+    struct Caught {
+        int number;
+        struct sigaction action;  // before
+    };
     Descriptor read_end, write_end;
-    std::array<struct sigaction, CAUGHT.size()> before;
+    std::vector<Caught> before;
 };
 
 struct Rank {
@@ -175,10 +189,9 @@ class LocalRanks {
             posix_spawn_file_actions_adddup2(&files, write_end, STDERR_FILENO);
         }
         // A process group of its own, so that a terminal's Ctrl-C reaches the rank only through this process.
-        sigset_t none, caught;
+        sigset_t none;
+        const sigset_t caught = signals.caught();
         sigemptyset(&none);
-        sigemptyset(&caught);
-        for (const int number : SignalReader::CAUGHT) sigaddset(&caught, number);
         posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
         posix_spawnattr_setpgroup(&attributes, 0);
         posix_spawnattr_setsigmask(&attributes, &none);
@@ -231,7 +244,7 @@ class LocalRanks {
 
     // On a terminal this clears rank 0's progress line first.
     static void write_line(const std::string& line) {
-        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", line, "\n");
+        const std::string text = str(isatty(STDERR_FILENO) ? "\r\033[K" : "", for_output(STDERR_FILENO, line), "\n");
         for (size_t done = 0; done < text.size();) {
             const ssize_t n = write(STDERR_FILENO, text.data() + done, text.size() - done);
             if (n < 0 && errno != EINTR) return;

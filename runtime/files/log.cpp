@@ -7,6 +7,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 
+#include "runtime/console.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
@@ -72,7 +73,7 @@ void Progress::step(int64_t step, const std::string& text) {
 void Progress::note(const std::string& line) {
     if (!shown) return;
     clear();
-    std::fprintf(stderr, "%s\n", line.c_str());
+    std::fprintf(stderr, "%s\n", for_output(STDERR_FILENO, line).c_str());
 }
 
 void Progress::finish() {
