@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "kernels/muon.h"
 #include "kernels/rope.h"
 #include "kernels/tensor_library/tensor_ops.h"
 #include "runtime/rng.h"
@@ -422,6 +423,72 @@ inline double global_norm(const double* grads, int64_t n) {
     double sum = 0;
     for (int64_t i = 0; i < n; i++) sum += grads[i] * grads[i];
     return sqrt(sum);
+}
+
+struct Muon {
+    Value m, u;
+};
+
+// The momentum of one parameter.
+HOST_DEVICE inline Muon muon_momentum(double m, double grad, double grad_scale, double mu) {
+    Muon r;
+    const double g = grad * grad_scale;
+    r.m.add(mu * m);
+    r.m.add((1 - mu) * g);
+    r.u.add((1 - mu) * g);
+    r.u.add(mu * r.m.value, mu * r.m.mag);
+    return r;
+}
+
+HOST_DEVICE inline Value muon_update(double param, double update, double lr, double shape_scale, double weight_decay) {
+    Value p;
+    p.add(param);
+    p.add(-lr * shape_scale * update);
+    p.add(-lr * weight_decay * param);
+    return p;
+}
+
+// One matrix x [rows, columns]. error(sum, rounded, K) is what a kernel's rounding adds to a result: a sum of K terms
+// with its mag, and `rounded`, the absolute values of what is rounded when it is stored. It is 0 for the exact result.
+template <typename Error>
+std::vector<double> newton_schulz(const double* x, int64_t rows, int64_t columns, const NewtonSchulz& coefficients,
+                                  Error error) {
+    if (rows > columns) {  // the iteration of the transpose
+        const auto transposed = [](const double* from, int64_t M, int64_t N) {
+            std::vector<double> to(size_t(M * N));
+            for (int64_t i = 0; i < M; i++)
+                for (int64_t j = 0; j < N; j++) to[size_t(j * M + i)] = from[i * N + j];
+            return to;
+        };
+        const std::vector<double> wide =
+            newton_schulz(transposed(x, rows, columns).data(), columns, rows, coefficients, error);
+        return transposed(wide.data(), columns, rows);
+    }
+    // alpha·product + beta·addend, rounded as a product and as a sum.
+    const auto add = [&](const Values& product, double alpha, const std::vector<double>& addend, double beta,
+                         int64_t K) {
+        std::vector<double> out(addend.size());
+        for (size_t i = 0; i < out.size(); i++) {
+            const double first = alpha * product.value[i], second = beta * addend[i], sum = first + second;
+            out[i] = sum + error(Value{sum, fabs(alpha) * product.mag[i] + fabs(second)}, fabs(first) + fabs(sum), K);
+        }
+        return out;
+    };
+    const double norm = global_norm(x, rows * columns) * coefficients.norm_margin;
+    std::vector<double> X(size_t(rows * columns)), A(size_t(rows * rows));
+    for (size_t i = 0; i < X.size(); i++) {
+        X[i] = norm > 0 ? x[i] / norm : 0;
+        X[i] += error(Value{X[i], fabs(X[i])}, fabs(X[i]), 1);
+    }
+    for (const NewtonSchulz::Step& step : coefficients.steps) {
+        const Values gram = matmul(X.data(), X.data(), false, true, nullptr, nullptr, rows, rows, columns);
+        for (size_t i = 0; i < A.size(); i++)
+            A[i] = gram.value[i] + error(Value{gram.value[i], gram.mag[i]}, fabs(gram.value[i]), columns);
+        const std::vector<double> B =
+            add(matmul(A.data(), A.data(), false, false, nullptr, nullptr, rows, rows, rows), step.c, A, step.b, rows);
+        X = add(matmul(B.data(), X.data(), false, false, nullptr, nullptr, rows, columns, rows), 1, X, step.a, rows);
+    }
+    return X;
 }
 
 struct AdamW {

@@ -5,6 +5,7 @@
 #include <array>
 
 #include "dev/reference.h"
+#include "dev/stochastic_rounding.h"
 #include "dev/test_util.h"
 
 namespace {
@@ -231,21 +232,6 @@ TEST(AdamW, WritesRoundedCopyOfParameters) {
 }
 
 namespace {
-
-// Stochastic rounding by arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise,
-// uniform in [0, 1), is in the last part(x) of its range. part(x) is the distance of x from the neighbour nearer to
-// zero, in units.
-double round_by(double x, double noise) {
-    if (x == 0 || !std::isfinite(x)) return x;
-    const double unit = std::ldexp(1, std::max(std::ilogb(x), -126) - 7);  // of bf16 at x
-    const double near_zero = std::trunc(x / unit) * unit, part = std::fabs(x - near_zero) / unit;
-    return near_zero + (noise >= 1 - part ? std::copysign(unit, x) : 0);
-}
-
-// The noise as adamw.h defines it.
-double noise_of(uint64_t seed, int64_t t, uint64_t key, int64_t element) {
-    return (philox(seed, uint64_t(t) << 36 | uint64_t(element / 4), key).v[element % 4] >> 16) * 0x1p-16;
-}
 
 // One update of parameters without master weights; m and v start again. Returns the parameters.
 std::vector<double> update_bf16(const std::vector<double>& p, const TestArray& grads,

@@ -114,6 +114,68 @@ TEST_P(MatmulDTypes, LargeMatmulMatchesOracleInSamples) {
     expect_close("matmul", got, ref, mag, K, 1, activation());
 }
 
+namespace {
+
+struct Batched {
+    int64_t batch, M, N, K;
+    bool transpose_a, transpose_b;
+    float alpha, beta;
+};
+
+// The inputs of a batched matmul, and its result as fetched values.
+struct BatchedRun {
+    TestArray a, b, add, out;
+    BatchedRun(DType T, const Batched& p)
+        : a(TestArray::random(T, {p.batch, p.transpose_a ? p.K : p.M, p.transpose_a ? p.M : p.K}, 1)),
+          b(TestArray::random(T, {p.batch, p.transpose_b ? p.N : p.K, p.transpose_b ? p.K : p.N}, 2)),
+          add(TestArray::random(T, {p.batch, p.M, p.N}, 3, 5)),
+          out(TestArray::poisoned(T, {p.batch, p.M, p.N})) {}
+    std::vector<double> run(const Batched& p, bool in_place, Stream on) const {
+        const Tensor to = in_place ? add.tensor() : out.tensor();
+        matmul_batched(to, a, b, p.transpose_a, p.transpose_b, p.alpha, p.beta, p.beta != 0 ? add.tensor() : Tensor{},
+                       on);
+        return (in_place ? add : out).fetch();
+    }
+};
+
+void check_batched(DType T, const Batched& p, bool in_place) {
+    SCOPED_TRACE(str(p.batch, " x ", p.M, " x ", p.N, " x ", p.K, p.transpose_a ? " T" : " N",
+                     p.transpose_b ? "T" : "N", " alpha ", p.alpha, " beta ", p.beta, " in_place ", in_place));
+    const BatchedRun inputs(T, p);
+    const std::vector<double> got = inputs.run(p, in_place, stream());
+    reference::Values all;
+    for (int64_t i = 0; i < p.batch; i++) {
+        const reference::Values product =
+            reference::matmul(inputs.a.data() + i * p.M * p.K, inputs.b.data() + i * p.K * p.N, p.transpose_a,
+                              p.transpose_b, nullptr, nullptr, p.M, p.N, p.K);
+        for (int64_t k = 0; k < p.M * p.N; k++) {
+            const double added = p.beta * inputs.add.data()[i * p.M * p.N + k];
+            all.value.push_back(p.alpha * product.value[size_t(k)] + added);
+            all.mag.push_back(std::fabs(p.alpha) * product.mag[size_t(k)] + std::fabs(added));
+        }
+    }
+    // The library's Hopper kernels round the product to 16 bits before they add.
+    expect_close("matmul_batched", got, all.value, all.mag, p.K, p.N, T, p.beta != 0 ? 2 : 1);
+}
+
+}  // namespace
+
+TEST_P(MatmulDTypes, BatchedMatmulMatchesOracle) {
+    const int64_t sizes[][4] = {{1, 5, 7, 3}, {3, 1, 1, 1}, {4, 16, 24, 40}, {2, 33, 17, 65}, {5, 64, 64, 128}};
+    const float factors[][2] = {{1, 0}, {2.03f, 0}, {1, 3.44f}, {2.03f, -4.78f}, {0, 1.5f}};
+    for (const auto& s : sizes)
+        for (const auto& [alpha, beta] : factors)
+            for (int transposes = 0; transposes < 4; transposes++)
+                for (const bool in_place : {false, true})
+                    if (!in_place || beta != 0)
+                        check_batched(activation(),
+                                      {s[0], s[1], s[2], s[3], bool(transposes & 1), bool(transposes & 2), alpha, beta},
+                                      in_place);
+    check_batched(activation(), {2, 20, 24, 2050, false, true, 1, 0}, false);  // long sums
+    const TestArray none = TestArray::poisoned(activation(), {0, 3, 3});
+    matmul_batched(none, none, none, false, false, 1, 0, Tensor{}, stream());
+}
+
 #ifndef USE_CUDA
 namespace {
 void built_in(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate) {
@@ -125,6 +187,25 @@ void built_in(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b
 TEST(GemmBlocked, MatchesOracle) {
     check_many(built_in, {});
     check_matmul(built_in, {}, 250, 1100, 300, false, true, true, 3);  // more than one block each way
+}
+
+// In whole tiles, at the edges, and over more than one block of K.
+TEST(GemmBlocked, ScalesTheProduct) {
+    const int64_t M = 27, N = 70, K = 300;
+    const TestArray a = TestArray::random({M, K}, 1), b = TestArray::random({K, N}, 2),
+                    add = TestArray::random({M, N}, 3);
+    for (const bool accumulate : {false, true}) {
+        const TestArray out = accumulate ? TestArray::of(add.values(), {M, N}) : TestArray::poisoned({M, N});
+        gemm_blocked(false, false, M, N, K, a.tensor().as<float>(), K, b.tensor().as<float>(), N, accumulate,
+                     out.tensor().as<float>(), N, -0.3f);
+        reference::Values ref = reference::matmul(a.data(), b.data(), false, false, nullptr, nullptr, M, N, K);
+        for (size_t i = 0; i < ref.value.size(); i++) {
+            const double added = accumulate ? add.data()[i] : 0;
+            ref.value[i] = double(-0.3f) * ref.value[i] + added;
+            ref.mag[i] = double(0.3f) * ref.mag[i] + std::fabs(added);
+        }
+        expect_close("gemm_blocked", out.fetch(), ref.value, ref.mag, K, N);
+    }
 }
 
 TEST(GemmBlocked, BitsDoNotDependOnThreads) {
@@ -399,6 +480,29 @@ std::string replaced(std::string text, const std::string& from, const std::strin
 
 }  // namespace
 
+// A batch is a GEMM of its own, in the table too.
+TEST_P(MatmulDTypes, TunedBatchesRepeat) {
+    const DType T = activation();
+    const OwnStream tuned, other;
+    const int64_t header = lines(matmul_choices(tuned));
+    std::vector<Batched> gemms;
+    for (const int64_t batch : {1, 2, 5})
+        for (const float beta : {0.0f, -4.78f}) gemms.push_back({batch, 136, 72, 264, false, true, 2.03f, beta});
+    matmul_tuning(true, tuned);
+    for (const Batched& p : gemms) BatchedRun(T, p).run(p, false, tuned);
+    matmul_tuning(false, tuned);
+    const std::string choices = matmul_choices(tuned);
+    EXPECT_EQ(lines(choices), header + int64_t(gemms.size())) << choices;
+    ASSERT_TRUE(matmul_use_choices(choices, other));
+    EXPECT_EQ(matmul_choices(other), choices);
+    ASSERT_TRUE(matmul_use_choices(choices, stream()));
+    for (const Batched& p : gemms) {
+        const BatchedRun inputs(T, p);
+        expect_same_bits("adopted", inputs.run(p, false, tuned), inputs.run(p, false, other));
+        check_batched(T, p, false);
+    }
+}
+
 TEST(MatmulTuning, ForeignAndDamagedTablesAreRejected) {
     const OwnStream own, fresh;
     matmul_tuning(true, own);
@@ -415,7 +519,10 @@ TEST(MatmulTuning, ForeignAndDamagedTablesAreRejected) {
           with_checksum(replaced(body, "fp32 fp32", "fp32 fp33")), with_checksum(replaced(body, "fp32 NT", "fp32 NX")),
           with_checksum(replaced(body, " none ", " some ")), with_checksum(replaced(body, "64 64 64", "64 64 x")),
           with_checksum(replaced(body, algorithm, algorithm.substr(2))),
-          with_checksum(replaced(body, algorithm, std::string(128, 'f'))), with_checksum(body + "64 64\n")})
+          with_checksum(replaced(body, algorithm, std::string(128, 'f'))), with_checksum(body + "64 64\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " 0\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " x\n"),
+          with_checksum(body.substr(0, body.size() - 1) + " 2 3\n")})
         expect_error([&] { matmul_use_choices(damaged, fresh); },
                      "matmul_use_choices: the table of GEMM algorithms is damaged; without it they are timed again");
     EXPECT_EQ(matmul_choices(fresh), empty);
@@ -532,6 +639,20 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
                  "matmul_backward_weight: dbias is fp32 [4], expected fp32 [5]");
     expect_error([&] { matmul(out, inp, weight, false, false, false, stream()); },
                  "matmul: b is fp32 [5, 8], expected fp32 [8, 5]");
+    const TestArray batch = TestArray::random({2, 3, 5}, 4);
+    expect_error([&] { matmul_batched(batch, batch, batch, false, false, 1, 0, Tensor{}, stream()); },
+                 "matmul_batched: b is fp32 [2, 3, 5], expected fp32 [2, 5, 5]");
+    expect_error([&] { matmul_batched(out, batch, batch, false, true, 1, 0, Tensor{}, stream()); },
+                 "matmul_batched: out is fp32 [3, 5], expected fp32 [batch, M, N]");
+    const TestArray squares = TestArray::poisoned({2, 3, 3});
+    expect_error([&] { matmul_batched(squares, batch, batch, false, true, 1, 1, Tensor{}, stream()); },
+                 "matmul_batched: add is missing");
+    expect_error(
+        [&] {
+            matmul_batched(squares, batch, batch.tensor().columns(0, 5).rows(0, 1), false, true, 1, 1, Tensor{},
+                           stream());
+        },
+        "matmul_batched: b is fp32 [1, 3, 5], expected fp32 [2, 3, 5]");
     Tensor column_major = weight;
     column_major.stride[0] = 1, column_major.stride[1] = 5;
     expect_error([&] { matmul_forward(out, inp, column_major, Tensor{}, stream()); },

@@ -12,20 +12,6 @@ int64_t num_blocks(int64_t n) {
     return std::min(MAX_BLOCKS, ceil_div(n, int64_t(THREADS) * 4));
 }
 
-// The sum over the block, in a fixed order; valid in thread 0.
-template <int BLOCK>
-__device__ double block_sum_fp64(double x) {
-    __shared__ double shared[BLOCK];
-    shared[threadIdx.x] = x;
-    __syncthreads();
-#pragma unroll
-    for (int half = BLOCK / 2; half > 0; half /= 2) {
-        if (int(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-        __syncthreads();
-    }
-    return shared[0];
-}
-
 // Σ x² in fp64, where squares of fp32 are exact and neither overflow nor underflow.
 template <int W>
 __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, const float* x, int64_t n) {

@@ -13,6 +13,7 @@
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/gelu.h"
+#include "kernels/matmul_check.h"
 #ifndef USE_ONEDNN
 #include "kernels/cpu/gemm_blocked.h"
 #endif
@@ -54,8 +55,9 @@ void multiply_ABt(const char* op, int64_t M, int64_t N, int64_t K, const float* 
 }
 #endif
 
+// out = alpha·op(a)·op(b) (+ out if accumulate).
 void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
-              bool accumulate) {
+              bool accumulate, float alpha = 1) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
     const float *pa = a.as<float>(), *pb = b.as<float>();
     float* c = out.as<float>();
@@ -65,21 +67,26 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         return;
     }
 #ifdef USE_ONEDNN
-    if (!transpose_a && transpose_b && K >= LONG_ROWS) {
+    if (!transpose_a && transpose_b && K >= LONG_ROWS && alpha == 1) {
         multiply_ABt(op, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c, row_stride(out));
         return;
     }
     // Row-major, unlike BLAS. With beta = 0 what c holds is not read, NaN included.
     const dnnl_status_t status =
-        dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, 1.0f, pa, row_stride(a), pb,
+        dnnl_sgemm(transpose_a ? 'T' : 'N', transpose_b ? 'T' : 'N', M, N, K, alpha, pa, row_stride(a), pb,
                    row_stride(b), accumulate ? 1.0f : 0.0f, c, row_stride(out));
     require(status == dnnl_success, op, ": oneDNN's sgemm failed with status ", int(status), " for M = ", M,
             ", N = ", N, ", K = ", K);
 #else
     (void)op;
     gemm_blocked(transpose_a, transpose_b, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c,
-                 row_stride(out));
+                 row_stride(out), alpha);
 #endif
+}
+
+// Matrix i of a contiguous batch.
+Tensor matrix_of(const Tensor& batch, int64_t i) {
+    return host_tensor(batch.as<float>() + i * batch.stride[0], {batch.shape[1], batch.shape[2]});
 }
 
 // Σ over `rows` rows of up to SUM_COLUMNS columns, in ascending order within blocks of SUM_ROWS rows and then over the
@@ -167,6 +174,21 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
     else
         check_matrix(op, "b", b, K, N);
     multiply(op, out, a, b, transpose_a, transpose_b, accumulate);
+}
+
+void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,
+                    Tensor add, Stream) {
+    const char* op = "matmul_batched";
+    const BatchedSizes s = check_matmul_batched(op, out, a, b, transpose_a, transpose_b, beta, add, DType::F32);
+    if (beta != 0) {
+        float* o = out.as<float>();
+        const float* c = add.as<float>();
+        parallel_chunks(1, out.numel(), true, [&](int64_t, int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) o[i] = beta * c[i];
+        });
+    }
+    for (int64_t i = 0; i < s.batch; i++)
+        multiply(op, matrix_of(out, i), matrix_of(a, i), matrix_of(b, i), transpose_a, transpose_b, beta != 0, alpha);
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {

@@ -8,6 +8,7 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/gelu.h"
+#include "kernels/matmul_check.h"
 #include "runtime/device/blas.h"
 #include "runtime/timing.h"
 
@@ -32,7 +33,7 @@ void fill_rows(const char* op, const Tensor& out, const Tensor& bias, Stream str
 
 struct Gemm {
     GemmKey key;
-    GemmPointers pointers;
+    GemmOperands operands;
 };
 
 // The caller has checked shapes. bias and aux are null or of a's dtype.
@@ -48,7 +49,14 @@ Gemm make_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool transpo
     key.align_out = gemm_alignment(out.data), key.align_a = gemm_alignment(a.data);
     key.align_b = gemm_alignment(b.data), key.align_bias = gemm_alignment(bias.data);
     key.align_aux = gemm_alignment(aux.data);
-    return {key, {out.data, a.data, b.data, bias.data, aux.data}};
+    return {key, {out.data, a.data, b.data, accumulate ? out.data : nullptr, bias.data, aux.data}};
+}
+
+void run_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, Stream stream) {
+    GemmPlan& plan = blas_plan(op, key, operands, stream);
+    require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
+            ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
+    blas_multiply(op, key, plan, operands, stream);
 }
 
 // out = op(a)·op(b) (+ out if accumulate) (+ bias). The caller has checked shapes. bias is null or of a's dtype.
@@ -64,12 +72,9 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         }
         return;
     }
-    const auto [key, pointers] = make_gemm(out, a, b, transpose_a, transpose_b, accumulate,
+    const auto [key, operands] = make_gemm(out, a, b, transpose_a, transpose_b, accumulate,
                                            bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, Tensor{});
-    GemmPlan& plan = blas_plan(op, key, pointers, stream);
-    require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", M, ", N = ", N, ", K = ", K, ", ",
-            dtype_name(a.dtype), " to ", dtype_name(out.dtype));
-    blas_multiply(op, key, plan, pointers, stream);
+    run_gemm(op, key, operands, stream);
 }
 
 // The library requires rows of aux to be multiples of 16 bytes. Where the rows of another matrix are not, it uses a
@@ -85,8 +90,8 @@ bool can_fuse_gelu(std::initializer_list<Tensor> matrices) {
 // where tuning found it slower: for some shapes the library has only slow ones.
 template <typename Unfused>
 void multiply_fused(const char* op, const Gemm& gemm, Stream stream, Unfused unfused) {
-    GemmPlan& plan = blas_plan(op, gemm.key, gemm.pointers, stream);
-    const auto fused = [&] { blas_multiply(op, gemm.key, plan, gemm.pointers, stream); };
+    GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
+    const auto fused = [&] { blas_multiply(op, gemm.key, plan, gemm.operands, stream); };
     if (blas_of(op, stream).tuning && plan.possible && !plan.compared) {
         unfused();  // tunes its GEMM
         const std::vector<double> medians = time_in_turns({fused, unfused}, stream);
@@ -244,6 +249,27 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
     else
         check_matrix(op, "b", b, K, N, Given::Required, dtype);
     multiply(op, out, a, b, transpose_a, transpose_b, accumulate, Tensor{}, stream);
+}
+
+void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,
+                    Tensor add, Stream stream) {
+    const char* op = "matmul_batched";
+    const DType dtype = check_activation_dtype(op, "a", a);
+    const BatchedSizes s = check_matmul_batched(op, out, a, b, transpose_a, transpose_b, beta, add, dtype);
+    if (s.batch * s.M * s.N == 0) return;
+    GemmKey key;
+    key.batch = s.batch, key.M = s.M, key.N = s.N, key.K = s.K;
+    key.ld_out = s.N, key.ld_a = a.shape[2], key.ld_b = b.shape[2];
+    key.dtype = dtype, key.out_dtype = dtype;
+    key.transpose_a = transpose_a, key.transpose_b = transpose_b, key.accumulate = beta != 0;
+    const auto alignment = [&](const Tensor& t) {
+        return gemm_alignment(t.data, s.batch > 1 ? t.stride[0] * dtype_size(dtype) : 0);
+    };
+    key.align_out = beta != 0 ? std::min(alignment(out), alignment(add)) : alignment(out);
+    key.align_a = alignment(a), key.align_b = alignment(b);
+    GemmOperands operands{out.data, a.data, b.data, beta != 0 ? add.data : nullptr};
+    operands.alpha = alpha, operands.beta = beta;
+    run_gemm(op, key, operands, stream);
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {

@@ -25,6 +25,13 @@
 // op(b) is [K, N].
 void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream);
 
+// out[i] = alpha·op(a[i])·op(b[i]) + beta·add[i] for the matrices of a batch. out, add [batch, M, N]; op(a[i]) is
+// [M, K], op(b[i]) is [K, N]; contiguous, of one dtype. add is not read if beta is 0, and may be out; out must not
+// overlap a or b. The bits of a matrix depend on the size of the batch, but not on the position in it or on the other
+// matrices.
+void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,
+                    Tensor add, Stream stream);
+
 // out [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null.
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
 

@@ -16,14 +16,17 @@ namespace {
 constexpr int64_t KC = 256, MC = 120, NC = 1024;
 constexpr int64_t MAX_TILE = 12 * 32;
 
-// Computes one tile of c: tile rows × tile columns, K terms. a is [K][tile rows], b is [K][tile columns], both packed.
-using TileKernel = void (*)(const float* a, const float* b, int64_t K, bool accumulate, float* c, int64_t ldc);
+// Computes one tile of c, times alpha: tile rows × tile columns, K terms. a is [K][tile rows], b is [K][tile columns],
+// both packed.
+using TileKernel = void (*)(const float* a, const float* b, int64_t K, float alpha, bool accumulate, float* c,
+                            int64_t ldc);
 
 // The accumulators fill the register file: 12 × 2 of 32 AVX-512 registers, or 6 × 1 vec16 = 12 of 16 AVX2 registers.
 // Each loaded vector of b is used ROWS times, each broadcast element of a VECTORS times, so loads stay off the critical
 // path. Sums start at zero and are added to c at the end, which makes K a sum of short sums: smaller rounding errors.
 template <int ROWS, int VECTORS>
-ALWAYS_INLINE void multiply_tile(const float* a, const float* b, int64_t K, bool accumulate, float* c, int64_t ldc) {
+ALWAYS_INLINE void multiply_tile(const float* a, const float* b, int64_t K, float alpha, bool accumulate, float* c,
+                                 int64_t ldc) {
     vec16 sum[ROWS][VECTORS] = {};
     for (int64_t k = 0; k < K; k++) {
         vec16 bk[VECTORS];
@@ -40,13 +43,14 @@ ALWAYS_INLINE void multiply_tile(const float* a, const float* b, int64_t K, bool
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
             float* out = c + r * ldc + v * 16;
-            vec_store(out, accumulate ? vec_load(out) + sum[r][v] : sum[r][v]);
+            vec_store(out, accumulate ? vec_load(out) + alpha * sum[r][v] : alpha * sum[r][v]);
         }
     }
 }
 
-void multiply_tile_6x16(const float* a, const float* b, int64_t K, bool accumulate, float* c, int64_t ldc) {
-    multiply_tile<6, 1>(a, b, K, accumulate, c, ldc);
+void multiply_tile_6x16(const float* a, const float* b, int64_t K, float alpha, bool accumulate, float* c,
+                        int64_t ldc) {
+    multiply_tile<6, 1>(a, b, K, alpha, accumulate, c, ldc);
 }
 
 struct Tile {
@@ -55,9 +59,9 @@ struct Tile {
 };
 
 // Not MULTIARCH: the two instruction sets use tiles of different shapes, which packing must know.
-WITH_AVX512 void multiply_tile_12x32(const float* a, const float* b, int64_t K, bool accumulate, float* c,
+WITH_AVX512 void multiply_tile_12x32(const float* a, const float* b, int64_t K, float alpha, bool accumulate, float* c,
                                      int64_t ldc) {
-    multiply_tile<12, 2>(a, b, K, accumulate, c, ldc);
+    multiply_tile<12, 2>(a, b, K, alpha, accumulate, c, ldc);
 }
 
 Tile best_tile() {
@@ -93,15 +97,15 @@ struct Result {
 
 // A tile that extends beyond c, or whose rows are not contiguous in c, is computed in a buffer, and the part inside c
 // is copied.
-void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, bool accumulate, Result c,
-                        int64_t rows, int64_t columns) {
+void multiply_edge_tile(const Tile& tile, const float* a, const float* b, int64_t K, float alpha, bool accumulate,
+                        Result c, int64_t rows, int64_t columns) {
     alignas(64) float whole[MAX_TILE];
-    tile.kernel(a, b, K, false, whole, tile.columns);
+    tile.kernel(a, b, K, 1, false, whole, tile.columns);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < columns; j++) {
             const float x = whole[r * tile.columns + j];
             float* to = c.at(r, j);
-            *to = accumulate ? *to + x : x;
+            *to = accumulate ? *to + alpha * x : alpha * x;
         }
 }
 
@@ -111,7 +115,7 @@ struct Range {
 
 // One thread's rectangle of c.
 void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, StridedMatrix a, StridedMatrix b,
-                        bool accumulate, Result c, float* packed_a, float* packed_b) {
+                        float alpha, bool accumulate, Result c, float* packed_a, float* packed_b) {
     for (int64_t j0 = columns.begin; j0 < columns.end; j0 += NC) {
         const int64_t nc = std::min(NC, columns.end - j0);
         for (int64_t k0 = 0; k0 < K; k0 += KC) {
@@ -126,9 +130,9 @@ void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, 
                         const float *pa = packed_a + i * kc, *pb = packed_b + j * kc;
                         float* out = c.at(i0 + i, j0 + j);
                         if (c.column_stride == 1 && mc - i >= tile.rows && nc - j >= tile.columns)
-                            tile.kernel(pa, pb, kc, add, out, c.row_stride);
+                            tile.kernel(pa, pb, kc, alpha, add, out, c.row_stride);
                         else
-                            multiply_edge_tile(tile, pa, pb, kc, add, {out, c.row_stride, c.column_stride},
+                            multiply_edge_tile(tile, pa, pb, kc, alpha, add, {out, c.row_stride, c.column_stride},
                                                std::min(tile.rows, mc - i), std::min(tile.columns, nc - j));
                     }
             }
@@ -149,7 +153,7 @@ Range part(int64_t size, int64_t unit, int64_t parts, int64_t p) {
 }  // namespace
 
 void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatrix b, bool accumulate, float* c,
-                  int64_t c_row_stride, int64_t c_column_stride) {
+                  int64_t c_row_stride, int64_t c_column_stride, float alpha) {
     if (M == 0 || N == 0) return;
     const Result out{c, c_row_stride, c_column_stride};
     if (K == 0) {
@@ -191,12 +195,12 @@ void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatri
         float* packed_a = buffer.get() + p * per_thread;
         float* packed_b = packed_a + ceil_div(a_size, 16) * 16;
         multiply_rectangle(tile, part(M, tile.rows, grid_m, p / grid_n), part(N, tile.columns, grid_n, p % grid_n), K,
-                           a, b, accumulate, out, packed_a, packed_b);
+                           a, b, alpha, accumulate, out, packed_a, packed_b);
     }
 }
 
 void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
-                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc, float alpha) {
     gemm_blocked(M, N, K, {a, transpose_a ? 1 : lda, transpose_a ? lda : 1},
-                 {b, transpose_b ? 1 : ldb, transpose_b ? ldb : 1}, accumulate, c, ldc, 1);
+                 {b, transpose_b ? 1 : ldb, transpose_b ? ldb : 1}, accumulate, c, ldc, 1, alpha);
 }

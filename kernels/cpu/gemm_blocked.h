@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-// c [M, N] = op(a)·op(b), added to c if accumulate; row-major fp32. op(x) is x or, if transpose_x, its transpose; op(a)
-// is [M, K], op(b) is [K, N]. lda, ldb, ldc: row strides of the matrices as stored. c must not overlap a or b. M, N, K
-// may be 0.
+// c [M, N] = alpha·op(a)·op(b), added to c if accumulate; row-major fp32. op(x) is x or, if transpose_x, its transpose;
+// op(a) is [M, K], op(b) is [K, N]. lda, ldb, ldc: row strides of the matrices as stored. c must not overlap a or b. M,
+// N, K may be 0.
 //
 // K is summed in blocks of 256, each in ascending order, and the blocks in ascending order: the bits depend neither on
 // the number of threads nor on the location of an element in c. Throws Error if the packing buffers cannot be
@@ -22,6 +22,6 @@ struct StridedMatrix {
     const float* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
 };
 void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatrix b, bool accumulate, float* c,
-                  int64_t c_row_stride, int64_t c_column_stride);
+                  int64_t c_row_stride, int64_t c_column_stride, float alpha = 1);
 void gemm_blocked(bool transpose_a, bool transpose_b, int64_t M, int64_t N, int64_t K, const float* a, int64_t lda,
-                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);
+                  const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc, float alpha = 1);

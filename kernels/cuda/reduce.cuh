@@ -54,6 +54,20 @@ __device__ __forceinline__ void block_sum(float& x, float& y) {
     __syncthreads();
 }
 
+// The sum in fp64, valid in thread 0. Call it once in a kernel.
+template <int THREADS>
+__device__ inline double block_sum_fp64(double x) {
+    __shared__ double shared[THREADS];
+    shared[threadIdx.x] = x;
+    __syncthreads();
+#pragma unroll
+    for (int half = THREADS / 2; half > 0; half /= 2) {
+        if (int(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+        __syncthreads();
+    }
+    return shared[0];
+}
+
 template <int THREADS>
 __device__ __forceinline__ float block_max(float x) {
     static_assert(THREADS % WARP == 0 && THREADS <= 1024);

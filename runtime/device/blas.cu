@@ -18,7 +18,7 @@ void blas_check(cublasStatus_t status, const char* op, const char* call) {
 }
 
 auto fields(const GemmKey& k) {
-    return std::tie(k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.transpose_a,
+    return std::tie(k.batch, k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.transpose_a,
                     k.transpose_b, k.accumulate, k.epilogue, k.align_out, k.align_a, k.align_b, k.align_bias,
                     k.align_aux);
 }
@@ -52,8 +52,9 @@ Blas& blas_of(const char* op, Stream stream) {
 
 // Capped at 16: no algorithm requires more than the 16 bytes of a vector access or a TMA copy, so one plan serves every
 // matrix with that alignment.
-int64_t gemm_alignment(const void* p) {
-    const auto address = reinterpret_cast<uintptr_t>(p);
+int64_t gemm_alignment(const void* p, int64_t batch_stride) {
+    if (!p) return 0;
+    const auto address = reinterpret_cast<uintptr_t>(p) | uintptr_t(batch_stride);
     return int64_t(std::min<uintptr_t>(16, address & (~address + 1)));
 }
 
@@ -109,6 +110,13 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, DType dtype, int64_t rows, int64_t columns, int64_t ld) {
         blas_check(cublasLtMatrixLayoutInit(&to, cuda_type(dtype), uint64_t(columns), uint64_t(rows), ld), op,
                    "cublasLtMatrixLayoutInit");
+        if (key.batch == 1) return;
+        const auto set_batch = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
+            blas_check(cublasLtMatrixLayoutSetAttribute(&to, attribute, &value, sizeof(value)), op,
+                       "cublasLtMatrixLayoutSetAttribute");
+        };
+        set_batch(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(key.batch));
+        set_batch(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, int64_t(rows * ld));
     };
     layout(plan.a, key.dtype, key.transpose_a ? key.K : key.M, key.transpose_a ? key.M : key.K, key.ld_a);
     layout(plan.b, key.dtype, key.transpose_b ? key.N : key.K, key.transpose_b ? key.K : key.N, key.ld_b);
@@ -129,8 +137,8 @@ int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& p
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t(Blas::WORKSPACE_BYTES));
     // Split-K GEMMs must sum their parts in fp32. With an epilogue split-K is off: the library would round the sum to
-    // 16 bits before it adds the bias.
-    const bool split = key.out_dtype == DType::F32 || key.epilogue == GemmEpilogue::None;
+    // 16 bits before it adds the bias. In a batch it is off, so that no sum is divided by a matrix's position in it.
+    const bool split = key.batch == 1 && (key.out_dtype == DType::F32 || key.epilogue == GemmEpilogue::None);
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t(split ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE : CUBLASLT_REDUCTION_SCHEME_NONE));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(key.align_b));
@@ -143,15 +151,16 @@ int candidates(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& p
     return status == CUBLAS_STATUS_SUCCESS ? count : 0;
 }
 
-cublasStatus_t launch(const Blas& blas, GemmPlan& plan, const GemmPointers& p, bool accumulate, Stream stream) {
-    const float alpha = 1, beta = accumulate ? 1 : 0;  // with beta = 0 out is not read, so NaN in it is ignored
-    return cublasLtMatmul(blas.handle, &plan.desc, &alpha, p.b, &plan.b, p.a, &plan.a, &beta, p.out, &plan.out, p.out,
-                          &plan.out, &plan.algorithm, blas.workspace, Blas::WORKSPACE_BYTES, cuda_stream(stream));
+cublasStatus_t launch(const Blas& blas, GemmPlan& plan, const GemmOperands& p, bool accumulate, Stream stream) {
+    const float beta = accumulate ? p.beta : 0;  // with beta = 0 add is not read, so NaN in it is ignored
+    return cublasLtMatmul(blas.handle, &plan.desc, &p.alpha, p.b, &plan.b, p.a, &plan.a, &beta,
+                          accumulate ? p.add : p.out, &plan.out, p.out, &plan.out, &plan.algorithm, blas.workspace,
+                          Blas::WORKSPACE_BYTES, cuda_stream(stream));
 }
 
 void require_success(const char* op, const GemmKey& key, cublasStatus_t status) {
     require(status == CUBLAS_STATUS_SUCCESS, op, ": cublasLtMatmul failed (", cublasLtGetStatusString(status),
-            ") for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+            ") for M = ", key.M, ", N = ", key.N, ", K = ", key.K, ", batch ", key.batch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -176,12 +185,13 @@ __global__ void hash_kernel(unsigned long long* hash, const Bits* matrix, int64_
 unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& key, const void* out, Stream stream) {
     auto* hash = static_cast<unsigned long long*>(blas.workspace);
     device_fill(hash, 0, sizeof(*hash), stream);
-    const unsigned blocks = unsigned(std::min<int64_t>(key.M, 4096));
+    const int64_t rows = key.batch * key.M;
+    const unsigned blocks = unsigned(std::min<int64_t>(rows, 4096));
     if (dtype_size(key.out_dtype) == 2)
-        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint16_t*>(out), key.M, key.N,
+        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint16_t*>(out), rows, key.N,
                                                              key.ld_out);
     else
-        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint32_t*>(out), key.M, key.N,
+        hash_kernel<<<blocks, 256, 0, cuda_stream(stream)>>>(hash, static_cast<const uint32_t*>(out), rows, key.N,
                                                              key.ld_out);
     check_launch(op, stream);
     unsigned long long value = 0;
@@ -191,7 +201,7 @@ unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& 
 
 // Puts the fastest algorithm into the plan and overwrites out. Between runs the inputs stay in the L2 cache as far as
 // they fit, as they do in training.
-void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
+void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmOperands& p, Stream stream) {
     constexpr double TOO_SLOW = 1.25;  // times the fastest single run: not timed further
     cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
     const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
@@ -212,7 +222,8 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
         fastest = std::min(fastest, plan.milliseconds);
     }
     require(!deterministic.empty(), op, ": none of cuBLASLt's ", count,
-            " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K);
+            " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K, ", batch ",
+            key.batch);
     const auto too_slow = [&](const GemmPlan& tried) { return tried.milliseconds > TOO_SLOW * fastest; };
     deterministic.erase(std::remove_if(deterministic.begin(), deterministic.end(), too_slow), deterministic.end());
 
@@ -229,7 +240,7 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
 
 }  // namespace
 
-GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, Stream stream) {
+GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& p, Stream stream) {
     Blas& blas = blas_of(op, stream);
     auto found = blas.plans.find(key);
     if (found == blas.plans.end()) {
@@ -246,7 +257,7 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& p, S
     return plan;
 }
 
-void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& p, Stream stream) {
+void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmOperands& p, Stream stream) {
     set_pointers(plan, op, p.bias, p.aux);
     require_success(op, key, launch(blas_of(op, stream), plan, p, key.accumulate, stream));
     check_launch(op, stream);
@@ -260,7 +271,7 @@ namespace {
 
 constexpr const char* LEGEND =
     "# M N K, ld of out a b aux, dtype, out's, transposes, accumulate, epilogue, alignment of out a b bias aux, "
-    "algorithm, ms";
+    "algorithm, ms, batch if not 1";
 constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
 constexpr const char* APART = "apart";  // instead of an algorithm: GEMM and activation are faster as two kernels
@@ -300,7 +311,8 @@ std::string line_of(const GemmKey& k, const GemmPlan& plan) {
                dtype_name(k.dtype), ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ',
                k.accumulate, ' ', EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ',
                k.align_bias, ' ', k.align_aux, ' ',
-               plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ', plan.milliseconds);
+               plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ', plan.milliseconds,
+               k.batch > 1 ? str(' ', k.batch) : "");
 }
 
 bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
@@ -309,6 +321,7 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     in >> k.M >> k.N >> k.K >> k.ld_out >> k.ld_a >> k.ld_b >> k.ld_aux >> dtype >> out_dtype >> transposes >>
         k.accumulate >> epilogue >> k.align_out >> k.align_a >> k.align_b >> k.align_bias >> k.align_aux >> bytes >>
         plan.milliseconds;
+    if (in && !(in >> std::ws).eof()) in >> k.batch;
     const auto parse_dtype = [](const std::string& name, DType& to) {
         for (const DType d : DTYPES)
             if (name == dtype_name(d)) return to = d, true;
@@ -316,7 +329,8 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     };
     const auto found = std::find(EPILOGUES.begin(), EPILOGUES.end(), epilogue);
     if (!in || !(in >> std::ws).eof() || found == EPILOGUES.end() || transposes.size() != 2 ||
-        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0))
+        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0) || k.batch < 1 ||
+        k.batch > INT32_MAX)
         return false;
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
     k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';

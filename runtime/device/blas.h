@@ -25,21 +25,25 @@ enum class GemmEpilogue : uint8_t {
     GeluBackward,  // out = op(a)·op(b) ⊙ gelu'(aux)
 };
 
-// out [M, N] = op(a)·op(b), row-major. ld_*: row strides in elements.
+// out [M, N] = op(a)·op(b), row-major, of each matrix of the batch. ld_*: row strides in elements. In a batch matrices
+// are contiguous, one after the other.
 struct GemmKey {
-    int64_t M = 0, N = 0, K = 0;
+    int64_t batch = 1, M = 0, N = 0, K = 0;
     int64_t ld_out = 0, ld_a = 0, ld_b = 0, ld_aux = 0;  // ld_aux: 0 without aux
     DType dtype = DType::F32, out_dtype = DType::F32;    // of a, b, bias and aux; of out
     bool transpose_a = false, transpose_b = false, accumulate = false;
     GemmEpilogue epilogue = GemmEpilogue::None;
-    int64_t align_out = 0, align_a = 0, align_b = 0, align_bias = 0, align_aux = 0;  // bytes, up to 16; 0 where null
+    // Bytes, up to 16; 0 where null. align_out: also of what is added.
+    int64_t align_out = 0, align_a = 0, align_b = 0, align_bias = 0, align_aux = 0;
 };
 bool operator<(const GemmKey& x, const GemmKey& y);
 
-struct GemmPointers {
+// out = alpha·op(a)·op(b) + beta·add, then the epilogue.
+struct GemmOperands {
     void* out = nullptr;
-    const void *a = nullptr, *b = nullptr, *bias = nullptr;
+    const void *a = nullptr, *b = nullptr, *add = nullptr, *bias = nullptr;  // add: as out, null unless accumulate
     void* aux = nullptr;
+    float alpha = 1, beta = 1;
 };
 
 struct GemmPlan {
@@ -71,15 +75,15 @@ struct Blas : StreamLibrary {
 // The Blas of a stream. Throws Error, naming op, if the stream has none.
 Blas& blas_of(const char* op, Stream stream);
 
-// The alignment of p in bytes for a GemmKey: a power of two up to 16; 0 if p is null.
-int64_t gemm_alignment(const void* p);
+// The alignment in bytes of p, and of p + batch_stride, for a GemmKey: a power of two up to 16; 0 if p is null.
+int64_t gemm_alignment(const void* p, int64_t batch_stride = 0);
 
 // The plan for a key. The first call makes it; while tuning is on it is also timed, which overwrites out and aux. No
 // size may be 0.
-GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmPointers& pointers, Stream stream);
+GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& operands, Stream stream);
 
 // Runs the GEMM of a plan whose `possible` is true.
-void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmPointers& pointers, Stream stream);
+void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmOperands& operands, Stream stream);
 
 // Writes and reads the table of timed algorithms, as matmul_choices() and matmul_use_choices() (kernels/matmul.h).
 std::string blas_choices(const Blas& blas, bool used_only);
