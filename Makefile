@@ -63,7 +63,10 @@ endif
 BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(subst $(COMMA),-,$(SANITIZE)))
 
 # x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (kernels/cpu/cpu.h), so that a binary may be copied.
-ARCH_FLAGS := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
+# ARMv8.1 has the CRC instructions of checksums (runtime/files/crc32c.h).
+ARCH_FLAGS_x86_64 := -march=x86-64-v3
+ARCH_FLAGS_aarch64 := -march=armv8.1-a
+ARCH_FLAGS := $(ARCH_FLAGS_$(shell uname -m))
 OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O1 -g1 -fno-omit-frame-pointer,-O3))
 # Kernels pass 512-bit vectors through inlined functions only, so that their ABI (-Wpsabi) does not matter.
 WARNINGS := -Wall -Wextra -Wshadow -Wno-psabi $(if $(WERROR),-Werror)

@@ -846,10 +846,11 @@ Trainer::~Trainer() {
 
 void Trainer::start() {
     StepScalars scalars{};
-    if (!s.checkpoint.empty()) {
-        load_state(join_path(s.checkpoint, "state.safetensors"), model.table, {model.arenas, optimizer.m, optimizer.v});
-        step = saved_step = s.first_step;
-        scalars.t = s.adam_steps;
+    if (!s.resume.checkpoint.empty()) {
+        load_state(join_path(s.resume.checkpoint, "state.safetensors"), model.table,
+                   {model.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
+        step = saved_step = s.resume.step;
+        scalars.t = s.resume.adam_steps;
     } else if (!s.source.directory.empty()) {
         load_weights(s.source.directory, model.table, model.arenas);
     } else {
@@ -893,9 +894,9 @@ void Trainer::warm_up() {
 void Trainer::adopt_checkpoint_choices() {
     bool adopted;
     try {
-        adopted = matmul_use_choices(s.gemm_choices, ctx.stream, true);
+        adopted = matmul_use_choices(s.resume.gemm, ctx.stream, true);
     } catch (const Error&) {
-        throw Error(str(join_path(s.checkpoint, "trainer.json"),
+        throw Error(str(join_path(s.resume.checkpoint, "trainer.json"),
                         ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
     }
     if (!adopted) {
@@ -1015,11 +1016,14 @@ void Trainer::save(Progress& progress) {
     char name[32];
     std::snprintf(name, sizeof name, "step_%08" PRId64, step);
     const std::string path = join_path(o.out, name);
+    const int64_t adam_steps = read_scalars(ctx, acts).t;
+    // In the state's file too, so that a trainer.json of another checkpoint is noticed.
+    const SafetensorsWriter::Metadata steps = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
     write_checkpoint(
-        ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, [&](const std::string& directory) {
+        ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, steps, [&](const std::string& directory) {
             save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
             write_json(join_path(directory, "trainer.json"), {{"step", step},
-                                                              {"adam_steps", read_scalars(ctx, acts).t},
+                                                              {"adam_steps", adam_steps},
                                                               {"samples", step * (o.total_batch_tokens / o.seq_len)},
                                                               {"seed", o.seed},
                                                               {"seq_len", o.seq_len},
@@ -1054,7 +1058,7 @@ void Trainer::run() {
     RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step);
     Progress progress(o.steps, step, ctx.rank == 0);
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
-    progress.note(str(step ? str("resumed from ", s.checkpoint, "; ") : "", with_commas(s.train_files.size()),
+    progress.note(str(step ? str("resumed from ", s.resume.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_training_sequences()), " training sequences (",
                       loader.dropped_tokens(), " tokens at the end left out), ", with_commas(o.total_batch_tokens),
                       " a step"));
@@ -1099,9 +1103,9 @@ void run_train(const Args& args) {
     }
     const Context ctx(join_world(options.launch));
     TrainSetup setup = check_training(std::move(options), ctx.world);
-    if (setup.first_step >= setup.o.steps) {
+    if (setup.resume.step >= setup.o.steps) {
         if (ctx.rank > 0) return;
-        std::cerr << setup.o.out << " is done: step " << setup.first_step << " of " << setup.o.steps
+        std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps
                   << "; raise --steps to continue\n";
         return;
     }

@@ -114,6 +114,22 @@ std::string nearest_multiples(int64_t wanted, int64_t unit) {
     return below ? str(below, " or ", below + unit) : str(unit);
 }
 
+// The options of a resumed run that must be those of its checkpoint.
+void check_unchanged(TrainSetup& s) {
+    const ResumePoint& r = s.resume;
+    if (!s.o.total_batch_tokens) s.o.total_batch_tokens = r.total_batch_tokens;
+    const auto same = [&](const char* what, const auto& stored, const auto& now) {
+        require(stored == now, "--resume: ", what, " was ", stored, " when ", r.checkpoint,
+                " was written and cannot change; start a new run in another --out");
+    };
+    same("--seed", r.seed, int64_t(s.o.seed));
+    same("--seq-len", r.seq_len, s.o.seq_len);
+    same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
+    same("the data's fingerprint", r.data, s.data_fingerprint);
+    same("the model's shape", config_to_json(find_model(r.checkpoint).config, json::object()),
+         config_to_json(s.source.config, json::object()));
+}
+
 }  // namespace
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
@@ -147,51 +163,20 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to continue, or name another directory");
 
-    TrainSetup s{std::move(o),
-                 std::move(data),
-                 std::move(train_files),
-                 std::move(val_files),
-                 std::move(source),
-                 "",
-                 "",
-                 0,
-                 0,
-                 "",
-                 1};
+    TrainSetup s{
+        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), {}, "", 1};
     s.data_fingerprint = fingerprint(s.train_files);
     if (!checkpoints.empty()) {
-        s.checkpoint = join_path(s.o.out, checkpoints.back());
-        const std::string path = join_path(s.checkpoint, "trainer.json");
-        const json t = read_json(path);
-        try {
-            const int64_t stored_total = t.at("total_batch_tokens");
-            if (!s.o.total_batch_tokens) s.o.total_batch_tokens = stored_total;
-            auto same = [&](bool ok, const char* what, const json& stored) {
-                require(ok, "--resume: ", what, " was ", stored.dump(), " when ", s.checkpoint,
-                        " was written and cannot change; start a new run in another --out");
-            };
-            same(t.at("seed") == s.o.seed, "--seed", t.at("seed"));
-            same(t.at("seq_len") == s.o.seq_len, "--seq-len", t.at("seq_len"));
-            same(stored_total == s.o.total_batch_tokens, "--total-batch-tokens", t.at("total_batch_tokens"));
-            same(t.at("data") == s.data_fingerprint, "the data's fingerprint", t.at("data"));
-            const json model = config_to_json(find_model(s.checkpoint).config, json::object());
-            same(config_to_json(s.source.config, json::object()) == model, "the model's shape", model);
-            s.first_step = t.at("step");
-            s.adam_steps = t.at("adam_steps");
-            s.gemm_choices = t.value("gemm", "");
-            require(s.first_step >= 0 && s.adam_steps >= 0, path, ": a negative step; the file is damaged");
-        } catch (const json::exception& e) {
-            throw Error(str(path, ": damaged (", e.what(), "); remove ", s.checkpoint,
-                            " to continue from the previous checkpoint"));
-        }
+        s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
+        check_unchanged(s);
     }
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,
             "; the nearest multiples: ", nearest_multiples(s.o.total_batch_tokens, micro_tokens));
     s.micro_steps = s.o.total_batch_tokens / micro_tokens;
-    require(!s.o.profile || (s.o.profile > s.first_step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
-            ": this run executes steps ", s.first_step + 1, " to ", s.o.steps, "; name one of them");
+    require(!s.o.profile || (s.o.profile > s.resume.step && s.o.profile <= s.o.steps), "--profile ", s.o.profile,
+            ": this run executes steps ", s.resume.step + 1, " to ", s.o.steps, "; name one of them");
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));

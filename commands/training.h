@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "commands/commands.h"
+#include "commands/resume.h"
 #include "data/token_files.h"
 
 // The inputs of a run, checked before anything is allocated or written.
@@ -16,10 +17,8 @@ struct TrainSetup {
     TokenFiles train_files;
     std::unique_ptr<TokenFiles> val_files;  // null: the data has no validation split
     ModelSource source;
+    ResumePoint resume;
     std::string data_fingerprint;
-    std::string checkpoint;                  // to continue from; empty: start at step 0
-    int64_t first_step = 0, adam_steps = 0;  // of its trainer.json
-    std::string gemm_choices;                // of its trainer.json: the algorithms that its GEMMs used
     int64_t micro_steps = 1;
 };
 

@@ -5,13 +5,17 @@
 #include <sys/stat.h>
 
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <random>
+#include <thread>
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
 #include "runtime/device/convert.h"
+#include "runtime/files/crc32c.h"
 #include "runtime/files/safetensors.h"
 
 using nlohmann::json;
@@ -147,6 +151,33 @@ std::string bytes_of(const Tensor& t) {
     return std::string(static_cast<const char*>(t.data), size_t(t.bytes()));
 }
 
+// Runs body on `count` ranks, which are threads.
+void on_ranks(int64_t count, const std::function<void(const Ranks&)>& body) {
+    std::mutex mutex;
+    std::condition_variable changed;
+    int64_t arrived = 0, barriers = 0;
+    std::vector<char> shared;
+    const auto barrier = [&] {
+        std::unique_lock<std::mutex> lock(mutex);
+        const int64_t number = barriers;
+        if (++arrived == count) arrived = 0, barriers++, changed.notify_all();
+        changed.wait(lock, [&] { return barriers > number; });
+    };
+    std::vector<std::thread> threads;
+    for (int64_t rank = 0; rank < count; rank++) {
+        const auto all_gather = [&, rank](void* all, const void* own, size_t bytes) {
+            barrier();
+            if (rank == 0) shared.resize(bytes * size_t(count));
+            barrier();
+            std::memcpy(shared.data() + bytes * size_t(rank), own, bytes);
+            barrier();
+            std::memcpy(all, shared.data(), shared.size());
+        };
+        threads.emplace_back([&, rank, all_gather] { body({rank, count, barrier, all_gather}); });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
 // As many processes as a large job has: some of them own no group of parameters and write nothing.
 TEST(Weights, MoreWritersThanGroups) {
     const TempDir dir;
@@ -156,10 +187,8 @@ TEST(Weights, MoreWritersThanGroups) {
         return WeightArenas(tensor_of(arena)).fetch(p, buffer);
     };
     save_weights(dir.file("one"), table, FetchParam(fetch), DType::F32);
-    Writers writers;
-    writers.count = table.num_groups() + 3;
-    for (writers.rank = 0; writers.rank < writers.count; writers.rank++)
-        save_weights(dir.file("many"), table, FetchParam(fetch), DType::F32, writers);
+    on_ranks(table.num_groups() + 3,
+             [&](const Ranks& ranks) { save_weights(dir.file("many"), table, FetchParam(fetch), DType::F32, ranks); });
     EXPECT_EQ(read_file(dir.file("many")), read_file(dir.file("one")));
 }
 
@@ -293,6 +322,94 @@ TEST(State, RoundTrips) {
     refused([](ParamTable& t) { t.params[1].name = "wqe"; }, {"state", "params/wqe is missing"});
     refused([](ParamTable& t) { t.params[1].cols = 5; }, {"state", "params/wpe", "[3, 4]", "expected fp32 [3, 5]"});
     refused([](ParamTable& t) { t.params.pop_back(); }, {"state", "18 tensors, expected 15"});
+}
+
+// One rank's part of every group of an arena.
+std::vector<float> part_of(const ParamTable& table, const std::vector<float>& whole, const Ranks& ranks) {
+    std::vector<float> part;
+    for (int g = 0; g < table.num_groups(); g++) {
+        const int64_t n = table.group_size(g) / ranks.count, begin = table.group_begin[size_t(g)] + ranks.rank * n;
+        part.insert(part.end(), whole.begin() + begin, whole.begin() + begin + n);
+    }
+    return part;
+}
+
+ParamArena arena_part(std::vector<float>& part, const Ranks& ranks) {
+    ParamArena arena = tensor_of(part);
+    arena.part = ranks.rank, arena.parts = ranks.count;
+    return arena;
+}
+
+// Ranks that each write their parts compute the checksums that one writer computes, and any number of ranks checks
+// them.
+TEST(State, ChecksumsDoNotDependOnTheNumberOfRanks) {
+    const TempDir dir;
+    const auto values = [](const ParamTable& table, int64_t seed) {  // the same in each layout
+        std::vector<float> arena(size_t(table.total), NAN);
+        for (const Param& p : table.params)
+            for (int64_t i = 0; i < p.numel(); i++) arena[size_t(p.offset + i)] = float(i * 37 + p.slot * 11 + seed);
+        return arena;
+    };
+    const auto save = [&](const std::string& path, int64_t count) {
+        ParamTable table = small_table();
+        table.layout(count);
+        const std::vector<float> p = values(table, 0), m = values(table, 1), v = values(table, 2);
+        on_ranks(count, [&](const Ranks& ranks) {
+            std::vector<float> a = part_of(table, p, ranks), b = part_of(table, m, ranks), c = part_of(table, v, ranks);
+            save_state(path, table, {arena_part(a, ranks), arena_part(b, ranks), arena_part(c, ranks)}, ranks);
+        });
+    };
+    const auto load = [&](const std::string& path, int64_t count, const std::vector<std::string>& error) {
+        ParamTable table = small_table();
+        table.layout(count);
+        on_ranks(count, [&](const Ranks& ranks) {
+            std::vector<float> a(size_t(table.total / count)), b(a), c(a);
+            const auto action = [&] {
+                load_state(path, table, {arena_part(a, ranks), arena_part(b, ranks), arena_part(c, ranks)}, ranks);
+            };
+            if (error.empty())
+                EXPECT_NO_THROW(action());
+            else
+                expect_error(action, error);
+        });
+    };
+    save(dir.file("1"), 1);
+    const SafetensorsFile file(dir.file("1"));
+    for (const auto& [name, entry] : file.entries()) {
+        const Tensor t = file.tensor(name);
+        EXPECT_EQ(file.checksum(name), crc32c(t.data, t.bytes())) << name;
+    }
+    for (const int64_t count : {2, 3, 8}) {
+        const std::string path = dir.file(std::to_string(count));
+        save(path, count);
+        const SafetensorsFile other(path);
+        for (const auto& [name, entry] : file.entries()) EXPECT_EQ(other.checksum(name), file.checksum(name)) << name;
+        load(path, 1, {});
+        load(dir.file("1"), count, {});
+    }
+    // A flipped bit is noticed by all ranks, whichever of them reads the byte.
+    const std::string good = read_file(dir.file("1"));
+    int64_t data_bytes = 0;
+    for (const auto& [name, entry] : file.entries()) data_bytes = std::max(data_bytes, entry.end);
+    const SafetensorsEntry& proj = file.entries().at("m/layers.0.proj");
+    for (const int64_t byte : {proj.begin, (proj.begin + proj.end) / 2, proj.end - 1}) {
+        std::string bad = good;
+        bad[good.size() - size_t(data_bytes - byte)] ^= 1;
+        put_file(dir.file("bad"), bad);
+        for (const int64_t count : {1, 2, 8}) load(dir.file("bad"), count, {"bad: tensor m/layers.0.proj", "checksum"});
+    }
+    // A file without checksums loads; one that lost a checksum or has a wrong one does not.
+    const auto with = [&](const std::string& from, const std::string& to) {
+        std::string changed = good;
+        for (size_t at = 0; (at = changed.find(from, at)) != std::string::npos; at += to.size())
+            changed.replace(at, from.size(), to);
+        put_file(dir.file("bad"), changed);
+        return dir.file("bad");
+    };
+    load(with("crc32c ", "other: "), 2, {});
+    load(with("crc32c m/wte", "other: m/wte"), 2, {"bad", "1 tensors have no checksum", "damaged"});
+    const std::string key = "\"crc32c m/wte\":\"";
+    load(with(key + good.substr(good.find(key) + key.size(), 1), key + "x"), 2, {"bad", "eight hexadecimal digits"});
 }
 
 TEST(Json, DamageIsAOneLineError) {
@@ -497,8 +614,10 @@ TEST(Damage, DamagedFilesNeverCrashOrChangeAnArena) {
             } catch (const Error& e) {
                 errors++;
                 EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos);
-                EXPECT_EQ(p, sevens);
-                EXPECT_EQ(v, sevens);
+                if (std::string(e.what()).find("checksum") == std::string::npos) {  // known after the last byte
+                    EXPECT_EQ(p, sevens);
+                    EXPECT_EQ(v, sevens);
+                }
                 if (name == "model.safetensors") {
                     EXPECT_EQ(w, sevens);
                 }

@@ -489,23 +489,71 @@ class CommandsTest(unittest.TestCase):
         plan = json.loads(run("plan", "--model", whole, "--generate", "--seq-len", 64, "--json").stdout)
         self.assertGreater(plan["bytes"]["linear states"], 0)
 
+    def change_state(self, path, change):
+        """Rewrites a state.safetensors: change(header, data) changes both in place. The header keeps its length."""
+        with open(path, "rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            header, data = json.loads(file.read(size)), bytearray(file.read())
+        change(header, data)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        with open(path, "wb") as file:
+            file.write(struct.pack("<Q", size) + text.ljust(size) + data)
+
     def test_resume_reads_the_weights(self):
+        """A changed value does not match its checksum; without checksums, as in files of older versions, it is used."""
+        def raise_a_value(header, data):
+            name = next(n for n in header if n.startswith(tensor + "/") and "qkv.weight" in n)
+            at = header[name]["data_offsets"][0]
+            data[at:at + 4] = struct.pack("<f", struct.unpack("<f", data[at:at + 4])[0] * 1.5 + 1e-3)
         for tensor, prefix in (("params", "a"), ("m", "b"), ("v", "c")):
             other = self.copy_with_checkpoint("changed_" + prefix, 4)
-            path = os.path.join(other, "step_00000004", "state.safetensors")
-            with open(path, "r+b") as file:
-                size = struct.unpack("<Q", file.read(8))[0]
-                header = json.loads(file.read(size))
-                name = next(n for n in header if n.startswith(tensor + "/") and "qkv.weight" in n)
-                at = 8 + size + header[name]["data_offsets"][0]
-                file.seek(at)
-                value = struct.unpack("<f", file.read(4))[0]
-                file.seek(at)
-                file.write(struct.pack("<f", value * 1.5 + 1e-3))
+            checkpoint = os.path.join(other, "step_00000004")
+            path = os.path.join(checkpoint, "state.safetensors")
+            self.change_state(path, raise_a_value)
+            done = run("train", "--out", other, "--resume")
+            self.assertEqual(done.returncode, 1, tensor)
+            self.assertRegex(done.stderr.splitlines()[-1], rf"{path}: tensor {tensor}/\S+: .*checksum.*; remove {checkpoint}")
+            self.change_state(path, lambda header, data: header.update(__metadata__={"format": "pt"}))
             done = run("train", "--out", other, "--resume")
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertNotEqual(digest(os.path.join(other, "step_00000008", "model.safetensors")),
                                 digest(os.path.join(self.base, "step_00000008", "model.safetensors")), tensor)
+
+    def test_checkpoints_that_cannot_be_resumed(self):
+        """One line names file, value and remedy, before anything else is printed; the run directory stays as it is."""
+        other = os.path.join(self.top, "unusable")
+        shutil.copytree(self.base, other)
+        checkpoint = os.path.join(other, "step_00000008")
+        trainer, state = (os.path.join(checkpoint, name) for name in ("trainer.json", "state.safetensors"))
+        remedy = f"; remove {checkpoint} to continue from step_00000004"
+        files = {}
+        for path in (trainer, state):
+            with open(path, "rb") as file:
+                files[path] = file.read()
+        good = json.loads(files[trainer])
+        resume = ("train", "--out", other, "--resume", "--steps", 12)
+        for key, values in (("step", (7, 40000000000, -8, 8.0, "8", None)), ("adam_steps", (0.5, 1, 9, -1, "8", None)),
+                            ("seq_len", (0, "32", None)), ("total_batch_tokens", (0, 1.5, None)), ("data", (3, None)), ("seed", ("x",))):
+            for value in values:
+                changed = {k: v for k, v in {**good, key: value}.items() if v is not None}
+                with open(trainer, "w") as file:
+                    json.dump(changed, file)
+                # One update fewer is plausible in itself: the state's file has another number.
+                named = state if (key, value) == ("adam_steps", 1) else trainer
+                self.refused(1, [named, f"'{key}'", remedy], *resume)
+        for text in ("", "{", "[1]", files[trainer].decode()[:40]):
+            with open(trainer, "w") as file:
+                file.write(text)
+            self.refused(1, [trainer, "damaged", remedy], *resume)
+        with open(trainer, "wb") as file:
+            file.write(files[trainer])
+        for size in (0, 5, 3000, len(files[state]) - 1):
+            with open(state, "wb") as file:
+                file.write(files[state][:size])
+            self.refused(1, [state, remedy], *resume)
+        with open(state, "wb") as file:
+            file.write(files[state])
+        self.assertEqual(run(*resume).returncode, 0)
 
     def test_finished_run_reports_that_it_is_finished(self):
         done = run("train", "--out", self.base, "--resume")

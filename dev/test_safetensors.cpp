@@ -6,6 +6,7 @@
 #include <random>
 
 #include "dev/temp_dir.h"
+#include "runtime/files/crc32c.h"
 
 namespace {
 
@@ -60,6 +61,31 @@ TEST(Safetensors, RoundTripsEveryDtype) {
     expect_error([&] { file.tensor("none"); }, {path, "there is no tensor \"none\""});
     const std::string bytes = read_file(path);
     EXPECT_EQ(uint8_t(bytes[0]) % 8, 0);  // the data starts at a multiple of 8 bytes
+}
+
+TEST(Safetensors, Checksums) {
+    const TempDir dir;
+    const std::string data = "The quick brown fox";
+    SafetensorsWriter writer(dir.file("x"), SafetensorsWriter::Checksums::Yes, {{"step", "7"}});
+    writer.declare("a", DType::U8, {9});
+    writer.declare("empty", DType::F32, {0});
+    writer.declare("b", DType::U8, {10});
+    writer.begin();
+    writer.write(data.data(), 4);
+    writer.write(data.data() + 4, 7);  // the end of a, the beginning of b
+    writer.seek(2, 6);
+    writer.write(data.data() + 15, 4);
+    writer.seek(2, 2);
+    writer.write(data.data() + 11, 4);
+    writer.finish();
+    const SafetensorsFile file(dir.file("x"));
+    EXPECT_EQ(std::string(static_cast<const char*>(file.tensor("a").data), 19), data);
+    EXPECT_EQ(file.checksum("a"), crc32c(data.data(), 9));
+    EXPECT_EQ(file.checksum("b"), crc32c(data.data() + 9, 10));
+    EXPECT_EQ(file.checksum("empty"), 0u);
+    EXPECT_EQ(file.checksum("none"), std::nullopt);
+    EXPECT_EQ(file.metadata().at("step"), "7");
+    EXPECT_EQ(file.metadata().at("format"), "pt");
 }
 
 TEST(Safetensors, WriterRejectsInvalidTensors) {

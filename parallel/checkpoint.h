@@ -7,7 +7,12 @@
 #include "runtime/context.h"
 #include "runtime/files/checkpoint.h"
 
+// The ranks of a run, for save_state(), save_weights() and load_state().
+Ranks ranks_of(const Context& ctx);
+
 // Call it when queued work is done. Each rank writes its part of the training state and then its share of the weights.
-// Rank 0 calls small_files(directory) and renames the complete checkpoint to path, which exists when rank 0 returns.
+// metadata goes into the state's file. Rank 0 calls small_files(directory) and renames the complete checkpoint to path,
+// which exists when rank 0 returns.
 void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,
-                      const TrainingArenas& arenas, const std::function<void(const std::string&)>& small_files);
+                      const TrainingArenas& arenas, const SafetensorsWriter::Metadata& metadata,
+                      const std::function<void(const std::string&)>& small_files);

@@ -15,6 +15,7 @@
 #include <system_error>
 
 #include "runtime/device/convert.h"
+#include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
 #include "runtime/files/safetensors.h"
 
@@ -200,6 +201,14 @@ std::vector<std::string> list_checkpoints(const std::string& run_dir) {
     return names;
 }
 
+std::string resume_remedy(const std::string& checkpoint) {
+    std::string previous;
+    const int64_t step = checkpoint_step(std::filesystem::path(checkpoint).filename().string());
+    for (const std::string& name : list_checkpoints(parent_of(checkpoint)))
+        if (checkpoint_step(name) < step) previous = name;
+    return str("; remove ", checkpoint, previous.empty() ? " and start again" : " to continue from ", previous);
+}
+
 ModelSource find_model(const std::string& name) {
     ModelSource source;
     source.name = name;
@@ -284,17 +293,6 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
     for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
 }
 
-namespace {
-
-// The first writer creates the file, then the others open it.
-void start(SafetensorsWriter& file, const Writers& writers) {
-    if (writers.rank == 0) file.begin();
-    writers.barrier();
-    if (writers.rank != 0) file.join();
-}
-
-}  // namespace
-
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
     check_arenas(table, arenas, path);
     const auto fetch = [&](const Param& p, std::vector<float>& buffer) { return arenas.fetch(p, buffer); };
@@ -302,19 +300,19 @@ void save_weights(const std::string& path, const ParamTable& table, const Weight
 }
 
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
-                  const Writers& writers) {
+                  const Ranks& ranks) {
     require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
             dtype_name(dtype), "; use fp32, bf16 or fp16");
     SafetensorsWriter writer(path);
     for (const Param& p : table.params) {
         for (const SourceTensor& source : p.sources) writer.declare(source.name, dtype, source_shape(p, source));
     }
-    start(writer, writers);
+    writer.begin(ranks);
     std::vector<float> buffer, transposed;
     std::vector<char> converted;
     size_t tensor = 0;
     for (const Param& p : table.params) {
-        const bool mine = p.group % writers.count == writers.rank;
+        const bool mine = p.group % ranks.count == ranks.rank;
         const float* const values = mine ? fetch(p, buffer) : nullptr;
         for (const SourceTensor& source : p.sources) {
             const size_t number = tensor++;
@@ -357,24 +355,30 @@ bool in_state(const std::string& prefix, const Param& p) {
     return prefix != "v/" || p.optimizer == OptimizerType::AdamW;
 }
 
+// What a rank writes and checks; used for spans only, holds no memory.
+ParamArena part_of(const Ranks& ranks) {
+    ParamArena mine;
+    mine.part = ranks.rank, mine.parts = ranks.count;
+    return mine;
+}
+
 std::vector<int64_t> param_shape(const Param& p) {
     return p.cols ? std::vector<int64_t>{p.rows, p.cols} : std::vector<int64_t>{p.rows};
 }
 
 }  // namespace
 
-void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
-                const Writers& writers) {
-    SafetensorsWriter writer(path);
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas, const Ranks& ranks,
+                const SafetensorsWriter::Metadata& metadata) {
+    SafetensorsWriter writer(path, SafetensorsWriter::Checksums::Yes, metadata);
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         check_arenas(table, arena, path);
         for (const Param& p : table.params)
             if (in_state(prefix, p)) writer.declare(prefix + p.name, DType::F32, param_shape(p));
     }
-    start(writer, writers);
+    writer.begin(ranks);
     std::vector<float> buffer;
-    ParamArena mine;  // used for spans only, holds no memory
-    mine.part = writers.rank, mine.parts = writers.count;
+    const ParamArena mine = part_of(ranks);
     size_t tensor = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
@@ -404,8 +408,18 @@ FetchParam state_weights(const std::string& path) {
     };
 }
 
-void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas) {
-    const SafetensorsFile file(path);
+namespace {
+
+// The contribution of a rank's own part to the checksum of a stored tensor.
+uint32_t checksum_part(const Param& p, const Tensor& stored, const ParamArena& mine) {
+    const ParamArena::Span own = mine.span(p, 0, p.numel());
+    const int64_t size = dtype_size(stored.dtype), end = own.begin + own.count;
+    const uint32_t crc = crc32c(static_cast<const char*>(stored.data) + own.begin * size, own.count * size);
+    return crc32c_shift(crc, (p.numel() - end) * size);
+}
+
+void check_state_tensors(const SafetensorsFile& file, const ParamTable& table, const TrainingArenas& arenas) {
+    const std::string& path = file.path();
     size_t expected = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         check_arenas(table, arena, path);
@@ -422,19 +436,42 @@ void load_state(const std::string& path, const ParamTable& table, const Training
     }
     require(file.entries().size() == expected, path, ": holds ", file.entries().size(), " tensors, expected ", expected,
             "; the state is of another model");
+}
+
+}  // namespace
+
+void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas, const Ranks& ranks) {
+    const SafetensorsFile file(path);
+    check_state_tensors(file, table, arenas);
+    const ParamArena mine = part_of(ranks);
+    std::vector<std::string> checked;  // tensors with a checksum
+    std::vector<uint32_t> checksums;
     std::vector<float> values;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
-            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());  // none in v of what Muon updates
-            if (!count) continue;
-            const Tensor stored = file.tensor(prefix + p.name);
+            if (!in_state(prefix, p)) continue;
+            const std::string name = prefix + p.name;
+            const Tensor stored = file.tensor(name);
+            if (file.checksum(name)) {
+                checked.push_back(name);
+                checksums.push_back(checksum_part(p, stored, mine));
+            }
+            const auto [begin, count] = arena.needed(p, 0, p.padded_numel());
             values.assign(size_t(count), 0.0f);
             const int64_t there = std::clamp<int64_t>(stored.numel() - begin, 0, count);  // the rest is padding
             convert_to_float(values.data(), static_cast<const char*>(stored.data) + begin * dtype_size(DType::F32),
                              DType::F32, there);
-            file.release(prefix + p.name);
             arena.store(p, values.data(), begin, count);
+            file.release(name);
         }
+    }
+    require(checked.empty() || checked.size() == file.entries().size(), path, ": ",
+            file.entries().size() - checked.size(), " tensors have no checksum: the file is damaged",
+            resume_remedy(parent_of(path)));
+    checksums = ranks.combine(checksums);
+    for (size_t i = 0; i < checked.size(); i++) {
+        require(checksums[i] == *file.checksum(checked[i]), path, ": tensor ", checked[i],
+                ": its bytes do not match their checksum: the file is damaged", resume_remedy(parent_of(path)));
     }
 }
 

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/files/safetensors.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 
@@ -33,6 +34,10 @@ ModelSource find_model(const std::string& name);
 std::vector<std::string> list_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
+
+// What to do about a damaged checkpoint of a run, for the end of an error: "; remove DIR to continue from step_...", or
+// to start again if there is no earlier one.
+std::string resume_remedy(const std::string& checkpoint);
 
 // Returns a parameter's padded_numel() values on the host in memory layout, padding rows zero: a pointer to existing
 // memory, or to buffer.
@@ -55,17 +60,11 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 // to zero. After an Error the arenas are unchanged.
 void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
-// The ranks that write a file together; each calls the same function. barrier returns when all ranks have called it.
-struct Writers {
-    int64_t rank = 0, count = 1;
-    std::function<void()> barrier = [] {};
-};
-
-// Writes model.safetensors at path, tensor by tensor, from the most exact weights available. Several writers divide the
+// Writes model.safetensors at path, tensor by tensor, from the most exact weights available. Several ranks divide the
 // parameter groups. dtype: F32, BF16 or F16. Not atomic: callers write into an AtomicDirectory.
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype);
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
-                  const Writers& writers = {});
+                  const Ranks& ranks = {});
 
 // A directory that is created atomically. Files are written into path(); commit() flushes them and the directory,
 // renames it to its final name and flushes the parent. The destructor removes an uncommitted directory.
@@ -91,16 +90,18 @@ class AtomicDirectory {
 void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
                       const std::vector<std::string>& carry_from);
 
-// state.safetensors: "params/<name>", "m/<name>", "v/<name>", each without padding rows. What Muon updates has no v.
-// All are fp32; 16-bit weights without a master copy are widened, which is exact. Each writer writes its part of every
-// group and loads what its arenas hold, so a run can resume with another number of ranks. The table must be laid out
-// for writers.count ranks.
+// state.safetensors: "params/<name>", "m/<name>", "v/<name>", each without padding rows, with checksums. What Muon
+// updates has no v. All are fp32; 16-bit weights without a master copy are widened, which is exact. Each rank writes
+// its part of every group and loads what its arenas hold, so a run can resume with another number of ranks. The table
+// must be laid out for ranks.count ranks. Loading compares the checksums of all tensors, if the file has them; each
+// rank reads the part that it would write. A wrong one is an Error after the arenas were filled.
 struct TrainingArenas {
     WeightArenas params, m, v;
 };
-void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
-                const Writers& writers = {});
-void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas);
+void save_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas, const Ranks& ranks = {},
+                const SafetensorsWriter::Metadata& metadata = {});
+void load_state(const std::string& path, const ParamTable& table, const TrainingArenas& arenas,
+                const Ranks& ranks = {});
 // Reads the params of an existing state.safetensors, for save_weights().
 FetchParam state_weights(const std::string& path);
 

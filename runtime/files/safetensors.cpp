@@ -1,10 +1,15 @@
 #include "runtime/files/safetensors.h"
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <set>
+
+#include "runtime/files/crc32c.h"
 
 using nlohmann::json;
 
@@ -20,6 +25,10 @@ struct DTypeName {
 constexpr DTypeName DTYPES[] = {{"F32", DType::F32}, {"F64", DType::F64}, {"BF16", DType::BF16},
                                 {"F16", DType::F16}, {"I32", DType::I32}, {"I64", DType::I64},
                                 {"U16", DType::U16}, {"U8", DType::U8},   {"BOOL", DType::U8}};
+
+std::string checksum_key(const std::string& tensor) {
+    return "crc32c " + tensor;
+}
 
 // Makes text from a file fit for an error message: printable, on one line, not too long.
 std::string shown(const json& value) {
@@ -163,6 +172,32 @@ void SafetensorsFile::release(const std::string& name) const {
     if (found != table.end()) file.release(data_start + found->second.begin, found->second.end - found->second.begin);
 }
 
+std::optional<uint32_t> SafetensorsFile::checksum(const std::string& name) const {
+    const auto found = meta.find(checksum_key(name));
+    if (found == meta.end()) return {};
+    const std::string& digits = found->second;
+    require(digits.size() == 8 && digits.find_first_not_of("0123456789abcdef") == std::string::npos, path(),
+            ": __metadata__ ", shown(found->first), " is ", shown(digits),
+            ", not eight hexadecimal digits; the file is corrupt");
+    return uint32_t(std::stoul(digits, nullptr, 16));
+}
+
+std::vector<uint32_t> Ranks::combine(std::vector<uint32_t> own) const {
+    if (count == 1) return own;
+    std::vector<uint32_t> all(own.size() * size_t(count));
+    all_gather(all.data(), own.data(), own.size() * sizeof own[0]);
+    for (size_t i = 0; i < own.size(); i++) {
+        own[i] = 0;
+        for (size_t r = 0; r < size_t(count); r++) own[i] ^= all[r * own.size() + i];
+    }
+    return own;
+}
+
+SafetensorsWriter::SafetensorsWriter(const std::string& path, Checksums with_checksums, Metadata extra)
+    : name(path), checksums(with_checksums), metadata(std::move(extra)) {
+    metadata["format"] = "pt";
+}
+
 size_t SafetensorsWriter::declare(const std::string& tensor, DType dtype, const std::vector<int64_t>& shape) {
     require(!out, name, ": tensor ", tensor, " is declared after begin()");
     int64_t bytes = dtype_size(dtype);
@@ -175,14 +210,19 @@ size_t SafetensorsWriter::declare(const std::string& tensor, DType dtype, const 
     return table.size() - 1;
 }
 
+// While checksums are unknown they are written as zeros: the length of the header does not depend on them.
 std::string SafetensorsWriter::header() const {
-    require(!out, name, ": begin() was called twice");
-    json names = {{"__metadata__", {{"format", "pt"}}}};
-    for (const auto& [tensor, entry] : table) {
+    json names = {{"__metadata__", metadata}};
+    for (size_t i = 0; i < table.size(); i++) {
+        const auto& [tensor, entry] = table[i];
         require(!names.contains(tensor), name, ": tensor ", tensor, " is declared twice");
         const auto* dtype = std::find_if(std::begin(DTYPES), std::end(DTYPES),
                                          [&, type = entry.dtype](const DTypeName& d) { return d.dtype == type; });
         names[tensor] = {{"dtype", dtype->name}, {"shape", entry.shape}, {"data_offsets", {entry.begin, entry.end}}};
+        if (checksums == Checksums::No) continue;
+        char digits[9];
+        std::snprintf(digits, sizeof digits, "%08" PRIx32, crc[i]);
+        names["__metadata__"][checksum_key(tensor)] = digits;
     }
     std::string text = names.dump();
     text.append((8 - text.size() % 8) % 8, ' ');  // the data starts at a multiple of 8 bytes, as the format advises
@@ -193,37 +233,55 @@ std::string SafetensorsWriter::header() const {
     return length + text;
 }
 
-void SafetensorsWriter::begin() {
-    const std::string text = header();
-    header_bytes = int64_t(text.size());
-    out = std::make_unique<FileWriter>(name);
-    out->write(text.data(), header_bytes);
-}
-
-void SafetensorsWriter::join() {
+void SafetensorsWriter::begin(const Ranks& all) {
+    require(!out, name, ": begin() was called twice");
+    ranks = all;
+    crc.assign(table.size(), 0);
     header_bytes = int64_t(header().size());
-    out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
-    partial = true;  // perhaps nothing of it: with more ranks than parameter groups some own none
+    if (ranks.rank == 0) out = std::make_unique<FileWriter>(name);
+    ranks.barrier();
+    if (ranks.rank != 0) out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
+    out->seek(header_bytes);
 }
 
 void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
     const SafetensorsEntry& entry = table.at(tensor).second;
     require(out && byte >= 0 && byte <= entry.end - entry.begin, name, ": sought byte ", byte, " of a tensor of ",
             entry.end - entry.begin, " bytes");
-    written = entry.begin + byte;
-    partial = true;
-    out->seek(header_bytes + written);
+    current = tensor;
+    at = entry.begin + byte;
+    out->seek(header_bytes + at);
+}
+
+// A part of a tensor contributes its checksum, shifted by the bytes that follow it (runtime/files/crc32c.h).
+void SafetensorsWriter::add_to_checksums(const char* data, int64_t bytes) {
+    for (int64_t begin = at; bytes > 0;) {
+        const int64_t end = table[current].second.end, n = std::min(bytes, end - begin);
+        crc[current] ^= crc32c_shift(crc32c(data, n), end - begin - n);
+        begin += n, data += n, bytes -= n;
+        if (begin == end) current++;
+    }
 }
 
 void SafetensorsWriter::write(const void* data, int64_t bytes) {
-    require(out && bytes >= 0 && bytes <= total - written, name, ": ", bytes, " bytes written after ", written,
-            " of the ", total, " declared");
+    require(out && bytes >= 0 && bytes <= total - at, name, ": ", bytes, " bytes written after ", at, " of the ", total,
+            " declared");
+    if (checksums == Checksums::Yes) add_to_checksums(static_cast<const char*>(data), bytes);
     out->write(data, bytes);
+    at += bytes;
     written += bytes;
 }
 
 void SafetensorsWriter::finish() {
-    require(out && (partial || written == total), name, ": finished after ", written, " of the ", total,
-            " bytes declared");
+    std::vector<int64_t> counts(size_t(ranks.count), written);
+    if (ranks.count > 1) ranks.all_gather(counts.data(), &written, sizeof written);
+    const int64_t all_written = std::accumulate(counts.begin(), counts.end(), int64_t(0));
+    require(out && all_written == total, name, ": finished after ", all_written, " of the ", total, " bytes declared");
+    crc = ranks.combine(crc);
+    if (ranks.rank == 0) {
+        const std::string text = header();
+        out->seek(0);
+        out->write(text.data(), int64_t(text.size()));
+    }
     out->finish();
 }

@@ -1,0 +1,18 @@
+// The checkpoint that a run continues from.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+// What trainer.json says, checked: it belongs to its directory and to the training state beside it.
+struct ResumePoint {
+    std::string checkpoint;            // empty: the run starts at step 0
+    int64_t step = 0, adam_steps = 0;  // steps done; updates done (without skipped steps)
+    int64_t seed = 0, seq_len = 0, total_batch_tokens = 0;
+    std::string data;  // fingerprint of the training tokens
+    std::string gemm;  // the algorithms that the run's GEMMs used
+};
+
+// Reads trainer.json and the header of state.safetensors. Throws Error with the file, the key and the remedy if one of
+// them is damaged or of another checkpoint.
+ResumePoint read_resume_point(const std::string& checkpoint);
