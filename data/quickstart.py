@@ -21,7 +21,7 @@ import tempfile
 import zipfile
 import zlib
 
-from make_data import DataError, HERE, first_line, main as make_data, pip_download
+from make_data import DataError, HERE, apt_download, first_line, main as make_data, pip_download
 
 TEXT = os.path.join(HERE, "text", "quickstart")
 TOKENS = os.path.join(HERE, "tokens", "quickstart")
@@ -49,14 +49,11 @@ def shakespeare(scratch):
 
 def austen(scratch):
     """Returns {name: bytes} of the novels."""
-    for command in (["apt-get", "-q", "download", AUSTEN], ["dpkg-deb", "-x", f"{AUSTEN}.deb", "."]):
-        if command[0] == "dpkg-deb":
-            os.rename(os.path.join(scratch, os.listdir(scratch)[0]), os.path.join(scratch, f"{AUSTEN}.deb"))
-        done = subprocess.run(command, cwd=scratch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.PIPE)
-        if done.returncode:
-            lines = done.stderr.decode(errors="replace").splitlines()
-            raise OSError(f"{command[0]}: {lines[-1] if lines else 'failed'}")
+    unpack = ["dpkg-deb", "-x", apt_download(AUSTEN, scratch), scratch]
+    done = subprocess.run(unpack, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        raise OSError(f"dpkg-deb: {lines[-1] if lines else 'failed'}")
     database = os.path.join(scratch, "usr/lib/R/site-library/janeaustenr/data/Rdata")
     novels = {name: lines for name, lines in read_r_database(database).items() if name in AUSTEN_NOVELS}
     return {name: "".join(line + "\n" for line in lines).encode() for name, lines in novels.items()}

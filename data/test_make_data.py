@@ -337,7 +337,7 @@ class ByteTokens(DataTest):
         byte = ("--tokenizer", "byte")
         self.refused("no such file", "--text", self.path("none"), *byte)
         os.makedirs(self.path("nothing"))
-        self.refused("no .txt, .md, .jsonl, .parquet files", "--text", self.path("nothing"), *byte)
+        self.refused("no .txt, .md, .jsonl, .jsonl.xz, .parquet files", "--text", self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
         self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
