@@ -354,7 +354,8 @@ void qk_norm_forward(Tensor out, Tensor rstd, Tensor inp, QkWeights weight, Tens
         using T = decltype(zero);
         Arguments<T> a = arguments<T>(z, out, inp, rstd, weight, positions, table, NH);
         a.eps = eps;
-        dispatch_units(a, rows_aligned({out, inp, table, weight.q, weight.k}), [&](auto width, auto items) {
+        const bool aligned = rows_aligned({out, inp, weight.q, weight.k}) && start_aligned(table);
+        dispatch_units(a, aligned, [&](auto width, auto items) {
             dispatch_weights(bool(weight.q), [&](auto weights) {
                 constexpr int W = decltype(width)::value, ITEMS = decltype(items)::value;
                 const int64_t sets = z.N * ceil_div(z.H, FORWARD_HEADS<ITEMS>);
@@ -384,7 +385,8 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
         Arguments<T> a = arguments<T>(z, dinp, dout, rstd, weight, positions, table, NH);
         a.kept = heads_of<const T>(kept);
         if (weight.q) a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>()), a.q_blocks = blocks.q;
-        dispatch_units(a, rows_aligned({dinp, dout, kept, table, weight.q, weight.k}), [&](auto width, auto items) {
+        const bool aligned = rows_aligned({dinp, dout, kept, weight.q, weight.k}) && start_aligned(table);
+        dispatch_units(a, aligned, [&](auto width, auto items) {
             dispatch_weights(bool(weight.q), [&](auto weights) {
                 constexpr int W = decltype(width)::value, ITEMS = decltype(items)::value;
                 const int64_t grid = weight.q ? blocks.q + blocks.k : ceil_div(z.N * z.H * a.lanes, THREADS);

@@ -60,7 +60,7 @@ void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream
     const int64_t groups = ceil_div(H, HEADS);
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
-        const bool full = pairs % FULL_WIDTH<T> == 0 && rows_aligned({x, table});
+        const bool full = pairs % FULL_WIDTH<T> == 0 && rows_aligned({x}) && start_aligned(table);
         dispatch_width<T>(full, [&](auto width) {
             constexpr int W = decltype(width)::value;
             rope_kernel<W><<<grid_of(ceil_div(N * groups * (pairs / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(

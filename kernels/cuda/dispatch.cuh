@@ -48,3 +48,8 @@ inline bool rows_aligned(std::initializer_list<Tensor> tensors) {
     }
     return true;
 }
+
+// The same for contiguous tensors that kernels read as one vector, such as RoPE's table [T, R/2, 2].
+inline bool start_aligned(const Tensor& t) {
+    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
