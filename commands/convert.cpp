@@ -37,9 +37,8 @@ Source open_source(const std::string& path, const TableOf& table_of) {
     return {model.config, model.original_config, model.directory, std::move(weights), std::move(table)};
 }
 
-DType dtype_of(const ConvertOptions& o, DType otherwise) {
-    if (o.dtype.empty()) return otherwise == DType::F64 ? DType::F32 : otherwise;
-    return o.dtype == "fp32" ? DType::F32 : o.dtype == "bf16" ? DType::BF16 : DType::F16;
+DType dtype_of(const ConvertOptions& o) {
+    return o.dtype == "bf16" ? DType::BF16 : o.dtype == "fp16" ? DType::F16 : DType::F32;
 }
 
 }  // namespace
@@ -54,7 +53,9 @@ ConvertOptions parse_convert(const Args& args) {
     app.add_option("DST", o.target, "directory or .bin file to write; must not exist")->required();
     app.add_option("--tokenizer", o.tokenizer,
                    "the model's tokenizer: tokenizer.json, llama2.c's tokenizer.bin or llm.c's gpt2_tokenizer.bin");
-    app.add_option("--dtype", o.dtype, "dtype of the stored weights; default: that of SRC, or fp32 in a .bin file")
+    app.add_option(
+           "--dtype", o.dtype,
+           "dtype of the stored weights; default: of each tensor as in SRC (fp64: fp32), or fp32 in a .bin file")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
     parse(app, args);
     if (is_bin(o.target) && !o.tokenizer.empty())
@@ -67,7 +68,7 @@ ConvertOptions parse_convert(const Args& args) {
 void convert_model(const ConvertOptions& o, const TableOf& table_of) {
     const Source source = open_source(o.source, table_of);
     if (is_bin(o.target)) {
-        write_llmc_model(o.target, source.config, source.table, source.weights.fetch, dtype_of(o, DType::F32));
+        write_llmc_model(o.target, source.config, source.table, source.weights.fetch, dtype_of(o));
         return;
     }
     AtomicDirectory directory(o.target);
@@ -80,7 +81,11 @@ void convert_model(const ConvertOptions& o, const TableOf& table_of) {
                 "; give the model's own tokenizer");
     }
     save_model_files(directory.path(), source.config, source.original_config, {source.directory});
-    save_weights(join_path(directory.path(), "model.safetensors"), source.table, source.weights.fetch,
-                 dtype_of(o, source.weights.dtype));
+    const auto stored_dtype = [&](const Param& p, const SourceTensor& tensor) {
+        if (!o.dtype.empty()) return dtype_of(o);
+        const DType dtype = source.weights.dtype(p, tensor);
+        return dtype == DType::F64 ? DType::F32 : dtype;
+    };
+    save_weights(join_path(directory.path(), "model.safetensors"), source.table, source.weights.fetch, stored_dtype);
     directory.commit();
 }

@@ -32,7 +32,8 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of --lr")
         ->check(fraction)
         ->capture_default_str();
-    app.add_option("--decay-fraction", o.decay_fraction, "wsd: fraction of the steps in which the learning rate decays")
+    app.add_option("--decay-fraction", o.decay_fraction,
+                   "wsd: fraction of the steps after the warm-up in which the learning rate decays")
         ->check(fraction)
         ->capture_default_str();
     app.add_option("--weight-decay", o.weight_decay, "decoupled weight decay of matrices (not of biases and norms)")

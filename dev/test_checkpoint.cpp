@@ -121,6 +121,63 @@ TEST(Weights, FusedAndTransposedTensorsHaveTheRightLayout) {
     EXPECT_EQ(value(file.tensor("transformer.h.0.kv.bias"), 0), arena[size_t(table.find(QKV_BIAS, 0)->offset + 6)]);
 }
 
+TEST(Weights, EachTensorMayHaveADTypeOfItsOwn) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 0);
+    const auto dtype_of = [](const std::string& name) {
+        return name.find(".k.") != std::string::npos      ? DType::F32
+               : name.find("weight") != std::string::npos ? DType::BF16
+                                                          : DType::F16;
+    };
+    const auto fetch = [&](const Param& p, std::vector<float>&) { return arena.data() + p.offset; };
+    save_weights(dir.file("model.safetensors"), table, FetchParam(fetch),
+                 [&](const Param&, const SourceTensor& source) { return dtype_of(source.name); });
+    const SafetensorsFile file(dir.file("model.safetensors"));
+    for (const auto& [name, entry] : file.entries()) EXPECT_EQ(entry.dtype, dtype_of(name)) << name;
+    expect_weights(table, loaded(dir.path(), table), arena);
+    const WeightSource source = open_weight_source(dir.path(), table);
+    for (const Param& p : table.params)
+        for (const SourceTensor& tensor : p.sources) EXPECT_EQ(source.dtype(p, tensor), dtype_of(tensor.name));
+}
+
+TEST(Weights, ValuesBeyondTheDTypeAreErrors) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    std::vector<float> arena = arena_of(table, 0);
+    const Param& norm = *table.find(NORM);
+    float& value = arena[size_t(norm.offset + 1)];
+    const auto save = [&](DType dtype) { save_weights(dir.file("model.safetensors"), table, tensor_of(arena), dtype); };
+    value = 65519;  // rounded to the largest finite fp16
+    save(DType::F16);
+    EXPECT_EQ(loaded(dir.path(), table)[size_t(norm.offset + 1)], 65504);
+    for (const float large : {65520.0f, -70000.0f}) {
+        value = large;
+        expect_error([&] { save(DType::F16); }, {"tensor transformer.ln_f.weight", str(large), "fp16", "use bf16"});
+        save(DType::BF16);
+    }
+    value = std::numeric_limits<float>::max();
+    expect_error([&] { save(DType::BF16); }, {"tensor transformer.ln_f.weight", "bf16", "use fp32"});
+    save(DType::F32);
+    // Arenas that cannot hold it. Norms stay fp32.
+    arena[size_t(table.find(WPE)->offset + 3)] = 70000;
+    save(DType::F32);
+    std::vector<char> halves(size_t(table.total) * 2);
+    std::vector<float> norms(size_t(table.fp32_total));
+    WeightArenas half;
+    half.weights.data = make_tensor(halves.data(), DType::F16, Device::CPU, &table.total, 1);
+    half.fp32 = tensor_of(norms);
+    half.fp32.origin = norm.group_begin;
+    expect_error([&] { load_weights(dir.path(), table, half); }, {dir.path(), "tensor wpe: 70000", "fp16"});
+    arena[size_t(table.find(WPE)->offset + 3)] = 1;
+    save(DType::F32);
+    load_weights(dir.path(), table, half);
+    for (const float kept : {INFINITY, NAN}) {  // these the dtype can hold
+        value = kept;
+        save(DType::F16);
+    }
+}
+
 // Writes the tensors of `names` in file order, renamed, with `extra` ones added.
 struct Extra {
     std::string name;
@@ -246,6 +303,20 @@ TEST(Weights, InvalidFilesAreErrorsAndLeaveWeightsUnchanged) {
     expect_error([&] { loaded(dir.path(), table); }, {path, "ln_f.weight", "int32", "F32, BF16 or F16"});
     rewrite(plain, path, without_norm, {{"ln_f.weight", DType::F64, {4}, std::string(32, '\0')}});
     EXPECT_EQ(loaded(dir.path(), table)[size_t(table.find(NORM)->offset)], 0.0f);
+}
+
+TEST(Weights, TheTablesOwnNamesAreRead) {
+    const TempDir dir;
+    const ParamTable table = small_table();
+    ParamTable own = table;
+    for (Param& p : own.params) p.sources = {{p.name, 0, p.rows, false}};
+    std::vector<float> arena = arena_of(table, 5);
+    save_weights(dir.file("model.safetensors"), own, tensor_of(arena), DType::F32);
+    ParamTable llama = table;
+    for (Param& p : llama.params)
+        for (SourceTensor& source : p.sources) source.name = "model.llama." + source.name;
+    expect_weights(llama, loaded(dir.path(), llama), arena);
+    EXPECT_EQ(open_weight_source(dir.path(), llama).dtype(llama.params[0], llama.params[0].sources[0]), DType::F32);
 }
 
 TEST(Weights, ReadsShards) {
@@ -435,6 +506,12 @@ TEST(Json, DamageIsAOneLineError) {
     expect_error([&] { read_json(path); }, {path, "out of range"});
     put_file(path, std::string(1000000, '['));
     expect_error([&] { read_json(path); }, {path, "nested more than 100 deep"});
+    // What Python writes for numbers that JSON lacks.
+    write_file(path, R"({"NaN \\\" NaN": NaN, "x": [Infinity, -Infinity, "Infinity"], "model_type": "mamba2"})");
+    EXPECT_EQ(read_json(path), json::parse(R"({"NaN \\\" NaN": "NaN", "x": ["Infinity", "-Infinity", "Infinity"],
+                                              "model_type": "mamba2"})"));
+    write_file(path, R"({"x": Infinity, "y": nan})");
+    expect_error([&] { read_json(path); }, {path, "broken JSON at byte 7"});
     for (const char* text : {"{}", "{\"seq_len\": \"x\"}", "{\"seq_len\": 1.5}"}) {
         put_file(path, text);
         expect_error([&] { trained_seq_len(dir.path()); }, {path, "seq_len", "damaged"});

@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -110,7 +111,7 @@ def llama2c_file(weights, config, version, tied):
 def llama2c_logits(parts, config, tokens, tied):
     """The forward pass of llama2.c in float64."""
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    T, d = len(tokens), config["hidden_size"] // config["num_attention_heads"]
+    T, d = len(tokens), config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     w = {name: [x.astype(np.float64) for x in layers] for name, layers in parts.items()}
     norm = lambda x, weight: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
     angle = np.arange(T)[:, None] / 10000.0 ** (np.arange(0, d, 2) / d)
@@ -227,6 +228,70 @@ class ConvertTest(unittest.TestCase):
         self.assert_same(read_model(self.path("same")), read_model(self.path("rounded")))
         self.convert(os.path.join(MODELS, "gpt2-fp16"), self.path("half"))
         self.assert_same(read_model(self.path("half")), read_model(os.path.join(MODELS, "gpt2-fp16")))
+
+    def directory(self, name, config, tensors):
+        """A model directory of arrays, whose bf16 are uint16."""
+        names, offset, header = {np.dtype(x): name for name, x in DTYPES.items()}, 0, {}
+        for tensor, x in tensors.items():
+            header[tensor] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": [offset, offset + x.nbytes]}
+            offset += x.nbytes
+        text = json.dumps(header).encode()
+        os.mkdir(self.path(name))
+        self.write(f"{name}/model.safetensors", struct.pack("<Q", len(text)) + text + b"".join(
+            np.ascontiguousarray(x).tobytes() for x in tensors.values()))
+        self.write(f"{name}/config.json", json.dumps(config).encode())
+        return self.path(name)
+
+    def test_each_tensor_keeps_its_dtype(self):
+        fixture = os.path.join(MODELS, "llama-gqa")
+        weights = read_model(fixture)
+        mixed = {name: bf16(x) if "embed" in name else x.astype("<f2") if "k_proj" in name else x
+                 for name, x in weights.items()}
+        self.convert(self.directory("mixed", read_config(fixture), mixed), self.path("same"))
+        self.assert_same(read_model(self.path("same")), mixed)
+
+    def test_values_beyond_fp16_are_errors(self):
+        fixture = os.path.join(MODELS, "llama-gqa")
+        weights = {name: x.copy() for name, x in read_model(fixture).items()}
+        weights["model.layers.1.mlp.up_proj.weight"][3, 1] = 70000
+        source = self.directory("large", read_config(fixture), weights)
+        self.refused(1, ["tensor model.layers.1.mlp.up_proj.weight", "70000", "too large for fp16", "use bf16 or fp32"],
+                     "convert", source, self.path("half"), "--dtype", "fp16")
+        self.assertEqual(os.listdir(self.top), ["large"])
+
+    def test_heads_that_do_not_divide_the_channels(self):
+        config = {"model_type": "llama", "hidden_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1,
+                  "head_dim": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 257,
+                  "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+        shapes = {"self_attn.q_proj": (96, 40), "self_attn.k_proj": (32, 40), "self_attn.v_proj": (32, 40),
+                  "self_attn.o_proj": (40, 96), "mlp.gate_proj": (48, 40), "mlp.up_proj": (48, 40),
+                  "mlp.down_proj": (40, 48), "input_layernorm": (40,), "post_attention_layernorm": (40,)}
+        shapes = {"model.embed_tokens": (257, 40), "model.norm": (40,), "lm_head": (257, 40),
+                  **{f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}}
+        rng = np.random.default_rng(1)
+        weights = {f"{name}.weight": (0.2 * rng.standard_normal(shape)).astype("<f4") for name, shape in shapes.items()}
+        source, tokens = self.directory("odd", config, weights), [5, 0, 77, 100, 3]
+        reference = llama2c_logits(llama2c_parts(weights, config), config, tokens, False)
+        error = np.abs(self.logits(source, tokens) - reference).max()
+        self.assertLessEqual(error, 1e-5 * np.abs(reference).max())
+        self.convert(source, self.path("back"))
+        self.assert_same(read_model(self.path("back")), weights)
+        self.assertEqual({key: read_config(self.path("back"))[key] for key in config}, config)
+        # It trains, and a checkpoint has the same names.
+        text = self.write("text.txt", b"It was the best of times.\n" * 100)
+        make_data = [os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte"]
+        subprocess.run([sys.executable, *make_data, "--out", self.path("data")], check=True, stdout=subprocess.DEVNULL)
+        done = run("train", "--model", source, "--data", self.path("data"), "--out", self.path("run"), "--steps", 2,
+                   "--seq-len", 16, "--batch-size", 2)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        trained = read_model(self.path("run/step_00000002"))
+        self.assertEqual({name: x.shape for name, x in trained.items()}, {name: x.shape for name, x in weights.items()})
+
+    def test_a_config_of_another_type_is_named(self):
+        os.mkdir(self.path("mamba"))
+        self.write("mamba/config.json", b'{"model_type": "mamba2", "time_step_limit": [0.0, Infinity]}')
+        self.refused(1, ["mamba/config.json", "'model_type'", "mamba2", "supported: gpt2, llama"], "info",
+                     self.path("mamba"))
 
     def tokenizer_bin(self, extra):
         pieces = ["<unk>", "\n<s>\n", "\n</s>\n", " ", "a", " a", *extra]

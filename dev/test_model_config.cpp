@@ -121,7 +121,6 @@ TEST(ModelConfig, OptionsOfNoFamilyMakeATrainGptConfig) {
     changed("llama-tiny", [](ModelConfig& c) { c.mlp = Mlp::GELU; });
     changed("llama-tiny", [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
     changed("llama-tiny", [](ModelConfig& c) { c.positions = Positions::Learned; });
-    changed("llama-tiny", [](ModelConfig& c) { c.channels = 126; });  // transformers 5 requires a multiple of heads
     changed("llama-tiny", [](ModelConfig& c) { c.rope_scaling = {RopeScaling::Kind::Dynamic, 2, 1, 4, 512}; });
 }
 
@@ -315,6 +314,16 @@ TEST(ModelConfig, RejectsInvalidTypesAndNumbers) {
     EXPECT_EQ(config_from_json(changed, PATH).attention, "SLGS");
     changed["head_dim"] = 514;
     expect_error([&] { config_from_json(changed, PATH); }, {PATH, "heads of up to 512, not 514"});
+}
+
+TEST(ModelConfig, HeadsOfALlamaNeedNotDivideItsChannels) {
+    const ModelConfig c = config_from_json(
+        json::parse(R"({"model_type": "llama", "hidden_size": 40, "num_attention_heads": 3, "head_dim": 32})"), PATH);
+    EXPECT_EQ(model_family(c), "llama");
+    const json saved = config_to_json(c, json::object());
+    EXPECT_EQ(saved["model_type"], "llama");
+    EXPECT_EQ(saved["head_dim"], 32);
+    expect_same(config_from_json(saved, PATH), c);
 }
 
 TEST(ModelConfig, AttentionTypes) {

@@ -263,7 +263,7 @@ WeightSource BinModel::weights(const ParamTable& table) const {
         }
         return static_cast<const float*>(buffer.data());
     };
-    return {fetch, stored};
+    return {fetch, [T = stored](const Param&, const SourceTensor&) { return T; }};
 }
 
 void write_llmc_model(const std::string& path, const ModelConfig& c, const ParamTable& table, const FetchParam& fetch,

@@ -145,6 +145,17 @@ void check_tied_head(const WeightFiles::Location& head, const WeightFiles::Locat
             "tie_word_embeddings to false in config.json");
 }
 
+// Throws for a finite value that dtype would make infinite.
+void check_range(const float* values, int64_t n, DType dtype, const std::string& path, const std::string& tensor) {
+    if (dtype == DType::F32) return;
+    // The smallest magnitude that is rounded to infinity: half a unit in the last place above the largest finite one.
+    const float limit = dtype == DType::F16 ? 65520.0f : 0x1.FFp127f;
+    for (int64_t i = 0; i < n; i++) {
+        require(!(std::fabs(values[i]) >= limit) || std::isinf(values[i]), path, ": tensor ", tensor, ": ", values[i],
+                " is too large for ", dtype_name(dtype), "; use ", dtype == DType::F16 ? "bf16 or fp32" : "fp32");
+    }
+}
+
 constexpr const char* STEP_PREFIX = "step_";
 
 // ".tmp-step_00001000-4711": an unfinished directory and the process that writes it.
@@ -237,9 +248,17 @@ ModelSource find_model(const std::string& name) {
 WeightSource open_weight_source(const std::string& directory, const ParamTable& table) {
     const auto weights = std::make_shared<const WeightFiles>(open_weights(directory));
 
+    // Earlier versions saved a LLaMA whose heads do not divide the channels as "train_gpt", under the table's own
+    // names.
+    const bool any = !table.params.empty() && !table.params[0].sources.empty();
+    const bool own_names = any && weights->tensors.count(table.params[0].name) &&
+                           !weights->tensors.count(bare_name(table.params[0].sources[0].name));
+    const auto sources_of = [own_names](const Param& p) {
+        return own_names ? std::vector<SourceTensor>{{p.name, 0, p.rows, false}} : p.sources;
+    };
     std::set<std::string> wanted;
     for (const Param& p : table.params) {
-        for (const SourceTensor& source : p.sources) {
+        for (const SourceTensor& source : sources_of(p)) {
             const auto location = weights->tensors.find(bare_name(source.name));
             require(location != weights->tensors.end(), directory, ": tensor ", source.name,
                     " is missing from the weights; the files are incomplete or config.json describes another model");
@@ -256,16 +275,16 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
     }
     for (const auto& [name, location] : weights->tensors) {
         if (wanted.count(name) || is_buffer(name)) continue;
-        const bool tied_head = name == "lm_head.weight" && !table.params.empty() && !table.params[0].sources.empty();
+        const bool tied_head = name == "lm_head.weight" && any;
         require(tied_head, location.where(),
                 ": this model has no such tensor; the file does not belong to this config.json");
-        check_tied_head(location, weights->tensors.at(bare_name(table.params[0].sources[0].name)));
+        check_tied_head(location, weights->tensors.at(bare_name(sources_of(table.params[0])[0].name)));
     }
 
-    const auto fetch = [weights](const Param& p, std::vector<float>& buffer) {
+    const auto fetch = [weights, sources_of](const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         std::vector<float> staging;
-        for (const SourceTensor& source : p.sources) {
+        for (const SourceTensor& source : sources_of(p)) {
             const WeightFiles::Location& location = weights->tensors.at(bare_name(source.name));
             const Tensor stored = location.tensor();
             float* dst = buffer.data() + source.row * p.row_size();
@@ -280,9 +299,9 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
         }
         return static_cast<const float*>(buffer.data());
     };
-    const bool any = !table.params.empty() && !table.params[0].sources.empty();
-    const DType dtype =
-        any ? weights->tensors.at(bare_name(table.params[0].sources[0].name)).tensor().dtype : DType::F32;
+    const auto dtype = [weights, own_names](const Param& p, const SourceTensor& source) {
+        return weights->tensors.at(bare_name(own_names ? p.name : source.name)).tensor().dtype;
+    };
     return {fetch, dtype};
 }
 
@@ -290,7 +309,12 @@ void load_weights(const std::string& directory, const ParamTable& table, const W
     check_arenas(table, arenas, directory);
     const WeightSource weights = open_weight_source(directory, table);  // checks everything before the first copy
     std::vector<float> buffer;
-    for (const Param& p : table.params) arenas.store(p, weights.fetch(p, buffer), 0, p.padded_numel());
+    for (const Param& p : table.params) {
+        const float* const values = weights.fetch(p, buffer);
+        const DType dtype = p.fp32 ? DType::F32 : arenas.weights.data.dtype;
+        check_range(values, p.padded_numel(), dtype, directory, p.name);
+        arenas.store(p, values, 0, p.padded_numel());
+    }
 }
 
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {
@@ -301,11 +325,20 @@ void save_weights(const std::string& path, const ParamTable& table, const Weight
 
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
                   const Ranks& ranks) {
-    require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path, ": cannot save weights as ",
-            dtype_name(dtype), "; use fp32, bf16 or fp16");
+    save_weights(
+        path, table, fetch, [dtype](const Param&, const SourceTensor&) { return dtype; }, ranks);
+}
+
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch,
+                  const StoredDType& stored_dtype, const Ranks& ranks) {
     SafetensorsWriter writer(path);
     for (const Param& p : table.params) {
-        for (const SourceTensor& source : p.sources) writer.declare(source.name, dtype, source_shape(p, source));
+        for (const SourceTensor& source : p.sources) {
+            const DType dtype = stored_dtype(p, source);
+            require(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, path,
+                    ": cannot save weights as ", dtype_name(dtype), "; use fp32, bf16 or fp16");
+            writer.declare(source.name, dtype, source_shape(p, source));
+        }
     }
     writer.begin(ranks);
     std::vector<float> buffer, transposed;
@@ -320,6 +353,8 @@ void save_weights(const std::string& path, const ParamTable& table, const FetchP
             writer.seek(number, 0);
             const float* src = values + source.row * p.row_size();
             const int64_t n = source.rows * p.row_size();
+            const DType dtype = stored_dtype(p, source);
+            check_range(src, n, dtype, path, source.name);
             if (source.transposed && p.cols) {
                 transposed.resize(size_t(n));
                 transpose(transposed.data(), src, source.rows, p.cols);
@@ -532,6 +567,32 @@ void write_json(const std::string& path, const json& value) {
     write_file(path, value.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
 }
 
+namespace {
+
+// Python's json module writes NaN and Infinity, which JSON lacks. As strings they are values that no known key accepts.
+std::string quote_non_numbers(std::string_view text) {
+    std::string out;
+    bool in_string = false;
+    while (!text.empty()) {
+        size_t n = in_string && text[0] == '\\' && text.size() > 1 ? 2 : 1;
+        if (text[0] == '"') in_string = !in_string;
+        bool quote = false;
+        for (const std::string_view name : {"-Infinity", "Infinity", "NaN"}) {
+            quote = !in_string && text.substr(0, name.size()) == name;
+            if (!quote) continue;
+            n = name.size();
+            break;
+        }
+        if (quote) out += '"';
+        out += text.substr(0, n);
+        if (quote) out += '"';
+        text.remove_prefix(n);
+    }
+    return out;
+}
+
+}  // namespace
+
 json read_json(const std::string& path) {
     const std::string text = read_file(path, int64_t(1) << 28);
     const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // later code recurses over the values
@@ -542,7 +603,8 @@ json read_json(const std::string& path) {
     try {
         object = json::parse(text, limit_depth);
     } catch (const json::parse_error& e) {
-        throw Error(str(path, ": broken JSON at byte ", e.byte, "; the file is damaged"));
+        object = json::parse(quote_non_numbers(text), limit_depth, false);
+        require(!object.is_discarded(), path, ": broken JSON at byte ", e.byte, "; the file is damaged");
     } catch (const json::exception&) {
         throw Error(str(path, ": holds a number out of range; the file is damaged"));
     }

@@ -43,10 +43,13 @@ std::string resume_remedy(const std::string& checkpoint);
 // memory, or to buffer.
 using FetchParam = std::function<const float*(const Param& p, std::vector<float>& buffer)>;
 
+// The dtype in which a file holds, or is to hold, one of the tensors that a parameter is made of.
+using StoredDType = std::function<DType(const Param& p, const SourceTensor& tensor)>;
+
 // Weights in files, read one parameter at a time.
 struct WeightSource {
     FetchParam fetch;
-    DType dtype;  // stored dtype of the token embedding
+    StoredDType dtype;
 };
 
 // Opens a directory's weights with the checks of load_weights().
@@ -57,13 +60,17 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 // with its shape. Other tensors are an Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary
 // inv_freq) and a tied model's lm_head.weight that equals the token embedding, the table's first parameter. (If they
 // differ it is an Error, because transformers 4 uses the embedding and transformers 5 the head.) Padding rows are set
-// to zero. After an Error the arenas are unchanged.
+// to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
+// infinite is an Error that names the tensor.
 void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
 // Writes model.safetensors at path, tensor by tensor, from the most exact weights available. Several ranks divide the
-// parameter groups. dtype: F32, BF16 or F16. Not atomic: callers write into an AtomicDirectory.
+// parameter groups. dtype: F32, BF16 or F16, of all tensors or of each. Throws Error naming the tensor for a finite
+// value that the dtype would make infinite. Not atomic: callers write into an AtomicDirectory.
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype);
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, DType dtype,
+                  const Ranks& ranks = {});
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype,
                   const Ranks& ranks = {});
 
 // A directory that is created atomically. Files are written into path(); commit() flushes them and the directory,

@@ -512,9 +512,8 @@ std::string model_family(const ModelConfig& c) {
                            c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
                            c.heads * c.head_size == c.channels;
     if (fits_gpt2 && !c.has_linear_attention()) return "gpt2";
-    const bool fits_llama = c.norm == Norm::RMSNorm && c.positions == Positions::RoPE && c.mlp == Mlp::SwiGLU &&
-                            c.qkv_bias == c.proj_bias &&
-                            c.channels % c.heads == 0;  // transformers 5 insists on the last
+    const bool fits_llama =
+        c.norm == Norm::RMSNorm && c.positions == Positions::RoPE && c.mlp == Mlp::SwiGLU && c.qkv_bias == c.proj_bias;
     const bool rope =
         c.rope_scaling.kind != RopeScaling::Kind::Dynamic || c.rope_scaling.original_max_position == c.max_positions;
     if (fits_llama && rope && !c.has_linear_attention()) return "llama";
