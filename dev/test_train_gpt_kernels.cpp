@@ -145,6 +145,8 @@ TEST_F(CInterface, EveryOperationRejectsMissingTensors) {
         tgk_swiglu_forward(c, none, none),
         tgk_swiglu_backward(c, none, none, none),
         tgk_adamw_update(c, none, none, none, none, 0, 0, 0, 0, 0, 1, 1),
+        tgk_newton_schulz(c, none, 0, 0),
+        tgk_muon_update(c, none, none, none, 0.1f, 0.95f, 0, 1, 1, 0, 0),
         tgk_top_k(c, none, none, none),
     };
     int at = 0;
@@ -320,6 +322,30 @@ TEST_F(CInterface, LinearAttentionForwardAndBackward) {
     for (size_t i = 0; i < first.size(); i++) ASSERT_NEAR(first[i], out[i], 1e-5);
     expect_refused(tgk_linear_attention_decode(context, &tf, &es, &ez, &q1, &k1, &v1, nullptr, 2, 1),
                    "tgk_linear_attention_decode: features are 2, expected 0 (identity) or 1 (elu + 1)");
+}
+
+// Matrices of one element: O is where the coefficients take 1.
+TEST_F(CInterface, Muon) {
+    std::vector<float> params = {2, 3}, m = {0.5f, -1};
+    const std::vector<float> grads = {1, 0};
+    const tgk_tensor p = host(params, {2, 1, 1}), tm = host(m, {2, 1, 1}), g = host(grads, {2, 1, 1});
+    ASSERT_EQ(tgk_muon_update(context, &p, &tm, &g, 0.1f, 0.5f, 0.5f, 4, 2, 2, 1), TGK_OK) << tgk_last_error();
+    EXPECT_EQ(m, (std::vector<float>{1.25f, -0.5f}));  // u = 1.625, −0.25; O = ±1, as 2 − 1.5 + 0.5 = 1
+    EXPECT_NEAR(params[0], 2 - 0.1 * (4 + 0.5 * 2), 1e-6);
+    EXPECT_NEAR(params[1], 3 - 0.1 * (-4 + 0.5 * 3), 1e-6);
+    std::vector<float> x = {3, 0, 0, 4};
+    const tgk_tensor matrix = host(x, {1, 2, 2}), flat = host(x, {4});
+    ASSERT_EQ(tgk_newton_schulz(context, &matrix, 2, 0), TGK_OK) << tgk_last_error();
+    for (size_t i = 0; i < 4; i++) EXPECT_NEAR(x[i], i % 3 ? 0 : 1, 1e-5);
+    expect_refused(tgk_newton_schulz(context, &flat, 0, 0),
+                   backend_device() == Device::CPU
+                       ? "newton_schulz: x is fp32 [4], expected fp32 [batch, rows, columns]"
+                       : "newton_schulz: x is fp32 [4], expected fp32 or bf16 [batch, rows, columns]");
+    expect_refused(tgk_newton_schulz(context, &matrix, 3, 0), "tgk_newton_schulz: coefficients are 3, expected 0 to 2");
+    expect_refused(tgk_newton_schulz(context, &matrix, 0, -1),
+                   "tgk_newton_schulz: iterations are -1, expected 0 (the default) or more");
+    expect_refused(tgk_muon_update(context, &p, &tm, &matrix, 0, 0, 0, 0, 0, 0, 0),
+                   "tgk_muon_update: params is fp32 [2, 1, 1], expected fp32 [1, 2, 2]");
 }
 
 TEST_F(CInterface, AdamWAndTopK) {

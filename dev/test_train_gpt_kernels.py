@@ -235,6 +235,8 @@ class TensorOperations(KernelsTest):
                 (TypeError, "params is None", lambda: k.adamw_update(None, x[0], x[1], x[2], 1)),
                 (TypeError, "x is None", lambda: k.rope(None, np.arange(3, dtype=np.int32), k.rope_table(3, 4))),
                 (ValueError, "top_k: k is 5, expected 1 to 4", lambda: k.top_k(x, 5)),
+                (ValueError, "muon_update: m is fp32", lambda: k.muon_update(x[None], x[None, :2].copy(), x[None])),
+                (TypeError, "newton_schulz: x is float16", lambda: k.newton_schulz(x[None].astype(np.float16))),
                 (ValueError, "adamw_update: t is 0", lambda: k.adamw_update(x[0], x[1], x[2], np.ones(4, np.float32), 0))]:
             with self.subTest(message):
                 self.assertRaisesRegex(error, message, call)
@@ -255,6 +257,8 @@ class TensorOperations(KernelsTest):
                   "t": 1, "positions": ids}
         linear = {"weight": x, "bias": rows}
         special = {"map": {"function": "neg"}, "tensor_matmul": {"b": x.T}, "adamw_update": {"v": row.copy()},
+                   "newton_schulz": {"x": x[None].copy()},
+                   "muon_update": {"params": x[None].copy(), "m": x[None].copy(), "grads": x[None]},
                    "rope": {"x": q, "table": self.k.rope_table(3, 4)}, "attention_backward": {"dout": q, "out": q},
                    "linear_attention_backward": {"dout": q, "out": q}, "top_k": {"k": 2}, "matmul": {"b": x.T.copy()},
                    "matmul_forward": linear, "decay_gate_forward": linear,
@@ -500,6 +504,49 @@ class Networks(KernelsTest):
         self.assert_close(m, pm, scale=1)
         self.assert_close(v, pv, scale=1)
         self.assert_close(params, p, scale=np.abs(p) + 0.1)
+
+    # Jordan's optimizer (Muon, 2024) without its rounding to bf16, in float64.
+    @staticmethod
+    def orthogonalised(x, steps):
+        if x.shape[0] > x.shape[1]:
+            return Networks.orthogonalised(x.T, steps).T
+        x = x / (np.linalg.norm(x) + 1e-7)
+        for a, b, c in steps:
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        return x
+
+    def test_muon(self):
+        for shape in ((3, 1, 1), (2, 7, 5), (2, 5, 7), (1, 33, 129), (1, 129, 33), (2, 64, 64)):
+            for name, steps in (("quintic", [(3.4445, -4.7750, 2.0315)] * 5), ("simple", [(2, -1.5, 0.5)] * 12)):
+                with self.subTest(shape=shape, coefficients=name):
+                    params, m = self.random(*shape) * np.float32(0.02), np.zeros(shape, np.float32)
+                    p, momentum, start = params.astype(np.float64), np.zeros(shape), params.copy()
+                    scale = max(1, shape[1] / shape[2]) ** 0.5
+                    for step in (1, 2, 3):
+                        grads = self.random(*shape, seed=step)
+                        momentum += 0.05 * (grads - momentum)
+                        update = grads + 0.95 * (momentum - grads)
+                        p *= 1 - 0.02 * 0.1
+                        p -= 0.02 * scale * np.stack([self.orthogonalised(u, steps) for u in update])
+                        self.k.muon_update(params, m, grads, weight_decay=0.1, shape_scale=scale, coefficients=name)
+                    change, expected = params.astype(np.float64) - start, p - start
+                    # The sum of the errors that dev/test_muon.cpp analyses. Worst on a CPU: 1.1e-6, and 4e-6
+                    # for single numbers, whose three steps partly cancel.
+                    self.assertLessEqual(np.linalg.norm(change - expected), 1e-5 * np.linalg.norm(expected))
+                    self.assert_close(m, momentum, scale=1)
+
+    def test_newton_schulz(self):
+        x = self.random(2, 20, 28)
+        for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 0.02)):
+            got = x.astype(dtype)
+            if dtype == "bfloat16" and self.k.backend == "cpu":
+                self.assertRaisesRegex(TypeError, "newton_schulz: x is bfloat16", self.k.newton_schulz, got)
+                continue
+            self.k.newton_schulz(got, "polar-express", 9)
+            u, _, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+            self.assertLessEqual(np.abs(got.astype(np.float64) - u @ v).max(), tolerance)
+        self.assertRaisesRegex(ValueError, "coefficients are 'cubic'", self.k.newton_schulz, x, "cubic")
 
     def test_top_k(self):
         inp = np.round(self.random(4, 3000) * 20).astype(np.float32)  # many equal ones

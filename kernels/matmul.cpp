@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <vector>
 
 #ifdef USE_ONEDNN
@@ -187,8 +188,21 @@ void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool trans
             for (int64_t i = begin; i < end; i++) o[i] = beta * c[i];
         });
     }
-    for (int64_t i = 0; i < s.batch; i++)
-        multiply(op, matrix_of(out, i), matrix_of(a, i), matrix_of(b, i), transpose_a, transpose_b, beta != 0, alpha);
+    // Threads share a matrix, or take whole ones where that divides the work well: small GEMMs leave little to share.
+    const int threads = omp_get_max_threads();
+    const bool whole = s.batch % threads == 0 || s.batch >= 4 * threads;
+    std::exception_ptr error;
+#pragma omp parallel for schedule(static) if (whole)
+    for (int64_t i = 0; i < s.batch; i++) {
+        try {
+            multiply(op, matrix_of(out, i), matrix_of(a, i), matrix_of(b, i), transpose_a, transpose_b, beta != 0,
+                     alpha);
+        } catch (...) {
+#pragma omp critical
+            error = std::current_exception();
+        }
+    }
+    if (error) std::rethrow_exception(error);
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {

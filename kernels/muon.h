@@ -57,7 +57,8 @@ struct NewtonSchulz {
     float norm_margin = 1;    // keeps σ ≤ 1 where rounding or the polynomials need room
 };
 
-// Coefficients by name; iterations 0: as many as the name's default. Throws Error on another name.
+// Coefficients by name; iterations 0: as many as the name's default. Throws Error on another name and
+// on fewer.
 //
 // - "quintic" (5): a large slope at 0 and no convergence. σ₀ ≥ 0.002 ends in [0.68, 1.21]. Jordan et al. 2024.
 // - "polar-express" (5): for each iteration the polynomial that brings [10⁻³, 1] closest to 1, given the previous ones.

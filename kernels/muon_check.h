@@ -4,12 +4,19 @@
 #include "kernels/muon.h"
 #include "kernels/param_update_check.h"
 
+// Updates and matrices may be in bf16 where there are tensor cores.
+inline bool is_muon_dtype(const Tensor& t) {
+    return t.dtype == DType::F32 || (t.dtype == DType::BF16 && backend_device() == Device::CUDA);
+}
+inline const char* muon_dtypes() {
+    return backend_device() == Device::CUDA ? "fp32 or bf16" : "fp32";
+}
+
 // Every segment's updates lie within [0, size).
 inline void check_muon_updates(const char* op, const Tensor& updates, const MuonSegment* segments,
                                int64_t num_segments) {
-    require(updates && updates.rank == 1 && (updates.dtype == DType::F32 || updates.dtype == DType::BF16), op,
-            ": updates is ", dtype_name(updates.dtype), " ", shape_string(updates),
-            ", expected fp32 or bf16 [any size]");
+    require(updates && updates.rank == 1 && is_muon_dtype(updates), op, ": updates is ", dtype_name(updates.dtype), " ",
+            shape_string(updates), ", expected ", muon_dtypes(), " [any size]");
     check_tensor(op, "updates", updates, updates.dtype, {updates.shape[0]});
     for (int64_t i = 0; i < num_segments; i++) {
         const int64_t begin = segments[i].update_begin, size = segments[i].end - segments[i].begin;
@@ -45,8 +52,8 @@ constexpr double MUON_SMALLEST_NORM = 0x1p-120;
 
 // A batch of matrices. Returns its dtype.
 inline DType check_muon_matrices(const char* op, const char* name, const Tensor& x) {
-    require(x && x.rank == 3 && (x.dtype == DType::F32 || x.dtype == DType::BF16), op, ": ", name, " is ",
-            dtype_name(x.dtype), " ", shape_string(x), ", expected fp32 or bf16 [batch, rows, columns]");
+    require(x && x.rank == 3 && is_muon_dtype(x), op, ": ", name, " is ", dtype_name(x.dtype), " ", shape_string(x),
+            ", expected ", muon_dtypes(), " [batch, rows, columns]");
     check_contiguous(op, name, x);
     return x.dtype;
 }

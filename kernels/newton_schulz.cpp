@@ -69,6 +69,7 @@ const std::vector<std::string>& newton_schulz_names() {
 }
 
 NewtonSchulz newton_schulz_coefficients(const std::string& name, int iterations) {
+    require(iterations >= 0, "newton_schulz_coefficients: iterations are ", iterations, ", expected 0 or more");
     for (const Schedule& s : schedules()) {
         if (s.name != name) continue;
         NewtonSchulz result;

@@ -44,6 +44,8 @@ CPU, CUDA = 0, 1
 
 # tgk_dtype, in its order.
 DTYPES = ["float32", "float64", "bfloat16", "float16", "int32", "int64", "uint16", "uint8"]
+# The coefficients of the Newton-Schulz iteration (kernels/muon.h), in the library's order.
+NEWTON_SCHULZ = ["quintic", "polar-express", "simple"]
 
 
 class KernelError(RuntimeError):
@@ -88,6 +90,8 @@ OPERATIONS = {
     "swiglu_forward": ("", "T|T", ""),
     "swiglu_backward": ("", "T|TT", ""),
     "adamw_update": ("", "fff|f", "FFFFFFL"),
+    "newton_schulz": ("", "T|", "II"),
+    "muon_update": ("", "ff|f", "FFFFFII"),
     "top_k": ("", "Ti|T", ""),
 }
 _NUMBERS = {"I": ctypes.c_int32, "L": ctypes.c_int64, "F": ctypes.c_float}
@@ -150,6 +154,13 @@ def _dtype(name):
             raise TypeError("NumPy has no bfloat16 of its own: install the package ml_dtypes") from error
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
+
+
+def _newton_schulz(coefficients):
+    """The number of coefficients in the library."""
+    if coefficients not in NEWTON_SCHULZ:
+        raise ValueError(f"coefficients are {coefficients!r}, expected one of {', '.join(NEWTON_SCHULZ)}")
+    return NEWTON_SCHULZ.index(coefficients)
 
 
 def _strides(array):
@@ -538,7 +549,7 @@ class Kernels:
         dgate_up, result = self._out(None, gate_up.shape, gate_up)
         return self._run("swiglu_backward", [], [dgate_up, dout, gate_up], [], result)
 
-    # --- AdamW (kernels/adamw.h), top-k (kernels/generation/topk.h)
+    # --- AdamW (kernels/adamw.h), Muon (kernels/muon.h), top-k (kernels/generation/topk.h)
 
     def adamw_update(self, params, m, v, grads, t, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0,
                      grad_scale=1.0):
@@ -546,6 +557,21 @@ class Kernels:
         params, m, v = (self._written(n, a, rank=1) for n, a in (("params", params), ("m", m), ("v", v)))
         grads = self._view("grads", grads, rank=1)
         self._run("adamw_update", [], [params, m, v, grads], [lr, beta1, beta2, eps, weight_decay, grad_scale, t], None)
+
+    def newton_schulz(self, x, coefficients="quintic", iterations=0):
+        """Orthogonalises the matrices x [batch, rows, columns] float32 or bfloat16 IN PLACE. iterations: 0 for as many
+        as is usual with these coefficients (NEWTON_SCHULZ)."""
+        x = self._written("x", x, rank=3)
+        self._run("newton_schulz", [], [x], [_newton_schulz(coefficients), iterations], None)
+
+    def muon_update(self, params, m, grads, lr=0.02, momentum=0.95, weight_decay=0.0, shape_scale=1.0, grad_scale=1.0,
+                    coefficients="quintic", iterations=0):
+        """One Muon step of the matrices params and m [batch, rows, columns] float32, IN PLACE, by grads. shape_scale is
+        usually max(1, rows/columns)**0.5."""
+        params, m = self._written("params", params, rank=3), self._written("m", m, rank=3)
+        grads = self._view("grads", grads, rank=3)
+        self._run("muon_update", [], [params, m, grads],
+                  [lr, momentum, weight_decay, shape_scale, grad_scale, _newton_schulz(coefficients), iterations], None)
 
     def top_k(self, inp, k):
         """(values [B, k], ids [B, k] int32) of the k largest of each row of inp [B, V], descending; equal ones by

@@ -3,16 +3,19 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
+#include "kernels/check.h"
 #include "kernels/gelu.h"
 #include "kernels/generation/topk.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/muon.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softmax.h"
@@ -40,6 +43,21 @@ LinearAttentionSizes linear_sizes(const Tensor& q, const Tensor& k, const Tensor
                                   int64_t max_length) {
     return {size(q, 0), std::max<int64_t>(size(cum, 0) - 1, 0), size(q, 1), size(k, 1), size(q, 2), size(v, 2),
             max_length};
+}
+
+NewtonSchulz newton_schulz_of(const char* op, int32_t coefficients, int32_t iterations) {
+    const auto& names = newton_schulz_names();
+    require(coefficients >= 0 && size_t(coefficients) < names.size(), op, ": coefficients are ", coefficients,
+            ", expected 0 to ", names.size() - 1);
+    require(iterations >= 0, op, ": iterations are ", iterations, ", expected 0 (the default) or more");
+    return newton_schulz_coefficients(names[size_t(coefficients)], iterations);
+}
+
+// Scalars of a step on the device, in the first bytes of the scratch.
+Tensor upload_scalars(const StepScalars& scalars, const Tensor& memory, Stream stream) {
+    const Tensor on_device = memory.rows(0, int64_t(sizeof(StepScalars)));
+    copy_to_device(on_device.data, &scalars, sizeof(StepScalars), stream);
+    return on_device;
 }
 
 TensorFunction function_of(const char* op, int32_t function) {
@@ -383,14 +401,54 @@ int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_t
         require(t >= 1, op, ": t is ", t, ", expected the number of this update, 1 or more");
         StepScalars scalars{};
         scalars.lr = lr, scalars.grad_scale = grad_scale, scalars.t = t;
-        const Tensor on_device = scratch(c, int64_t(sizeof(StepScalars))).rows(0, int64_t(sizeof(StepScalars)));
-        copy_to_device(on_device.data, &scalars, sizeof(StepScalars), c.stream);
+        const Tensor on_device = upload_scalars(scalars, scratch(c, int64_t(sizeof(StepScalars))), c.stream);
         AdamWSegment segment{};
         segment.end = size(tensors[3], 0), segment.weight_decay = weight_decay, segment.fp32_begin = 0;
         AdamWOptions options;
         options.beta1 = beta1, options.beta2 = beta2, options.eps = eps;
         adamw_update(tensors[0], Tensor{}, tensors[1], tensors[2], tensors[3], &segment, 1, options, on_device,
                      c.stream);
+    });
+}
+
+int tgk_newton_schulz(tgk_context* context, const tgk_tensor* x, int32_t coefficients, int32_t iterations) {
+    const char* op = "tgk_newton_schulz";
+    return call(op, context, 1, {x}, [&](Tensors& t, tgk_context& c) {
+        const int64_t bytes = newton_schulz_scratch(size(t[0], 0), size(t[0], 1), size(t[0], 2), t[0].dtype);
+        newton_schulz(t[0], scratch(c, bytes), newton_schulz_of(op, coefficients, iterations), c.stream);
+    });
+}
+
+int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* grads,
+                    float lr, float momentum, float weight_decay, float shape_scale, float grad_scale,
+                    int32_t coefficients, int32_t iterations) {
+    const char* op = "tgk_muon_update";
+    return call(op, context, 2, {params, m, grads}, [&](Tensors& tensors, tgk_context& c) {
+        const NewtonSchulz schedule = newton_schulz_of(op, coefficients, iterations);
+        const Tensor& g = tensors[2];
+        const int64_t batch = size(g, 0), rows = size(g, 1), columns = size(g, 2), n = batch * rows * columns;
+        Tensors flat;
+        for (size_t i = 0; i < 3; i++) {
+            const char* name = std::array{"params", "m", "grads"}[i];
+            check_tensor(op, name, tensors[i], DType::F32, {batch, rows, columns});
+            check_contiguous(op, name, tensors[i]);
+            flat.push_back(make_tensor(tensors[i].data, DType::F32, g.device, {n}));
+        }
+        // In the scratch: the scalars, the updates, and what the iteration needs.
+        constexpr int64_t SCALARS = 256;
+        const int64_t updates_end = SCALARS + (n * int64_t(sizeof(float)) + 255) / 256 * 256;
+        const int64_t bytes = updates_end + newton_schulz_scratch(batch, rows, columns, DType::F32);
+        const Tensor memory = scratch(c, bytes);
+        const Tensor updates = make_tensor(memory.rows(SCALARS, bytes).data, DType::F32, g.device, {n});
+        StepScalars scalars{};
+        scalars.lr = lr, scalars.momentum = momentum, scalars.grad_scale = grad_scale;
+        const Tensor on_device = upload_scalars(scalars, memory, c.stream);
+        MuonSegment segment{};
+        segment.end = n, segment.weight_decay = weight_decay, segment.fp32_begin = 0, segment.shape_scale = shape_scale;
+        muon_momentum(updates, flat[1], flat[2], &segment, 1, on_device, c.stream);
+        newton_schulz(make_tensor(updates.data, DType::F32, g.device, {batch, rows, columns}),
+                      memory.rows(updates_end, bytes), schedule, c.stream);
+        muon_update(flat[0], Tensor{}, updates, &segment, 1, 0, on_device, c.stream);
     });
 }
 

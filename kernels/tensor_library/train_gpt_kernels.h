@@ -193,12 +193,19 @@ TGK_API int tgk_swiglu_forward(tgk_context*, const tgk_tensor* out, const tgk_te
 TGK_API int tgk_swiglu_backward(tgk_context*, const tgk_tensor* dgate_up, const tgk_tensor* dout,
                                 const tgk_tensor* gate_up);
 
-/* --- AdamW (adamw.h), top-k (topk.h) */
+/* --- AdamW (adamw.h), Muon (muon.h), top-k (topk.h) */
 
 /* params, m, v, grads [n] fp32, the first three updated; t: the number of this update, from 1 */
 TGK_API int tgk_adamw_update(tgk_context*, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* v,
                              const tgk_tensor* grads, float lr, float beta1, float beta2, float eps, float weight_decay,
                              float grad_scale, int64_t t);
+/* x [batch, rows, columns] fp32 or bf16, orthogonalised in place; coefficients: 0 "quintic", 1 "polar-express", 2
+ * "simple"; iterations: 0 for the default of the coefficients */
+TGK_API int tgk_newton_schulz(tgk_context*, const tgk_tensor* x, int32_t coefficients, int32_t iterations);
+/* One step of a batch of matrices: params, m, grads [batch, rows, columns] fp32, contiguous, the first two updated */
+TGK_API int tgk_muon_update(tgk_context*, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* grads,
+                            float lr, float momentum, float weight_decay, float shape_scale, float grad_scale,
+                            int32_t coefficients, int32_t iterations);
 /* values [B, k] T; ids [B, k] int32; inp [B, V] T */
 TGK_API int tgk_top_k(tgk_context*, const tgk_tensor* values, const tgk_tensor* ids, const tgk_tensor* inp);
 

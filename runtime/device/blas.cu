@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <functional>
 #include <limits>
 #include <sstream>
@@ -317,20 +318,22 @@ std::string line_of(const GemmKey& k, const GemmPlan& plan) {
 
 bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     std::istringstream in(line);
-    std::string dtype, out_dtype, transposes, epilogue, bytes;
+    std::string dtype, out_dtype, transposes, epilogue, bytes, batch, beyond;
     in >> k.M >> k.N >> k.K >> k.ld_out >> k.ld_a >> k.ld_b >> k.ld_aux >> dtype >> out_dtype >> transposes >>
         k.accumulate >> epilogue >> k.align_out >> k.align_a >> k.align_b >> k.align_bias >> k.align_aux >> bytes >>
         plan.milliseconds;
-    if (in && !(in >> std::ws).eof()) in >> k.batch;
+    const bool complete = !in.fail();
+    in >> batch >> beyond;
+    const auto [end, error] = std::from_chars(batch.data(), batch.data() + batch.size(), k.batch);
+    if (!batch.empty() && (error != std::errc{} || *end || k.batch < 2 || k.batch > INT32_MAX)) return false;
     const auto parse_dtype = [](const std::string& name, DType& to) {
         for (const DType d : DTYPES)
             if (name == dtype_name(d)) return to = d, true;
         return false;
     };
     const auto found = std::find(EPILOGUES.begin(), EPILOGUES.end(), epilogue);
-    if (!in || !(in >> std::ws).eof() || found == EPILOGUES.end() || transposes.size() != 2 ||
-        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0) || k.batch < 1 ||
-        k.batch > INT32_MAX)
+    if (!complete || !beyond.empty() || found == EPILOGUES.end() || transposes.size() != 2 ||
+        transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0))
         return false;
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
     k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
