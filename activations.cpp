@@ -66,7 +66,8 @@ enum Dims {
     TWO,
     SCALAR_BYTES,  // of StepScalars
     SCRATCH_BYTES,
-    FORWARD_SCRATCH_BYTES
+    FORWARD_SCRATCH_BYTES,
+    UPDATE_BYTES
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
@@ -177,6 +178,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
     {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
+    {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
 };
 
 // Whether every tensor of the struct has a row: the table names as many different fields as the struct has tensors.
@@ -269,6 +271,8 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {scratch_bytes(c, shape)};
         case FORWARD_SCRATCH_BYTES:
             return {forward_scratch_bytes(c, shape)};
+        case UPDATE_BYTES:
+            return {shape.update_bytes};
     }
     return {};
 }

@@ -17,6 +17,7 @@
 #include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
 #include "parallel/evaluation.h"
+#include "parallel/muon.h"
 #include "parallel/update.h"
 #include "parallel/weights.h"
 #include "runtime/context.h"
@@ -136,6 +137,7 @@ struct RunShape {
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
     bool deterministic = true;  // false: attention's backward pass may add in any order
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
@@ -176,6 +178,7 @@ struct HeadActs {
     Tensor logits, losses;             // of a chunk of tokens; of each token
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
+    Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor sample_id, sample_key;      // the sampled token; its keys of the random generator: sequence and position
 };
@@ -247,6 +250,7 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
 
 struct OptimizerOptions {
     AdamWOptions adamw;
+    MuonOptions muon;
     GroupRates rates;
 };
 
@@ -259,6 +263,7 @@ struct Optimizer {
     std::vector<UpdateSlice> slices;
     std::vector<Event> updated;  // by slice: its update, or the all-gather after it, is done
     OptimizerOptions options;
+    Muon muon;  // without matrices if AdamW updates everything
 
     // Elements of m, and of v (the largest over the ranks).
     static int64_t moments(const Model& model) {
@@ -269,9 +274,12 @@ struct Optimizer {
                   const ReduceOptions& reduce = {});
 };
 
-// Computes the global gradient norm, clips, runs AdamW, and gathers the weights that other ranks updated. scale =
-// 1/(loss tokens of the step) turns the sum of losses into a mean. grad_unit turns the gradients into those of that
-// mean: 1/(dloss · loss tokens).
+// Bytes that the update needs besides the arenas: RunShape::update_bytes.
+int64_t update_workspace_bytes(const Model& model);
+
+// Computes the global gradient norm, clips, runs Muon and AdamW, and gathers the weights that other ranks updated.
+// scale = 1/(loss tokens of the step) turns the sum of losses into a mean. grad_unit turns the gradients into those of
+// that mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);

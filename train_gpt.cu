@@ -662,8 +662,14 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     options = optimizer_options;
     slices = make_update_slices(table, sharding, model.arenas, grads, m, v, options.rates);
     updated = std::vector<Event>(slices.size());
+    muon = Muon(table, sharding, slices, m, options.rates, model.precision.dtype, options.muon);
 }
 
+int64_t update_workspace_bytes(const Model& model) {
+    return muon_workspace(model.table, model.sharding, model.precision.dtype).bytes();
+}
+
+// Muon goes first: the weights of a slice are gathered when both optimizers have updated it.
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit) {
     const Range range(ctx.profiler, "update");
@@ -672,6 +678,7 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         sum_squares(acts.sum(ctx.rank, SUM_SQUARES), slices[i].own_grads, i > 0, acts.scratch, ctx.stream);
     ctx.comm->all_gather(acts.sums, acts.sums.rows(ctx.rank, ctx.rank + 1), ctx.stream);
     step_control(acts.scalars, acts.sums, scale, grad_unit, ctx.stream);
+    optimizer.muon.update(ctx, slices, acts.update_workspace, acts.scalars);
     for (size_t i = 0; i < slices.size(); i++) {
         const UpdateSlice& p = slices[i];
         adamw_update(p.params, p.params_T, p.m, p.v, p.grads, p.segments.data(),
@@ -771,10 +778,11 @@ ReduceOptions reduce_options(const ShardingOptions& o) {
     return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
 }
 
-RunShape run_shape(const TrainOptions& o, int64_t world) {
+RunShape run_shape(const TrainOptions& o, const Model& model) {
     RunShape shape = training_shape(o.batch_size, o.seq_len, o.model.type());
     shape.recompute = o.recompute;
-    shape.world = world;
+    shape.world = model.sharding.world;
+    shape.update_bytes = update_workspace_bytes(model);
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     return shape;
@@ -784,8 +792,14 @@ OptimizerOptions optimizer_options(const TrainOptions& o) {
     OptimizerOptions options;
     options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
     const RateGroupValues rates = learning_rates(o);
-    for (size_t g = 0; g < NUM_RATE_GROUPS; g++)
-        options.rates[g] = {static_cast<float>(rates[0] > 0 ? rates[g] / rates[0] : 1), float(o.weight_decay)};
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
+        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
+        options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
+    }
+    options.muon.newton_schulz =
+        newton_schulz_coefficients(o.muon.coefficients_or_default(), int(o.muon.iterations.value_or(0)));
+    options.muon.scale = o.muon.rms_scale() ? MuonScale::RMS : MuonScale::Spectral;
+    options.muon.seed = o.seed;
     return options;
 }
 
@@ -800,17 +814,16 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
       dtype(o.model.type()),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
-            {dtype, dtype != DType::F32 && o.master_weights}),
-      acts(s.source.config, run_shape(o, ctx.world)) {
+            {dtype, dtype != DType::F32 && o.master_weights}, o.optimizer),
+      acts(s.source.config, run_shape(o, model)) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
+            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);
             RunShape shape = acts.shape;
-            shape.B = B, shape.recompute = level;
-            return memory_plan(Model(model.config, {stage, ctx.rank, ctx.world}, model.precision),
-                               Activations(model.config, shape), reduce_options(o.sharding))
-                .total;
+            shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
+            return memory_plan(other, Activations(model.config, shape), reduce_options(o.sharding)).total;
         });
     });
     make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
@@ -879,12 +892,14 @@ void Trainer::warm_up() {
     };
     if (ctx.world > 1) {  // all ranks take rank 0's algorithms before graphs are recorded
         micro_steps(false);
+        optimizer.muon.warm_up(ctx, acts.update_workspace);
         ctx.wait_for_stream("warm-up");
         std::string chosen = matmul_choices(ctx.stream, true);
         ctx.comm->broadcast_host(chosen, 0);
         matmul_use_choices(chosen, ctx.stream, true);
     }
     micro_steps(true);
+    optimizer.muon.warm_up(ctx, acts.update_workspace);
     matmul_tuning(false, ctx.stream);
     if (o.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
     ctx.wait_for_stream("warm-up");
@@ -932,6 +947,7 @@ bool Trainer::queue_step(Loader& loader) {
     StepScalars settings{};
     settings.lr = static_cast<float>(learning_rate(o, step));
     settings.grad_clip = static_cast<float>(o.grad_clip);
+    settings.momentum = static_cast<float>(momentum(o, step));
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     int64_t loss_tokens = 0;
@@ -1019,6 +1035,8 @@ void Trainer::save(Progress& progress) {
     const int64_t adam_steps = read_scalars(ctx, acts).t;
     // In the state's file too, so that a trainer.json of another checkpoint is noticed.
     const SafetensorsWriter::Metadata steps = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
+    ordered_json rates;
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(o)[g];
     write_checkpoint(
         ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, steps, [&](const std::string& directory) {
             save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
@@ -1030,6 +1048,8 @@ void Trainer::save(Progress& progress) {
                                                               {"total_batch_tokens", o.total_batch_tokens},
                                                               {"data", s.data_fingerprint},
                                                               {"dtype", dtype_name(dtype)},
+                                                              {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
+                                                              {"learning_rates", rates},
                                                               {"gemm", matmul_choices(ctx.stream, true)},
                                                               {"val_loss", val_loss}});
         });

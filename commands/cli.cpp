@@ -376,6 +376,18 @@ void add_sharding_options(CLI::App& app, ShardingOptions& o) {
         ->group(group);
 }
 
+CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {
+    return app
+        .add_option_function<std::string>(
+            "--optimizer",
+            [&optimizer](const std::string& name) {
+                optimizer = name == "muon" ? OptimizerType::Muon : OptimizerType::AdamW;
+            },
+            "optimizer of the matrices of the blocks; embeddings, head, norms and biases always use AdamW")
+        ->check(CLI::IsMember({"adamw", "muon"}))
+        ->default_str("adamw");
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},

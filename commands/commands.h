@@ -61,16 +61,29 @@ struct ShardingOptions {
     std::string reduce_dtype = "fp32";
 };
 
+// Options of Muon; absent ones get the defaults.
+struct MuonFlags {
+    std::optional<double> momentum, adam_weight_decay;
+    std::optional<int64_t> momentum_warmup, iterations;
+    std::string coefficients, scale;
+
+    double momentum_or_default() const { return momentum.value_or(0.95); }
+    std::string coefficients_or_default() const { return coefficients.empty() ? "polar-express" : coefficients; }
+    bool rms_scale() const { return scale == "rms"; }
+};
+
 struct TrainOptions {
     ModelOptions model;
     std::string data, out;
     int64_t steps = 1000, batch_size = 4, seq_len = 256;
     int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
+    OptimizerType optimizer = OptimizerType::AdamW;              // of hidden matrices
     std::optional<double> lr, embedding_lr, head_lr, vector_lr;  // learning_rates() has the defaults
     double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
     int64_t warmup = -1;  // -1: a twentieth of the steps
     double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
+    MuonFlags muon;
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     uint64_t seed = 42;
@@ -125,6 +138,7 @@ struct LogitsOptions {
 
 struct PlanOptions {
     ModelOptions model;
+    OptimizerType optimizer = OptimizerType::AdamW;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
     ShardingOptions sharding;

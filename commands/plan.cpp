@@ -17,14 +17,17 @@ PlanOptions parse_plan(const Args& args) {
     add_model_options(app, o.model);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
+    auto* optimizer = add_optimizer_option(app, o.optimizer);
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only")
+                          ->excludes(optimizer)
                           ->excludes(recompute)
                           ->excludes(master_weights)
                           ->excludes(nondeterministic);
     app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
+        ->excludes(optimizer)
         ->excludes(recompute)
         ->excludes(master_weights)
         ->excludes(nondeterministic)
@@ -48,6 +51,8 @@ void show_json(const PlanReport& r) {
     json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
     for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
     result["in_use_before"] = device_bytes_in_use();
+    for (const PlannedGroup& g : r.groups)
+        result["parameters"][g.name] = {{"weights", g.weights}, {"optimizer", OPTIMIZER_NAMES[size_t(g.optimizer)]}};
     if (!r.stages.empty()) result["total_bytes_by_zero_stage"] = r.stages;
     std::cout << result.dump() << "\n";
 }
@@ -60,6 +65,13 @@ void show_plan(const PlanReport& r, const PlanOptions& o) {
               << r.memory.text(device_bytes_in_use()) << "  FLOP per token          " << str(r.flop_per_token / 1e6)
               << " MFLOP (" << (r.training ? "forward and backward" : "of a training step")
               << ", recomputation not counted)\n";
+    if (!r.groups.empty()) std::cout << "parameters\n";
+    for (const PlannedGroup& g : r.groups) {
+        std::string name = g.name;
+        std::replace(name.begin(), name.end(), '_', ' ');
+        std::cout << "  " << name << std::string(24 - name.size(), ' ') << with_commas(g.weights) << " ("
+                  << OPTIMIZER_NAMES[size_t(g.optimizer)] << ")\n";
+    }
     if (!r.stages.empty()) std::cout << "bytes on each of " << r.world << " ranks, by --zero-stage\n";
     for (size_t stage = 0; stage < r.stages.size(); stage++) {
         std::cout << "  " << stage << std::string(23, ' ') << human_bytes(r.stages[stage])

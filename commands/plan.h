@@ -5,6 +5,13 @@
 #include "runtime/device/arena.h"
 #include "runtime/device/memory_plan.h"
 
+// The parameters of a rate group.
+struct PlannedGroup {
+    std::string name;
+    int64_t weights = 0;
+    OptimizerType optimizer = OptimizerType::AdamW;
+};
+
 struct PlanReport {
     std::string name, description;  // of the model
     int64_t weights;
@@ -12,7 +19,8 @@ struct PlanReport {
     bool training;
     int64_t world;
     MemoryPlan memory;
-    std::vector<int64_t> stages;  // with several ranks: bytes that each rank needs, by --zero-stage; else empty
+    std::vector<PlannedGroup> groups;  // of training
+    std::vector<int64_t> stages;       // with several ranks: bytes that each rank needs, by --zero-stage; else empty
     std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
 };
 

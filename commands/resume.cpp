@@ -47,6 +47,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1, NO_LIMIT);
     r.data = keys.text("data");
     if (object.contains("gemm")) r.gemm = keys.text("gemm");
+    if (object.contains("optimizer")) r.optimizer = keys.text("optimizer");
     return r;
 }
 

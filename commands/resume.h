@@ -9,8 +9,9 @@ struct ResumePoint {
     std::string checkpoint;            // empty: the run starts at step 0
     int64_t step = 0, adam_steps = 0;  // steps done; updates done (without skipped steps)
     int64_t seed = 0, seq_len = 0, total_batch_tokens = 0;
-    std::string data;  // fingerprint of the training tokens
-    std::string gemm;  // the algorithms that the run's GEMMs used
+    std::string data;                 // fingerprint of the training tokens
+    std::string gemm;                 // the algorithms that the run's GEMMs used
+    std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
 };
 
 // Reads trainer.json and the header of state.safetensors. Throws Error with the file, the key and the remedy if one of

@@ -9,24 +9,40 @@ void run_plan(const Args& args) {
     const DType dtype = o.model.type();
     const bool training = !o.inference && !o.generate;
     const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
-    const Model model(source.config, {o.sharding.zero_stage, 0, o.world}, precision);
+    const auto model_of = [&](int64_t stage) {
+        return Model(source.config, {stage, 0, o.world}, precision, o.optimizer);
+    };
+    const Model model = model_of(o.sharding.zero_stage);
     RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
     shape.training = training;
     shape.recompute = o.recompute;
     shape.world = o.world;
     shape.deterministic = !o.nondeterministic;
-    const Activations acts(source.config, shape);
+    const auto activations_of = [&](const Model& planned) {
+        shape.update_bytes = training ? update_workspace_bytes(planned) : 0;
+        return std::make_unique<Activations>(source.config, shape);
+    };
+    const std::unique_ptr<Activations> acts = activations_of(model);
     const ReduceOptions reduce = reduce_options(o.sharding);
     EngineOptions generation;
     generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
     const MemoryPlan plan =
-        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, acts, reduce);
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, *acts, reduce);
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
-    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++)
-        stages.push_back(memory_plan(Model(source.config, {stage, 0, o.world}, precision), acts, reduce).total);
+    for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
+        const Model planned = model_of(stage);
+        stages.push_back(memory_plan(planned, *activations_of(planned), reduce).total);
+    }
+    std::vector<PlannedGroup> groups;
+    for (size_t g = 0; training && g < NUM_RATE_GROUPS; g++) {
+        PlannedGroup group{RATE_GROUP_NAMES[g]};
+        for (const Param& p : model.table.params)
+            if (size_t(p.rate_group) == g) group.weights += p.numel(), group.optimizer = p.optimizer;
+        if (group.weights) groups.push_back(group);
+    }
     show_plan({source.name, describe(model.config, model.table.num_weights()), model.table.num_weights(),
-               flop_per_token(model, o.seq_len), training, o.world, plan, stages,
-               o.generate ? std::vector<ArenaPlan::Entry>{} : acts.plan.entries()},
+               flop_per_token(model, o.seq_len), training, o.world, plan, groups, stages,
+               o.generate ? std::vector<ArenaPlan::Entry>{} : acts->plan.entries()},
               o);
 }

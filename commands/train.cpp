@@ -3,6 +3,7 @@
 
 #include "commands/cli.h"
 #include "commands/training.h"
+#include "kernels/muon.h"
 #include "runtime/files/files.h"
 
 namespace {
@@ -11,13 +12,13 @@ namespace {
 void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator fraction = number_in(0.0, 1.0);
     const CLI::Validator rate = number_in(0.0, 1e6);
-    app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4")->check(rate);
-    app.add_option("--embedding-lr", o.embedding_lr, "peak learning rate of the embeddings; default: --lr")
+    add_optimizer_option(app, o.optimizer);
+    app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4, with --optimizer muon 0.02")->check(rate);
+    const std::string other = "; default: --lr, with --optimizer muon 3e-3";
+    app.add_option("--embedding-lr", o.embedding_lr, "peak learning rate of the embeddings" + other)->check(rate);
+    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied" + other)
         ->check(rate);
-    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied; default: --lr")
-        ->check(rate);
-    app.add_option("--vector-lr", o.vector_lr,
-                   "peak learning rate of norms, biases and decay gates; default: --lr. One schedule scales all rates")
+    app.add_option("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other)
         ->check(rate);
     app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
         ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
@@ -53,6 +54,51 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
         ->capture_default_str();
 }
 
+void add_muon_options(CLI::App& app, MuonFlags& o) {
+    const std::string group = "Muon (docs/training.md)";
+    app.add_option("--momentum", o.momentum, "Muon's momentum; default: 0.95")
+        ->check(number_in(0.0, 0.9999999))
+        ->group(group);
+    app.add_option("--momentum-warmup", o.momentum_warmup, "steps in which the momentum grows from 0.85; default: 0")
+        ->check(at_least(0))
+        ->group(group);
+    app.add_option("--muon-coefficients", o.coefficients,
+                   "coefficients of the Newton-Schulz iteration; default: polar-express")
+        ->check(CLI::IsMember(newton_schulz_names()))
+        ->group(group);
+    app.add_option("--muon-iterations", o.iterations,
+                   "Newton-Schulz iterations; default: 5, with --muon-coefficients simple 12")
+        ->check(at_least(1))
+        ->check(number_in(1, 100))
+        ->group(group);
+    app.add_option("--muon-scale", o.scale,
+                   "factor of a matrix's update: spectral: √max(1, rows/columns); rms: 0.2·√max(rows, columns), for "
+                   "learning rates of AdamW, which are then the defaults; default: spectral")
+        ->check(CLI::IsMember({"spectral", "rms"}))
+        ->group(group);
+    app.add_option("--adam-weight-decay", o.adam_weight_decay,
+                   "weight decay of the matrices that AdamW updates: embeddings and head; default: --weight-decay")
+        ->check(number_in(0.0, 1e6))
+        ->group(group);
+}
+
+// Throws UsageError for options that have no effect.
+void check_optimizer_options(const TrainOptions& o) {
+    const MuonFlags& m = o.muon;
+    const std::pair<const char*, bool> of_muon[] = {{"--momentum", m.momentum.has_value()},
+                                                    {"--momentum-warmup", m.momentum_warmup.has_value()},
+                                                    {"--muon-coefficients", !m.coefficients.empty()},
+                                                    {"--muon-iterations", m.iterations.has_value()},
+                                                    {"--muon-scale", !m.scale.empty()},
+                                                    {"--adam-weight-decay", m.adam_weight_decay.has_value()}};
+    for (const auto& [name, given] : of_muon)
+        if (given && o.optimizer != OptimizerType::Muon)
+            throw UsageError(str(name, " is an option of --optimizer muon; add that or leave it out"));
+    const RateGroupValues rates = learning_rates(o);
+    if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
+        throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
+}
+
 std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     auto app = std::make_unique<CLI::App>(
         "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
@@ -70,6 +116,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                     "tokens per optimizer step over all processes; default: batch-size x seq-len x processes")
         ->check(positive);
     add_optimizer_options(*app, o);
+    add_muon_options(*app, o.muon);
     add_recompute_option(*app, o.recompute);
     add_master_weights_option(*app, o.master_weights);
     add_switch(
@@ -150,9 +197,7 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     check_training_dtype(o.model, o.master_weights);
-    const RateGroupValues rates = learning_rates(o);
-    if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
-        throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
+    check_optimizer_options(o);
     for (const std::string& path : {o.model.model, o.data, o.out}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(

@@ -40,8 +40,16 @@ std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
 }
 
 RateGroupValues learning_rates(const TrainOptions& o) {
-    const double lr = o.lr.value_or(6e-4);
-    return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
+    // A spectral update has singular values of about 1, whatever the matrix; it takes a larger rate than AdamW.
+    const bool spectral = o.optimizer == OptimizerType::Muon && !o.muon.rms_scale();
+    const double lr = o.lr.value_or(spectral ? 0.02 : 6e-4), others = spectral ? 3e-3 : lr;
+    return {lr, o.embedding_lr.value_or(others), o.head_lr.value_or(others), o.vector_lr.value_or(others)};
+}
+
+double momentum(const TrainOptions& o, int64_t step) {
+    const double full = o.muon.momentum_or_default(), first = std::min(0.85, full);
+    const double warmup = double(o.muon.momentum_warmup.value_or(0));
+    return double(step) < warmup ? first + (full - first) * double(step) / warmup : full;
 }
 
 double learning_rate(const TrainOptions& o, int64_t step) {
@@ -122,6 +130,7 @@ void check_unchanged(TrainSetup& s) {
         require(stored == now, "--resume: ", what, " was ", stored, " when ", r.checkpoint,
                 " was written and cannot change; start a new run in another --out");
     };
+    same("--optimizer", r.optimizer, std::string(OPTIMIZER_NAMES[size_t(s.o.optimizer)]));
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);
     same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);

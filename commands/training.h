@@ -39,5 +39,8 @@ std::string what_fits(const TrainOptions& options, int64_t world, int64_t availa
 using RateGroupValues = std::array<double, NUM_RATE_GROUPS>;
 RateGroupValues learning_rates(const TrainOptions& options);
 
+// Muon's momentum in a step, counted from 0.
+double momentum(const TrainOptions& options, int64_t step);
+
 // The learning rate of hidden matrices in a step, counted from 0. The schedule scales all rate groups alike.
 double learning_rate(const TrainOptions& options, int64_t step);

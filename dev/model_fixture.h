@@ -65,21 +65,32 @@ struct Driver {
     Activations acts;
     Optimizer optimizer;
 
-    Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true)
-        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}), acts(config, shape) {
+    Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true,
+           const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW)
+        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices),
+          acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
         acts.allocate(ctx);
         for (const ArenaPlan::Entry& e : acts.plan.entries()) {
             if (e.dtype != DType::I32 && e.name != "rope_table")
                 device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
         }
-        OptimizerOptions options;
-        for (GroupRate& rate : options.rates) rate.weight_decay = 0.1f;
         optimizer.allocate(ctx, model, options);
         for (const Param& p : model.table.params) {
             device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
         }
         write_scalars(ctx, acts, StepScalars{});
+    }
+
+    static OptimizerOptions default_options() {
+        OptimizerOptions options;
+        for (GroupRate& rate : options.rates) rate.weight_decay = 0.1f;
+        options.muon.newton_schulz = newton_schulz_coefficients("simple");
+        return options;
+    }
+    static RunShape with_workspace(RunShape shape, const Model& model) {
+        shape.update_bytes = update_workspace_bytes(model);
+        return shape;
     }
 
     // Weights with which every part of the model has an effect: random biases and norm weights, activations of order
@@ -123,11 +134,12 @@ struct Driver {
     }
 
     // One step on one batch; the loss before it.
-    double step(const Batch& batch, double lr, double grad_clip = 1) {
+    double step(const Batch& batch, double lr, double grad_clip = 1, double momentum = 0.95) {
         gradients({batch});
         StepScalars s = read_scalars(ctx, acts);
         s.lr = static_cast<float>(lr);
         s.grad_clip = static_cast<float>(grad_clip);
+        s.momentum = static_cast<float>(momentum);
         write_scalars(ctx, acts, s);
         update(ctx, model, optimizer, acts, mean_scale);
         return read_scalars(ctx, acts).loss;

@@ -348,6 +348,64 @@ class CommandsTest(unittest.TestCase):
         coarse = self.train("large_epsilon", *args[:4], "--adam-eps", 1)  # steps of about the gradient
         self.assertGreater(losses(coarse)[4], losses(plain)[4])
 
+    def test_muon(self):
+        """The state has no second moment of Muon's matrices, a resumed run goes on to the same bits, and the loss falls."""
+        for name, extra in (("gpt2", []), ("llama", ["--model", "llama-tiny", "--layers", 2, "--channels", 32, "--heads", 2, "--kv-heads", 1]),
+                            ("masked", ["--document-mask", "--recompute", "block"])):
+            args = ["--steps", 8, "--save-every", 4, "--optimizer", "muon", "--lr", 0.02, "--momentum-warmup", 6, "--muon-coefficients", "quintic", *extra]
+            run_dir = self.train("muon_" + name, *args)
+            toml, trainer = (text_of(os.path.join(run_dir, file)) for file in ("run.toml", "step_00000008/trainer.json"))
+            for line in ('optimizer="muon"', "lr=0.02", "momentum-warmup=6", 'muon-coefficients="quintic"'):
+                self.assertIn(line, toml)
+            self.assertEqual(json.loads(trainer)["optimizer"], "muon")
+            self.assertEqual(json.loads(trainer)["learning_rates"],
+                             {"hidden_matrices": 0.02, "embeddings": 0.003, "head": 0.003, "vectors": 0.003})
+            self.assertIn("trainer.optimizer muon", run("info", run_dir).stdout)
+            state = tensor_bytes(os.path.join(run_dir, "step_00000008", "state.safetensors"))
+            hidden = {f"layers.{i}.{matrix}.weight" for i in range(2) for matrix in ("qkv", "proj", "fc", "fcproj")}
+            self.assertEqual({name[2:] for name in state if name.startswith("m/")} - hidden,
+                             {name[2:] for name in state if name.startswith("v/")})
+            self.assertLess(losses(run_dir)[8], losses(run_dir)[1])
+            whole = digests(os.path.join(run_dir, "step_00000008"))
+            shutil.rmtree(os.path.join(run_dir, "step_00000008"))
+            done = run("train", "--resume", "--out", run_dir)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), whole)
+        self.refused(1, ["--optimizer was", "muon", "cannot change"], "train", "--resume", "--out", run_dir, "--optimizer", "adamw",
+                     "--config", os.path.join(self.base, "run.toml"), "--steps", 9)
+        self.refused(1, ["--optimizer was", "adamw", "cannot change"], "train", "--resume", "--out", self.base, "--optimizer", "muon",
+                     "--steps", 9)
+
+    def test_muon_options_have_an_effect(self):
+        args = ["--steps", 3, "--optimizer", "muon", "--lr", 0.02]
+        runs = {name: losses(self.train("muon_" + name, *args, *extra))[3] for name, extra in (
+            ("plain", ()), ("momentum", ("--momentum", 0.5)), ("warmed", ("--momentum-warmup", 3)),
+            ("quintic", ("--muon-coefficients", "quintic")), ("two", ("--muon-iterations", 2)), ("rms", ("--muon-scale", "rms")),
+            ("decay", ("--weight-decay", 2)), ("adam_decay", ("--adam-weight-decay", 2)))}
+        self.assertEqual(len(set(runs.values())), len(runs), runs)
+        same = losses(self.train("muon_as_by_default", *args, "--momentum", 0.95, "--momentum-warmup", 0, "--muon-coefficients",
+                                 "polar-express", "--muon-iterations", 5, "--muon-scale", "spectral", "--adam-weight-decay", 0.1))
+        self.assertEqual(same[3], runs["plain"])
+        groups = ("hidden_matrices", "embeddings", "head", "vectors")
+        for scale, rates in (("spectral", [0.02, 3e-3, 3e-3, 3e-3]), ("rms", [6e-4] * 4)):
+            command = self.train_args("muon_rates_" + scale, *args[:4], "--muon-scale", scale)
+            at = command.index("--lr")
+            done = run(*command[:at], *command[at + 2:])
+            self.assertEqual(done.returncode, 0, done.stderr)
+            with open(os.path.join(self.top, "muon_rates_" + scale, "step_00000003", "trainer.json")) as file:
+                self.assertEqual(json.load(file)["learning_rates"], dict(zip(groups, rates)))
+
+    def test_plan_of_muon(self):
+        adamw, muon = (json.loads(run("plan", *MODEL, "--seq-len", 32, "--optimizer", name, "--json").stdout) for name in ("adamw", "muon"))
+        groups = muon["parameters"]
+        self.assertEqual({name: group["optimizer"] for name, group in groups.items()},
+                         {"hidden_matrices": "muon", "embeddings": "adamw", "vectors": "adamw"})
+        self.assertEqual(sum(group["weights"] for group in groups.values()), muon["weights"])
+        saved = adamw["bytes"]["optimizer (m, v)"] - muon["bytes"]["optimizer (m, v)"]
+        self.assertGreaterEqual(saved, 4 * groups["hidden_matrices"]["weights"])  # and the padding of groups
+        self.assertLess(saved, 4 * groups["hidden_matrices"]["weights"] + 4 * 4096)
+        self.assertRegex(run("plan", *MODEL, "--seq-len", 32, "--optimizer", "muon").stdout, r"hidden matrices +24,576 \(muon\)\n  embeddings +\S+ \(adamw\)")
+
     def test_help_lists_every_option(self):
         overview = run("--help").stdout
         for command in ("train", "eval", "sample", "chat", "logits", "plan", "convert", "info"):
@@ -667,6 +725,13 @@ class CommandsTest(unittest.TestCase):
             (["--steps", "1e3"], self.train_args("x", "--steps", "1e3")),
             (["--batch-size", "99999999999999999999"], self.train_args("x", "--batch-size", "99999999999999999999")),
             (["--lr", "nan"], self.train_args("x", "--lr", "nan")),
+            *(([option + " is an option of --optimizer muon"], self.train_args("x", option, value))
+              for option, value in (("--momentum", 0.9), ("--momentum-warmup", 3), ("--muon-coefficients", "simple"), ("--muon-iterations", 5),
+                                    ("--muon-scale", "rms"), ("--adam-weight-decay", 0.1))),
+            (["--optimizer: sgd is not one of {adamw,muon}"], self.train_args("x", "--optimizer", "sgd")),
+            (["--muon-iterations", "0 is not"], self.train_args("x", "--optimizer", "muon", "--muon-iterations", 0)),
+            (["--muon-iterations", "101"], self.train_args("x", "--optimizer", "muon", "--muon-iterations", 101)),
+            (["--muon-coefficients: cubic is not one of"], self.train_args("x", "--optimizer", "muon", "--muon-coefficients", "cubic")),
             (["--lr 0", "scaled with it"], self.train_args("x", "--lr", 0, "--embedding-lr", 1e-3)),
             (["--schedule: cosin is not one of {cosine,"], self.train_args("x", "--schedule", "cosin")),
             (["--config: /nonexistent.toml cannot be read"], ["train", "--config", "/nonexistent.toml"]),

@@ -347,7 +347,7 @@ TEST(ParameterTable, RateGroupsOfPresets) {
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-124M", config));
     const ParamTable gpt2 = parameter_table(config, 1, OptimizerType::Muon);
-    EXPECT_EQ(groups(gpt2), (std::map<std::string, int64_t>{{"hidden matrices", 12 * 12 * 768 * 768},
+    EXPECT_EQ(groups(gpt2), (std::map<std::string, int64_t>{{"hidden_matrices", 12 * 12 * 768 * 768},
                                                             {"embeddings", (50257 + 1024) * 768},
                                                             {"vectors", 12 * 13 * 768 + 2 * 768}}));
     EXPECT_EQ(parts(gpt2, QKV_W), (std::vector<int64_t>{768, 768, 768}));
@@ -355,7 +355,7 @@ TEST(ParameterTable, RateGroupsOfPresets) {
     ASSERT_TRUE(preset("llama-8B", config));  // 32 heads on 8, of 128; untied
     const ParamTable llama = parameter_table(config, 1, OptimizerType::Muon);
     EXPECT_EQ(groups(llama),
-              (std::map<std::string, int64_t>{{"hidden matrices", 32LL * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096},
+              (std::map<std::string, int64_t>{{"hidden_matrices", 32LL * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096},
                                               {"embeddings", 128256 * 4096},
                                               {"head", 128256 * 4096},
                                               {"vectors", 65 * 4096}}));

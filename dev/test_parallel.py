@@ -100,8 +100,8 @@ class ParallelTest(unittest.TestCase):
         defaults = {"--data": cls.data, "--out": os.path.join(cls.top, name), "--steps": 10, "--batch-size": 8 // ranks, "--seq-len": 32,
                     "--total-batch-tokens": 256, "--lr": 3e-3, "--warmup": 2, "--eval-every": 5, "--save-every": 5,
                     "--gemm-tune": "off"}  # runs could choose different algorithms
-        kept = [x for k, v in defaults.items() if k not in given for x in (k, v)]
-        return ["--model", model, *MODEL, *kept, *args]
+        defaults = {**dict(zip(MODEL[::2], MODEL[1::2])), **defaults}
+        return ["--model", model, *(x for k, v in defaults.items() if k not in given for x in (k, v)), *args]
 
     @classmethod
     def train(cls, ranks, *args, name=None, model="gpt2-tiny"):
@@ -132,11 +132,11 @@ class ParallelTest(unittest.TestCase):
             if "grad_norm" in b:
                 self.assertAlmostEqual(a["grad_norm"] / b["grad_norm"], 1, delta=10 * tolerance, msg=f"{what}: norm of step {b['step']}")
 
-    def expect_same_bits(self, runs, what):
+    def expect_same_bits(self, runs, what, last=10):
         """Expects equal bits in the checkpoints' tensors. MPI sums in rank order, and two ranks have only one order; with NCCL on more
         GPUs the order differs."""
         if not CUDA or GPUS == 2:
-            found = [commands.digests(os.path.join(run_dir, "step_00000010")) for run_dir in runs]
+            found = [commands.digests(os.path.join(run_dir, f"step_{last:08}")) for run_dir in runs]
             for digests in found[1:]:
                 for name in ("model.safetensors", "state.safetensors"):
                     self.assertEqual(digests[name], found[0][name], f"{what}: {name}")
@@ -174,6 +174,31 @@ class ParallelTest(unittest.TestCase):
             self.assertNotEqual(log(run_dir)[-2]["loss"], log(alone)[-2]["loss"])
         self.expect_same_bits(runs, "bf16 sums")
         self.expect_same_numbers(accumulated, alone, "bf16 sums, accumulated", tolerance=1e-4)
+
+    def test_muon_in_every_stage_matches_one_rank(self):
+        """GPT-2 and LLaMA (an untied head, grouped queries, gate and up), and more ranks than there are matrices."""
+        for model, counts, *extra in (("gpt2-tiny", COUNTS), ("llama-tiny", COUNTS[:1], "--kv-heads", 1, "--tied", "no"),
+                                      ("gpt2-tiny", () if CUDA else (8,), "--layers", 1, "--steps", 4, "--save-every", 4)):
+            args = ["--optimizer", "muon", "--lr", 5e-3, "--muon-coefficients", "simple", "--reduce-bucket-mib", 0, *extra]
+            if not counts:
+                continue
+            alone, *runs = self.train_all((1, *args), *((ranks, *args, "--zero-stage", stage) for ranks in counts for stage in STAGES),
+                                          model=model)
+            for i, ranks in enumerate(counts):
+                of_ranks = runs[i * len(STAGES):(i + 1) * len(STAGES)]
+                for stage, run_dir in zip(STAGES, of_ranks):
+                    self.expect_same_numbers(run_dir, alone, f"{model} {extra} with Muon, stage {stage} on {ranks} ranks", 1e-5)
+                self.expect_same_bits(of_ranks, f"{model} {extra} with Muon on {ranks} ranks", last=int(log(alone)[-1]["step"]))
+
+    def test_muon_resumes_with_any_number_of_ranks_and_any_stage(self):
+        args = ["--optimizer", "muon", "--lr", 5e-3, "--kv-heads", 2]
+        parted, = self.train_all((2, *args, "--zero-stage", 2), model="llama-tiny")
+        jobs = [(2, "--zero-stage", 2), (2, "--zero-stage", 0), (1, "--zero-stage", 0), (COUNTS[-1], "--zero-stage", 3)]
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            resumed = list(pool.map(lambda job: self.resumed(parted, job[0], "muon" + "".join(map(str, job)), *job[1:]), jobs))
+        self.expect_same_bits([parted, *resumed[:2]], "Muon resumed on as many ranks")
+        for run_dir, job in zip(resumed, jobs):
+            self.expect_same_numbers(run_dir, parted, f"Muon resumed with {job}", 1e-5)
 
     def test_masked_tokens_do_not_count(self):
         """The ranks have different numbers of targets, some none. The loss is the mean over the targets of all ranks."""

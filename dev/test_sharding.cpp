@@ -6,7 +6,8 @@
 #include <map>
 
 #include "dev/small_table.h"
-#include "parallel/update.h"
+#include "model.h"
+#include "parallel/muon.h"
 #include "runtime/rng.h"
 
 namespace {
@@ -103,6 +104,78 @@ TEST(UpdateSlices, CoverEveryElementOnce) {
                 for (const auto& [key, counts] : updates)
                     for (const int count : counts) ASSERT_EQ(count, expected) << "stage " << stage << " of " << world;
             }
+        }
+    }
+}
+
+// A table whose layer matrices are Muon's: one of them fused of two.
+ParamTable muon_table(int64_t world) {
+    ParamTable table = table_of(world, false);
+    for (Param& p : table.params) {
+        if (p.slot != 1) continue;
+        p.optimizer = OptimizerType::Muon, p.rate_group = RateGroup::HiddenMatrices;
+        p.part_rows = p.layer == 1 ? std::vector<int64_t>{5, 32} : std::vector<int64_t>{37};
+    }
+    table.layout(world);
+    return table;
+}
+
+// In every round, what a rank sends to an owner is what the owner expects, and each owner gets its whole matrices.
+// Every element of a matrix is updated once (in stage 0 by every rank). Owners are the same in all stages.
+TEST(Muon, RanksAgreeOnWhatTravels) {
+    for (const int64_t world : {1, 2, 3, 8}) {
+        const ParamTable table = muon_table(world);
+        const std::vector<MuonMatrix> matrices = muon_matrices(table, world);
+        ASSERT_EQ(matrices.size(), 4u);
+        for (const int64_t stage : {0, 1, 3}) {
+            SCOPED_TRACE(str("stage ", stage, " of ", world));
+            const int64_t bytes = muon_workspace(table, {stage, 0, world}, DType::F32).bytes();
+            std::vector<Muon> ranks;
+            std::map<uint64_t, std::vector<int>> updates;
+            for (const Param& p : table.params) updates[name_hash(p.name)].resize(size_t(p.numel()));
+            for (int64_t rank = 0; rank < world; rank++) {
+                const Sharding sharding{stage, rank, world};
+                const Rank r(table, sharding, false, false);
+                ranks.emplace_back(table, sharding, r.slices(table), r.m_arena, GroupRates{}, DType::F32,
+                                   MuonOptions{newton_schulz_coefficients("quintic")});
+                EXPECT_EQ(muon_workspace(table, sharding, DType::F32).bytes(), bytes);
+                for (const Muon::Round& round : ranks.back().all_rounds())
+                    for (const Muon::Pieces& pieces : round.pieces)
+                        for (const MuonSegment& s : pieces.segments)
+                            for (int64_t i = 0; i < s.end - s.begin; i++)
+                                updates.at(s.key).at(size_t(s.first_element + i))++;
+            }
+            for (const Param& p : table.params)
+                for (const int count : updates.at(name_hash(p.name)))
+                    ASSERT_EQ(count, p.optimizer == OptimizerType::AdamW ? 0 : stage ? 1 : world) << p.name;
+            int64_t owned = 0;
+            for (size_t rank = 0; rank < ranks.size(); rank++) {
+                for (size_t i = 0; i < ranks[rank].all_rounds().size(); i++) {
+                    const Muon::Round& round = ranks[rank].all_rounds()[i];
+                    EXPECT_EQ(round.transfers.empty(), stage == 0 || world == 1);
+                    for (const Muon::Batch& b : round.batches) owned += b.count * b.rows * b.cols;
+                    for (size_t j = 0; j < round.transfers.size(); j++)
+                        for (size_t other = 0; other < ranks.size(); other++)
+                            EXPECT_EQ(round.transfers[j].matrix[other],
+                                      ranks[other].all_rounds()[i].transfers[j].updates[rank]);
+                }
+            }
+            EXPECT_EQ(owned, 3 * 37 * 11);
+        }
+    }
+}
+
+// Costs: a matrix of twice the size on its larger side takes about twice as long.
+TEST(Muon, OwnersHaveEqualWork) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-124M", config));
+    for (const int64_t world : {2, 4, 8}) {
+        std::vector<std::map<int64_t, int>> of_rows(static_cast<size_t>(world));
+        for (const MuonMatrix& x : muon_matrices(parameter_table(config, world, OptimizerType::Muon), world))
+            of_rows[size_t(x.owner)][x.rows * x.cols]++;
+        for (const auto& counts : of_rows) {
+            EXPECT_NEAR(counts.at(768 * 768), 48 / double(world), 3);
+            EXPECT_EQ(counts.at(768 * 3072), 24 / world);
         }
     }
 }

@@ -1,6 +1,8 @@
 // Training: the loss of one batch, the update, and steps as the command `train` runs them.
 #include "dev/allocations.h"
 #include "dev/model_fixture.h"
+#include "dev/reference.h"
+#include "dev/test_util.h"
 #include "runtime/files/files.h"
 #include "runtime/model/initialise.h"
 #include "trainer.h"
@@ -34,28 +36,137 @@ INSTANTIATE_TEST_SUITE_P(Presets, Overfit,
                              return name;
                          });
 
-// A non-finite loss changes neither the weights nor Adam's moments.
+// A non-finite loss changes neither the weights nor the optimizer's state.
 TEST(Update, SkipsNonFiniteSteps) {
-    Driver driver(base_config(), training_shape(2, 11));
-    driver.randomise(3);
-    const Batch batch = random_batch(base_config(), 2, 11, 5);
-    driver.step(batch, 1e-2);
-    const std::vector<float> params = driver.params(), m = fetch<float>(driver.optimizer.m.data),
-                             v = fetch<float>(driver.optimizer.v.data);
-    const Tensor bias = driver.model.weight(NORMF_B);
-    const float saved = fetch<float>(bias)[0], poison = INFINITY;
-    copy_to_device(bias.data, &poison, sizeof poison, {});
-    driver.step(batch, 1e-2);
-    copy_to_device(bias.data, &saved, sizeof saved, {});
-    const StepScalars s = read_scalars(driver.ctx, driver.acts);
-    EXPECT_EQ(s.skip, 1);
-    EXPECT_EQ(s.t, 1);
-    EXPECT_TRUE(same_bits(driver.params(), params));
-    EXPECT_TRUE(same_bits(fetch<float>(driver.optimizer.m.data), m));
-    EXPECT_TRUE(same_bits(fetch<float>(driver.optimizer.v.data), v));
-    driver.step(batch, 1e-2);
-    EXPECT_EQ(read_scalars(driver.ctx, driver.acts).t, 2);
-    EXPECT_FALSE(same_bits(driver.params(), params));
+    for (const OptimizerType optimizer : {OptimizerType::AdamW, OptimizerType::Muon}) {
+        Driver driver(base_config(), training_shape(2, 11), true, Driver::default_options(), optimizer);
+        driver.randomise(3);
+        const Batch batch = random_batch(base_config(), 2, 11, 5);
+        driver.step(batch, 1e-2);
+        const std::vector<float> params = driver.params(), m = fetch<float>(driver.optimizer.m.data),
+                                 v = fetch<float>(driver.optimizer.v.data);
+        const Tensor bias = driver.model.weight(NORMF_B);
+        const float saved = fetch<float>(bias)[0], poison = INFINITY;
+        copy_to_device(bias.data, &poison, sizeof poison, {});
+        driver.step(batch, 1e-2);
+        copy_to_device(bias.data, &saved, sizeof saved, {});
+        const StepScalars s = read_scalars(driver.ctx, driver.acts);
+        EXPECT_EQ(s.skip, 1);
+        EXPECT_EQ(s.t, 1);
+        EXPECT_TRUE(same_bits(driver.params(), params));
+        EXPECT_TRUE(same_bits(fetch<float>(driver.optimizer.m.data), m));
+        EXPECT_TRUE(same_bits(fetch<float>(driver.optimizer.v.data), v));
+        driver.step(batch, 1e-2);
+        EXPECT_EQ(read_scalars(driver.ctx, driver.acts).t, 2);
+        EXPECT_FALSE(same_bits(driver.params(), params));
+    }
+}
+
+// Muon's update of a matrix in float64, and how far fp32 may be from it: 4 times the RMS change that rounding errors of
+// random sign make, of a unit roundoff for each stored number and √K of them for a sum of K products. (Newton-Schulz
+// makes small singular values large, and their errors with them, so there is no bound that holds for every matrix.)
+struct ExactUpdate {
+    std::vector<double> value;
+    double limit;
+};
+ExactUpdate exact_update(const std::vector<double>& u, int64_t rows, int64_t cols, const NewtonSchulz& coefficients) {
+    ExactUpdate exact;
+    exact.value = reference::newton_schulz(u.data(), rows, cols, coefficients,
+                                           [](reference::Value, double, int64_t) { return 0.0; });
+    uint64_t i = 0;
+    const std::vector<double> rounded = reference::newton_schulz(
+        u.data(), rows, cols, coefficients, [&](reference::Value sum, double stored, int64_t K) {
+            return normal01(1, 0, i++) * UNIT_ROUNDOFF * (stored + std::sqrt(double(K)) * sum.mag);
+        });
+    exact.limit = 4 * rms(difference(rounded, exact.value));
+    return exact;
+}
+
+// Two whole steps of Muon and of AdamW in its groups. The second continues from a state of its own momentum.
+TEST(Update, MuonStepMatchesReference) {
+    const double lr = 0.03, momentum = 0.9;
+    for (const ModelVariant& variant : MODEL_VARIANTS) {
+        SCOPED_TRACE(variant.name);
+        const bool llama = std::string(variant.name).find("llama") == 0;
+        ModelConfig config = base_config();
+        variant.apply(config);
+        OptimizerOptions options = Driver::default_options();
+        options.rates = {GroupRate{1, 0.1f}, GroupRate{0.5f, 0.02f}, GroupRate{2, 0.03f}, GroupRate{0.1f, 0}};
+        options.muon.newton_schulz = newton_schulz_coefficients(llama ? "polar-express" : "simple");
+        options.muon.scale = llama ? MuonScale::RMS : MuonScale::Spectral;
+        Driver d(config, training_shape(2, 11), true, options, OptimizerType::Muon);
+        d.randomise(3);
+        for (int64_t t = 1; t <= 2; t++) {
+            const std::vector<float> before = d.params(), m0 = fetch<float>(d.optimizer.m.data),
+                                     v0 = fetch<float>(d.optimizer.v.data);
+            d.step(random_batch(config, 2, 11, uint64_t(t)), lr, 1, momentum);
+            const std::vector<float> after = d.params(), grads = d.grads(), m1 = fetch<float>(d.optimizer.m.data);
+            const StepScalars s = read_scalars(d.ctx, d.acts);
+            ASSERT_EQ(s.skip, 0);
+            for (const Param& p : d.model.table.params) {
+                SCOPED_TRACE(p.name);
+                const GroupRate& rate = options.rates[size_t(p.rate_group)];
+                const double group_lr = double(s.lr) * rate.lr_scale, decay = p.decay ? rate.weight_decay : 0;
+                if (p.optimizer == OptimizerType::AdamW) {
+                    const ParamArena::Span v = d.optimizer.v.span(p, 0, p.numel());
+                    ASSERT_EQ(v.count, p.numel());
+                    for (int64_t i = 0; i < p.numel(); i++) {
+                        const size_t at = size_t(p.offset + i);
+                        const reference::AdamW r = reference::adamw(before[at], m0[at], v0[size_t(v.at + i)], grads[at],
+                                                                    s.grad_scale, group_lr, options.adamw.beta1,
+                                                                    options.adamw.beta2, options.adamw.eps, decay, t);
+                        const double change = r.param.value - before[at];
+                        ASSERT_NEAR(after[at] - before[at], change,
+                                    1e-5 * std::fabs(change) + 2 * UNIT_ROUNDOFF * std::fabs(before[at]));
+                    }
+                    continue;
+                }
+                EXPECT_EQ(d.optimizer.v.span(p, 0, p.numel()).count, 0);
+                int64_t row = 0;
+                for (const int64_t rows : p.part_rows) {
+                    const size_t first = size_t(p.offset + row * p.cols), n = size_t(rows * p.cols);
+                    row += rows;
+                    std::vector<double> u(n), change(n), expected(n);
+                    for (size_t i = 0; i < n; i++) {
+                        const reference::Muon r =
+                            reference::muon_momentum(m0[first + i], grads[first + i], s.grad_scale, s.momentum);
+                        ASSERT_NEAR(m1[first + i], r.m.value, 2 * UNIT_ROUNDOFF * r.m.mag);
+                        u[i] = r.u.value;
+                    }
+                    const ExactUpdate exact = exact_update(u, rows, p.cols, options.muon.newton_schulz);
+                    const double scale = shape_scale(options.muon.scale, rows, p.cols);
+                    double weight = 0;
+                    for (size_t i = 0; i < n; i++) {
+                        change[i] = double(after[first + i]) - before[first + i];
+                        expected[i] =
+                            reference::muon_update(before[first + i], exact.value[i], group_lr, scale, decay).value -
+                            before[first + i];
+                        weight = std::max(weight, std::fabs(double(before[first + i])));
+                    }
+                    const double limit = group_lr * scale * exact.limit + 2 * UNIT_ROUNDOFF * weight;
+                    EXPECT_LE(rms(difference(change, expected)), limit) << "rows " << row - rows << " to " << row;
+                    EXPECT_LE(limit, 1e-2 * rms(expected)) << "rows " << row - rows << " to " << row;
+                }
+            }
+        }
+    }
+}
+
+// AdamW's second moment has no memory for the matrices of Muon, and the workspace no more than a few rounds.
+TEST(Update, MemoryOfMuon) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("gpt2-124M", config));
+    const Model adamw(config, {}, {DType::BF16, true}), muon(config, {}, {DType::BF16, true}, OptimizerType::Muon);
+    const int64_t hidden = 12 * 12 * 768 * 768, others = muon.table.total - hidden;
+    EXPECT_EQ(Optimizer::second_moments(adamw), adamw.table.total);
+    EXPECT_LE(Optimizer::second_moments(muon), others);
+    EXPECT_GE(Optimizer::second_moments(muon), others - 128 * 14);  // less the padding of groups
+    EXPECT_EQ(update_workspace_bytes(adamw), 0);
+    EXPECT_LT(update_workspace_bytes(muon), int64_t(600) << 20);
+    RunShape shape = training_shape(8, 1024, DType::BF16);
+    const int64_t before = Activations(config, shape).plan.bytes();
+    shape.update_bytes = update_workspace_bytes(muon);
+    EXPECT_EQ(Activations(config, shape).plan.bytes(), before);  // it lies where activations were
 }
 
 // A run on random tokens in a temporary directory.
@@ -119,7 +230,8 @@ TEST(Training, AllocatesNothingAfterTheFirstStep) {
     const Args small = {"--batch-size", "2", "--seq-len", "32", "--layers", "2", "--channels", "64", "--heads", "2"};
     for (const Args& args : {Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--total-batch-tokens", "192"},
                              Args{"--model", "llama-tiny", "--kv-heads", "1", "--recompute", "block"},
-                             Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--master-weights", "off"}}) {
+                             Args{"--model", "gpt2-tiny", "--dtype", "bf16", "--master-weights", "off"},
+                             Args{"--model", "llama-tiny", "--dtype", "bf16", "--optimizer", "muon"}}) {
         Args all = args;
         all.insert(all.end(), small.begin(), small.end());
         TrainingRun run(all);

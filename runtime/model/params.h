@@ -29,7 +29,7 @@ constexpr const char* OPTIMIZER_NAMES[] = {"adamw", "muon"};
 // few and count as vectors. A tied head is an embedding.
 enum class RateGroup : uint8_t { HiddenMatrices, Embeddings, Head, Vectors };
 constexpr size_t NUM_RATE_GROUPS = 4;
-constexpr const char* RATE_GROUP_NAMES[NUM_RATE_GROUPS] = {"hidden matrices", "embeddings", "head", "vectors"};
+constexpr const char* RATE_GROUP_NAMES[NUM_RATE_GROUPS] = {"hidden_matrices", "embeddings", "head", "vectors"};
 
 struct Param {
     int slot;             // its role: enum Slot of model.h, the same in every layer
