@@ -58,7 +58,7 @@ sanitize() {
         for program in $(kernel_tests); do
             printf '%s\n' "memcheck $program $small" "synccheck $program $small"
         done
-        for program in softmax layernorm embedding global_norm adamw muon topk tensor_ops; do
+        for program in softmax layernorm embedding global_norm adamw topk tensor_ops; do
             printf '%s\n' "racecheck build/cuda/dev/test_$program $small" "initcheck build/cuda/dev/test_$program $small"
         done
     } | xargs -P "$jobs" -L 1 bash -c "check_one \"\$1\" \"\$2\" \"\$3\" $limit '$out'" check_one || failed=1
