@@ -865,7 +865,7 @@ void Trainer::start() {
         step = saved_step = s.resume.step;
         scalars.t = s.resume.adam_steps;
     } else if (!s.source.directory.empty()) {
-        load_weights(s.source.directory, model.table, model.arenas);
+        tell(load_weights(s.source.directory, model.table, model.arenas));
     } else {
         initialise_weights(model.table, model.arenas, o.seed, ctx.stream);
     }

@@ -1,3 +1,4 @@
+#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
@@ -5,6 +6,7 @@
 #include "data/tokenizer_import.h"
 #include "runtime/files/bin_models.h"
 #include "runtime/files/files.h"
+#include "runtime/files/non_finite.h"
 
 using nlohmann::json;
 
@@ -66,9 +68,12 @@ ConvertOptions parse_convert(const Args& args) {
 }
 
 void convert_model(const ConvertOptions& o, const TableOf& table_of) {
-    const Source source = open_source(o.source, table_of);
+    Source source = open_source(o.source, table_of);
+    NonFiniteTensors non_finite;
+    source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {
         write_llmc_model(o.target, source.config, source.table, source.weights.fetch, dtype_of(o));
+        std::cerr << non_finite.warning(o.source);
         return;
     }
     AtomicDirectory directory(o.target);
@@ -88,4 +93,5 @@ void convert_model(const ConvertOptions& o, const TableOf& table_of) {
     };
     save_weights(join_path(directory.path(), "model.safetensors"), source.table, source.weights.fetch, stored_dtype);
     directory.commit();
+    std::cerr << non_finite.warning(o.source);
 }

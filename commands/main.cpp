@@ -1,6 +1,7 @@
 // The program: its commands by name.
 #include "commands/run.h"
 #include "model.h"
+#include "runtime/limits.h"
 #include "runtime/signals.h"
 
 namespace {
@@ -18,13 +19,16 @@ void run_info(const Args& args) {
 int main(int argc, char** argv) {
     take_signals_in_a_thread();
     ignore_closed_pipes();
-    return run_program(argc, argv,
-                       {{"train", "train a model", run_train},
-                        {"eval", "score a split of a data set", run_eval},
-                        {"sample", "continue prompts", run_sample},
-                        {"chat", "hold a conversation", run_chat},
-                        {"logits", "write the logits of given tokens", run_logits},
-                        {"plan", "show the memory that a run needs", run_plan},
-                        {"convert", "turn a model into another format", run_convert},
-                        {"info", "show what a file, a checkpoint or this program is", run_info}});
+    const std::vector<Command> commands = {{"train", "train a model", run_train},
+                                           {"eval", "score a split of a data set", run_eval},
+                                           {"sample", "continue prompts", run_sample},
+                                           {"chat", "hold a conversation", run_chat},
+                                           {"logits", "write the logits of given tokens", run_logits},
+                                           {"plan", "show the memory that a run needs", run_plan},
+                                           {"convert", "turn a model into another format", run_convert},
+                                           {"info", "show what a file, a checkpoint or this program is", run_info}};
+    return with_enough_stack([&] {
+        bound_threads();
+        return run_program(argc, argv, commands);
+    });
 }

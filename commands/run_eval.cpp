@@ -14,6 +14,8 @@
 
 namespace {
 
+constexpr const char* NOT_FINITE = "; the weights are damaged, or too large for --dtype";
+
 void run_multiple_choice(const EvalOptions& o) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
@@ -30,7 +32,10 @@ void run_multiple_choice(const EvalOptions& o) {
         const Input in = upload(ctx, m.acts, batch);
         forward(ctx, m.model, m.acts, in);
         evaluate_loss(ctx, m.model, m.acts, in, false);
-        return fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+        std::vector<float> of_tokens = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
+        for (const float loss : of_tokens)
+            require(std::isfinite(loss), source.name, ": the loss of a token is ", loss, NOT_FINITE);
+        return of_tokens;
     };
     const ChoiceScorer scorer{tokenizer.start_of_text(), start_token(source.config, &tokenizer), o.batch_size, T,
                               losses};
@@ -56,6 +61,7 @@ void run_eval(const Args& args) {
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const Evaluation e =
         evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
+    require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
     print_result({{"tokens", e.tokens},
                   {"bytes", e.bytes},
                   {"val_loss", e.loss()},

@@ -242,6 +242,40 @@ class CommandsTest(unittest.TestCase):
         full = chat("Hi\n" * 4, "--context-full", "stop")
         self.assertIn("the context is full", full.stdout)
 
+    def test_weights_that_are_not_finite(self):
+        """They are named wherever they are read; a loss that is not a number is an error."""
+        model, copy = os.path.join(self.top, "not_finite"), os.path.join(self.top, "not_finite_copy")
+        shutil.copytree(os.path.join(self.base, "step_00000008"), model)
+        path = os.path.join(model, "model.safetensors")
+        with open(path, "r+b") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            header = json.loads(file.read(size))
+            for name, value in (("h.1.mlp.c_fc.weight", math.inf), ("h.0.ln_1.bias", math.nan)):
+                full = next(tensor for tensor in header if tensor.endswith(name))
+                file.seek(8 + size + header[full]["data_offsets"][1] - 4)
+                file.write(struct.pack("<f", value))
+        questions = os.path.join(self.top, "one_question.jsonl")
+        with open(questions, "w") as file:
+            file.write(json.dumps({"ctx": "The cat", "endings": ["sat", "ran"], "label": 0}) + "\n")
+        for status, args in (
+            (0, ["logits", "--model", model, "--tokens", "1 2", "--output", os.path.join(self.top, "not_finite.npy")]),
+            (0, ["convert", model, copy]),
+            (0, ["convert", model, copy + ".bin"]),
+            (0, ["convert", copy + ".bin", copy + "2"]),
+            (1, ["sample", "--model", model, "--max-tokens", 2]),
+            (1, ["eval", "--model", model, "--data", self.data]),
+            (1, ["eval", "--model", model, "--multiple-choice", questions]),
+            (1, self.train_args("not_finite_run", "--model", model, "--steps", 3, "--max-skips", 2)),
+        ):
+            done = run(*args)
+            self.assertEqual(done.returncode, status, (args, done.stderr))
+            self.assertRegex(done.stderr, r"warning: .*: NaN or infinite values in .*h\.0\.ln_1\.bias", args)
+            self.assertRegex(done.stderr, r"NaN or infinite values in .*h\.1\.mlp\.c_fc\.weight", args)
+            if args[0] == "eval":
+                self.assertIn("the loss", done.stderr)
+                self.assertEqual(done.stdout, "")
+        self.assertNotIn("warning", run("eval", "--model", self.base, "--data", self.data).stderr)
+
     def test_multiple_choice(self):
         path = os.path.join(self.top, "questions.jsonl")
         questions = [{"ctx": "The cat", "endings": ["sat on the mat", "zzz zzz zzz zz", "qqqqqqqqqqqqqq"], "label": i % 3} for i in range(6)]

@@ -64,7 +64,7 @@ class SignalsTest(unittest.TestCase):
     def test_each_signal_saves_a_checkpoint(self):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             name = f"signal_{number}"
-            process = self.start(self.args(name, "--steps", 100000))
+            process = self.start(self.args(name, "--steps", 100000, "--save-every", 0))
             self.wait_for_a_step(name)
             # One thread receives signals, so that no handler's frame overwrites a buffer (runtime/signals.h).
             blocked = [int(re.search(r"^SigBlk:\s*(\w+)", text_of(path), re.M)[1], 16)
@@ -78,7 +78,7 @@ class SignalsTest(unittest.TestCase):
             self.assertEqual(self.expect_saved(name, process), log(os.path.join(self.top, name))[-1]["step"])
 
     def test_nohup_ignores_the_closed_terminal(self):
-        process = self.start(["nohup", *self.args("nohup", "--steps", 100000)])
+        process = self.start(["nohup", *self.args("nohup", "--steps", 100000, "--save-every", 0)])
         self.wait_for_a_step("nohup")
         process.send_signal(signal.SIGHUP)
         with self.assertRaises(subprocess.TimeoutExpired):
@@ -167,6 +167,17 @@ class SignalsTest(unittest.TestCase):
                 self.assertEqual(done.returncode, 1, args)
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
                 self.assertIn("standard output: cannot write", done.stderr)
+
+    # ---- limits -------------------------------------------------------------------------------------------------------
+
+    def test_many_threads_and_small_stacks(self):
+        """Each of them crashed: a table of 100,000 threads, and kernels' tiles on a stack of 512 KiB."""
+        for i, limits in enumerate(("", "ulimit -s 512;", "ulimit -Ss 512;")):
+            for threads in ("2", "100000"):
+                done = subprocess.run(["sh", "-c", limits + '"$@"', "sh", *self.args(f"limits{i}{threads}", "--steps", 1)],
+                                      env={**ENVIRONMENT, "OMP_NUM_THREADS": threads}, stdin=subprocess.DEVNULL,
+                                      capture_output=True, text=True, timeout=120)
+                self.assertEqual(done.returncode, 0, (limits, threads, done.stderr))
 
     # ---- a terminal --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@
 #include "runtime/device/convert.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
+#include "runtime/files/non_finite.h"
 #include "runtime/files/safetensors.h"
 
 using nlohmann::json;
@@ -305,16 +306,19 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
     return {fetch, dtype};
 }
 
-void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
     check_arenas(table, arenas, directory);
     const WeightSource weights = open_weight_source(directory, table);  // checks everything before the first copy
+    NonFiniteTensors non_finite;
+    const FetchParam fetch = non_finite.watch(weights.fetch);
     std::vector<float> buffer;
     for (const Param& p : table.params) {
-        const float* const values = weights.fetch(p, buffer);
+        const float* const values = fetch(p, buffer);
         const DType dtype = p.fp32 ? DType::F32 : arenas.weights.data.dtype;
         check_range(values, p.padded_numel(), dtype, directory, p.name);
         arenas.store(p, values, 0, p.padded_numel());
     }
+    return non_finite.warning(directory);
 }
 
 void save_weights(const std::string& path, const ParamTable& table, const WeightArenas& arenas, DType dtype) {

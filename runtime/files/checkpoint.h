@@ -61,8 +61,9 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 // inv_freq) and a tied model's lm_head.weight that equals the token embedding, the table's first parameter. (If they
 // differ it is an Error, because transformers 4 uses the embedding and transformers 5 the head.) Padding rows are set
 // to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
-// infinite is an Error that names the tensor.
-void load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
+// infinite is an Error that names the tensor. Returns a warning that names the tensors with values that are not finite,
+// for stderr; empty if there are none.
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
 
 // Writes model.safetensors at path, tensor by tensor, from the most exact weights available. Several ranks divide the
 // parameter groups. dtype: F32, BF16 or F16, of all tensors or of each. Throws Error naming the tensor for a finite

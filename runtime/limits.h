@@ -1,0 +1,13 @@
+// Limits of the environment that would crash the process: very many threads, very small stacks.
+#pragma once
+
+#include <functional>
+
+// Bounds the number of OpenMP threads to 64, or to 4 per processor if that is more. libgomp crashes when its table of
+// new threads exceeds the stack. Call this in the thread that computes, before its first parallel region.
+void bound_threads();
+
+// Returns work(), which runs with a stack of at least 8 MiB, Linux's usual default; so do the threads that it starts.
+// Kernels keep tiles on the stack. If `ulimit -s` is smaller the limit is raised, or where that is not permitted, work
+// runs in a thread of its own. Throws std::system_error if that cannot be started.
+int with_enough_stack(const std::function<int()>& work);
