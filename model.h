@@ -275,7 +275,7 @@ struct Optimizer {
 };
 
 // Bytes that the update needs besides the arenas: RunShape::update_bytes.
-int64_t update_workspace_bytes(const Model& model);
+int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_ROUND_BYTES);
 
 // Computes the global gradient norm, clips, runs Muon and AdamW, and gathers the weights that other ranks updated.
 // scale = 1/(loss tokens of the step) turns the sum of losses into a mean. grad_unit turns the gradients into those of

@@ -665,8 +665,8 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     muon = Muon(table, sharding, slices, m, options.rates, model.precision.dtype, options.muon);
 }
 
-int64_t update_workspace_bytes(const Model& model) {
-    return muon_workspace(model.table, model.sharding, model.precision.dtype).bytes();
+int64_t update_workspace_bytes(const Model& model, int64_t round_bytes) {
+    return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes).bytes();
 }
 
 // Muon goes first: the weights of a slice are gathered when both optimizers have updated it.

@@ -410,6 +410,24 @@ class CommandsTest(unittest.TestCase):
         self.refused(1, ["--optimizer was", "adamw", "cannot change"], "train", "--resume", "--out", self.base, "--optimizer", "muon",
                      "--steps", 9)
 
+    def test_runs_from_before_muon_resume_to_the_same_bits(self):
+        """Older runs have neither the options nor the keys of rate groups and optimizers."""
+        run_dir = self.copy_with_checkpoint("before_muon", 4)
+        path = os.path.join(run_dir, "step_00000004", "trainer.json")
+        with open(path) as file:
+            trainer = json.load(file)
+        del trainer["optimizer"], trainer["learning_rates"]
+        with open(path, "w") as file:
+            json.dump(trainer, file)
+        toml = os.path.join(run_dir, "run.toml")
+        lines = [line for line in text_of(toml).splitlines() if line.split("=")[0] not in ("optimizer", "adam-eps")]
+        with open(toml, "w") as file:
+            file.write("\n".join(lines) + "\n")
+        done = run("train", "--resume", "--out", run_dir)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for name in ("model.safetensors", "state.safetensors"):
+            self.assertEqual(*(digest(os.path.join(at, "step_00000008", name)) for at in (run_dir, self.base)))
+
     def test_muon_options_have_an_effect(self):
         args = ["--steps", 3, "--optimizer", "muon", "--lr", 0.02]
         runs = {name: losses(self.train("muon_" + name, *args, *extra))[3] for name, extra in (

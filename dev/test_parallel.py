@@ -223,7 +223,8 @@ class ParallelTest(unittest.TestCase):
 
     @unittest.skipUnless(CUDA, "the CPU computes in fp32")
     def test_16_bit_weights(self):
-        for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"], ["--dtype", "bf16", "--attention", "LGS"]):
+        for extra in (["--dtype", "bf16"], ["--dtype", "bf16", "--master-weights", "off"], ["--dtype", "bf16", "--attention", "LGS"],
+                      ["--dtype", "bf16", "--optimizer", "muon"], ["--dtype", "bf16", "--optimizer", "muon", "--master-weights", "off"]):
             alone, *runs = self.train_all((1, *extra), *((2, *extra, "--zero-stage", stage) for stage in STAGES))
             for stage, run_dir in zip(STAGES, runs):
                 self.expect_same_numbers(run_dir, alone, f"{extra} in stage {stage}", tolerance=1e-2)

@@ -82,6 +82,27 @@ ExactUpdate exact_update(const std::vector<double>& u, int64_t rows, int64_t col
     return exact;
 }
 
+TEST(MuonOptions, ScalesOfShapes) {
+    EXPECT_FLOAT_EQ(shape_scale(MuonScale::Spectral, 768, 768), 1);
+    EXPECT_FLOAT_EQ(shape_scale(MuonScale::Spectral, 3072, 768), 2);
+    EXPECT_FLOAT_EQ(shape_scale(MuonScale::Spectral, 768, 3072), 1);
+    EXPECT_FLOAT_EQ(shape_scale(MuonScale::RMS, 2500, 100), 10);
+    EXPECT_FLOAT_EQ(shape_scale(MuonScale::RMS, 100, 2500), 10);
+}
+
+TEST(MuonOptions, MomentumGrowsLinearly) {
+    TrainOptions o;
+    EXPECT_DOUBLE_EQ(momentum(o, 0), 0.95);
+    o.muon.momentum_warmup = 300;
+    EXPECT_DOUBLE_EQ(momentum(o, 0), 0.85);
+    EXPECT_DOUBLE_EQ(momentum(o, 150), 0.9);
+    EXPECT_DOUBLE_EQ(momentum(o, 300), 0.95);
+    EXPECT_DOUBLE_EQ(momentum(o, 1000), 0.95);
+    o.muon.momentum = 0.5;  // does not begin above its value
+    EXPECT_DOUBLE_EQ(momentum(o, 0), 0.5);
+    EXPECT_DOUBLE_EQ(momentum(o, 150), 0.5);
+}
+
 // Two whole steps of Muon and of AdamW in its groups. The second continues from a state of its own momentum.
 TEST(Update, MuonStepMatchesReference) {
     const double lr = 0.03, momentum = 0.9;
@@ -203,16 +224,20 @@ struct TrainingRun {
 // A run uses as much GPU memory as its plan says. (bench_cpu.py compares the CPU's plan with a whole process.)
 TEST(Training, MemoryMatchesThePlan) {
     if (backend_device() == Device::CPU) GTEST_SKIP() << "a test's process holds more than a run does";
-    for (const Recompute level : {Recompute::None, Recompute::Block}) {
+    const std::pair<Recompute, OptimizerType> runs[] = {{Recompute::None, OptimizerType::AdamW},
+                                                        {Recompute::Block, OptimizerType::AdamW},
+                                                        {Recompute::Block, OptimizerType::Muon}};
+    for (const auto& [level, optimizer] : runs) {
         const int64_t before = device_memory_available();
         TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
-                         "--recompute", level == Recompute::None ? "none" : "block"});
+                         "--recompute", level == Recompute::None ? "none" : "block", "--optimizer",
+                         OPTIMIZER_NAMES[size_t(optimizer)]});
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;
         ASSERT_TRUE(preset("gpt2-124M", config));
-        const Model model(config, {}, {DType::BF16, true});
-        RunShape shape = training_shape(8, 1024, DType::BF16);
+        const Model model(config, {}, {DType::BF16, true}, optimizer);
+        RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
         shape.recompute = level;
         shape.gelu_epilogue = GeluEpilogue::Both;
         const Activations acts(config, shape);

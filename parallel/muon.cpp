@@ -6,9 +6,6 @@
 
 namespace {
 
-// Bytes of u of a round's matrices, over all ranks (at least one matrix for each rank). GPT-2 124M in bf16 has 170 MB:
-// batches are large enough for a GPU, and the memory of activations is larger.
-constexpr int64_t ROUND_BYTES = int64_t(128) << 20;
 // Rounds under way with several ranks: one is collected, one orthogonalised, one distributed.
 constexpr int64_t OVERLAPPED_ROUNDS = 3;
 // Elements: a batch begins where GEMMs find their preferred alignment.
@@ -26,14 +23,14 @@ double cost(const MuonMatrix& x) {
 
 // The matrices of a round by owner: the next ones of each, as many as fit.
 using RoundMatrices = std::vector<std::vector<MuonMatrix>>;
-std::vector<RoundMatrices> make_rounds(const ParamTable& table, int64_t world, DType dtype) {
+std::vector<RoundMatrices> make_rounds(const ParamTable& table, int64_t world, DType dtype, int64_t round_bytes) {
     std::vector<RoundMatrices> rounds;
     std::vector<size_t> round(size_t(world), 0);
     std::vector<int64_t> bytes(size_t(world), 0);  // of the owner's matrices in that round
     for (const MuonMatrix& x : muon_matrices(table, world)) {
         const size_t owner = size_t(x.owner);
         const int64_t size = x.size() * dtype_size(dtype);
-        if (bytes[owner] && bytes[owner] + size > ROUND_BYTES / world) round[owner]++, bytes[owner] = 0;
+        if (bytes[owner] && bytes[owner] + size > round_bytes / world) round[owner]++, bytes[owner] = 0;
         bytes[owner] += size;
         if (round[owner] == rounds.size()) rounds.emplace_back(size_t(world));
         rounds[round[owner]][owner].push_back(x);
@@ -125,11 +122,11 @@ std::vector<MuonMatrix> muon_matrices(const ParamTable& table, int64_t world) {
     return all;
 }
 
-MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype) {
+MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype, int64_t round_bytes) {
     MuonWorkspace sizes;
     const bool split = sharding.splits_optimizer();
     sizes.rounds_at_once = sharding.world > 1 ? OVERLAPPED_ROUNDS : 1;
-    for (const RoundMatrices& round : make_rounds(table, sharding.world, dtype)) {
+    for (const RoundMatrices& round : make_rounds(table, sharding.world, dtype, round_bytes)) {
         for (int64_t rank = 0; rank < sharding.world; rank++) {
             std::vector<Muon::Batch> batches;
             const int64_t matrices = aligned(make_batches(round[size_t(rank)], 0, batches));
@@ -144,10 +141,10 @@ MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, 
 
 Muon::Muon(const ParamTable& table, const Sharding& s, const std::vector<UpdateSlice>& slices, const ParamArena& m,
            const GroupRates& rates, DType type, const MuonOptions& muon_options)
-    : sharding(s), options(muon_options), dtype(type), sizes(muon_workspace(table, s, type)) {
+    : sharding(s), options(muon_options), dtype(type), sizes(muon_workspace(table, s, type, muon_options.round_bytes)) {
     const bool split = s.splits_optimizer();
     const size_t rank = size_t(s.rank), world = size_t(s.world);
-    for (const RoundMatrices& matrices : make_rounds(table, s.world, dtype)) {
+    for (const RoundMatrices& matrices : make_rounds(table, s.world, dtype, options.round_bytes)) {
         Round round;
         // The matrix's elements of this rank, whose updates are at `begin`; returns their number.
         const auto add = [&](const MuonMatrix& x, int64_t begin) {

@@ -27,9 +27,14 @@
 enum class MuonScale : uint8_t { Spectral, RMS };
 float shape_scale(MuonScale scale, int64_t rows, int64_t cols);
 
+// Bytes of u of a round's matrices, over all ranks (at least one matrix for each rank). GPT-2 124M in bf16 has 170 MB:
+// batches are large enough for a GPU, and the memory of activations is larger.
+constexpr int64_t MUON_ROUND_BYTES = int64_t(128) << 20;
+
 struct MuonOptions {
     NewtonSchulz newton_schulz;
     MuonScale scale = MuonScale::Spectral;
+    int64_t round_bytes = MUON_ROUND_BYTES;
     uint64_t seed = 0;  // for stochastic rounding
 };
 
@@ -53,7 +58,8 @@ struct MuonWorkspace {
     int64_t rounds_at_once = 1;         // rounds that are under way at the same time
     int64_t bytes() const { return rounds_at_once * (updates + matrices) + scratch; }
 };
-MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype);
+MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype,
+                             int64_t round_bytes = MUON_ROUND_BYTES);
 
 class Muon {
   public:
