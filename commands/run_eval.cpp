@@ -1,5 +1,6 @@
 // `eval`: the loss of a split of a data set, or the accuracy on multiple-choice questions.
 #include <cmath>
+#include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "commands/inference.h"
@@ -22,6 +23,13 @@ void run_multiple_choice(const EvalOptions& o) {
     const std::vector<Question> questions = read_questions(o.multiple_choice);
     const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
     const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
+    std::string text;
+    for (const Question& q : questions) {
+        text += q.context;
+        for (const std::string& ending : q.endings) text += " " + ending;
+    }
+    const std::string lost = lost_bytes_note(text, tokenizer);
+    if (!lost.empty()) std::cerr << "train_gpt: eval: " << lost << "\n";
     int64_t T = o.seq_len;
     if (!T) {
         for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));

@@ -28,6 +28,8 @@ void run_sample(const Args& args) {
     for (const std::string& prompt : job.prompts) {
         job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
         longest = std::max(longest, int64_t(job.tokens.back().size()));
+        const std::string lost = tokenizer ? lost_bytes_note(prompt, *tokenizer) : "";
+        if (!lost.empty()) std::cerr << "train_gpt: sample: prompt " << job.tokens.size() << ": " << lost << "\n";
     }
     EngineOptions engine_options;
     engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);

@@ -456,16 +456,79 @@ class ByteEncoder:
         self.end = array("H", [end_of_text]).tobytes()
 
     def encode(self, data):
-        """Returns (tokens as bytes of the file, bytes of text that they encode, bytes that were replaced)."""
+        """Returns (tokens as bytes of the file, bytes of text that they encode, bytes that the vocabulary lacks)."""
         tokens = bytearray(2 * len(data))
         tokens[::2] = data  # little-endian uint16
         return tokens, len(data), 0
+
+    def lost(self, _):
+        return 0
 
     def encode_pair(self, pair):
         """Returns the tokens of the whole document as bytes of the file, and how many of them at the start and at the
         end are not loss tokens."""
         prompt, response = pair.prompt.encode(), pair.response.encode()
         return self.encode(prompt + response)[0] + self.end, len(prompt), 0
+
+
+# Well-formed UTF-8 (Unicode 15, table 3-7).
+UTF8 = re.compile(rb"(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|"
+                  rb"[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}|"
+                  rb"\xF4[\x80-\x8F][\x80-\xBF]{2})+")
+
+
+def utf8_runs(data):
+    """Yields (part, whether it is UTF-8) of the longest parts that are UTF-8, and those between them that are not."""
+    begin = 0
+    for match in UTF8.finditer(data):
+        if match.start() > begin:
+            yield data[begin:match.start()], False
+        yield match.group(), True
+        begin = match.end()
+    if begin < len(data):
+        yield data[begin:], False
+
+
+class VocabularyBytes:
+    """The bytes that a vocabulary has. Encodes those that are not UTF-8, which the tokenizers package cannot, as
+    data/tokenizer.cpp does: as a word of byte-level BPE, or as SentencePiece's fallback bytes."""
+
+    def __init__(self, tokenizer, root):
+        model, self.tokenizer = root["model"], tokenizer
+        vocab, self.alphabet = model["vocab"], byte_alphabet()
+        byte_level = isinstance(root.get("decoder"), dict) and root["decoder"].get("type") == "ByteLevel"
+        fallback = [vocab.get(f"<0x{b:02X}>") for b in range(256)] if model.get("byte_fallback") else []
+        self.fallback = fallback if fallback and None not in fallback else None
+        self.missing = bytes(b for b in range(256) if byte_level and self.alphabet[b] not in vocab)
+        self.characters = None if byte_level or self.fallback else dict.fromkeys([32, *map(ord, filter(
+            lambda token: len(token) == 1, vocab))])
+        self.can_encode = byte_level or self.fallback
+
+    def lost(self, data):
+        """The bytes of UTF-8 text that the vocabulary lacks: the package leaves them out or writes <unk>."""
+        if self.characters is not None:
+            return len(data.decode("utf-8").translate(self.characters).encode("utf-8"))
+        return len(data) - len(data.translate(None, self.missing)) if self.missing else 0
+
+    def ids(self, data):
+        if self.fallback:
+            return [self.fallback[b] for b in data]
+        return [token.id for token in self.tokenizer.model.tokenize("".join(self.alphabet[b] for b in data))]
+
+
+def without_prefix(description):
+    """A tokenizer.json that puts no space in front of a text, for the rest of one."""
+    root = json.loads(description)
+    for part, steps in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        step = root.get(part) or {}
+        if step.get("type") == "Prepend":
+            root[part] = None
+        for one in (step, *step.get(steps, [])):
+            one.update({"add_prefix_space": False} if "add_prefix_space" in one else {},
+                       **({"prepend_scheme": "never"} if "prepend_scheme" in one else {}))
+        if steps in step:
+            step[steps] = [one for one in step[steps] if one.get("type") != "Prepend"]
+    return json.dumps(root)
 
 
 class PackageEncoder:
@@ -475,9 +538,12 @@ class PackageEncoder:
         tokenizers = import_tokenizers()
         try:
             self.tokenizer = tokenizers.Tokenizer.from_str(description)
+            self.rest = tokenizers.Tokenizer.from_str(without_prefix(description))
         except Exception as e:  # the package has no exception type of its own
             raise DataError(f"tokenizer.json: the tokenizers package cannot read it ({first_line(e)})") from None
-        self.tokenizer.encode_special_tokens = True
+        self.tokenizer.encode_special_tokens = self.rest.encode_special_tokens = True
+        self.bytes = VocabularyBytes(self.tokenizer, json.loads(description))
+        self.lost = self.bytes.lost
         self.batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
         self.type = "H" if width == 2 else "I"
         self.end_of_text = end_of_text
@@ -496,19 +562,33 @@ class PackageEncoder:
         return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]
 
     def encode(self, data):
-        replaced = size = 0
+        lost = 0
         tokens = bytearray()
         for begin, end in encode_chunks(data) if self.can_cut else [(0, len(data))]:
             part = data[begin:end]
             try:
-                text = part.decode("utf-8")
-                size += len(part)
-            except UnicodeDecodeError:  # invalid bytes become U+FFFD, which counts as text
-                text = part.decode("utf-8", "replace")
-                size += len(text.encode("utf-8"))
-                replaced += len(part) - len(part.decode("utf-8", "ignore").encode("utf-8"))
-            tokens += array(self.type, self.ids([text])).tobytes()
-        return tokens, size, replaced
+                ids = self.ids([part.decode("utf-8")])
+                lost += self.lost(part)
+            except UnicodeDecodeError:
+                ids, more = self.encode_invalid(part)
+                lost += more
+            tokens += array(self.type, ids).tobytes()
+        return tokens, len(data) - lost, lost
+
+    def encode_invalid(self, data):
+        """(ids, bytes that the vocabulary lacks) of data that is not all UTF-8."""
+        if not self.bytes.can_encode:
+            text = data.decode("utf-8", "ignore").encode("utf-8")
+            return self.ids([data.decode("utf-8", "replace")]), len(data) - len(text) + self.lost(text)
+        ids, lost, tokenizer = [], 0, self.tokenizer
+        for run, valid in utf8_runs(data):
+            if valid:
+                ids += tokenizer.encode(run.decode("utf-8"), add_special_tokens=False).ids
+            else:
+                ids += self.bytes.ids(run)
+            lost += self.lost(run)
+            tokenizer = self.rest
+        return ids, lost
 
     def encode_pair(self, pair):
         if self.template:
@@ -721,8 +801,8 @@ def start_encoding(description, end_of_text, width, is_byte, split, template):
 
 
 # The result of a task: tokens, runs of tokens as [count, whether they are loss tokens], and the numbers of text bytes,
-# documents and replaced bytes. [0]: train, [1]: val.
-Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents replaced")
+# documents and bytes that the vocabulary lacks. [0]: train, [1]: val.
+Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents lost")
 
 
 def add_run(runs, count, is_loss):
@@ -740,18 +820,19 @@ def encode_task(task):
         side = int(split.is_val(key))
         if isinstance(data, PromptResponse):
             tokens, not_first, not_last = encoder.encode_pair(data)
-            size, replaced, count = len(data), 0, len(tokens) // width
+            lost, count = encoder.lost((data.prompt + data.response).encode()), len(tokens) // width
+            size = len(data) - lost
             for n, is_loss in ((not_first, 0), (count - not_first - not_last, 1), (not_last, 0)):
                 add_run(result.runs[side], n, is_loss)
         else:
-            tokens, size, replaced = encoder.encode(data)
+            tokens, size, lost = encoder.encode(data)
             if last:
                 tokens = tokens + encoder.end
             add_run(result.runs[side], len(tokens) // width, 1)
         result.tokens[side].extend(tokens)
         result.bytes[side] += size
         result.documents[side] += last
-        result.replaced[side] += replaced
+        result.lost[side] += lost
     return result
 
 
@@ -897,7 +978,7 @@ def make(options, directory):
         for side in (0, 1):
             writers[side].write(encoded.tokens[side], encoded.runs[side])
             counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side],
-                                replaced=encoded.replaced[side])
+                                lost=encoded.lost[side])
         progress.add(sum(chunk.size for chunk in task))
     progress.finish()
     for writer in writers:
@@ -907,10 +988,10 @@ def make(options, directory):
     if writers[1].tokens == 0 and (val_files or options.val > 0):
         raise DataError("no validation text; "
                         + ("every file of --val-text is empty" if val_files else "give a larger --val"))
-    replaced = counts[0]["replaced"] + counts[1]["replaced"]
-    if replaced:
-        print(f"make_data: {replaced} bytes of the text are not UTF-8 and were replaced by U+FFFD "
-              "(--tokenizer byte keeps them)", file=sys.stderr)
+    lost = counts[0]["lost"] + counts[1]["lost"]
+    if lost:
+        print(f"make_data: {lost} bytes of the text are not in the tokenizer's vocabulary: models do not see them "
+              "(--tokenizer byte has every byte)", file=sys.stderr)
 
     shutil.rmtree(os.path.join(directory, "input"), ignore_errors=True)
     scratch = os.path.join(directory, "document.txt")
@@ -923,7 +1004,7 @@ def make(options, directory):
                       "shards": writer.shards}
         if writer.loss_tokens < writer.tokens:
             meta[side]["learnt_tokens"] = writer.loss_tokens
-    meta.update(replaced_bytes=replaced, source=options.text, val_source=options.val_text or [],
+    meta.update(lost_bytes=lost, source=options.text, val_source=options.val_text or [],
                 options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})
     write_whole(os.path.join(directory, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
     return meta

@@ -60,6 +60,8 @@ std::vector<Choice> make_choices(const std::vector<Question>& questions, const T
     for (const Question& q : questions) {
         for (const std::string& ending : q.endings) {
             choices.push_back(make_choice(tokenizer, q.context, ending));
+            require(!choices.back().tokens.empty(), "question ", &q - questions.data() + 1,
+                    " has no token: the tokenizer's vocabulary lacks all of its bytes");
             for (const int32_t id : choices.back().tokens)
                 require(id < vocab_size, "token ", id, " of a question is beyond the model's vocabulary of ",
                         vocab_size);

@@ -138,7 +138,7 @@ class ByteTokens(DataTest):
         meta = self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0")
         self.assertEqual(sorted(self.documents("train")), sorted(texts.values()))
         self.assertEqual(meta["train"]["bytes"], sum(map(len, texts.values())))
-        self.assertEqual((meta["vocab_size"], meta["end_of_text"], meta["replaced_bytes"]), (257, 256, 0))
+        self.assertEqual((meta["vocab_size"], meta["end_of_text"], meta["lost_bytes"]), (257, 256, 0))
         self.assertEqual(self.shards("val"), [])
 
     def test_shards(self):
@@ -406,14 +406,33 @@ class OtherTokenizers(DataTest):
 
     def test_bytes_that_are_no_utf8(self):
         path = self.write("a.txt", b"caf\xe9 \xff\xfe ok\n" * 20)
-        status, err = self.run_main("--text", path, "--vocab", "300", "--val", "0")
-        self.assertEqual(status, 0)
-        self.assertIn("60 bytes of the text are not UTF-8", err)
+        meta = self.make("--text", path, "--vocab", "300", "--val", "0")
+        text = self.tokenizer().decode(self.tokens("train")[:-1])  # the package writes U+FFFD for them
+        self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
+        self.assertEqual((meta["lost_bytes"], meta["train"]["bytes"]), (0, os.path.getsize(path)))
+        # dev/test_tokenizer.cpp compares the same ids.
+        with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
+            fixture = json.load(f)
+        for case in fixture["cases"]:
+            encoder = make_data.PackageEncoder(json.dumps(case["tokenizer"]), 0, 4)
+            for text, ids, lost in zip(map(bytes.fromhex, fixture["bytes"]), case["bytes"], case["lost"]):
+                tokens, size, lost_here = encoder.encode(text)
+                self.assertEqual((list(array.array("I", bytes(tokens))), lost_here), (ids, lost), case["name"])
+                self.assertEqual(size, len(text) - lost)
+
+    def test_bytes_that_the_vocabulary_lacks(self):
+        root = json.loads(make_data.byte_tokenizer())
+        for character in ("\u0104", "\u00f1"):  # bytes 04 and F1
+            del root["model"]["vocab"][character]
+        folder = os.path.dirname(self.write("tok/tokenizer.json", json.dumps(root).encode()))
+        path = self.write("a.txt", b"ma\xf1ana\x04 the\x04 end\n")
+        status, err = self.run_main("--text", path, "--tokenizer", folder, "--val", "0")
+        self.assertEqual(status, 0, err)
+        self.assertIn("make_data: 3 bytes of the text are not in the tokenizer's vocabulary", err)
+        self.assertEqual(self.tokens("train"), [*b"maana the end\n", 256])
         with open(os.path.join(self.out, "meta.json"), encoding="utf-8") as f:
             meta = json.load(f)
-        text = self.tokenizer().decode(self.tokens("train")[:-1])
-        self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
-        self.assertEqual((meta["replaced_bytes"], meta["train"]["bytes"]), (60, len(text.encode())))
+        self.assertEqual((meta["lost_bytes"], meta["train"]["bytes"]), (3, 14))
 
     def test_byte_tokenizer_is_one_for_the_package(self):
         self.make("--text", self.write("a.txt", self.TEXT.encode()), "--tokenizer", "byte", "--val", "0")

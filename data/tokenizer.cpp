@@ -493,6 +493,7 @@ struct Tokenizer::Impl {
 
     Ids read_added_tokens(const json& root, const Ids& ids) {
         Ids all_ids = ids;
+        const ByteAlphabet alphabet;
         if (given(root, "added_tokens")) {
             id_end += int64_t(root["added_tokens"].size());
             for (const json& token : root["added_tokens"]) {
@@ -509,11 +510,14 @@ struct Tokenizer::Impl {
                 AddedTokens* const sets = in_normalized ? normalized : verbatim;
                 // A token that is matched in normalized text is normalized too, which may prepend a space.
                 const std::string written = in_normalized ? normalize(content) : content;
-                const std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
+                std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
+                // As in the tokenizers package, decoding reads characters of the byte alphabet as bytes.
+                std::string token_bytes;
+                if (!sentencepiece && alphabet.bytes(written, token_bytes)) text = token_bytes;
                 if (in_vocab == ids.end())
                     add_token(text, id);
                 else
-                    bytes[size_t(id)] = text;  // added tokens are plain text, not in the byte alphabet
+                    bytes[size_t(id)] = text;
                 all_ids[content] = int32_t(id);
                 sets[0].add(written, int32_t(id));
                 if (!special) sets[1].add(written, int32_t(id));
@@ -549,10 +553,26 @@ class Tokenizer::Impl::Encoder {
     }
 
     std::vector<int32_t> out;
+    int64_t lost = 0;  // bytes that the vocabulary lacks
 
+    void text(std::string_view all, bool allow_special) {
+        const auto found = [&](int32_t id) { out.push_back(id); };
+        const int set = allow_special ? 0 : 1;
+        tokenizer.verbatim[set].split(
+            all,
+            [&](std::string_view rest) {
+                const bool first = rest.data() == all.data();
+                if (tokenizer.prepends || tokenizer.marks_spaces) rest = keep(tokenizer.normalize(rest));
+                tokenizer.normalized[set].split(
+                    rest, [&](std::string_view part) { plain(part, first && part.data() == rest.data()); }, found);
+            },
+            found);
+    }
+
+  private:
     // Keeps text alive as long as the encoder: the cache's keys may point into it.
-    std::string_view keep(std::string text) {
-        kept.push_back(std::move(text));
+    std::string_view keep(std::string kept_text) {
+        kept.push_back(std::move(kept_text));
         return kept.back();
     }
 
@@ -573,7 +593,6 @@ class Tokenizer::Impl::Encoder {
         }
     }
 
-  private:
     void words(std::string_view text, size_t step) {
         if (step == tokenizer.splitters.size()) return word(text);
         tokenizer.splitters[step].split(text, match_data[step].get(),
@@ -623,8 +642,10 @@ class Tokenizer::Impl::Encoder {
                 std::copy_n(out.begin() + int64_t(begin), count, out.begin() + int64_t(end));
                 return;
             }
+            const int64_t lost_before = lost;
             merge(text);
             count = out.size() - begin;
+            if (lost > lost_before) cache.erase(text);  // each occurrence counts
             if (cache.size() >= MAX_CACHE) cache.clear();
         } else {
             merge(text);
@@ -643,10 +664,16 @@ class Tokenizer::Impl::Encoder {
     }
 
     // Appends the ids that merging starts from: bytes, or characters (the fallback bytes of one that the vocabulary
-    // lacks).
-    void symbols(std::string_view text, std::vector<int32_t>& to) const {
+    // lacks). What has no id is lost: left out, or the unknown token.
+    void symbols(std::string_view text, std::vector<int32_t>& to) {
         if (!tokenizer.sentencepiece) {
-            for (const char c : text) to.push_back(id_of(c));
+            for (const char c : text) {
+                const int32_t id = tokenizer.byte_id[uint8_t(c)];
+                if (id >= 0)
+                    to.push_back(id);
+                else
+                    lost++;
+            }
             return;
         }
         int64_t pending = 0;  // unknown characters that are not written yet
@@ -664,21 +691,13 @@ class Tokenizer::Impl::Encoder {
             const std::string_view character = text.substr(i, n);
             const auto has_byte = [&](char c) { return tokenizer.byte_id[uint8_t(c)] >= 0; };
             if (std::all_of(character.begin(), character.end(), has_byte)) {
-                for (const char c : character) to.push_back(id_of(c));
+                for (const char c : character) to.push_back(tokenizer.byte_id[uint8_t(c)]);
                 continue;
             }
-            require(tokenizer.unknown >= 0, tokenizer.file, ": the vocabulary has no token for the character at byte ",
-                    i, " of '", printable(text), "', for its bytes or for unknown characters");
-            pending++;
+            lost += int64_t(n);
+            pending += tokenizer.unknown >= 0;
         }
         flush();
-    }
-
-    int32_t id_of(char c) const {
-        const int32_t id = tokenizer.byte_id[uint8_t(c)];
-        require(id >= 0, tokenizer.file, ": the vocabulary has no token for byte ", int(uint8_t(c)),
-                "; a byte-level vocabulary needs all 256 bytes");
-        return id;
     }
 
     static constexpr size_t MAX_CACHE = 1 << 20;
@@ -698,18 +717,14 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {
     Impl::Encoder encoder(*impl);
-    const auto found = [&](int32_t id) { encoder.out.push_back(id); };
-    const int set = allow_special ? 0 : 1;
-    impl->verbatim[set].split(
-        text,
-        [&](std::string_view rest) {
-            const bool first = rest.data() == text.data();
-            if (impl->prepends || impl->marks_spaces) rest = encoder.keep(impl->normalize(rest));
-            impl->normalized[set].split(
-                rest, [&](std::string_view part) { encoder.plain(part, first && part.data() == rest.data()); }, found);
-        },
-        found);
+    encoder.text(text, allow_special);
     return std::move(encoder.out);
+}
+
+int64_t Tokenizer::lost_bytes(std::string_view text) const {
+    Impl::Encoder encoder(*impl);
+    encoder.text(text, false);
+    return encoder.lost;
 }
 
 std::string Tokenizer::decode(const std::vector<int32_t>& tokens) const {

@@ -6,9 +6,10 @@
 // characters are merged; a character outside the vocabulary becomes one token per byte (byte fallback).
 //
 // Ids equal those of the `tokenizers` package (add_special_tokens=False) for valid UTF-8; invalid bytes become
-// separate words, or fallback bytes. Supported: model BPE; normalizers Prepend and Replace with U+2581;
-// pre-tokenizers ByteLevel, Sequence of Split (isolated) and Digits then ByteLevel, Metaspace. Errors: a file that is
-// missing or damaged, a feature that is not supported (the message names it), an id outside the vocabulary.
+// separate words, or fallback bytes. As in that package, bytes that the vocabulary lacks are left out, or characters
+// become the unknown token; lost_bytes() counts them. Supported: model BPE; normalizers Prepend and Replace with
+// U+2581; pre-tokenizers ByteLevel, Sequence of Split (isolated) and Digits then ByteLevel, Metaspace. Errors: a file
+// that is missing or damaged, a feature that is not supported (the message names it), an id outside the vocabulary.
 #pragma once
 
 #include <cstdint>
@@ -28,9 +29,12 @@ class Tokenizer {
     // Special tokens written out in the text ("<|endoftext|>") become their ids only if allow_special.
     // May be called from several threads at once.
     std::vector<int32_t> encode(std::string_view text, bool allow_special = false) const;
-    // The exact inverse of encode for any bytes, with two exceptions that the file prescribes: add_prefix_space and
-    // Metaspace prepend a space only if there is none, and SentencePiece reads U+2581 as a space. Special tokens
-    // are written out.
+    // The bytes of text that encode() leaves out or replaces by the unknown token, because the vocabulary lacks them.
+    int64_t lost_bytes(std::string_view text) const;
+    // The exact inverse of encode for any bytes that are not lost, with exceptions that the file prescribes:
+    // add_prefix_space and Metaspace prepend a space only if there is none, SentencePiece reads U+2581 as a space, and
+    // byte-level decoding reads an added token of the byte alphabet as its bytes (DeepSeek's "\u00f5" is byte F5).
+    // Special tokens are written out.
     std::string decode(const std::vector<int32_t>& tokens) const;
     std::string decode(int32_t token) const;  // the token's own bytes, which may be part of a UTF-8 character
     bool contains(int32_t token) const;       // ids may have gaps

@@ -239,6 +239,20 @@ class CommandsTest(unittest.TestCase):
             rest, _ = process.communicate(b"/exit\n", timeout=120)
             self.assertEqual(process.returncode, 0)
             self.assertIn(b"\n> ", rest)
+        for character in ("\u0104", "\u00f1"):  # bytes 04 and F1: then the vocabulary lacks them
+            del tokenizer["model"]["vocab"][character]
+        with open(path, "w") as file:
+            json.dump(tokenizer, file)
+        text = b"ma\xf1ana\x04"
+        missing = subprocess.run([DRIVER, "chat", "--model", model, "--max-tokens", "3"], input=text + b"\nHi\n",
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
+        self.assertEqual(missing.returncode, 0, missing.stderr)
+        self.assertEqual((missing.stdout.count(b"(2 bytes are not in the tokenizer's vocabulary"),
+                          missing.stdout.count(b"> ")), (1, 3))
+        missing = subprocess.run([DRIVER, "sample", "--model", model, "--max-tokens", "3", "--prompt", text],
+                                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
+        self.assertEqual(missing.returncode, 0, missing.stderr)
+        self.assertIn(b"sample: prompt 1: 2 bytes are not in the tokenizer's vocabulary", missing.stderr)
         full = chat("Hi\n" * 4, "--context-full", "stop")
         self.assertIn("the context is full", full.stdout)
 

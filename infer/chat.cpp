@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "infer/prompts.h"
+
 namespace {
 
 void append(std::vector<int32_t>& tokens, const std::vector<int32_t>& more) {
@@ -37,6 +39,8 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         if (line == "/reset") reset();
         if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
         append(conversation, writer->user_turn(line));
+        const std::string lost = lost_bytes_note(line, tokenizer);
+        if (!lost.empty()) out << "(" << lost << ")\n";
         const auto start_again = [&] {
             out << "(the context is full; the conversation starts again)\n";
             reset();

@@ -43,6 +43,13 @@ std::vector<std::string> split_prompts(const std::string& text) {
     return prompts;
 }
 
+std::string lost_bytes_note(const std::string& text, const Tokenizer& tokenizer) {
+    const int64_t lost = tokenizer.lost_bytes(text);
+    if (lost == 0) return "";
+    return str(lost, lost == 1 ? " byte is" : " bytes are",
+               " not in the tokenizer's vocabulary: the model does not see ", lost == 1 ? "it" : "them");
+}
+
 std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource& source, const Tokenizer* tokenizer) {
     require(tokenizer || prompt.empty(), source.name,
             " has no tokenizer.json, which a prompt needs; add the file or leave the prompt out");

@@ -20,6 +20,10 @@ std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* toke
 // prompts, a newline at the end of the file does not belong to the last one.
 std::vector<std::string> split_prompts(const std::string& text);
 
+// What to say of text whose bytes the vocabulary lacks ("3 bytes ... the model does not see them"); "" if it lacks
+// none.
+std::string lost_bytes_note(const std::string& text, const Tokenizer& tokenizer);
+
 // The tokens of a prompt, at least one: those that the tokenizer prepends to a text, then the prompt's own; the
 // start token if there are none. Throws Error for a prompt without a tokenizer and for a token beyond the model's
 // vocabulary.

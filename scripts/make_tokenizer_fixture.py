@@ -7,8 +7,14 @@ strings, and the ids that the `tokenizers` package gives for them. dev/test_toke
 import json
 import os
 import random
+import sys
+from array import array
 
+from tokenizer_json import byte_alphabet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "data"))
+from make_data import PackageEncoder  # noqa: E402
 
 OUT = os.path.join(os.path.dirname(__file__), "..", "dev", "fixtures", "tokenizer", "tokenizers.json")
 
@@ -35,6 +41,13 @@ TEXTS = [
     "<|endoftext|>", "a<|endoftext|>b", "a <|endoftext|> b<|endoftext|><|endoftext|>", "<|endoftext", "<|begin_of_text|>x<|end_of_text|>",
     "<think>hm</think> <think>", "<<|endoftext|>>", "\u0120\u010a \u0120the", "\ue000\U0010ffff\U000e0001\u0378",
 ]
+
+
+# Not UTF-8, in hexadecimal: data/make_data.py encodes them as data/tokenizer.cpp does.
+BYTES = [text.hex() for text in (
+    b"ma\xf1ana", b"the \xf1\xff\xfe the\xf1 the\xf1 the", b"caf\xe9 \xff\xfe ok\n", b"a\xe2\x82 b\xe2\x82\xac",
+    b"x\xc0\x80y\xed\xa0\x80z",
+    b"it was\xf4\x90\x80\x80\xf5 the best\x80\xbf of", "日本\x1f\x00語 \x7f".encode() + b"\xf0\x9f\x98")]
 
 
 def random_texts(count):
@@ -114,14 +127,30 @@ def sentencepiece_tokenizers():
     yield "unknown", sentencepiece(300, normalizer=llama2, byte_fallback=False)
 
 
+def missing_bytes():
+    """SmolLM2's kind: the vocabulary lacks bytes that its training text does not have."""
+    tokenizer = train(byte_level(), 400)
+    description = json.loads(tokenizer.to_str())
+    made = "".join(left + right for left, right in description["model"]["merges"])
+    alphabet = byte_alphabet()
+    for byte in (0x00, 0x01, 0x1F, 0x7F, 0xAD, 0xF1, 0xF3, 0xF4, 0xFF):
+        assert alphabet[byte] not in made
+        del description["model"]["vocab"][alphabet[byte]]
+    return Tokenizer.from_str(json.dumps(description))
+
+
 def main():
     texts = TEXTS + random_texts(60)
     cases = []
-    for i, (name, tokenizer) in enumerate([*tokenizers(), *sentencepiece_tokenizers()]):
+    cases_of = [*tokenizers(), *sentencepiece_tokenizers(), ("missing-bytes", missing_bytes())]
+    for i, (name, tokenizer) in enumerate(cases_of):
         ids = {}
         for key, encode_special in (("plain", True), ("special", False)):
             tokenizer.encode_special_tokens = encode_special  # True: as text
             ids[key] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        encoder = PackageEncoder(tokenizer.to_str(), 0, 4)
+        ids["bytes"] = [list(array("I", bytes(encoder.encode(text)[0]))) for text in map(bytes.fromhex, BYTES)]
+        ids["lost"] = [encoder.encode(text)[2] for text in map(bytes.fromhex, BYTES)]
         ids["decoded"] = [tokenizer.decode(i, skip_special_tokens=False) for i in ids["special"]]
         description = json.loads(tokenizer.to_str())
         if i % 2 and "across" not in name:  # the older form of merges, which has no spaces in tokens
@@ -129,7 +158,7 @@ def main():
         cases.append({"name": name, "tokenizer": description, **ids})
     os.makedirs(os.path.dirname(OUT), exist_ok=True)
     with open(OUT, "w", encoding="utf-8") as f:
-        json.dump({"texts": texts, "cases": cases}, f, ensure_ascii=True, separators=(",", ":"))
+        json.dump({"texts": texts, "bytes": BYTES, "cases": cases}, f, ensure_ascii=True, separators=(",", ":"))
         f.write("\n")
     print(f"{os.path.relpath(OUT)}: {len(cases)} tokenizers, {len(texts)} texts, {os.path.getsize(OUT)} bytes")
 
