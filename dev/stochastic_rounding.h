@@ -6,9 +6,8 @@
 
 #include "runtime/rng.h"
 
-// By arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise,
-// uniform in [0, 1), is in the last part(x) of its range. part(x) is the distance of x from the neighbour nearer to
-// zero, in units.
+// By arithmetic instead of bits: of the two bf16 neighbours of x the one away from zero if noise, uniform in [0, 1), is
+// in the last part(x) of its range. part(x) is the distance of x from the neighbour nearer to zero, in units.
 inline double round_by(double x, double noise) {
     if (x == 0 || !std::isfinite(x)) return x;
     const double unit = std::ldexp(1, std::max(std::ilogb(x), -126) - 7);  // of bf16 at x

@@ -13,6 +13,7 @@
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/matmul.h"
+#include "kernels/muon.h"
 #include "kernels/swiglu.h"
 #include "kernels/tensor_library/tensor_ops.h"
 #include "runtime/device/blas_stream.h"
@@ -429,6 +430,36 @@ TEST(Large, AdamW) {
     p1.expect("params", 1, 64, DType::F32);
     m1.expect("m", 1, 64, DType::F32);
     v1.expect("v", 1, 64, DType::F32);
+}
+
+TEST(Large, Muon) {
+    SKIP_WITHOUT_GIB(38);
+    const int64_t n = LIMIT + 5003;
+    LargeArray params(DType::F32, {n}), m(DType::F32, {n}), grads(DType::F32, {n});
+    const LargeArray params_T(DType::BF16, {n}), updates(DType::BF16, {n + 4});
+    params.fill(1, 0.02f), m.fill(2, 1e-3f), grads.fill(4, 1e-2f);
+    const StepScalars s = {1e-2f, 1, 0.95f, 2, 3, 0.7f, 0, 10};
+    const TestArray scalars = TestArray::bytes(&s, sizeof(s));
+    MuonSegment segment;
+    segment.begin = 0, segment.end = n, segment.fp32_begin = 0, segment.update_begin = 4, segment.weight_decay = 0.1f;
+    muon_momentum(updates, m, grads, &segment, 1, scalars, Stream{});
+    muon_update(params, params_T, updates, &segment, 1, 0, scalars, Stream{});
+    Compared u1, m1, p1;
+    for (const int64_t begin : sampled_runs(n, 64)) {
+        const std::vector<double> copy = params_T.fetch(begin, 64), master = params.fetch(begin, 64),
+                                  mk = m.fetch(begin, 64), uk = updates.fetch(begin + 4, 64);
+        for (int64_t k = 0; k < 64; k++) {
+            const int64_t i = begin + k;
+            const reference::Muon r = reference::muon_momentum(m.filled(i), grads.filled(i), s.grad_scale, s.momentum);
+            m1.add(mk[size_t(k)], r.m), u1.add(uk[size_t(k)], r.u);
+            p1.add(master[size_t(k)],
+                   reference::muon_update(params.filled(i), uk[size_t(k)], s.lr, 1, segment.weight_decay));
+            ASSERT_EQ(copy[size_t(k)], rounded(DType::BF16, master[size_t(k)])) << i;
+        }
+    }
+    m1.expect("m", 1, 64, DType::F32);
+    u1.expect("updates", 1, 64, DType::BF16);
+    p1.expect("params", 1, 64, DType::F32);
 }
 
 TEST(Large, Embedding) {

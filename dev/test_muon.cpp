@@ -426,9 +426,9 @@ TEST_P(MuonMatrices, WholeStepMatchesOracle) {
     for (int64_t part = 0; part < 3; part++) check(part * C * C, C, 1);
     for (int64_t part = 0; part < 2; part++) check(qkv + 16 + part * F * C, F, std::sqrt(double(F) / double(C)));
     cm.expect("m");
-    // Rounding p alone errs by 0.4u·|p|, 2.4e-8·0.02 beside a change of lr·RMS(O) = 0.02/√24: 1e-7. Orthogonalising
-    // amplifies the 0.4u of u and of X₀ by at most 485/3 on average (‖O‖_F is √24 where ‖X₀‖_F is 1): 4e-6; in bf16
-    // 2⁻⁹ instead of u gives 0.13.
+    // Rounding u and X₀ errs by 0.4u·√2 of ‖X₀‖_F = 1, which grows by at most 485: to 3.3e-6 of ‖O‖_F = √24. Errors of
+    // later iterations grow less. Rounding p errs by 0.4u·0.02 beside a change of 0.02/√24: 1e-7. In bf16 2⁻⁹ in place
+    // of u gives 0.11.
     EXPECT_LE(std::sqrt(error2 / change2), GetParam() == DType::F32 ? 1e-5 : 0.13);
     for (int64_t i = qkv; i < qkv + 16; i++) EXPECT_EQ(p[size_t(i)], params.data()[i]) << "padding at " << i;
 }

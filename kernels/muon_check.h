@@ -47,7 +47,7 @@ inline int64_t check_muon_update(const char* op, const Tensor& params, const Ten
     return n;
 }
 
-// Of a matrix that normalize_matrices scales, exclusive. 1/norm must be an fp32 number.
+// Matrices with a norm up to this become 0: above it, 1/norm is an fp32 number.
 constexpr double MUON_SMALLEST_NORM = 0x1p-120;
 
 // A batch of matrices. Returns its dtype.
