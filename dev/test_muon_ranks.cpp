@@ -23,6 +23,7 @@ struct Updated {
         initialise_weights(model.table, model.arenas, 7, ctx.stream);
         const Arena workspace(update_workspace_bytes(model, round_bytes), "workspace"), memory(4096, "scalars");
         const Tensor scalars = memory.at(0, DType::U8, {int64_t(sizeof(StepScalars))});
+        optimizer.muon.warm_up(ctx, workspace.at(0, DType::U8, {workspace.bytes()}));  // changes no state
         for (int64_t t = 1; t <= 2; t++) {
             StepScalars s{};
             s.lr = 0.05f, s.momentum = 0.9f, s.grad_scale = 1, s.t = t;

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "runtime/device/convert.h"
+#include "runtime/rng.h"
+
 namespace {
 
 // Rounds under way with several ranks: one is collected, one orthogonalised, one distributed.
@@ -209,6 +212,14 @@ Muon::Muon(const ParamTable& table, const Sharding& s, const std::vector<UpdateS
     buffers = std::vector<Buffers>(size_t(sizes.rounds_at_once));
 }
 
+Tensor Muon::Buffers::updates_of(const Transfer& t) const {
+    return updates.rows(t.updates_begin, std::accumulate(t.updates.begin(), t.updates.end(), t.updates_begin));
+}
+
+Tensor Muon::Buffers::matrix_of(const Transfer& t) const {
+    return matrices.rows(t.matrix_begin, std::accumulate(t.matrix.begin(), t.matrix.end(), t.matrix_begin));
+}
+
 // Views of the workspace.
 void Muon::set_buffers(Tensor workspace) {
     int64_t at = 0;
@@ -241,10 +252,7 @@ void Muon::collect(const Context& ctx, const Round& round, Buffers& b) const {
     const Range range(ctx.profiler, "all_to_all of momentum", ctx.side);
     ctx.comm->group_start();
     for (const Transfer& t : round.transfers) {
-        const auto size = [](const std::vector<int64_t>& n) { return std::accumulate(n.begin(), n.end(), int64_t(0)); };
-        ctx.comm->all_to_all(b.matrices.rows(t.matrix_begin, t.matrix_begin + size(t.matrix)),
-                             b.updates.rows(t.updates_begin, t.updates_begin + size(t.updates)), t.matrix, t.updates,
-                             ctx.side);
+        ctx.comm->all_to_all(b.matrix_of(t), b.updates_of(t), t.matrix, t.updates, ctx.side);
     }
     ctx.comm->group_end();
     b.collected.record(ctx.side);
@@ -268,10 +276,7 @@ void Muon::distribute(const Context& ctx, const Round& round, Buffers& b) const 
                       ctx.side);
     ctx.comm->group_start();
     for (const Transfer& t : round.transfers) {
-        const auto size = [](const std::vector<int64_t>& n) { return std::accumulate(n.begin(), n.end(), int64_t(0)); };
-        ctx.comm->all_to_all(b.updates.rows(t.updates_begin, t.updates_begin + size(t.updates)),
-                             b.matrices.rows(t.matrix_begin, t.matrix_begin + size(t.matrix)), t.updates, t.matrix,
-                             ctx.side);
+        ctx.comm->all_to_all(b.updates_of(t), b.matrix_of(t), t.updates, t.matrix, ctx.side);
     }
     for (size_t owner = 0; owner < round.blocks.size(); owner++)
         ctx.comm->broadcast(b.updates.rows(round.blocks[owner].first, round.blocks[owner].second), int64_t(owner),
@@ -318,12 +323,19 @@ void Muon::update(const Context& ctx, const std::vector<UpdateSlice>& slices, Te
 }
 
 void Muon::warm_up(const Context& ctx, Tensor workspace) const {
-    // As much as a round's matrices, then the scratch; the contents do not matter.
+    // Numbers that differ: on zeros a GPU draws less power and is faster, and every algorithm gives the same result.
+    std::vector<float> numbers(1 << 14);
+    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = float(normal01(0, 0, i));
+    std::vector<char> block(numbers.size() * size_t(dtype_size(dtype)));
+    convert_from_float(block.data(), dtype, numbers.data(), int64_t(numbers.size()));
+    char* const data = static_cast<char*>(workspace.data);
+    const Tensor scratch_bytes = workspace.rows(workspace.shape[0] - sizes.scratch, workspace.shape[0]);
     for (const Batch& b : all_batches) {
-        const int64_t bytes = b.count * b.rows * b.cols * dtype_size(dtype);
-        device_fill(workspace.data, 0, size_t(bytes), ctx.stream);
-        const Tensor scratch_bytes = workspace.rows(workspace.shape[0] - sizes.scratch, workspace.shape[0]);
-        newton_schulz(make_tensor(workspace.data, dtype, workspace.device, {b.count, b.rows, b.cols}),
+        const size_t bytes = size_t(b.count * b.rows * b.cols * dtype_size(dtype));
+        copy_to_device(data, block.data(), std::min(block.size(), bytes), ctx.stream);
+        for (size_t n = block.size(); n < bytes; n *= 2)
+            device_copy(data + n, data, std::min(n, bytes - n), ctx.stream);
+        newton_schulz(make_tensor(data, dtype, workspace.device, {b.count, b.rows, b.cols}),
                       scratch_bytes.rows(0, batch_scratch(b, dtype)), options.newton_schulz, ctx.stream);
     }
 }

@@ -12,8 +12,8 @@
 //   apply           every rank: updates its elements
 //
 // With several ranks a round's collect and the previous one's distribute run on the side stream during Newton-Schulz.
-// u is fp32 in fp32 training, else bf16, also on its way. A matrix's result does not depend on the round or the batch
-// it is in, so all stages of one world compute the same bits.
+// u is fp32 in fp32 training, else bf16, also on its way. Rounds and batches are the same in all stages of one world,
+// and so are the bits: GEMMs may depend on the size of a batch, not on a matrix's place in it.
 #pragma once
 
 #include <vector>
@@ -97,6 +97,8 @@ class Muon {
     struct Buffers {  // of one of the rounds under way
         Tensor updates, matrices;
         Event ready, collected, orthogonal, distributed;
+        Tensor updates_of(const Transfer& t) const;
+        Tensor matrix_of(const Transfer& t) const;
     };
     void set_buffers(Tensor workspace);
     void momentum(const Context& ctx, const std::vector<UpdateSlice>& slices, const Round& round, Buffers& b,

@@ -60,9 +60,9 @@ void Comm::check_blocks(const char* op, const char* argument, const Tensor& t,
                         const std::vector<int64_t>& blocks) const {
     const bool valid = std::all_of(blocks.begin(), blocks.end(), [](int64_t n) { return n >= 0; });
     const int64_t sum = std::accumulate(blocks.begin(), blocks.end(), int64_t(0));
-    require(int64_t(blocks.size()) == world_size && valid && sum == t.numel(), named(op), ": ", argument, " ",
-            shape_string(t), " is not made of the ", blocks.size(), " given blocks, ", sum, " elements for ",
-            world_size, " ranks");
+    if (int64_t(blocks.size()) == world_size && valid && sum == t.numel()) return;
+    throw Error(str(named(op), ": ", argument, " ", shape_string(t), " is not made of the ", blocks.size(),
+                    " given blocks, ", sum, " elements for ", world_size, " ranks"));
 }
 
 void Comm::check_root(const char* op, int64_t root) const {
@@ -107,10 +107,12 @@ void Comm::all_to_all(Tensor out, Tensor inp, const std::vector<int64_t>& receiv
     check_blocks(op, "out", out, receive);
     check_blocks(op, "inp", inp, send);
     const size_t own = size_t(own_rank);
-    require(out.dtype == inp.dtype && receive[own] == send[own], named(op), ": inp sends itself ", send[own], " ",
-            dtype_name(inp.dtype), ", but out receives ", receive[own], " ", dtype_name(out.dtype));
+    if (out.dtype != inp.dtype || receive[own] != send[own])
+        throw Error(str(named(op), ": inp sends itself ", send[own], " ", dtype_name(inp.dtype), ", but out receives ",
+                        receive[own], " ", dtype_name(out.dtype)));
     const char *const to = static_cast<const char*>(out.data), *const from = static_cast<const char*>(inp.data);
-    require(to + out.bytes() <= from || from + inp.bytes() <= to, named(op), ": out overlaps inp");
+    const bool apart = to + out.bytes() <= from || from + inp.bytes() <= to;
+    if (!apart) throw Error(str(named(op), ": out overlaps inp"));
     if (!transport) return copy_part(out, inp, stream);
     if (out.numel() + inp.numel() > 0)
         transport->all_to_all(out.data, inp.data, receive.data(), send.data(), inp.dtype, stream);
