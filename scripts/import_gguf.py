@@ -17,7 +17,8 @@ import tokenizer_json
 from hf_directory import ModelError
 
 # What `tokenizer.ggml.pre` says about words.
-WORDS = {"gpt-2": "gpt2", "default": "gpt2", "smollm": "smollm", "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3"}
+WORDS = {"gpt-2": "gpt2", "default": "llamacpp-default", "smollm": "smollm",
+         "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 # LLaMA 3.1's scaling but for its factor, which is not in the file.
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -152,6 +153,9 @@ def read_tokenizer(file):
     add_bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or WORDS.get(pre) == "llama3")
     bos = special["bos_token"]
     start = (bos, tokens.index(bos)) if add_bos and bos is not None else None
+    for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
+        if file.get(key, False):
+            raise ModelError(f"{file.path}: key {key} is set; SentencePiece without it is supported")
     if model == "llama":
         return tokenizer_json.sentencepiece(tokens, file.get("tokenizer.ggml.scores"), added, special["unk_token"],
                                             file.get("tokenizer.ggml.add_space_prefix", True), start), special

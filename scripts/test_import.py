@@ -244,8 +244,27 @@ class GgufTest(ImportTest):
         self.assertEqual(got.encode("it was").ids[0], 1)
         self.assertEqual(got.decode(got.encode("it was the best\n\U0001F600").ids), "it was the best\n\U0001F600")
 
+    def test_words_of_llama_cpp(self):
+        """Without a pre-tokenizer's name llama.cpp splits words as it did before there were names."""
+        import tokenizers
+
+        def without_pre(writer):
+            self.byte_level_tokenizer(writer)
+            del writer.kv_data[0]["tokenizer.ggml.pre"]
+        def default_pre(writer):
+            self.byte_level_tokenizer(writer, "default")
+        for name, tokenizer in (("missing", without_pre), ("default", default_pre)):
+            self.imported("import_gguf.py", self.write(tokenizer=tokenizer), self.path(name))
+            got = tokenizers.Tokenizer.from_file(self.path(f"{name}/tokenizer.json"))
+            for text, words in (("I'm 12345, (he said): a<=b  x", "I|'|m| |123|45|,| |(|he| said|):| a|<=|b| | x"),
+                                ("y\n\nz", "y|\n|\n|z")):
+                split = [word.replace("\u0120", " ").replace("\u010a", "\n")
+                         for word, _ in got.pre_tokenizer.pre_tokenize_str(text)]
+                self.assertEqual("|".join(split), words)
+
     def test_invalid_input_is_rejected(self):
         for words, options in (
+            (["remove_extra_whitespaces"], {"change": lambda writer: writer.add_remove_extra_whitespaces(True)}),
             (["architecture", "qwen2"], {"architecture": "qwen2"}),
             (["mixture of experts"], {"change": lambda writer: writer.add_expert_count(8)}),
             (["value_length"], {"change": lambda writer: writer.add_value_length(4)}),
@@ -430,6 +449,45 @@ class TokenizerModelTest(unittest.TestCase):
         got.encode_special_tokens = True
         for text, ids in zip(texts, expected):
             self.assertEqual(got.encode(text, add_special_tokens=False).ids, ids, text)
+
+
+    @unittest.skipIf(missing("sentencepiece"), missing("sentencepiece"))
+    @unittest.skipIf(missing("tokenizers"), missing("tokenizers"))
+    def test_settings_of_sentencepiece(self):
+        import sentencepiece as spm
+        import tokenizers
+
+        texts = ["it was the best of times", "it was the worst of times", " a  b"]
+        identity = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+        with tempfile.TemporaryDirectory() as folder:
+            def train(**settings):
+                prefix = os.path.join(folder, "tokenizer")
+                spm.SentencePieceTrainer.train(sentence_iterator=iter(texts * 3), model_prefix=prefix, vocab_size=300,
+                                               byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+                                               **{**identity, **settings})
+                return prefix + ".model"
+            for settings, words in (({"model_type": "unigram"}, "model_type unigram"),
+                                    ({"normalization_rule_name": "nmt_nfkc"}, "normalization nmt_nfkc"),
+                                    ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces true"),
+                                    ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix true"),
+                                    ({"user_defined_symbols": ["<sep>"]}, "user-defined symbols (<sep>)")):
+                path = train(**settings)
+                with self.assertRaises(tokenizer_json.TokenizerError) as caught:
+                    tokenizer_json.sentencepiece_model(path)
+                self.assertIn(f"{path}: SentencePiece with {words} is not supported", str(caught.exception))
+            for prefix in (True, False):
+                path = train(add_dummy_prefix=prefix)
+                tokenizer, _ = tokenizer_json.sentencepiece_model(path)
+                reference = spm.SentencePieceProcessor(model_file=path)
+                got = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+                for text in texts:
+                    ids = got.encode(text, add_special_tokens=False).ids
+                    self.assertEqual(ids, reference.encode(text), (prefix, text))
+                    self.assertEqual(got.decode(ids), text)
+            with open(path, "wb") as file:
+                file.write(b"no model")
+            with self.assertRaisesRegex(tokenizer_json.TokenizerError, "not a SentencePiece model"):
+                tokenizer_json.sentencepiece_model(path)
 
 
 if __name__ == "__main__":

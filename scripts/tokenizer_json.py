@@ -4,6 +4,15 @@ SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
 LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
                 r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
+# How llama.cpp splits text where a GGUF file has no tokenizer.ggml.pre, or "default": one expression after the other.
+LLAMACPP_DEFAULT_WORDS = (r"[\p{P}\$\+<=>\^~\|]+",
+                          r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)", r"\p{N}+",
+                          r"[0-9][0-9][0-9]")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer with a setting that is not supported: one line that names it."""
+
 
 def byte_alphabet():
     """GPT-2's printable characters for the 256 bytes (data/token_text.h)."""
@@ -34,15 +43,19 @@ def assemble(model, added, normalizer=None, pre_tokenizer=None, decoder=None, st
 
 
 def byte_level(vocab, merges, added, words="gpt2", start=None):
-    """words: how text is cut: gpt2, llama3, or smollm (digits one by one, then as gpt2)."""
+    """words: how text is cut: gpt2, llama3, smollm (digits one by one, then as gpt2), or llamacpp-default."""
+    def split(pattern):
+        return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
     def level(use_regex):
         return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
     steps = {
         "gpt2": lambda: level(True),
         "smollm": lambda: {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level(True)]},
-        "llama3": lambda: {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": LLAMA3_WORDS}, "behavior": "Isolated", "invert": False}, level(False)]},
+        "llama3": lambda: {"type": "Sequence", "pretokenizers": [split(LLAMA3_WORDS), level(False)]},
+        "llamacpp-default": lambda: {"type": "Sequence", "pretokenizers": [
+            *map(split, LLAMACPP_DEFAULT_WORDS), level(False)]},
     }
     model = {"vocab": vocab, "merges": merges, "ignore_merges": words == "llama3"}
     return assemble(model, added, pre_tokenizer=steps[words](), decoder=level(True), start=start)
@@ -88,17 +101,46 @@ def merges_of_ranks(tokens):
     return {written(token): i for i, token in enumerate(tokens)}, merges
 
 
+def check_sentencepiece(path):
+    """Throws for a setting that would give other ids. Returns whether a space is put in front of a text."""
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        with open(path, "rb") as file:
+            model.ParseFromString(file.read())
+    except DecodeError:
+        raise TokenizerError(f"{path}: not a SentencePiece model") from None
+    normalizer, trainer = model.normalizer_spec, model.trainer_spec
+    kinds = {number: name for name, number in trainer.ModelType.items()}
+    defined = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
+    for found, setting in ((trainer.model_type != trainer.BPE, f"model_type {kinds[trainer.model_type].lower()}"),
+                           (normalizer.precompiled_charsmap, f"normalization {normalizer.name}"),
+                           (normalizer.remove_extra_whitespaces, "remove_extra_whitespaces true"),
+                           (not normalizer.escape_whitespaces, "escape_whitespaces false"),
+                           (trainer.treat_whitespace_as_suffix, "treat_whitespace_as_suffix true"),
+                           (model.denormalizer_spec.precompiled_charsmap, "a denormalizer"),
+                           (defined, f"user-defined symbols ({', '.join(defined[:3])})")):
+        if found:
+            raise TokenizerError(f"{path}: SentencePiece with {setting} is not supported; use the model's "
+                                 "tokenizer.json")
+    return normalizer.add_dummy_prefix
+
+
 def sentencepiece_model(path):
     """From SentencePiece's own tokenizer.model, through its package."""
     import sentencepiece as spm
 
+    space_in_front = check_sentencepiece(path)
     model = spm.SentencePieceProcessor(model_file=path)
     pieces = [model.id_to_piece(i) for i in range(model.vocab_size())]
     scores = [model.get_score(i) for i in range(len(pieces))]
     added = [added_token(i, piece) for i, piece in enumerate(pieces) if model.is_control(i) or model.is_unknown(i)]
     bos = model.bos_id()
     unknown = pieces[model.unk_id()] if model.unk_id() >= 0 else None
-    tokenizer = sentencepiece(pieces, scores, added, unknown, start=(pieces[bos], bos) if bos >= 0 else None)
+    tokenizer = sentencepiece(pieces, scores, added, unknown, space_in_front,
+                              start=(pieces[bos], bos) if bos >= 0 else None)
     return tokenizer, {"bos_token": pieces[bos] if bos >= 0 else None,
                        "eos_token": pieces[model.eos_id()] if model.eos_id() >= 0 else None, "unk_token": unknown}
 
