@@ -16,6 +16,7 @@ SHELL := /bin/bash
 ## ONEDNN=no                    the built-in GEMM even where oneDNN is installed
 ## MPI=no                       one process only, even where MPI is installed
 ## GPUS=4                       with train: one process on each of so many GPUs, or of all
+## PCRE2=DIR                    a PCRE2 newer than the system's, in DIR/include and DIR/lib (newer Unicode)
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -79,7 +80,12 @@ HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hid
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
 COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
-LIBS := -lpcre2-8 -pthread -ldl
+PCRE2_LIBS := -lpcre2-8
+ifneq ($(PCRE2),)
+  PREPROCESS += -isystem $(PCRE2)/include
+  PCRE2_LIBS := -L$(PCRE2)/lib -Wl,-rpath,$(PCRE2)/lib -lpcre2-8
+endif
+LIBS := $(PCRE2_LIBS) -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
 MODULES := kernels kernels/* runtime runtime/* parallel data infer commands
@@ -176,7 +182,7 @@ $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
 	$(LINK)
 
 # Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
-$(KERNEL_LIB): private LIBS := $(filter-out -lpcre2-8,$(LIBS))
+$(KERNEL_LIB): private LIBS := $(filter-out $(PCRE2_LIBS),$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
 	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map

@@ -38,11 +38,8 @@ ordered_json config_object(const ModelConfig& config) {
 }
 
 ordered_json build_info() {
-    return {{"backend", backend_name()},
-            {"device", device_description()},
-            {"matmul", matmul_library()},
-            {"collectives", comm_library()},
-            {"compiler", "g++ " __VERSION__}};
+    return {{"backend", backend_name()},     {"device", device_description()}, {"matmul", matmul_library()},
+            {"collectives", comm_library()}, {"regex", regex_library()},       {"compiler", "g++ " __VERSION__}};
 }
 
 ordered_json token_info(const std::string& pattern) {

@@ -756,6 +756,14 @@ const std::vector<int32_t>& Tokenizer::start_of_text() const {
     return impl->start_of_text;
 }
 
+std::string regex_library() {
+    char version[64] = {}, unicode[64] = {};  // "10.42 2022-12-11", "14.0.0"
+    pcre2_config(PCRE2_CONFIG_VERSION, version);
+    pcre2_config(PCRE2_CONFIG_UNICODE_VERSION, unicode);
+    return str("PCRE2 ", std::string_view(version).substr(0, std::string_view(version).find(' ')), ", Unicode ",
+               unicode);
+}
+
 std::string TextStream::put(int32_t token) {
     if (!tokenizer.contains(token)) return "";
     std::string text = tokenizer.decode(token);

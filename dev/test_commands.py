@@ -367,7 +367,9 @@ class CommandsTest(unittest.TestCase):
         self.assertRegex(verbose, r"scalars .* phases 0 to \d+\n")
         big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
         self.assertEqual(big.returncode, 0, big.stderr)
-        self.assertIn(json.loads(run("info", "--json").stdout)["backend"], ("cpu", "cuda"))
+        build = json.loads(run("info", "--json").stdout)
+        self.assertIn(build["backend"], ("cpu", "cuda"))
+        self.assertRegex(build["regex"], r"^PCRE2 10\.\d+, Unicode \d")
         info = json.loads(run("info", self.base, "--json").stdout)
         self.assertEqual(info["trainer"]["step"], 8)
         self.assertEqual(info["config"]["n_layer"], 2)

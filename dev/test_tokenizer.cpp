@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <regex>
 
 #include "runtime/error.h"
 #include "runtime/files/files.h"
@@ -140,6 +141,11 @@ TEST(Tokenizer, DecodeIsTheInverseForAnyBytes) {
             round_trip(text);
         round_trip(std::string("\0a\0\0", 4));
     }
+}
+
+TEST(Tokenizer, TheLibrarySaysWhichUnicodeItKnows) {
+    EXPECT_TRUE(std::regex_match(regex_library(), std::regex(R"(PCRE2 10\.\d+, Unicode \d+\.\d+\.\d+)")))
+        << regex_library();
 }
 
 TEST(Tokenizer, BytesThatTheVocabularyLacksAreCounted) {

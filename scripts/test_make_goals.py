@@ -43,6 +43,15 @@ class MakeGoalsTest(unittest.TestCase):
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(message, done.stdout)
 
+    def test_another_pcre2(self):
+        done = self.make("-n", "BACKEND=cpu", "BUILD=build/none", "PCRE2=/opt/pcre2", "train_gpt")
+        self.assertEqual(done.returncode, 0, done.stdout)
+        commands = done.stdout.splitlines()
+        compiled = next(line for line in commands if "-c data/tokenizer.cpp" in line)
+        linked = next(line for line in commands if "-o build/none/train_gpt " in line)
+        self.assertIn(" -isystem /opt/pcre2/include ", compiled)
+        self.assertIn(" -L/opt/pcre2/lib -Wl,-rpath,/opt/pcre2/lib -lpcre2-8 ", linked)
+
     def test_data_options_need_text(self):
         for option in "VAL_TEXT=a", "NAME=book", "TOKENIZER=byte", "VOCAB=300", "VAL=0.1":
             done = self.make("data", option)
