@@ -59,7 +59,7 @@ enum Dims {
     N_FC,
     N_FFN,
     SEQUENCE_ENDS,  // [N + 1]
-    ANGLES,         // [T, HS/2, 2]: cosines and sines
+    ANGLES,         // [T, R/2, 2]: cosines and sines
     CHUNK_LOGITS,   // [chunk, Vp]
     STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
     ONE,
@@ -80,7 +80,8 @@ enum When : unsigned {
     LINEAR = 16,
     GATED = 32,
     QK_NORM = 64,
-    QK_WEIGHTS = 128
+    QK_WEIGHTS = 128,
+    EMBEDDING_NORM = 256
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -164,6 +165,9 @@ constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
 };
 
 constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
+    {&HeadActs::embedded, "embedded", N_C, MODEL, START, UPDATE, TRAIN | EMBEDDING_NORM},
+    {&HeadActs::meane, "meane", N_1, FP32, START, UPDATE, TRAIN | EMBEDDING_NORM | LAYERNORM},
+    {&HeadActs::rstde, "rstde", N_1, FP32, START, UPDATE, TRAIN | EMBEDDING_NORM},
     {&HeadActs::resf, "resf", N_C, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::normf, "normf", N_C, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::logits, "logits", CHUNK_LOGITS, MODEL, HEAD, HEAD, ALWAYS},
@@ -256,7 +260,7 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
         case SEQUENCE_ENDS:
             return {N + 1};
         case ANGLES:
-            return {shape.T, c.head_size / 2, 2};
+            return {shape.T, c.rotary_channels() / 2, 2};
         case CHUNK_LOGITS:
             return {head_chunk(c, shape), c.padded_vocab()};
         case STEP_SUMS:
@@ -281,7 +285,7 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
 unsigned conditions(const ModelConfig& c, const RunShape& shape, AttentionType attention_type = {}) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
            (c.positions == Positions::RoPE ? ROPE : 0u) | (c.qk_norm != QkNorm::Off ? QK_NORM : 0u) |
-           (c.qk_norm == QkNorm::Weights ? QK_WEIGHTS : 0u) |
+           (c.qk_norm == QkNorm::Weights ? QK_WEIGHTS : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (attention_type == AttentionType::Softmax ? SOFTMAX : 0u) |
            (attention_type == AttentionType::Linear ? LINEAR : 0u) |
            (attention_type == AttentionType::GatedLinear ? GATED : 0u);
@@ -363,7 +367,7 @@ void Activations::allocate(const Context& ctx) {
     loss_sum = sum(ctx.rank, SUM_LOSS);
     if (rope_table) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
-        ::rope_table(host_tensor(host.data(), {shape.T, config.head_size / 2, 2}), config.rope_theta,
+        ::rope_table(host_tensor(host.data(), {shape.T, config.rotary_channels() / 2, 2}), config.rope_theta,
                      config.rope_scaling);
         copy_to_device(rope_table.data, host.data(), host.size() * sizeof(float), ctx.stream);
     }

@@ -32,9 +32,11 @@
 
 // The role of a parameter; all layers use the same slots. The bias of a weight is the slot after it (bias_of()).
 enum Slot {
-    // Token and position embedding.
+    // Token and position embedding, and the norm after them.
     WTE,
     WPE,
+    EMBEDNORM_W,
+    EMBEDNORM_B,
     // The attention half of a block. Gated linear attention: the decay gate and the norm of each head's output.
     NORM1_W,
     NORM1_B,
@@ -57,15 +59,16 @@ enum Slot {
     // The final norm, and the output head, which is absent when tied to WTE.
     NORMF_W,
     NORMF_B,
-    HEAD_W
+    HEAD_W,
+    HEAD_B  // also of a tied head
 };
 
 constexpr Slot bias_of(Slot weight) {
     return static_cast<Slot>(weight + 1);
 }
-static_assert(bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B && bias_of(DECAY_GATE_W) == DECAY_GATE_B &&
-              bias_of(PROJ_W) == PROJ_B && bias_of(NORM2_W) == NORM2_B && bias_of(FC_W) == FC_B &&
-              bias_of(FCPROJ_W) == FCPROJ_B && bias_of(NORMF_W) == NORMF_B);
+static_assert(bias_of(EMBEDNORM_W) == EMBEDNORM_B && bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B &&
+              bias_of(DECAY_GATE_W) == DECAY_GATE_B && bias_of(PROJ_W) == PROJ_B && bias_of(NORM2_W) == NORM2_B &&
+              bias_of(FC_W) == FC_B && bias_of(FCPROJ_W) == FCPROJ_B && bias_of(NORMF_W) == NORMF_B);
 
 // The only list of the model's tensors.
 ParamTable parameter_table(const ModelConfig& config, int64_t world,
@@ -169,11 +172,12 @@ struct LayerActs {
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
-    Tensor rope_table;                  // [T, HS/2, 2]
+    Tensor rope_table;                  // [T, R/2, 2]
 };
 
 // The head, and what all layers share.
 struct HeadActs {
+    Tensor embedded, meane, rstde;     // the norm after the embedding: its input and its statistics
     Tensor resf, normf, meanf, rstdf;  // the final norm
     Tensor logits, losses;             // of a chunk of tokens; of each token
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
@@ -239,7 +243,7 @@ Batch single_sequence(const int32_t* tokens, int64_t n);
 
 // Tokens to the final norm's output (acts.normf).
 void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in);
-// The head's logits of rows [begin, end) of normf, in the logits buffer.
+// The logits of rows [begin, end) of normf, in the logits buffer; with the softcap, if the model has one.
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
 // After forward(): sums the losses of the batch into loss_sum.
 void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate);

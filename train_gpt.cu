@@ -31,6 +31,7 @@
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
+#include "kernels/softcap.h"
 #include "kernels/swiglu.h"
 #include "parallel/checkpoint.h"
 #include "runtime/device/peaks.h"
@@ -52,7 +53,16 @@ namespace {
 // the last group of the table.
 bool stays_fp32(Slot slot) {
     return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B || slot == QNORM_W || slot == KNORM_W || slot == HEADNORM_W || slot == DECAY_GATE_B;
+           slot == NORMF_B || slot == EMBEDNORM_W || slot == EMBEDNORM_B || slot == QNORM_W || slot == KNORM_W ||
+           slot == HEADNORM_W || slot == DECAY_GATE_B;
+}
+
+// The standard deviation of a matrix's initial weights. gpt2: by Init::GPT2.
+double initial_std(const ModelConfig& c, Slot slot, int64_t inputs, double gpt2) {
+    if (c.zero_init && (slot == PROJ_W || slot == FCPROJ_W || slot == HEAD_W)) return 0;
+    if (c.init == Init::GPT2) return gpt2;
+    const bool lookup_only = slot == WPE || (slot == WTE && !c.tied);
+    return lookup_only ? 1 : std::sqrt(0.33 / double(inputs));
 }
 
 RateGroup rate_group(Slot slot, bool matrix) {
@@ -72,11 +82,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     // if init_std is 0. sources: the tensors of a Hugging Face checkpoint that it is made of; {}: one of its own name.
     auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double init_std,
                    double init_value, std::vector<SourceTensor> sources) {
-        const int64_t group = stays_fp32(slot)             ? c.layers + 2
-                              : layer >= 0                 ? 1 + layer
-                              : slot == WTE || slot == WPE ? 0
-                                                           : 1 + c.layers;
-        const int64_t padded = slot == WTE || slot == HEAD_W ? c.padded_vocab() : rows;
+        const bool embedding = slot == WTE || slot == WPE || (slot == HEAD_B && c.tied);
+        const int64_t group = stays_fp32(slot) ? c.layers + 2 : layer >= 0 ? 1 + layer : embedding ? 0 : 1 + c.layers;
+        const int64_t padded = slot == WTE || slot == HEAD_W || slot == HEAD_B ? c.padded_vocab() : rows;
+        if (cols > 0) init_std = initial_std(c, slot, cols, init_std);
         if (sources.empty()) sources = {{name, 0, rows, false}};
         table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
                                 static_cast<float>(init_std), static_cast<float>(init_value), cols > 0,
@@ -137,6 +146,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
         add(WPE, -1, "wpe.weight", c.max_positions, C, weight_std, 0,
             named("transformer.wpe.weight", "", c.max_positions, false));
     }
+    if (c.embedding_norm) norm(EMBEDNORM_W, -1, "embednorm", "", "");
     for (int64_t l = 0; l < c.layers; l++) {
         const std::string name = str("layers.", l, "."), g = str("transformer.h.", l, "."),
                           m = str("model.layers.", l, ".");
@@ -170,6 +180,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     norm(NORMF_W, -1, "normf", "transformer.ln_f", "model.norm");
     if (!c.tied)
         add(HEAD_W, -1, "head.weight", V, C, weight_std, 0, named("lm_head.weight", "lm_head.weight", V, false));
+    if (c.head_bias) add(HEAD_B, -1, "head.bias", V, 0, 0, 0, {});
     std::stable_sort(table.params.begin(), table.params.end(),
                      [](const Param& a, const Param& b) { return a.group < b.group; });
     table.layout(world);
@@ -256,9 +267,16 @@ NormActs norm1(const LayerActs& a) {
 NormActs norm2(const LayerActs& a) {
     return {a.norm2, a.res2, a.mean2, a.rstd2};
 }
+Tensor first_rows(const Tensor& t, int64_t n) {
+    return t ? t.rows(0, n) : t;
+}
 NormActs final_norm(const Activations& acts, int64_t n) {
-    const auto first = [&](Tensor t) { return t ? t.rows(0, n) : t; };
-    return {first(acts.normf), first(acts.resf), first(acts.meanf), first(acts.rstdf)};
+    return {first_rows(acts.normf, n), first_rows(acts.resf, n), first_rows(acts.meanf, n), first_rows(acts.rstdf, n)};
+}
+// The norm after the embedding. Without a backward pass it works in place.
+NormActs embedding_norm(const Activations& acts, Tensor out) {
+    const int64_t n = out.shape[0];
+    return {out, acts.embedded ? acts.embedded.rows(0, n) : out, first_rows(acts.meane, n), first_rows(acts.rstde, n)};
 }
 
 // out = norm(inp + added), and inp + added becomes the residual stream. If added is null: out = norm(residual stream).
@@ -405,7 +423,10 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
         if (l == 0) {
             const Range embedding(ctx.profiler, "embedding");
             const GatheredGroup weights = model.use(ctx, 0, model.layer_group(0));
-            embedding_forward(a.res1, in.tokens, in.positions, model.weight(WTE), model.weight(WPE), ctx.stream);
+            const NormActs e = embedding_norm(acts, a.res1);
+            embedding_forward(model.config.embedding_norm ? e.residual_stream : a.res1, in.tokens, in.positions,
+                              model.weight(WTE), model.weight(WPE), ctx.stream);
+            if (model.config.embedding_norm) norm_forward(ctx, model, EMBEDNORM_W, -1, e);
             norm_forward(ctx, model, NORM1_W, l, norm1(a));
         } else {
             norm_forward(ctx, model, NORM1_W, l, norm1(a), previous.res2, previous.fcproj);
@@ -419,11 +440,22 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
     norm_forward(ctx, model, NORMF_W, -1, final_norm(acts, in.n), previous.res2, previous.fcproj);
 }
 
-Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
+namespace {
+
+// The head's output before the softcap, which cross_entropy applies itself.
+Tensor head_forward(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
     const Range range(ctx.profiler, "head");
     const GatheredGroup weights = model.use(ctx, model.head_group());
-    const Tensor logits = acts.logits.rows(0, end - begin);
-    matmul_forward(logits, acts.normf.rows(begin, end), model.weight(model.head()), {}, ctx.stream);
+    const Tensor out = acts.logits.rows(0, end - begin);
+    matmul_forward(out, acts.normf.rows(begin, end), model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+    return out;
+}
+
+}  // namespace
+
+Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
+    const Tensor logits = head_forward(ctx, model, acts, begin, end);
+    softcap_forward(logits, model.config.logit_softcap, ctx.stream);
     return logits;
 }
 
@@ -431,9 +463,9 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
     const int64_t chunk = acts.logits.shape[0];
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
-        const Tensor logits = head_logits(ctx, model, acts, begin, end);
+        const Tensor logits = head_forward(ctx, model, acts, begin, end);
         cross_entropy_forward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
-                              model.config.vocab_size, ctx.stream);
+                              model.config.vocab_size, model.config.logit_softcap, ctx.stream);
     }
     sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
 }
@@ -454,14 +486,15 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
     const Tensor weight = model.weight(model.head()), dweight = model.gradient(grads, model.head());
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
-        const Tensor logits = head_logits(ctx, model, acts, begin, end);
+        const Tensor logits = head_forward(ctx, model, acts, begin, end);
         {
             const Range range(ctx.profiler, "cross_entropy");
             cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
-                                           model.config.vocab_size, dloss, ctx.stream);
+                                           model.config.vocab_size, dloss, model.config.logit_softcap, ctx.stream);
         }
         const Range range(ctx.profiler, "head");
-        matmul_backward_weight(dweight, {}, logits, acts.normf.rows(begin, end), accumulate || begin > 0, ctx.stream);
+        matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, acts.normf.rows(begin, end),
+                               accumulate || begin > 0, ctx.stream);
         matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
     }
 }
@@ -624,6 +657,10 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
         grads.close(model.layer_group(l), ctx.stream);
     }
     if (!model.config.tied) grads.open(0, ctx.stream);
+    if (model.config.embedding_norm) {
+        norm_backward(ctx, model, grads, EMBEDNORM_W, -1, embedding_norm(acts, dx), {dx, dx, {}, false}, acts.scratch,
+                      accumulate);
+    }
     {
         const Range embedding(ctx.profiler, "embedding");
         // The gradient of a tied embedding already holds the head's part of this micro-step.

@@ -294,6 +294,40 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
            "in linear,linear,softmax or LLS")
         ->transform(attention_types())
         ->group(group);
+    const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
+        app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
+    };
+    yes_or_no("--embedding-norm", o.embedding_norm, "a norm of type --norm after the embedding");
+    yes_or_no("--head-bias", o.head_bias, "a bias of the head");
+    app.add_option("--attention-scale", o.attention_scale,
+                   "factor of the scores in softmax attention; default: 1/sqrt(head size), or that of the preset")
+        ->check(number_in(1e-6, 1e6))
+        ->group(group);
+    app.add_option("--logit-softcap", o.logit_softcap,
+                   "smooth bound of the logits, in training and everywhere else; 0: off; default: that of the preset")
+        ->check(number_in(0, 1e6))
+        ->group(group);
+    app.add_option("--softcap-function", o.softcap_function,
+                   "with a softcap c: tanh: c tanh(x/c); rsqrt: x / sqrt(1 + (x/c)^2); default: tanh")
+        ->check(CLI::IsMember({"tanh", "rsqrt"}))
+        ->group(group);
+    app.add_option("--rope-theta", o.rope_theta, "base of RoPE's frequencies")->check(number_in(1, 1e12))->group(group);
+    app.add_option("--rope-fraction", o.rope_fraction, "RoPE rotates this fraction of a head, as --rope-partial says")
+        ->check(number_in(0, 1))
+        ->group(group);
+    app.add_option("--rope-partial", o.rope_partial,
+                   "channels: RoPE rotates the first channels of a head (Hugging Face's partial_rotary_factor); "
+                   "frequencies: the first pairs of channels, theta^-linspace(0, 1) in frequency, the others stand "
+                   "still; default: channels, or that of the preset")
+        ->check(CLI::IsMember({"channels", "frequencies"}))
+        ->group(group);
+    app.add_option("--init", o.init,
+                   "initial weights: gpt2: normal with standard deviation 0.02, less for projections to the residual "
+                   "stream; fan-in: sqrt(0.33 / inputs) for matrices, 1 for untied embeddings; default: gpt2, or that "
+                   "of the preset")
+        ->check(CLI::IsMember({"gpt2", "fan-in"}))
+        ->group(group);
+    yes_or_no("--zero-init", o.zero_init, "projections to the residual stream and an untied head start at 0");
     app.add_option("--qk-norm", o.qk_norm,
                    "RMSNorm of each head of q and k before RoPE: off, plain (without weights) or weights (one per "
                    "channel of a head, for q and for k); default: that of the preset")
@@ -437,27 +471,18 @@ void ModelOptions::check_dtype(const ModelConfig& config) const {
             "--dtype fp16: the states of linear attention exceed its range; use --dtype bf16 or fp32");
 }
 
-ModelSource ModelOptions::resolve(int64_t data_vocab) const {
-    ModelSource source = find_model(model);
-    ModelConfig& c = source.config;
-    require(dtype == "fp32" || backend_device() != Device::CPU, "--dtype ", dtype,
-            ": the CPU backend supports fp32 only; use --dtype fp32");
+bool ModelOptions::any_option() const {
+    const auto given = [](const auto&... options) { return (options.has_value() || ...); };
+    const auto named = [](const auto&... options) { return (!options.empty() || ...); };
+    return given(layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size, rope_theta,
+                 rope_fraction, attention_scale, logit_softcap) ||
+           named(norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm, rope_partial, softcap_function,
+                 embedding_norm, head_bias, init, zero_init);
+}
 
-    const bool any_option = layers || channels || heads || kv_heads || head_size || ffn || max_positions ||
-                            vocab_size || !norm.empty() || !positions.empty() || !mlp.empty() || !bias.empty() ||
-                            !tied.empty() || !attention.empty() || !linear_rope.empty() || !qk_norm.empty();
-    if (!source.directory.empty()) {
-        require(!any_option, "--model ", model,
-                " is a checkpoint and fixes the shape; leave out the model options (--layers … --linear-rope)");
-        check_dtype(c);
-        return source;
-    }
-
-    if (layers) c.layers = *layers;
-    if (channels) c.channels = *channels;
-    if (heads) c.heads = *heads;
+// The options that change no size.
+void ModelOptions::change_architecture(ModelConfig& c) const {
     if (!mlp.empty()) c.mlp = mlp == "gelu" ? Mlp::GELU : mlp == "swiglu" ? Mlp::SwiGLU : Mlp::ReLU2;
-    if (max_positions) c.max_positions = *max_positions;
     if (!norm.empty()) c.norm = norm == "layernorm" ? Norm::LayerNorm : Norm::RMSNorm;
     if (!positions.empty()) {
         c.positions = positions == "learned" ? Positions::Learned : Positions::RoPE;
@@ -467,6 +492,50 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (!tied.empty()) c.tied = tied == "yes";
     if (!qk_norm.empty())
         c.qk_norm = qk_norm == "off" ? QkNorm::Off : qk_norm == "plain" ? QkNorm::Plain : QkNorm::Weights;
+    if (!embedding_norm.empty()) c.embedding_norm = embedding_norm == "yes";
+    if (!head_bias.empty()) c.head_bias = head_bias == "yes";
+    if (attention_scale) c.softmax_scale = *attention_scale;
+    if (!init.empty()) c.init = init == "gpt2" ? Init::GPT2 : Init::FanIn;
+    if (!zero_init.empty()) c.zero_init = zero_init == "yes";
+
+    Softcap& cap = c.logit_softcap;
+    if (logit_softcap) cap = {cap ? cap.function : Softcap::Function::Tanh, static_cast<float>(*logit_softcap)};
+    if (logit_softcap && *logit_softcap == 0) cap = {};
+    require(softcap_function.empty() || cap, "--softcap-function ", softcap_function, " needs --logit-softcap");
+    if (!softcap_function.empty())
+        cap.function = softcap_function == "tanh" ? Softcap::Function::Tanh : Softcap::Function::Rsqrt;
+
+    require((!rope_theta && !rope_fraction && rope_partial.empty()) || c.positions == Positions::RoPE,
+            "--rope-theta, --rope-fraction and --rope-partial need --positions rope");
+    using Kind = RopeScaling::Kind;
+    if (rope_theta) c.rope_theta = *rope_theta;
+    if (rope_fraction) c.rope_scaling.fraction = *rope_fraction;
+    if (rope_partial == "channels" && c.rope_scaling.kind == Kind::Truncated) c.rope_scaling.kind = Kind::None;
+    if (rope_partial == "frequencies") {
+        require(c.rope_scaling.kind == Kind::None || c.rope_scaling.kind == Kind::Truncated,
+                "--rope-partial frequencies: the preset scales RoPE's frequencies in another way; use another preset");
+        c.rope_scaling.kind = Kind::Truncated;
+    }
+}
+
+ModelSource ModelOptions::resolve(int64_t data_vocab) const {
+    ModelSource source = find_model(model);
+    ModelConfig& c = source.config;
+    require(dtype == "fp32" || backend_device() != Device::CPU, "--dtype ", dtype,
+            ": the CPU backend supports fp32 only; use --dtype fp32");
+
+    if (!source.directory.empty()) {
+        require(!any_option(), "--model ", model,
+                " is a checkpoint and fixes the shape; leave out the model options (--layers … --linear-rope)");
+        check_dtype(c);
+        return source;
+    }
+
+    if (layers) c.layers = *layers;
+    if (channels) c.channels = *channels;
+    if (heads) c.heads = *heads;
+    if (max_positions) c.max_positions = *max_positions;
+    change_architecture(c);
     // Values that are derived from a changed option are derived again, unless they are given too.
     if (kv_heads || heads) c.kv_heads = kv_heads.value_or(0);
     if (head_size || channels || heads) c.head_size = head_size.value_or(0);

@@ -35,7 +35,9 @@ struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm;
+    std::string norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm, rope_partial, softcap_function,
+        embedding_norm, head_bias, init, zero_init;
+    std::optional<double> rope_theta, rope_fraction, attention_scale, logit_softcap;
 
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
     // Throws Error: unknown model, model options given for a checkpoint, a contradicting config, a dtype that the
@@ -44,6 +46,8 @@ struct ModelOptions {
     DType type() const;  // of --dtype
 
   private:
+    bool any_option() const;
+    void change_architecture(ModelConfig& config) const;
     void check_dtype(const ModelConfig& config) const;
 };
 

@@ -48,7 +48,8 @@ InferenceWeights inference_weights(const Model& model) {
     const auto linear = [&](Slot slot, int64_t l) {
         return LinearWeights{model.weight(slot, l), model.weight(bias_of(slot), l)};
     };
-    InferenceWeights w{model.weight(WTE), model.weight(WPE), {}, norm(NORMF_W, -1), model.weight(model.head())};
+    InferenceWeights w{model.weight(WTE),    model.weight(WPE),    {}, norm(NORMF_W, -1), model.weight(model.head()),
+                       model.weight(HEAD_B), norm(EMBEDNORM_W, -1)};
     for (int64_t l = 0; l < model.config.layers; l++) {
         w.blocks.push_back({norm(NORM1_W, l), norm(NORM2_W, l), linear(QKV_W, l), linear(PROJ_W, l), linear(FC_W, l),
                             linear(FCPROJ_W, l), linear(DECAY_GATE_W, l), model.weight(HEADNORM_W, l),

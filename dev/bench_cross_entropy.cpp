@@ -20,13 +20,13 @@ struct Problem {
 
 void forward(benchmark::State& state, DType T) {
     const Problem p(state, T);
-    run_bench(state, [&] { cross_entropy_forward(p.losses, p.logits, p.targets, p.V, Stream{}); });
+    run_bench(state, [&] { cross_entropy_forward(p.losses, p.logits, p.targets, p.V, {}, Stream{}); });
     report_bytes(state, p.logits.bytes());
 }
 
 void forward_backward(benchmark::State& state, DType T) {
     const Problem p(state, T);
-    run_bench(state, [&] { cross_entropy_forward_backward(p.losses, p.logits, p.targets, p.V, 1e-3f, Stream{}); });
+    run_bench(state, [&] { cross_entropy_forward_backward(p.losses, p.logits, p.targets, p.V, 1e-3f, {}, Stream{}); });
     report_bytes(state, 2 * p.logits.bytes());
 }
 

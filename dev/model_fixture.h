@@ -269,6 +269,28 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.positions = Positions::RoPE, c.attention = "GS", c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
      }},
+    // The options of the modern presets.
+    {"modern",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 8, c.tied = false;
+         c.rope_theta = 1024, c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain, c.embedding_norm = c.head_bias = true, c.softmax_scale = 0.3;
+         c.logit_softcap = {Softcap::Function::Rsqrt, 1.5};
+     }},
+    {"tied_head_bias_tanh_softcap",
+     [](ModelConfig& c) {
+         c.embedding_norm = c.head_bias = true, c.logit_softcap = {Softcap::Function::Tanh, 2}, c.softmax_scale = 0.2;
+     }},
+    {"partial_rope",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 10;
+         c.rope_scaling.fraction = 0.45, c.rope_theta = 500;
+     }},
+    {"partial_rope_qk_norm_gated_linear",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.attention = "GS", c.head_size = 8, c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain, c.embedding_norm = true;
+     }},
     // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
     {"llama_heads_of_16",
      [](ModelConfig& c) {
@@ -284,6 +306,18 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
          c.qk_norm = QkNorm::Weights;
+     }},
+    {"modern_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 16, c.tied = false;
+         c.rope_theta = 1024, c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain, c.embedding_norm = c.head_bias = true, c.softmax_scale = 0.2;
+         c.logit_softcap = {Softcap::Function::Rsqrt, 15};
+     }},
+    {"partial_rope_softcap_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.rope_scaling.fraction = 0.5, c.logit_softcap = {Softcap::Function::Tanh, 3}, c.softmax_scale = 0.3;
      }},
     {"gated_linear_heads_of_16",
      [](ModelConfig& c) {

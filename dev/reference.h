@@ -17,6 +17,7 @@
 #include "kernels/muon.h"
 #include "kernels/rope.h"
 #include "kernels/tensor_library/tensor_ops.h"
+#include "runtime/model/softcap.h"
 #include "runtime/rng.h"
 
 namespace reference {
@@ -390,30 +391,55 @@ inline Values swiglu_backward(const double* dout, const double* gate_up, int64_t
     return d;
 }
 
+// A softcap's f and f'. tanh is computed as (1 − e)/(1 + e): its error near 0 is that of 1. An error u of the exponent
+// 2x/c is an error of that size of e, and so of f'.
+struct Capped {
+    Value value, slope;
+};
+inline Capped softcap(double x, const Softcap& s) {
+    const double c = double(s.cap), u = x / c;
+    if (s.function == Softcap::Function::Tanh) {
+        const double slope = 1 / (cosh(u) * cosh(u));
+        return {{c * tanh(u), c}, {slope, slope * (1 + 2 * fabs(u)) + UNDERFLOW_MAG}};
+    }
+    if (s.function == Softcap::Function::Rsqrt) {
+        const double r = 1 / sqrt(1 + u * u);
+        return {{x * r, fabs(x) * r}, {r * r * r, r * r * r + UNDERFLOW_MAG}};
+    }
+    return {{x, 0}, {1, 1}};
+}
+
 struct CrossEntropy {
     Values losses, dlogits;  // [N], [N, Vp]
 };
 
 // ignore: the target whose tokens have no loss.
 inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, int32_t ignore, double dloss, int64_t N,
-                                  int64_t V, int64_t Vp) {
+                                  int64_t V, int64_t Vp, const Softcap& cap = {}) {
     CrossEntropy r{Values(N), Values(N * Vp)};
     for (int64_t n = 0; n < N; n++) {
-        const double* row = logits + n * Vp;
         if (targets[n] == ignore) continue;
-        const double m = *std::max_element(row, row + V), below_maximum = m - row[targets[n]];
-        double sum = 0, distance = 0;  // Σ e, and Σ p·|logit − m|: what rounding logit − m does to ln Σ
+        std::vector<double> row, row_mag;
+        std::vector<Value> slope;
         for (int64_t v = 0; v < V; v++) {
+            const Capped z = softcap(logits[n * Vp + v], cap);
+            row.push_back(z.value.value), row_mag.push_back(z.value.mag), slope.push_back(z.slope);
+        }
+        const size_t target = size_t(targets[n]);
+        const double m = *std::max_element(row.begin(), row.end()), below_maximum = m - row[target];
+        double sum = 0, distance = 0;  // Σ e, and Σ p·|δz|: what rounding z and z − m does to ln Σ
+        for (size_t v = 0; v < row.size(); v++) {
             sum += exp(row[v] - m);
-            distance += exp(row[v] - m) * (m - row[v]);
+            distance += exp(row[v] - m) * (m - row[v] + row_mag[v]);
         }
         distance /= sum;
         // An error u of Σ is an error u of ln Σ, however small that is: hence the 1.
-        r.losses.set(n, {log(sum) + below_maximum, 1 + log(sum) + distance + below_maximum});
-        for (int64_t v = 0; v < V; v++) {
-            const double p = exp(row[v] - m) / sum, hit = v == targets[n];
-            r.dlogits.set(n * Vp + v,
-                          {dloss * (p - hit), fabs(dloss) * (p * (1 + (m - row[v]) + distance) + hit) + UNDERFLOW_MAG});
+        r.losses.set(n, {log(sum) + below_maximum, 1 + log(sum) + distance + below_maximum + row_mag[target]});
+        for (size_t v = 0; v < row.size(); v++) {
+            const double p = exp(row[v] - m) / sum, hit = v == target;
+            const double error = p * (1 + (m - row[v]) + row_mag[v] + distance) + hit;
+            r.dlogits.set(n * Vp + int64_t(v),
+                          {dloss * (p - hit) * slope[v].value, fabs(dloss) * error * slope[v].mag + UNDERFLOW_MAG});
         }
     }
     return r;
@@ -973,6 +999,10 @@ inline std::vector<double> rope_frequencies(int64_t T, int64_t R, double theta, 
     }
     for (size_t i = 0; i < f.size(); i++) {
         f[i] = pow(theta, -double(2 * i) / double(R));
+        if (scaling.kind == RopeScaling::Kind::Truncated) {
+            const double n = floor(scaling.fraction * double(f.size()));
+            f[i] = double(i) >= n ? 0 : n > 1 ? pow(1 / theta, double(i) / (n - 1)) : 1;
+        }
         if (scaling.kind == RopeScaling::Kind::Linear) f[i] /= s;
         if (scaling.kind == RopeScaling::Kind::Llama3) {
             const double wavelength = 2 * M_PI / f[i], low = scaling.low_freq_factor, high = scaling.high_freq_factor;

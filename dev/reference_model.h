@@ -1,9 +1,10 @@
 // The whole model in float64: the oracle's ops (dev/reference.h), composed by the formulas of a transformer. It shares
 // only the config and the names of the parameters with the driver.
 //
-//   x = wte[tokens] (+ wpe[positions])
+//   x = wte[tokens] (+ wpe[positions]), normed after that if the model says so
 //   per layer:  x += proj(attention(rope(qk_norm(qkv(norm1(x))))));   x += fcproj(mlp(fc(norm2(x))))
-//   logits = normf(x)·headᵀ,   loss = mean of −ln softmax(logits)[target] over the targets that are not ignored
+//   logits = softcap(normf(x)·headᵀ (+ bias)),   loss = mean of −ln softmax(logits)[target] over the targets that are
+//   not ignored
 //
 // It is slow and exact to about 1e-14. PyTorch's float64 fixtures check it. It checks the driver's logits and loss, and
 // by central differences of the loss the driver's gradients, for model options that PyTorch's models do not have.
@@ -122,16 +123,19 @@ inline void add(std::vector<double>& x, const std::vector<double>& y) {
 inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, const std::vector<int32_t>& tokens,
                                  const std::vector<int32_t>& targets, int64_t B, int64_t T) {
     using namespace detail;
-    const int64_t N = B * T, C = c.channels, HS = c.head_size, Q = c.heads * HS, K = c.kv_heads * HS, width = Q + 2 * K;
+    const int64_t N = B * T, C = c.channels, HS = c.head_size, R = c.rotary_channels(), Q = c.heads * HS,
+                  K = c.kv_heads * HS, width = Q + 2 * K;
     std::vector<int32_t> positions, cum_seqlens;
     for (int64_t n = 0; n < N; n++) positions.push_back(int32_t(n % T));
     for (int64_t b = 0; b <= B; b++) cum_seqlens.push_back(int32_t(b * T));
     const bool learned = c.positions == Positions::Learned;
-    const std::vector<double> table = learned ? std::vector<double>() : rope_table(T, HS, c.rope_theta, c.rope_scaling);
+    const std::vector<double> table = learned ? std::vector<double>() : rope_table(T, R, c.rope_theta, c.rope_scaling);
 
     std::vector<double> x = embedding_forward(tokens.data(), positions.data(), get(weights, "wte.weight"),
                                               learned ? get(weights, "wpe.weight") : nullptr, N, C)
                                 .value;
+    if (c.embedding_norm) x = norm(c, weights, "embednorm", x, N);
+    const double scale = c.softmax_scale > 0 ? c.softmax_scale : 1 / std::sqrt(double(HS));
     for (int64_t l = 0; l < c.layers; l++) {
         const std::string layer = str("layers.", l, ".");
         const std::vector<double> inp = norm(c, weights, layer + "norm1", x, N);
@@ -143,12 +147,12 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
             k = head_norm(c, weights, layer + "knorm", k, N * c.kv_heads);
         }
         if (c.uses_rope(l)) {
-            q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, HS, false).value;
-            k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, HS, false).value;
+            q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, R, false).value;
+            k = rope(k.data(), positions.data(), table.data(), N, c.kv_heads, HS, R, false).value;
         }
         const std::vector<double> att = c.attention_type(l) == AttentionType::Softmax
                                             ? attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
-                                                                c.heads, c.kv_heads, HS, 1 / std::sqrt(double(HS)))
+                                                                c.heads, c.kv_heads, HS, scale)
                                                   .out.value
                                             : linear_attention(c, weights, layer, inp, q, k, v, cum_seqlens);
         add(x, linear(weights, layer + "proj", att, N, Q, C));
@@ -157,9 +161,11 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
         add(x, linear(weights, layer + "fcproj", activation(c, fc, N), N, c.ffn, C));
     }
     ModelOutput out;
-    out.logits = matmul_forward(norm(c, weights, "normf", x, N).data(),
-                                get(weights, c.tied ? "wte.weight" : "head.weight"), nullptr, N, C, c.vocab_size)
-                     .value;
+    out.logits =
+        matmul_forward(norm(c, weights, "normf", x, N).data(), get(weights, c.tied ? "wte.weight" : "head.weight"),
+                       find(weights, "head.bias"), N, C, c.vocab_size)
+            .value;
+    for (double& logit : out.logits) logit = softcap(logit, c.logit_softcap).value.value;
     const Values losses =
         cross_entropy(out.logits.data(), targets.data(), IGNORE_TARGET, 1, N, c.vocab_size, c.vocab_size).losses;
     int64_t counted = 0;

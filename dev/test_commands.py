@@ -584,6 +584,37 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(losses(whole), expected_losses, name)
             self.assertEqual(digests(os.path.join(whole, "step_00000008")), expected, name)
 
+    def test_modern_architecture(self):
+        # Trained, resumed, evaluated, sampled; every option is in run.toml or in config.json.
+        model = ["--model", "modern-124M", "--layers", 2, "--channels", 32, "--heads", 2, "--qk-norm", "weights", "--logit-softcap", 20,
+                 "--softcap-function", "tanh", "--rope-theta", 500, "--attention-scale", 0.3]
+        whole = self.train("modern", *model, "--steps", 6, "--save-every", 3, "--eval-every", 6, "--recompute", "norms")
+        end = os.path.join(whole, "step_00000006")
+        expected, expected_losses = digests(end), losses(whole)
+        shutil.rmtree(end)
+        done = run("train", "--out", whole, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(losses(whole), expected_losses)
+        self.assertEqual(digests(end), expected)
+        self.assertLess(expected_losses[6], expected_losses[1])
+        with open(os.path.join(end, "config.json")) as file:
+            config = json.load(file)
+        expected_keys = {"model_type": "train_gpt", "qk_norm": "weights", "embedding_norm": True, "head_bias": True, "logit_softcap": 20.0,
+                         "softcap_function": "tanh", "rope_theta": 500.0, "attention_scale": 0.3, "partial_rotary_factor": 0.5}
+        self.assertEqual({key: config[key] for key in expected_keys}, expected_keys)
+        self.assertEqual(config["rope_scaling"], {"rope_type": "truncated"})
+        for args in (["eval", "--data", self.data], ["sample", "--max-tokens", 8, "--top-k", 1]):
+            done = run(args[0], "--model", whole, *args[1:])
+            self.assertEqual(done.returncode, 0, done.stderr)
+        self.refused(1, ["fixes the shape", "leave out the model options"], "plan", "--model", end, "--qk-norm", "off")
+        for words, args in (
+            (["--softcap-function rsqrt needs --logit-softcap"], ["gpt2-tiny", "--softcap-function", "rsqrt"]),
+            (["--rope-theta", "--positions rope"], ["gpt2-tiny", "--rope-fraction", 0.5]),
+            (["rotates 3 of 32 channels", "even"], ["llama-tiny", "--rope-fraction", 0.1]),
+            (["--rope-partial frequencies", "another way"], ["llama-1B", "--rope-partial", "frequencies"]),
+        ):
+            self.refused(1, words, "plan", "--model", *args)
+
     def test_mixed_attention_types(self):
         whole = self.train("mixed", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
                            "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)

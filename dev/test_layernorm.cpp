@@ -156,6 +156,33 @@ TEST_P(LayerNorm, BackwardIsDeterministic) {
     });
 }
 
+// The norm after the embedding works in place, and its gradient over that of its output: the same bits.
+TEST_P(LayerNorm, InPlace) {
+    const DType T = activation();
+    const int64_t N = 7;
+    for (const int64_t C : {37, 64, 768, 9000}) {
+        const TestArray weight = TestArray::random({C}, 3, 0.2, 1), bias = TestArray::random({C}, 7);
+        const TestArray x = TestArray::random(T, {N, C}, 1), out = TestArray::poisoned(T, {N, C});
+        layernorm_forward(out, {}, {}, {}, x, {}, weight, bias, EPS, Stream{});
+        layernorm_forward(x, {}, {}, {}, x, {}, weight, bias, EPS, Stream{});
+        expect_same_bits("out", out.fetch(), x.fetch());
+
+        const TestArray inp = TestArray::random(T, {N, C}, 2), dout = TestArray::random(T, {N, C}, 4);
+        const TestArray rstd = TestArray::random({N}, 5, 0.1, 1), dinp = TestArray::poisoned(T, {N, C});
+        const TestArray mean = TestArray::random({N}, 6, 0.1);
+        const TestArray scratch = TestArray::scratch(layernorm_backward_scratch(N, C));
+        std::vector<std::vector<double>> sums;
+        for (const TestArray* d : {&dinp, &dout}) {
+            const TestArray dweight = TestArray::poisoned({C}), dbias = TestArray::poisoned({C});
+            layernorm_backward(*d, dweight, dbias, {}, dout, {}, inp, weight, mean.tensor(), rstd, scratch, false,
+                               Stream{});
+            sums.push_back(dweight.fetch());
+        }
+        expect_same_bits("dinp", dinp.fetch(), dout.fetch());
+        expect_same_bits("dweight", sums[0], sums[1]);
+    }
+}
+
 INSTANTIATE_DTYPES(LayerNorm);
 
 TEST(LayerNormArguments, ZeroRowsNeedNoScratch) {

@@ -327,8 +327,9 @@ INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIA
 // Weights of the presets as their authors count them.
 TEST(ParameterTable, PresetSizes) {
     const std::pair<const char*, int64_t> sizes[] = {
-        {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
-        {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
+        {"gpt2-124M", 124439808},   {"gpt2-350M", 354823168},  {"gpt2-774M", 774030080},
+        {"gpt2-1558M", 1557611200}, {"llama-1B", 1235814400},  {"llama-3B", 3212749824},
+        {"llama-8B", 8030261248},   {"llama2-7B", 6738415616}, {"modern-124M", 162282577}};
     for (const auto& [name, weights] : sizes) {
         ModelConfig config;
         ASSERT_TRUE(preset(name, config)) << name;
@@ -436,6 +437,29 @@ TEST(Initialisation, MatchesGpt2) {
             EXPECT_EQ(values, std::vector<double>(values.size(), norm_weight ? 1.0 : 0.0)) << p.name;
         }
         for (int64_t i = p.numel(); i < p.padded_numel(); i++) ASSERT_EQ(w[size_t(p.offset + i)], 0.0f) << p.name;
+    }
+}
+
+// Track 3 of modded-nanogpt: projections and head 0, the embedding normal(0, 1), matrices normal(0, √(0.33/inputs)).
+TEST(Initialisation, FanInAndZeroProjections) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("modern-124M", config));
+    config.layers = 1, config.attention = "S", config.vocab_size = 300;
+    for (const bool tied : {false, true}) {
+        config.tied = tied;
+        Driver driver(config, training_shape(1, 1));
+        initialise_weights(driver.model.table, driver.model.arenas, 7, driver.ctx.stream);
+        const std::vector<float> w = driver.params();
+        for (const Param& p : driver.model.table.params) {
+            const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());
+            const bool zero = p.slot == PROJ_W || p.slot == FCPROJ_W || p.slot == HEAD_W,
+                       weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W || p.slot == EMBEDNORM_W;
+            const double std = p.slot == WTE && !tied ? 1 : std::sqrt(0.33 / 768);
+            if (p.cols && !zero)
+                EXPECT_NEAR(rms(values), std, 0.02 * std) << p.name;
+            else
+                EXPECT_EQ(values, std::vector<double>(values.size(), weight ? 1.0 : 0.0)) << p.name;
+        }
     }
 }
 

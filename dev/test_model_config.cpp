@@ -70,11 +70,12 @@ TEST(ModelConfig, PresetsHaveThePublishedSizes) {
         {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
         {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
     for (const auto& [name, weights] : published) EXPECT_EQ(count_weights(preset_config(name)), weights) << name;
-    EXPECT_EQ(preset_names().size(), 11u);
+    EXPECT_EQ(preset_names().size(), 15u);
     for (const std::string& name : preset_names()) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
-        EXPECT_EQ(model_family(c), name.substr(0, 4) == "gpt2" ? "gpt2" : "llama") << name;
+        const std::string kind = name.substr(0, 4);
+        EXPECT_EQ(model_family(c), kind == "gpt2" ? "gpt2" : kind == "mode" ? "train_gpt" : "llama") << name;
     }
     const ModelConfig tiny = preset_config("llama-tiny");
     EXPECT_EQ(tiny.kv_heads, 2);
@@ -373,6 +374,68 @@ TEST(ModelConfig, QkNorm) {
         EXPECT_EQ(config_from_json(changed, PATH).qk_norm, QkNorm::Off);
         c.head_size = 514;
         expect_error([&] { validate(c, "m"); }, {"QK-norm takes heads of up to 512, not 514"});
+    }
+}
+
+// Each option alone makes a config of our own, is written and read back; a model without it writes no key.
+TEST(ModelConfig, ArchitectureOptions) {
+    const ModelConfig llama = preset_config("llama-tiny");
+    const json plain = config_to_json(llama, json::object());
+    for (const char* key : {"embedding_norm", "head_bias", "attention_scale", "logit_softcap", "softcap_function",
+                            "partial_rotary_factor"})
+        EXPECT_FALSE(plain.contains(key)) << key;
+    const auto round_trip = [&](auto change) {
+        ModelConfig c = llama;
+        change(c);
+        const json saved = config_to_json(c, json::object());
+        EXPECT_EQ(saved["model_type"], "train_gpt") << saved;
+        const ModelConfig again = config_from_json(saved, PATH);
+        EXPECT_EQ(config_to_json(again, json::object()), saved);
+        return again;
+    };
+    EXPECT_TRUE(round_trip([](ModelConfig& c) { c.embedding_norm = true; }).embedding_norm);
+    EXPECT_TRUE(round_trip([](ModelConfig& c) { c.head_bias = true; }).head_bias);
+    EXPECT_FLOAT_EQ(round_trip([](ModelConfig& c) { c.softmax_scale = 0.12; }).attention_scale(), 0.12f);
+    const ModelConfig capped = round_trip([](ModelConfig& c) { c.logit_softcap = {Softcap::Function::Rsqrt, 15}; });
+    EXPECT_EQ(capped.logit_softcap.function, Softcap::Function::Rsqrt);
+    EXPECT_EQ(capped.logit_softcap.cap, 15);
+    EXPECT_EQ(round_trip([](ModelConfig& c) { c.rope_scaling.fraction = 0.5; }).rotary_channels(), 16);
+    const ModelConfig truncated = round_trip(
+        [](ModelConfig& c) { c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5; });
+    EXPECT_EQ(truncated.rope_scaling.kind, RopeScaling::Kind::Truncated);
+    EXPECT_EQ(truncated.rotary_channels(), 32);
+
+    const json good = config_to_json(capped, json::object());
+    const auto refused = [&](const char* key, const json& value, const std::vector<std::string>& parts) {
+        json changed = good;
+        changed[key] = value;
+        expect_error([&] { config_from_json(changed, PATH); }, parts);
+    };
+    refused("logit_softcap", -1, {PATH, "softcap is -1"});
+    refused("softcap_function", "none", {PATH, "softcap_function", "tanh, rsqrt"});
+    refused("attention_scale", 0, {PATH, "attention_scale", "positive"});
+    refused("partial_rotary_factor", 0.3, {PATH, "rotates 9 of 32 channels", "even"});
+    refused("partial_rotary_factor", 1.5, {PATH, "RoPE fraction is 1.5"});
+    refused("embedding_norm", 1, {PATH, "embedding_norm", "true or false"});
+    json llama_partial = plain;
+    llama_partial["partial_rotary_factor"] = 0.5;
+    expect_error([&] { config_from_json(llama_partial, PATH); }, {PATH, "partial_rotary_factor"});
+}
+
+// The model of modded-nanogpt's track 3, and its shape in other depths.
+TEST(ModelConfig, ModernPresets) {
+    const ModelConfig c = preset_config("modern-124M");
+    EXPECT_EQ(c.head_size, 128);
+    EXPECT_EQ(c.ffn, 3072);
+    EXPECT_EQ(model_family(c), "train_gpt");
+    EXPECT_TRUE(c.qkv_bias && c.proj_bias && c.mlp_bias && c.head_bias && !c.tied && c.embedding_norm && c.zero_init);
+    const std::pair<const char*, int64_t> depths[] = {
+        {"modern-124M", 12}, {"modern-345M", 18}, {"modern-757M", 24}, {"modern-1424M", 30}};
+    for (const auto& [name, layers] : depths) {
+        const ModelConfig m = preset_config(name);
+        EXPECT_EQ(m.layers, layers);
+        EXPECT_EQ(m.channels, 64 * layers);
+        EXPECT_EQ(m.heads * 128, m.channels);
     }
 }
 

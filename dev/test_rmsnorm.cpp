@@ -136,6 +136,31 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
     });
 }
 
+// The norm after the embedding works in place, and its gradient over that of its output: the same bits.
+TEST_P(RMSNorm, InPlace) {
+    const DType T = activation();
+    const int64_t N = 7;
+    for (const int64_t C : {37, 64, 768, 9000}) {
+        const TestArray weight = TestArray::random({C}, 3, 0.2, 1);
+        const TestArray x = TestArray::random(T, {N, C}, 1), out = TestArray::poisoned(T, {N, C});
+        rmsnorm_forward(out, {}, {}, x, {}, weight, EPS, Stream{});
+        rmsnorm_forward(x, {}, {}, x, {}, weight, EPS, Stream{});
+        expect_same_bits("out", out.fetch(), x.fetch());
+
+        const TestArray inp = TestArray::random(T, {N, C}, 2), dout = TestArray::random(T, {N, C}, 4);
+        const TestArray rstd = TestArray::random({N}, 5, 0.1, 1), dinp = TestArray::poisoned(T, {N, C});
+        const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C));
+        std::vector<std::vector<double>> sums;
+        for (const TestArray* d : {&dinp, &dout}) {
+            const TestArray dweight = TestArray::poisoned({C});
+            rmsnorm_backward(*d, dweight, {}, dout, {}, inp, weight, rstd, scratch, false, Stream{});
+            sums.push_back(dweight.fetch());
+        }
+        expect_same_bits("dinp", dinp.fetch(), dout.fetch());
+        expect_same_bits("dweight", sums[0], sums[1]);
+    }
+}
+
 INSTANTIATE_DTYPES(RMSNorm);
 
 TEST(RMSNormArguments, ZeroRowsNeedNoScratch) {

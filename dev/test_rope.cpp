@@ -24,10 +24,18 @@ RopeScaling scaled(Kind kind, double factor, int64_t original = 0) {
     return s;
 }
 
+RopeScaling truncated(double fraction) {
+    RopeScaling s;
+    s.kind = Kind::Truncated;
+    s.fraction = fraction;
+    return s;
+}
+
 // One rounding from the exact value: the tables are computed in double.
 TEST(RopeTable, MatchesOracle) {
-    for (const RopeScaling& s : {RopeScaling{}, scaled(Kind::Linear, 4), scaled(Kind::Llama3, 8, 64),
-                                 scaled(Kind::Dynamic, 2, 64), scaled(Kind::Dynamic, 2, 400)}) {
+    for (const RopeScaling& s :
+         {RopeScaling{}, scaled(Kind::Linear, 4), scaled(Kind::Llama3, 8, 64), scaled(Kind::Dynamic, 2, 64),
+          scaled(Kind::Dynamic, 2, 400), truncated(0.5), truncated(0.25), truncated(1)}) {
         for (const int64_t R : {4, 6, 64, 128}) {
             const std::vector<float> got = make_table(300, R, 10000, s);
             const std::vector<double> ref = reference::rope_table(300, R, 10000, s);
@@ -62,6 +70,19 @@ TEST(RopeTable, FrequenciesMatchTransformers) {
                        {1.0, 0.07778222113847733, 0.006050074007362127, 0.00047058824566192925});
     expect_frequencies(50, 10000, scaled(Kind::Dynamic, 2, 64),
                        {1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513});
+}
+
+// modded-nanogpt's (1/1024)^linspace(0, 1, 4) and as many zeros, as torch computes them in float32.
+TEST(RopeTable, TruncatedFrequencies) {
+    const std::vector<float> table = make_table(2, 16, 1024, truncated(0.5));
+    const double expected[8] = {1, 0.0992125657480125, 0.009843133202303695, 0.0009765625, 0, 0, 0, 0};
+    for (size_t i = 0; i < 8; i++) {
+        const size_t at = (8 + i) * 2;
+        EXPECT_NEAR(std::atan2(double(table[at + 1]), double(table[at])), expected[i], 1e-6) << i;
+        if (i >= 4) {
+            EXPECT_EQ(table[at], 1) << "pair " << i << " must not rotate";
+        }
+    }
 }
 
 // In place on the q and k part of packed rows: the rest of the row stays as it was.
@@ -148,6 +169,8 @@ TEST(RopeArguments, InvalidArgumentsAreErrors) {
                  "rope_table: low_freq_factor 4 and high_freq_factor 4, expected 0 < low < high");
     expect_error([] { make_table(4, 4, 1e4, scaled(Kind::Dynamic, 2)); },
                  "rope_table: original_max_position is 0, expected the length trained for");
+    expect_error([] { make_table(4, 4, 1e4, truncated(0)); },
+                 "rope_table: fraction is 0, expected more than 0 and at most 1");
     expect_error([] { make_table(4, 2, 1e4, scaled(Kind::Dynamic, 2, 8)); },
                  "rope_table: dynamic scaling needs more than 2 rotary channels");
 }

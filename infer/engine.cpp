@@ -16,6 +16,7 @@
 #include "kernels/qk_norm.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
+#include "kernels/softcap.h"
 #include "runtime/device/convert.h"
 
 namespace {
@@ -30,7 +31,9 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
 const char* unfused_model_option(const ModelConfig& c) {
-    return c.qk_norm != QkNorm::Off ? "--qk-norm" : nullptr;
+    if (c.qk_norm != QkNorm::Off) return "--qk-norm";
+    if (c.embedding_norm) return "--embedding-norm";
+    return c.head_bias ? "--head-bias" : nullptr;
 }
 
 EngineOptions effective(EngineOptions o) {
@@ -104,7 +107,7 @@ void Engine::plan_memory() {
     keep(&cum_q, "cum_q", DType::I32, {2 * B + 1});
     keep(&cum_k, "cum_k", DType::I32, {2 * B + 1});
     if (c.positions == Positions::RoPE)
-        keep(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.head_size / 2, 2});
+        keep(&table, "rope_table", DType::F32, {dynamic_rope ? N : options.context, c.rotary_channels() / 2, 2});
     keep(&x, "x", T, {N, c.channels});
     add(&qkv, "qkv", T, {N, c.qkv_channels()}, QKV, ATTENTION);
     add(&att, "att", T, {N, attention}, ATTENTION, PROJ);
@@ -191,7 +194,7 @@ void Engine::fill_rope_table() {
     if (!table || dynamic_rope) return;
     std::vector<float> host(size_t(table.numel()));
     // Without dynamic scaling, or up to the original length, the angles do not depend on the sequence's length.
-    rope_table(host_tensor(host.data(), {options.context, config.head_size / 2, 2}), config.rope_theta,
+    rope_table(host_tensor(host.data(), {options.context, config.rotary_channels() / 2, 2}), config.rope_theta,
                config.rope_scaling);
     copy_to_device(table.data, host.data(), host.size() * sizeof(float), stream);
     synchronize(stream);  // `host` is a local variable
@@ -205,7 +208,7 @@ void Engine::count_weight_bytes() {
             count_bytes(w.weight), count_bytes(w.bias);
         for (const Tensor& norm : {b.headnorm, b.qnorm, b.knorm}) count_bytes(norm);
     }
-    count_bytes(weights.head);
+    for (const Tensor& t : {weights.head, weights.head_bias}) count_bytes(t);
 }
 
 // On a GPU, runs steps of a full batch before the first sequence starts. For large batches this times the GEMM
@@ -240,25 +243,34 @@ void Engine::prepare_qk(int64_t l, Tensor packed, const Tensor& angles) {
     }
 }
 
+// Token ids to the input of the first block.
+void Engine::embed(Tensor hidden, Tensor token_ids, Tensor token_positions) {
+    embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
+    if (config.embedding_norm) norm(hidden, hidden, weights.embedding_norm);
+}
+
+void Engine::norm(Tensor out, Tensor inp, const NormWeights& w) {
+    const float eps = static_cast<float>(config.norm_eps);
+    if (config.norm == Norm::LayerNorm)
+        layernorm_forward(out, {}, {}, {}, inp, {}, w.weight, w.bias, eps, stream);
+    else
+        rmsnorm_forward(out, {}, {}, inp, {}, w.weight, eps, stream);
+}
+
 // Runs x [N, C] through all blocks. attend(l) computes att from qkv and the cache.
 template <typename Attend>
 void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend) {
     const int64_t N = hidden.shape[0];
-    const auto layer = [&](Tensor out, Tensor inp, const NormWeights& norm, const LinearWeights& w, Activation f,
+    const auto layer = [&](Tensor out, Tensor inp, const NormWeights& n, const LinearWeights& w, Activation f,
                            Tensor residual) {
-        const InputNorm before{norm.weight, norm.bias, static_cast<float>(config.norm_eps),
-                               config.norm == Norm::LayerNorm};
+        const InputNorm before{n.weight, n.bias, static_cast<float>(config.norm_eps), config.norm == Norm::LayerNorm};
         linear(out.rows(0, N), inp.rows(0, N), before, w.weight, w.bias, f, residual, scratch, batch_invariant, stream);
     };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
         if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate also reads the norm's output
             const Tensor out = normed.rows(0, N);
-            const float eps = static_cast<float>(config.norm_eps);
-            if (config.norm == Norm::LayerNorm)
-                layernorm_forward(out, {}, {}, {}, hidden, {}, w.norm1.weight, w.norm1.bias, eps, stream);
-            else
-                rmsnorm_forward(out, {}, {}, hidden, {}, w.norm1.weight, eps, stream);
+            norm(out, hidden, w.norm1);
             decay_gate_forward(gate.rows(0, N), out, w.gate.weight, w.gate.bias, stream);
             layer(qkv, normed, {}, w.qkv, Activation::None, {});
         } else {
@@ -290,10 +302,10 @@ void Engine::linear_attention_layer(int64_t l, int64_t N, Attend attend) {
 // cache keep the angles that they were rotated by, as in transformers.
 void Engine::upload_angles(const std::vector<int32_t>& token_positions, const std::vector<int64_t>& sequence_lengths) {
     if (!dynamic_rope) return;
-    std::vector<float> host(token_positions.size() * size_t(config.head_size));
+    std::vector<float> host(token_positions.size() * size_t(config.rotary_channels()));
     const int64_t N = int64_t(token_positions.size());
-    rope_rows(host_tensor(host.data(), {N, config.head_size / 2, 2}), token_positions.data(), sequence_lengths.data(),
-              config.rope_theta, config.rope_scaling);
+    rope_rows(host_tensor(host.data(), {N, config.rotary_channels() / 2, 2}), token_positions.data(),
+              sequence_lengths.data(), config.rope_theta, config.rope_scaling);
     staging->put(table.data, host.data(), int64_t(host.size() * sizeof(float)), stream);
 }
 
@@ -369,7 +381,7 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
     const ModelConfig& c = config;
     const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
     const Tensor hidden = x.rows(0, N);
-    embedding_forward(hidden, token_ids, token_positions, weights.wte, weights.wpe, stream);
+    embed(hidden, token_ids, token_positions);
     const Tensor angles = table ? angle_rows(N) : Tensor{};
     run_blocks(hidden, angles, false, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
@@ -494,19 +506,20 @@ DecodeModel Engine::decode_model() const {
     return m;
 }
 
-// Computes the final norm and the logits.
+// Computes the final norm and the logits; sample() applies the softcap.
 void Engine::compute_logits(Tensor hidden) {
-    const InputNorm norm{weights.normf.weight, weights.normf.bias, static_cast<float>(config.norm_eps),
-                         config.norm == Norm::LayerNorm};
-    linear(logits_out.rows(0, hidden.shape[0]), hidden, norm, weights.head, {}, Activation::None, {}, scratch,
-           options.batch_invariant, stream);
+    const InputNorm before{weights.normf.weight, weights.normf.bias, static_cast<float>(config.norm_eps),
+                           config.norm == Norm::LayerNorm};
+    linear(logits_out.rows(0, hidden.shape[0]), hidden, before, weights.head, weights.head_bias, Activation::None, {},
+           scratch, options.batch_invariant, stream);
 }
 
 void Engine::sample(int64_t B) {
     const Tensor logits_rows = logits_out.rows(0, B), sampled = ids.rows(0, B);
+    softcap_forward(logits_rows, config.logit_softcap, stream);
     sample_tokens(sampled, logits_rows, config.vocab_size, sequences.rows(0, B), steps.rows(0, B), options.sampling,
                   seen ? seen.rows(0, B) : seen, sample_scratch, stream);
-    if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, stream);
+    if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);
 }
 
@@ -534,7 +547,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
     }
-    embedding_forward(hidden, ids.rows(0, B), token_positions, weights.wte, weights.wpe, stream);
+    embed(hidden, ids.rows(0, B), token_positions);
     run_blocks(hidden, angles, options.batch_invariant, [&](int64_t l) {
         if (c.attention_type(l) != AttentionType::Softmax) {
             return linear_attention_layer(

@@ -140,6 +140,8 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
+    void norm(Tensor out, Tensor inp, const NormWeights& w);
     template <typename Attend>
     void run_blocks(Tensor hidden, const Tensor& angles, bool batch_invariant, Attend attend);
     LinearAttentionState copy_states(const LinearAttentionState& from);

@@ -5,6 +5,8 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/softcap_vec.h"
+#include "kernels/softcap.h"
 
 namespace {
 
@@ -45,14 +47,39 @@ MULTIARCH void scale(float* x, int64_t n, float factor) {
                            INLINE_LAMBDA { vec_store_lanes(x + i, vec_load_lanes(x + i, lanes) * factor, lanes); });
 }
 
+// The same with a softcap: Σ exp(f(logits) − m).
+MULTIARCH float sum_exp_capped(const float* logits, int64_t V, float m, Softcap softcap) {
+    vec16 sum = {};
+    for_each_vector(V, [&](int64_t v, int64_t lanes) INLINE_LAMBDA {
+        const vec16 e = vec_exp(capped(vec_load_lanes(logits + v, lanes), softcap.function, softcap.cap).value - m);
+        sum += lanes == 16 ? e : vec_load_partial(reinterpret_cast<const float*>(&e), lanes);
+    });
+    return vec_sum(sum);
+}
+
+// logits becomes exp(f(logits) − m)·factor·f'(logits). Returns f'(logits[target]).
+MULTIARCH float gradient_capped(float* logits, int64_t V, int64_t target, float m, float factor, Softcap softcap) {
+    const float slope = capped(vec_set(logits[target]), softcap.function, softcap.cap).slope[0];
+    for_each_vector(V, [&](int64_t v, int64_t lanes) INLINE_LAMBDA {
+        const CappedLogits z = capped(vec_load_lanes(logits + v, lanes), softcap.function, softcap.cap);
+        vec_store_lanes(logits + v, vec_exp(z.value - m) * factor * z.slope, lanes);
+    });
+    return slope;
+}
+
+MULTIARCH float capped_logit(float x, Softcap softcap) {
+    return capped(vec_set(x), softcap.function, softcap.cap).value[0];
+}
+
 // A row of logits is read from memory once: after the first pass it is in L2 (200 kB for the vocabulary of GPT-2).
 void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, const Tensor& targets, int64_t V,
-                   const float* dloss) {
+                   const float* dloss, const Softcap& softcap) {
     check_matrix(op, "logits", logits);
     const int64_t N = logits.shape[0], Vp = logits.shape[1], stride = row_stride(logits);
     require(V >= 1 && V <= Vp, op, ": V is ", V, ", expected 1 … ", Vp, ", the columns of logits");
     check_tensor(op, "losses", losses, DType::F32, {N});
     check_tensor(op, "targets", targets, DType::I32, {N});
+    check_softcap(op, softcap);
     const int32_t* target = targets.as<int32_t>();
     for (int64_t n = 0; n < N; n++)
         require(target[n] == IGNORE_TARGET || (target[n] >= 0 && target[n] < V), op, ": targets[", n, "] is ",
@@ -66,24 +93,34 @@ void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, c
             if (dloss) std::fill_n(row, Vp, 0.0f);
             continue;
         }
-        const float m = row_maximum(row, V), below_maximum = m - row[target[n]];
-        const float sum = sum_exp(dloss ? row : nullptr, row, V, m);
+        float m = row_maximum(row, V), below_maximum = m - row[target[n]], sum;
+        if (softcap) {  // f is monotonic: its maximum is that of the largest logit
+            m = capped_logit(m, softcap);
+            below_maximum = m - capped_logit(row[target[n]], softcap);
+            sum = sum_exp_capped(row, V, m, softcap);
+        } else {
+            sum = sum_exp(dloss ? row : nullptr, row, V, m);
+        }
         // m − logits[target] first: m + ln Σ would round the loss to the precision of the logits.
         loss[n] = float(std::log(double(sum)) + double(below_maximum));
-        if (dloss) {
+        if (!dloss) continue;
+        if (softcap) {
+            row[target[n]] -= *dloss * gradient_capped(row, V, target[n], m, *dloss / sum, softcap);
+        } else {
             scale(row, V, *dloss / sum);
             row[target[n]] -= *dloss;
-            std::fill_n(row + V, Vp - V, 0.0f);
         }
+        std::fill_n(row + V, Vp - V, 0.0f);
     }
 }
 
 }  // namespace
 
-void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream) {
-    cross_entropy("cross_entropy_forward", losses, logits, targets, V, nullptr);
+void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Softcap softcap, Stream) {
+    cross_entropy("cross_entropy_forward", losses, logits, targets, V, nullptr, softcap);
 }
 
-void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Stream) {
-    cross_entropy("cross_entropy_forward_backward", losses, logits, targets, V, &dloss);
+void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
+                                    Softcap softcap, Stream) {
+    cross_entropy("cross_entropy_forward_backward", losses, logits, targets, V, &dloss, softcap);
 }

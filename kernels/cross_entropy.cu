@@ -15,18 +15,15 @@
 #include <cfloat>
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/softcap.cuh"
+#include "kernels/softcap.h"
 
 namespace {
 
-// exp(x − max). For 16-bit logits the special function unit computes it: its error vanishes in the rounding. (__expf
-// would spend three more instructions on subnormal results; here they are 0.)
+// exp(x − max)
 template <typename T>
 __device__ __forceinline__ float exp_below(float x, float max) {
-    if constexpr (std::is_same_v<T, float>) return expf(x - max);
-    constexpr float LOG2_E = 1.4426950408889634f;
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"((x - max) * LOG2_E));
-    return y;
+    return logit_exp<T>(x - max);
 }
 
 // The online softmax of Milakov and Gimelshein (2018): Σ exp(x − max) for the maximum so far. The maximum starts at the
@@ -47,12 +44,18 @@ struct RunningSum {
     }
 };
 
+template <bool CAPPED, typename T>
+__device__ __forceinline__ CappedLogit cap(float x, Softcap softcap) {
+    if constexpr (CAPPED) return capped<T>(x, softcap);
+    return {x, 1};
+}
+
 // kept: vectors of the row that stay in shared memory between the passes. A thread reads back only what it has stored
 // itself. dloss and kept are used only if GRADIENT.
-template <bool GRADIENT, int THREADS, int W, typename T>
+template <bool GRADIENT, bool CAPPED, int THREADS, int W, typename T>
 __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     cross_entropy_kernel(float* losses, T* logits, int64_t stride, const int32_t* targets, int64_t V, int64_t Vp,
-                         int64_t kept, float dloss) {
+                         int64_t kept, float dloss, Softcap softcap) {
     constexpr int UNROLL = 4;
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
     auto* row_start = reinterpret_cast<Pack<T, W>*>(dynamic_shared);
@@ -75,13 +78,18 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             if (GRADIENT && i + u * THREADS < kept) row_start[i + u * THREADS] = x[u];
-            mine.add(as_floats(x[u]));
+            Floats<W> z = as_floats(x[u]);
+#pragma unroll
+            for (int k = 0; k < W; k++) z[k] = cap<CAPPED, T>(z[k], softcap).value;
+            mine.add(z);
         }
     }
     for (; i < packs; i += THREADS) {
         const Pack<T, W> pack = load_pack<W>(row + i * W);
         if (GRADIENT && i < kept) row_start[i] = pack;
         Floats<W> x = as_floats(pack);
+#pragma unroll
+        for (int k = 0; k < W; k++) x[k] = cap<CAPPED, T>(x[k], softcap).value;
         if (i >= whole)
 #pragma unroll
             for (int k = 0; k < W; k++)
@@ -94,19 +102,24 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     const bool inside = target >= 0 && target < V;
     if (threadIdx.x == 0) {
         // max − logits[target] first: max + ln Σ would round the loss to the precision of the logits.
-        losses[n] = inside ? logf(sum) + (max - as_float(row[target])) : NAN;
+        losses[n] = inside ? logf(sum) + (max - cap<CAPPED, T>(as_float(row[target]), softcap).value) : NAN;
     }
     if constexpr (GRADIENT) {
         __syncthreads();  // logits[target] has been read
         const float scale = dloss / sum;
         for (int64_t j = threadIdx.x; j < packs; j += THREADS) {
             Floats<W> d = as_floats(j < kept ? row_start[j] : load_pack<W>(row + j * W));
+            Floats<W> slope;
 #pragma unroll
-            for (int k = 0; k < W; k++) d[k] = exp_below<T>(d[k], max) * scale;
+            for (int k = 0; k < W; k++) {
+                const CappedLogit z = cap<CAPPED, T>(d[k], softcap);
+                slope[k] = z.slope;
+                d[k] = exp_below<T>(z.value, max) * scale * z.slope;
+            }
             if (j == target / W || j >= whole) {
 #pragma unroll
                 for (int k = 0; k < W; k++) {
-                    if (j * W + k == target) d[k] -= dloss;
+                    if (j * W + k == target) d[k] -= dloss * slope[k];
                     if (j * W + k >= V) d[k] = 0;
                 }
             }
@@ -117,22 +130,26 @@ __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 
 template <bool GRADIENT, int THREADS, int W, typename T>
 void launch_rows(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_t V, int64_t kept, float dloss,
-                 Stream stream) {
-    const auto kernel = cross_entropy_kernel<GRADIENT, THREADS, W, T>;
+                 Softcap softcap, Stream stream) {
+    const auto kernel = softcap ? cross_entropy_kernel<GRADIENT, true, THREADS, W, T>
+                                : cross_entropy_kernel<GRADIENT, false, THREADS, W, T>;
     const int shared = int(kept * int64_t(sizeof(Pack<T, W>)));
     if (shared) cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), op);
     kernel<<<grid_of(logits.shape[0]), THREADS, size_t(shared), cuda_stream(stream)>>>(
-        losses.as<float>(), logits.as<T>(), row_stride(logits), targets.as<int32_t>(), V, logits.shape[1], kept, dloss);
+        losses.as<float>(), logits.as<T>(), row_stride(logits), targets.as<int32_t>(), V, logits.shape[1], kept, dloss,
+        softcap);
 }
 
 template <bool GRADIENT>
-void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Stream stream) {
+void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Softcap softcap,
+            Stream stream) {
     const DType dtype = check_activation_dtype(op, "logits", logits);
     check_matrix(op, "logits", logits, dtype);
     const int64_t N = logits.shape[0], Vp = logits.shape[1];
     require(V >= 1 && V <= Vp, op, ": V is ", V, ", expected 1 … ", Vp, ", the columns of logits");
     check_tensor(op, "losses", losses, DType::F32, {N});
     check_tensor(op, "targets", targets, DType::I32, {N});
+    check_softcap(op, softcap);
     if (N == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -146,9 +163,9 @@ void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_
             const int64_t kept_bytes = GRADIENT ? std::min(row, max_shared_bytes() - RESERVED) : 0;
             const int64_t kept = kept_bytes / int64_t(sizeof(Pack<T, W>));
             if (row <= shared_bytes_per_sm() / 2 - RESERVED)
-                launch_rows<GRADIENT, 512, W, T>(op, losses, logits, targets, V, kept, dloss, stream);
+                launch_rows<GRADIENT, 512, W, T>(op, losses, logits, targets, V, kept, dloss, softcap, stream);
             else
-                launch_rows<GRADIENT, 1024, W, T>(op, losses, logits, targets, V, kept, dloss, stream);
+                launch_rows<GRADIENT, 1024, W, T>(op, losses, logits, targets, V, kept, dloss, softcap, stream);
         });
     });
     check_launch(op, stream);
@@ -156,11 +173,11 @@ void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_
 
 }  // namespace
 
-void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Stream stream) {
-    launch<false>("cross_entropy_forward", losses, logits, targets, V, 0, stream);
+void cross_entropy_forward(Tensor losses, Tensor logits, Tensor targets, int64_t V, Softcap softcap, Stream stream) {
+    launch<false>("cross_entropy_forward", losses, logits, targets, V, 0, softcap, stream);
 }
 
 void cross_entropy_forward_backward(Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss,
-                                    Stream stream) {
-    launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, stream);
+                                    Softcap softcap, Stream stream) {
+    launch<true>("cross_entropy_forward_backward", losses, logits, targets, V, dloss, softcap, stream);
 }

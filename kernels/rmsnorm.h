@@ -21,14 +21,15 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-// out [N, C] T; sum [N, C] T receives x (null: not stored; may be the same memory as inp or residual);
+// out [N, C] T (without residual and sum it may be the same memory as inp);
+// sum [N, C] T receives x (null: not stored; may be the same memory as inp or residual);
 // rstd [N] (null: not stored); inp [N, C] T; residual [N, C] T or null; weight [C].
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream);
 
-// dinp [N, C] T (overwritten; may be the same memory as dresidual); dweight, dsum [C] (dsum may be null); dout [N, C]
-// T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch: rmsnorm_backward_scratch
-// bytes (U8). accumulate: add to dweight and dsum, else overwrite.
+// dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dsum [C] (dsum may be null); dout
+// [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch:
+// rmsnorm_backward_scratch bytes (U8). accumulate: add to dweight and dsum, else overwrite.
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);
 int64_t rmsnorm_backward_scratch(int64_t N, int64_t C);

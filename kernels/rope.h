@@ -8,6 +8,7 @@
 //   linear       inv_freq / factor                                        (Chen et al. 2023)
 //   llama3       by wavelength: long ones / factor, short ones unchanged, linear blend between (LLaMA 3.1)
 //   dynamic NTK  theta·(factor·L/L0 − (factor − 1))^(R/(R−2)) once the context length L exceeds the original L0
+//   truncated    theta^(−i/(n−1)) for the first n = fraction·R/2 pairs, 0 for the others          (modded-nanogpt)
 //
 // Throws Error on a wrong shape or dtype. A position outside the table is an Error on the CPU; on CUDA, where the
 // launch does not wait for the kernel, such a token is not rotated.

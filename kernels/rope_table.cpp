@@ -1,4 +1,5 @@
 // The host computes the table for both backends; rope.cpp and rope.cu read it.
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/check.h"
@@ -31,6 +32,11 @@ double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeS
             const double stretch = scaling.factor * length / original - (scaling.factor - 1);
             return std::pow(theta * std::pow(stretch, rotary / (rotary - 2)), exponent);
         }
+        case RopeScaling::Kind::Truncated: {
+            const int64_t n = static_cast<int64_t>(scaling.fraction * rotary / 2);
+            return i < n ? std::pow(theta, -static_cast<double>(i) / static_cast<double>(std::max<int64_t>(n - 1, 1)))
+                         : 0;
+        }
     }
     throw Error("rope_table: unknown kind of RoPE scaling");
 }
@@ -41,6 +47,8 @@ void check_scaling(const char* op, double theta, const RopeScaling& scaling, int
         require(std::isfinite(scaling.factor) && scaling.factor >= 1, op, ": factor is ", scaling.factor,
                 ", expected 1 or more");
     }
+    require(scaling.fraction > 0 && scaling.fraction <= 1, op, ": fraction is ", scaling.fraction,
+            ", expected more than 0 and at most 1");
     if (scaling.kind == RopeScaling::Kind::Llama3 || scaling.kind == RopeScaling::Kind::Dynamic) {
         require(scaling.original_max_position > 0, op, ": original_max_position is ", scaling.original_max_position,
                 ", expected the length trained for");

@@ -17,8 +17,8 @@
 // decode_attention() round them; sums are fp32. The logits of a sequence have the same bits whatever the batch, but not
 // the bits of those ops, which add in another order.
 //
-// T is fp32, bf16 or fp16. All layers have softmax attention. Needs sm_90 or later; decode_step_max_batch() is 0 on
-// other GPUs and on the CPU.
+// T is fp32, bf16 or fp16. All layers have softmax attention; no QK-norm, norm after the embedding or bias of the head.
+// Needs sm_90 or later; decode_step_max_batch() is 0 on other GPUs and on the CPU.
 #pragma once
 
 #include <vector>
@@ -44,7 +44,9 @@ struct InferenceWeights {
     Tensor wte, wpe;  // [Vp, C]; [positions, C] or null
     std::vector<BlockWeights> blocks;
     NormWeights normf;
-    Tensor head;  // [Vp, C]
+    Tensor head;                 // [Vp, C]
+    Tensor head_bias;            // [Vp] or null
+    NormWeights embedding_norm;  // after the embedding; or null
 };
 
 // What does not change from step to step. slots and capacity are those of the KV cache.

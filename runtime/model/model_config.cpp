@@ -31,13 +31,22 @@ void check_rope(const ModelConfig& c, const std::string& where) {
     require(c.head_size % 2 == 0, where, ": RoPE needs an even head size, it is ", c.head_size);
     check_positive(where, "RoPE theta", c.rope_theta);
     const RopeScaling& s = c.rope_scaling;
+    require(std::isfinite(s.fraction) && s.fraction > 0 && s.fraction <= 1, where, ": RoPE fraction is ", s.fraction,
+            "; it must be above 0 and at most 1");
+    require(c.rotary_channels() > 0 && c.rotary_channels() % 2 == 0, where, ": a RoPE fraction of ", s.fraction,
+            " rotates ", c.rotary_channels(), " of ", c.head_size, " channels; they must be an even number");
+    if (s.kind == RopeScaling::Kind::Truncated) {
+        require(s.fraction * double(c.head_size) >= 2, where, ": a RoPE fraction of ", s.fraction,
+                " rotates no pair of ", c.head_size, " channels; raise it");
+        return;
+    }
     if (s.kind == RopeScaling::Kind::None) return;
     check_positive(where, "RoPE scaling factor", s.factor);
     require(s.factor >= 1, where, ": RoPE scaling factor is ", s.factor, "; it must be at least 1");
     if (s.kind == RopeScaling::Kind::Linear) return;
     check_size(where, "RoPE's original length", s.original_max_position);
     if (s.kind == RopeScaling::Kind::Dynamic) {
-        require(c.head_size > 2, where, ": dynamic RoPE scaling needs a head size above 2");
+        require(c.rotary_channels() > 2, where, ": dynamic RoPE scaling needs more than 2 rotary channels");
         return;
     }
     check_positive(where, "RoPE low_freq_factor", s.low_freq_factor);
@@ -96,6 +105,25 @@ ModelConfig llama2(ModelConfig c, int64_t vocab_size, int64_t max_positions, boo
     return c;
 }
 
+// The GPT of modded-nanogpt's track 3, in any depth: width = 64·depth, heads of 128.
+ModelConfig modern(int64_t layers) {
+    ModelConfig c = gpt2(layers, 64 * layers, layers / 2, 50257);
+    c.norm = Norm::RMSNorm;
+    c.norm_eps = 0x1p-23;  // torch's default in F.rms_norm: float32's epsilon
+    c.positions = Positions::RoPE;
+    c.rope_theta = 1024;
+    c.rope_scaling.kind = RopeScaling::Kind::Truncated;
+    c.rope_scaling.fraction = 0.5;
+    c.qk_norm = QkNorm::Plain;
+    c.mlp = Mlp::ReLU2;
+    c.tied = false;
+    c.head_bias = c.embedding_norm = c.zero_init = true;
+    c.softmax_scale = 0.12;
+    c.logit_softcap = {Softcap::Function::Rsqrt, 15};
+    c.init = Init::FanIn;
+    return c;
+}
+
 struct Preset {
     const char* name;
     ModelConfig config;
@@ -113,6 +141,10 @@ std::vector<Preset> all_presets() {
         {"llama-1B", llama3(llama(16, 2048, 32, 8, 8192), true, 32)},
         {"llama-3B", llama3(llama(28, 3072, 24, 8, 8192), true, 32)},
         {"llama-8B", llama3(llama(32, 4096, 32, 8, 14336), false, 8)},
+        {"modern-124M", modern(12)},
+        {"modern-345M", modern(18)},
+        {"modern-757M", modern(24)},
+        {"modern-1424M", modern(30)},
         {"llama2-7B", llama2(llama(32, 4096, 32, 32, 11008), 32000, 4096, false)},
     };
 }
@@ -226,6 +258,10 @@ Rope read_rope_object(const Keys& keys, double theta, int64_t max_positions, boo
 
     RopeScaling& scaling = rope.scaling;
     const char* type_key = keys.has("rope_type") ? "rope_type" : "type";
+    if (ours && type == "truncated") {
+        scaling.kind = RopeScaling::Kind::Truncated;
+        return rope;
+    }
     keys.demand(type == "linear" || type == "dynamic" || type == "llama3", type_key,
                 "default, linear, dynamic, llama3");
     if (!keys.has("factor")) keys.wrong("factor", "a number");
@@ -257,7 +293,8 @@ void read_rope(ModelConfig& c, const Keys& keys, const std::string& path, bool o
         require(!value.is_object(), path, ": key 'rope_parameters' holds one set for each layer type ('", name,
                 "'); only one set for all layers is supported");
     }
-    keys.demand(keys.number("partial_rotary_factor", 1) == 1, "partial_rotary_factor", "1");
+    const double fraction = keys.number("partial_rotary_factor", 1);
+    keys.demand(ours || fraction == 1, "partial_rotary_factor", "1");
     const Rope old_form = read_rope_object(Keys(scaling, path, "rope_scaling."), theta, c.max_positions, ours);
     const Rope new_form = read_rope_object(Keys(parameters, path, "rope_parameters."), theta, c.max_positions, ours);
     require(scaling.empty() || parameters.empty() || same(old_form, new_form), path,
@@ -265,6 +302,7 @@ void read_rope(ModelConfig& c, const Keys& keys, const std::string& path, bool o
     const Rope& rope = parameters.empty() ? old_form : new_form;
     c.rope_theta = rope.theta;
     c.rope_scaling = rope.scaling;
+    c.rope_scaling.fraction = fraction;
     if (c.rope_scaling.kind == RopeScaling::Kind::Llama3) {
         // transformers 5 lets this one win, transformers 4 ignores it.
         const int64_t original = c.rope_scaling.original_max_position;
@@ -322,6 +360,7 @@ ModelConfig read_llama(const Keys& keys, const std::string& path) {
 constexpr std::array<const char*, 2> NORM_NAMES = {"layernorm", "rmsnorm"};
 constexpr std::array<const char*, 2> POSITIONS_NAMES = {"learned", "rope"};
 constexpr std::array<const char*, 3> MLP_NAMES = {"gelu", "swiglu", "relu2"};
+constexpr std::array<const char*, 3> SOFTCAP_NAMES = {"none", "tanh", "rsqrt"};
 constexpr std::array<const char*, 3> QK_NORM_NAMES = {"off", "plain", "weights"};
 
 template <typename Enum, size_t N>
@@ -367,6 +406,17 @@ ModelConfig read_train_gpt(const Keys& keys, const std::string& path) {
     if (!keys.has("attention")) keys.wrong("attention", "one letter per layer");
     c.attention = keys.text("attention", "");
     c.linear_rope = keys.boolean("linear_rope", true);
+    c.embedding_norm = keys.boolean("embedding_norm", false);
+    c.head_bias = keys.boolean("head_bias", false);
+    if (keys.has("attention_scale")) {
+        c.softmax_scale = keys.number("attention_scale", 0);
+        if (!(c.softmax_scale > 0)) keys.wrong("attention_scale", "positive");
+    }
+    if (keys.has("logit_softcap")) {
+        c.logit_softcap.cap = static_cast<float>(keys.number("logit_softcap", 0));
+        c.logit_softcap.function = read_enum<Softcap::Function>(keys, "softcap_function", SOFTCAP_NAMES);
+        keys.demand(bool(c.logit_softcap), "softcap_function", "tanh, rsqrt");
+    }
     if (keys.has("qk_norm")) c.qk_norm = read_enum<QkNorm>(keys, "qk_norm", QK_NORM_NAMES);
     c.bos = keys.token_id("bos_token_id", -1, c.vocab_size);
     c.eos = keys.token_id("eos_token_id", -1, c.vocab_size);
@@ -387,6 +437,7 @@ constexpr const char* OUR_KEYS[] = {
     "rope_parameters", "partial_rotary_factor", "attention_bias", "mlp_bias", "hidden_act",
     // train_gpt
     "norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention", "linear_rope", "qk_norm",
+    "embedding_norm", "head_bias", "attention_scale", "logit_softcap", "softcap_function",
     // all
     "vocab_size", "tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id", "pruned_heads",
     "quantization_config"};
@@ -402,6 +453,9 @@ void write_rope(json& out, const ModelConfig& c) {
         case RopeScaling::Kind::Linear:
             out["rope_scaling"] = {{"rope_type", "linear"}, {"factor", s.factor}};
             break;
+        case RopeScaling::Kind::Truncated:
+            out["rope_scaling"] = {{"rope_type", "truncated"}};
+            break;
         case RopeScaling::Kind::Dynamic:
             out["rope_scaling"] = {{"rope_type", "dynamic"}, {"factor", s.factor}};
             if (s.original_max_position != c.max_positions) {  // not in a LLaMA config: see model_family
@@ -415,6 +469,7 @@ void write_rope(json& out, const ModelConfig& c) {
                                    {"high_freq_factor", s.high_freq_factor},
                                    {"original_max_position_embeddings", s.original_max_position}};
     }
+    if (s.fraction != 1) out["partial_rotary_factor"] = s.fraction;
 }
 
 // A list of ids, or one beyond the vocabulary, stays as it was written if it means the same id.
@@ -428,7 +483,12 @@ void write_token_id(json& out, const json& original, const char* key, int32_t id
 }  // namespace
 
 float ModelConfig::attention_scale() const {
-    return float(1 / std::sqrt(double(head_size)));
+    return float(softmax_scale > 0 ? softmax_scale : 1 / std::sqrt(double(head_size)));
+}
+
+int64_t ModelConfig::rotary_channels() const {
+    const bool truncated = rope_scaling.kind == RopeScaling::Kind::Truncated;
+    return truncated ? head_size : int64_t(double(head_size) * rope_scaling.fraction);
 }
 
 int64_t ModelConfig::layers_of(AttentionType type) const {
@@ -477,6 +537,9 @@ void validate(const ModelConfig& c, const std::string& where) {
     require(std::isfinite(c.init_std) && c.init_std >= 0, where, ": the initial standard deviation is ", c.init_std,
             "; it must not be negative");
     if (c.positions == Positions::RoPE) check_rope(c, where);
+    require(c.softmax_scale == 0 || (std::isfinite(c.softmax_scale) && c.softmax_scale > 0), where,
+            ": the attention scale is ", c.softmax_scale, "; it must be positive");
+    if (c.logit_softcap) check_positive(where, "the logits' softcap", double(c.logit_softcap.cap));
 
     require(int64_t(c.attention.size()) == c.layers, where, ": attention '", c.attention, "' names ",
             c.attention.size(), " layers, the model has ", c.layers, "; give one type, or one per layer");
@@ -507,7 +570,11 @@ std::vector<std::string> preset_names() {
 }
 
 std::string model_family(const ModelConfig& c) {
-    if (c.qk_norm != QkNorm::Off) return "train_gpt";
+    const bool rope_of_families = c.rope_scaling.fraction == 1 && c.rope_scaling.kind != RopeScaling::Kind::Truncated;
+    if (c.qk_norm != QkNorm::Off || c.embedding_norm || c.head_bias || c.softmax_scale > 0 || c.logit_softcap ||
+        (c.positions == Positions::RoPE && !rope_of_families)) {
+        return "train_gpt";
+    }
     const bool fits_gpt2 = c.norm == Norm::LayerNorm && c.positions == Positions::Learned && c.mlp == Mlp::GELU &&
                            c.qkv_bias && c.proj_bias && c.mlp_bias && c.kv_heads == c.heads &&
                            c.heads * c.head_size == c.channels;
@@ -591,6 +658,13 @@ json config_to_json(const ModelConfig& c, const json& original) {
         out["proj_bias"] = c.proj_bias;
         out["attention"] = c.attention;
         if (c.has_linear_attention() && c.positions == Positions::RoPE) out["linear_rope"] = c.linear_rope;
+        if (c.embedding_norm) out["embedding_norm"] = true;
+        if (c.head_bias) out["head_bias"] = true;
+        if (c.softmax_scale > 0) out["attention_scale"] = c.softmax_scale;
+        if (c.logit_softcap) {
+            out["logit_softcap"] = c.logit_softcap.cap;
+            out["softcap_function"] = SOFTCAP_NAMES[size_t(c.logit_softcap.function)];
+        }
         if (c.qk_norm != QkNorm::Off) out["qk_norm"] = QK_NORM_NAMES[size_t(c.qk_norm)];
     }
     out["vocab_size"] = c.vocab_size;

@@ -7,11 +7,15 @@
 
 #include "runtime/error.h"
 #include "runtime/model/rope_scaling.h"
+#include "runtime/model/softcap.h"
 
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };
 enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
 enum class QkNorm : uint8_t { Off, Plain, Weights };  // RMSNorm of each head of q and k, without or with weights
+// The initial weights. GPT2: normal(0, init_std), projections to the residual stream scaled by the depth. FanIn:
+// embeddings normal(0, 1), matrices normal(0, √(0.33/columns)), a tied embedding as a matrix (modded-nanogpt).
+enum class Init : uint8_t { GPT2, FanIn };
 // The value is the letter in config.json and run.toml.
 enum class AttentionType : char { Softmax = 'S', Linear = 'L', GatedLinear = 'G' };
 
@@ -28,8 +32,14 @@ struct ModelConfig {
     QkNorm qk_norm = QkNorm::Off;
     Mlp mlp = Mlp::GELU;
     bool qkv_bias = true, proj_bias = true, mlp_bias = true;
-    bool tied = true;            // the head is the token embedding
-    double init_std = 0.02;      // standard deviation of the initial weights
+    bool embedding_norm = false;  // a norm after the embedding
+    bool tied = true;             // the head is the token embedding
+    bool head_bias = false;
+    double softmax_scale = 0;  // of softmax attention; 0: 1/√head_size
+    Softcap logit_softcap;
+    Init init = Init::GPT2;
+    double init_std = 0.02;      // standard deviation of the initial weights (Init::GPT2)
+    bool zero_init = false;      // the projections to the residual stream and an untied head start at 0
     std::string attention;       // one letter per layer: S softmax, L linear, G gated linear (docs/linear_attention.md)
     bool linear_rope = true;     // RoPE also rotates q and k of linear and gated linear layers
     int32_t bos = -1, eos = -1;  // -1: none
@@ -37,7 +47,8 @@ struct ModelConfig {
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
     int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
-    float attention_scale() const;  // 1/√head_size
+    float attention_scale() const;    // of softmax attention
+    int64_t rotary_channels() const;  // of a head, by RoPE; those of the table if truncated
     AttentionType attention_type(int64_t layer) const { return AttentionType(attention[size_t(layer)]); }
     bool uses_rope(int64_t layer) const {
         return positions == Positions::RoPE && (attention_type(layer) == AttentionType::Softmax || linear_rope);
