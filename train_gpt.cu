@@ -844,9 +844,10 @@ void Trainer::tell(const std::string& text) const {
     if (ctx.rank == 0) std::cerr << text;
 }
 
-Trainer::Trainer(const Context& context, TrainSetup setup)
+Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<DirectoryLock> held)
     : ctx(context),
       s(std::move(setup)),
+      lock(std::move(held)),
       o(s.o),
       dtype(o.model.type()),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
@@ -864,6 +865,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup)
         });
     });
     make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
+    claim_run_directory(ctx, o.out, lock);
     tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype), "\n",
              device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
@@ -1112,8 +1114,9 @@ LoaderOptions Trainer::loader_options() const {
 
 void Trainer::run() {
     catch_stop_signals();
-    RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step);
     Progress progress(o.steps, step, ctx.rank == 0);
+    RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step,
+               [&](const std::string& line) { progress.note(line); });
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
     progress.note(str(step ? str("resumed from ", s.resume.checkpoint, "; ") : "", with_commas(s.train_files.size()),
                       " training tokens in ", with_commas(loader.num_training_sequences()), " training sequences (",
@@ -1153,12 +1156,16 @@ void Trainer::run() {
 void run_train(const Args& args) {
     TrainOptions options = parse_train(args);
     if (const int64_t ranks = ranks_to_start(options.launch)) {
-        check_training(options, ranks);  // reports an error once, not once per rank
+        // Reports an error once, not once per rank.
+        if (is_directory(options.out)) DirectoryLock(options.out, "--out");
+        check_training(options, ranks);
         Args command = {"train"};
         command.insert(command.end(), args.begin(), args.end());
         return run_ranks(ranks, command);
     }
     const Context ctx(join_world(options.launch));
+    std::unique_ptr<DirectoryLock> lock;
+    claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
     TrainSetup setup = check_training(std::move(options), ctx.world);
     if (setup.resume.step >= setup.o.steps) {
         if (ctx.rank > 0) return;
@@ -1166,5 +1173,5 @@ void run_train(const Args& args) {
                   << "; raise --steps to continue\n";
         return;
     }
-    Trainer(ctx, std::move(setup)).run();
+    Trainer(ctx, std::move(setup), std::move(lock)).run();
 }

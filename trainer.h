@@ -6,11 +6,13 @@
 #include "commands/training.h"
 #include "data/tokenizer.h"
 #include "model.h"
+#include "runtime/files/lock.h"
 #include "runtime/files/log.h"
 
 class Trainer {
   public:
-    Trainer(const Context& context, TrainSetup setup);
+    // lock: rank 0's on --out; null if the directory does not exist yet.
+    Trainer(const Context& context, TrainSetup setup, std::unique_ptr<DirectoryLock> lock = {});
     ~Trainer();
     void run();
     bool queue_step(Loader& loader);
@@ -39,6 +41,7 @@ class Trainer {
 
     const Context& ctx;
     const TrainSetup s;
+    std::unique_ptr<DirectoryLock> lock;
     const TrainOptions& o;
     const DType dtype;
     std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so no text is sampled

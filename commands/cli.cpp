@@ -90,7 +90,10 @@ std::string parse_error(const CLI::App& app, const CLI::ParseError& e) {
     if (e.get_name() == "ConfigError" && contains("not able to parse"))
         return str("--config: unknown option ", last_word, did_you_mean(closest(last_word, long_names(app)), ""));
     const size_t not_in = message.find(" not in {");
-    if (not_in != std::string::npos) message.replace(not_in, 9, " is not one of {");
+    if (not_in != std::string::npos) {
+        const bool empty_value = not_in > 0 && message[not_in - 1] == ' ';
+        message.replace(not_in, 9, str(empty_value ? "''" : "", " is not one of {"));
+    }
     return message;
 }
 
@@ -236,12 +239,23 @@ CLI::Validator attention_types() {
     return CLI::Validator(check, "");
 }
 
+// CLI11 reads an empty text as 0.
+template <typename Number>
+bool read_number(const std::string& text, Number& value) {
+    return !text.empty() && CLI::detail::lexical_cast(text, value);
+}
+
+std::string quoted_if_empty(const std::string& text) {
+    return text.empty() ? "''" : text;
+}
+
 CLI::Validator at_least(int64_t least) {
     // 2^40 of anything is absurd; refusing it here keeps every product of three sizes from being formed unchecked.
     auto check = [least](const std::string& text) {
         int64_t value;
-        const bool ok = CLI::detail::lexical_cast(text, value) && value >= least && value <= int64_t(1) << 40;
-        return ok ? std::string() : str(text, " is not a whole number of at least ", least, " (and at most 2^40)");
+        const bool ok = read_number(text, value) && value >= least && value <= int64_t(1) << 40;
+        return ok ? std::string()
+                  : str(quoted_if_empty(text), " is not a whole number of at least ", least, " (and at most 2^40)");
     };
     return CLI::Validator(check, "");
 }
@@ -249,8 +263,8 @@ CLI::Validator at_least(int64_t least) {
 CLI::Validator number_in(double low, double high) {
     auto check = [low, high](const std::string& text) {
         double value;
-        const bool ok = CLI::detail::lexical_cast(text, value) && value >= low && value <= high;
-        return ok ? std::string() : str(text, " is not a number from ", low, " to ", high);
+        const bool ok = read_number(text, value) && value >= low && value <= high;
+        return ok ? std::string() : str(quoted_if_empty(text), " is not a number from ", low, " to ", high);
     };
     return CLI::Validator(check, "");
 }
@@ -395,7 +409,7 @@ void add_sharding_options(CLI::App& app, ShardingOptions& o) {
     app.add_option("--zero-stage", o.zero_stage,
                    "what the processes shard: 0: nothing; 1: optimizer state and master weights; 2: gradients too; 3: "
                    "weights too (docs/sharding.md)")
-        ->check(CLI::IsMember(std::vector<int64_t>{0, 1, 2, 3}))
+        ->check(CLI::IsMember({"0", "1", "2", "3"}))
         ->capture_default_str()
         ->group(group);
     app.add_option("--reduce-dtype", o.reduce_dtype,

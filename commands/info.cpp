@@ -42,8 +42,7 @@ ordered_json build_info() {
             {"collectives", comm_library()}, {"regex", regex_library()},       {"compiler", "g++ " __VERSION__}};
 }
 
-ordered_json token_info(const std::string& pattern) {
-    const TokenFiles files(pattern);
+ordered_json token_info(const TokenFiles& files) {
     int32_t largest = 0;
     int64_t loss_tokens = 0;
     std::vector<int32_t> block(1 << 16);
@@ -63,11 +62,11 @@ ordered_json token_info(const std::string& pattern) {
 ordered_json data_info(const std::string& path) {
     const DataDirectory data = open_data(path);
     ordered_json info = {{"kind", "data"}, {"vocab_size", data.vocab_size}, {"end_of_text", data.end_of_text}};
-    info["train"] = token_info(data.train_pattern());
+    info["train"] = token_info(open_split(data, true));
     info["train"]["bytes"] = data.train_bytes;
     info["train"]["documents"] = data.train_documents;
     if (!glob_files(data.val_pattern()).empty()) {
-        info["val"] = token_info(data.val_pattern());
+        info["val"] = token_info(open_split(data, false));
         info["val"]["bytes"] = data.val_bytes;
         info["val"]["documents"] = data.val_documents;
     }
@@ -107,7 +106,7 @@ ordered_json file_info(const std::string& path) {
     if (ends_with(path, ".json")) return tokenizer_info(Tokenizer(path));
     if (bin_model_kind(path) != BinKind::Other) return bin_info(path);
     ordered_json info = {{"kind", "tokens"}};
-    info.update(token_info(glob_escape(path)));
+    info.update(token_info(TokenFiles(glob_escape(path))));
     return info;
 }
 

@@ -19,6 +19,7 @@ void run_info(const Args& args) {
 int main(int argc, char** argv) {
     take_signals_in_a_thread();
     ignore_closed_pipes();
+    ignore_file_size_limit();
     const std::vector<Command> commands = {{"train", "train a model", run_train},
                                            {"eval", "score a split of a data set", run_eval},
                                            {"sample", "continue prompts", run_sample},

@@ -1,53 +1,27 @@
 #include "commands/resume.h"
 
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
-
-using nlohmann::json;
+#include "runtime/files/json_keys.h"
 
 namespace {
 
-constexpr int64_t NO_LIMIT = int64_t(1) << 60;
-
-// The keys of trainer.json.
-struct TrainerJson {
-    const std::string& path;
-    const json& object;
-
-    int64_t whole_number(const char* key, int64_t low, int64_t high) const {
-        const json value = object.value(key, json());
-        const bool valid = value.is_number_integer() && value >= low && value <= high;
-        const std::string range = high < NO_LIMIT ? str(" from ", low, " to ", high) : str(" of at least ", low);
-        require(valid, path, ": key '", key, "' is ", value.is_null() ? "missing" : value.dump(),
-                ", expected a whole number", range);
-        return value.get<int64_t>();
-    }
-    std::string text(const char* key) const {
-        const json value = object.value(key, json());
-        require(value.is_string(), path, ": key '", key, "' is ", value.is_null() ? "missing" : value.dump(),
-                ", expected text");
-        return value.get<std::string>();
-    }
-};
-
 ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& path) {
-    const json object = read_json(path);
-    const TrainerJson keys{path, object};
+    const JsonKeys keys{path, read_json(path)};
     ResumePoint r;
     r.checkpoint = checkpoint;
     const std::string name = std::filesystem::path(checkpoint).filename().string();
-    r.step = keys.whole_number("step", 0, NO_LIMIT);
+    r.step = keys.whole_number("step", 0);
     require(r.step == checkpoint_step(name), path, ": key 'step' is ", r.step, ", but the directory is ", name);
     r.adam_steps = keys.whole_number("adam_steps", 0, r.step);
-    r.seed = keys.whole_number("seed", 0, NO_LIMIT);
-    r.seq_len = keys.whole_number("seq_len", 1, NO_LIMIT);
-    r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1, NO_LIMIT);
+    r.seed = keys.whole_number("seed", 0);
+    r.seq_len = keys.whole_number("seq_len", 1);
+    r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1);
     r.data = keys.text("data");
-    if (object.contains("gemm")) r.gemm = keys.text("gemm");
-    if (object.contains("optimizer")) r.optimizer = keys.text("optimizer");
+    if (keys.has("gemm")) r.gemm = keys.text("gemm");
+    if (keys.has("optimizer")) r.optimizer = keys.text("optimizer");
     return r;
 }
 

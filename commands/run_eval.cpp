@@ -60,7 +60,7 @@ void run_eval(const Args& args) {
     const Context ctx;
     const DataDirectory data = open_data(o.data);
     const bool train_split = o.split == "train";
-    const TokenFiles files(train_split ? data.train_pattern() : data.val_pattern());
+    const TokenFiles files = open_split(data, train_split);
     const ModelSource source = o.model.resolve(0);
     check_same_tokenizer(data, source);
     int64_t T = o.seq_len;

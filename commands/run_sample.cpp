@@ -24,6 +24,10 @@ void run_sample(const Args& args) {
 
     SampleJob job;
     job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
+    // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
+    constexpr int64_t MOST = 1000000;
+    require(o.num_samples <= MOST / int64_t(job.prompts.size()), "--num-samples ", o.num_samples, " for ",
+            job.prompts.size(), " prompts: at most ", MOST, " completions at a time; start several with other --seed");
     int64_t longest = 0;
     for (const std::string& prompt : job.prompts) {
         job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));

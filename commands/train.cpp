@@ -179,6 +179,14 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     return app;
 }
 
+// A run that was killed before its first checkpoint has only run.toml, and starts again.
+void check_resumable(const std::string& out, bool has_options) {
+    const bool exists = is_directory(out);
+    require(exists && (has_options || !list_checkpoints(out).empty()), "--resume: --out ", out,
+            exists ? " holds neither a checkpoint nor run.toml" : " is not a directory",
+            "; check the name, or leave --resume out to start a new run");
+}
+
 }  // namespace
 
 TrainOptions parse_train(const Args& args) {
@@ -190,10 +198,12 @@ TrainOptions parse_train(const Args& args) {
     probe.add_option("--out", first.out);
     probe.add_flag("--resume", first.resume);
     std::string config;
-    probe.add_option("--config", config);
+    const CLI::Option* const has_config = probe.add_option("--config", config);
     parse_known(probe, args);
+    if (has_config->count() && config.empty()) throw UsageError("--config: the value is empty; name a file");
     Args all = args;
     const std::string stored = join_path(first.out, "run.toml");
+    if (first.resume && !first.out.empty()) check_resumable(first.out, path_exists(stored));
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     check_training_dtype(o.model, o.master_weights);

@@ -143,9 +143,9 @@ void check_unchanged(TrainSetup& s) {
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
     DataDirectory data = open_data(o.data);
-    TokenFiles train_files(data.train_pattern());
+    TokenFiles train_files = open_split(data, true);
     std::unique_ptr<TokenFiles> val_files;
-    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(data.val_pattern());
+    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(open_split(data, false));
     ModelSource source = o.model.resolve(data.vocab_size);
     check_same_tokenizer(data, source);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.

@@ -1,11 +1,12 @@
 #include "data/token_files.h"
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <limits>
-#include <nlohmann/json.hpp>
 
 #include "data/tokenizer.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/json_keys.h"
 
 namespace {
 
@@ -26,12 +27,12 @@ struct Header {
 };
 
 // Checks everything that the header says against the file.
-Header read_header(const MappedFile& file) {
+Header read_header(const FileReader& file) {
     const std::string& path = file.path();
     require(file.size() >= HEADER_BYTES, path, ": ", file.size(),
             " bytes are too few for a token file; the header alone has ", HEADER_BYTES, REMEDY);
     uint32_t header[4];
-    std::memcpy(header, file.data(), sizeof header);
+    file.read(0, header, sizeof header);
 
     const Format* format = nullptr;
     for (const Format& f : FORMATS)
@@ -52,13 +53,13 @@ Header read_header(const MappedFile& file) {
 }
 
 // Opens the mask of a token file with `count` tokens, if there is one.
-std::optional<MappedFile> open_mask(const std::string& tokens, int64_t count) {
+std::optional<FileReader> open_mask(const std::string& tokens, int64_t count) {
     const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
     const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
     if (!is_bin || !path_exists(path)) return {};
-    MappedFile file(path);
+    FileReader file(path);
     uint32_t header[4] = {};
-    std::memcpy(header, file.data(), size_t(std::min<int64_t>(file.size(), sizeof header)));
+    file.read(0, header, std::min<int64_t>(file.size(), sizeof header));
     require(header[0] == MASK_MAGIC && header[1] == MASK_VERSION, path, ": not a mask file of version ", MASK_VERSION,
             REMEDY);
     require((uint64_t(header[3]) << 32 | header[2]) == uint64_t(count) && file.size() == HEADER_BYTES + count, path,
@@ -66,20 +67,23 @@ std::optional<MappedFile> open_mask(const std::string& tokens, int64_t count) {
     return file;
 }
 
+// Tokens offset, offset + 1, ... of a file as int32.
 template <typename T>
-void copy_checked(const char* src, int64_t count, int32_t* dst, uint32_t limit, const std::string& path,
-                  int64_t offset) {
-    uint32_t worst = 0;  // this loop has no branches; the second one finds the bad token if there is one
-    for (int64_t i = 0; i < count; i++) {
-        T token;
-        std::memcpy(&token, src + i * int64_t(sizeof(T)), sizeof(T));
-        dst[i] = int32_t(token);
-        worst = std::max(worst, uint32_t(token));
+void read_checked(const FileReader& file, int64_t offset, int64_t count, int32_t* dst, uint32_t limit) {
+    T block[4096];
+    for (int64_t n; count > 0; offset += n, dst += n, count -= n) {
+        n = std::min<int64_t>(count, std::size(block));
+        file.read(HEADER_BYTES + offset * int64_t(sizeof(T)), block, n * int64_t(sizeof(T)));
+        uint32_t worst = 0;  // this loop has no branches; the second one finds the bad token if there is one
+        for (int64_t i = 0; i < n; i++) {
+            dst[i] = int32_t(block[i]);
+            worst = std::max(worst, uint32_t(block[i]));
+        }
+        if (worst < limit) continue;
+        for (int64_t i = 0; i < n; i++)
+            require(uint32_t(dst[i]) < limit, file.path(), ": token ", offset + i, " is ", uint32_t(dst[i]),
+                    ", outside the vocabulary of ", limit, "; the file is damaged or was made with another tokenizer");
     }
-    if (worst < limit) return;
-    for (int64_t i = 0; i < count; i++)
-        require(uint32_t(dst[i]) < limit, path, ": token ", offset + i, " is ", uint32_t(dst[i]),
-                ", outside the vocabulary of ", limit, "; the file is damaged or was made with another tokenizer");
 }
 
 }  // namespace
@@ -89,7 +93,7 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
     require(!found.empty(), pattern, ": no token files match; make some with `make data`");
     shards.reserve(found.size());
     for (const std::string& path : found) {
-        MappedFile file(path);
+        FileReader file(path);
         const Header header = read_header(file);
         require(shards.empty() || shards[0].width == header.width, path, ": has tokens of ", header.width,
                 " bytes, but ", found[0], " has tokens of ", shards.empty() ? 0 : shards[0].width,
@@ -116,7 +120,7 @@ void TokenFiles::read_mask(int64_t begin, int64_t count, uint8_t* dst) const {
     for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
         const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
         if (shard->mask) {
-            std::memcpy(dst, shard->mask->data() + HEADER_BYTES + offset, size_t(n));
+            shard->mask->read(HEADER_BYTES + offset, dst, n);
             const bool valid = std::all_of(dst, dst + n, [](uint8_t m) { return m <= 1; });
             require(valid, shard->mask->path(), ": holds bytes that are neither 0 nor 1; the file is damaged", REMEDY);
         } else {
@@ -134,19 +138,12 @@ void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_
 
     for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
         const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
-        const char* src = shard->file.data() + HEADER_BYTES + offset * shard->width;
         if (shard->width == 2)
-            copy_checked<uint16_t>(src, n, dst, limit, shard->file.path(), offset);
+            read_checked<uint16_t>(shard->file, offset, n, dst, limit);
         else
-            copy_checked<uint32_t>(src, n, dst, limit, shard->file.path(), offset);
+            read_checked<uint32_t>(shard->file, offset, n, dst, limit);
         begin += n, count -= n, dst += n;
     }
-}
-
-int64_t TokenFiles::mapped_bytes() const {
-    int64_t bytes = 0;
-    for (const Shard& shard : shards) bytes += shard.file.size() + (shard.mask ? shard.mask->size() : 0);
-    return bytes;
 }
 
 std::vector<std::string> TokenFiles::paths() const {
@@ -184,29 +181,28 @@ DataDirectory open_data(const std::string& path) {
 
     const std::string meta_path = join_path(path, "meta.json");
     if (!path_exists(meta_path)) return data;
-    try {
-        const nlohmann::json meta = nlohmann::json::parse(read_file(meta_path, 1 << 20));
-        const auto count = [&](const nlohmann::json& object, const char* key) {
-            const auto value = object.at(key).get<nlohmann::json::number_integer_t>();
-            require(object.at(key).is_number_integer() && value >= 0, meta_path, ": key '", key,
-                    "' must be a whole number of 0 or more", REMEDY);
-            return value;
-        };
-        data.train_bytes = count(meta.at("train"), "bytes");
-        data.train_documents = count(meta.at("train"), "documents");
-        data.val_bytes = count(meta.at("val"), "bytes");
-        data.val_documents = count(meta.at("val"), "documents");
-        const int64_t vocab_size = count(meta, "vocab_size"), end_of_text = count(meta, "end_of_text");
-        require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
-                " but tokenizer.json beside it has ", data.vocab_size,
-                " tokens: the files were made with another tokenizer", REMEDY);
-        require(vocab_size <= std::numeric_limits<int32_t>::max() && end_of_text < vocab_size, meta_path,
-                ": end_of_text ", end_of_text, " is outside the vocabulary of ", vocab_size, REMEDY);
-        data.end_of_text = int32_t(end_of_text);
-    } catch (const nlohmann::json::exception& e) {
-        throw Error(str(meta_path, ": damaged (", e.what(), ")", REMEDY));
-    }
+    const JsonKeys meta{meta_path, read_json(meta_path)}, train = meta.keys_of("train"), val = meta.keys_of("val");
+    data.train_bytes = train.whole_number("bytes", 0);
+    data.train_documents = train.whole_number("documents", 0);
+    data.val_bytes = val.whole_number("bytes", 0);
+    data.val_documents = val.whole_number("documents", 0);
+    if (train.has("tokens")) data.train_tokens = train.whole_number("tokens", 0);
+    if (val.has("tokens")) data.val_tokens = val.whole_number("tokens", 0);
+    const int64_t vocab_size = meta.whole_number("vocab_size", 1, std::numeric_limits<int32_t>::max());
+    require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
+            " but tokenizer.json beside it has ", data.vocab_size,
+            " tokens: the files were made with another tokenizer", REMEDY);
+    data.end_of_text = int32_t(meta.whole_number("end_of_text", 0, vocab_size - 1));
     return data;
+}
+
+TokenFiles open_split(const DataDirectory& data, bool train_split) {
+    TokenFiles files(train_split ? data.train_pattern() : data.val_pattern());
+    const int64_t noted = train_split ? data.train_tokens : data.val_tokens;
+    require(noted < 0 || noted == files.size(), join_path(data.path, "meta.json"), ": key '",
+            train_split ? "train" : "val", ".tokens' is ", noted, ", but ", files.pattern(), " holds ", files.size(),
+            " tokens: a file is missing or of another data set, and bits per byte would be wrong", REMEDY);
+    return files;
 }
 
 int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split) {

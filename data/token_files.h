@@ -1,11 +1,11 @@
 // Token files: llm.c's format. int32[256] header, then uint16 or uint32 tokens, all little-endian.
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
 //   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
-// Shards matched by a glob are one sequence of tokens in the order of their names. Memory-mapped.
-// A file x.mask may accompany x.bin: int32[256] header (20261121, 1, low and high 32 bits of the number of tokens),
-// then one byte per token: 1 if it is a loss token, 0 if it is only an input (a prompt). Without it all are loss
-// tokens. Errors, each with the name of the file: no match, wrong magic or version, a length that differs from the
-// header, an empty shard, shards of different formats.
+// Shards matched by a glob are one sequence of tokens in the order of their names. They stay open and are read in
+// parts. A file x.mask may accompany x.bin: int32[256] header (20261121, 1, low and high 32 bits of the number of
+// tokens), then one byte per token: 1 if it is a loss token, 0 if it is only an input (a prompt). Without it all are
+// loss tokens. Errors, each with the name of the file: no match, wrong magic or version, a length that differs from the
+// header, an empty shard, shards of different formats, a shard that is not a regular file or is truncated meanwhile.
 #pragma once
 
 #include <optional>
@@ -23,16 +23,15 @@ class TokenFiles {
     bool masked() const { return any_mask; }
     // dst[i] = 1 if token begin + i is a loss token, else 0.
     void read_mask(int64_t begin, int64_t count, uint8_t* dst) const;
-    int64_t mapped_bytes() const;
     const std::string& pattern() const { return name; }
     std::vector<std::string> paths() const;
 
   private:
     struct Shard {
-        MappedFile file;
+        FileReader file;
         int64_t begin, count;  // tokens
         int width;             // bytes per token
-        std::optional<MappedFile> mask;
+        std::optional<FileReader> mask;
     };
     const Shard* shard_of(int64_t token) const;
     void check_range(int64_t begin, int64_t count) const;
@@ -50,12 +49,16 @@ struct DataDirectory {
     int32_t end_of_text = -1;                        // -1: unknown
     int64_t train_bytes = 0, val_bytes = 0;          // bytes of text of each split; 0: unknown
     int64_t train_documents = 0, val_documents = 0;  // 0: unknown
+    int64_t train_tokens = -1, val_tokens = -1;      // of meta.json; -1: unknown
     std::string tokenizer_path() const;              // "" if there is none
     std::string train_pattern() const;               // globs for TokenFiles
     std::string val_pattern() const;
 };
 // Throws Error if path is not a data directory. meta.json is optional: llm.c's data sets have none.
 DataDirectory open_data(const std::string& path);
+
+// A split's token files. Throws Error if their number of tokens is not that of meta.json.
+TokenFiles open_split(const DataDirectory& data, bool train_split);
 
 // Bytes of text of a split: from meta.json, else by decoding the tokens. 0 if unknown.
 int64_t text_bytes(const DataDirectory& data, const TokenFiles& files, bool train_split);

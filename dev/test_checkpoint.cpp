@@ -340,7 +340,7 @@ TEST(Weights, ReadsShards) {
     changed["weight_map"]["transformer.wte.weight"] = "1.safetensors";
     write_json(index, changed);
     expect_error([&] { loaded(dir.path(), table); }, {index, "transformer.wte.weight", "1.safetensors", "it is not"});
-    for (const json& wrong : {json(3), json("../2.safetensors")}) {
+    for (const json& wrong : {json(3), json("../2.safetensors"), json(""), json(std::string("1.safetensors\0x", 15))}) {
         changed["weight_map"]["transformer.wte.weight"] = wrong;
         write_json(index, changed);
         expect_error([&] { loaded(dir.path(), table); }, {index, "transformer.wte.weight"});
@@ -583,6 +583,10 @@ TEST(Checkpoints, RemovesOldCheckpoints) {
     const TempDir dir;
     for (int step = 1; step <= 6; step++) save_checkpoint(dir.path(), step);
     put_file(dir.file("log.jsonl"), "{}");
+    put_file(dir.file(".tmp-log.jsonl"), "{");
+    put_file(dir.file(".tmp-run.toml"), "");
+    put_file(dir.file("step_00000004/trainer.json"), "{");  // a damaged one ends nothing
+    EXPECT_EQ(best_checkpoint(dir.path()), "");
     make_directories(dir.file(".old-step_00000000/x"));
     make_directories(dir.file(".tmp-step_00000003-" + std::to_string(::getpid())));
     make_directories(dir.file(".tmp-step_00000003-1"));  // process 1 is running

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
@@ -712,6 +713,103 @@ class CommandsTest(unittest.TestCase):
             file.write(files[state])
         self.assertEqual(run(*resume).returncode, 0)
 
+    def start(self, name, *args, data=None):
+        """A run that goes on until it is ended. Returns after its first step."""
+        out = os.path.join(self.top, name)
+        args = self.train_args(name, "--steps", 1000000, "--eval-every", 0, "--save-every", 0, *args)
+        if data:
+            args[args.index("--data") + 1] = data
+        process = subprocess.Popen([DRIVER, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.PIPE, text=True, env={**os.environ, "XDG_CACHE_HOME": CACHE.name})
+        self.addCleanup(lambda: process.stderr.close() or process.wait())
+        self.addCleanup(process.kill)
+        self.wait_for(lambda: os.path.exists(out + "/log.jsonl") and os.path.getsize(out + "/log.jsonl"))
+        return process, out
+
+    def wait_for(self, condition):
+        deadline = time.time() + 60
+        while not condition():
+            self.assertLess(time.time(), deadline, "it did not happen")
+            time.sleep(0.02)
+
+    def test_a_run_directory_has_one_run(self):
+        process, out = self.start("locked")
+        words = [f"--out {out} is in use by process {process.pid} on {os.uname().nodename}; wait"]
+        self.refused(1, words, *self.train_args("locked", "--steps", 3))
+        self.refused(1, words, "train", "--out", out, "--resume")
+        self.assertIsNone(process.poll())
+        process.kill()
+        process.wait()
+        self.assertTrue(os.path.exists(out + "/.lock"))  # the file of a dead process does not block
+        done = run(*self.train_args("locked", "--steps", 3))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertFalse(os.path.exists(out + "/.lock"))
+
+    def test_of_two_resumed_runs_one_continues(self):
+        other = self.copy_with_checkpoint("resumed_twice", 4)
+        with ThreadPoolExecutor(4) as pool:
+            done = list(pool.map(lambda _: run("train", "--out", other, "--resume"), range(4)))
+        for process in done:
+            self.assertTrue(process.returncode == 0 or "is in use by process" in process.stderr, process.stderr)
+        self.assertIn(0, [process.returncode for process in done])
+        self.assertEqual(losses(other), losses(self.base))
+        end, expected = (os.path.join(run_dir, "step_00000008") for run_dir in (other, self.base))
+        self.assertEqual(digests(end), digests(expected))
+
+    def test_leftovers_of_dead_processes_are_removed(self):
+        other = os.path.join(self.top, "leftovers")
+        shutil.copytree(self.base, other)
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        for name in (".old-step_00000002", f".tmp-step_00000009-{dead.pid}", f".tmp-step_00000009-{os.getpid()}"):
+            shutil.copytree(os.path.join(other, "step_00000004"), os.path.join(other, name))
+        for name in (".tmp-log.jsonl", ".tmp-run.toml"):
+            with open(os.path.join(other, name), "w") as file:
+                file.write("half")
+        self.assertEqual(run("train", "--out", other, "--resume").returncode, 0)  # the run is done: nothing is saved
+        self.assertEqual([name for name in os.listdir(other) if name[0] == "."], [f".tmp-step_00000009-{os.getpid()}"])
+
+    def test_a_log_that_disappears_is_written_again(self):
+        process, out = self.start("lost_log")
+        path = os.path.join(out, "log.jsonl")
+        for round in range(2):
+            os.remove(path)
+            self.wait_for(lambda: os.path.exists(path))
+        process.send_signal(signal.SIGTERM)
+        stderr = process.communicate(timeout=60)[1]
+        self.assertEqual(process.returncode, 0, stderr)
+        self.assertEqual([line["step"] for line in log(out)], list(range(1, int(checkpoints(out)[0][5:]) + 1)))
+        self.assertEqual(stderr.count("log.jsonl was gone; it is written again"), 1, stderr)
+
+    def test_a_token_file_that_is_truncated_is_an_error(self):
+        data = os.path.join(self.top, "shrinking")
+        shutil.copytree(self.data, data)
+        process, out = self.start("shrinking_run", data=data)
+        path = os.path.join(data, "train_000000.bin")
+        os.truncate(path, 3000)
+        stderr = process.communicate(timeout=60)[1]
+        self.assertEqual(process.returncode, 1, stderr)
+        self.assertRegex(stderr.splitlines()[-1], rf"^train_gpt: train: {path}: has 3000 bytes, .* truncated")
+        self.assertEqual([name for name in os.listdir(out) if "tmp" in name or name == ".lock"], [])
+
+    def test_limit_on_file_sizes(self):
+        def limited(*args):
+            return subprocess.run(["bash", "-c", 'ulimit -f 20; exec "$@"', "limited", DRIVER, *map(str, args)],
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        before, out = sorted(os.listdir(self.top)), os.path.join(self.top, "small_files")
+        done = limited(*self.train_args("small_files", "--steps", 2))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        message = r"state\.safetensors: cannot write: File too large; raise the limit on file sizes \(ulimit -f\)$"
+        self.assertRegex(done.stderr.splitlines()[-1], message)
+        self.assertEqual(sorted(os.listdir(out)), ["log.jsonl", "run.toml"])
+        shutil.rmtree(out)
+        for args in (["convert", self.base, out], ["convert", self.base, out + ".bin"],
+                     ["logits", "--model", self.base, "--tokens", "1 " * 60, "--output", out + ".npy"]):
+            done = limited(*args)
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+            self.assertIn("ulimit -f", done.stderr)
+            self.assertEqual(sorted(os.listdir(self.top)), before)
+
     def test_finished_run_reports_that_it_is_finished(self):
         done = run("train", "--out", self.base, "--resume")
         self.assertEqual(done.returncode, 0)
@@ -837,6 +935,10 @@ class CommandsTest(unittest.TestCase):
             (["--temperature"], ["sample", "--model", self.base, "--temperature", "-1"]),
             (["--tokens", "'x'"], ["logits", "--model", self.base, "--tokens", "1 x", "--output", "x.npy"]),
             (["--seed"], ["sample", "--model", self.base, "--seed", "-1"]),
+            *(([f"{option}: '' is not"], self.train_args("x", option, ""))
+              for option in ("--zero-stage", "--seed", "--save-every", "--lr", "--dtype", "--schedule")),
+            (["--zero-stage: 4 is not one of {0,"], self.train_args("x", "--zero-stage", 4)),
+            (["--config: the value is empty"], self.train_args("x", "--config", "")),
         ):
             self.refused(2, words, *args)
 
@@ -845,6 +947,10 @@ class CommandsTest(unittest.TestCase):
         checkpoint = os.path.join(base, "step_00000008")
         for words, args in (
             (["nosuch", "gpt2-124M"], self.train_args("x", "--model", "nosuch")),
+            (["--resume", top + "/x is not a directory", "leave --resume out"], self.train_args("x", "--resume")),
+            (["--resume", top + "/x is not a directory"], ["train", "--out", top + "/x", "--resume"]),
+            (["--resume", "holds neither a checkpoint nor run.toml"], ["train", "--out", data, "--resume"]),
+            (["--num-samples 1099511627776", "at most 1000000"], ["sample", "--model", base, "--num-samples", 1 << 40]),
             (["/nonexistent"], ["train", *MODEL, "--data", "/nonexistent", "--out", top + "/x"]),
             (["train_"], ["train", *MODEL, "--data", top, "--out", top + "/x"]),
             ([data + "/meta.json", "--out"], ["train", *MODEL, "--data", data, "--out", data + "/meta.json"]),
@@ -939,6 +1045,11 @@ class CommandsTest(unittest.TestCase):
             ("train_000000.bin", lambda b: b"\1" + b[1:], ["not a token file"]), ("train_000000.bin", lambda b: b"", []),
             ("train_000000.bin", lambda b: b[:8] + b"\0\0\0\0" + b[12:1024], []),
             ("val_000000.bin", token, ["300"]), ("tokenizer.json", lambda b: b[:50], []), ("meta.json", lambda b: b"[1]", []),
+            ("meta.json", lambda b: b.replace(b'"bytes"', b'"bites"', 1), ["key 'train.bytes' is missing"]),
+            ("meta.json", lambda b: b.replace(b'"tokens": ', b'"tokens": 1', 1),
+             ["'train.tokens' is 1", "train_*.bin holds "]),
+            ("meta.json", lambda b: b.replace(b'"vocab_size": 257', b'"vocab_size": []'),
+             ["'vocab_size' is [], expected"]),
         ):
             folder, path = damaged(name, change)
             if change is token:

@@ -2,7 +2,9 @@
 // of every error.
 #include "runtime/files/files.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cmath>
@@ -102,6 +104,57 @@ TEST(Files, MapsFiles) {
     expect_error([&] { MappedFile m("/dev/zero"); }, {"/dev/zero", "not a regular file"});
     ASSERT_EQ(::mkfifo(dir.file("fifo").c_str(), 0600), 0);  // opening it would wait for a writer
     expect_error([&] { MappedFile m(dir.file("fifo")); }, {dir.file("fifo"), "not a regular file"});
+}
+
+TEST(Files, ReadsParts) {
+    const TempDir dir;
+    write_file(dir.file("a"), "0123456789");
+    FileReader first(dir.file("a"));
+    const FileReader file(std::move(first));
+    EXPECT_EQ(file.size(), 10);
+    EXPECT_EQ(file.path(), dir.file("a"));
+    char part[4] = "";
+    file.read(7, part, 3);
+    EXPECT_STREQ(part, "789");
+    file.read(10, part, 0);
+    expect_error([&] { file.read(8, part, 3); }, {dir.file("a"), "3 bytes from byte 8 on", "it has 10"});
+    ASSERT_EQ(::truncate(dir.file("a").c_str(), 5), 0);
+    expect_error([&] { file.read(4, part, 3); }, {dir.file("a"), "has 5 bytes, but had 10", "truncated"});
+    EXPECT_EQ(part[0], '4');
+    expect_error([&] { FileReader r(dir.file("none")); }, {dir.file("none"), "No such file"});
+    expect_error([&] { FileReader r(dir.path()); }, {dir.path(), "Is a directory"});
+    expect_error([&] { FileReader r("/dev/zero"); }, {"/dev/zero", "not a regular file"});
+    ASSERT_EQ(::mkfifo(dir.file("fifo").c_str(), 0600), 0);  // opening it would wait for a writer
+    expect_error([&] { FileReader r(dir.file("fifo")); }, {dir.file("fifo"), "FIFO, not a regular file"});
+}
+
+// More files than the default limit, which the process may raise itself.
+TEST(Files, RaisesTheLimitOnOpenFiles) {
+    const TempDir dir;
+    write_file(dir.file("a"), "x");
+    rlimit before;
+    ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+    if (before.rlim_max < 400) GTEST_SKIP() << "the hard limit on open files is " << before.rlim_max;
+    const rlimit low = {100, before.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &low), 0);
+    std::vector<FileReader> files;
+    EXPECT_NO_THROW(while (files.size() < 200) files.emplace_back(dir.file("a")));
+    files.clear();
+    const rlimit lowest = {20, 20};
+    const pid_t child = ::fork();  // a hard limit cannot be raised again
+    if (child == 0) {
+        ::setrlimit(RLIMIT_NOFILE, &lowest);
+        try {
+            while (files.size() < 200) files.emplace_back(dir.file("a"));
+            ::_exit(1);
+        } catch (const Error& e) {
+            ::_exit(std::string(e.what()).find("ulimit -n") == std::string::npos);
+        }
+    }
+    int status = -1;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+    EXPECT_EQ(status, 0);
+    ::setrlimit(RLIMIT_NOFILE, &before);
 }
 
 TEST(Files, CreatesAndListsDirectories) {

@@ -2,6 +2,7 @@
 """Training on several ranks gives the results of one rank: every ZeRO stage, gradient accumulation, masks, clipping, evaluation,
 resuming with another number of ranks, and ranks that stop or die. TRAIN_GPT names the driver. mpirun starts its ranks, or --gpus
 with the CUDA build (on two GPUs, or four if there are four)."""
+import fcntl
 import glob
 import itertools
 import json
@@ -373,6 +374,36 @@ class ParallelTest(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual(log(resumed[-1])[-1]["step"], last + 2)
         self.expect_same_numbers(*resumed, "after a rank was killed")
+
+    def test_a_run_directory_that_is_in_use(self):
+        """Rank 0 looks at the lock; all ranks end with its error."""
+        run_dir = self.train(2, name="in_use")
+        with open(os.path.join(run_dir, ".lock"), "w") as file:
+            file.write("process 12 on otherhost")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            done = run(2, "--out", run_dir, "--resume", "--steps", 12)
+        self.assertNotEqual(done.returncode, 0)
+        # mpirun mixes the lines of the ranks. None of them reports that another rank ended.
+        self.assertIn(f"--out {run_dir} is in use by process 12 on otherhost; wait until it ends", done.stderr)
+        self.assertNotRegex(done.stderr, r"rank \d")
+
+    def test_a_flipped_bit_is_noticed_by_all_ranks(self):
+        run_dir = os.path.join(self.top, "flipped")
+        shutil.copytree(self.train(2, "--zero-stage", 3), run_dir)
+        path = os.path.join(run_dir, "step_00000010", "state.safetensors")
+        with open(path, "r+b") as file:
+            file.seek(-5000, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-5000, os.SEEK_END)
+            file.write(bytes([byte ^ 1]))
+        for ranks, stage in ((1, 0), (2, 0), (2, 3), (4, 1)):
+            if ranks not in (1, *COUNTS):
+                continue
+            done = run(ranks, "--out", run_dir, "--resume", "--steps", 12, "--zero-stage", stage, "--batch-size", 8 // ranks)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(f"{path}: tensor v/", done.stderr)
+            self.assertIn("checksum", done.stderr)
 
     def test_non_finite_steps_are_skipped_by_all_ranks(self):
         done = run(2, *self.args("diverged", "gpt2-tiny", 2, "--lr", 1e6, "--warmup", 0, "--schedule", "constant", "--grad-clip", 0,

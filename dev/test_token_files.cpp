@@ -99,7 +99,6 @@ TEST_F(TokenFilesTest, ShardsAreOneSequence) {
     EXPECT_EQ(files.size(), 6);
     EXPECT_EQ(files.pattern(), all());
     EXPECT_EQ(files.paths(), (std::vector<std::string>{folder + "/a.bin", folder + "/b.bin", folder + "/c.bin"}));
-    EXPECT_EQ(files.mapped_bytes(), 3 * 1024 + 12);
     const std::vector<int32_t> expected = {0, 65535, 10, 11, 12, 20};
     for (int64_t begin = 0; begin <= 6; begin++) {
         for (int64_t end = begin; end <= 6; end++) {
@@ -194,7 +193,42 @@ TEST_F(TokenFilesTest, CountsBeyond32Bits) {
     std::vector<int32_t> got(3);
     files.read(int64_t(count) - 2, 3, got.data(), 100);
     EXPECT_EQ(got, (std::vector<int32_t>{0, 77, 88}));
-    EXPECT_GT(files.mapped_bytes(), int64_t(1) << 34);
+}
+
+// A map would end the process with SIGBUS.
+TEST_F(TokenFilesTest, TruncatedWhileOpen) {
+    write_tokens<uint16_t>("a.bin", std::vector<uint16_t>(9000, 7));
+    write("a.mask", {20261121, 1, 9000}, std::string(9000, '\1'));
+    const TokenFiles files(all());
+    ASSERT_EQ(::truncate((folder + "/a.bin").c_str(), 5000), 0);
+    ASSERT_EQ(::truncate((folder + "/a.mask").c_str(), 5000), 0);
+    std::vector<int32_t> got(9000);
+    std::vector<uint8_t> mask(9000);
+    files.read(0, 1900, got.data(), 0);
+    expect_contains(error_of([&] { files.read(0, 9000, got.data(), 0); }), "a.bin: has 5000 bytes, but had 19024");
+    expect_contains(error_of([&] { files.read_mask(0, 9000, mask.data()); }), "a.mask: has 5000 bytes, but had 10024");
+}
+
+TEST_F(TokenFilesTest, CountsOfMetaJson) {
+    write_tokens<uint16_t>("train_000000.bin", {1, 2});
+    write_tokens<uint16_t>("train_000001.bin", {3});
+    write_tokens<uint16_t>("val_000000.bin", {4});
+    const auto meta = [&](const std::string& train, const std::string& val) {
+        std::ofstream(folder + "/meta.json")
+            << R"({"vocab_size": 9, "end_of_text": 8, "train": {"bytes": 3, "documents": 1)" << train
+            << R"(}, "val": {"bytes": 1, "documents": 1)" << val << "}}";
+        return open_data(folder);
+    };
+    for (const auto& [train, val] : {std::pair(R"(, "tokens": 3)", R"(, "tokens": 1)"), std::pair("", "")}) {
+        EXPECT_EQ(open_split(meta(train, val), true).size(), 3);
+        EXPECT_EQ(open_split(meta(train, val), false).size(), 1);
+    }
+    const std::string wrong_train = error_of([&] { open_split(meta(R"(, "tokens": 2)", ""), true); });
+    expect_contains(wrong_train, "meta.json: key 'train.tokens' is 2, but ");
+    expect_contains(wrong_train, " holds 3 tokens");
+    expect_contains(error_of([&] { open_split(meta("", R"(, "tokens": 0)"), false); }), "'val.tokens' is 0");
+    expect_contains(error_of([&] { meta(R"(, "tokens": "3")", ""); }), "key 'train.tokens' is \"3\", expected a whole");
+    expect_contains(error_of([&] { meta("", R"(, "tokens": -1)"); }), "key 'val.tokens' is -1");
 }
 
 TEST_F(TokenFilesTest, DataDirectory) {

@@ -1,12 +1,28 @@
 #include "parallel/checkpoint.h"
 
-#include <memory>
+#include <iostream>
 
 #include "runtime/files/files.h"
 
 Ranks ranks_of(const Context& ctx) {
     return {ctx.rank, ctx.world, [&ctx] { ctx.comm->barrier(); },
             [&ctx](void* all, const void* own, size_t bytes) { ctx.comm->all_gather_host(all, own, bytes); }};
+}
+
+void claim_run_directory(const Context& ctx, const std::string& directory, std::unique_ptr<DirectoryLock>& lock) {
+    std::string error;
+    try {
+        if (ctx.rank == 0 && !lock && is_directory(directory)) {
+            lock = std::make_unique<DirectoryLock>(directory, "--out");
+            if (!lock->locked())
+                std::cerr << "--out " << directory << ": this file system has no locks; start no other run there\n";
+            remove_leftovers(directory);
+        }
+    } catch (const Error& e) {
+        error = e.what();
+    }
+    ctx.comm->broadcast_host(error, 0);
+    if (!error.empty()) throw Error(error);
 }
 
 void write_checkpoint(const Context& ctx, const std::string& path, const ParamTable& table,

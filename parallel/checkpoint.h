@@ -2,13 +2,19 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 
 #include "runtime/context.h"
 #include "runtime/files/checkpoint.h"
+#include "runtime/files/lock.h"
 
 // The ranks of a run, for save_state(), save_weights() and load_state().
 Ranks ranks_of(const Context& ctx);
+
+// Rank 0 locks the run directory, if it exists and `lock` does not hold it yet, and removes what dead processes left in
+// it. If that fails, all ranks throw its error.
+void claim_run_directory(const Context& ctx, const std::string& directory, std::unique_ptr<DirectoryLock>& lock);
 
 // Call it when queued work is done. Each rank writes its part of the training state and then its share of the weights.
 // metadata goes into the state's file. Rank 0 calls small_files(directory) and renames the complete checkpoint to path,

@@ -56,3 +56,7 @@ bool signal_ignored(int number) {
 void ignore_closed_pipes() {
     std::signal(SIGPIPE, SIG_IGN);
 }
+
+void ignore_file_size_limit() {
+    std::signal(SIGXFSZ, SIG_IGN);
+}

@@ -22,3 +22,6 @@ bool signal_ignored(int number);
 
 // A write to a pipe or socket whose reader has gone fails with EPIPE instead of ending the process.
 void ignore_closed_pipes();
+
+// A write beyond the limit on file sizes (ulimit -f) fails with EFBIG instead of ending the process.
+void ignore_file_size_limit();

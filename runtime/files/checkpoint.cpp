@@ -96,9 +96,10 @@ WeightFiles open_weights(const std::string& directory) {
     require(has_map, index, ": key 'weight_map' is missing or not an object; the file is damaged");
     std::set<std::string> shards;
     for (const auto& [name, shard] : content["weight_map"].items()) {
-        require(shard.is_string() && shard.get<std::string>().find('/') == std::string::npos, index,
-                ": key 'weight_map' gives no file name for ", name);
-        shards.insert(shard.get<std::string>());
+        const std::string file = shard.is_string() ? shard.get<std::string>() : "";
+        const bool valid = !file.empty() && file.find_first_of(std::string("/\0", 2)) == std::string::npos;
+        require(valid, index, ": key 'weight_map' gives no file name for ", name);
+        shards.insert(file);
     }
     for (const std::string& shard : shards) weights.add(join_path(directory, shard));
     for (const auto& [name, shard] : content["weight_map"].items()) {
@@ -527,7 +528,7 @@ AtomicDirectory::AtomicDirectory(const std::string& path) : final_path(path) {
     }
     temporary = join_path(parent, prefix + std::to_string(::getpid()));
     const bool made = ::mkdir(temporary.c_str(), 0777) == 0;
-    require(made, temporary, ": cannot create the directory: ", std::strerror(errno));
+    if (!made) throw_system_error(temporary, "create the directory", errno);
 }
 
 AtomicDirectory::~AtomicDirectory() {
@@ -628,8 +629,11 @@ std::string best_checkpoint(const std::string& run_dir) {
     std::string best;
     double lowest = INFINITY;
     for (const std::string& name : list_checkpoints(run_dir)) {
-        const json trainer = read_json(join_path(join_path(run_dir, name), "trainer.json"));
-        const json loss = trainer.value("val_loss", json());
+        json loss;
+        try {
+            loss = read_json(join_path(join_path(run_dir, name), "trainer.json")).value("val_loss", json());
+        } catch (const Error&) {  // a damaged checkpoint must not end a run that has a newer one
+        }
         if (loss.is_number() && loss.get<double>() < lowest) {
             lowest = loss.get<double>();
             best = name;
@@ -638,17 +642,21 @@ std::string best_checkpoint(const std::string& run_dir) {
     return best;
 }
 
-void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {
-    require(keep >= 1, run_dir, ": cannot keep ", keep, " checkpoints; keep at least 1");
-    // Remove leftovers of dead processes: unfinished checkpoints, and old ones that were being removed.
+void remove_leftovers(const std::string& run_dir) {
     for (const std::string& name : list_directory(run_dir)) {
         const size_t dash = name.find_last_of('-');
         const bool unfinished = starts_with(name, ".tmp-") && dash > 5 && dash != std::string::npos &&
                                 checkpoint_step(name.substr(5, dash - 5)) >= 0 && !process_lives(name.substr(dash + 1));
         const bool removed =
             starts_with(name, REMOVED_PREFIX) && checkpoint_step(name.substr(std::strlen(REMOVED_PREFIX))) >= 0;
-        if (unfinished || removed) remove_tree(join_path(run_dir, name));
+        const bool unfinished_file = name == ".tmp-log.jsonl" || name == ".tmp-run.toml";
+        if (unfinished || removed || unfinished_file) remove_tree(join_path(run_dir, name));
     }
+}
+
+void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare) {
+    require(keep >= 1, run_dir, ": cannot keep ", keep, " checkpoints; keep at least 1");
+    remove_leftovers(run_dir);
     std::vector<std::string> names = list_checkpoints(run_dir);
     names.resize(size_t(std::max<int64_t>(0, int64_t(names.size()) - keep)));
     for (const std::string& name : names) {

@@ -120,10 +120,14 @@ nlohmann::json read_json(const std::string& path);
 // The sequence length in trainer.json; 0 if the directory has no such file.
 int64_t trained_seq_len(const std::string& directory);
 
-// The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated.
+// The checkpoint with the lowest val_loss in its trainer.json; empty if none was evaluated. A trainer.json that cannot
+// be read counts as not evaluated.
 std::string best_checkpoint(const std::string& run_dir);
 
-// Removes all checkpoints except the newest `keep` ≥ 1 and `spare` (a name, may be empty). A checkpoint is first
-// renamed to ".old-step_...", so that a partly removed one is never taken for complete. Unfinished saves and removals
-// of dead processes are removed too.
+// Removes what dead processes left in a run directory: unfinished checkpoints and files (".tmp-..."), checkpoints that
+// were being removed (".old-..."). The caller holds the directory's lock (runtime/files/lock.h).
+void remove_leftovers(const std::string& run_dir);
+
+// Removes leftovers, and all checkpoints except the newest `keep` ≥ 1 and `spare` (a name, may be empty). A checkpoint
+// is first renamed to ".old-step_...", so that a partly removed one is never taken for complete.
 void remove_old_checkpoints(const std::string& run_dir, int64_t keep, const std::string& spare);

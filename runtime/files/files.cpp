@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <glob.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -29,6 +30,8 @@ const char* remedy(int error) {
         case ENOSPC:
         case EDQUOT:
             return "; free some disk space";
+        case EFBIG:
+            return "; raise the limit on file sizes (ulimit -f)";
         case EROFS:
             return "; choose a writable directory";
         case EMFILE:
@@ -39,11 +42,6 @@ const char* remedy(int error) {
         default:
             return "";
     }
-}
-
-[[noreturn]] void fail(const std::string& path, const char* action, int error) {
-    throw Error(
-        str(path.empty() ? "(empty path)" : path, ": cannot ", action, ": ", std::strerror(error), remedy(error)));
 }
 
 // Closes a descriptor at the end of a scope, also when an Error is thrown.
@@ -68,7 +66,7 @@ void replace_file(const std::string& path, std::initializer_list<std::string_vie
     std::string target = path;
     struct stat info;
     if (::stat(path.c_str(), &info) == 0) {
-        if (S_ISDIR(info.st_mode)) fail(path, "write", EISDIR);
+        if (S_ISDIR(info.st_mode)) throw_system_error(path, "write", EISDIR);
         if (!S_ISREG(info.st_mode)) {  // a device or a pipe: there is nothing to replace, and renaming would remove it
             FileWriter out(path);
             for (const std::string_view part : parts) out.write(part.data(), int64_t(part.size()));
@@ -88,7 +86,7 @@ void replace_file(const std::string& path, std::initializer_list<std::string_vie
         FileWriter out(temporary, path);
         for (const std::string_view part : parts) out.write(part.data(), int64_t(part.size()));
         out.finish();
-        if (::rename(temporary.c_str(), target.c_str()) != 0) fail(path, "replace", errno);
+        if (::rename(temporary.c_str(), target.c_str()) != 0) throw_system_error(path, "replace", errno);
     } catch (...) {
         ::unlink(temporary.c_str());
         throw;
@@ -96,14 +94,42 @@ void replace_file(const std::string& path, std::initializer_list<std::string_vie
     flush_directory(directory);
 }
 
+// A data set may have more shards than the default limit on open files, which any process may raise up to a hard limit.
+bool raise_open_file_limit() {
+    struct rlimit limit;
+    if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == limit.rlim_max) return false;
+    limit.rlim_cur = limit.rlim_max;
+    return ::setrlimit(RLIMIT_NOFILE, &limit) == 0;
+}
+
+// The descriptor of a regular file, and its size. A FIFO is not opened, because that would wait for a writer, nor a
+// device, because that may have effects.
+int open_regular_file(const std::string& path, int64_t& size) {
+    struct stat info;
+    if (::stat(path.c_str(), &info) != 0) throw_system_error(path, "open", errno);
+    if (S_ISDIR(info.st_mode)) throw_system_error(path, "read", EISDIR);
+    require(S_ISREG(info.st_mode), path, ": is a ", S_ISFIFO(info.st_mode) ? "FIFO" : "device or socket",
+            ", not a regular file; copy its contents to one");
+    int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0 && errno == EMFILE && raise_open_file_limit()) fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || ::fstat(fd, &info) != 0) throw_system_error(path, "open", errno);
+    size = info.st_size;
+    return fd;
+}
+
 }  // namespace
+
+void throw_system_error(const std::string& path, const char* action, int error) {
+    throw Error(
+        str(path.empty() ? "(empty path)" : path, ": cannot ", action, ": ", std::strerror(error), remedy(error)));
+}
 
 std::string read_file(const std::string& path, int64_t limit) {
     const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    if (file.fd < 0) fail(path, "open", errno);
+    if (file.fd < 0) throw_system_error(path, "open", errno);
     struct stat info;
-    if (::fstat(file.fd, &info) != 0) fail(path, "read", errno);
-    if (S_ISDIR(info.st_mode)) fail(path, "read", EISDIR);
+    if (::fstat(file.fd, &info) != 0) throw_system_error(path, "read", errno);
+    if (S_ISDIR(info.st_mode)) throw_system_error(path, "read", EISDIR);
     require(info.st_size <= limit, path, ": is ", info.st_size, " bytes, more than the ", limit, " that are read here");
     std::string bytes;
     if (info.st_size > 0) bytes.reserve(size_t(info.st_size) + 1);
@@ -115,7 +141,7 @@ std::string read_file(const std::string& path, int64_t limit) {
         const ssize_t n = ::read(file.fd, &bytes[have], room);
         const int error = errno;
         bytes.resize(have + size_t(std::max<ssize_t>(n, 0)));
-        if (n < 0 && error != EINTR) fail(path, "read", error);
+        if (n < 0 && error != EINTR) throw_system_error(path, "read", error);
         if (n == 0) return bytes;
         require(int64_t(bytes.size()) <= limit, path, ": holds more than the ", limit, " bytes that are read here");
     }
@@ -125,19 +151,38 @@ void write_file(const std::string& path, std::string_view bytes) {
     replace_file(path, {bytes});
 }
 
+FileReader::FileReader(const std::string& path) : name(path), fd(open_regular_file(path, length)) {}
+
+FileReader::~FileReader() {
+    if (fd >= 0) ::close(fd);
+}
+
+FileReader::FileReader(FileReader&& other) noexcept
+    : name(std::move(other.name)), length(other.length), fd(std::exchange(other.fd, -1)) {}
+
+void FileReader::read(int64_t offset, void* dst, int64_t bytes) const {
+    require(offset >= 0 && bytes >= 0 && offset <= length - bytes, name, ": ", bytes, " bytes from byte ", offset,
+            " on are beyond its end; it has ", length);
+    char* to = static_cast<char*>(dst);
+    while (bytes > 0) {
+        const ssize_t n = ::pread(fd, to, size_t(bytes), offset);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) throw_system_error(name, "read", errno);
+        if (n == 0) {
+            struct stat now;
+            if (::fstat(fd, &now) != 0) throw_system_error(name, "read", errno);
+            throw Error(str(name, ": has ", now.st_size, " bytes, but had ", length,
+                            " when it was opened: it was truncated; restore the file"));
+        }
+        to += n, offset += n, bytes -= n;
+    }
+}
+
 MappedFile::MappedFile(const std::string& path) : name(path) {
-    struct stat info;
-    if (::stat(path.c_str(), &info) != 0) fail(path, "open", errno);
-    if (S_ISDIR(info.st_mode)) fail(path, "read", EISDIR);
-    // Before it is opened: opening a FIFO waits for a writer.
-    require(S_ISREG(info.st_mode), path, ": is not a regular file and can't be mapped; copy it to one");
-    const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-    if (file.fd < 0) fail(path, "open", errno);
-    if (::fstat(file.fd, &info) != 0) fail(path, "read", errno);
-    length = info.st_size;
+    const Descriptor file(open_regular_file(path, length));
     if (length == 0) return;  // mmap refuses a length of 0, but an empty file is valid
     void* map = ::mmap(nullptr, size_t(length), PROT_READ, MAP_SHARED, file.fd, 0);
-    if (map == MAP_FAILED) fail(path, "map", errno);
+    if (map == MAP_FAILED) throw_system_error(path, "map", errno);
     bytes = static_cast<char*>(map);
 }
 
@@ -158,7 +203,7 @@ FileWriter::FileWriter(const std::string& path, const std::string& shown_as, Ope
     : name(shown_as.empty() ? path : shown_as) {
     const bool create = how == Open::Create;
     fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | (create ? O_CREAT | O_TRUNC : 0), 0666);
-    if (fd < 0) fail(name, create ? "create" : "open", errno);
+    if (fd < 0) throw_system_error(name, create ? "create" : "open", errno);
 }
 
 FileWriter::~FileWriter() {
@@ -167,7 +212,7 @@ FileWriter::~FileWriter() {
 
 void FileWriter::seek(int64_t offset) {
     require(fd >= 0, name, ": written to after it was finished");
-    if (::lseek(fd, offset, SEEK_SET) < 0) fail(name, "seek", errno);
+    if (::lseek(fd, offset, SEEK_SET) < 0) throw_system_error(name, "seek", errno);
 }
 
 void FileWriter::write(const void* data, int64_t bytes) {
@@ -176,7 +221,7 @@ void FileWriter::write(const void* data, int64_t bytes) {
     while (bytes > 0) {
         const ssize_t n = ::write(fd, next, size_t(bytes));
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) fail(name, "write", errno);
+        if (n < 0) throw_system_error(name, "write", errno);
         next += n;
         bytes -= n;
     }
@@ -186,25 +231,26 @@ void FileWriter::finish() {
     require(fd >= 0, name, ": finished twice");
     // EINVAL: a pipe or a device, which has nothing to flush. Some file systems report a full disk only here or at
     // close.
-    if (::fsync(fd) != 0 && errno != EINVAL) fail(name, "flush", errno);
-    if (::close(std::exchange(fd, -1)) != 0) fail(name, "close", errno);
+    if (::fsync(fd) != 0 && errno != EINVAL) throw_system_error(name, "flush", errno);
+    if (::close(std::exchange(fd, -1)) != 0) throw_system_error(name, "close", errno);
 }
 
 void make_directories(const std::string& path) {
     if (is_directory(path)) return;
-    if (path.empty()) fail(path, "create the directory", ENOENT);
+    if (path.empty()) throw_system_error(path, "create the directory", ENOENT);
     const std::string parent = parent_directory(path);
     if (parent != path) make_directories(parent);
     if (::mkdir(path.c_str(), 0777) == 0) return flush_directory(parent);
     const int error = errno;
-    if (!is_directory(path)) fail(path, "create the directory", error);  // "a/" or another process was first: fine
+    if (!is_directory(path))
+        throw_system_error(path, "create the directory", error);  // "a/" or another process was first: fine
 }
 
 void flush_directory(const std::string& path) {
     const Descriptor directory(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    if (directory.fd < 0) fail(path, "open the directory", errno);
+    if (directory.fd < 0) throw_system_error(path, "open the directory", errno);
     // EINVAL: a file system that can't flush directories. There is nothing more to be done then.
-    if (::fsync(directory.fd) != 0 && errno != EINVAL) fail(path, "flush the directory", errno);
+    if (::fsync(directory.fd) != 0 && errno != EINVAL) throw_system_error(path, "flush the directory", errno);
 }
 
 bool path_exists(const std::string& path) {
@@ -224,7 +270,7 @@ std::string join_path(const std::string& directory, const std::string& name) {
 
 std::vector<std::string> list_directory(const std::string& path) {
     DIR* directory = ::opendir(path.c_str());
-    if (!directory) fail(path, "list the directory", errno);
+    if (!directory) throw_system_error(path, "list the directory", errno);
     std::vector<std::string> names;
     errno = 0;
     while (const dirent* entry = ::readdir(directory)) {
@@ -234,7 +280,7 @@ std::vector<std::string> list_directory(const std::string& path) {
     }
     const int error = errno;
     ::closedir(directory);
-    if (error) fail(path, "list the directory", error);
+    if (error) throw_system_error(path, "list the directory", error);
     std::sort(names.begin(), names.end());
     return names;
 }

@@ -8,13 +8,34 @@
 
 #include "runtime/device/tensor.h"
 
+// Throws Error: "<path>: cannot <action>: <the system's message><remedy>".
+[[noreturn]] void throw_system_error(const std::string& path, const char* action, int error);
+
 // Reads a whole file. Throws Error for a missing or unreadable file, a directory, or a file larger than limit.
 std::string read_file(const std::string& path, int64_t limit = int64_t(1) << 32);
 
 // Creates or replaces path atomically (temporary file, flush, rename).
 void write_file(const std::string& path, std::string_view bytes);
 
-// A read-only memory map of a whole file.
+// Reads parts of a regular file. Unlike in a map, a file that is truncated meanwhile is an Error and no signal.
+class FileReader {
+  public:
+    // Throws Error for anything but a regular file; FIFOs and devices are not opened.
+    explicit FileReader(const std::string& path);
+    ~FileReader();
+    FileReader(FileReader&& other) noexcept;
+    FileReader(const FileReader&) = delete;
+    void read(int64_t offset, void* dst, int64_t bytes) const;  // safe from several threads
+    int64_t size() const { return length; }                     // when it was opened
+    const std::string& path() const { return name; }
+
+  private:
+    std::string name;
+    int64_t length = 0;
+    int fd = -1;
+};
+
+// A read-only memory map of a whole regular file.
 class MappedFile {
   public:
     explicit MappedFile(const std::string& path);

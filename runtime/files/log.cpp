@@ -1,17 +1,20 @@
 #include "runtime/files/log.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "runtime/console.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
-RunLog::RunLog(const std::string& log_path, int64_t last_step) : path(log_path), file(nullptr) {
+RunLog::RunLog(const std::string& log_path, int64_t last_step, std::function<void(const std::string&)> tell)
+    : path(log_path), note(std::move(tell)) {
     if (path.empty()) return;
     if (path_exists(path)) {
         const std::string old = read_file(path);
@@ -23,19 +26,46 @@ RunLog::RunLog(const std::string& log_path, int64_t last_step) : path(log_path),
         }
         if (kept.size() != old.size()) write_file(path, kept);
     }
-    file = std::fopen(path.c_str(), "a");
-    require(file != nullptr, path, ": cannot open for writing: ", std::strerror(errno));
+    open();
 }
 
 RunLog::~RunLog() {
-    if (file) std::fclose(file);
+    if (fd >= 0) ::close(fd);
+}
+
+void RunLog::open() {
+    fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (fd < 0) throw_system_error(path, "open", errno);
+}
+
+void RunLog::follow_path() {
+    struct stat ours, named;
+    const bool exists = ::stat(path.c_str(), &named) == 0;
+    if (::fstat(fd, &ours) != 0) throw_system_error(path, "read", errno);
+    if (exists && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return;
+    if (!exists) write_file(path, read_file(str("/proc/self/fd/", fd)));  // the lines so far are still in the open file
+    ::close(std::exchange(fd, -1));
+    open();
+    if (note)
+        note(path + (exists ? " was replaced; the log continues in the new file" : " was gone; it is written again"));
+    note = {};
 }
 
 void RunLog::write(const nlohmann::ordered_json& line) {
-    if (!file) return;
+    if (path.empty()) return;
+    follow_path();
     const std::string text = line.dump() + "\n";
-    const bool ok = std::fwrite(text.data(), 1, text.size(), file) == text.size() && std::fflush(file) == 0;
-    require(ok, path, ": cannot write: ", std::strerror(errno), "; make room, then go on with --resume");
+    const off_t end = ::lseek(fd, 0, SEEK_END);
+    for (size_t done = 0; done < text.size();) {
+        const ssize_t n = ::write(fd, text.data() + done, text.size() - done);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) {
+            const int error = errno;
+            (void)!::ftruncate(fd, end);  // leaves no half line; if it fails the next start removes it
+            throw_system_error(path, "write", error);
+        }
+        done += size_t(n);
+    }
 }
 
 Progress::Progress(int64_t total, int64_t first, bool is_shown)

@@ -3,23 +3,29 @@
 
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 
-// Appends one JSON object per line. Each line is written at once, so a killed run loses none.
+// Appends one JSON object per line. Each line is written at once and whole, so a killed run loses none. A log that is
+// deleted or moved away during the run is written again with all its lines; if another file takes its place, the log
+// continues there.
 class RunLog {
   public:
     // Opens path for appending and removes lines whose "step" is > last_step, and an incomplete last line. With an
-    // empty path nothing is written.
-    RunLog(const std::string& path, int64_t last_step);
+    // empty path nothing is written. note: told once if the file disappears.
+    RunLog(const std::string& path, int64_t last_step, std::function<void(const std::string&)> note = {});
     ~RunLog();
     RunLog(const RunLog&) = delete;
     RunLog& operator=(const RunLog&) = delete;
     void write(const nlohmann::ordered_json& line);
 
   private:
-    std::string path;
-    FILE* file;
+    void open();
+    void follow_path();  // opens the file again if path no longer names the one that is open
+    const std::string path;
+    std::function<void(const std::string&)> note;  // empty after the first call
+    int fd = -1;
 };
 
 // Progress on stderr. On a terminal one line that is redrawn; piped, plain lines, at most one a second.
