@@ -151,7 +151,8 @@ TEST(Update, MuonStepMatchesReference) {
                     for (size_t i = 0; i < n; i++) {
                         const reference::Muon r =
                             reference::muon_momentum(m0[first + i], grads[first + i], s.grad_scale, s.momentum);
-                        ASSERT_NEAR(m1[first + i], r.m.value, 2 * UNIT_ROUNDOFF * r.m.mag);
+                        // Four roundings at most: of 1 - μ, of grad·grad_scale, of their product, of the sum.
+                        ASSERT_NEAR(m1[first + i], r.m.value, 4 * UNIT_ROUNDOFF * r.m.mag);
                         u[i] = r.u.value;
                     }
                     const ExactUpdate exact = exact_update(u, rows, p.cols, options.muon.newton_schulz);
