@@ -1,10 +1,32 @@
 #!/usr/bin/env python3
-"""Make goals whose recipes depend on variables. Nothing is built: goals run with make -n or end with an error."""
+"""Make goals: each that `make help` lists and each command of the docs is one that make and a shell can read, and those
+whose recipes depend on variables. Nothing is built: goals run with make -n or end with an error."""
+import glob
 import os
+import re
+import shlex
 import subprocess
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def documented():
+    """The make commands that README.md and docs/ print, in code blocks and between backquotes, each once."""
+    commands = {}
+    for path in (os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "*.md")))):
+        in_code = False
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("```"):
+                    in_code = not in_code
+                for text in ([line] if in_code else re.findall(r"`(make[^`]*)`", line)):
+                    for command in re.split(r"#|\s{2,}", text)[0].split("&&"):
+                        if re.match(r"make( |$)", command.strip()):
+                            # Of alternatives the first, without optional parts; x is any op.
+                            command = re.sub(r"\|\S+|\[[^]]*\]", "", command.replace("OP=x", "OP=layernorm"))
+                            commands[" ".join(command.split())] = os.path.relpath(path, ROOT)
+    return commands
 
 
 class MakeGoalsTest(unittest.TestCase):
@@ -14,6 +36,43 @@ class MakeGoalsTest(unittest.TestCase):
         env = {name: value for name, value in os.environ.items() if name not in makes}
         return subprocess.run(["make", "DEPS=no", *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=120)
+
+    def dry_run(self, *args):
+        """What make would do; a shell must be able to read it."""
+        done = self.make("-n", *args)
+        self.assertEqual(done.returncode, 0, f"make {' '.join(args)}: {done.stdout}")
+        said = ("make", "There is", "Building")  # by make itself
+        recipes = "\n".join(line for line in done.stdout.splitlines() if not line.startswith(said))
+        read = subprocess.run(["bash", "-n"], input=recipes, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True)
+        self.assertEqual((read.returncode, read.stdout), (0, ""), f"make {' '.join(args)}: {recipes}")
+        return recipes
+
+    def needs_nvcc(self, command):
+        """Goals of the CUDA build stop where there is no nvcc, in a dry run, too."""
+        found = subprocess.run([os.path.join(ROOT, "scripts", "find_cuda.sh"), "nvcc"], stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+        return found.returncode != 0 and re.search(r"BACKEND=cuda|\brelease\b", command)
+
+    def test_every_goal_of_help(self):
+        goals = re.findall(r"^make ([a-z-]+) ", self.make("help").stdout, re.MULTILINE)
+        self.assertGreater(len(goals), 15)
+        for goal in goals:
+            with self.subTest(goal):
+                if not self.needs_nvcc(goal):
+                    self.assertTrue(self.dry_run(goal).strip())
+
+    def test_every_command_of_the_docs(self):
+        commands = documented()
+        self.assertGreater(len(commands), 40)
+        for command, path in commands.items():
+            with self.subTest(f"{path}: {command}"):
+                if not self.needs_nvcc(command):
+                    self.dry_run(*shlex.split(command)[1:])
+
+    def test_goals_that_only_print(self):
+        self.assertIn("make data ", self.make("help").stdout)
+        self.assertIn(self.make("cuda-info").returncode, (0, 2))  # 2: no nvcc
 
     def test_data_without_text_makes_the_quick_starts(self):
         done = self.make("-n", "data")
