@@ -168,13 +168,14 @@ class SignalsTest(unittest.TestCase):
                 self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
                 self.assertIn("standard output: cannot write", done.stderr)
 
-    # ---- limits -------------------------------------------------------------------------------------------------------
+    # ---- limits ------------------------------------------------------------------------------------------------------
 
     def test_many_threads_and_small_stacks(self):
         """Each of them crashed: a table of 100,000 threads, and kernels' tiles on a stack of 512 KiB."""
         for i, limits in enumerate(("", "ulimit -s 512;", "ulimit -Ss 512;")):
             for threads in ("2", "100000"):
-                done = subprocess.run(["sh", "-c", limits + '"$@"', "sh", *self.args(f"limits{i}{threads}", "--steps", 1)],
+                command = self.args(f"limits{i}{threads}", "--steps", 1)
+                done = subprocess.run(["sh", "-c", limits + '"$@"', "sh", *command],
                                       env={**ENVIRONMENT, "OMP_NUM_THREADS": threads}, stdin=subprocess.DEVNULL,
                                       capture_output=True, text=True, timeout=120)
                 self.assertEqual(done.returncode, 0, (limits, threads, done.stderr))
