@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <iostream>
+
 namespace {
 
 // The text given whole, and byte by byte.
@@ -41,4 +43,17 @@ TEST(Console, OnlyTerminalsAreEscaped) {
     EXPECT_EQ(for_output(ends[1], "\x1b[31m"), "\x1b[31m");
     close(ends[0]);
     close(ends[1]);
+}
+
+TEST(Console, AnErrorGetsALineOfItsOwn) {
+    testing::internal::CaptureStdout();
+    {
+        Console console;
+        console.end_line();  // nothing was printed: nothing to end
+        std::cout << "two\nlines\n";
+        console.end_line();
+        std::cout << "The cat";
+        console.end_line();
+    }
+    EXPECT_EQ(testing::internal::GetCapturedStdout(), "two\nlines\nThe cat\n");
 }
