@@ -153,8 +153,9 @@ void check_range(const float* values, int64_t n, DType dtype, const std::string&
     // The smallest magnitude that is rounded to infinity: half a unit in the last place above the largest finite one.
     const float limit = dtype == DType::F16 ? 65520.0f : 0x1.FFp127f;
     for (int64_t i = 0; i < n; i++) {
-        require(!(std::fabs(values[i]) >= limit) || std::isinf(values[i]), path, ": tensor ", tensor, ": ", values[i],
-                " is too large for ", dtype_name(dtype), "; use ", dtype == DType::F16 ? "bf16 or fp32" : "fp32");
+        if (!(std::fabs(values[i]) >= limit) || std::isinf(values[i])) continue;
+        throw Error(str(path, ": tensor ", tensor, ": ", values[i], " is too large for ", dtype_name(dtype), "; use ",
+                        dtype == DType::F16 ? "bf16 or fp32" : "fp32"));
     }
 }
 
