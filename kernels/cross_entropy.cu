@@ -4,7 +4,7 @@
 //                     row up to 112 KiB               longer row
 //   threads           512                             1024
 //   shared memory     the row + 256 B                 up to 225 KiB of the row + 256 B
-//   registers         63 (bf16), 48 (fp32); without the gradient 48 and 40
+//   registers         63 (bf16), 48 (fp32); without the gradient 48 and 40; with a softcap 56 to 64 and 47 to 48
 //   blocks per SM     2: one reads while the other writes    1
 //
 // GPT-2 124M: V = 50257, Vp = 50304. bf16: a row has 98.25 KiB, so 512 threads and 2 blocks on an SM of an H100 (228
