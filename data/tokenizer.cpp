@@ -259,7 +259,8 @@ struct Tokenizer::Impl {
         try {
             read(json::parse(text, limit_depth));
         } catch (const json::exception& e) {
-            throw Error(str(path, ": not a valid tokenizer.json (", e.what(), ")"));
+            const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
+            throw Error(str(path, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
     }
 

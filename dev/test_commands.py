@@ -894,6 +894,7 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(done.returncode, status, (args, done.stderr))
         self.assertEqual(done.stderr.count("\n"), 1, (args, done.stderr))
         self.assertEqual(done.stdout, "", args)
+        self.assertNotIn("json.exception", done.stderr, args)
         for word in words:
             self.assertIn(word, done.stderr, args)
         self.assertEqual(sorted(os.listdir(self.top)), before, args)

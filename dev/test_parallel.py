@@ -404,7 +404,8 @@ class ParallelTest(unittest.TestCase):
         for ranks, stage in ((1, 0), (2, 0), (2, 3), (4, 1)):
             if ranks not in (1, *COUNTS):
                 continue
-            done = run(ranks, "--out", run_dir, "--resume", "--steps", 12, "--zero-stage", stage, "--batch-size", 8 // ranks)
+            done = run(ranks, "--out", run_dir, "--resume", "--steps", 12, "--zero-stage", stage,
+                       "--batch-size", 8 // ranks)
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(f"{path}: tensor v/", done.stderr)
             self.assertIn("checksum", done.stderr)
