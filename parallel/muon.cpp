@@ -323,6 +323,7 @@ void Muon::update(const Context& ctx, const std::vector<UpdateSlice>& slices, Te
 }
 
 void Muon::warm_up(const Context& ctx, Tensor workspace) const {
+    if (all_batches.empty()) return;
     // Numbers that differ: on zeros a GPU draws less power and is faster, and every algorithm gives the same result.
     std::vector<float> numbers(1 << 14);
     for (size_t i = 0; i < numbers.size(); i++) numbers[i] = float(normal01(0, 0, i));
