@@ -54,9 +54,13 @@ inline std::vector<double> logits_after(Driver& driver, const std::vector<int32_
     return {row.begin(), row.begin() + driver.model.config.vocab_size};
 }
 
+// In 16 bits both sides are within bounds() of the exact logits (test_model.cpp checks that of forward()), so they are
+// within twice that of each other. Linear attention comes near it: forward() rounds its scores, decoding does not have
+// any. In fp32 one bound has always been enough.
 inline void expect_same_logits(const std::vector<float>& got, const std::vector<double>& ref, const std::string& where,
                                DType dtype = DType::F32) {
-    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bounds(dtype).logits * max_abs(ref)) << where;
+    const double bound = bounds(dtype).logits * (dtype == DType::F32 ? 1 : 2);
+    EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bound * max_abs(ref)) << where;
 }
 
 inline ModelConfig long_config(const char* attention = "SS") {
