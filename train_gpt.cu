@@ -853,7 +853,8 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
             {dtype, dtype != DType::F32 && o.master_weights}, o.optimizer),
-      acts(s.source.config, run_shape(o, model)) {
+      acts(s.source.config, run_shape(o, model)),
+      asked_to_stop(static_cast<size_t>(ctx.world)) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.check([&](int64_t available) {
@@ -1049,9 +1050,10 @@ void Trainer::evaluate_split(RunLog& log, Progress& progress) {
 // Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
 // the same micro-steps and none waits for a collective that the others don't call. Hosts wait for each other here, the
 // devices meanwhile run what is queued.
-bool Trainer::stopping() const {
-    const std::vector<char> asked = ctx.comm->all_gather_host(char(stop_requested()));
-    return std::find(asked.begin(), asked.end(), 1) != asked.end();
+bool Trainer::stopping() {
+    const char asked = stop_requested();
+    ctx.comm->all_gather_host(asked_to_stop.data(), &asked, 1);
+    return std::find(asked_to_stop.begin(), asked_to_stop.end(), 1) != asked_to_stop.end();
 }
 
 void Trainer::sample_text(Progress& progress) {

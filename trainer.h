@@ -32,7 +32,7 @@ class Trainer {
     void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
-    bool stopping() const;
+    bool stopping();
     void tell(const std::string& text) const;  // on stderr, by rank 0
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
@@ -51,9 +51,10 @@ class Trainer {
     Activations acts;
     Optimizer optimizer;
     int64_t step = 0, saved_step = -1;
-    double val_loss = NAN;         // of this step; NAN: not evaluated
-    std::vector<Batch> one_batch;  // for --overfit-one-batch
-    Graph graphs[2][2];            // of micro-steps: [first of its step][last of its step, with several ranks]
+    double val_loss = NAN;            // of this step; NAN: not evaluated
+    std::vector<Batch> one_batch;     // for --overfit-one-batch
+    Graph graphs[2][2];               // of micro-steps: [first of its step][last of its step, with several ranks]
+    std::vector<char> asked_to_stop;  // by rank, for stopping()
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
