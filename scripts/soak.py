@@ -294,7 +294,13 @@ class Round:
         if came:
             time.sleep(self.random.uniform(0, 0.2))
             self.send(segment, signal.SIGSTOP, "rank")
-        status = segment.wait(60)
+        try:
+            status = segment.process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            segment.kill()
+            if newest_step(self.out) < STEPS:
+                raise Lost(f"the other ranks wait for one that hangs: {segment.said()[-2000:]}") from None
+            status = "none: the run was complete, and MPI_Finalize waits for all ranks"
         self.wait_for_orphans(segment)
         self.check_checkpoints(before)
         self.say(f"a rank {'hung' if came else 'would have hung'}, exit status {status}")
