@@ -25,6 +25,7 @@ MICRO_STEP = 4 * 32  # tokens
 class SignalsTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs inherit it; nohup would have them ignore the signal
         cls.top = tempfile.mkdtemp(prefix="train_gpt_signals_")
         cls.data = commands.make_data(cls.top)
 

@@ -478,6 +478,7 @@ def main():
     parser.add_argument("--round", type=int, help="only this round")
     parser.add_argument("--quiet", action="store_true", help="print the result only")
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs inherit it; nohup would have them ignore the signal
     campaign = Campaign(options.seed, options.quiet)
     print(f"seed {options.seed}, {commands.DRIVER}, up to {campaign.worlds[-1].ranks} ranks", flush=True)
     sys.exit(not campaign.run(options.minutes, options.round))
