@@ -3,6 +3,8 @@
 #include "runtime/files/checkpoint.h"
 
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <condition_variable>
@@ -577,6 +579,18 @@ TEST(Checkpoints, ListedInStepOrder) {
         std::filesystem::remove(one.file(str("step_00000005/", missing)));
         EXPECT_TRUE(list_checkpoints(one.path()).empty()) << missing;
     }
+}
+
+TEST(Checkpoints, RemovesTheLeftoversOfAZombie) {
+    const TempDir dir;
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(0);
+    siginfo_t ended;
+    ASSERT_EQ(::waitid(P_PID, id_t(child), &ended, WEXITED | WNOWAIT), 0);  // it stays a zombie
+    make_directories(dir.file(".tmp-step_00000003-" + std::to_string(child)));
+    remove_leftovers(dir.path());
+    EXPECT_EQ(list_directory(dir.path()), std::vector<std::string>{});
+    EXPECT_EQ(::waitpid(child, nullptr, 0), child);
 }
 
 TEST(Checkpoints, RemovesOldCheckpoints) {

@@ -10,6 +10,7 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <set>
 #include <system_error>
@@ -167,11 +168,20 @@ std::string temporary_prefix(const std::string& name) {
 }
 constexpr const char* REMOVED_PREFIX = ".old-";
 
+// Has ended, but its parent has not asked for its status: in a container without an init process it stays so.
+bool is_zombie(pid_t id) {
+    std::ifstream file(str("/proc/", id, "/stat"));  // 4711 (name) Z ...
+    std::string stat;
+    std::getline(file, stat);
+    const size_t name_end = stat.rfind(") ");
+    return name_end != std::string::npos && stat.compare(name_end + 2, 1, "Z") == 0;
+}
+
 bool process_lives(const std::string& pid) {
     if (pid.empty() || pid.size() > 9 || pid.find_first_not_of("0123456789") != std::string::npos)
         return true;  // not ours
     const pid_t id = pid_t(std::stol(pid));
-    return id != ::getpid() && (::kill(id, 0) == 0 || errno == EPERM);
+    return id != ::getpid() && (::kill(id, 0) == 0 || errno == EPERM) && !is_zombie(id);
 }
 
 void remove_tree(const std::string& path) {
