@@ -183,7 +183,7 @@ std::optional<uint32_t> SafetensorsFile::checksum(const std::string& name) const
 }
 
 std::vector<uint32_t> Ranks::combine(std::vector<uint32_t> own) const {
-    if (count == 1) return own;
+    if (count == 1 || own.empty()) return own;
     std::vector<uint32_t> all(own.size() * size_t(count));
     all_gather(all.data(), own.data(), own.size() * sizeof own[0]);
     for (size_t i = 0; i < own.size(); i++) {
