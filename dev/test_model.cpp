@@ -264,9 +264,9 @@ TEST_P(ModelVariants, FutureTokensDoNotAffectPastLogits) {
 // Gradients of micro-steps add up to those of the whole batch, except for the order of sums: 4e-7 for most tensors.
 // Gated linear attention loses more: at a sequence's first token its output is v times a number that the heads' norm
 // divides out again, so that q's and k's gradients there are only rounding errors, divided by that number, which may be
-// small. This alone causes up to 3e-6 in those tensors. QK-norm multiplies gradients by 1/RMS of a head of q or k, which
-// with few channels may be small too, and its two terms cancel in part: up to 1.1e-6 in all tensors. Both kinds of models
-// get the bound of gradients against the oracle.
+// small. This alone causes up to 3e-6 in those tensors. QK-norm multiplies gradients by 1/RMS of a head of q or k,
+// which with few channels may be small too, and its two terms cancel in part: up to 1.1e-6 in all tensors. Both kinds
+// of models get the bound of gradients against the oracle.
 TEST_P(ModelVariants, MicroStepsSumToTheFullBatch) {
     driver.gradients({batch});
     const std::vector<float> whole = driver.grads();
