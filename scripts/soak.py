@@ -90,7 +90,8 @@ class Segment:
         command = parallel.command(world.ranks, *arguments)
         with open(self.errors, "w") as errors:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-                                            env={**parallel.ENVIRONMENT, **(variables or {})}, preexec_fn=limits)
+                                            env={**parallel.ENVIRONMENT, **(variables or {})}, preexec_fn=limits,
+                                            start_new_session=True)  # a launcher may signal its process group
 
     def said(self):
         return text(self.errors)
@@ -456,11 +457,12 @@ class Campaign:
             try:
                 this.run()
             except Lost as lost:
-                if this.segment and this.segment.process.poll() is None:
-                    this.segment.kill()
                 print(f"LOST in round {number} (repeat it with --seed {self.seed} --round {number}): {lost}\n"
                       f"its files are in {self.top}", flush=True)
                 return False
+            finally:
+                if this.segment and this.segment.process.poll() is None:
+                    this.segment.kill()
             rounds += 1
         shutil.rmtree(self.top)
         minutes = (time.monotonic() - begin) / 60
