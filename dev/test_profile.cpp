@@ -99,7 +99,9 @@ TEST(Profile, TimesAndNesting) {
         const std::string outer = line.indent == 0 ? "" : parent + "/";
         at[outer + line.name] = line;
         if (line.name == "(rest)" || line.name == "total") continue;
-        if (previous_sibling.count(outer)) EXPECT_LE(line.ms, previous_sibling[outer]) << report;
+        if (previous_sibling.count(outer)) {
+            EXPECT_LE(line.ms, previous_sibling[outer]) << report;
+        }
         previous_sibling[outer] = line.ms;
     }
     const std::map<std::string, int64_t> calls = {
