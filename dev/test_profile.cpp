@@ -88,8 +88,8 @@ TEST(Profile, TimesAndNesting) {
     EXPECT_FALSE(profiler.on());
     run();  // not timed either
 
-    // The lines by their place in the nesting. Siblings are sorted by time, and under load a sleep can take so long that
-    // any of them is first.
+    // The lines by their place in the nesting. Siblings are sorted by time, and under load a sleep can take so long
+    // that any of them is first.
     const std::string report = profiler.report();
     std::map<std::string, Line> at;
     std::map<std::string, double> previous_sibling;
