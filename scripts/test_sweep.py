@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""sweep.py: combinations, seeds of the best one, interruption and going on, errors."""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
+
+FILE = """
+[common]
+data = "{data}"
+model = "gpt2-tiny"
+layers = 1
+channels = 32
+heads = 1
+vocab-size = 64
+steps = {steps}
+batch-size = 1
+seq-len = 16
+warmup = 0
+eval-every = {steps}
+save-every = 0
+seeds = [1, 2]
+[arms.adamw]
+lr = [1e-4, 1e-2, 0]
+[arms.muon]
+optimizer = "muon"
+"""
+
+
+class SweepTest(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.root = folder.name
+        random = np.random.default_rng(0)
+        for split, count in ("train", 4000), ("val", 200):
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240520, 1, count
+            with open(os.path.join(self.root, f"{split}_000000.bin"), "wb") as file:
+                file.write(header.tobytes() + (random.random(count) ** 4 * 64).astype("<u2").tobytes())
+
+    def sweep(self, text, *options):
+        path = os.path.join(self.root, "arms.toml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return subprocess.run([sys.executable, os.path.join(ROOT, "scripts", "sweep.py"), path, "--driver", DRIVER, "--out",
+                               os.path.join(self.root, "runs"), *options], capture_output=True, text=True, check=False)
+
+    def results(self):
+        with open(os.path.join(self.root, "runs", "sweep.json"), encoding="utf-8") as file:
+            return json.load(file)
+
+    def test_best_of_each_arm_takes_all_seeds(self):
+        text = FILE.format(data=self.root, steps=40)
+        done = self.sweep(text, "--jobs", "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        seeds = {(r["arm"], r["options"].get("lr")): r["seeds"] for r in self.results()}
+        self.assertEqual(seeds, {("adamw", 0.01): [1, 2], ("adamw", 1e-4): [1], ("adamw", 0): [1], ("muon", None): [1, 2]})
+        best, *others = [r for r in self.results() if r["arm"] == "adamw"]
+        self.assertEqual(best["options"], {"lr": 0.01})
+        self.assertEqual(best["tokens"], 640)
+        for other in others:
+            self.assertLess(sum(best["values"]) / 2, other["values"][0])
+        row = next(line for line in done.stdout.splitlines() if "lr=0.01" in line)
+        self.assertTrue(row.endswith("|  |"), row)  # not at an edge
+        again = self.sweep(text)
+        self.assertEqual((again.returncode, again.stdout), (0, done.stdout))
+        self.assertNotIn("$", again.stderr)  # nothing is trained again
+        at_edge = self.sweep(text.replace("[1e-4, 1e-2, 0]", "[0, 1e-2]"))
+        self.assertIn("| lr |", at_edge.stdout)
+
+    def test_goes_on_after_its_time(self):
+        text = FILE.format(data=self.root, steps=4000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")
+        stopped = self.sweep(text, "--minutes", "0.01", "--arms", "adamw")
+        self.assertEqual(stopped.returncode, 3, stopped.stderr)
+        done = self.sweep(text, "--arms", "adamw")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("--resume", done.stderr)
+        self.assertEqual(self.results()[0]["tokens"], 64000)
+
+    def test_errors(self):
+        for text, message in (("[common]\n", "at least one [arms.NAME]"), ("[arms.a]\nlr = \n", "arms.toml"),
+                              ("[arms.a]\nmodle = 'x'\n", "modle")):
+            done = self.sweep(text)
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn(message, done.stderr.strip().splitlines()[-1])
+        done = self.sweep(FILE.format(data=self.root, steps=4), "--arms", "other")
+        self.assertIn("has no arm other; it has adamw, muon", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
