@@ -35,9 +35,9 @@ class RecipeTest(unittest.TestCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout.splitlines()
 
-    def test_four_recipes(self):
+    def test_recipes_are_found(self):
         self.assertEqual([os.path.basename(recipe) for recipe in RECIPES],
-                         ["run_gpt2_124M.sh", "run_gpt2_1558M.sh", "run_llama_1B.sh", "run_llama_8B.sh"])
+                         ["run_gpt2_124M.sh", "run_gpt2_1558M.sh", "run_llama_1B.sh", "run_llama_8B.sh", "run_modern_124M.sh"])
 
     def test_driver_accepts_their_options(self):
         os.mkdir(self.data)
