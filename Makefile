@@ -88,7 +88,7 @@ endif
 LIBS := $(PCRE2_LIBS) -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
-MODULES := kernels kernels/* runtime runtime/* parallel data infer commands
+MODULES := kernels kernels/* runtime runtime/* models parallel data infer commands
 # The library is everything but main(), which only the driver links.
 MAIN := commands/main.cpp
 SOURCES := train_gpt.cu activations.cpp $(filter-out $(MAIN),$(wildcard $(MODULES:%=%/*.cpp)))

@@ -33,6 +33,8 @@
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
 #include "kernels/swiglu.h"
+#include "models/family.h"
+#include "models/model_source.h"
 #include "parallel/checkpoint.h"
 #include "runtime/device/peaks.h"
 #include "runtime/files/checkpoint.h"
@@ -74,8 +76,7 @@ RateGroup rate_group(Slot slot, bool matrix) {
 }  // namespace
 
 ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hidden_matrices) {
-    const std::string family = model_family(c);
-    const bool gpt2 = family == "gpt2", llama = family == "llama";
+    const Family& family = family_of(c);
     ParamTable table;
 
     // Adds a parameter of rows × cols; cols = 0 for a vector. Its initial values are normal(0, init_std), or init_value
@@ -98,66 +99,42 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     // Each block adds to the residual stream twice. The factor keeps the stream's variance independent of the number of
     // layers (GPT-2, section 2.3).
     const double residual_std = weight_std / std::sqrt(2.0 * double(c.layers));
-    const bool norm_bias = c.norm == Norm::LayerNorm;
     const int64_t C = c.channels, V = c.vocab_size, q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
 
-    // A parameter that is one tensor of the file, by the family's name for it. GPT-2's Conv1D stores matrices
-    // transposed.
-    auto named = [&](const std::string& gpt2_name, const std::string& llama_name, int64_t rows, bool conv1d) {
-        std::vector<SourceTensor> sources;
-        if (gpt2) sources = {{gpt2_name, 0, rows, conv1d}};
-        if (llama) sources = {{llama_name, 0, rows, false}};
-        return sources;
+    auto norm = [&](Slot slot, int64_t layer, const std::string& name, int64_t n) {
+        add(slot, layer, name + ".weight", n, 0, 0, 1, source_tensors(family, slot, false, layer, {n}));
     };
-    auto norm = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
-                    const std::string& llama_name) {
-        add(slot, layer, name + ".weight", C, 0, 0, 1, named(gpt2_name + ".weight", llama_name + ".weight", C, false));
-        if (norm_bias) {
-            add(bias_of(slot), layer, name + ".bias", C, 0, 0, 0,
-                named(gpt2_name + ".bias", llama_name + ".bias", C, false));
-        }
+    auto norm_of_channels = [&](Slot slot, int64_t layer, const std::string& name) {
+        norm(slot, layer, name, C);
+        if (c.norm != Norm::LayerNorm) return;
+        add(bias_of(slot), layer, name + ".bias", C, 0, 0, 0, source_tensors(family, slot, true, layer, {C}));
     };
-    // A linear layer: weight and bias. Fused layers (q, k, v; gate, up) concatenate the rows of several matrices, which
-    // are tensors of their own in LLaMA's files.
-    using Parts = std::vector<std::pair<std::string, int64_t>>;
-    auto linear = [&](Slot slot, int64_t layer, const std::string& name, const std::string& gpt2_name,
-                      const Parts& parts, int64_t rows, int64_t cols, double init_std, bool bias) {
-        for (const bool is_bias : {false, true}) {
-            if (is_bias && !bias) continue;
-            const std::string suffix = is_bias ? ".bias" : ".weight";
-            std::vector<SourceTensor> sources = named(gpt2_name + suffix, "", rows, !is_bias);
-            if (llama) sources.clear();
-            std::vector<int64_t> part_rows;
-            int64_t row = 0;
-            for (const auto& [part, n] : parts) {
-                if (llama) sources.push_back({part + suffix, row, n, false});
-                part_rows.push_back(n);
-                row += n;
-            }
-            add(is_bias ? bias_of(slot) : slot, layer, name + suffix, rows, is_bias ? 0 : cols, is_bias ? 0 : init_std,
-                0, sources);
-            if (!is_bias) table.params.back().part_rows = part_rows;
-        }
+    // A linear layer: weight and bias. parts: the rows of the matrices that it fuses (q, k, v; gate, up), which may be
+    // tensors of their own in files.
+    using Parts = std::vector<int64_t>;
+    auto linear = [&](Slot slot, int64_t layer, const std::string& name, const Parts& parts, int64_t cols,
+                      double init_std, bool bias) {
+        const int64_t rows = std::accumulate(parts.begin(), parts.end(), int64_t(0));
+        add(slot, layer, name + ".weight", rows, cols, init_std, 0, source_tensors(family, slot, false, layer, parts));
+        table.params.back().part_rows = parts;
+        if (!bias) return;
+        add(bias_of(slot), layer, name + ".bias", rows, 0, 0, 0, source_tensors(family, slot, true, layer, parts));
+    };
+    // An embedding or the head.
+    auto table_of_rows = [&](Slot slot, const std::string& name, int64_t rows) {
+        add(slot, -1, name + ".weight", rows, C, weight_std, 0, source_tensors(family, slot, false, -1, {rows}));
     };
 
-    add(WTE, -1, "wte.weight", V, C, weight_std, 0,
-        named("transformer.wte.weight", "model.embed_tokens.weight", V, false));
-    if (c.positions == Positions::Learned) {
-        add(WPE, -1, "wpe.weight", c.max_positions, C, weight_std, 0,
-            named("transformer.wpe.weight", "", c.max_positions, false));
-    }
-    if (c.embedding_norm) norm(EMBEDNORM_W, -1, "embednorm", "", "");
+    table_of_rows(WTE, "wte", V);
+    if (c.positions == Positions::Learned) table_of_rows(WPE, "wpe", c.max_positions);
+    if (c.embedding_norm) norm_of_channels(EMBEDNORM_W, -1, "embednorm");
     for (int64_t l = 0; l < c.layers; l++) {
-        const std::string name = str("layers.", l, "."), g = str("transformer.h.", l, "."),
-                          m = str("model.layers.", l, ".");
-        const std::string a = m + "self_attn.";
-        norm(NORM1_W, l, name + "norm1", g + "ln_1", m + "input_layernorm");
-        linear(QKV_W, l, name + "qkv", g + "attn.c_attn",
-               {{a + "q_proj", q_rows}, {a + "k_proj", kv_rows}, {a + "v_proj", kv_rows}}, q_rows + 2 * kv_rows, C,
-               weight_std, c.qkv_bias);
+        const std::string name = str("layers.", l, ".");
+        norm_of_channels(NORM1_W, l, name + "norm1");
+        linear(QKV_W, l, name + "qkv", {q_rows, kv_rows, kv_rows}, C, weight_std, c.qkv_bias);
         if (c.qk_norm == QkNorm::Weights) {
-            add(QNORM_W, l, name + "qnorm.weight", c.head_size, 0, 0, 1, {});
-            add(KNORM_W, l, name + "knorm.weight", c.head_size, 0, 0, 1, {});
+            norm(QNORM_W, l, name + "qnorm", c.head_size);
+            norm(KNORM_W, l, name + "knorm", c.head_size);
         }
         if (c.attention_type(l) == AttentionType::GatedLinear) {
             // The initial decays σ(bias) of the heads range from 1 − 1/32 to 1 − 1/512: slow enough for gradients to
@@ -167,19 +144,16 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
             add(DECAY_GATE_B, l, name + "gate.bias", c.kv_heads, 0, 0, fastest, {});
             table.params.back().init_step =
                 static_cast<float>((slowest - fastest) / double(std::max<int64_t>(c.kv_heads - 1, 1)));
-            add(HEADNORM_W, l, name + "headnorm.weight", c.head_size, 0, 0, 1, {});
+            norm(HEADNORM_W, l, name + "headnorm", c.head_size);
         }
-        linear(PROJ_W, l, name + "proj", g + "attn.c_proj", {{a + "o_proj", C}}, C, q_rows, residual_std, c.proj_bias);
-        norm(NORM2_W, l, name + "norm2", g + "ln_2", m + "post_attention_layernorm");
-        Parts fc = {{m + "mlp.up_proj", c.ffn}};
-        if (c.mlp == Mlp::SwiGLU) fc.insert(fc.begin(), {m + "mlp.gate_proj", c.ffn});
-        linear(FC_W, l, name + "fc", g + "mlp.c_fc", fc, c.fc_channels(), C, weight_std, c.mlp_bias);
-        linear(FCPROJ_W, l, name + "fcproj", g + "mlp.c_proj", {{m + "mlp.down_proj", C}}, C, c.ffn, residual_std,
-               c.mlp_bias);
+        linear(PROJ_W, l, name + "proj", {C}, q_rows, residual_std, c.proj_bias);
+        norm_of_channels(NORM2_W, l, name + "norm2");
+        const Parts fc = c.mlp == Mlp::SwiGLU ? Parts{c.ffn, c.ffn} : Parts{c.ffn};
+        linear(FC_W, l, name + "fc", fc, C, weight_std, c.mlp_bias);
+        linear(FCPROJ_W, l, name + "fcproj", {C}, c.ffn, residual_std, c.mlp_bias);
     }
-    norm(NORMF_W, -1, "normf", "transformer.ln_f", "model.norm");
-    if (!c.tied)
-        add(HEAD_W, -1, "head.weight", V, C, weight_std, 0, named("lm_head.weight", "lm_head.weight", V, false));
+    norm_of_channels(NORMF_W, -1, "normf");
+    if (!c.tied) table_of_rows(HEAD_W, "head", V);
     if (c.head_bias) add(HEAD_B, -1, "head.bias", V, 0, 0, 0, {});
     std::stable_sort(table.params.begin(), table.params.end(),
                      [](const Param& a, const Param& b) { return a.group < b.group; });

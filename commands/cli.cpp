@@ -545,7 +545,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
         return source;
     }
 
-    if (layers) c.layers = *layers;
+    if (layers) change_layers(c, *layers, "--model " + model);
     if (channels) c.channels = *channels;
     if (heads) c.heads = *heads;
     if (max_positions) c.max_positions = *max_positions;
@@ -554,9 +554,10 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (kv_heads || heads) c.kv_heads = kv_heads.value_or(0);
     if (head_size || channels || heads) c.head_size = head_size.value_or(0);
     if (ffn || channels || !mlp.empty()) c.ffn = ffn.value_or(0);
-    c.attention = attention;
-    c.linear_rope = linear_rope != "no";
+    if (!attention.empty())
+        c.set_attention(attention.size() == 1 ? std::string(c.layer.size(), attention[0]) : attention);
     fill_defaults(c, "--model " + model);
+    for (LayerConfig& l : c.layer) l.rope = l.rope && (linear_rope != "no" || l.attention == AttentionType::Softmax);
     if (vocab_size) {
         require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",
                 data_vocab, " tokens; leave it out or raise it");

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "models/model_source.h"
 #include "runtime/communication/launch.h"
 #include "runtime/device/tensor.h"
-#include "runtime/files/checkpoint.h"
 #include "runtime/model/model_config.h"
 
 using Args = std::vector<std::string>;

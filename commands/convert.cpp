@@ -4,7 +4,7 @@
 #include "commands/cli.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
-#include "runtime/files/bin_models.h"
+#include "models/bin_models.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
 

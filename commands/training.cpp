@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/rng.h"

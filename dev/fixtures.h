@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "models/model_source.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/files/safetensors.h"

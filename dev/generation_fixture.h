@@ -65,7 +65,7 @@ inline void expect_same_logits(const std::vector<float>& got, const std::vector<
 
 inline ModelConfig long_config(const char* attention = "SS") {
     ModelConfig c = base_config();
-    c.attention = attention;
+    c.set_attention(attention);
     c.channels = 32,
     c.head_size = 8;  // whole 16 bytes in any dtype: some GPUs have a fused decode step for up to 8 sequences
     c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;

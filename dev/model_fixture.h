@@ -213,7 +213,7 @@ inline ModelConfig base_config() {
     c.ffn = 40;
     c.vocab_size = 53;
     c.max_positions = 16;
-    c.attention = "SS";
+    c.set_attention("SS");
     return c;
 }
 
@@ -238,16 +238,19 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) { c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.head_size = 10, c.tied = false; }},
     {"gelu_without_biases_one_layer",
      [](ModelConfig& c) {
-         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.attention = "S", c.heads = c.kv_heads = 1,
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.set_attention("S"), c.heads = c.kv_heads = 1,
          c.head_size = 2;
      }},
-    {"linear", [](ModelConfig& c) { c.attention = "LS", c.kv_heads = 2; }},
+    {"linear", [](ModelConfig& c) { c.set_attention("LS"), c.kv_heads = 2; }},
     {"gated_linear_rope",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.attention = "GL";
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2,
+         c.set_attention("GL");
      }},
     {"mixed_without_linear_rope",
-     [](ModelConfig& c) { c.positions = Positions::RoPE, c.linear_rope = false, c.attention = "GS"; }},
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.layer = {{AttentionType::GatedLinear, 0, false}, {}};
+     }},
     {"rmsnorm_rope_relu2_some_biases",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
@@ -263,11 +266,13 @@ const ModelVariant MODEL_VARIANTS[] = {
     {"qk_norm_with_weights_learned_positions", [](ModelConfig& c) { c.head_size = 5, c.qk_norm = QkNorm::Weights; }},
     {"qk_norm_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.linear_rope = false, c.attention = "LG", c.qk_norm = QkNorm::Plain;
+         c.positions = Positions::RoPE,
+         c.layer = {{AttentionType::Linear, 0, false}, {AttentionType::GatedLinear, 0, false}},
+         c.qk_norm = QkNorm::Plain;
      }},
     {"qk_norm_with_weights_gated_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.attention = "GS", c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
+         c.positions = Positions::RoPE, c.set_attention("GS"), c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
      }},
     // The options of the modern presets.
     {"modern",
@@ -288,7 +293,7 @@ const ModelVariant MODEL_VARIANTS[] = {
      }},
     {"partial_rope_qk_norm_gated_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.attention = "GS", c.head_size = 8, c.rope_scaling.fraction = 0.5;
+         c.positions = Positions::RoPE, c.set_attention("GS"), c.head_size = 8, c.rope_scaling.fraction = 0.5;
          c.qk_norm = QkNorm::Plain, c.embedding_norm = true;
      }},
     // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
@@ -322,7 +327,7 @@ const ModelVariant MODEL_VARIANTS[] = {
     {"gated_linear_heads_of_16",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
-         c.attention = "GL";
+         c.set_attention("GL");
      }},
 };
 

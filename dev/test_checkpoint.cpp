@@ -16,6 +16,7 @@
 
 #include "dev/preload.h"
 #include "dev/temp_dir.h"
+#include "models/model_source.h"
 #include "runtime/device/convert.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/safetensors.h"
@@ -526,9 +527,7 @@ TEST(Json, DamageIsAOneLineError) {
 // Writes a run directory, with its files in the order of a training run.
 
 ModelConfig small_config() {
-    ModelConfig c;
-    preset("gpt2-tiny", c);
-    return c;
+    return find_model("gpt2-tiny").config;
 }
 
 void save_checkpoint(const std::string& run_dir, int step, const std::vector<std::string>& carry_from = {}) {

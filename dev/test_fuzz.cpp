@@ -23,7 +23,8 @@
 #include "dev/temp_dir.h"
 #include "infer/chat_template.h"
 #include "infer/prompts.h"
-#include "runtime/files/bin_models.h"
+#include "models/bin_models.h"
+#include "models/family.h"
 #include "runtime/files/log.h"
 #include "runtime/rng.h"
 

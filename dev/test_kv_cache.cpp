@@ -7,8 +7,8 @@ namespace {
 
 ModelConfig config_of(const char* attention) {
     ModelConfig c;
-    c.attention = attention;
-    c.layers = int64_t(c.attention.size());
+    c.set_attention(attention);
+    c.layers = int64_t(c.layer.size());
     c.heads = 4, c.kv_heads = 2, c.head_size = 24;
     return c;
 }

@@ -3,6 +3,7 @@
 #include "dev/fixtures.h"
 #include "dev/model_fixture.h"
 #include "dev/reference_model.h"
+#include "models/family.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/model/initialise.h"
 
@@ -284,7 +285,7 @@ TEST(Head, ChunksSumToTheWhole) {
     const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
     ModelConfig config = base_config();
     config.layers = config.heads = config.kv_heads = 1;
-    config.attention = "S";
+    config.set_attention("S");
     config.channels = config.head_size = config.ffn = 4;
     config.max_positions = T;
     config.vocab_size = (1 << 18) - 100;
@@ -367,7 +368,7 @@ TEST(ParameterTable, RateGroupsOfPresets) {
     EXPECT_EQ(parts(llama, FC_W), (std::vector<int64_t>{14336, 14336}));
     EXPECT_EQ(parts(llama, FCPROJ_W), std::vector<int64_t>{4096});
     ASSERT_TRUE(preset("gpt2-tiny", config));
-    config.attention = "SSSG";
+    config.set_attention("SSSG");
     const ParamTable gated = parameter_table(config, 1, OptimizerType::Muon);
     EXPECT_EQ(gated.by_name("layers.3.gate.weight").rate_group, RateGroup::Vectors);
     for (const ParamTable& table : {gpt2, llama, gated})
@@ -392,9 +393,9 @@ TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
     const double softmax = flop_per_token(Model(config, {}), 512) - flop_per_token(Model(config, {}), 0);
     EXPECT_DOUBLE_EQ(softmax, 4 * 6.0 * 512 * 128);
     const double weights = flop_per_token(Model(config, {}), 0);
-    config.attention = "SLLL";
+    config.set_attention("SLLL");
     EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 512), weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32);
-    config.attention = "SLLG";
+    config.set_attention("SLLG");
     EXPECT_DOUBLE_EQ(
         flop_per_token(Model(config, {}), 512),
         weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32 + 6.0 * 2 * 128);  // and the decay gate's weights
@@ -404,7 +405,7 @@ TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
 TEST(Initialisation, DecayGatesStartNearOne) {
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-tiny", config));
-    config.attention = "SSSG";
+    config.set_attention("SSSG");
     Driver driver(config, training_shape(1, 1));
     initialise_weights(driver.model.table, driver.model.arenas, 7, driver.ctx.stream);
     const std::vector<float> w = driver.params();
@@ -447,7 +448,7 @@ TEST(Initialisation, MatchesGpt2) {
 TEST(Initialisation, FanInAndZeroProjections) {
     ModelConfig config;
     ASSERT_TRUE(preset("modern-124M", config));
-    config.layers = 1, config.attention = "S", config.vocab_size = 300;
+    config.layers = 1, config.set_attention("S"), config.vocab_size = 300;
     for (const bool tied : {false, true}) {
         config.tied = tied;
         Driver driver(config, training_shape(1, 1));

@@ -1,5 +1,6 @@
-// runtime/model/model_config.h: presets, every form of config.json, and the errors of unsupported configs.
-#include "runtime/model/model_config.h"
+// models/family.h and runtime/model/model_config.h: presets, every form of config.json, and the errors of unsupported
+// configs.
+#include "models/family.h"
 
 #include <nlohmann/json.hpp>
 #include <random>
@@ -11,6 +12,14 @@ using nlohmann::json;
 namespace {
 
 const std::string PATH = "dir/config.json";
+
+void expect_same_layers(const ModelConfig& a, const ModelConfig& b) {
+    EXPECT_EQ(a.attention(), b.attention());
+    for (size_t l = 0; l < std::min(a.layer.size(), b.layer.size()); l++) {
+        EXPECT_EQ(a.layer[l].window, b.layer[l].window) << l;
+        EXPECT_EQ(a.layer[l].rope, b.layer[l].rope) << l;
+    }
+}
 
 void expect_same(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.layers, b.layers);
@@ -30,7 +39,7 @@ void expect_same(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.mlp_bias, b.mlp_bias);
     EXPECT_EQ(a.tied, b.tied);
     EXPECT_EQ(a.init_std, b.init_std);
-    EXPECT_EQ(a.attention, b.attention);
+    expect_same_layers(a, b);
     EXPECT_EQ(a.bos, b.bos);
     EXPECT_EQ(a.eos, b.eos);
     if (a.positions != Positions::RoPE) return;
@@ -75,12 +84,15 @@ TEST(ModelConfig, PresetsHaveThePublishedSizes) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
         const std::string kind = name.substr(0, 4);
-        EXPECT_EQ(model_family(c), kind == "gpt2" ? "gpt2" : kind == "mode" ? "train_gpt" : "llama") << name;
+        EXPECT_EQ(family_of(c).name, std::string(kind == "gpt2"   ? "gpt2"
+                                                 : kind == "mode" ? "train_gpt"
+                                                                  : "llama"))
+            << name;
     }
     const ModelConfig tiny = preset_config("llama-tiny");
     EXPECT_EQ(tiny.kv_heads, 2);
     EXPECT_EQ(tiny.head_size, 32);
-    EXPECT_EQ(tiny.attention, "SSSS");
+    EXPECT_EQ(tiny.attention(), "SSSS");
     EXPECT_FLOAT_EQ(tiny.attention_scale(), 0.17677669f);
     EXPECT_EQ(preset_config("gpt2-tiny").vocab_size, 4096);
     EXPECT_EQ(preset_config("gpt2-tiny").max_positions, 256);
@@ -104,7 +116,7 @@ TEST(ModelConfig, OptionsOfNoFamilyMakeATrainGptConfig) {
         ModelConfig c = preset_config(name);
         change(c);
         EXPECT_NO_THROW(validate(c, "test"));
-        EXPECT_EQ(model_family(c), "train_gpt");
+        EXPECT_STREQ(family_of(c).name, "train_gpt");
         const json saved = config_to_json(c, json::object());
         EXPECT_EQ(saved["model_type"], "train_gpt");
         EXPECT_FALSE(saved.contains("architectures"));
@@ -154,7 +166,7 @@ TEST(ModelConfig, ReadsGpt2) {
     EXPECT_EQ(c.init_std, 0.5);
     EXPECT_EQ(c.bos, -1);  // beyond the vocabulary
     EXPECT_EQ(c.eos, 7);   // the first id in the vocabulary
-    EXPECT_EQ(c.attention, "SS");
+    EXPECT_EQ(c.attention(), "SS");
     EXPECT_EQ(read(R"({"model_type": "gpt2", "hidden_size": 96, "num_hidden_layers": 1})").channels, 96);
     EXPECT_EQ(read(R"({"model_type": "gpt2", "bos_token_id": null, "n_inner": null})").bos, -1);
 }
@@ -203,7 +215,7 @@ TEST(ModelConfig, ReadsRopeOfTransformers4And5) {
     const ModelConfig dynamic = read_rope(R"("rope_scaling": {"type": "dynamic", "factor": 2.0})");
     EXPECT_EQ(dynamic.rope_scaling.kind, RopeScaling::Kind::Dynamic);
     EXPECT_EQ(dynamic.rope_scaling.original_max_position, 4096);
-    EXPECT_EQ(model_family(dynamic), "llama");
+    EXPECT_STREQ(family_of(dynamic).name, "llama");
     expect_same(config_from_json(config_to_json(dynamic, json::object()), PATH), dynamic);
 }
 
@@ -310,9 +322,9 @@ TEST(ModelConfig, RejectsInvalidTypesAndNumbers) {
     changed["attention"] = "SSXS";
     expect_error([&] { config_from_json(changed, PATH); }, {PATH, "unknown letter"});
     changed["attention"] = "S";
-    EXPECT_EQ(config_from_json(changed, PATH).attention, "SSSS");
+    EXPECT_EQ(config_from_json(changed, PATH).attention(), "SSSS");
     changed["attention"] = "SLGS";
-    EXPECT_EQ(config_from_json(changed, PATH).attention, "SLGS");
+    EXPECT_EQ(config_from_json(changed, PATH).attention(), "SLGS");
     changed["head_dim"] = 514;
     expect_error([&] { config_from_json(changed, PATH); }, {PATH, "heads of up to 512, not 514"});
 }
@@ -320,7 +332,7 @@ TEST(ModelConfig, RejectsInvalidTypesAndNumbers) {
 TEST(ModelConfig, HeadsOfALlamaNeedNotDivideItsChannels) {
     const ModelConfig c = config_from_json(
         json::parse(R"({"model_type": "llama", "hidden_size": 40, "num_attention_heads": 3, "head_dim": 32})"), PATH);
-    EXPECT_EQ(model_family(c), "llama");
+    EXPECT_STREQ(family_of(c).name, "llama");
     const json saved = config_to_json(c, json::object());
     EXPECT_EQ(saved["model_type"], "llama");
     EXPECT_EQ(saved["head_dim"], 32);
@@ -329,31 +341,72 @@ TEST(ModelConfig, HeadsOfALlamaNeedNotDivideItsChannels) {
 
 TEST(ModelConfig, AttentionTypes) {
     ModelConfig c = preset_config("llama-tiny");
-    c.attention = "SLGS";
-    EXPECT_EQ(model_family(c), "train_gpt");
+    c.set_attention("SLGS");
+    EXPECT_STREQ(family_of(c).name, "train_gpt");
     EXPECT_TRUE(c.has_linear_attention());
     EXPECT_EQ(c.layers_of(AttentionType::Softmax), 2);
     EXPECT_TRUE(c.uses_rope(0) && c.uses_rope(1) && c.uses_rope(2));
-    c.linear_rope = false;
+    c.layer[1].rope = c.layer[2].rope = false;
     EXPECT_TRUE(c.uses_rope(0) && !c.uses_rope(1) && !c.uses_rope(2) && c.uses_rope(3));
     const json saved = config_to_json(c, json::object());
     EXPECT_EQ(saved["attention"], "SLGS");
     EXPECT_EQ(saved["linear_rope"], false);
     const ModelConfig again = config_from_json(saved, PATH);
-    EXPECT_EQ(again.attention, "SLGS");
-    EXPECT_FALSE(again.linear_rope);
+    EXPECT_EQ(again.attention(), "SLGS");
+    EXPECT_FALSE(again.layer[1].rope || again.layer[2].rope);
     json without = saved;
     without.erase("linear_rope");
-    EXPECT_TRUE(config_from_json(without, PATH).linear_rope);
+    EXPECT_EQ(config_from_json(without, PATH).layers_without_rope(), 0);
     without["linear_rope"] = 1;
     expect_error([&] { config_from_json(without, PATH); }, {"linear_rope", "true or false"});
-    c.attention = "SSSS";
-    EXPECT_EQ(model_family(c), "llama");
+    c.layer.assign(4, {});
+    EXPECT_STREQ(family_of(c).name, "llama");
     EXPECT_FALSE(c.has_linear_attention());
     c.positions = Positions::Learned;
-    c.attention = "LLLL";
+    c.set_attention("LLLL");
     EXPECT_FALSE(c.uses_rope(0));
     EXPECT_FALSE(config_to_json(c, json::object()).contains("linear_rope"));
+}
+
+// Layers that differ in more than the attention type are lists in a config of our own; others don't write the lists.
+TEST(ModelConfig, LayerFeatures) {
+    const ModelConfig plain = preset_config("llama-tiny");
+    for (const char* key : {"layer_rope", "layer_windows", "linear_rope"})
+        EXPECT_FALSE(config_to_json(plain, json::object()).contains(key)) << key;
+    ModelConfig c = plain;
+    c.layer = {{AttentionType::Softmax, 64, false}, {AttentionType::Linear}, {AttentionType::Softmax, 16}, {}};
+    EXPECT_EQ(c.smallest_window(), 16);
+    EXPECT_STREQ(family_of(c).name, "train_gpt");
+    const json saved = config_to_json(c, json::object());
+    EXPECT_EQ(saved["layer_windows"], json::array({64, 0, 16, 0}));
+    EXPECT_EQ(saved["layer_rope"], json::array({false, true, true, true}));
+    EXPECT_FALSE(saved.contains("linear_rope"));
+    expect_same(config_from_json(saved, PATH), c);
+    c.set_attention("SSSG");
+    EXPECT_EQ(c.layer[0].window, 64);
+    EXPECT_FALSE(c.layer[0].rope);
+    c.set_attention("LSSG");
+    EXPECT_EQ(c.layer[0].window, 0);  // linear attention has none
+
+    const auto refused = [&](const char* key, const json& value, const std::vector<std::string>& parts) {
+        json changed = saved;
+        changed[key] = value;
+        expect_error([&] { config_from_json(changed, PATH); }, parts);
+    };
+    refused("layer_rope", json::array({true}), {PATH, "layer_rope", "a list of 4 booleans"});
+    refused("layer_rope", json::array({1, 1, 1, 1}), {PATH, "layer_rope", "a list of 4 booleans"});
+    refused("layer_windows", 7, {PATH, "layer_windows", "a list of 4 whole numbers"});
+    refused("layer_windows", json::array({1, 0, 1, UINT64_MAX}), {PATH, "layer_windows", "whole numbers"});
+    refused("layer_windows", json::array({-1, 0, 1, 1}), {PATH, "layer_windows", "whole numbers"});
+    refused("layer_windows", json::array({1, 1, 1, 1}), {PATH, "layer of linear attention", "window of 1"});
+    ModelConfig deeper = c;
+    change_layers(deeper, 7, "m");
+    EXPECT_EQ(deeper.attention(), "LSSGLSS");
+    EXPECT_EQ(deeper.layer[6].window, 16);
+    change_layers(deeper, 1, "m");
+    EXPECT_EQ(deeper.attention(), "L");
+    expect_error([&] { change_layers(deeper, 10001, "m"); }, {"m", "layers is 10001", "at most 10000"});
+    expect_error([&] { change_layers(deeper, 0, "m"); }, {"m", "layers is 0", "positive"});
 }
 
 TEST(ModelConfig, QkNorm) {
@@ -427,7 +480,7 @@ TEST(ModelConfig, ModernPresets) {
     const ModelConfig c = preset_config("modern-124M");
     EXPECT_EQ(c.head_size, 128);
     EXPECT_EQ(c.ffn, 3072);
-    EXPECT_EQ(model_family(c), "train_gpt");
+    EXPECT_STREQ(family_of(c).name, "train_gpt");
     EXPECT_TRUE(c.qkv_bias && c.proj_bias && c.mlp_bias && c.head_bias && !c.tied && c.embedding_norm && c.zero_init);
     const std::pair<const char*, int64_t> depths[] = {
         {"modern-124M", 12}, {"modern-345M", 18}, {"modern-757M", 24}, {"modern-1424M", 30}};
@@ -448,13 +501,13 @@ TEST(ModelConfig, FillsInDefaults) {
     EXPECT_EQ(c.kv_heads, 4);
     EXPECT_EQ(c.head_size, 24);
     EXPECT_EQ(c.ffn, 384);
-    EXPECT_EQ(c.attention, "SSS");
+    EXPECT_EQ(c.attention(), "SSS");
     c.ffn = 0;
     c.mlp = Mlp::SwiGLU;
-    c.attention = "G";
+    c.set_attention("G");
     fill_defaults(c, "test");
     EXPECT_EQ(c.ffn, 256);
-    EXPECT_EQ(c.attention, "GGG");
+    EXPECT_EQ(c.attention(), "GGG");
     c.vocab_size = 10;
     c.max_positions = 10;
     EXPECT_NO_THROW(validate(c, "test"));
@@ -463,7 +516,7 @@ TEST(ModelConfig, FillsInDefaults) {
           &ModelConfig::head_size, &ModelConfig::ffn, &ModelConfig::vocab_size, &ModelConfig::max_positions}) {
         for (const int64_t value : {int64_t(0), int64_t(-1), INT64_MIN, INT64_MAX, int64_t(1) << 31}) {
             ModelConfig bad = c;
-            bad.attention = "SSS";
+            bad.set_attention("SSS");
             bad.*size = value;
             expect_error([&] { validate(bad, "test"); }, {"test", std::to_string(value)});
         }

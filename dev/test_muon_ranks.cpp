@@ -78,7 +78,7 @@ TEST(MuonOnRanks, EveryStageAndRoundSizeMatchesOneRank) {
     for (const char* name : {"gpt2", "llama"}) {
         ModelConfig config = base_config();
         config.layers = 3;
-        config.attention = "SSS";
+        config.set_attention("SSS");
         for (const ModelVariant& variant : MODEL_VARIANTS)
             if (variant.name == std::string(name)) variant.apply(config);
         const Updated alone(single, config, {}, MUON_ROUND_BYTES);

@@ -6,6 +6,7 @@
 #include "dev/fixtures.h"
 #include "dev/reference_model.h"
 #include "model.h"
+#include "models/family.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 

@@ -7,6 +7,7 @@
 
 #include "dev/small_table.h"
 #include "model.h"
+#include "models/family.h"
 #include "parallel/muon.h"
 #include "runtime/rng.h"
 

@@ -3,6 +3,7 @@
 #include "dev/model_fixture.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/model/initialise.h"
 #include "trainer.h"
@@ -15,7 +16,7 @@ TEST_P(Overfit, FitsOneBatch) {
     ModelConfig config;
     const size_t end = GetParam().find(' ');  // of the preset's name; attention types may follow
     ASSERT_TRUE(preset(GetParam().substr(0, end), config));
-    if (end != std::string::npos) config.attention = GetParam().substr(end + 1);
+    if (end != std::string::npos) config.set_attention(GetParam().substr(end + 1));
     config.vocab_size = 256;
     Driver driver(config, training_shape(2, 24));
     initialise_weights(driver.model.table, driver.model.arenas, 42, driver.ctx.stream);

@@ -75,6 +75,9 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
             " rows; lower --context");
+    require(!config.has_windows() || options.context <= config.smallest_window(), "a context of ", options.context,
+            " tokens is longer than the model's sliding window of ", config.smallest_window(),
+            ", which is not implemented; lower --context");
     if (options.sampling.repeat_penalty != 1)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((config.vocab_size + 31) / 32), 0));
     plan_memory();

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "data/tokenizer.h"
-#include "runtime/files/checkpoint.h"
+#include "models/model_source.h"
 
 // The token that generation starts from when there is no prompt: beginning-of-text, or end-of-text as in GPT-2; token 0
 // where neither is known. tokenizer may be null.

@@ -16,18 +16,7 @@
 #include <vector>
 
 #include "runtime/files/safetensors.h"
-#include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
-
-// A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).
-// Relative paths stay as given. A preset's name always means the preset; write "./gpt2-tiny" for a directory.
-struct ModelSource {
-    std::string name;       // as given by the user
-    std::string directory;  // model directory; empty for a preset
-    ModelConfig config;
-    nlohmann::json original_config;  // contents of config.json, {} for a preset
-};
-ModelSource find_model(const std::string& name);
 
 // Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json, weights,
 // state.safetensors and trainer.json are all present. Other entries are skipped.
@@ -91,12 +80,6 @@ class AtomicDirectory {
     std::string temporary, final_path;
     bool committed = false;
 };
-
-// Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
-// generation_config.json, special_tokens_map.json and chat_template.* copied from the `carry_from` directories (the
-// first that has a file wins; empty names are skipped).
-void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
-                      const std::vector<std::string>& carry_from);
 
 // state.safetensors: "params/<name>", "m/<name>", "v/<name>", each without padding rows, with checksums. What Muon
 // updates has no v. All are fp32; 16-bit weights without a master copy are widened, which is exact. Each rank writes

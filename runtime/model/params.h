@@ -32,7 +32,7 @@ constexpr size_t NUM_RATE_GROUPS = 4;
 constexpr const char* RATE_GROUP_NAMES[NUM_RATE_GROUPS] = {"hidden_matrices", "embeddings", "head", "vectors"};
 
 struct Param {
-    int slot;             // its role: enum Slot of model.h, the same in every layer
+    int slot;             // its role: enum Slot (slots.h), the same in every layer
     int layer;            // -1: outside the layers
     int group;            // 0 embedding, 1 + l layer l, layers + 1 head, layers + 2 fp32 parameters
     std::string name;     // "layers.3.qkv.weight": keys random streams, dumps and tables

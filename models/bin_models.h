@@ -18,6 +18,7 @@
 
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
+#include "runtime/model/model_config.h"
 
 // Detects the format of a .bin file from its first bytes and its length.
 enum class BinKind : uint8_t { Llmc, Llama2c, Other };
