@@ -1,0 +1,67 @@
+// Model families: the keys of a family's config.json, the names of the tensors in its files, its presets, and which
+// configs it can express. A family is one file of this directory and one line in family.cpp; CONTRIBUTING.md has the
+// recipe.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "models/config_keys.h"
+#include "runtime/model/model_config.h"
+#include "runtime/model/params.h"
+#include "runtime/model/slots.h"
+
+// How a family's files store the weight in a slot, and its bias.
+struct TensorNames {
+    Slot slot;  // of the weight
+    // Without ".weight" and ".bias", "*" for the number of the layer: one name for each matrix that the parameter fuses
+    // (q, k, v; gate, up) in the order of its rows, or one name for all of them.
+    std::vector<std::string> names;
+    bool transposed = false;  // the file stores matrices as [cols, rows]
+};
+
+struct Preset {
+    std::string name;
+    ModelConfig config;
+};
+
+struct Family {
+    const char* name;          // model_type in config.json
+    const char* architecture;  // transformers' class; null if it has none
+    // Every key that read() or write() use and COMMON_KEYS (family.cpp) does not have.
+    std::vector<const char*> keys;
+    // Throws Error naming the key if a value would change the logits and is not implemented. What a config may omit
+    // (fill_defaults) may stay open.
+    ModelConfig (*read)(const ConfigKeys& keys);
+    bool (*expresses)(const ModelConfig& config);
+    // Adds the family's keys to out. original: the file that the model was loaded from, or {}.
+    void (*write)(nlohmann::json& out, const ModelConfig& config, const nlohmann::json& original);
+    std::vector<TensorNames> tensors;  // none: files name tensors as the parameter table does
+    std::vector<Preset> presets;
+};
+
+const Family& gpt2_family();
+const Family& llama_family();
+const Family& train_gpt_family();  // this project's own: every ModelConfig
+
+// The family that a model is saved as: config.family, or if that cannot express the config exactly, the first that can.
+const Family& family_of(const ModelConfig& config);
+
+// The tensors of the family's files that a parameter is made of. slot: of the weight, also for its bias; parts: the
+// rows of each matrix that the parameter fuses, or its rows alone. Empty if files name it as the parameter table does.
+std::vector<SourceTensor> source_tensors(const Family& family, Slot slot, bool bias, int64_t layer,
+                                         const std::vector<int64_t>& parts);
+
+// Looks up "gpt2-124M", "llama-1B", ...; returns false for an unknown name. The config is complete and valid. After a
+// change of layers, channels or heads, reset layer to {} and head_size and ffn to 0, and call fill_defaults().
+bool preset(const std::string& name, ModelConfig& config);
+std::vector<std::string> preset_names();
+
+// Reads a config.json of any family, as transformers 4 and 5 write it. path is for errors. Throws Error naming the key
+// if a value would change the logits and is not implemented.
+ModelConfig config_from_json(const nlohmann::json& json, const std::string& path);
+
+// Writes a config.json that transformers 4 and 5 both read. original: the file that the model was loaded from ({} if
+// none); keys that this program does not know are copied from it.
+nlohmann::json config_to_json(const ModelConfig& config, const nlohmann::json& original);

@@ -1,0 +1,26 @@
+// Model directories in Hugging Face layout: finding the model that a user names, and saving the files beside the
+// weights.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "runtime/files/checkpoint.h"
+#include "runtime/model/model_config.h"
+
+// A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).
+// Relative paths stay as given. A preset's name always means the preset; write "./gpt2-tiny" for a directory.
+struct ModelSource {
+    std::string name;       // as given by the user
+    std::string directory;  // model directory; empty for a preset
+    ModelConfig config;
+    nlohmann::json original_config;  // contents of config.json, {} for a preset
+};
+ModelSource find_model(const std::string& name);
+
+// Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
+// generation_config.json, special_tokens_map.json and chat_template.* copied from the `carry_from` directories (the
+// first that has a file wins; empty names are skipped).
+void save_model_files(const std::string& directory, const ModelConfig& config, const nlohmann::json& original_config,
+                      const std::vector<std::string>& carry_from);
