@@ -1,4 +1,4 @@
-#include "models/config_keys.h"
+#include "models/common.h"
 
 #include <algorithm>
 #include <limits>

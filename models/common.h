@@ -15,7 +15,6 @@ class ConfigKeys {
         : object(members), path(file), prefix(key_prefix) {}
 
     const nlohmann::json* find(const char* key) const;
-    bool null(const char* key) const { return object.contains(key) && !has(key); }
     bool has(const char* key) const { return find(key) != nullptr; }
     const std::string& file() const { return path; }
 
@@ -25,8 +24,7 @@ class ConfigKeys {
     double number(const char* key, double otherwise) const;
     bool boolean(const char* key, bool otherwise) const;
     std::string text(const char* key, const std::string& otherwise) const;
-    // An array of at least `size` values that `ok` accepts, of which the first `size` are returned; [] where the key is
-    // absent. what: "booleans", for the error.
+    // An array of `size` values that `ok` accepts, [] where the key is absent. what: "booleans", for the error.
     nlohmann::json list(const char* key, size_t size, const char* what, bool (*ok)(const nlohmann::json&)) const;
     nlohmann::json nested(const char* key) const;  // an object of its own, {} where the key is absent
     // The first id inside the vocabulary of a number or a list of numbers, -1 if there is none.
@@ -44,22 +42,15 @@ class ConfigKeys {
     const std::string prefix;
 };
 
-// What a family has of RoPE.
-struct RopeForms {
-    double theta = 10000;  // default
-    bool scaling = true;   // linear, dynamic, llama3
-    bool partial = false;  // of the first channels of a head
-    bool own = false;      // what only configs of type train_gpt have
-};
 // RoPE's theta and scaling from transformers 4's rope_theta and rope_scaling or transformers 5's rope_parameters, into
-// config; max_positions must be set.
-void read_rope(ModelConfig& config, const ConfigKeys& keys, const RopeForms& forms = {});
+// config; max_positions must be set. every_kind: also what only configs of type train_gpt have, and RoPE of a part of
+// the channels.
+void read_rope(ModelConfig& config, const ConfigKeys& keys, bool every_kind = false);
 // Writes transformers 4's form, which transformers 5 reads with the same meaning; the reverse isn't so.
 void write_rope(nlohmann::json& out, const ModelConfig& config);
 
-// The sizes under the names that LLaMA and most later families give them. head_dim: whether the key is written even if
-// its value is channels / heads.
-void write_sizes(nlohmann::json& out, const ModelConfig& config, bool head_dim = true);
+// The sizes under the names that LLaMA and most later families give them.
+void write_sizes(nlohmann::json& out, const ModelConfig& config);
 
 // A token id. A list of ids, or one beyond the vocabulary, stays as it was written if it means the same id.
 void write_token_id(nlohmann::json& out, const nlohmann::json& original, const char* key, int32_t id,
@@ -68,29 +59,6 @@ void write_token_id(nlohmann::json& out, const nlohmann::json& original, const c
 // True if all layers are softmax attention and no option is set that only configs of type train_gpt have.
 bool has_common_options(const ModelConfig& config);
 
-// The block of LLaMA and its descendants: RMSNorm, SwiGLU, and RoPE with a scaling that transformers has. The families
-// differ in biases, QK-norm, the names of tensors, and in what differs from layer to layer.
-struct LlamaDefaults {
-    int64_t layers, channels, heads, kv_heads;  // kv_heads 0: as many as heads
-    int64_t ffn, vocab_size, max_positions;
-    double norm_eps;
-    bool tied;
-    int32_t bos, eos;
-    RopeForms rope;
-};
-ModelConfig read_llama_block(const ConfigKeys& keys, const LlamaDefaults& defaults);
-void write_llama_block(nlohmann::json& out, const ModelConfig& config, bool head_dim = true);
-bool has_llama_block(const ModelConfig& config);  // also with QK-norm
-extern const std::vector<TensorNames> LLAMA_TENSORS;
-
-// Windows of families in which some layers have one, all of the same size: use_sliding_window, sliding_window and, for
-// each layer, layer_types. by_default: the layers that have it where layer_types is missing.
-void read_layer_windows(ModelConfig& config, const ConfigKeys& keys, int64_t default_window,
-                        const std::function<bool(int64_t layer)>& by_default);
-void write_layer_windows(nlohmann::json& out, const ModelConfig& config);
-bool has_one_window(const ModelConfig& config);  // all windows are of the same size, or there is none
-
-// The window of families in which all layers have it or none: sliding_window. default_window 0: none.
-void read_window(ModelConfig& config, const ConfigKeys& keys, int64_t default_window);
-void write_window(nlohmann::json& out, const ModelConfig& config);
-bool has_same_window(const ModelConfig& config);  // in all layers
+// True for the block of LLaMA and its descendants: RMSNorm, SwiGLU, and RoPE with a scaling that transformers has. They
+// differ in biases, QK-norm and in what differs from layer to layer.
+bool has_llama_block(const ModelConfig& config);

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "models/config_keys.h"
+#include "models/common.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 #include "runtime/model/slots.h"
