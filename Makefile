@@ -85,7 +85,8 @@ ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
   PCRE2_LIBS := -L$(PCRE2)/lib -Wl,-rpath,$(PCRE2)/lib -lpcre2-8
 endif
-LIBS := $(PCRE2_LIBS) -pthread -ldl
+TOKENIZER_LIBS := $(PCRE2_LIBS) -lutf8proc
+LIBS := $(TOKENIZER_LIBS) -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
 MODULES := kernels kernels/* runtime runtime/* models parallel data infer commands
@@ -181,8 +182,8 @@ LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@
 $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
 	$(LINK)
 
-# Of the archive only what the C interface needs comes along, and that has no use for PCRE2.
-$(KERNEL_LIB): private LIBS := $(filter-out $(PCRE2_LIBS),$(LIBS))
+# Of the archive only what the C interface needs comes along, and that has no use for a tokenizer.
+$(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
 	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map

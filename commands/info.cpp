@@ -4,6 +4,7 @@
 #include "commands/cli.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
+#include "data/unicode.h"
 #include "kernels/matmul.h"
 #include "models/bin_models.h"
 #include "models/family.h"
@@ -40,7 +41,8 @@ ordered_json config_object(const ModelConfig& config) {
 
 ordered_json build_info() {
     return {{"backend", backend_name()},     {"device", device_description()}, {"matmul", matmul_library()},
-            {"collectives", comm_library()}, {"regex", regex_library()},       {"compiler", "g++ " __VERSION__}};
+            {"collectives", comm_library()}, {"regex", regex_library()},       {"unicode", unicode_library()},
+            {"compiler", "g++ " __VERSION__}};
 }
 
 ordered_json token_info(const TokenFiles& files) {

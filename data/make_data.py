@@ -503,9 +503,13 @@ class VocabularyBytes:
         self.characters = None if byte_level or self.fallback else dict.fromkeys([32, *map(ord, filter(
             lambda token: len(token) == 1, vocab))])
         self.can_encode = byte_level or self.fallback
+        self.normalizer = tokenizer.normalizer if self.missing else None
 
     def lost(self, data):
         """The bytes of UTF-8 text that the vocabulary lacks: the package leaves them out or writes <unk>."""
+        if self.normalizer:
+            with contextlib.suppress(UnicodeDecodeError):  # bytes that are not UTF-8 stay as they are
+                data = self.normalizer.normalize_str(data.decode("utf-8")).encode("utf-8")
         if self.characters is not None:
             return len(data.decode("utf-8").translate(self.characters).encode("utf-8"))
         return len(data) - len(data.translate(None, self.missing)) if self.missing else 0
@@ -556,7 +560,10 @@ class PackageEncoder:
         # If tokens span words, or the tokenizer treats the start of a text specially, each text is encoded as a whole.
         sample = "It was the best of times,\nit was the worst of times"
         words = re.split(r"(?=[ \n])", sample)
-        self.can_cut = self.ids(words) == self.ids([sample])
+        # White space that an added token takes may be beyond a cut.
+        takes_space = any(token.rstrip and not token.special
+                          for token in self.tokenizer.get_added_tokens_decoder().values())
+        self.can_cut = self.ids(words) == self.ids([sample]) and not takes_space
 
     def ids(self, texts):
         return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]

@@ -11,8 +11,10 @@
 #include <unordered_map>
 #include <utility>
 
+#include "data/added_tokens.h"
 #include "data/bpe.h"
 #include "data/token_text.h"
+#include "data/unicode.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
@@ -76,10 +78,12 @@ std::string pcre2_message(int code) {
     return reinterpret_cast<const char*>(text);
 }
 
-// A compiled regular expression that splits text into its matches and the text between them.
+// A compiled regular expression that splits text into its matches and the text between them. matches_all: there is no
+// text between them (Split with behavior Removed, inverted); for text that does not match, split() throws.
 class Splitter {
   public:
-    Splitter(const std::string& pattern, bool literal, const std::string& file) {
+    Splitter(const std::string& pattern, bool literal, bool all_matches, const std::string& file)
+        : matches_all(all_matches) {
         const std::string source = literal ? pattern : spell_out_white_space(pattern);
         int error = 0;
         PCRE2_SIZE offset = 0;
@@ -109,11 +113,11 @@ class Splitter {
                 from += from < text.size() ? utf8_length(text, from) : 1;
                 continue;
             }
-            if (range[0] > done) piece(text.substr(done, range[0] - done));
+            if (range[0] > done) between(text.substr(done, range[0] - done), piece);
             piece(text.substr(range[0], range[1] - range[0]));
             done = from = range[1];
         }
-        if (done < text.size()) piece(text.substr(done));
+        if (done < text.size()) between(text.substr(done), piece);
     }
 
     MatchData match_data() const {
@@ -123,52 +127,15 @@ class Splitter {
     }
 
   private:
+    template <typename Piece>
+    void between(std::string_view text, const Piece& piece) const {
+        require(!matches_all, "tokenizer: pre_tokenizer Split with behavior Removed leaves out '", printable(text),
+                "', which is not supported; use a regular expression that matches all text");
+        piece(text);
+    }
+
     std::unique_ptr<pcre2_code, CodeFree> code;
-};
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Added tokens: matched before the text is split into words
-
-class AddedTokens {
-  public:
-    void add(std::string content, int32_t id) {
-        const uint8_t first_byte = uint8_t(content[0]);
-        by_first_byte[first_byte].push_back({std::move(content), id});
-    }
-
-    void finish() {  // sorts the longest first
-        for (auto& tokens : by_first_byte)
-            std::stable_sort(tokens.begin(), tokens.end(),
-                             [](const Token& a, const Token& b) { return a.content.size() > b.content.size(); });
-    }
-
-    // Calls plain(string_view) and found(id) for the parts of the text, in order. The leftmost match wins; at one
-    // position, the longest.
-    template <typename Plain, typename Found>
-    void split(std::string_view text, const Plain& plain, const Found& found) const {
-        size_t done = 0;
-        for (size_t i = 0; i < text.size();) {
-            const auto& tokens = by_first_byte[uint8_t(text[i])];
-            const auto token = std::find_if(tokens.begin(), tokens.end(), [&](const Token& t) {
-                return text.compare(i, t.content.size(), t.content) == 0;
-            });
-            if (token == tokens.end()) {
-                i++;
-                continue;
-            }
-            if (i > done) plain(text.substr(done, i - done));
-            found(token->id);
-            done = i += token->content.size();
-        }
-        if (done < text.size()) plain(text.substr(done));
-    }
-
-  private:
-    struct Token {
-        std::string content;
-        int32_t id;
-    };
-    std::array<std::vector<Token>, 256> by_first_byte;
+    bool matches_all;
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -227,13 +194,16 @@ struct Tokenizer::Impl {
     bool ignore_merges = false;
     MergeTable merges;
     // As in the tokenizers package, the tokens with "normalized": false (verbatim) are matched first, in the original
-    // text. The others (normalized) are matched in the rest, after normalization. [0]: with special tokens, [1]:
-    // without.
-    AddedTokens verbatim[2], normalized[2];
+    // text. The others (normalized) are matched in the rest, after normalization.
+    AddedTokens verbatim, normalized;
     int32_t end_of_text = -1;
     std::vector<int32_t> start_of_text;
 
+    int32_t unknown = -1;  // id of unk_token
+    bool fuse_unknown = false;
+
     // Byte-level
+    bool composes = false;            // normalizer: NFC
     std::vector<Splitter> splitters;  // applied in this order
     bool add_prefix_space = false;
 
@@ -244,9 +214,7 @@ struct Tokenizer::Impl {
     InFront in_front = InFront::Never;  // Metaspace
     bool strips_first_space = false;
     std::vector<int32_t> character_id;  // by code point; −1, or beyond the end: not in the vocabulary
-    int32_t unknown = -1;               // id of unk_token
-    bool fuse_unknown = false;
-    bool cuts = false;  // split text between characters that are not in joints
+    bool cuts = false;                  // split text between characters that are not in joints
     Joints joints;
 
     explicit Impl(const std::string& path) : file(path) {
@@ -267,8 +235,8 @@ struct Tokenizer::Impl {
     template <typename... Parts>
     [[noreturn]] void unsupported(const Parts&... parts) const {
         throw Error(str(file, ": ", printable(str(parts...)),
-                        " is not supported; use a tokenizer with byte-level BPE, as GPT-2 and LLaMA-3 have, or with "
-                        "SentencePiece BPE, as LLaMA-2 has"));
+                        " is not supported; use a tokenizer with byte-level BPE, as GPT-2, LLaMA-3 and Qwen have, or "
+                        "with SentencePiece BPE, as LLaMA-2 has"));
     }
 
     void read(const json& root) {
@@ -278,15 +246,20 @@ struct Tokenizer::Impl {
         read_pre_tokenizer(root);
         const Ids ids = read_vocab(root["model"]);
         read_merges(root["model"], ids);
-        const Ids all_ids = read_added_tokens(root, ids);
-        read_post_processor(root, all_ids);
+        read_added_tokens(root, ids);
+        read_post_processor(root);
     }
 
-    // The steps of a normalizer, a pre-tokenizer or a decoder: a single one, or those that a Sequence has under `list`.
+    // The steps of a normalizer, a pre-tokenizer, a post-processor or a decoder: a single one, or those that a Sequence
+    // has under `list`, which may be Sequences too.
     static json steps_of(const json& root, const char* part, const char* list) {
-        if (!given(root, part)) return json::array();
-        const json& step = root[part];
-        return type_of(step) == std::string("Sequence") ? step.at(list) : json::array({step});
+        json steps = json::array();
+        if (given(root, part)) add_steps(root[part], list, steps);
+        return steps;
+    }
+    static void add_steps(const json& step, const char* list, json& steps) {
+        if (type_of(step) != std::string("Sequence")) return steps.push_back(step);
+        for (const json& one : step.at(list)) add_steps(one, list, steps);
     }
 
     static bool is_replace(const json& step, const std::string& from, const std::string& to) {
@@ -300,6 +273,8 @@ struct Tokenizer::Impl {
                 prepends = true;
             else if (is_replace(step, " ", SPACE_MARK))
                 marks_spaces = true;
+            else if (type_of(step) == std::string("NFC"))
+                composes = true;
             else
                 unsupported("normalizer ", type_of(step));
         }
@@ -309,6 +284,7 @@ struct Tokenizer::Impl {
         if (sentencepiece && given(root, "pre_tokenizer") && !metaspace)
             unsupported("pre_tokenizer ", type_of(root["pre_tokenizer"]), " in a SentencePiece tokenizer");
         if (!sentencepiece) return;
+        if (composes) unsupported("normalizer NFC in a SentencePiece tokenizer");
 
         const json decoder = steps_of(root, "decoder", "decoders");
         size_t i = 0;
@@ -350,22 +326,31 @@ struct Tokenizer::Impl {
                 byte_level = true;
                 add_prefix_space = flag(step, "add_prefix_space", true);
                 if (add_prefix_space && !splitters.empty()) unsupported("add_prefix_space after ", type_of(steps[0]));
-                if (flag(step, "use_regex", true)) splitters.emplace_back(GPT2_WORDS, false, file);
+                if (flag(step, "use_regex", true)) splitters.emplace_back(GPT2_WORDS, false, false, file);
             } else if (type == "Digits") {
-                splitters.emplace_back(flag(step, "individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", false, file);
+                splitters.emplace_back(flag(step, "individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", false, false,
+                                       file);
             } else if (type == "Split") {
-                const std::string behavior = step.at("behavior").get<std::string>();
-                if (behavior != "Isolated" || flag(step, "invert", false))
-                    unsupported("pre_tokenizer Split with behavior ", behavior,
-                                flag(step, "invert", false) ? ", inverted" : "");
-                const json& pattern = step.at("pattern");
-                const bool literal = pattern.contains("String");
-                splitters.emplace_back(pattern.at(literal ? "String" : "Regex").get<std::string>(), literal, file);
+                add_split(step);
             } else {
                 unsupported("pre_tokenizer ", type);
             }
         }
         if (!byte_level) unsupported("pre_tokenizer ", type_of(root["pre_tokenizer"]), " without ByteLevel");
+    }
+
+    void add_split(const json& step) {
+        const std::string behavior = step.at("behavior").get<std::string>();
+        const bool invert = flag(step, "invert", false), matches_all = behavior == "Removed" && invert;
+        if (behavior != "Isolated" && !matches_all)
+            unsupported("pre_tokenizer Split with behavior ", behavior, invert ? ", inverted" : "");
+        const json& pattern = step.at("pattern");
+        const bool literal = pattern.contains("String");
+        const std::string text = pattern.at(literal ? "String" : "Regex").get<std::string>();
+        splitters.emplace_back(text, literal, matches_all, file);
+        std::string ascii;
+        for (char c = 1; c < 127; c++) ascii += c;
+        splitters.back().split(ascii, splitters.back().match_data().get(), [](std::string_view) {});
     }
 
     void read_metaspace(const json& step) {
@@ -416,7 +401,9 @@ struct Tokenizer::Impl {
             if (!sentencepiece && token_bytes.size() == 1) byte_id[uint8_t(token_bytes[0])] = checked_id;
             if (ignore_merges) whole_words[sentencepiece ? token : token_bytes] = checked_id;
         }
-        if (sentencepiece && given(model, "unk_token")) {
+        // Byte-level BPE has no use for the unknown token if there is a token for each byte.
+        const bool needs_unknown = sentencepiece || std::count(byte_id.begin(), byte_id.end(), -1) > 0;
+        if (needs_unknown && given(model, "unk_token")) {
             const auto found = ids.find(model["unk_token"].get<std::string>());
             require(found != ids.end(), file, ": model.unk_token is not in model.vocab");
             unknown = found->second;
@@ -487,12 +474,17 @@ struct Tokenizer::Impl {
         return code < character_id.size() ? character_id[code] : -1;
     }
 
+    bool normalizes(std::string_view text) const {
+        return prepends || marks_spaces || (composes && may_need_nfc(text));
+    }
+
     std::string normalize(std::string_view text) const {
+        if (composes) return nfc(text);
         std::string out = prepends && !text.empty() ? SPACE_MARK : "";
         return out += marks_spaces ? replace_all(text, " ", SPACE_MARK) : std::string(text);
     }
 
-    Ids read_added_tokens(const json& root, const Ids& ids) {
+    void read_added_tokens(const json& root, const Ids& ids) {
         Ids all_ids = ids;
         const ByteAlphabet alphabet;
         if (given(root, "added_tokens")) {
@@ -501,14 +493,11 @@ struct Tokenizer::Impl {
                 const std::string content = token.at("content").get<std::string>();
                 const int64_t id = token.at("id").get<int64_t>();
                 require(!content.empty(), file, ": added_tokens: token ", id, " is empty");
-                for (const char* key : {"single_word", "lstrip", "rstrip"})
-                    if (flag(token, key, false)) unsupported("added token '", printable(content), "' with ", key);
                 const auto in_vocab = ids.find(content);
                 require(in_vocab == ids.end() || in_vocab->second == id, file, ": token '", printable(content),
                         "' has the id ", in_vocab == ids.end() ? -1 : in_vocab->second, " in model.vocab but ", id,
                         " in added_tokens");
                 const bool special = flag(token, "special", false), in_normalized = flag(token, "normalized", !special);
-                AddedTokens* const sets = in_normalized ? normalized : verbatim;
                 // A token that is matched in normalized text is normalized too, which may prepend a space.
                 const std::string written = in_normalized ? normalize(content) : content;
                 std::string text = sentencepiece ? replace_all(written, SPACE_MARK, " ") : written;
@@ -520,28 +509,35 @@ struct Tokenizer::Impl {
                 else
                     bytes[size_t(id)] = text;
                 all_ids[content] = int32_t(id);
-                sets[0].add(written, int32_t(id));
-                if (!special) sets[1].add(written, int32_t(id));
+                (in_normalized ? normalized : verbatim)
+                    .add({written, int32_t(id), special, flag(token, "single_word", false),
+                          flag(token, "lstrip", false), flag(token, "rstrip", false)});
             }
         }
-        for (AddedTokens* set : {&verbatim[0], &verbatim[1], &normalized[0], &normalized[1]}) set->finish();
         for (const char* name : {"<|endoftext|>", "</s>", "<|end_of_text|>"}) {
             const auto found = all_ids.find(name);
             if (end_of_text < 0 && found != all_ids.end()) end_of_text = found->second;
         }
-        return all_ids;
     }
 
-    // Reads the special tokens that the template puts before the text ("$A" in the template).
-    void read_post_processor(const json& root, const Ids& ids) {
+    // Reads the special tokens that templates put before the text ("$A" in the template).
+    void read_post_processor(const json& root) {
         for (const json& step : steps_of(root, "post_processor", "processors")) {
-            if (type_of(step) != std::string("TemplateProcessing")) continue;  // other processors add no tokens
+            const std::string type = type_of(step);
+            if (type != "TemplateProcessing" && type != "ByteLevel") unsupported("post_processor ", type);
+            if (type == "ByteLevel") continue;  // adds no tokens
+            std::vector<int32_t> start;
             for (const json& part : step.at("single")) {
                 if (!part.contains("SpecialToken")) break;
-                const auto found = ids.find(part["SpecialToken"].at("id").get<std::string>());
-                require(found != ids.end(), file, ": post_processor: a special token is not in the vocabulary");
-                start_of_text.push_back(found->second);
+                const std::string name = part["SpecialToken"].at("id").get<std::string>();
+                for (const json& id : step.at("special_tokens").at(name).at("ids")) {
+                    const int64_t number = id.get<int64_t>();
+                    require(0 <= number && number < int64_t(known.size()) && known[size_t(number)], file,
+                            ": post_processor: token ", number, " of '", printable(name), "' is not in the vocabulary");
+                    start.push_back(int32_t(number));
+                }
             }
+            start_of_text.insert(start_of_text.begin(), start.begin(), start.end());  // around what is there
         }
     }
 };
@@ -558,14 +554,14 @@ class Tokenizer::Impl::Encoder {
 
     void text(std::string_view all, bool allow_special) {
         const auto found = [&](int32_t id) { out.push_back(id); };
-        const int set = allow_special ? 0 : 1;
-        tokenizer.verbatim[set].split(
-            all,
+        tokenizer.verbatim.split(
+            all, allow_special,
             [&](std::string_view rest) {
                 const bool first = rest.data() == all.data();
-                if (tokenizer.prepends || tokenizer.marks_spaces) rest = keep(tokenizer.normalize(rest));
-                tokenizer.normalized[set].split(
-                    rest, [&](std::string_view part) { plain(part, first && part.data() == rest.data()); }, found);
+                if (tokenizer.normalizes(rest)) rest = keep(tokenizer.normalize(rest));
+                tokenizer.normalized.split(
+                    rest, allow_special,
+                    [&](std::string_view part) { plain(part, first && part.data() == rest.data()); }, found);
             },
             found);
     }
@@ -667,36 +663,29 @@ class Tokenizer::Impl::Encoder {
     // Appends the ids that merging starts from: bytes, or characters (the fallback bytes of one that the vocabulary
     // lacks). What has no id is lost: left out, or the unknown token.
     void symbols(std::string_view text, std::vector<int32_t>& to) {
-        if (!tokenizer.sentencepiece) {
-            for (const char c : text) {
-                const int32_t id = tokenizer.byte_id[uint8_t(c)];
-                if (id >= 0)
-                    to.push_back(id);
-                else
-                    lost++;
-            }
-            return;
-        }
-        int64_t pending = 0;  // unknown characters that are not written yet
+        int64_t pending = 0;  // unknown tokens that are not written yet
         const auto flush = [&] {
             for (; pending > 0; pending = tokenizer.fuse_unknown ? 0 : pending - 1) to.push_back(tokenizer.unknown);
         };
+        const auto lose = [&](size_t n) {
+            lost += int64_t(n);
+            pending += tokenizer.unknown >= 0;
+        };
         for (size_t i = 0, n; i < text.size(); i += n) {
-            const int32_t id = tokenizer.find_character(text, i);
-            n = std::max<size_t>(utf8_length(text, i), 1);
+            n = tokenizer.sentencepiece ? std::max<size_t>(utf8_length(text, i), 1) : 1;
+            const int32_t id =
+                tokenizer.sentencepiece ? tokenizer.find_character(text, i) : tokenizer.byte_id[uint8_t(text[i])];
             if (id >= 0) {
-                flush();
+                if (pending > 0) flush();
                 to.push_back(id);
                 continue;
             }
             const std::string_view character = text.substr(i, n);
             const auto has_byte = [&](char c) { return tokenizer.byte_id[uint8_t(c)] >= 0; };
-            if (std::all_of(character.begin(), character.end(), has_byte)) {
+            if (std::all_of(character.begin(), character.end(), has_byte))
                 for (const char c : character) to.push_back(tokenizer.byte_id[uint8_t(c)]);
-                continue;
-            }
-            lost += int64_t(n);
-            pending += tokenizer.unknown >= 0;
+            else
+                lose(n);
         }
         flush();
     }

@@ -1,15 +1,17 @@
 // BPE tokenizers: text <-> tokens, read from a Hugging Face tokenizer.json.
 //
-// Two algorithms. Byte-level BPE (GPT-2, LLaMA-3, SmolLM): regular expressions split the text into words, whose bytes
-// are merged (Sennrich et al. 2016; Radford et al. 2019, section 2.2); a byte tokenizer has no merges. SentencePiece
-// BPE (LLaMA-2, Mistral; Kudo, Richardson 2018): spaces become U+2581, a U+2581 is prepended to the text, and
-// characters are merged; a character outside the vocabulary becomes one token per byte (byte fallback).
+// Two algorithms. Byte-level BPE (GPT-2, LLaMA-3, Qwen, Mistral's Tekken): regular expressions split the text into
+// words, whose bytes are merged (Sennrich et al. 2016; Radford et al. 2019, section 2.2); a byte tokenizer has no
+// merges. SentencePiece BPE (LLaMA-2, Mistral; Kudo, Richardson 2018): spaces become U+2581, a U+2581 is prepended to
+// the text, and characters are merged; a character outside the vocabulary becomes one token per byte (byte fallback).
 //
 // Ids equal those of the `tokenizers` package (add_special_tokens=False) for valid UTF-8; invalid bytes become
 // separate words, or fallback bytes. As in that package, bytes that the vocabulary lacks are left out, or characters
-// become the unknown token; lost_bytes() counts them. Supported: model BPE; normalizers Prepend and Replace with
-// U+2581; pre-tokenizers ByteLevel, Sequence of Split (isolated) and Digits then ByteLevel, Metaspace. Errors: a file
-// that is missing or damaged, a feature that is not supported (the message names it), an id outside the vocabulary.
+// become the unknown token; lost_bytes() counts them. Supported: model BPE; normalizers NFC (byte-level), Prepend and
+// Replace with U+2581 (SentencePiece); pre-tokenizers ByteLevel, Sequence of Split (Isolated, or Removed and inverted
+// with an expression that matches all text) and Digits then ByteLevel, Metaspace; added tokens with all their rules
+// (data/added_tokens.h); post-processors TemplateProcessing and ByteLevel. Errors: a file that is missing or damaged, a
+// feature that is not supported (the message names it), an id outside the vocabulary, text that a Split removes.
 #pragma once
 
 #include <cstdint>
@@ -32,12 +34,13 @@ class Tokenizer {
     // The bytes of text that encode() leaves out or replaces by the unknown token, because the vocabulary lacks them.
     int64_t lost_bytes(std::string_view text) const;
     // The exact inverse of encode for any bytes that are not lost, with exceptions that the file prescribes:
-    // add_prefix_space and Metaspace prepend a space only if there is none, SentencePiece reads U+2581 as a space, and
-    // byte-level decoding reads an added token of the byte alphabet as its bytes (DeepSeek's "\u00f5" is byte F5).
+    // add_prefix_space and Metaspace prepend a space only if there is none, SentencePiece reads U+2581 as a space, NFC
+    // changes text, added tokens take white space (lstrip, rstrip), and byte-level decoding reads an added token of the
+    // byte alphabet as its bytes (DeepSeek's "\u00f5" is byte F5).
     // Special tokens are written out.
     std::string decode(const std::vector<int32_t>& tokens) const;
     std::string decode(int32_t token) const;  // the token's own bytes, which may be part of a UTF-8 character
-    bool contains(int32_t token) const;       // ids may have gaps
+    bool contains(int32_t token) const;       // ids may have gaps; false for the padding of a model's vocabulary
     // Whether the tokenizer added the first token's leading space, so that it is not part of the text (SentencePiece).
     bool strips_first_space() const;
 

@@ -371,6 +371,7 @@ class CommandsTest(unittest.TestCase):
         build = json.loads(run("info", "--json").stdout)
         self.assertIn(build["backend"], ("cpu", "cuda"))
         self.assertRegex(build["regex"], r"^PCRE2 10\.\d+, Unicode \d")
+        self.assertRegex(build["unicode"], r"^utf8proc \d+\.\d+\.\d+, Unicode \d")
         info = json.loads(run("info", self.base, "--json").stdout)
         self.assertEqual(info["trainer"]["step"], 8)
         self.assertEqual(info["config"]["n_layer"], 2)

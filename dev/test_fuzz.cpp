@@ -21,6 +21,7 @@
 #include "data/tokenizer_import.h"
 #include "dev/fixtures.h"
 #include "dev/temp_dir.h"
+#include "dev/tokenizer_fixture.h"
 #include "infer/chat_template.h"
 #include "infer/prompts.h"
 #include "models/bin_models.h"
@@ -304,15 +305,9 @@ void read_weights(const WeightSource& weights, const ParamTable& table) {
     for (const Param& p : table.params) weights.fetch(p, buffer);
 }
 
-json tokenizer_fixture(const std::string& name) {
-    const json all = json::parse(read_file("dev/fixtures/tokenizer/tokenizers.json"));
-    for (const json& one : all["cases"])
-        if (one["name"] == name) return one["tokenizer"];
-    throw Error("fixture lacks " + name);
-}
-
 const std::string TEXT =
-    "It was  the best of times,\n\tit's 1234 \xF0\x9F\x98\x80 caf\xC3\xA9 \xFF\xC0 <|endoftext|><s> </think>";
+    "It was  the best of times,\n\tit's 1234 \xF0\x9F\x98\x80 caf\xC3\xA9 e\xCC\x81 \xFF\xC0 <|endoftext|><s> </s>  "
+    "</think> t6 <t7> ";
 
 void use_tokenizer(const std::string& path) {
     const Tokenizer tokenizer(path);
@@ -422,8 +417,9 @@ TEST_F(Fuzz, LlmcAndLlama2cModels) {
 }
 
 TEST_F(Fuzz, Tokenizers) {
-    for (const char* name : {"prefix-space", "llama3", "llama2", "metaspace-always", "unknown"}) {
-        const std::string path = dir.file(std::string(name) + ".json"), good = tokenizer_fixture(name).dump();
+    for (const char* name :
+         {"prefix-space", "llama3", "llama2", "metaspace-always", "unknown", "rules", "phi3", "olmo2"}) {
+        const std::string path = dir.file(std::string(name) + ".json"), good = tokenizer_description(name).dump();
         fuzz(path, good, {good.size(), true}, 120, [&] { use_tokenizer(path); });
     }
 }
@@ -551,8 +547,8 @@ TEST_F(Fuzz, Logs) {
 
 // Any bytes are a valid prompt. Decoding must return the encoded bytes.
 TEST_F(Fuzz, Prompts) {
-    put_file(dir.file("gpt2.json"), tokenizer_fixture("gpt2").dump());
-    put_file(dir.file("llama2.json"), tokenizer_fixture("llama2").dump());
+    put_file(dir.file("gpt2.json"), tokenizer_description("gpt2").dump());
+    put_file(dir.file("llama2.json"), tokenizer_description("llama2").dump());
     for (const char* name : {"gpt2.json", "llama2.json"}) {
         const Tokenizer tokenizer(dir.file(name));
         std::string prompt = TEXT;

@@ -12,7 +12,7 @@
 set -euo pipefail
 
 CXX=${CXX:-g++}
-REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libgtest-dev libbenchmark-dev python3 python3-venv)
+REQUIRED=(g++ libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libgtest-dev libbenchmark-dev python3 python3-venv)
 # Without oneDNN the built-in GEMM serves, without MPI there is one process; `train_gpt info` tells.
 OPTIONAL=(libdnnl-dev libopenmpi-dev openmpi-bin)
 
@@ -30,6 +30,7 @@ missing() {
             header libcli11-dev CLI/CLI.hpp
             header nlohmann-json3-dev nlohmann/json.hpp
             header libpcre2-dev pcre2.h
+            header libutf8proc-dev utf8proc.h
             if [[ $jobs =~ \ (test|mutants)\  ]]; then header libgtest-dev gtest/gtest.h; fi
             if [[ $jobs == *" bench "* ]]; then header libbenchmark-dev benchmark/benchmark.h; fi
             printf '#if __GNUC__ < 12 && !defined(__clang__)\nversion __GNUC__\n#endif\n'

@@ -1,7 +1,8 @@
-"""Writes dev/fixtures/tokenizer/tokenizers.json: a small tokenizer of each type that data/tokenizer.cpp reads, difficult
-strings, and the ids that the `tokenizers` package gives for them. dev/test_tokenizer.cpp compares ours with these.
+"""Writes dev/fixtures/tokenizer/*.json: small tokenizers of each type that data/tokenizer.cpp reads, difficult strings,
+and the ids that the `tokenizers` package gives for them. dev/test_tokenizer.cpp compares ours with these. The types one
+by one are in tokenizers.json, a family's tokenizer in a file of its name.
 
-    python scripts/make_tokenizer_fixture.py      (needs the package tokenizers)
+    python scripts/make_tokenizer_fixture.py [FILE ...]      (needs the package tokenizers)
 """
 
 import json
@@ -10,24 +11,14 @@ import random
 import sys
 from array import array
 
-from tokenizer_json import byte_alphabet
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizer_families import FAMILIES, TRAIN, marks_spaces, random_texts, sentencepiece, without_half_of_merges
+from tokenizer_json import LLAMA3_WORDS, byte_alphabet
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "data"))
 from make_data import PackageEncoder  # noqa: E402
 
-OUT = os.path.join(os.path.dirname(__file__), "..", "dev", "fixtures", "tokenizer", "tokenizers.json")
-
-LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-                r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-
-TRAIN = """It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness.
-She said: "I'm sure they'll come; we've waited since 1789, and he'd never let us down -- wouldn't he?"
-for (int i = 0; i < n; i++) {\r\n        sum += x[i] * x[i];\r\n    }  // 2 * n FLOP
-    def forward(self, x):\n        return self.norm(x + self.attention(x))\n\n\n
-Der Fluß fließt über die Brücke; l'été à la plage, señor. 日本語のテキストと中文文本。 Привет, мир! Γειά σου Κόσμε.
-\U0001F600\U0001F600\U0001F680 1234567890 3.14159 1,000,000 2024-01-31 $9.99 50% a_b c-d e/f \\ ~`^ aaaa aaaaaaaa    end
-"""
+OUT = os.path.join(os.path.dirname(__file__), "..", "dev", "fixtures", "tokenizer")
 
 TEXTS = [
     "", " ", "  ", "a", " a", "a ", "  a  b   c    ", "\n", "\r\n", "\r\n\r\n  x", "\t\tx\t y\n \n  \n   z", "Hello, world!",
@@ -50,7 +41,7 @@ BYTES = [text.hex() for text in (
     b"it was\xf4\x90\x80\x80\xf5 the best\x80\xbf of", "日本\x1f\x00語 \x7f".encode() + b"\xf0\x9f\x98")]
 
 
-def random_texts(count):
+def plain_texts(count):
     rng = random.Random(1)
     pool = ["the", "The", " ", " ", "  ", "\n", "\r\n", "\t", "'", "'s", "'ll", "a", "b", "ab", "ing", "1", "23", "4567", ".", ",", "!?", "--",
             "\u00e9", "e\u0301", "\u4e2d", "\u306e", "\U0001F600", "\u200d", "\u00a0", "\u3000", "\u00df", "\u0130", "\u00b2", "_", "\\", "\"", "<|endoftext|>", "<think>"]
@@ -84,53 +75,25 @@ def tokenizers():
                   500, ignore_merges=True)
     llama.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     llama.add_tokens([AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)])
-    unmerged = json.loads(llama.to_str())
-    unmerged["model"]["merges"] = unmerged["model"]["merges"][::2]  # half of the words have lost their way
-    made = {left + right for left, right in unmerged["model"]["merges"]}
-    unmerged["model"]["merges"] = [
-        [a, b] for a, b in unmerged["model"]["merges"] if all(len(t) == 1 or t in made for t in (a, b))]
-    yield "llama3", Tokenizer.from_str(json.dumps(unmerged))
-
-
-def sentencepiece(vocab_size, normalizer=None, pre_tokenizer=None, byte_fallback=True, strip=True, cut=True):
-    """LLaMA-2's kind: <unk>, <s>, </s>, then the bytes, then what merges make, then characters."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.Metaspace(split=cut)
-    words.train_from_iterator([TRAIN] * 2, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False))
-    learnt = json.loads(words.to_str())["model"]
-    merges = learnt["merges"]
-    made = {left + right for left, right in merges}
-    characters = sorted((t for t in learnt["vocab"] if t not in made and t not in "\n\r日ß"), key=lambda t: learnt["vocab"][t])
-    merges = [m for m in merges if not any(c in "\n\r日ß" for c in m[0] + m[1])]
-    order = ["<unk>", "<s>", "</s>"] + [f"<0x{b:02X}>" for b in range(256) if byte_fallback] + [a + b for a, b in merges] + characters
-    vocab = {token: i for i, token in enumerate(dict.fromkeys(order))}
-    tokenizer = Tokenizer(models.BPE(vocab, [tuple(m) for m in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback))
-    if normalizer:
-        tokenizer.normalizer = normalizer
-    if pre_tokenizer:
-        tokenizer.pre_tokenizer = pre_tokenizer
-    steps = [decoders.Replace("\u2581", " ")] + [decoders.ByteFallback()] * byte_fallback + [decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * strip)
-    tokenizer.add_special_tokens([AddedToken("<unk>"), AddedToken("<s>"), AddedToken("</s>")])
-    tokenizer.add_tokens([AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)])
-    return tokenizer
+    yield "llama3", without_half_of_merges(llama)
 
 
 def sentencepiece_tokenizers():
-    llama2 = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    yield "llama2", sentencepiece(300, normalizer=llama2)
+    added = [AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)]
+    llama2 = marks_spaces()
+    yield "llama2", sentencepiece(300, added=added, normalizer=llama2)
     # Merges that reach across spaces: the text can't be cut there.
-    yield "llama2-across-spaces", sentencepiece(600, normalizer=llama2, cut=False)
-    yield "metaspace-first", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False))
-    yield "metaspace-always", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="always"))
-    yield "metaspace-never", sentencepiece(300, pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="never"), strip=False)
-    yield "unknown", sentencepiece(300, normalizer=llama2, byte_fallback=False)
+    yield "llama2-across-spaces", sentencepiece(600, added=added, normalizer=llama2, cut=False)
+    for scheme, split, strip in (("first", False, True), ("always", True, True), ("never", True, False)):
+        metaspace = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=split)
+        yield f"metaspace-{scheme}", sentencepiece(300, added=added, pre_tokenizer=metaspace, strip=strip)
+    yield "unknown", sentencepiece(300, added=added, normalizer=llama2, byte_fallback=False)
 
 
-def missing_bytes():
+def missing_bytes(**model_options):
     """SmolLM2's kind: the vocabulary lacks bytes that its training text does not have."""
-    tokenizer = train(byte_level(), 400)
-    description = json.loads(tokenizer.to_str())
+    description = json.loads(train(byte_level(), 400).to_str())
+    description["model"].update(model_options)
     made = "".join(left + right for left, right in description["model"]["merges"])
     alphabet = byte_alphabet()
     for byte in (0x00, 0x01, 0x1F, 0x7F, 0xAD, 0xF1, 0xF3, 0xF4, 0xFF):
@@ -139,28 +102,52 @@ def missing_bytes():
     return Tokenizer.from_str(json.dumps(description))
 
 
-def main():
-    texts = TEXTS + random_texts(60)
-    cases = []
-    cases_of = [*tokenizers(), *sentencepiece_tokenizers(), ("missing-bytes", missing_bytes())]
-    for i, (name, tokenizer) in enumerate(cases_of):
-        ids = {}
-        for key, encode_special in (("plain", True), ("special", False)):
-            tokenizer.encode_special_tokens = encode_special  # True: as text
-            ids[key] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-        encoder = PackageEncoder(tokenizer.to_str(), 0, 4)
-        ids["bytes"] = [list(array("I", bytes(encoder.encode(text)[0]))) for text in map(bytes.fromhex, BYTES)]
-        ids["lost"] = [encoder.encode(text)[2] for text in map(bytes.fromhex, BYTES)]
-        ids["decoded"] = [tokenizer.decode(i, skip_special_tokens=False) for i in ids["special"]]
-        description = json.loads(tokenizer.to_str())
-        if i % 2 and "across" not in name:  # the older form of merges, which has no spaces in tokens
-            description["model"]["merges"] = [" ".join(pair) for pair in description["model"]["merges"]]
-        cases.append({"name": name, "tokenizer": description, **ids})
-    os.makedirs(os.path.dirname(OUT), exist_ok=True)
-    with open(OUT, "w", encoding="utf-8") as f:
+def case(name, tokenizer, texts, older_merges):
+    """The package's ids: of texts with special tokens as text, of texts with special tokens, of bytes by make_data."""
+    ids = {}
+    for key, encode_special in (("plain", True), ("special", False)):
+        tokenizer.encode_special_tokens = encode_special  # True: as text
+        ids[key] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    encoder = PackageEncoder(tokenizer.to_str(), 0, 4)
+    ids["start"] = encoder.start
+    encoded = [encoder.encode(bytes.fromhex(text)) for text in BYTES]
+    ids["bytes"] = [list(array("I", bytes(tokens))) for tokens, _, _ in encoded]
+    ids["lost"] = [lost for _, _, lost in encoded]
+    ids["decoded"] = [tokenizer.decode(i, skip_special_tokens=False) for i in ids["special"]]
+    description = json.loads(tokenizer.to_str())
+    if older_merges:  # which has no spaces in tokens
+        description["model"]["merges"] = [" ".join(pair) for pair in description["model"]["merges"]]
+    return {"name": name, "tokenizer": description, **ids}
+
+
+def write(path, texts, cases):
+    with open(path, "w", encoding="utf-8") as f:
         json.dump({"texts": texts, "bytes": BYTES, "cases": cases}, f, ensure_ascii=True, separators=(",", ":"))
         f.write("\n")
-    print(f"{os.path.relpath(OUT)}: {len(cases)} tokenizers, {len(texts)} texts, {os.path.getsize(OUT)} bytes")
+    print(f"{os.path.relpath(path)}: {len(cases)} tokenizers, {len(texts)} texts, {os.path.getsize(path)} bytes")
+
+
+def write_types(path):
+    texts = TEXTS + plain_texts(60)
+    tokenizers_of = [*tokenizers(), *sentencepiece_tokenizers(), ("missing-bytes", missing_bytes()),
+                     ("missing-bytes-unknown", missing_bytes(unk_token="e", fuse_unk=True))]
+    write(path, texts, [case(name, tokenizer, texts, bool(i % 2) and "across" not in name)
+                        for i, (name, tokenizer) in enumerate(tokenizers_of)])
+
+
+def write_family(path, name, count, seed=1):
+    tokenizer = FAMILIES[name]()
+    texts = TEXTS + random_texts(tokenizer, count, seed)
+    write(path, texts, [case(name, tokenizer, texts, False)])
+
+
+def main():
+    for name in sys.argv[1:] or ["tokenizers", *FAMILIES]:
+        path = os.path.join(OUT, name + ".json")
+        if name in FAMILIES:
+            write_family(path, name, 60)
+        else:
+            write_types(path)
 
 
 if __name__ == "__main__":
