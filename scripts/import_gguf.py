@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Converts a GGUF file of the LLaMA architecture into a model directory in Hugging Face layout; quantised weights are widened.
+"""Converts a GGUF file into a model directory in Hugging Face layout; quantised weights are widened.
 
     scripts/import_gguf.py model.gguf models/name [--dtype fp32|bf16|fp16]
 
-Needs the Python packages gguf and numpy (`make venv`). It converts the weights, the shape, RoPE scaling, the tokenizer
-(byte-level BPE or SentencePiece), the special tokens and the chat template. A value that this project does not support is
-an error.
+Needs the Python packages gguf and numpy (`make venv`). It reads the architectures llama (LLaMA, Mistral), qwen2, qwen3,
+smollm3, olmo2 and phi3, and converts the weights, the shape, RoPE scaling, the tokenizer (byte-level BPE or
+SentencePiece), the special tokens and the chat template. A value that this project does not support is an error.
 """
 import argparse
 import os
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -16,12 +17,41 @@ import hf_directory
 import tokenizer_json
 from hf_directory import ModelError
 
-# What `tokenizer.ggml.pre` says about words.
-WORDS = {"gpt-2": "gpt2", "default": "llamacpp-default", "smollm": "smollm",
-         "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3"}
+# What `tokenizer.ggml.pre` says about words. Of the architectures read here, only OLMo2 has those of dbrx.
+WORDS = {"gpt-2": "gpt2", "default": "llamacpp-default", "smollm": "smollm", "qwen2": "qwen2", "tekken": "tekken",
+         "dbrx": "olmo2", "llama-bpe": "llama3", "llama3": "llama3", "llama-v3": "llama3"}
+STARTS = ("llama3", "tekken")  # the words of tokenizers that put <s> in front of a text if the file does not say
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 # LLaMA 3.1's scaling but for its factor, which is not in the file.
 LLAMA3_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    model: str                 # the class in transformers
+    parts: dict                # tensors of a layer
+    permuted: bool = False     # llama.cpp rotates neighbouring channels, so that the rows of q and k have another order
+    biases: tuple = ()         # the tensors with a bias: always
+    bias_keys: dict = field(default_factory=dict)  # config.json's keys for biases: the tensors with one if it is true
+
+
+ATTENTION = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+             "attn_output": "self_attn.o_proj"}
+MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+LLAMA = {**NORMS, **ATTENTION, **MLP}
+ATTENTION_BIAS, MLP_BIAS = {"attention_bias": tuple(ATTENTION)}, {"mlp_bias": tuple(MLP)}
+ARCHITECTURES = {
+    "llama": Architecture("Llama", LLAMA, permuted=True, bias_keys={**ATTENTION_BIAS, **MLP_BIAS}),
+    "qwen2": Architecture("Qwen2", LLAMA, biases=("attn_q", "attn_k", "attn_v")),
+    "qwen3": Architecture("Qwen3", {**LLAMA, **QK_NORMS}, bias_keys=ATTENTION_BIAS),
+    "smollm3": Architecture("SmolLM3", LLAMA, permuted=True, bias_keys={**ATTENTION_BIAS, **MLP_BIAS}),
+    "olmo2": Architecture("Olmo2", {**ATTENTION, **QK_NORMS, "post_attention_norm": "post_attention_layernorm", **MLP,
+                                    "post_ffw_norm": "post_feedforward_layernorm"}, bias_keys=ATTENTION_BIAS),
+    "phi3": Architecture("Phi3", {**NORMS, "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+                                  "ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}),
+}
 
 
 class Gguf:
@@ -57,15 +87,20 @@ def float32(x):
     return float(str(np.float32(x)))
 
 
-def rope_scaling(file, theta, head_size):
+def rope_scaling(file, architecture, theta, head_size):
     """rope_scaling of config.json, from the metadata or from the factors that LLaMA 3.1's files carry as a tensor."""
-    kind = file.get("llama.rope.scaling.type", "none")
+    key = f"{architecture}.rope.scaling."
+    kind = file.get(key + "type", "none")
+    for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
+        if name in file.tensors:
+            raise ModelError(f"{file.path}: tensor {name} is for RoPE scaling longrope; "
+                             "supported: none, linear, LLaMA 3.1's")
     if "rope_freqs.weight" not in file.tensors:
         if kind == "none":
             return None
-        if kind == "linear":
-            return {"rope_type": "linear", "factor": float32(file.get("llama.rope.scaling.factor"))}
-        raise ModelError(f"{file.path}: key llama.rope.scaling.type is {kind}; supported: none, linear")
+        if kind == "linear" and architecture != "phi3":
+            return {"rope_type": "linear", "factor": float32(file.get(key + "factor"))}
+        raise ModelError(f"{file.path}: key {key}type is {kind}; supported: none, linear (not for phi3)")
     stored = file.tensor("rope_freqs.weight").astype(np.float64)
     wavelength = 2 * np.pi * theta ** (np.arange(0, head_size, 2) / head_size)
     scaling = {**LLAMA3_ROPE, "factor": float(stored.max())}
@@ -87,70 +122,103 @@ def one_for_all(file, key, *otherwise):
 
 
 def read_config(file):
-    architecture = file.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"{file.path}: is of the architecture {architecture}; llama is supported")
-    if file.get("llama.expert_count", 0):
+    name = file.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise ModelError(f"{file.path}: is of the architecture {name}; supported: {', '.join(ARCHITECTURES)}")
+    get = lambda key, *otherwise: file.get(f"{name}.{key}", *otherwise)
+    one = lambda key, *otherwise: one_for_all(file, f"{name}.{key}", *otherwise)
+    if get("expert_count", 0):
         raise ModelError(f"{file.path}: is a mixture of experts; dense models are supported")
-    channels, heads = file.get("llama.embedding_length"), one_for_all(file, "llama.attention.head_count")
-    head_size = file.get("llama.attention.key_length", channels // heads)
-    for key in ("llama.rope.dimension_count", "llama.attention.value_length"):
-        if file.get(key, head_size) != head_size:
-            raise ModelError(f"{file.path}: key {key} is {file.get(key)}; supported: the head size, {head_size}")
-    theta = float32(file.get("llama.rope.freq_base", 10000.0))
+    channels, heads = get("embedding_length"), one("attention.head_count")
+    head_size = get("attention.key_length", channels // heads)
+    for key in ("attention.value_length",) + (("rope.dimension_count",) if name != "phi3" else ()):
+        if get(key, head_size) != head_size:
+            raise ModelError(f"{file.path}: key {name}.{key} is {get(key)}; supported: the head size, {head_size}")
+    theta = float32(get("rope.freq_base", 10000.0))
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": file.shape("token_embd.weight")[0],
-        "hidden_size": channels, "num_hidden_layers": file.get("llama.block_count"), "num_attention_heads": heads,
-        "num_key_value_heads": one_for_all(file, "llama.attention.head_count_kv", heads), "head_dim": head_size,
-        "intermediate_size": one_for_all(file, "llama.feed_forward_length"),
-        "max_position_embeddings": file.get("llama.context_length"),
-        "rms_norm_eps": float32(file.get("llama.attention.layer_norm_rms_epsilon")), "rope_theta": theta,
-        "rope_scaling": rope_scaling(file, theta, head_size), "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "architectures": [ARCHITECTURES[name].model + "ForCausalLM"], "model_type": name,
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "hidden_size": channels, "num_hidden_layers": get("block_count"), "num_attention_heads": heads,
+        "num_key_value_heads": one("attention.head_count_kv", heads), "head_dim": head_size,
+        "intermediate_size": one("feed_forward_length"), "max_position_embeddings": get("context_length"),
+        "rms_norm_eps": float32(get("attention.layer_norm_rms_epsilon")), "rope_theta": theta,
+        "rope_scaling": rope_scaling(file, name, theta, head_size), "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in file.tensors, "initializer_range": 0.02,
     }
-    for name in ("bos", "eos"):
-        config[name + "_token_id"] = file.get(f"tokenizer.ggml.{name}_token_id", None)
+    for key, parts in ARCHITECTURES[name].bias_keys.items():
+        config[key] = f"blk.0.{parts[0]}.bias" in file.tensors
+    config.update(read_attention(file, name, config))
+    if name == "phi3":
+        original = get("rope.scaling.original_context_length", config["max_position_embeddings"])
+        config.update(partial_rotary_factor=get("rope.dimension_count", head_size) / head_size,
+                      original_max_position_embeddings=original)
+    for key, token in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        config[key + "_token_id"] = file.get(f"tokenizer.ggml.{token}_token_id", None)
     return config
+
+
+def read_attention(file, name, config):
+    """The keys of config.json about the window and about layers without RoPE."""
+    window = one_for_all(file, f"{name}.attention.sliding_window", 0)
+    if name == "phi3":
+        return {"sliding_window": window or None}
+    if name == "llama" and window:
+        if config["attention_bias"] or config["mlp_bias"]:
+            raise ModelError(f"{file.path}: has a sliding window and biases; no model that is supported has both")
+        return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if window:
+        raise ModelError(f"{file.path}: key {name}.attention.sliding_window is {window}; supported for llama and phi3")
+    if name == "smollm3":  # the file does not say; llama.cpp has each fourth layer without RoPE
+        with_rope = [int((i + 1) % 4 > 0) for i in range(config["num_hidden_layers"])]
+        return {"no_rope_layer_interval": 4, "no_rope_layers": with_rope, "use_sliding_window": False}
+    return {"use_sliding_window": False} if name in ("qwen2", "qwen3") else {}
 
 
 def weights(file, config):
     """(name, shape, function that gives the array) of every tensor."""
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-    parts = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-             "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-             "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-    turned = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    architecture = ARCHITECTURES[file.get("general.architecture")]
+    names = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+    if not config["tie_word_embeddings"]:
+        names["output.weight"] = "lm_head.weight"
+    biases = {*architecture.biases}
+    for key, parts in architecture.bias_keys.items():
+        biases.update(parts if config[key] else ())
+    permuted, heads = {}, {}
+    if architecture.permuted:
+        permuted = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for layer in range(config["num_hidden_layers"]):
+        for part, target in architecture.parts.items():
+            for kind in ("weight", "bias") if part in biases else ("weight",):
+                names[f"blk.{layer}.{part}.{kind}"] = f"model.layers.{layer}.{target}.{kind}"
+                heads[f"blk.{layer}.{part}.{kind}"] = permuted.get(part)
     for name in file.tensors:
-        if name == "rope_freqs.weight":
-            continue
-        stem, _, kind = name.rpartition(".")
-        layer, _, part = stem.removeprefix("blk.").partition(".")
-        if not stem.startswith("blk."):
-            target = names.get(stem)
-        else:
-            target = f"model.layers.{layer}.{parts[part]}" if part in parts and layer.isdigit() else None
-        if target is None or kind not in ("weight", "bias"):
-            raise ModelError(f"{file.path}: tensor {name} is of no LLaMA that is supported")
+        if name not in names and name != "rope_freqs.weight":
+            raise ModelError(f"{file.path}: tensor {name} is of no {architecture.model} that is supported")
+    for name, target in names.items():
+        def make(name=name):
+            return hf_directory.split_halves(file.tensor(name), heads[name]) if heads.get(name) else file.tensor(name)
 
-        def make(name=name, heads=turned.get(part)):
-            return hf_directory.split_halves(file.tensor(name), heads) if heads else file.tensor(name)
-
-        yield f"{target}.{kind}", file.shape(name), make
+        yield target, file.shape(name), make
 
 
 def read_tokenizer(file):
     """(tokenizer.json's content, special tokens by role)"""
     tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", [])
     kinds = kinds or [NORMAL] * len(tokens)
+    # The rows of a vocabulary that has more of them than the tokenizer has tokens.
+    tokens = [None if kind == UNUSED and token == f"[PAD{i}]" else token
+              for i, (token, kind) in enumerate(zip(tokens, kinds))]
     special = {}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = file.get(f"tokenizer.ggml.{key}_token_id", None)
         special[role + "_token"] = tokens[token] if token is not None and token < len(tokens) else None
-    added = [tokenizer_json.added_token(i, token, special=kind in (CONTROL, UNKNOWN))
-             for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
     model, pre = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre", "default")
-    add_bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or WORDS.get(pre) == "llama3")
+    phi3 = file.get("general.architecture") == "phi3"
+    # The file does not say which tokens take the white space behind them: of Phi-3 these, as llama.cpp has it.
+    strips = lambda token: phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
+    added = [tokenizer_json.added_token(i, token, special=kind in (CONTROL, UNKNOWN), rstrip=strips(token))
+             for i, (token, kind) in enumerate(zip(tokens, kinds)) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
+    add_bos = file.get("tokenizer.ggml.add_bos_token", model == "llama" or WORDS.get(pre) in STARTS)
     bos = special["bos_token"]
     start = (bos, tokens.index(bos)) if add_bos and bos is not None else None
     for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
@@ -159,10 +227,14 @@ def read_tokenizer(file):
     if model == "llama":
         return tokenizer_json.sentencepiece(tokens, file.get("tokenizer.ggml.scores"), added, special["unk_token"],
                                             file.get("tokenizer.ggml.add_space_prefix", True), start), special
+    if phi3:
+        raise ModelError(f"{file.path}: the tokenizer is {model}; supported for phi3: llama (SentencePiece)")
     if model != "gpt2" or pre not in WORDS:
-        raise ModelError(f"{file.path}: the tokenizer is {model} with words of kind {pre}; supported: llama, and gpt2 with {', '.join(WORDS)}")
+        raise ModelError(f"{file.path}: the tokenizer is {model} with words of kind {pre}; "
+                         f"supported: llama, and gpt2 with {', '.join(WORDS)}")
     merges = [merge.split(" ") for merge in file.get("tokenizer.ggml.merges")]
-    return tokenizer_json.byte_level({token: i for i, token in enumerate(tokens)}, merges, added, WORDS[pre], start), special
+    vocab = {token: i for i, token in enumerate(tokens) if token is not None}
+    return tokenizer_json.byte_level(vocab, merges, added, WORDS[pre], start), special
 
 
 def import_gguf(source, target, dtype=None):

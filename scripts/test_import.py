@@ -265,12 +265,15 @@ class GgufTest(ImportTest):
     def test_invalid_input_is_rejected(self):
         for words, options in (
             (["remove_extra_whitespaces"], {"change": lambda writer: writer.add_remove_extra_whitespaces(True)}),
-            (["architecture", "qwen2"], {"architecture": "qwen2"}),
+            (["architecture gemma", "supported: llama, qwen2"], {"architecture": "gemma"}),
+            (["blk.0.attn_q.bias is missing"], {"architecture": "qwen2"}),
+            (["blk.1.ffn_up.weight is missing"],
+             {"tensors": lambda w: {name: x for name, x in w.items() if name != "blk.1.ffn_up.weight"}}),
             (["mixture of experts"], {"change": lambda writer: writer.add_expert_count(8)}),
             (["value_length"], {"change": lambda writer: writer.add_value_length(4)}),
             (["blk.0.attn_q_norm.weight"], {"tensors": lambda w: {**w, "blk.0.attn_q_norm.weight": np.ones(8, np.float32)}}),
             (["token_embd"], {"tensors": lambda w: {name: x for name, x in w.items() if name != "token_embd.weight"}}),
-            (["tekken"], {"tokenizer": lambda writer: self.byte_level_tokenizer(writer, "tekken")}),
+            (["gpt-4o"], {"tokenizer": lambda writer: self.byte_level_tokenizer(writer, "gpt-4o")}),
         ):
             self.refused(words, "import_gguf.py", self.write(**options), self.path("x"))
         with open(self.path("bad.gguf"), "wb") as file:

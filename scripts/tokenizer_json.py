@@ -25,9 +25,9 @@ def byte_alphabet():
     return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
-def added_token(token_id, content, special=True):
-    return {"id": token_id, "content": content, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-            "special": special}
+def added_token(token_id, content, special=True, rstrip=False):
+    return {"id": token_id, "content": content, "single_word": False, "lstrip": False, "rstrip": rstrip,
+            "normalized": False, "special": special}
 
 
 def start_template(token, token_id):
@@ -47,7 +47,8 @@ def assemble(model, added, normalizer=None, pre_tokenizer=None, decoder=None, st
 
 
 def byte_level(vocab, merges, added, words="gpt2", start=None):
-    """words: how text is cut: gpt2, llama3, smollm (digits one by one, then as gpt2), or llamacpp-default."""
+    """words: how text is cut: gpt2, smollm (digits one by one, then as gpt2), llama3, olmo2 (as llama3, but the merges
+    decide), qwen2 (with NFC), tekken, or llamacpp-default."""
     def split(pattern):
         return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
@@ -55,26 +56,30 @@ def byte_level(vocab, merges, added, words="gpt2", start=None):
         return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
     steps = {
-        "gpt2": lambda: level(True),
-        "smollm": lambda: {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level(True)]},
-        "llama3": lambda: {"type": "Sequence", "pretokenizers": [split(LLAMA3_WORDS), level(False)]},
-        "llamacpp-default": lambda: {"type": "Sequence", "pretokenizers": [
-            *map(split, LLAMACPP_DEFAULT_WORDS), level(False)]},
-    }
-    model = {"vocab": vocab, "merges": merges, "ignore_merges": words == "llama3"}
-    return assemble(model, added, pre_tokenizer=steps[words](), decoder=level(True), start=start)
+        "gpt2": [level(True)],
+        "smollm": [{"type": "Digits", "individual_digits": True}, level(True)],
+        "llama3": [split(LLAMA3_WORDS), level(False)],
+        "olmo2": [split(LLAMA3_WORDS), level(False)],
+        "qwen2": [split(QWEN2_WORDS), level(False)],
+        "tekken": [split(TEKKEN_WORDS), level(False)],
+        "llamacpp-default": [*map(split, LLAMACPP_DEFAULT_WORDS), level(False)],
+    }[words]
+    return assemble({"vocab": vocab, "merges": merges, "ignore_merges": words in ("llama3", "tekken")}, added,
+                    normalizer={"type": "NFC"} if words == "qwen2" else None,
+                    pre_tokenizer={"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
+                    decoder=level(True), start=start)
 
 
 def sentencepiece(pieces, scores, added, unknown=None, space_in_front=True, start=None):
-    """pieces in the order of ids. A pair merges where its text is a piece, the best score first; of one piece's pairs the
-    one with the longer left part first."""
-    vocab = {piece: i for i, piece in enumerate(pieces)}
+    """pieces in the order of ids, None for an id without a piece. A pair merges where its text is a piece, the best
+    score first; of one piece's pairs the one with the longer left part first."""
+    vocab = {piece: i for i, piece in enumerate(pieces) if piece is not None}
     special = {token["content"] for token in added}
     byte_fallback = all(f"<0x{b:02X}>" in vocab for b in range(256))
     merges = []
     for i in sorted(range(len(pieces)), key=lambda i: -scores[i]):  # stable: equal scores in the order of ids
         piece = pieces[i]
-        if piece in special or (len(piece) == 6 and piece.startswith("<0x")):
+        if piece is None or piece in special or (len(piece) == 6 and piece.startswith("<0x")):
             continue
         merges += [[piece[:cut], piece[cut:]] for cut in range(len(piece) - 1, 0, -1) if piece[:cut] in vocab and piece[cut:] in vocab]
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
