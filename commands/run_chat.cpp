@@ -16,21 +16,23 @@ void run_chat(const Args& args) {
     const Context ctx;
     const ModelSource source = o.model.resolve(0);
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
-    const ChatTemplate format = find_chat_template(source.directory);
+    const ChatTemplate chat_template(source.directory);
     const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    ChatOptions options;
+    if (o.system_given) options.system = o.system;
+    check_conversation(chat_template, options);
     EngineOptions engine_options;
     engine_options.context = o.context ? o.context : std::min<int64_t>(source.config.max_positions, 4096);
     engine_options.dtype = o.model.type();
     engine_options.sampling = sampling_options(o.sampling);
     LoadedEngine m(ctx, source, engine_options, false);
-    ChatOptions options;
-    options.system = o.system_given ? o.system : format.default_system;
     options.response.max_tokens = o.max_tokens;
     options.response.eos = end_tokens(source, &tokenizer);
+    for (const int32_t token : chat_template.end_tokens(tokenizer)) options.response.eos.push_back(token);
     options.slide = o.slide;
-    std::cerr << source.name << ", " << chat_format_name(format.format) << ", a context of " << engine_options.context
+    std::cerr << source.name << ", " << chat_template.file() << ", a context of " << engine_options.context
               << " tokens; /reset starts a new conversation, /exit quits, Ctrl-C stops a response\n";
-    const GenerateStatistics statistics = chat(m.engine, tokenizer, format, options, std::cin, std::cout,
+    const GenerateStatistics statistics = chat(m.engine, tokenizer, chat_template, options, std::cin, std::cout,
                                                stop_requested, catch_interrupt, release_interrupt);
     std::cerr << statistics_text(statistics,
                                  bandwidth_to_show(statistics, [&] { return measured_read_bandwidth(ctx.stream); }));

@@ -25,10 +25,11 @@ class AddedTokens {
     void add(const AddedToken& token);  // the content is not empty
 
     // Calls plain(string_view) and found(id) for the parts of the text, in order. The leftmost match wins; at one
-    // position, the longest; of two tokens with the same content the special one, then the first. Special tokens stay
-    // text unless allow_special. A match that stays text, or that single_word rejects, hides the matches inside it.
-    template <typename Plain, typename Found>
-    void split(std::string_view text, bool allow_special, const Plain& plain, const Found& found) const {
+    // position, the longest; of two tokens with the same content the special one, then the first. A special
+    // token stays text unless allow_special(begin, size), in bytes of the text. A match that stays text, or that
+    // single_word rejects, hides the matches inside it.
+    template <typename Allow, typename Plain, typename Found>
+    void split(std::string_view text, const Allow& allow_special, const Plain& plain, const Found& found) const {
         size_t done = 0;
         for (size_t i = 0; i < text.size() && !tokens.empty();) {
             const int64_t match = longest(text, i);
@@ -39,7 +40,7 @@ class AddedTokens {
             const AddedToken& token = tokens[size_t(match)];
             const std::string_view before = text.substr(0, i), after = text.substr(i + token.content.size());
             i = text.size() - after.size();
-            if (token.special && !allow_special) continue;
+            if (token.special && !allow_special(before.size(), token.content.size())) continue;
             if (token.single_word && (ends_with_word(before) || starts_with_word(after))) continue;
             const size_t begin = token.lstrip ? std::max(done, before.size() - space_at_end(before)) : before.size();
             const size_t end = token.rstrip ? i + space_at_start(after) : i;

@@ -182,6 +182,7 @@ class Joints {
 
 struct Tokenizer::Impl {
     class Encoder;
+    class SpecialBytes;
     using Ids = std::unordered_map<std::string, int32_t>;  // by the token in the file's notation
     enum class InFront { Never, First, Always };           // Metaspace: where a space is prepended
 
@@ -542,6 +543,38 @@ struct Tokenizer::Impl {
     }
 };
 
+// Which bytes of a text may be part of a special token: all, none, or those that are marked.
+class Tokenizer::Impl::SpecialBytes {
+  public:
+    explicit SpecialBytes(bool every) : all(every) {}
+    explicit SpecialBytes(std::vector<bool> marks) : all(false), marked(std::move(marks)) {}
+
+    bool operator()(size_t begin, size_t size) const {
+        if (marked.empty()) return all;
+        const auto first = marked.begin() + int64_t(begin);
+        return std::find(first, first + int64_t(size), false) == first + int64_t(size);
+    }
+    SpecialBytes part(size_t begin, size_t size) const {
+        if (marked.empty()) return *this;
+        const auto first = marked.begin() + int64_t(begin);
+        return SpecialBytes(std::vector<bool>(first, first + int64_t(size)));
+    }
+    // Those of the text after normalization: what it puts in front may be special, as what follows may. NFC can join
+    // any bytes, so that all or none may be.
+    SpecialBytes normalized(std::string_view text, const Impl& tokenizer) const {
+        if (marked.empty()) return *this;
+        if (tokenizer.composes) return SpecialBytes((*this)(0, text.size()));
+        std::vector<bool> out(tokenizer.prepends ? SPACE_MARK.size() : 0, marked[0]);
+        for (size_t i = 0; i < text.size(); i++)
+            out.insert(out.end(), tokenizer.marks_spaces && text[i] == ' ' ? SPACE_MARK.size() : 1, marked[i]);
+        return SpecialBytes(std::move(out));
+    }
+
+  private:
+    bool all;
+    std::vector<bool> marked;  // empty: all
+};
+
 // One call of encode(): its output, and the state that its words share.
 class Tokenizer::Impl::Encoder {
   public:
@@ -552,15 +585,19 @@ class Tokenizer::Impl::Encoder {
     std::vector<int32_t> out;
     int64_t lost = 0;  // bytes that the vocabulary lacks
 
-    void text(std::string_view all, bool allow_special) {
+    void text(std::string_view all, const SpecialBytes& special) {
         const auto found = [&](int32_t id) { out.push_back(id); };
         tokenizer.verbatim.split(
-            all, allow_special,
+            all, special,
             [&](std::string_view rest) {
                 const bool first = rest.data() == all.data();
-                if (tokenizer.normalizes(rest)) rest = keep(tokenizer.normalize(rest));
+                SpecialBytes rest_special = special.part(size_t(rest.data() - all.data()), rest.size());
+                if (tokenizer.normalizes(rest)) {
+                    rest_special = rest_special.normalized(rest, tokenizer);
+                    rest = keep(tokenizer.normalize(rest));
+                }
                 tokenizer.normalized.split(
-                    rest, allow_special,
+                    rest, rest_special,
                     [&](std::string_view part) { plain(part, first && part.data() == rest.data()); }, found);
             },
             found);
@@ -707,13 +744,21 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
 std::vector<int32_t> Tokenizer::encode(std::string_view text, bool allow_special) const {
     Impl::Encoder encoder(*impl);
-    encoder.text(text, allow_special);
+    encoder.text(text, Impl::SpecialBytes(allow_special));
+    return std::move(encoder.out);
+}
+
+std::vector<int32_t> Tokenizer::encode_marked(std::string_view text, std::vector<bool> may_be_special) const {
+    require(may_be_special.size() == text.size(), "encode_marked: ", may_be_special.size(), " marks for ", text.size(),
+            " bytes");
+    Impl::Encoder encoder(*impl);
+    encoder.text(text, Impl::SpecialBytes(std::move(may_be_special)));
     return std::move(encoder.out);
 }
 
 int64_t Tokenizer::lost_bytes(std::string_view text) const {
     Impl::Encoder encoder(*impl);
-    encoder.text(text, false);
+    encoder.text(text, Impl::SpecialBytes(false));
     return encoder.lost;
 }
 

@@ -31,6 +31,9 @@ class Tokenizer {
     // Special tokens written out in the text ("<|endoftext|>") become their ids only if allow_special.
     // May be called from several threads at once.
     std::vector<int32_t> encode(std::string_view text, bool allow_special = false) const;
+    // The same, for text of different origins: a special token becomes its id only where all of its bytes are marked.
+    // Apart from special tokens the marks have no effect. Throws Error unless there is one mark for each byte.
+    std::vector<int32_t> encode_marked(std::string_view text, std::vector<bool> may_be_special) const;
     // The bytes of text that encode() leaves out or replaces by the unknown token, because the vocabulary lacks them.
     int64_t lost_bytes(std::string_view text) const;
     // The exact inverse of encode for any bytes that are not lost, with exceptions that the file prescribes:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
 SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
+CHAT_TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+                 "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 MODEL = ["--model", "gpt2-tiny", "--layers", "2", "--channels", "32", "--heads", "2", "--max-positions", "64"]
 
 
@@ -216,7 +219,7 @@ class CommandsTest(unittest.TestCase):
         with open(path, "w") as file:
             json.dump(tokenizer, file)
         with open(os.path.join(model, "tokenizer_config.json"), "w") as file:
-            json.dump({"chat_template": "{{ '<|im_start|>' + role }}"}, file)
+            json.dump({"chat_template": CHAT_TEMPLATE}, file)
 
         def chat(text, *args):
             return subprocess.run([DRIVER, "chat", "--model", model, "--max-tokens", "6", "--temperature", "0", "--context", "60", *args],
@@ -224,13 +227,51 @@ class CommandsTest(unittest.TestCase):
 
         first = chat("Hi\n")
         self.assertEqual(first.returncode, 0, first.stderr)
-        self.assertIn("ChatML", first.stderr)
+        self.assertIn("tokenizer_config.json: chat_template", first.stderr)
         self.assertIn("completion: 5 tokens", first.stderr)
         twice = chat("Hi\n/reset\n\nHi\n/exit\nnever read\n")
         responses = twice.stdout.split("> ")
         self.assertEqual(len(responses), 6, twice.stdout)
         self.assertEqual(responses[1], responses[4])  # after /reset the same user turn has the same response
-        self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # slides
+        self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # drops old turns
+
+        # The cache keeps what the conversation begins with: of the second prompt only the last token of the response
+        # and what follows it are computed. A template that rewrites earlier responses cuts the cache back to the first.
+        def prompt_tokens(text, *args):
+            result = chat(text, *args)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            return int(re.search(r"prompt: (\d+) tokens", result.stderr).group(1)), result
+
+        def write_template(source):
+            with open(os.path.join(model, "chat_template.jinja"), "w") as file:
+                file.write(source)
+
+        turn = len("_user\nHi_\n_assistant\n")
+        self.assertEqual(prompt_tokens("Hi\n")[0], turn)
+        self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + len("x_\n") + turn)
+        write_template(CHAT_TEMPLATE.replace("m.content +", "('X' if m.role == 'assistant' else m.content) +"))
+        self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + len("X_\n") + turn)
+        write_template(CHAT_TEMPLATE.replace("for m in messages", "for m in messages[-1:]"))
+        self.assertEqual(prompt_tokens("Hi\nHi\n")[0], turn + 1)
+        # Special tokens that are typed stay text; a system message, and a template that refuses it or a turn.
+        write_template(CHAT_TEMPLATE)
+        typed = prompt_tokens("<|im_end|>\n")[0]
+        self.assertEqual(typed, turn - len("Hi") + len("<|im_end|>"))
+        self.assertEqual(prompt_tokens("Hi\n", "--system", "Be")[0], turn + len("_system\nBe_\n"))
+        self.assertEqual(prompt_tokens("Hi\n", "--system", "")[0], turn + len("_system\n_\n"))
+        write_template("{% if messages[0].role == 'system' or messages[-1].content == 'no' %}"
+                       "{{ raise_exception('Not this') }}{% endif %}" + CHAT_TEMPLATE)
+        refused = chat("Hi\n", "--system", "Be")
+        self.assertEqual((refused.returncode, refused.stdout), (1, ""))
+        self.assertIn("chat_template.jinja refuses the conversation: Not this", refused.stderr)
+        tokens, result = prompt_tokens("Hi\nno\nHi\n")
+        self.assertIn("refuses the conversation: Not this)", result.stdout)
+        self.assertEqual(tokens, turn + len("x_\n") + turn)  # the conversation goes on without the refused turn
+        write_template("{{ messages | sort }}")
+        unsupported = chat("Hi\n")
+        self.assertEqual((unsupported.returncode, unsupported.stdout), (1, ""))
+        self.assertIn("chat_template.jinja:1: the filter 'sort' is not supported", unsupported.stderr)
+        os.remove(os.path.join(model, "chat_template.jinja"))
         with subprocess.Popen([DRIVER, "chat", "--model", model, "--max-tokens", "1000000", "--temperature", "0"], stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
             process.stdin.write(b"Hi\n")

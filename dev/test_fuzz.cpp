@@ -10,10 +10,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <new>
 #include <nlohmann/json.hpp>
 
+#include "data/chat_template.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
 #include "data/token_files.h"
@@ -22,7 +24,6 @@
 #include "dev/fixtures.h"
 #include "dev/temp_dir.h"
 #include "dev/tokenizer_fixture.h"
-#include "infer/chat_template.h"
 #include "infer/prompts.h"
 #include "models/bin_models.h"
 #include "models/family.h"
@@ -512,18 +513,26 @@ TEST_F(Fuzz, GenerationConfig) {
          {1 << 20, true}, 200, [&] { end_tokens(source, nullptr); });
 }
 
+// A damaged template is an error where it is read or rendered, or renders something.
 TEST_F(Fuzz, ChatTemplates) {
-    const std::string chatml =
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' }}"
-        "{% endfor %}<|im_start|>system\\nYou help.<|im_end|>\\n";
-    const json one = {{"chat_template", chatml}, {"model_max_length", 4096}},
+    const json families = json::parse(read_file("dev/fixtures/chat_templates.json"))["families"];
+    const auto render = [&] {
+        const ChatTemplate chat_template(dir.path());
+        const std::vector<Message> messages = {
+            {"user", "Hi \xC3"}, {"assistant", "<think>\na\n</think>\nb"}, {"user", "c"}};
+        chat_template.render(messages, true, local_time_now());
+    };
+    for (const json& family : families) {
+        put_file(dir.file("tokenizer_config.json"), family["named"].dump());
+        fuzz(dir.file("chat_template.jinja"), family["template"].get<std::string>(), {0, false}, 80, render);
+    }
+    std::filesystem::remove(dir.file("chat_template.jinja"));
+    const std::string chatml = families[0]["template"].get<std::string>();
+    const json one = {{"chat_template", chatml}, {"eos_token", "<|im_end|>"}, {"model_max_length", 4096}},
                several = {{"chat_template",
                            {{{"name", "tools"}, {"template", "no"}}, {{"name", "default"}, {"template", chatml}}}}};
-    const auto read = [&] { find_chat_template(dir.path()); };
     for (const json& config : {one, several})
-        fuzz(dir.file("tokenizer_config.json"), config.dump(), {1 << 20, true}, 200, read);
-    // Only the markers of a template are read, so most damage has no effect.
-    fuzz(dir.file("chat_template.jinja"), "<|im_start|>system\\nYou help.<|im_end|>", {0, false}, 200, read);
+        fuzz(dir.file("tokenizer_config.json"), config.dump(), {1 << 20, true}, 200, render);
 }
 
 // Invalid lines of a log are skipped, so damage is not an error.

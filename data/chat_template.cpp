@@ -1,0 +1,118 @@
+#include "data/chat_template.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
+
+using nlohmann::json;
+
+namespace {
+
+constexpr const char* TOKEN_NAMES[] = {"bos_token", "eos_token", "unk_token", "pad_token",
+                                       "sep_token", "cls_token", "mask_token"};
+
+// The default one of a model's templates; null if it has none.
+json default_template(const json& config) {
+    const json found = config.is_object() ? config.value("chat_template", json()) : json();
+    if (!found.is_array()) return found;
+    json chosen;  // a list of {"name", "template"}
+    for (const json& one : found) {
+        if (one.is_object() && (chosen.is_null() || one.value("name", json()) == "default"))
+            chosen = one.value("template", json());
+    }
+    return chosen;
+}
+
+std::vector<int32_t> encode(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
+    std::vector<bool> may_be_special;
+    for (size_t i = begin; i < text.size(); i++) may_be_special.push_back(!(text.marks[i] & jinja::CONTENT));
+    return tokenizer.encode_marked(std::string_view(text.chars).substr(begin), std::move(may_be_special));
+}
+
+}  // namespace
+
+std::tm local_time_now() {
+    const std::time_t now = std::time(nullptr);
+    std::tm out = {};
+    localtime_r(&now, &out);
+    return out;
+}
+
+ChatTemplate::Source ChatTemplate::find(const std::string& directory) {
+    Source out;
+    const std::string config_path = join_path(directory, "tokenizer_config.json");
+    const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
+    for (const char* name : TOKEN_NAMES) {
+        json token = config.is_object() ? config.value(name, json()) : json();
+        if (token.is_object()) token = token.value("content", json());
+        if (token.is_string()) out.special_tokens.emplace_back(name, jinja::Text(token.get<std::string>()));
+    }
+    out.path = join_path(directory, "chat_template.jinja");
+    if (path_exists(out.path)) {
+        out.text = read_file(out.path);
+        return out;
+    }
+    const json found = default_template(config);
+    require(found.is_string(), directory,
+            ": no chat template in tokenizer_config.json or chat_template.jinja, so this model was not trained for "
+            "conversations; use 'sample'");
+    out.path = config_path + ": chat_template";
+    out.text = found.get<std::string>();
+    return out;
+}
+
+ChatTemplate::ChatTemplate(const std::string& model_directory) : ChatTemplate(find(model_directory)) {}
+
+ChatTemplate::ChatTemplate(Source source)
+    : path(std::move(source.path)), program(source.text, path), special_tokens(std::move(source.special_tokens)) {}
+
+jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_generation_prompt,
+                                 const std::tm& now) const {
+    std::vector<jinja::Value> list;
+    for (const Message& message : messages) {
+        jinja::Dict one;
+        one.set(jinja::Text("role"), jinja::Text(message.role));
+        one.set(jinja::Text("content"), jinja::Text(message.content, jinja::CONTENT));
+        list.emplace_back(std::move(one));
+    }
+    jinja::Template::Variables variables = special_tokens;
+    variables.emplace_back("messages", jinja::Value(std::move(list), jinja::Sequence::Kind::List));
+    variables.emplace_back("add_generation_prompt", add_generation_prompt);
+    variables.emplace_back("tools", jinja::None{});
+    variables.emplace_back("documents", jinja::None{});
+    try {
+        return program.render(variables, now);
+    } catch (const jinja::Refusal& e) {
+        throw Error(str(path, " refuses the conversation: ", e.what()));
+    }
+}
+
+std::vector<int32_t> ChatTemplate::tokens(const std::vector<Message>& messages, bool add_generation_prompt,
+                                          const std::tm& now, const Tokenizer& tokenizer) const {
+    return encode(render(messages, add_generation_prompt, now), 0, tokenizer);
+}
+
+std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const {
+    std::vector<int32_t> out;
+    for (const auto& [name, value] : special_tokens) {
+        if (name != "eos_token") continue;
+        const std::string& token = value.text().chars;
+        out = tokenizer.encode(token, true);
+        require(out.size() == 1 && tokenizer.decode(out[0]) == token, "the tokenizer has no token ", token,
+                ", which tokenizer_config.json names eos_token; the two files belong to different models");
+    }
+    // What the template writes after the last byte of an assistant turn's content.
+    const jinja::Text text = render({{"user", "x"}, {"assistant", "x"}}, false, local_time_now());
+    const size_t last = text.marks.find_last_of(std::string{jinja::CONTENT, jinja::CONTENT | jinja::GENERATION});
+    const std::vector<int32_t> ending = encode(text, last == std::string::npos ? text.size() : last + 1, tokenizer);
+    const auto is_special = [&](int32_t id) {
+        const std::string token = tokenizer.decode(id);
+        return tokenizer.encode(token, true) == std::vector<int32_t>{id} &&
+               tokenizer.encode(token) != std::vector<int32_t>{id};
+    };
+    const auto found = std::find_if(ending.begin(), ending.end(), is_special);
+    if (found != ending.end() && std::find(out.begin(), out.end(), *found) == out.end()) out.push_back(*found);
+    return out;
+}

@@ -1,0 +1,52 @@
+// A model's chat template: how a conversation is written for it. The template is a program in the language Jinja that
+// comes with the model; data/jinja/ runs it. What came from messages stays text: a special token that somebody wrote
+// into a message is encoded as its characters.
+#pragma once
+
+#include <cstdint>
+#include <ctime>
+#include <string>
+#include <vector>
+
+#include "data/jinja/render.h"
+#include "data/tokenizer.h"
+
+struct Message {
+    std::string role;  // "system", "user", "assistant"; a word of the program's, so it may be part of a special token
+    std::string content;  // text
+};
+
+class ChatTemplate {
+  public:
+    // The template of a model directory: chat_template.jinja, else `chat_template` in tokenizer_config.json (of several
+    // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
+    // there is none, or if it uses what data/jinja/ does not support.
+    explicit ChatTemplate(const std::string& model_directory);
+
+    // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
+    // assistant turn. Throws Error where the template refuses the messages or fails.
+    jinja::Text render(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now) const;
+    // Its tokens. Without special tokens in messages they are those of transformers' apply_chat_template().
+    std::vector<int32_t> tokens(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
+                                const Tokenizer& tokenizer) const;
+
+    // The tokens with which a model ends its turn: the first special token that the template writes after the content
+    // of an assistant turn, and eos_token. Empty if there are neither. Throws Error if eos_token is not a token.
+    std::vector<int32_t> end_tokens(const Tokenizer& tokenizer) const;
+
+    const std::string& file() const { return path; }
+
+  private:
+    struct Source {
+        std::string path, text;
+        jinja::Template::Variables special_tokens;
+    };
+    explicit ChatTemplate(Source source);
+    static Source find(const std::string& model_directory);
+
+    const std::string path;
+    const jinja::Template program;
+    const jinja::Template::Variables special_tokens;
+};
+
+std::tm local_time_now();

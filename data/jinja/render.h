@@ -1,0 +1,34 @@
+// Chat templates: the part of the language Jinja that models' templates are written in (parser.h says which), rendered
+// as transformers renders them: jinja2's ImmutableSandboxedEnvironment with trim_blocks, lstrip_blocks, loopcontrols,
+// {% generation %}, tojson, raise_exception and strftime_now. A template can change nothing outside itself, and what it
+// may use is limited (meter.h).
+#pragma once
+
+#include <ctime>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "data/jinja/builtins.h"
+#include "data/jinja/syntax.h"
+
+namespace jinja {
+
+class Template {
+  public:
+    // Throws Error, "name:line: …", for wrong syntax and for what is not supported.
+    Template(const std::string& source, const std::string& name);
+
+    using Variables = std::vector<std::pair<std::string, Value>>;
+    // The text that the template writes; its marks say what came from the variables' strings. now: what strftime_now
+    // shows. Throws Refusal where the template calls raise_exception (without name and line, as the message is the
+    // template's), Error for every other failure.
+    Text render(const Variables& variables, const std::tm& now) const;
+
+  private:
+    std::string name;
+    Block block;
+};
+
+}  // namespace jinja

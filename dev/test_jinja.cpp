@@ -1,0 +1,164 @@
+// The renderer of chat templates against transformers' (dev/fixtures/chat_templates.json), what it refuses, its limits,
+// and the origin of each byte that it writes.
+#include "data/jinja/render.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "runtime/files/files.h"
+
+namespace {
+
+using jinja::Template;
+using jinja::Text;
+using jinja::Value;
+using nlohmann::ordered_json;
+
+// The date of the fixture: Saturday, 4 July 2026, 9:05.
+std::tm fixture_date() {
+    std::tm date = {};
+    date.tm_year = 126, date.tm_mon = 6, date.tm_mday = 4, date.tm_hour = 9, date.tm_min = 5;
+    return date;
+}
+
+const ordered_json& fixture() {
+    static const ordered_json all = ordered_json::parse(read_file("dev/fixtures/chat_templates.json"));
+    return all;
+}
+
+Text render(const std::string& source, const ordered_json& variables = ordered_json::object()) {
+    Template::Variables values;
+    for (const auto& [name, value] : variables.items()) values.emplace_back(name, Value(value, jinja::CONTENT));
+    return Template(source, "t").render(values, fixture_date());
+}
+
+std::string error_of(const std::string& source, const ordered_json& variables = ordered_json::object()) {
+    try {
+        return "rendered: " + render(source, variables).chars;
+    } catch (const Error& e) {
+        return e.what();
+    }
+}
+
+TEST(Jinja, RendersSmallTemplatesAsTransformersDoes) {
+    const ordered_json& small = fixture()["small"];
+    const ordered_json variables = {{"m", small["m"]}};
+    ASSERT_GT(small["cases"].size(), 80u);
+    for (const ordered_json& one : small["cases"]) {
+        const std::string source = one["template"].get<std::string>();
+        if (one.contains("fails"))
+            EXPECT_THROW(render(source, variables), Error) << source;
+        else
+            EXPECT_EQ(render(source, variables).chars, one["text"].get<std::string>()) << source;
+    }
+}
+
+TEST(Jinja, UnsupportedConstructsAreNamedWithTheirLine) {
+    const std::pair<const char*, const char*> cases[] = {
+        {"a\n{{ x | sort }}", "t:2: the filter 'sort' is not supported"},
+        {"{{ x | map('sort') }}", "t:1: the filter 'sort' is not supported"},
+        {"{{ x | select('weird') }}", "t:1: the test 'weird' is not supported"},
+        {"{{ x is weird }}", "t:1: the test 'weird' is not supported"},
+        {"\n\n{{ x.append(1) }}", "t:3: the method 'append' is not supported"},
+        {"{{ '{}'.format(1) }}", "t:1: the method 'format' is not supported"},
+        {"{{ '%s' % 1 }}", "t:1: formatting of a string with % is not supported"},
+        {"{{ lipsum(1) }}", "t:1: the function 'lipsum' is not supported"},
+        {"{% if true %}\n{% include 'a' %}{% endif %}", "t:2: the tag {% include %} is not supported"},
+        {"{% call f() %}{% endcall %}", "t:1: the tag {% call %} is not supported"},
+        {"{% for x in y recursive %}{% endfor %}", "t:1: a recursive loop is not supported"},
+        {"{% for x in y %}{% macro f() %}{% endmacro %}{% endfor %}",
+         "t:1: a macro inside a loop or another block is not supported"},
+        {"{{ f(*x) }}{% macro f() %}{% endmacro %}", "t:1: a call with * is not supported"},
+        {"{{ x[0](1) }}", "t:1: a call of an expression is not supported"},
+    };
+    // They are refused where the template is read, also in branches that never run.
+    for (const auto& [source, message] : cases) {
+        const std::string in_branch = std::string("{% if false %}") + source + "{% endif %}";
+        for (const std::string& text : {std::string(source), in_branch}) {
+            try {
+                const Template read(text, "t");
+                ADD_FAILURE() << source;
+            } catch (const Error& e) {
+                if (text == source) {
+                    EXPECT_STREQ(e.what(), message);
+                }
+            }
+        }
+    }
+}
+
+TEST(Jinja, ErrorsNameTheLine) {
+    EXPECT_EQ(error_of("a\n{{ missing.x }}"), "t:2: 'missing' is undefined");
+    EXPECT_EQ(error_of("\n\n{{ m[3].role }}", {{"m", ordered_json::array()}}), "t:3: list object has no element 3");
+    EXPECT_EQ(error_of("{{ d.a.b }}", {{"d", {{"c", 1}}}}), "t:1: 'dict object' has no attribute 'a'");
+    EXPECT_EQ(error_of("{{ raise_exception('No ' ~ 1) }}"), "No 1");
+    EXPECT_EQ(error_of("{% if x %}\n a"), "t:1: the block has no {% endif %}");
+    EXPECT_EQ(error_of("{{ 'a }}"), "t:1: the string that begins with ' has no end");
+    EXPECT_EQ(error_of("{{ 9223372036854775807 + 1 }}"), "t:1: a number is larger than 64 bits hold");
+    EXPECT_EQ(error_of("{{ x|upper }}", {{"x", "\u00e9"}}),
+              "t:1: upper, lower, title and capitalize take ASCII text only");
+}
+
+// A template that would run for ever, or fill the memory or the stack, ends with an error.
+TEST(Jinja, LimitsAreErrors) {
+    const std::string nested_loops =
+        "{% for a in range(99999) %}{% for b in range(99999) %}{{ a }}{% endfor %}{% endfor %}";
+    const std::pair<std::string, const char*> cases[] = {
+        {nested_loops, "t:1: the template makes more than"},
+        {"{% for a in range(99999) %}{% for b in range(999) %}{% endfor %}{% endfor %}",
+         "t:1: the template makes more than"},
+        {"{% set n = namespace(x='ab') %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+         "t:1: the template makes more than"},
+        {"{{ 'a' * 999999999999 }}", "t:1: the template makes more than"},
+        {"{{ ('a' * 999999)|replace('a', 'b' * 999999) }}", "t:1: the template makes more than"},
+        {"{{ ('\\n' * 999999)|indent(999, blank=true) }}", "t:1: the template makes more than"},
+        {"{% set x = range(30000)|list %}{% for i in x %}{{ '' if 30000 in x }}{% endfor %}",
+         "t:1: the template takes more than 20000000 steps"},
+        {"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "t:1: the template's macros call each other more than 500"},
+        {"{% set n = namespace(x=[]) %}{% for a in range(999) %}{% set n.x = [n.x] %}{% endfor %}",
+         "t:1: lists nested more than 100 deep"},
+        {"{{ " + std::string(500, '(') + "1" + std::string(500, ')') + " }}",
+         "t:1: an expression nested more than 100 deep"},
+        {"{{ 1" + std::string(500, '+') + "1 }}", "t:1: an expression nested more than 100 deep"},
+        {"{{ " + std::string(5000, '-') + "1 }}", "t:1: an expression nested more than 100 deep"},
+    };
+    for (const auto& [source, message] : cases)
+        EXPECT_EQ(error_of(source).rfind(message, 0), 0u) << source.substr(0, 100) << "\n" << error_of(source);
+    std::string many;
+    for (int i = 0; i < 500; i++) many += "{% if true %}";
+    EXPECT_EQ(error_of(many), "t:1: blocks nested more than 100 deep");
+    // The limit on memory grows with the conversation.
+    const std::string copies = "{% for i in range(20) %}{{ x }}{% endfor %}";
+    EXPECT_EQ(render(copies, {{"x", std::string(4 << 20, 'a')}}).size(), size_t(80) << 20);
+}
+
+// The marks as text: T for bytes that the template wrote, C for those of the variables.
+std::string origins(const std::string& source, const ordered_json& variables) {
+    const Text text = render(source, variables);
+    EXPECT_EQ(text.chars.size(), text.marks.size());
+    std::string out;
+    for (const char mark : text.marks) out += mark & jinja::CONTENT ? 'C' : mark & jinja::GENERATION ? 'G' : 'T';
+    return out;
+}
+
+TEST(Jinja, EveryByteKeepsItsOrigin) {
+    const ordered_json x = {{"x", "  ab,cd "}, {"m", {{{"role", "u"}, {"k", "v\n"}}}}};
+    EXPECT_EQ(origins("<{{ x }}>{{ 'x' + x ~ 1 }}", x), "TCCCCCCCCTTCCCCCCCCT");
+    EXPECT_EQ(origins("{{ x|trim }}{{ x.strip()[::-1] }}{{ x[2] }}{{ x|upper|trim }}", x), "CCCCCCCCCCCCCCCC");
+    EXPECT_EQ(origins("{{ x.split(',')|join('--') }}", x), "CCCCTTCCC");
+    EXPECT_EQ(origins("{{ x|trim|replace('b', '!!') }}", x), "CTTCCC");
+    EXPECT_EQ(origins("{{ 'abc'|replace('b', x) }}", x), "TCCCCCCCCT");
+    EXPECT_EQ(origins("{{ m[0].k|tojson }}{{ m[0] }}", x),
+              "TCCCT"
+              "TTCCCCTTTTCTTT"
+              "TCTTTTCCCTT");
+    EXPECT_EQ(origins("{% set y %}[{{ m[0].role }}]{% endset %}{{ y }}", x), "TCT");
+    EXPECT_EQ(origins("{% macro f(a) %}<{{ a }}>{% endmacro %}{{ f(m[0].role) }}", x), "TCT");
+    EXPECT_EQ(origins("{{ m[0].k|indent(2) }}{{ m[0].k|first }}{{ m[0].k|list|last }}", x), "CTCC");
+    EXPECT_EQ(origins("a{% generation %}b{{ m[0].role }}{% endgeneration %}c", x), "TGCT");
+    EXPECT_EQ(origins("{% for c in m[0].role %}{{ c }}{% endfor %}{% for k in m[0] %}{{ k }}{% endfor %}", x),
+              "CCCCCC");
+}
+
+}  // namespace
