@@ -170,6 +170,8 @@ TEST(ChatTemplates, NormalizedSpecialTokens) {
         return std::count(ids.begin(), ids.end(), end);
     };
     EXPECT_EQ(count("{{ ' <|end|>' }}", ""), 1);
+    EXPECT_EQ(chat_template("x", {{"eos_token", "<|end|>"}}).end_tokens(tokenizer), std::vector<int32_t>{end});
+    EXPECT_TRUE(chat_template("x", {{"eos_token", ""}}).end_tokens(tokenizer).empty());
     EXPECT_EQ(count("{{ messages[0].content }}", " <|end|>"), 0);
     EXPECT_EQ(count("{{ messages[0].content + ' b c <|end|>' }}", "a b <|end|>"), 1);
 }

@@ -393,6 +393,7 @@ m.append(1)
 {% for i in [1, 2, 3, 4] if i is even %}{{ loop.index }}{{ i }}{% else %}none{% endfor %}{% for i in [] %}x{% else %}none{% endfor %}
 {% for k, v in m[0].items() %}{{ k }}={{ v }},{% endfor %}{% for (a, b) in [(1, 2)] %}{{ a }}{{ b }}{% endfor %}{% for k in m[0] %}{{ k }}{% endfor %}
 {% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i > 4 %}{% break %}{% endif %}{{ i }}{% endfor %}
+{% for i in [1, 2] %}{{ i }}{% for j in [] %}{% else %}{% break %}{% endfor %}{{ i }}{% endfor %}
 {% set x = 0 %}{% for i in [1, 2] %}{{ x }}{% set x = i %}{{ x }}{% endfor %}{{ x }}{% if true %}{% set x = 9 %}{% endif %}{{ x }}
 {% set ns = namespace(x=0) %}{% for i in [1, 2] %}{% set ns.x = ns.x + i %}{% endfor %}{{ ns.x }}
 {% set x %}a{{ 1 }}b{% endset %}[{{ x }}]{% set y | upper | trim %} a {% endset %}[{{ y }}]{% set a, b = 1, 2 %}{{ b }}{{ a }}

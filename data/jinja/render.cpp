@@ -104,8 +104,7 @@ class Renderer {
                         return execute(s.blocks[i], scope, out);
                 break;
             case Statement::Type::For:
-                loop(s, scope, out);
-                break;
+                return loop(s, scope, out);
             case Statement::Type::Set:
                 assign(s, evaluate(*s.expression, scope), scope);
                 break;
@@ -161,7 +160,8 @@ class Renderer {
         for (size_t i = 0; i < names.size(); i++) scope.set(names[i], parts[i]);
     }
 
-    void loop(const Statement& s, Scope& scope, Text& out) {
+    // Flow::Break and Flow::Continue come from the else block and are for the loop around this one.
+    Flow loop(const Statement& s, Scope& scope, Text& out) {
         auto state = std::make_shared<Loop>();
         state->items = evaluate(*s.expression, scope).iterate(meter);
         if (!s.conditions.empty()) {
@@ -174,8 +174,7 @@ class Renderer {
         }
         if (state->items.empty()) {
             Scope inner{&scope};
-            execute(s.blocks[1], inner, out);
-            return;
+            return execute(s.blocks[1], inner, out);
         }
         for (size_t i = 0; i < state->items.size(); i++) {
             state->index = i;
@@ -184,6 +183,7 @@ class Renderer {
             unpack(s.names, state->items[i], inner);
             if (execute(s.blocks[0], inner, out) == Flow::Break) break;
         }
+        return Flow::Next;
     }
 
     // ---- expressions ------------------------------------------------------------------------------------------------
