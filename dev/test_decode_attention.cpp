@@ -19,13 +19,18 @@ class DecodeAttention : public DTypeTest {};
 
 struct Shape {
     int64_t NH, NKV, HS, capacity;
+    int64_t window = 0;  // with a window the cache is a ring
+    // A sequence at position p: has it room; the first position that it sees; the row of a position.
+    bool room(int64_t p) const { return p >= 0 && (window || p < capacity); }
+    int64_t first_seen(int64_t p) const { return window ? std::max<int64_t>(p + 1 - window, 0) : 0; }
+    int64_t row_of(int64_t p) const { return window ? p % capacity : p; }
     int64_t channels() const { return (NH + 2 * NKV) * HS; }
     int64_t row() const { return NKV * HS; }
 };
 
 constexpr int64_t TABLE_EXTRA = 3;
 
-// A cache whose rows below each sequence's position hold random numbers and all others NaN.
+// A cache that holds random numbers in the rows that each sequence sees, and NaN in all others.
 struct Cache {
     Shape z;
     int64_t slots;
@@ -34,12 +39,14 @@ struct Cache {
 
     static TestArray filled(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& slot,
                             const std::vector<int32_t>& position, uint64_t seed) {
-        std::vector<double> values = TestArray::random(T, {slots, z.capacity, z.NKV, z.HS}, seed).values();
-        for (int64_t s = 0; s < slots; s++) {
-            const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
-            const int64_t past = owner == slot.end() ? 0 : std::max(0, position[size_t(owner - slot.begin())]);
-            for (int64_t i = std::min(past, z.capacity) * z.row(); i < z.capacity * z.row(); i++)
-                values[size_t(s * z.capacity * z.row() + i)] = NAN;
+        const std::vector<double> random = TestArray::random(T, {slots, z.capacity, z.NKV, z.HS}, seed).values();
+        std::vector<double> values(random.size(), NAN);
+        for (size_t n = 0; n < slot.size(); n++) {
+            const int64_t end = z.window ? position[n] : std::min<int64_t>(position[n], z.capacity);
+            for (int64_t p = z.first_seen(position[n]); p < end; p++) {
+                const int64_t row = (slot[n] * z.capacity + z.row_of(p)) * z.row();
+                std::copy_n(random.begin() + row, z.row(), values.begin() + row);
+            }
         }
         return TestArray::of(T, values, {slots, z.capacity, z.NKV, z.HS});
     }
@@ -61,18 +68,21 @@ struct Call {
     DecodeBatch batch;
     float scale;
     int64_t N;
+    // Rows of the table, and an upper bound of the lengths.
+    static int64_t rows(const Cache& c) {
+        return std::max<int64_t>(c.z.capacity, *std::max_element(c.position.begin(), c.position.end())) + TABLE_EXTRA;
+    }
     Call(DType T, const Cache& c, int64_t R, int64_t gap = 0)
         : qkv(TestArray::random(T, {int64_t(c.slot.size()), c.z.channels() + gap}, 13)),
           slots(TestArray::ints(c.slot, {int64_t(c.slot.size())})),
           positions(TestArray::ints(c.position, {int64_t(c.slot.size())})),
-          table(TestArray::of(angle_table(c.z.capacity + TABLE_EXTRA, std::max<int64_t>(R, 2)),
-                              {c.z.capacity + TABLE_EXTRA, std::max<int64_t>(R, 2) / 2, 2})),
-          scratch(TestArray::scratch(
-              decode_attention_scratch(int64_t(c.slot.size()), c.z.NH, c.z.HS, c.z.capacity + TABLE_EXTRA))),
+          table(
+              TestArray::of(angle_table(rows(c), std::max<int64_t>(R, 2)), {rows(c), std::max<int64_t>(R, 2) / 2, 2})),
+          scratch(TestArray::scratch(decode_attention_scratch(int64_t(c.slot.size()), c.z.NH, c.z.HS, rows(c)))),
           scale(float(1 / std::sqrt(double(c.z.HS)))),
           N(int64_t(c.slot.size())) {
         device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
-        batch.slots = slots, batch.positions = positions, batch.max_length = c.z.capacity + TABLE_EXTRA;
+        batch.slots = slots, batch.positions = positions, batch.max_length = rows(c);
         if (R) batch.angles = positions, batch.table = table;
     }
 };
@@ -80,21 +90,22 @@ struct Call {
 // Sequences in slots of their own at the given positions; negative: finished.
 void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& slot,
            const std::vector<int32_t>& position, int64_t R, int64_t gap = 0) {
-    SCOPED_TRACE(str("NH ", z.NH, " NKV ", z.NKV, " HS ", z.HS, " capacity ", z.capacity, " R ", R, " N ", slot.size(),
-                     " first position ", position[0]));
+    SCOPED_TRACE(str("NH ", z.NH, " NKV ", z.NKV, " HS ", z.HS, " capacity ", z.capacity, " window ", z.window, " R ",
+                     R, " N ", slot.size(), " first position ", position[0]));
     const Cache cache(T, z, slots, slot, position);
     const Call call(T, cache, R, gap);
     const int64_t Q = z.NH * z.HS;
     const TestArray out = TestArray::poisoned(T, {call.N, Q});
-    decode_attention(out, call.qkv.tensor().columns(0, z.channels()), cache.k, cache.v, call.batch, call.scale,
-                     call.scratch, Stream{});
+    decode_attention(out, call.qkv.tensor().columns(0, z.channels()), cache.k, cache.v, call.batch, z.window,
+                     call.scale, call.scratch, Stream{});
     const std::vector<double> got = out.fetch(), k_after = cache.k.fetch(), v_after = cache.v.fetch();
     const std::vector<double> qkv = take_columns(call.qkv.values(), z.channels() + gap, z.channels());
 
     reference::Values ref(call.N * Q);
     for (int64_t n = 0; n < call.N; n++) {
-        const int64_t p = position[size_t(n)], first = slot[size_t(n)] * z.capacity * z.row();
-        if (p < 0 || p >= z.capacity) continue;  // zeros
+        const int64_t p = position[size_t(n)], first = slot[size_t(n)] * z.capacity * z.row(),
+                      newest = first + z.row_of(p) * z.row();
+        if (!z.room(p)) continue;  // zeros
         std::vector<double> q(qkv.begin() + n * z.channels(), qkv.begin() + n * z.channels() + Q);
         std::vector<double> key(qkv.begin() + n * z.channels() + Q, qkv.begin() + n * z.channels() + Q + z.row());
         if (R) {
@@ -103,20 +114,26 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
             key = reference::rope(key.data(), &at, call.table.data(), 1, z.NKV, z.HS, R, false).value;
         }
         // Appended are k after rotation, rounded once, and v unchanged.
-        std::vector<double> k(cache.k.values().begin() + first, cache.k.values().begin() + first + p * z.row()),
-            v(cache.v.values().begin() + first, cache.v.values().begin() + first + p * z.row());
+        std::vector<double> k, v;
+        for (int64_t j = z.first_seen(p); j < p; j++) {
+            const auto append = [&](std::vector<double>& to, const std::vector<double>& values) {
+                const auto row = values.begin() + first + z.row_of(j) * z.row();
+                to.insert(to.end(), row, row + z.row());
+            };
+            append(k, cache.k.values()), append(v, cache.v.values());
+        }
         for (int64_t i = 0; i < z.row(); i++) {
-            const double stored = k_after[size_t(first + p * z.row() + i)],
-                         value = qkv[size_t(n * z.channels() + Q + z.row() + i)];
+            const double stored = k_after[size_t(newest + i)], value = qkv[size_t(n * z.channels() + Q + z.row() + i)];
             const double tolerance = T == DType::F32 ? 1e-6 : T == DType::F16 ? 2e-3 : 1.6e-2;
             ASSERT_NEAR(stored, key[size_t(i)], tolerance * (1 + std::fabs(key[size_t(i)]))) << "key " << i;
-            ASSERT_EQ(v_after[size_t(first + p * z.row() + i)], value) << "value " << i;
+            ASSERT_EQ(v_after[size_t(newest + i)], value) << "value " << i;
             k.push_back(stored), v.push_back(value);
         }
         for (int64_t h = 0; h < z.NH; h++) {
             const int64_t kv = h / (z.NH / z.NKV) * z.HS, to = (n * z.NH + h) * z.HS;
             reference::attention_query(&ref.value[size_t(to)], &ref.mag[size_t(to)], &q[size_t(h * z.HS)],
-                                       &k[size_t(kv)], &v[size_t(kv)], p + 1, z.row(), z.HS, double(call.scale));
+                                       &k[size_t(kv)], &v[size_t(kv)], p + 1 - z.first_seen(p), z.row(), z.HS,
+                                       double(call.scale));
         }
     }
     expect_close("out", got, ref.value, ref.mag, z.HS + *std::max_element(position.begin(), position.end()), z.HS, T,
@@ -126,7 +143,8 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
     for (int64_t s = 0; s < slots; s++)
         for (int64_t i = 0; i < z.capacity; i++) {
             const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
-            if (owner != slot.end() && position[size_t(owner - slot.begin())] == i) continue;
+            const int64_t p = owner == slot.end() ? -1 : position[size_t(owner - slot.begin())];
+            if (z.room(p) && z.row_of(p) == i) continue;
             const size_t at = size_t((s * z.capacity + i) * z.row());
             ASSERT_TRUE(k_after[at] == cache.k.values()[at] ||
                         (std::isnan(k_after[at]) && std::isnan(cache.k.values()[at])))
@@ -172,6 +190,42 @@ TEST_P(DecodeAttention, UnequalSequences) {
     check(activation(), z, 3, {2, 1}, {64, 10}, 16);  // position 64 has no row
 }
 
+// A window and a ring of as many rows or more: below, at and above the window, before and after the ring wrapped, at
+// the edges of KV splits, and with the ring's end anywhere in a split or a tile.
+TEST_P(DecodeAttention, Windows) {
+    for (const int64_t capacity : {20, 23}) {
+        for (const int32_t p : {0, 5, 18, 19, 20, 21, 22, 23, 24, 39, 40, 41, 45, 46, 47, 1000}) {
+            check(activation(), {4, 2, 16, capacity, 20}, 2, {1}, {p}, 16);
+            check(activation(), {2, 2, 40, capacity, 20}, 2, {0, 1}, {p, 2 * p + 1}, 0);
+        }
+    }
+    check(activation(), {2, 1, 8, 1, 1}, 1, {0}, {3}, 8);  // a query sees only itself
+    check(activation(), {2, 1, 8, 16, 1}, 1, {0}, {35}, 8);
+    for (const int32_t p : {300, 611, 612, 613, 627, 700, 1200, 1255, 1256, 5000})  // 600 keys: several splits
+        check(activation(), {8, 2, 64, 628, 600}, 2, {1, 0}, {p, 70}, 64);
+    check(activation(), {4, 1, 128, 4112, 4096}, 1, {0}, {9000}, 128);
+    check(activation(), {3, 1, 7, 90, 80}, 1, {0}, {170}, 4);  // rows that are not aligned
+    check(activation(), {4, 2, 160, 90, 80}, 1, {0}, {170}, 160);
+    check(activation(), {4, 2, 32, 70, 64}, 5, {3, 0, 4}, {69, -1, 100000}, 0, 5);
+    for (const int64_t HS : {32, 64})
+        check(activation(), {140, 140, HS, 48, 40}, 4, {2, 0, 1, 3}, {69, 0, 33, 470}, HS);
+}
+
+// A window of all keys changes no bit.
+TEST_P(DecodeAttention, AWindowThatHidesNothingChangesNoBit) {
+    for (const int32_t p : {0, 63, 200, 599}) {
+        const Shape z{4, 2, 64, 600};
+        const auto run = [&](int64_t window) {
+            const Cache cache(activation(), z, 1, {0}, {p});
+            const Call call(activation(), cache, z.HS);
+            const TestArray out = TestArray::poisoned(activation(), {1, z.NH * z.HS});
+            decode_attention(out, call.qkv, cache.k, cache.v, call.batch, window, call.scale, call.scratch, Stream{});
+            return out.fetch();
+        };
+        expect_same_bits("out", run(0), run(600));
+    }
+}
+
 // A sequence has the same bits alone and in a batch, for any max_length, in every call, with any number of threads.
 TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
     struct Case {
@@ -180,6 +234,7 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
     };
     for (const Case& tested : std::vector<Case>{{{4, 2, 64, 700}, {500, 64, 699, 3}},
                                                 {{2, 1, 32, 8300}, {8299, 64}},
+                                                {{4, 2, 64, 700, 640}, {500, 6400, 1399, 3}},
                                                 {{140, 140, 40, 60}, {59, 3, 31, 32}}}) {
         const Shape& z = tested.z;
         const std::vector<int32_t>& positions = tested.positions;
@@ -194,17 +249,18 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
             const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
             const int64_t first = slot[0];
             Tensor qkv = call.qkv.tensor().rows(first, first + int64_t(slot.size()));
-            decode_attention(out, qkv, cache.k, cache.v, own.batch, call.scale, own.scratch, Stream{});
+            decode_attention(out, qkv, cache.k, cache.v, own.batch, z.window, call.scale, own.scratch, Stream{});
             return out.fetch();
         };
-        const std::vector<double> together = run(slots, positions, z.capacity);
+        const int64_t longest = *std::max_element(positions.begin(), positions.end()) + 1;
+        const std::vector<double> together = run(slots, positions, longest);
         const int64_t width = z.NH * z.HS;
         for (size_t s = 0; s < slots.size(); s++) {
             const std::vector<double> row(together.begin() + int64_t(s) * width,
                                           together.begin() + int64_t(s + 1) * width);
             expect_same_bits("alone", row, run({slots[s]}, {positions[s]}, positions[s] + 1));
         }
-        expect_deterministic("decode_attention", [&] { return run(slots, positions, z.capacity + 3); });
+        expect_deterministic("decode_attention", [&] { return run(slots, positions, longest + 3); });
     }
 }
 
@@ -222,7 +278,7 @@ TEST_P(DecodeAttention, ScratchMayBeReusedForAnySize) {
             Call call(T, cache, 16);
             call.batch.max_length = 400;
             const TestArray out = TestArray::poisoned(T, {N, z.NH * z.HS});
-            decode_attention(out, call.qkv, cache.k, cache.v, call.batch, call.scale, memory ? memory : call.scratch,
+            decode_attention(out, call.qkv, cache.k, cache.v, call.batch, 0, call.scale, memory ? memory : call.scratch,
                              Stream{});
             return out.fetch();
         };
@@ -258,7 +314,7 @@ TEST_P(DecodeAttention, InputsReadyReadsTheCacheEarly) {
             batch.positions = batch.angles = positions;
             embedding_forward(inp, rows, rows, table, {}, stream);
             linear(qkv, inp, {}, weight, {}, Activation::None, {}, scratch, false, stream);
-            decode_attention(out, qkv, cache.k, cache.v, batch, call.scale, call.scratch, stream);
+            decode_attention(out, qkv, cache.k, cache.v, batch, 0, call.scale, call.scratch, stream);
             synchronize(stream);
             const std::vector<double> got = out.fetch();
             all.insert(all.end(), got.begin(), got.end());
@@ -325,6 +381,26 @@ TEST_P(KvAppend, AppendsStridedRows) {
     }
 }
 
+// Rows outside either cache are skipped.
+TEST_P(KvAppend, CopiesRows) {
+    const DType T = activation();
+    const int64_t NKV = 3, HS = 10, row = NKV * HS;
+    const TestArray k_from = TestArray::random(T, {5, NKV, HS}, 3), v_from = TestArray::random(T, {5, NKV, HS}, 4),
+                    k = TestArray::random(T, {7, NKV, HS}, 5), v = TestArray::random(T, {7, NKV, HS}, 6);
+    const std::vector<int32_t> to{6, -1, 0, 7, 2, 5, 3}, from{0, 1, 4, 2, 0, -1, 5};
+    std::vector<double> expected_k = k.values(), expected_v = v.values();
+    for (const size_t i : {0u, 2u, 4u}) {
+        std::copy_n(k_from.values().begin() + from[i] * row, row, expected_k.begin() + to[i] * row);
+        std::copy_n(v_from.values().begin() + from[i] * row, row, expected_v.begin() + to[i] * row);
+    }
+    kv_copy(k, v, TestArray::ints(to, {7}), k_from, v_from, TestArray::ints(from, {7}), Stream{});
+    expect_same_bits("k", k.fetch(), expected_k);
+    expect_same_bits("v", v.fetch(), expected_v);
+    const TestArray narrow = TestArray::random(T, {5, NKV, HS - 1}, 3);
+    EXPECT_THROW(kv_copy(k, v, TestArray::ints(to, {7}), k_from, narrow, TestArray::ints(from, {7}), Stream{}), Error);
+    EXPECT_THROW(kv_copy(k, v, TestArray::ints(to, {7}), k_from, v_from, TestArray::ints({0}, {1}), Stream{}), Error);
+}
+
 INSTANTIATE_DTYPES(KvAppend);
 
 TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
@@ -332,10 +408,17 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
     const Cache cache(DType::F32, z, 2, {0, 1}, {3, 4});
     Call call(DType::F32, cache, 8);
     const TestArray out = TestArray::poisoned({2, 32});
+    int64_t window = 0;
     const auto run = [&] {
-        decode_attention(out, call.qkv, cache.k, cache.v, call.batch, call.scale, call.scratch, Stream{});
+        decode_attention(out, call.qkv, cache.k, cache.v, call.batch, window, call.scale, call.scratch, Stream{});
     };
     run();
+    for (const int64_t bad : {-1, 11}) {
+        window = bad;
+        expect_error(
+            run, str("decode_attention: window is ", bad, "; it must be 0 (none) or at most the 10 rows of the cache"));
+    }
+    window = 0;
     call.scale = 0;
     expect_error(run, "decode_attention: scale is 0; it must be positive");
     call.scale = 1;
@@ -343,7 +426,7 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
     expect_error(run, "decode_attention: slots is int32 [1], expected int32 [2]");
     call.batch.slots = call.slots;
     const TestArray odd = TestArray::random({2, 60}, 1);
-    expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.batch, 1, call.scratch, Stream{}); },
+    expect_error([&] { decode_attention(out, odd, cache.k, cache.v, call.batch, 0, 1, call.scratch, Stream{}); },
                  "decode_attention: qkv has rows of 60, expected (NH + 2*NKV)*HS with 2 KV heads of 8 that divide NH");
 #ifndef USE_CUDA
     const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});

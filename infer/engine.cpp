@@ -558,7 +558,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
                     linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, type, stream);
                 });
         }
-        decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), step_batch, c.attention_scale(),
+        decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), step_batch, 0, c.attention_scale(),
                          decode_scratch, stream);
     });
     compute_logits(hidden);

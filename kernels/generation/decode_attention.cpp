@@ -41,23 +41,36 @@ ALWAYS_INLINE float dot(const float* a, const float* b, int64_t n) {
     return vec_sum(sum);
 }
 
-// out [n] = Σ_j p[j]·v_j over `keys` rows of v, `stride` apart, in order.
-ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, int64_t stride, int64_t keys, int64_t n) {
+// The rows of a KV split in the cache: `keys` from row `first` on, then `wrapped` from row 0 on (of a ring).
+struct Rows {
+    int64_t first, keys, wrapped;
+};
+
+// f(j, row) for the keys of a split, in order; row: the key's first float.
+template <typename F>
+ALWAYS_INLINE void for_each_key(const float* cache, const Rows& rows, int64_t stride, F f) {
+    for (int64_t j = 0; j < rows.keys; j++) f(j, cache + (rows.first + j) * stride);
+    for (int64_t j = 0; j < rows.wrapped; j++) f(rows.keys + j, cache + j * stride);
+}
+
+// out [n] = Σ_j p[j]·v_j over rows of v, `stride` apart, in order.
+ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, const Rows& rows, int64_t stride,
+                                int64_t n) {
     constexpr int64_t WIDE = 64;
     int64_t c = 0;
     for (; c + WIDE <= n; c += WIDE) {
         vec16 a = {}, b = {}, d = {}, e = {};
-        for (int64_t j = 0; j < keys; j++) {
-            const float* row = v + j * stride + c;
+        for_each_key(v + c, rows, stride, [&](int64_t j, const float* row) INLINE_LAMBDA {
             a += p[j] * vec_load(row), b += p[j] * vec_load(row + 16);
             d += p[j] * vec_load(row + 32), e += p[j] * vec_load(row + 48);
-        }
+        });
         vec_store(out + c, a), vec_store(out + c + 16, b);
         vec_store(out + c + 32, d), vec_store(out + c + 48, e);
     }
     for_each_vector(n - c, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
         vec16 sum = {};
-        for (int64_t j = 0; j < keys; j++) sum += p[j] * vec_load_lanes(v + j * stride + c + i, lanes);
+        for_each_key(v + c + i, rows, stride,
+                     [&](int64_t j, const float* row) INLINE_LAMBDA { sum += p[j] * vec_load_lanes(row, lanes); });
         vec_store_lanes(out + c + i, sum, lanes);
     });
 }
@@ -78,18 +91,19 @@ ALWAYS_INLINE Partial exponentials(float* s, int64_t n) {
     return {m, vec_sum(sum)};
 }
 
-// partial [NH, 2 + HS] of the keys k, v [n, NKV, HS].
-MULTIARCH void attend_split(float* partial, const float* q, const float* k, const float* v, int64_t n,
+// partial [NH, 2 + HS] of a split. k, v [capacity, NKV, HS]: of the sequence's slot.
+MULTIARCH void attend_split(float* partial, const float* q, const float* k, const float* v, const Rows& rows,
                             const DecodeSizes& z, float scale) {
-    const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS;
+    const int64_t group = z.NH / z.NKV, row = z.NKV * z.HS, n = rows.keys + rows.wrapped;
     alignas(64) float s[MAX_SPLIT_KEYS];
     for (int64_t h = 0; h < z.NH; h++) {
         const int64_t column = h / group * z.HS;
-        for (int64_t j = 0; j < n; j++) s[j] = scale * dot(q + h * z.HS, k + j * row + column, z.HS);
+        for_each_key(k + column, rows, row,
+                     [&](int64_t j, const float* key) INLINE_LAMBDA { s[j] = scale * dot(q + h * z.HS, key, z.HS); });
         float* to = partial + h * partial_floats(z.HS);
         const Partial p = exponentials(s, n);
         to[0] = p.max, to[1] = p.sum;
-        weighted_sum(to + 2, s, v + column, row, n, z.HS);
+        weighted_sum(to + 2, s, v + column, rows, row, z.HS);
     }
 }
 
@@ -114,10 +128,10 @@ int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_
     return N * max_splits(max_length) * NH * partial_floats(HS) * int64_t(sizeof(float)) + N * int64_t(sizeof(int32_t));
 }
 
-void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, float scale,
-                      Tensor scratch, Stream stream) {
+void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, int64_t window,
+                      float scale, Tensor scratch, Stream stream) {
     const char* op = "decode_attention";
-    const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, batch, scale);
+    const DecodeSizes z = check_decode_attention(op, DType::F32, out, qkv, k_cache, v_cache, batch, window, scale);
     check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, batch.max_length));
     const int32_t *slot = batch.slots.as<int32_t>(), *position = batch.positions.as<int32_t>();
     const int64_t splits = max_splits(batch.max_length), row = z.NKV * z.HS;
@@ -129,22 +143,28 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
                 " lies outside the cache of ", z.slots);
         require(position[n] < batch.max_length, op, ": position ", position[n], " of sequence ", n,
                 " is not below max_length, ", batch.max_length);
-        const bool active = position[n] >= 0 && position[n] < z.capacity;
-        rows.as<int32_t>()[n] = active ? static_cast<int32_t>(slot[n] * z.capacity + position[n]) : -1;
+        const bool active = position[n] >= 0 && (window || position[n] < z.capacity);
+        rows.as<int32_t>()[n] = active ? static_cast<int32_t>(slot[n] * z.capacity + position[n] % z.capacity) : -1;
     }
     const auto flat = [&](const Tensor& t) {
         return make_tensor(t.data, t.dtype, t.device, {z.slots * z.capacity, z.NKV, z.HS});
     };
     kv_append(flat(k_cache), flat(v_cache), qkv, rows, batch.angles, batch.table, z.NH, stream);
 
-    const auto length = [&](int64_t n) { return rows.as<int32_t>()[n] < 0 ? 0 : int64_t(position[n]) + 1; };
+    // The keys that a sequence sees.
+    const auto length = [&](int64_t n) {
+        const int64_t all = rows.as<int32_t>()[n] < 0 ? 0 : int64_t(position[n]) + 1;
+        return window ? std::min(all, window) : all;
+    };
 #pragma omp parallel for schedule(dynamic)
     for (int64_t task = 0; task < z.N * splits; task++) {
         const int64_t n = task / splits, size = split_keys(length(n)), begin = task % splits * size;
         if (begin >= length(n)) continue;
-        const int64_t first = (slot[n] * z.capacity + begin) * row;
+        const int64_t keys = std::min(size, length(n) - begin), cache = slot[n] * z.capacity * row,
+                      first = (position[n] + 1 - length(n) + begin) % z.capacity,
+                      wrapped = std::max<int64_t>(first + keys - z.capacity, 0);
         attend_split(partials + task * z.NH * partial_floats(z.HS), qkv.as<float>() + n * row_stride(qkv),
-                     k_cache.as<float>() + first, v_cache.as<float>() + first, std::min(size, length(n) - begin), z,
+                     k_cache.as<float>() + cache, v_cache.as<float>() + cache, {first, keys - wrapped, wrapped}, z,
                      scale);
     }
 #pragma omp parallel for schedule(static) if (z.N * z.NH * z.HS > PARALLEL_MIN)

@@ -35,12 +35,15 @@ namespace {
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int64_t MAX_HS = 256;
 
-// The work of a block: a KV split of sequence n for query heads head0, head0 + 1, …, which read KV head kv.
+// The work of a block: a KV split of sequence n for query heads head0, head0 + 1, …, which read KV head kv. RING: there
+// is a window, and the cache of a sequence is a ring.
+template <bool RING>
 struct Task {
     int n, kv, head0, heads;
     int split, splits;  // splits: of the sequence
     int keys;           // of the split
-    int64_t start;      // of its first key in the cache
+    int64_t start;      // of its first key in the cache; with a ring, of row 0 of the slot
+    int first;          // with a ring: its row
 
     __device__ __forceinline__ bool ends_context() const { return split == splits - 1; }
 };
@@ -61,45 +64,53 @@ struct Arguments {
     int lanes;          // simt_kernel: lanes that share a key, a power of two
     bool inputs_ready;  // slots, positions and cache may be read before pdl_wait()
     float scale;
+    int window;  // 0: none
 
     __device__ __forceinline__ int64_t row() const { return int64_t(NKV) * HS; }
     // Shared by the blocks of a sequence, KV head and query tile.
     __device__ __forceinline__ unsigned* counter() const { return counters + blockIdx.z * gridDim.x + blockIdx.x; }
     // The new token's q and k of a task; v follows k after row() elements.
-    __device__ __forceinline__ const T* queries(const Task& t) const {
+    template <bool RING>
+    __device__ __forceinline__ const T* queries(const Task<RING>& t) const {
         return qkv + t.n * qkv_stride + int64_t(t.head0) * HS;
     }
-    __device__ __forceinline__ const T* new_key(const Task& t) const {
+    template <bool RING>
+    __device__ __forceinline__ const T* new_key(const Task<RING>& t) const {
         return qkv + t.n * qkv_stride + int64_t(NH + t.kv) * HS;
     }
 };
 
 // Returns false where there is nothing to do. HEADS: of a query tile. split_keys(length): keys of a split.
-template <int HEADS, typename T, typename SplitKeys>
-__device__ __forceinline__ bool find_task(const Arguments<T>& a, Task& t, SplitKeys split_keys) {
+template <int HEADS, bool RING, typename T, typename SplitKeys>
+__device__ __forceinline__ bool find_task(const Arguments<T>& a, Task<RING>& t, SplitKeys split_keys) {
     t.n = blockIdx.z, t.kv = a.query_tiles == 1 ? blockIdx.x : blockIdx.x / a.query_tiles, t.split = blockIdx.y;
     const int tile = blockIdx.x - t.kv * a.query_tiles;
     t.head0 = t.kv * a.group + tile * HEADS, t.heads = min(HEADS, a.group - tile * HEADS);
     const int position = a.positions[t.n], slot = a.slots[t.n];
-    if (position < 0 || position >= a.capacity || slot < 0 || slot >= a.num_slots) {  // finished
+    if (position < 0 || position >= (RING ? INT64_MAX : a.capacity) || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
         pdl_wait();
         if (t.split == 0)
             for (int i = threadIdx.x; i < t.heads * a.HS; i += THREADS) out[i] = T{};
         return false;
     }
-    const unsigned length = unsigned(position) + 1, keys = split_keys(length), begin = unsigned(t.split) * keys;
+    const unsigned length = RING ? min(unsigned(position) + 1, unsigned(a.window)) : unsigned(position) + 1,
+                   keys = split_keys(length), begin = unsigned(t.split) * keys;
     t.splits = int((length + keys - 1) / keys);
     if (t.split >= t.splits || t.splits > a.splits) return false;
     t.keys = int(min(keys, length - begin));
-    t.start = (slot * a.capacity + begin) * a.row() + int64_t(t.kv) * a.HS;
+    t.start = (slot * a.capacity + (RING ? 0 : begin)) * a.row() + int64_t(t.kv) * a.HS;
+    if constexpr (RING) {
+        const unsigned first = unsigned(position) + 1 - length + begin;
+        t.first = int(first % unsigned(a.capacity));
+    }
     return true;
 }
 
 // Each warp combines 8·W channels of a head over 32 splits at a time; a lane takes W channels of every fourth split.
 // All loads are issued before the first is used. Earlier sums are rescaled where the maximum grows.
-template <int W, typename T>
-__device__ __forceinline__ void combine_splits(const Arguments<T>& a, const Task& t, T* out) {
+template <int W, bool RING, typename T>
+__device__ __forceinline__ void combine_splits(const Arguments<T>& a, const Task<RING>& t, T* out) {
     constexpr int SIDE = 8, ROWS = WARP / SIDE, ROUNDS = WARP / ROWS;
     const int lane = threadIdx.x % WARP, strips = (a.HS + SIDE * W - 1) / (SIDE * W);
 #pragma unroll 1
@@ -154,8 +165,8 @@ struct HeadStats {
 
 // Stores the block's result: to out if it has the only split, else to scratch, where the last block to finish combines
 // all. stats(h) and sum(stats, h, c) give the results of the block's heads to every thread.
-template <bool VECTORS, typename T, typename Stats, typename Sum>
-__device__ __forceinline__ void finish(const Arguments<T>& a, const Task& t, Stats stats, Sum sum) {
+template <bool VECTORS, bool RING, typename T, typename Stats, typename Sum>
+__device__ __forceinline__ void finish(const Arguments<T>& a, const Task<RING>& t, Stats stats, Sum sum) {
     __shared__ bool last_block;
     T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
     const int64_t first = (int64_t(t.n) * a.splits + t.split) * a.NH + t.head0;
@@ -186,7 +197,7 @@ __device__ __forceinline__ void finish(const Arguments<T>& a, const Task& t, Sta
 // --- any dtype and head size
 
 // W elements a vector, V vectors a lane for a key: channel (v·lanes + lane)·W + k of a head.
-template <int W, int V, int HEADS, typename T>
+template <int W, int V, int HEADS, bool RING, typename T>
 __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     __shared__ float scores[HEADS][SIMT_SPLIT_KEYS];
     __shared__ float queries[HEADS][MAX_HS];
@@ -194,7 +205,7 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     __shared__ float maxima[HEADS], totals[HEADS];
     pdl_launch_dependents();
     pdl_wait();
-    Task t;
+    Task<RING> t;
     if (!find_task<HEADS>(a, t, [](unsigned) { return unsigned(SIMT_SPLIT_KEYS); })) return;
 
     const int HS = a.HS;
@@ -202,7 +213,7 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
     const float* const rotation = a.angles.of(t.n);
     if (t.ends_context()) {
         // Every query tile of a KV head writes the same values, which it reads itself.
-        const int64_t to = t.start + (t.keys - 1) * row;
+        const int64_t to = t.start + cache_row<RING>(t.keys - 1, t.first, int(a.capacity)) * row;
         const T *const k = a.new_key(t), *const v = k + row;
         for (int c = threadIdx.x; c < HS; c += THREADS) {
             a.k_cache[to + c] = from_float<T>(rotated(k, c, rotation, a.angles.pairs));
@@ -218,7 +229,8 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
 
     const SplitWorkspace<WARPS, HEADS> work{&queries[0][0], &scores[0][0], &sums[0][0][0], maxima, totals, int(MAX_HS)};
     constexpr int BATCH = V == 1 ? 4 : V == 2 ? 2 : 1;
-    attend_split<W, V, BATCH>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.keys, t.heads, HS, a.lanes);
+    attend_split<W, V, BATCH, RING>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.first, int(a.capacity), t.keys,
+                              t.heads, HS, a.lanes);
     finish<(W > 1)>(
         a, t,
         [&](int h) {
@@ -240,9 +252,9 @@ constexpr int MMA_STAGES = D <= 32                   ? (MANY_BLOCKS ? 3 : 5)
 template <int D, bool MANY_BLOCKS>
 constexpr int MMA_BLOCKS = D <= 64 && MANY_BLOCKS ? 6 : 3;
 
-template <int D, bool MANY_BLOCKS, typename T>
+template <int D, bool MANY_BLOCKS, bool RING, typename T>
 __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kernel(const Arguments<T> a) {
-    using Split = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS>;
+    using Split = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS, RING>;
     extern __shared__ __align__(16) char memory[];
     T* const queries = reinterpret_cast<T*>(memory + Split::BYTES);  // [2, heads] rows, PITCH apart
     __shared__ T new_key[D], new_value[D];
@@ -250,12 +262,12 @@ __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kerne
     // The keys read since the last call have evicted the counter from L2.
     if (threadIdx.x == 0) prefetch_line(a.counter());
     if (!a.inputs_ready) pdl_wait();
-    Task t;
+    Task<RING> t;
     if (!find_task<MMA_HEADS>(a, t, mma_split_keys)) return;
 
     const int cached = t.keys - t.ends_context();
-    Split split(memory, KvSplit<T>{a.k_cache + t.start, a.v_cache + t.start, a.row(), a.HS, t.keys, cached, new_key,
-                                   new_value});
+    Split split(memory, KvSplit<T, RING>{a.k_cache + t.start, a.v_cache + t.start, a.row(), a.HS, t.keys, cached,
+                                         new_key, new_value, t.first, int(a.capacity)});
     const float* const rotation = a.angles.of(t.n);
     pdl_wait();
     // While the first keys arrive: the new key, one channel a thread, which every query tile of a KV head appends; then
@@ -279,7 +291,7 @@ __global__ void __launch_bounds__(THREADS, MMA_BLOCKS<D, MANY_BLOCKS>) mma_kerne
         queries[(t.heads + h) * PITCH<T, D> + c] = from_float<T>(x - rounded_to<T>(x));
     }
     if (appends) {
-        const int64_t to = t.start + cached * a.row() + channel;
+        const int64_t to = t.start + cache_row<RING>(cached, t.first, int(a.capacity)) * a.row() + channel;
         a.k_cache[to] = new_key[channel] = key;
         a.v_cache[to] = new_value[channel] = value;
     }
@@ -321,22 +333,35 @@ void launch(const char* op, void (*kernel)(Arguments<T>), Arguments<T> a, int64_
     launch_pdl(op, kernel, grid, THREADS, size_t(shared_bytes), stream, a);
 }
 
+// f(std::true_type or std::false_type): whether there is a window.
+template <typename T, typename F>
+void dispatch_window(const Arguments<T>& a, F f) {
+    if (a.window)
+        f(std::true_type{});
+    else
+        f(std::false_type{});
+}
+
 template <int W, int V, typename T>
 void launch_simt(const char* op, const Arguments<T>& a, int64_t N, Stream stream) {
     constexpr int QUERY_TILE = 4;
-    if (a.NH == a.NKV)
-        launch(op, simt_kernel<W, V, 1, T>, a, N, 1, 0, stream);
-    else
-        launch(op, simt_kernel<W, V, QUERY_TILE, T>, a, N, QUERY_TILE, 0, stream);
+    dispatch_window(a, [&](auto ring) {
+        if (a.NH == a.NKV)
+            launch(op, simt_kernel<W, V, 1, decltype(ring)::value, T>, a, N, 1, 0, stream);
+        else
+            launch(op, simt_kernel<W, V, QUERY_TILE, decltype(ring)::value, T>, a, N, QUERY_TILE, 0, stream);
+    });
 }
 
 template <int D, bool MANY_BLOCKS, typename T>
 void launch_mma(const char* op, const Arguments<T>& a, int64_t N, Stream stream) {
     const int64_t queries = 2 * std::min(a.group, MMA_HEADS) * PITCH<T, D> * int64_t(sizeof(T)),
-                  bytes = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS>::BYTES + queries;
-    const auto kernel = mma_kernel<D, MANY_BLOCKS, T>;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
-    launch(op, kernel, a, N, MMA_HEADS, bytes, stream);
+                  bytes = MmaSplit<T, D, MMA_STAGES<D, MANY_BLOCKS>, WARPS, false>::BYTES + queries;
+    dispatch_window(a, [&](auto ring) {
+        const auto kernel = mma_kernel<D, MANY_BLOCKS, decltype(ring)::value, T>;
+        cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
+        launch(op, kernel, a, N, MMA_HEADS, bytes, stream);
+    });
 }
 
 template <typename T>
@@ -356,17 +381,18 @@ int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_
     return counter_bytes(N, NH) + partial_bytes(N, NH, HS, max_length);
 }
 
-void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, float scale,
-                      Tensor scratch, Stream stream) {
+void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, int64_t window,
+                      float scale, Tensor scratch, Stream stream) {
     const char* op = "decode_attention";
     const DType dtype = check_activation_dtype(op, "qkv", qkv);
-    const DecodeSizes z = check_decode_attention(op, dtype, out, qkv, k_cache, v_cache, batch, scale);
+    const DecodeSizes z = check_decode_attention(op, dtype, out, qkv, k_cache, v_cache, batch, window, scale);
     check_scratch(op, scratch, decode_attention_scratch(z.N, z.NH, z.HS, batch.max_length));
     require(z.HS <= MAX_HS, op, ": head size ", z.HS, " lies outside [1, ", MAX_HS, "]");
     require(z.N <= 65535 && z.NH <= 65535, op, ": ", z.N, " sequences of ", z.NH, " heads; at most 65535 of each");
-    const int64_t splits = simt_splits(batch.max_length);
-    require(splits <= 65535, op, ": sequences of ", batch.max_length, " tokens; at most ", 65535 * SIMT_SPLIT_KEYS);
-    if (z.N == 0 || batch.max_length == 0) return;
+    const int64_t longest = window ? std::min(window, batch.max_length) : batch.max_length;  // keys of a sequence
+    const int64_t splits = simt_splits(longest);
+    require(splits <= 65535, op, ": sequences of ", longest, " tokens; at most ", 65535 * SIMT_SPLIT_KEYS);
+    if (z.N == 0 || longest == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Arguments<T> a{};
@@ -376,7 +402,7 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
             a.angles = {batch.angles.as<int32_t>(), batch.table.as<float>(), batch.table.shape[0], int(z.rope_pairs)};
         a.counters = static_cast<unsigned*>(scratch.data);
         // At the end of scratch, so that a call with fewer sequences does not write over the counters of others.
-        const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, batch.max_length), heads = z.N * splits * z.NH;
+        const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, longest), heads = z.N * splits * z.NH;
         a.sums = reinterpret_cast<float*>(static_cast<char*>(scratch.data) + (scratch.bytes() - bytes) / 16 * 16);
         a.maxima = a.sums + heads * z.HS, a.totals = a.maxima + heads;
         a.out_stride = row_stride(out), a.qkv_stride = row_stride(qkv);
@@ -385,9 +411,10 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         a.splits = int(splits);
         a.inputs_ready = batch.inputs_ready;
         a.scale = scale;
+        a.window = int(window);
         const bool full = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({k_cache, v_cache, scratch});
         if constexpr (!std::is_same_v<T, float>) {
-            if (full && z.HS <= MAX_MMA_HS) return launch_mma(op, a, z.N, batch.max_length, stream);
+            if (full && z.HS <= MAX_MMA_HS) return launch_mma(op, a, z.N, longest, stream);
         }
         const auto lanes_for = [](int64_t vectors) {
             int lanes = 1;

@@ -7,13 +7,17 @@
 // The cache of a layer is k, v [slots, capacity, NKV, HS]; sequence n uses slot slots[n]. positions[n] < 0 marks a
 // finished sequence: its out is 0 and its cache is not written. The same holds where positions[n] ≥ capacity.
 //
+// With a window w > 0, 1 ≤ w ≤ capacity, the sum is over positions[n] − w < j ≤ positions[n], and the cache of a
+// sequence is a ring: position p has row p mod capacity, so positions may exceed the capacity.
+//
 // The context is split into KV splits, which are processed in parallel and combined in order (Flash-Decoding, Dao et
-// al. 2023), so that a single long sequence uses the whole machine. The size of a split depends on the length of the
-// sequence alone, so its result has the same bits whatever the batch, the number of threads or the run.
+// al. 2023), so that a single long sequence uses the whole machine. The size of a split depends on the number of keys
+// that the sequence sees alone, so its result has the same bits whatever the batch, the number of threads or the run.
 //
 // T is the dtype of qkv, cache and out: fp32; on CUDA also bf16 and fp16. Sums are fp32.
-// Errors: wrong shapes or dtypes, NKV that does not divide NH, a scale that is not positive, HS > 256 on CUDA. On the
-// CPU also slots outside the cache, positions of max_length or more, and a row outside the table.
+// Errors: wrong shapes or dtypes, NKV that does not divide NH, a window outside [0, capacity], a scale that is not
+// positive, HS > 256 on CUDA. On the CPU also slots outside the cache, positions of max_length or more, and a row
+// outside the table.
 #pragma once
 
 #include "kernels/generation/decode_batch.h"
@@ -22,8 +26,8 @@
 // out [N, NH·HS]; qkv [N, (NH + 2·NKV)·HS] (may be overwritten); k_cache, v_cache [slots, capacity, NKV, HS].
 // scratch: at least decode_attention_scratch bytes (U8). Zero it once before the first call; each call leaves it ready
 // for the next, whatever the N and max_length of that call.
-void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, float scale,
-                      Tensor scratch, Stream stream);
+void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, const DecodeBatch& batch, int64_t window,
+                      float scale, Tensor scratch, Stream stream);
 int64_t decode_attention_scratch(int64_t N, int64_t NH, int64_t HS, int64_t max_length);
 
 // Ends a decode step. Adds 1 to each of positions [N] int32 that is not negative and to each of steps [N] int64, the

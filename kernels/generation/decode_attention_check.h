@@ -1,6 +1,8 @@
 // Argument checks of decode_attention, advance and kv_append for both backends: shapes and dtypes, not values.
 #pragma once
 
+#include <tuple>
+
 #include "kernels/check.h"
 #include "kernels/generation/decode_batch.h"
 
@@ -23,7 +25,7 @@ inline int64_t check_angles(const char* op, const Tensor& angles, const Tensor& 
 // All but scratch.
 inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Tensor& out, const Tensor& qkv,
                                           const Tensor& k_cache, const Tensor& v_cache, const DecodeBatch& batch,
-                                          float scale) {
+                                          int64_t window, float scale) {
     require(k_cache && k_cache.rank == 4, op, ": k_cache is ", shape_string(k_cache),
             ", expected [slots, capacity, NKV, HS]");
     DecodeSizes z{};
@@ -42,6 +44,8 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     check_tensor(op, "slots", batch.slots, DType::I32, {z.N});
     check_tensor(op, "positions", batch.positions, DType::I32, {z.N});
     z.rope_pairs = check_angles(op, batch.angles, batch.table, z.N, z.HS);
+    require(window >= 0 && window <= z.capacity, op, ": window is ", window, "; it must be 0 (none) or at most the ",
+            z.capacity, " rows of the cache");
     require(scale > 0, op, ": scale is ", scale, "; it must be positive");
     return z;
 }
@@ -66,6 +70,30 @@ inline KvAppendSizes check_kv_append(const char* op, DType dtype, const Tensor& 
     check_tensor(op, "rows", rows, DType::I32, {z.N});
     z.rope_pairs = check_angles(op, angles, table, z.N, z.HS);
     return z;
+}
+
+struct KvCopySizes {
+    int64_t N, rows_to, rows_from, row;  // row: elements
+};
+
+inline KvCopySizes check_kv_copy(const char* op, DType dtype, const Tensor& k_to, const Tensor& v_to,
+                                 const Tensor& to_rows, const Tensor& k_from, const Tensor& v_from,
+                                 const Tensor& from_rows) {
+    require(k_to && k_to.rank == 3, op, ": k_to is ", shape_string(k_to), ", expected [rows, NKV, HS]");
+    require(k_from && k_from.rank == 3, op, ": k_from is ", shape_string(k_from), ", expected [rows, NKV, HS]");
+    const int64_t NKV = k_to.shape[1], HS = k_to.shape[2];
+    for (const auto& [name, t, rows] : {std::tuple{"k_to", k_to, k_to.shape[0]},
+                                        {"v_to", v_to, k_to.shape[0]},
+                                        {"k_from", k_from, k_from.shape[0]},
+                                        {"v_from", v_from, k_from.shape[0]}}) {
+        check_tensor(op, name, t, dtype, {rows, NKV, HS});
+        check_contiguous(op, name, t);
+    }
+    require(to_rows.rank == 1, op, ": to_rows is ", shape_string(to_rows), ", expected [N]");
+    const int64_t N = to_rows.shape[0];
+    check_tensor(op, "to_rows", to_rows, DType::I32, {N});
+    check_tensor(op, "from_rows", from_rows, DType::I32, {N});
+    return {N, k_to.shape[0], k_from.shape[0], NKV * HS};
 }
 
 inline void check_advance(const char* op, const Tensor& positions, const Tensor& steps, const Tensor& ids,

@@ -27,3 +27,14 @@ void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor a
         std::copy_n(from + NKV * HS, NKV * HS, v_cache.as<float>() + row[n] * NKV * HS);
     }
 }
+
+void kv_copy(Tensor k_to, Tensor v_to, Tensor to_rows, Tensor k_from, Tensor v_from, Tensor from_rows, Stream) {
+    const KvCopySizes z = check_kv_copy("kv_copy", DType::F32, k_to, v_to, to_rows, k_from, v_from, from_rows);
+    const int32_t *to = to_rows.as<int32_t>(), *from = from_rows.as<int32_t>();
+#pragma omp parallel for schedule(static) if (z.N * z.row > PARALLEL_MIN)
+    for (int64_t i = 0; i < z.N; i++) {
+        if (to[i] < 0 || to[i] >= z.rows_to || from[i] < 0 || from[i] >= z.rows_from) continue;
+        std::copy_n(k_from.as<float>() + from[i] * z.row, z.row, k_to.as<float>() + to[i] * z.row);
+        std::copy_n(v_from.as<float>() + from[i] * z.row, z.row, v_to.as<float>() + to[i] * z.row);
+    }
+}

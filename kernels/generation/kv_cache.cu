@@ -40,6 +40,19 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < NKV * HS; i += THREADS) to_v[i] = k[NKV * HS + i];
 }
 
+// One block for each row.
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+    kv_copy_kernel(T* k_to, T* v_to, const int32_t* to_rows, int64_t rows_to, const T* k_from, const T* v_from,
+                   const int32_t* from_rows, int64_t rows_from, int64_t row) {
+    const int64_t to = to_rows[blockIdx.x], from = from_rows[blockIdx.x];
+    if (to < 0 || to >= rows_to || from < 0 || from >= rows_from) return;
+    for (int64_t i = threadIdx.x; i < row; i += THREADS) {
+        k_to[to * row + i] = k_from[from * row + i];
+        v_to[to * row + i] = v_from[from * row + i];
+    }
+}
+
 }  // namespace
 
 void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor angles, Tensor table, int64_t NH,
@@ -55,5 +68,19 @@ void kv_append(Tensor k_cache, Tensor v_cache, Tensor qkv, Tensor rows, Tensor a
         launch_pdl(op, kv_append_kernel<T>, grid_of(z.N), THREADS, 0, stream, k_cache.as<T>(), v_cache.as<T>(),
                    qkv.as<T>(), row_stride(qkv), rows.as<int32_t>(), z.rows, rope_angles, int(NH), int(z.NKV),
                    int(z.HS));
+    });
+}
+
+void kv_copy(Tensor k_to, Tensor v_to, Tensor to_rows, Tensor k_from, Tensor v_from, Tensor from_rows, Stream stream) {
+    const char* op = "kv_copy";
+    const DType dtype = check_activation_dtype(op, "k_to", k_to);
+    const KvCopySizes z = check_kv_copy(op, dtype, k_to, v_to, to_rows, k_from, v_from, from_rows);
+    if (z.N == 0) return;
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        kv_copy_kernel<<<grid_of(z.N), THREADS, 0, cuda_stream(stream)>>>(
+            k_to.as<T>(), v_to.as<T>(), to_rows.as<int32_t>(), z.rows_to, k_from.as<T>(), v_from.as<T>(),
+            from_rows.as<int32_t>(), z.rows_from, z.row);
+        check_launch(op, stream);
     });
 }
