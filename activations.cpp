@@ -313,9 +313,6 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     require(config.positions != Positions::Learned || shape.T <= config.max_positions, "a sequence of ", shape.T,
             " tokens is beyond the model's position table of ", config.max_positions,
             " rows; shorten it (--seq-len) or raise --max-positions of a preset");
-    require(!config.has_windows() || shape.T <= config.smallest_window(), "a sequence of ", shape.T,
-            " tokens is longer than the model's sliding window of ", config.smallest_window(),
-            ", which is not implemented; shorten it (--seq-len)");
     plan_whole_pass<InputActs>(*this, INPUT_ACTIVATIONS);
     for (int64_t l = 0; l < config.layers; l++) plan_layer(l);
     plan_whole_pass<HeadActs>(*this, HEAD_ACTIVATIONS);

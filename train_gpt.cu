@@ -186,7 +186,8 @@ void Model::allocate(const Context& ctx) {
 }
 
 // 6 FLOP per weight of a matmul (2 forward, 4 backward), plus attention's two matmuls: the causal half of [T, T] for
-// softmax, the recurrent form for linear attention (k vᵀ is added to a state, the state is multiplied by q).
+// softmax, of which a window w < T leaves T·w − w²/2; the recurrent form for linear attention (k vᵀ is added to a
+// state, the state is multiplied by q).
 double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
@@ -194,10 +195,15 @@ double flop_per_token(const Model& model, int64_t T) {
         const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
         if (p.cols > 0 && !lookup_only) weights += double(p.numel());
     }
-    const double softmax = double(T) * double(c.heads * c.head_size),
-                 linear = double((c.heads + c.kv_heads) * c.head_size * c.head_size);
-    const int64_t S = c.layers_of(AttentionType::Softmax);
-    return 6 * weights + 6 * (double(S) * softmax + double(c.layers - S) * linear);
+    double attention = 0;
+    for (int64_t l = 0; l < c.layers; l++) {
+        const double w = double(c.window(l)), keys = w > 0 && w < double(T) ? w * (2 - w / double(T)) : double(T);
+        if (c.attention_type(l) == AttentionType::Softmax)
+            attention += keys * double(c.heads * c.head_size);
+        else
+            attention += double((c.heads + c.kv_heads) * c.head_size * c.head_size);
+    }
+    return 6 * (weights + attention);
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -345,6 +351,12 @@ void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l,
     decay_gate_forward(a.log_decay, a.norm1, model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l), ctx.stream);
 }
 
+AttentionSequences softmax_sequences(const ModelConfig& c, const Input& in, int64_t l) {
+    AttentionSequences sequences = in.sequences;
+    sequences.window = c.window(l);
+    return sequences;
+}
+
 // Computes a.att from a.qkv, by the layer's attention type.
 void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a,
                              const Activations& acts, const Input& in) {
@@ -354,8 +366,8 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
     const QkvHeads x = attention_inputs(c, a);
     const Range range(ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
-        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, in.sequences, c.attention_scale(),
-                                 acts.forward_scratch, ctx.stream);
+        return attention_forward(split_heads(a.att, c.heads), a.lse, x.q, x.k, x.v, softmax_sequences(c, in, l),
+                                 c.attention_scale(), acts.forward_scratch, ctx.stream);
     }
     linear_attention_forward(split_heads(gated ? a.att_unnormed : a.att, c.heads), a.lse, {}, x.q, x.k, x.v,
                              a.log_decay, {}, {in.sequences.cum_q, in.sequences.max_q}, linear_attention_type(gated),
@@ -553,8 +565,8 @@ void layer_attention_backward(const Context& ctx, const Model& model, const Grad
     const Range range(ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
         return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
-                                  split_heads(a.att, c.heads), a.lse, in.sequences, c.attention_scale(), acts.scratch,
-                                  ctx.stream, acts.shape.deterministic);
+                                  split_heads(a.att, c.heads), a.lse, softmax_sequences(c, in, l), c.attention_scale(),
+                                  acts.scratch, ctx.stream, acts.shape.deterministic);
     }
     if (gated) {
         rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},

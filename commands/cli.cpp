@@ -249,6 +249,21 @@ std::string quoted_if_empty(const std::string& text) {
     return text.empty() ? "''" : text;
 }
 
+CLI::Validator windows() {
+    const auto check = [](const std::string& text) {
+        std::istringstream list(text);
+        std::string item = text;
+        while (std::getline(list, item, ',') || text.empty()) {
+            int64_t value;
+            if (!read_number(item, value) || value < 0 || value > MAX_DIMENSION)
+                return str(quoted_if_empty(item),
+                           " is not a number of tokens; write a whole number, or one per layer as in 4096,0");
+        }
+        return std::string();
+    };
+    return CLI::Validator(check, "");
+}
+
 CLI::Validator at_least(int64_t least) {
     // 2^40 of anything is absurd; refusing it here keeps every product of three sizes from being formed unchecked.
     auto check = [least](const std::string& text) {
@@ -307,6 +322,11 @@ void add_model_options(CLI::App& app, ModelOptions& o) {
            "attention type softmax, linear or gated_linear (or S, L, G): one for all layers, or one per layer as "
            "in linear,linear,softmax or LLS")
         ->transform(attention_types())
+        ->group(group);
+    app.add_option("--window", o.window,
+                   "sliding window of softmax attention: the number of tokens that a token sees, itself included; one "
+                   "for all layers, or one per layer as in 4096,0; 0: all")
+        ->check(windows())
         ->group(group);
     const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
         app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
@@ -490,8 +510,8 @@ bool ModelOptions::any_option() const {
     const auto named = [](const auto&... options) { return (!options.empty() || ...); };
     return given(layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size, rope_theta,
                  rope_fraction, attention_scale, logit_softcap) ||
-           named(norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm, rope_partial, softcap_function,
-                 embedding_norm, head_bias, init, zero_init);
+           named(norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, rope_partial,
+                 softcap_function, embedding_norm, head_bias, init, zero_init);
 }
 
 // The options that change no size.
@@ -532,6 +552,22 @@ void ModelOptions::change_architecture(ModelConfig& c) const {
     }
 }
 
+void ModelOptions::set_windows(ModelConfig& c) const {
+    if (window.empty()) return;
+    std::vector<int64_t> windows;
+    std::istringstream list(window);
+    for (std::string item; std::getline(list, item, ',');) windows.push_back(std::stoll(item));
+    const bool all = windows.size() == 1;
+    require(all || windows.size() == c.layer.size(), "--window ", window, ": ", windows.size(), " windows for ",
+            c.layer.size(), " layers; give one for all, or one per layer");
+    require(!all || windows[0] == 0 || c.layers_of(AttentionType::Softmax) > 0, "--window ", window,
+            " needs --attention softmax in at least one layer");
+    for (size_t l = 0; l < c.layer.size(); l++) {
+        const bool softmax = c.layer[l].attention == AttentionType::Softmax;
+        c.layer[l].window = all ? (softmax ? windows[0] : 0) : windows[l];
+    }
+}
+
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     ModelSource source = find_model(model);
     ModelConfig& c = source.config;
@@ -557,6 +593,7 @@ ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     if (!attention.empty())
         c.set_attention(attention.size() == 1 ? std::string(c.layer.size(), attention[0]) : attention);
     fill_defaults(c, "--model " + model);
+    set_windows(c);
     for (LayerConfig& l : c.layer) l.rope = l.rope && (linear_rope != "no" || l.attention == AttentionType::Softmax);
     if (vocab_size) {
         require(*vocab_size >= data_vocab, "--vocab-size ", *vocab_size, " is smaller than the data's vocabulary of ",

@@ -35,8 +35,8 @@ struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention, linear_rope, qk_norm, rope_partial, softcap_function,
-        embedding_norm, head_bias, init, zero_init;
+    std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, rope_partial,
+        softcap_function, embedding_norm, head_bias, init, zero_init;
     std::optional<double> rope_theta, rope_fraction, attention_scale, logit_softcap;
 
     // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
@@ -48,6 +48,7 @@ struct ModelOptions {
   private:
     bool any_option() const;
     void change_architecture(ModelConfig& config) const;
+    void set_windows(ModelConfig& config) const;
     void check_dtype(const ModelConfig& config) const;
 };
 

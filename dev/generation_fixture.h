@@ -63,9 +63,13 @@ inline void expect_same_logits(const std::vector<float>& got, const std::vector<
     EXPECT_LE(max_abs(difference({got.begin(), got.end()}, ref)), bound * max_abs(ref)) << where;
 }
 
-inline ModelConfig long_config(const char* attention = "SS") {
+// attention: a letter for each layer; W is softmax attention with a window of 5.
+inline ModelConfig long_config(const std::string& attention = "SS") {
     ModelConfig c = base_config();
-    c.set_attention(attention);
+    std::string letters = attention;
+    std::replace(letters.begin(), letters.end(), 'W', 'S');
+    c.set_attention(letters);
+    for (size_t l = 0; l < letters.size(); l++) c.layer[l].window = attention[l] == 'W' ? 5 : 0;
     c.channels = 32,
     c.head_size = 8;  // whole 16 bytes in any dtype: some GPUs have a fused decode step for up to 8 sequences
     c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
@@ -73,11 +77,11 @@ inline ModelConfig long_config(const char* attention = "SS") {
     return c;
 }
 
-// By attention type: a sequence keeps keys and values, or a state of one size.
+// By attention type: a sequence keeps all keys and values, the last ones, or a state of one size.
 class GenerationByType : public testing::TestWithParam<const char*> {
   protected:
     Driver driver{long_config(GetParam()), training_shape(1, 8)};
     void SetUp() override { driver.randomise(3); }
 };
-INSTANTIATE_TEST_SUITE_P(Types, GenerationByType, testing::Values("SS", "LG", "GS"),
+INSTANTIATE_TEST_SUITE_P(Types, GenerationByType, testing::Values("SS", "LG", "GS", "SW", "GW"),
                          [](const auto& test) { return std::string(test.param); });

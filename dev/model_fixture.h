@@ -296,7 +296,24 @@ const ModelVariant MODEL_VARIANTS[] = {
          c.positions = Positions::RoPE, c.set_attention("GS"), c.head_size = 8, c.rope_scaling.fraction = 0.5;
          c.qk_norm = QkNorm::Plain, c.embedding_norm = true;
      }},
+    // A window that hides keys and one that hides none; a window in only one of the layers.
+    {"window",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+         c.layer[0].window = 3, c.layer[1].window = 12;
+     }},
+    {"window_in_one_layer_learned_positions", [](ModelConfig& c) { c.layer[1].window = 1; }},
+    {"window_qk_norm_beside_gated_linear",
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE, c.set_attention("SG"), c.qk_norm = QkNorm::Plain, c.layer[0].window = 5;
+     }},
     // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
+    {"window_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.layer[0].window = 4, c.layer[1].window = 2;
+     }},
     {"llama_heads_of_16",
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;

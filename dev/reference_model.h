@@ -152,7 +152,7 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
         }
         const std::vector<double> att = c.attention_type(l) == AttentionType::Softmax
                                             ? attention_forward(q.data(), k.data(), v.data(), cum_seqlens, cum_seqlens,
-                                                                c.heads, c.kv_heads, HS, scale)
+                                                                c.heads, c.kv_heads, HS, scale, {true, c.window(l)})
                                                   .out.value
                                             : linear_attention(c, weights, layer, inp, q, k, v, cum_seqlens);
         add(x, linear(weights, layer + "proj", att, N, Q, C));

@@ -658,6 +658,43 @@ class CommandsTest(unittest.TestCase):
         ):
             self.refused(1, words, "plan", "--model", *args)
 
+    def test_sliding_windows(self):
+        # Trained on packed documents, resumed, evaluated, sampled beyond the window; refused windows.
+        model = ["--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--window", "7,0,4"]
+        whole = self.train("window", *model, "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
+        end = os.path.join(whole, "step_00000006")
+        expected, expected_losses = digests(end), losses(whole)
+        shutil.rmtree(end)
+        done = run("train", "--out", whole, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(losses(whole), expected_losses)
+        self.assertEqual(digests(end), expected)
+        with open(os.path.join(end, "config.json")) as file:
+            config = json.load(file)
+        self.assertEqual((config["model_type"], config["layer_windows"]), ("train_gpt", [7, 0, 4]))
+        for args in (["eval", "--data", self.data], ["sample", "--max-tokens", 30, "--top-k", 1, "--num-samples", 3],
+                     ["sample", "--max-tokens", 30, "--context", 20, "--keep-tokens", 3]):
+            done = run(args[0], "--model", whole, *args[1:])
+            self.assertEqual(done.returncode, 0, done.stderr)
+
+        def plan(*args):
+            return json.loads(run("plan", "--model", "llama-tiny", "--seq-len", 1000, "--json", *args).stdout)
+
+        full, window, one = plan("--generate"), plan("--generate", "--window", 99), plan("--generate", "--window", "99,0,0,0")
+        self.assertAlmostEqual(window["bytes"]["KV cache"] / full["bytes"]["KV cache"], 0.1, delta=0.001)
+        self.assertAlmostEqual(one["bytes"]["KV cache"] / full["bytes"]["KV cache"], 0.775, delta=0.001)
+        flop = [plan("--window", w)["flop_per_token"] for w in (0, 1000, 100)]
+        self.assertEqual(flop[0], flop[1])
+        self.assertAlmostEqual(flop[0] - flop[2], 6 * 4 * 128 * (1000 - 190))
+        for status, words, args in (
+            (2, ["--window", "'' is not a number of tokens"], ["--window", ""]),
+            (2, ["--window", "-1 is not a number of tokens", "one per layer"], ["--window", "4,-1,0,0"]),
+            (1, ["--window 4,5: 2 windows for 4 layers", "give one for all, or one per layer"], ["--window", "4,5"]),
+            (1, ["--window 4 needs --attention softmax"], ["--window", 4, "--attention", "L"]),
+            (1, ["linear attention has a window of 4"], ["--window", "0,4,0,0", "--attention", "SLSS"]),
+        ):
+            self.refused(status, words, "plan", "--model", "llama-tiny", *args)
+
     def test_mixed_attention_types(self):
         whole = self.train("mixed", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
                            "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)

@@ -205,7 +205,7 @@ class Runner {
         for (size_t l = 0; l < f.weights.blocks.size(); l++) {
             const BlockWeights& b = f.weights.blocks[l];
             layer(qkv, x, b.norm1, b.qkv, Activation::None, {});
-            decode_attention(att, qkv, f.k[l], f.v[l], batch, f.model().scale, decode_scratch, Stream{});
+            decode_attention(att, qkv, f.k[l], f.v[l], batch, 0, f.model().scale, decode_scratch, Stream{});
             layer(x, att, {}, b.proj, Activation::None, x);
             layer(act, x, b.norm2, b.fc, z.activation, {});
             layer(x, act, {}, b.fcproj, Activation::None, x);

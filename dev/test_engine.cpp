@@ -175,7 +175,7 @@ TEST(Engine, StepAllocatesNothing) {
     if (why_no_preload()) GTEST_SKIP() << why_no_preload();
     const Allocations allocations("Engine.StepAllocatesNothing");
     if (!allocations.counting) return;
-    for (const char* attention : {"SS", "LG"}) {
+    for (const char* attention : {"SS", "LG", "SW"}) {
         Driver driver(long_config(attention), training_shape(1, 8));
         driver.randomise(3);
         Generation g(driver.model, engine_options(3, 64));
@@ -249,6 +249,95 @@ TEST(Engine, InvalidArgumentsAreErrors) {
         },
         "a sequence of 9 tokens exceeds the context of 8; shorten the prompt or raise --context");
     EXPECT_FALSE(g.engine.ready());
+}
+
+// A ring that has wrapped several times equals recomputation, for prompts shorter and longer than it, in one pass with
+// others and continued, and for sequences at different positions. The ring of window 5 has 6 rows.
+TEST(Engine, RingsThatHaveWrappedEqualRecomputation) {
+    for (const char* attention : {"WW", "WS"}) {
+        for (const DType dtype : generation_dtypes(long_config(attention))) {
+            ModelConfig c = long_config(attention);
+            if (c.window(1)) c.layer[1].window = 9;
+            Driver d(c, training_shape(1, 8, dtype));
+            d.randomise(3);
+            Generation g(d.model, engine_options(4, 60));
+            std::vector<std::vector<int32_t>> sequences;
+            std::vector<Prompt> prompts;
+            for (const int64_t n : {2, 5, 7, 23}) {
+                sequences.push_back(random_tokens(c, n, uint64_t(n)));
+                prompts.push_back({3 - int64_t(prompts.size()), sequences.back(), 0, 0});
+            }
+            std::vector<std::vector<float>> logits = g.prefill(prompts);
+            for (int step = 0; step < 30; step++) {
+                for (size_t i = 0; i < sequences.size(); i++) {
+                    if (step < 8 || step % 5 == 0)
+                        expect_same_logits(logits[i], logits_after(d, sequences[i]),
+                                           str(attention, " ", dtype_name(dtype), ", sequence ", i, " step ", step),
+                                           dtype);
+                    sequences[i].push_back(g.sampled[i]);
+                }
+                if (step < 29) logits = g.decode();
+            }
+            // All continue with more tokens in one pass: the last sampled token is not in the cache yet.
+            std::vector<Prompt> more;
+            for (size_t i = 0; i < sequences.size(); i++) {
+                g.engine.retire(3 - int64_t(i));
+                std::vector<int32_t> tokens = random_tokens(c, 1 + 2 * int64_t(i), 40 + i);
+                tokens.insert(tokens.begin(), sequences[i].back());
+                sequences[i].insert(sequences[i].end(), tokens.begin() + 1, tokens.end());
+                if (i < 3) more.push_back({3 - int64_t(i), tokens, 0, 0});
+            }
+            logits = g.prefill(more);
+            for (size_t i = 0; i < more.size(); i++)
+                expect_same_logits(logits[i], logits_after(d, sequences[i]), str("continued ", i), dtype);
+        }
+    }
+}
+
+// Below, at and above the window: no key too many and none too few.
+TEST(Engine, WindowEdges) {
+    for (const int64_t window : {1, 2, 8}) {
+        ModelConfig c = long_config("WW");
+        c.layer[0].window = c.layer[1].window = window;
+        Driver d(c, training_shape(1, 8));
+        d.randomise(3);
+        for (const int64_t n : {window - 1, window, window + 1, 2 * window + 3}) {
+            if (n == 0) continue;
+            Generation g(d.model, engine_options(1, 40));
+            std::vector<int32_t> sequence = random_tokens(c, n, 7);
+            std::vector<std::vector<float>> logits = g.prefill({{0, sequence, 0, 0}});
+            for (int step = 0; step < 4; step++) {
+                expect_same_logits(logits[0], logits_after(d, sequence), str("window ", window, ", ", n, " + ", step));
+                sequence.push_back(g.sampled[0]);
+                logits = g.decode();
+            }
+        }
+    }
+}
+
+// A ring that has wrapped can be cut back by the tokens that the host may be ahead, else the sequence is read again.
+TEST(Engine, RingsAreCutBackByAFewTokens) {
+    Driver d(long_config("WS"), training_shape(1, 8));
+    d.randomise(3);
+    const std::vector<int32_t> sequence = random_tokens(d.model.config, 20, 3);
+    for (const int64_t kept : {20, 19, 18, 17, 3}) {
+        Generation g(d.model, engine_options(1, 40));
+        g.prefill({{0, sequence, 0, 0}});
+        g.engine.retire(0);
+        const int64_t held = g.engine.truncate(0, kept);
+        EXPECT_EQ(held, kept >= 20 - KvCache::STEPS_BACK ? kept : 0);
+        std::vector<int32_t> other(sequence.begin(), sequence.begin() + kept);
+        for (const int32_t id : random_tokens(d.model.config, 2, 9)) other.push_back(id);
+        expect_same_logits(g.prefill({{0, {other.begin() + held, other.end()}, 0, 0}})[0], logits_after(d, other),
+                           str("cut back to ", kept));
+        // Cut back again: the rows of the first tokens after `kept` were overwritten.
+        g.engine.retire(0);
+        const int64_t again = g.engine.truncate(0, kept - 1);
+        other.resize(size_t(kept - 1));
+        other.push_back(5);
+        expect_same_logits(g.prefill({{0, {other.begin() + again, other.end()}, 0, 0}})[0], logits_after(d, other),
+                           str("cut back again to ", kept - 1));
+    }
 }
 
 // A state keeps all tokens of its sequence or none. The layers determine the sizes of the cache and the states.

@@ -393,6 +393,11 @@ TEST(ParameterTable, FlopPerTokenOfLinearLayers) {
     const double softmax = flop_per_token(Model(config, {}), 512) - flop_per_token(Model(config, {}), 0);
     EXPECT_DOUBLE_EQ(softmax, 4 * 6.0 * 512 * 128);
     const double weights = flop_per_token(Model(config, {}), 0);
+    // A window of 128 leaves of each head's 512·512/2 scores 512·128 − 128·128/2.
+    for (LayerConfig& l : config.layer) l.window = 128;
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 512), weights + softmax * (512 * 128 - 128 * 64) / (512 * 256));
+    EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 128), weights + softmax / 4);
+    for (LayerConfig& l : config.layer) l.window = 0;
     config.set_attention("SLLL");
     EXPECT_DOUBLE_EQ(flop_per_token(Model(config, {}), 512), weights + softmax / 4 + 3 * 6.0 * (4 + 2) * 32 * 32);
     config.set_attention("SLLG");

@@ -33,6 +33,7 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 const char* unfused_model_option(const ModelConfig& c) {
     if (c.qk_norm != QkNorm::Off) return "--qk-norm";
     if (c.embedding_norm) return "--embedding-norm";
+    if (c.has_windows()) return "--window";
     return c.head_bias ? "--head-bias" : nullptr;
 }
 
@@ -68,16 +69,15 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
                                ? 0
                                : decode_step_max_batch(decode_model())),
       cache(config, options.slots, options.context, options.dtype),
+      windows(cache.windows()),
       states(config, options.slots),
-      lengths(size_t(options.slots), 0) {
+      lengths(size_t(options.slots), 0),
+      longest(size_t(options.slots), 0) {
     require(options.slots > 0 && options.context > 0, "engine: a batch of ", options.slots, " sequences of ",
             options.context, " tokens; both must be positive");
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
             " rows; lower --context");
-    require(!config.has_windows() || options.context <= config.smallest_window(), "a context of ", options.context,
-            " tokens is longer than the model's sliding window of ", config.smallest_window(),
-            ", which is not implemented; lower --context");
     if (options.sampling.repeat_penalty != 1)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((config.vocab_size + 31) / 32), 0));
     plan_memory();
@@ -117,8 +117,21 @@ void Engine::plan_memory() {
     const bool has_linear = c.has_linear_attention();
     const LinearAttentionSizes linear{
         N, B, c.heads, c.kv_heads, c.head_size, c.head_size, std::min(N, prompt_chunk_tokens())};
+    if (has_linear || !windows.empty()) keep(&cum_tokens, "cum_tokens", DType::I32, {B + 1});
+    int64_t past_keys = 0;  // of earlier passes, that a pass sees in layers with a ring
+    rings.resize(windows.size());
+    for (size_t i = 0; i < windows.size(); i++) {
+        const int64_t past = B * (windows[i] - 1);
+        RingTensors& ring = rings[i];
+        keep(&ring.cum_k, "ring_cum_k", DType::I32, {B + 1});
+        for (Tensor* t : {&ring.new_keys, &ring.kept_from, &ring.kept_to}) keep(t, "ring_rows", DType::I32, {N});
+        for (Tensor* t : {&ring.past_from, &ring.past_to}) keep(t, "ring_past_rows", DType::I32, {past});
+        past_keys = std::max(past_keys, past);
+    }
+    for (Tensor* t : {&ring_k, &ring_v})
+        if (!windows.empty())
+            add(t, "ring_keys_and_values", T, {N + past_keys, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
     if (has_linear) {
-        keep(&linear_cum, "linear_cum", DType::I32, {B + 1});
         keep(&linear_slots, "linear_slots", DType::I32, {B});
         add(&past_s, "past_s", DType::F32, {B, c.kv_heads, c.head_size, c.head_size}, ATTENTION, ATTENTION);
     }
@@ -167,9 +180,11 @@ void Engine::allocate(const InferenceWeights& model_weights) {
         *tensor = memory.at(e.offset, e.dtype, e.shape);
     }
     const int64_t N = tokens.shape[0], B = options.slots;
-    staging = std::make_unique<Staging>(
-        (4 * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) + B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0),
-        4);
+    int64_t ring_bytes = 0;
+    for (const RingTensors& r : rings) ring_bytes += r.cum_k.bytes() + 3 * r.new_keys.bytes() + 2 * r.past_from.bytes();
+    staging = std::make_unique<Staging>(ring_bytes + (4 * N + 10 * B + 9) * 4 + (dynamic_rope ? table.bytes() : 0) +
+                                            B * (6 * 4 + 2 * 8) + (seen ? seen.bytes() : 0),
+                                        4);
     results = HostMemory(host_alloc(size_t(B) * 16), host_free);
     const Tensor result_rows = make_tensor(results.get(), DType::I32, Device::CPU, {2, 2 * B});
     host_tokens = result_rows.columns(0, B);
@@ -337,7 +352,8 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
     std::vector<int32_t> token, position, row, q_ends{0}, k_ends{0}, ends{0}, slots;
     std::vector<int64_t> sequence_lengths;
     std::map<const Prompt*, int32_t> last_token;
-    int64_t longest = 0;
+    std::vector<PassChunk> pass;
+    int64_t most_tokens = 0;  // of a chunk
     const bool has_past =
         std::any_of(chunks.begin(), chunks.end(), [&](const PromptChunk& p) { return length(p.prompt->slot) > 0; });
     for (const PromptChunk& p : chunks) {
@@ -356,9 +372,10 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
         ends.push_back(q_ends.back());
         slots.push_back(static_cast<int32_t>(p.prompt->slot));
         if (has_past && past == 0) states.clear(p.prompt->slot, stream);
-        longest = std::max(longest, n);
+        pass.push_back({p.prompt->slot, past, n});
+        most_tokens = std::max(most_tokens, n);
         last_token[p.prompt] = static_cast<int32_t>(token.size()) - 1;
-        lengths[size_t(p.prompt->slot)] += n;
+        grow(p.prompt->slot, n);
     }
     std::vector<int32_t> finished;
     for (const PromptChunk& p : unsorted)
@@ -375,11 +392,13 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
     upload_angles(position, sequence_lengths);
     AttentionSequences kv_sequences;
     kv_sequences.cum_q = put(cum_q, q_ends), kv_sequences.cum_k = put(cum_k, k_ends);
-    kv_sequences.max_q = longest, kv_sequences.max_k = options.slots * options.context;
+    kv_sequences.max_q = most_tokens, kv_sequences.max_k = options.slots * options.context;
     const Tensor finished_rows = put(last_rows, finished);
     LinearAttentionSequences linear_sequences;
     Tensor state_rows;
-    if (linear_cum) linear_sequences = {put(linear_cum, ends), longest}, state_rows = put(linear_slots, slots);
+    if (cum_tokens) linear_sequences = {put(cum_tokens, ends), most_tokens};
+    if (linear_slots) state_rows = put(linear_slots, slots);
+    const std::vector<RingPrefill> ring_prefills = upload_rings(pass, linear_sequences.cum, most_tokens);
 
     const ModelConfig& c = config;
     const int64_t N = int64_t(token.size()), Q = c.heads * c.head_size;
@@ -396,16 +415,51 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
                                              type, attention_scratch, stream);
                 });
         }
-        const Tensor k = cache.k_rows(l), v = cache.v_rows(l), heads = qkv.rows(0, N);
-        kv_append(k, v, heads, token_rows, angles, attention_rotates() ? table : Tensor{}, c.heads, stream);
-        attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
-                          kv_sequences, c.attention_scale(), attention_scratch, stream);
+        const Tensor heads = qkv.rows(0, N);
+        const auto attend = [&](const Tensor& k, const Tensor& v, const Tensor& new_rows,
+                                const AttentionSequences& sequences_of_keys) {
+            kv_append(k, v, heads, new_rows, angles, rotating_table(l), c.heads, stream);
+            attention_forward(split_heads(att.rows(0, N), c.heads), {}, split_heads(heads.columns(0, Q), c.heads), k, v,
+                              sequences_of_keys, c.attention_scale(), attention_scratch, stream);
+        };
+        const Tensor k = cache.k_rows(l), v = cache.v_rows(l);
+        if (!cache.window(l)) return attend(k, v, token_rows, kv_sequences);
+        const auto index = std::find(windows.begin(), windows.end(), cache.window(l)) - windows.begin();
+        const RingPrefill& ring = ring_prefills[size_t(index)];
+        const Tensor packed_k = ring_k.rows(0, ring.keys), packed_v = ring_v.rows(0, ring.keys);
+        kv_copy(packed_k, packed_v, ring.past_to, k, v, ring.past_from, stream);
+        attend(packed_k, packed_v, ring.new_keys, ring.sequences);
+        kv_copy(k, v, ring.kept_to, packed_k, packed_v, ring.kept_from, stream);
     });
     const int64_t done = int64_t(finished.size());
     if (done > 0) {  // an embedding look-up gathers the rows
         embedding_forward(last.rows(first_finished, first_finished + done), finished_rows, finished_rows, hidden, {},
                           stream);
     }
+}
+
+// Uploads what the pass does in layers with a ring, for each window. cum_q: the chunks of the pass.
+std::vector<Engine::RingPrefill> Engine::upload_rings(const std::vector<PassChunk>& chunks, const Tensor& cum_q_of_pass,
+                                                      int64_t most_tokens) {
+    std::vector<RingPrefill> prefills;
+    for (size_t i = 0; i < windows.size(); i++) {
+        const RingPass pass = ring_pass(chunks, windows[i], cache.ring_rows(windows[i]));
+        const auto put = [&](const Tensor& planned, const std::vector<int32_t>& host) {
+            const Tensor t = planned.rows(0, int64_t(host.size()));
+            if (!host.empty()) staging->put(t.data, host.data(), t.bytes(), stream);
+            return t;
+        };
+        const RingTensors& t = rings[i];
+        RingPrefill ring;
+        ring.sequences.cum_q = cum_q_of_pass, ring.sequences.cum_k = put(t.cum_k, pass.cum_k);
+        ring.sequences.max_q = most_tokens, ring.sequences.max_k = pass.longest, ring.sequences.window = windows[i];
+        ring.keys = pass.cum_k.back();
+        ring.new_keys = put(t.new_keys, pass.new_keys);
+        ring.past_from = put(t.past_from, pass.past_from), ring.past_to = put(t.past_to, pass.past_to);
+        ring.kept_from = put(t.kept_from, pass.kept_from), ring.kept_to = put(t.kept_to, pass.kept_to);
+        prefills.push_back(ring);
+    }
+    return prefills;
 }
 
 void Engine::prefill(const std::vector<Prompt>& prompts) {
@@ -545,7 +599,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     step_batch.slots = slot_ids.rows(0, B), step_batch.positions = token_positions, step_batch.max_length = max_length;
     step_batch.inputs_ready = true;  // the embedding is an ordinary launch
     const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
-    if (attention_rotates()) step_batch.table = table, step_batch.angles = angles;
+    step_batch.table = rotating_table(0), step_batch.angles = angles;
     if (B <= fused_step_max_batch) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
@@ -558,8 +612,9 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
                     linear_attention_decode(out, states.layer(l, slot_ids.rows(0, B)), h.q, h.k, h.v, g, type, stream);
                 });
         }
-        decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), step_batch, 0, c.attention_scale(),
-                         decode_scratch, stream);
+        step_batch.table = rotating_table(l);
+        decode_attention(att.rows(0, B), qkv.rows(0, B), cache.k(l), cache.v(l), step_batch, cache.window(l),
+                         c.attention_scale(), decode_scratch, stream);
     });
     compute_logits(hidden);
     sample(B);
@@ -594,18 +649,18 @@ void Engine::compact_batch() {
 void Engine::decode() {
     require(ready(), "engine: decode() while not ready()");
     if (!pending() && (batch_changed || active() < int64_t(batch.size()))) compact_batch();
-    int64_t longest = 0;
+    int64_t most_tokens = 0;  // of a sequence
     std::vector<int32_t> token_positions;
     std::vector<int64_t> sequence_lengths;
     for (const Sequence& s : batch) {
         if (dynamic_rope)
             token_positions.push_back(static_cast<int32_t>(length(s.slot))),
                 sequence_lengths.push_back(length(s.slot) + 1);
-        if (!s.retired) longest = std::max(longest, ++lengths[size_t(s.slot)]);
+        if (!s.retired) grow(s.slot, 1), most_tokens = std::max(most_tokens, length(s.slot));
     }
     if (dynamic_rope) staging->next();
     upload_angles(token_positions, sequence_lengths);
-    const int64_t B = int64_t(batch.size()), max_length = bucket(longest, options.context);
+    const int64_t B = int64_t(batch.size()), max_length = bucket(most_tokens, options.context);
     graphs[{B, max_length}].run(stream, [&] { decode_step(B, max_length); });
     queue_results(B);
 }
@@ -628,6 +683,11 @@ const Engine::Step& Engine::next() {
     return step;
 }
 
+void Engine::grow(int64_t slot, int64_t by) {
+    lengths[size_t(slot)] += by;
+    longest[size_t(slot)] = std::max(longest[size_t(slot)], lengths[size_t(slot)]);
+}
+
 // The row is retired on the device too: a step that skips it reads less of the cache.
 void Engine::retire(int64_t slot) {
     for (size_t b = 0; b < batch.size(); b++) {
@@ -643,8 +703,10 @@ void Engine::retire(int64_t slot) {
 
 int64_t Engine::truncate(int64_t slot, int64_t kept) {
     require(kept >= 0 && kept <= length(slot), "engine: slot ", slot, " holds ", length(slot), " tokens, not ", kept);
-    if (linear_cum && kept < length(slot)) kept = 0;  // a state cannot be rewound
+    // A state cannot be rewound, and a ring holds the last keys only.
+    if (kept < length(slot) && (config.has_linear_attention() || !cache.holds(kept, longest[size_t(slot)]))) kept = 0;
     lengths[size_t(slot)] = kept;
+    if (kept == 0) longest[size_t(slot)] = 0;
     if (kept == 0 && !seen_bits.empty()) std::fill(seen_bits[size_t(slot)].begin(), seen_bits[size_t(slot)].end(), 0);
     return kept;
 }
@@ -661,6 +723,6 @@ std::vector<float> Engine::logits(int64_t i) const {
 int64_t Engine::step_bytes() const {
     int64_t bytes = weight_bytes;
     for (const Sequence& s : batch)
-        if (!s.retired) bytes += length(s.slot) * cache.bytes_per_token() + states.bytes_per_sequence();
+        if (!s.retired) bytes += cache.bytes_read(length(s.slot)) + states.bytes_per_sequence();
     return bytes;
 }

@@ -29,6 +29,7 @@
 
 #include "infer/kv_cache.h"
 #include "infer/state_cache.h"
+#include "kernels/attention/attention.h"
 #include "kernels/generation/decode_step.h"
 #include "kernels/generation/sampling.h"
 #include "runtime/device/staging.h"
@@ -127,6 +128,15 @@ class Engine {
         const Prompt* prompt;
         int64_t begin, end;
     };
+    // A RingPass (infer/kv_cache.h) on the device.
+    struct RingTensors {
+        Tensor cum_k, new_keys, past_from, past_to, kept_from, kept_to;
+    };
+    struct RingPrefill {
+        AttentionSequences sequences;
+        int64_t keys;  // that are packed
+        Tensor new_keys, past_from, past_to, kept_from, kept_to;
+    };
     // A step that is queued, with the host memory that receives its results.
     struct QueuedStep {
         std::vector<int64_t> slots;  // of each row; -1 where the sequence is retired
@@ -140,6 +150,9 @@ class Engine {
     void count_weight_bytes();
     void prepare_graphs();
     void prefill_pass(const std::vector<PromptChunk>& chunks, int64_t first_finished);
+    std::vector<RingPrefill> upload_rings(const std::vector<PassChunk>& chunks, const Tensor& cum_q_of_pass,
+                                          int64_t most_tokens);
+    void grow(int64_t slot, int64_t by);
     void embed(Tensor hidden, Tensor token_ids, Tensor token_positions);
     void norm(Tensor out, Tensor inp, const NormWeights& w);
     template <typename Attend>
@@ -148,8 +161,11 @@ class Engine {
     template <typename Attend>
     void linear_attention_layer(int64_t l, int64_t N, Attend attend);
     void prepare_qk(int64_t l, Tensor packed, const Tensor& angles);
-    // Whether attention itself rotates q and k, as it appends k to the cache.
-    bool attention_rotates() const { return table && config.qk_norm == QkNorm::Off; }
+    // The RoPE table for kv_append and decode_attention, which rotate q and k as they append k to the cache; null where
+    // the layer has no RoPE or q and k are rotated before.
+    Tensor rotating_table(int64_t l) const {
+        return config.uses_rope(l) && config.qk_norm == QkNorm::Off ? table : Tensor{};
+    }
     Tensor angle_rows(int64_t N) const { return (dynamic_rope ? iota : positions).rows(0, N); }
     void upload_angles(const std::vector<int32_t>& token_positions, const std::vector<int64_t>& sequence_lengths);
     void upload_batch(bool with_tokens);
@@ -164,6 +180,7 @@ class Engine {
     const bool dynamic_rope;             // RoPE angles depend on the sequence's current length
     const int64_t fused_step_max_batch;  // 0: the fused decode step is not used
     KvCache cache;
+    const std::vector<int64_t> windows;  // of layers whose cache is a ring
     StateCache states;
     ArenaPlan plan;
     Arena memory;
@@ -177,7 +194,10 @@ class Engine {
     Tensor cum_q, cum_k;                   // [2·slots + 1] int32
     Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
     Tensor normed, gate, linear_att;       // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
-    Tensor linear_cum, linear_slots;       // [slots + 1], [slots] int32: sequences without gaps
+    Tensor cum_tokens;                     // [slots + 1] int32: sequences without gaps
+    Tensor linear_slots;                   // [slots] int32
+    std::vector<RingTensors> rings;        // by window
+    Tensor ring_k, ring_v;                 // [packed keys, NKV, HS]: what attention in a layer with a ring reads
     Tensor past_s, past_z;                 // [slots, NKV, HS, HS], [slots, NKV, HS]: a layer's states
     Tensor scratch, attention_scratch, decode_scratch, step_scratch;  // bytes
     Tensor table;  // [context, R/2, 2]; with dynamic_rope [N, R/2, 2]: the angles of each token of the pass
@@ -189,10 +209,11 @@ class Engine {
     Tensor host_tokens, buffer_index;      // [2, B] int32 on the host: the sampled tokens, in alternate rows; [1] int32
     Tensor sample_scratch;                 // bytes
 
-    std::vector<Sequence> batch;                          // the rows of a step
-    bool batch_changed = false;                           // the rows on the device are not those of batch
-    std::vector<int64_t> lengths;                         // by slot
-    std::vector<std::vector<int32_t>> seen_bits;          // by slot: a bit for each token; empty without a penalty
+    std::vector<Sequence> batch;                  // the rows of a step
+    bool batch_changed = false;                   // the rows on the device are not those of batch
+    std::vector<int64_t> lengths;                 // by slot
+    std::vector<int64_t> longest;                 // by slot: length of the sequence before it was cut back, or now
+    std::vector<std::vector<int32_t>> seen_bits;  // by slot: a bit for each token; empty without a penalty
     std::map<std::pair<int64_t, int64_t>, Graph> graphs;  // by batch size and longest context
 
     HostMemory results{nullptr, host_free};

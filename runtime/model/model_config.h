@@ -58,6 +58,7 @@ struct ModelConfig {
     float attention_scale() const;    // of softmax attention
     int64_t rotary_channels() const;  // of a head, by RoPE; those of the table if truncated
     AttentionType attention_type(int64_t l) const { return layer[size_t(l)].attention; }
+    int64_t window(int64_t l) const { return layer[size_t(l)].window; }
     bool uses_rope(int64_t l) const { return positions == Positions::RoPE && layer[size_t(l)].rope; }
     // The attention types, one letter per layer: S softmax, L linear, G gated linear (docs/linear_attention.md).
     // Setting them makes one entry of `layer` per letter and keeps what else an entry says, but for the window of
