@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
+#include "data/splitter.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
 #include "data/unicode.h"

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "data/unicode.h"
@@ -31,8 +31,11 @@ class AddedTokens {
     template <typename Allow, typename Plain, typename Found>
     void split(std::string_view text, const Allow& allow_special, const Plain& plain, const Found& found) const {
         size_t done = 0;
-        for (size_t i = 0; i < text.size() && !tokens.empty();) {
-            const int64_t match = longest(text, i);
+        const auto begins_token = [&](char c) { return roots[uint8_t(c)] >= 0; };
+        for (size_t i = 0;;) {
+            i = size_t(std::find_if(text.begin() + int64_t(i), text.end(), begins_token) - text.begin());
+            if (i == text.size()) break;
+            const int32_t match = longest(text, i);
             if (match < 0) {
                 i++;
                 continue;
@@ -42,7 +45,7 @@ class AddedTokens {
             i = text.size() - after.size();
             if (token.special && !allow_special(before.size(), token.content.size())) continue;
             if (token.single_word && (ends_with_word(before) || starts_with_word(after))) continue;
-            const size_t begin = token.lstrip ? std::max(done, before.size() - space_at_end(before)) : before.size();
+            const size_t begin = before.size() - (token.lstrip ? space_at_end(before) : 0);
             const size_t end = token.rstrip ? i + space_at_start(after) : i;
             if (done < begin) plain(text.substr(done, begin - done));
             found(token.id);
@@ -53,30 +56,35 @@ class AddedTokens {
     }
 
   private:
-    // The index of the longest token at text[i], −1 if there is none.
-    int64_t longest(std::string_view text, size_t i) const {
-        int32_t node = roots[uint8_t(text[i])];
-        if (node < 0) return -1;
-        int64_t match = nodes[size_t(node)];
-        while (++i < text.size()) {
-            const auto next = children.find(child_key(node, text[i]));
-            if (next == children.end()) break;
-            node = next->second;
-            if (nodes[size_t(node)] >= 0) match = nodes[size_t(node)];
+    // A node of a trie of the contents' bytes.
+    struct Node {
+        int32_t token = -1;  // index of the token that ends here, −1: none does
+        std::vector<std::pair<char, int32_t>> children;
+
+        int32_t child(char c) const {
+            for (const auto& [byte, node] : children)
+                if (byte == c) return node;
+            return -1;
+        }
+    };
+
+    // The index of the longest token at text[i], −1 if there is none. Some token begins with text[i].
+    int32_t longest(std::string_view text, size_t i) const {
+        int32_t match = -1;
+        for (int32_t node = roots[uint8_t(text[i])]; node >= 0;) {
+            if (nodes[size_t(node)].token >= 0) match = nodes[size_t(node)].token;
+            node = ++i < text.size() ? nodes[size_t(node)].child(text[i]) : -1;
         }
         return match;
     }
-    static uint64_t child_key(int32_t node, char c) { return uint64_t(node) << 8 | uint8_t(c); }
 
-    std::vector<AddedToken> tokens;
-    // A trie of the contents' bytes. A node holds the index of the token that ends there, or −1.
-    std::vector<int32_t> nodes;
-    std::array<int32_t, 256> roots = filled();  // by the first byte; −1: no token begins with it
-    std::unordered_map<uint64_t, int32_t> children;
-
-    static std::array<int32_t, 256> filled() {
+    static std::array<int32_t, 256> no_roots() {
         std::array<int32_t, 256> all;
         all.fill(-1);
         return all;
     }
+
+    std::vector<AddedToken> tokens;
+    std::vector<Node> nodes;
+    std::array<int32_t, 256> roots = no_roots();  // by the first byte; −1: no token begins with it
 };

@@ -560,10 +560,10 @@ class PackageEncoder:
         # If tokens span words, or the tokenizer treats the start of a text specially, each text is encoded as a whole.
         sample = "It was the best of times,\nit was the worst of times"
         words = re.split(r"(?=[ \n])", sample)
-        # White space that an added token takes may be beyond a cut.
-        takes_space = any(token.rstrip and not token.special
-                          for token in self.tokenizer.get_added_tokens_decoder().values())
-        self.can_cut = self.ids(words) == self.ids([sample]) and not takes_space
+        # Added tokens that a cut may part, or part from the white space that they take.
+        added = [token for token in self.tokenizer.get_added_tokens_decoder().values() if not token.special]
+        cut_off = any(token.rstrip or re.search("[A-Za-z0-9][ \n]|\n.", token.content) for token in added)
+        self.can_cut = self.ids(words) == self.ids([sample]) and not cut_off
 
     def ids(self, texts):
         return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]

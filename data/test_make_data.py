@@ -420,6 +420,25 @@ class OtherTokenizers(DataTest):
                 self.assertEqual((list(array.array("I", bytes(tokens))), lost_here), (ids, lost), case["name"])
                 self.assertEqual(size, len(text) - lost)
 
+    def test_long_text_of_each_family(self):
+        """Text that is encoded in parts has the tokens of the whole."""
+        folder = os.path.join(HERE, "..", "dev", "fixtures", "tokenizer")
+        for name in sorted(os.listdir(folder)):
+            if name == "tokenizers.json":
+                continue
+            with open(os.path.join(folder, name), encoding="utf-8") as f:
+                fixture = json.load(f)
+            root = fixture["cases"][0]["tokenizer"]
+            if name == "qwen.json":
+                root["added_tokens"][-1].update(content="END", rstrip=True)  # takes the white space after it
+            encoder = make_data.PackageEncoder(json.dumps(root), 0, 4)
+            for line in " ".join(fixture["texts"]) + "\n", "END  ":
+                text = line * (3 * make_data.ENCODE_CHUNK // len(line))
+                self.assertGreater(len(text.encode()), 2 * make_data.ENCODE_CHUNK)
+                whole = encoder.tokenizer.encode(text, add_special_tokens=False).ids
+                tokens, _, lost = encoder.encode(text.encode())
+                self.assertEqual((list(array.array("I", bytes(tokens))) == whole, lost), (True, 0), name)
+
     def test_bytes_that_the_vocabulary_lacks(self):
         root = json.loads(make_data.byte_tokenizer())
         for character in ("\u0104", "\u00f1"):  # bytes 04 and F1

@@ -47,6 +47,13 @@ int fallback_byte(const std::string& token) {
     return value;
 }
 
+std::string printable(std::string_view text) {
+    std::string out(text.substr(0, 200));
+    std::replace_if(
+        out.begin(), out.end(), [](char c) { return uint8_t(c) < 32; }, '?');
+    return out;
+}
+
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to) {
     std::string out;
     for (size_t i = 0; i < text.size();) {

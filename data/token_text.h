@@ -26,3 +26,6 @@ int fallback_byte(const std::string& token);
 inline const std::string SPACE_MARK = "\xE2\x96\x81";
 
 std::string replace_all(std::string_view text, std::string_view from, std::string_view to);
+
+// Makes text from a file printable in a one-line message: at most 200 bytes, without control characters.
+std::string printable(std::string_view text);

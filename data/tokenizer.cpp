@@ -1,8 +1,5 @@
 #include "data/tokenizer.h"
 
-#define PCRE2_CODE_UNIT_WIDTH 8
-#include <pcre2.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -13,6 +10,7 @@
 
 #include "data/added_tokens.h"
 #include "data/bpe.h"
+#include "data/splitter.h"
 #include "data/token_text.h"
 #include "data/unicode.h"
 #include "runtime/error.h"
@@ -27,116 +25,6 @@ constexpr int64_t MAX_GAPS = 100000;
 
 // GPT-2's regular expression for splitting text into words before merging (Radford et al. 2019, as published).
 constexpr const char* GPT2_WORDS = R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
-
-// Makes text from a file printable in a one-line message.
-std::string printable(std::string_view text) {
-    std::string out(text.substr(0, 200));
-    std::replace_if(
-        out.begin(), out.end(), [](char c) { return uint8_t(c) < 32; }, '?');
-    return out;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Splitting text into words
-
-// A tokenizer.json writes regular expressions in Oniguruma's syntax. PCRE2's \s differs from Oniguruma's (Unicode's
-// White_Space) in one character, U+180E, so the class is spelled out. Everything else in the expressions of known
-// tokenizers means the same in both.
-std::string spell_out_white_space(const std::string& pattern) {
-    const std::string white = R"(\t-\r\x{85}\p{Z})";
-    std::string out;
-    bool in_class = false;
-    for (size_t i = 0; i < pattern.size(); i++) {
-        if (pattern[i] != '\\' || i + 1 == pattern.size()) {
-            if (pattern[i] == '[') in_class = true;
-            if (pattern[i] == ']') in_class = false;
-            out += pattern[i];
-            continue;
-        }
-        const char escaped = pattern[++i];
-        if (escaped == 's')
-            out += in_class ? white : "[" + white + "]";
-        else if (escaped == 'S' && !in_class)
-            out += "[^" + white + "]";
-        else
-            (out += '\\') += escaped;
-    }
-    return out;
-}
-
-struct CodeFree {
-    void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-};
-struct MatchDataFree {
-    void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
-};
-using MatchData = std::unique_ptr<pcre2_match_data, MatchDataFree>;
-
-std::string pcre2_message(int code) {
-    PCRE2_UCHAR text[256] = {};
-    pcre2_get_error_message(code, text, sizeof text);
-    return reinterpret_cast<const char*>(text);
-}
-
-// A compiled regular expression that splits text into its matches and the text between them. matches_all: there is no
-// text between them (Split with behavior Removed, inverted); for text that does not match, split() throws.
-class Splitter {
-  public:
-    Splitter(const std::string& pattern, bool literal, bool all_matches, const std::string& file)
-        : matches_all(all_matches) {
-        const std::string source = literal ? pattern : spell_out_white_space(pattern);
-        int error = 0;
-        PCRE2_SIZE offset = 0;
-        const uint32_t options = PCRE2_UTF | (literal ? PCRE2_LITERAL : PCRE2_UCP);
-        code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(source.data()), source.size(), options, &error, &offset,
-                                 nullptr));
-        require(code != nullptr, file, ": pre_tokenizer: the regular expression '", printable(pattern),
-                "' is not supported (", error ? pcre2_message(error) : "out of memory", ")");
-        pcre2_jit_compile(code.get(), PCRE2_JIT_COMPLETE);  // without JIT, matching is only slower
-    }
-
-    // text is valid UTF-8. Calls piece(string_view) for consecutive parts, none empty, that together are the text.
-    template <typename Piece>
-    void split(std::string_view text, pcre2_match_data* match, const Piece& piece) const {
-        const auto* subject = reinterpret_cast<PCRE2_SPTR>(text.data());
-        size_t done = 0, from = 0;
-        while (from < text.size()) {
-            int found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK, match, nullptr);
-            if (found == PCRE2_ERROR_JIT_STACKLIMIT)  // the interpreter does not use the JIT stack
-                found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, match,
-                                    nullptr);
-            if (found == PCRE2_ERROR_NOMATCH) break;
-            require(found >= 0, "tokenizer: splitting text into words failed: ", pcre2_message(found));
-            const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(match);
-            if (range[0] >= range[1]) {  // an empty match splits nothing; continue after the next character
-                from = std::max<size_t>(from, range[0]);
-                from += from < text.size() ? utf8_length(text, from) : 1;
-                continue;
-            }
-            if (range[0] > done) between(text.substr(done, range[0] - done), piece);
-            piece(text.substr(range[0], range[1] - range[0]));
-            done = from = range[1];
-        }
-        if (done < text.size()) between(text.substr(done), piece);
-    }
-
-    MatchData match_data() const {
-        MatchData data(pcre2_match_data_create_from_pattern(code.get(), nullptr));
-        require(data != nullptr, "tokenizer: out of memory");
-        return data;
-    }
-
-  private:
-    template <typename Piece>
-    void between(std::string_view text, const Piece& piece) const {
-        require(!matches_all, "tokenizer: pre_tokenizer Split with behavior Removed leaves out '", printable(text),
-                "', which is not supported; use a regular expression that matches all text");
-        piece(text);
-    }
-
-    std::unique_ptr<pcre2_code, CodeFree> code;
-    bool matches_all;
-};
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Reading tokenizer.json
@@ -327,10 +215,11 @@ struct Tokenizer::Impl {
                 byte_level = true;
                 add_prefix_space = flag(step, "add_prefix_space", true);
                 if (add_prefix_space && !splitters.empty()) unsupported("add_prefix_space after ", type_of(steps[0]));
-                if (flag(step, "use_regex", true)) splitters.emplace_back(GPT2_WORDS, false, false, file);
+                if (flag(step, "use_regex", true))
+                    splitters.emplace_back(GPT2_WORDS, false, Splitter::Between::Kept, file);
             } else if (type == "Digits") {
-                splitters.emplace_back(flag(step, "individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", false, false,
-                                       file);
+                splitters.emplace_back(flag(step, "individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)", false,
+                                       Splitter::Between::Kept, file);
             } else if (type == "Split") {
                 add_split(step);
             } else {
@@ -342,16 +231,16 @@ struct Tokenizer::Impl {
 
     void add_split(const json& step) {
         const std::string behavior = step.at("behavior").get<std::string>();
-        const bool invert = flag(step, "invert", false), matches_all = behavior == "Removed" && invert;
-        if (behavior != "Isolated" && !matches_all)
+        const bool invert = flag(step, "invert", false), refuses = behavior == "Removed" && invert;
+        if (behavior != "Isolated" && !refuses)
             unsupported("pre_tokenizer Split with behavior ", behavior, invert ? ", inverted" : "");
         const json& pattern = step.at("pattern");
         const bool literal = pattern.contains("String");
         const std::string text = pattern.at(literal ? "String" : "Regex").get<std::string>();
-        splitters.emplace_back(text, literal, matches_all, file);
+        splitters.emplace_back(text, literal, refuses ? Splitter::Between::Refused : Splitter::Between::Kept, file);
         std::string ascii;
         for (char c = 1; c < 127; c++) ascii += c;
-        splitters.back().split(ascii, splitters.back().match_data().get(), [](std::string_view) {});
+        splitters.back().split(ascii, splitters.back().match_data(), [](std::string_view) {});
     }
 
     void read_metaspace(const json& step) {
@@ -629,7 +518,7 @@ class Tokenizer::Impl::Encoder {
 
     void words(std::string_view text, size_t step) {
         if (step == tokenizer.splitters.size()) return word(text);
-        tokenizer.splitters[step].split(text, match_data[step].get(),
+        tokenizer.splitters[step].split(text, match_data[step],
                                         [&](std::string_view piece) { words(piece, step + 1); });
     }
 
@@ -708,13 +597,22 @@ class Tokenizer::Impl::Encoder {
             lost += int64_t(n);
             pending += tokenizer.unknown >= 0;
         };
-        for (size_t i = 0, n; i < text.size(); i += n) {
-            n = tokenizer.sentencepiece ? std::max<size_t>(utf8_length(text, i), 1) : 1;
-            const int32_t id =
-                tokenizer.sentencepiece ? tokenizer.find_character(text, i) : tokenizer.byte_id[uint8_t(text[i])];
+        const auto add = [&](int32_t id) {
+            if (pending > 0) flush();
+            to.push_back(id);
+        };
+        for (size_t i = 0; i < text.size() && !tokenizer.sentencepiece; i++) {
+            const int32_t id = tokenizer.byte_id[uint8_t(text[i])];
+            if (id >= 0)
+                add(id);
+            else
+                lose(1);
+        }
+        for (size_t i = 0, n; i < text.size() && tokenizer.sentencepiece; i += n) {
+            const int32_t id = tokenizer.find_character(text, i);
+            n = std::max<size_t>(utf8_length(text, i), 1);
             if (id >= 0) {
-                if (pending > 0) flush();
-                to.push_back(id);
+                add(id);
                 continue;
             }
             const std::string_view character = text.substr(i, n);
@@ -730,7 +628,7 @@ class Tokenizer::Impl::Encoder {
     static constexpr size_t MAX_CACHE = 1 << 20;
 
     const Impl& tokenizer;
-    std::vector<MatchData> match_data;
+    std::vector<Splitter::MatchData> match_data;
     std::deque<std::string> kept;
     // Word -> range of its ids in out (begin, count). Keys are views of the text.
     std::unordered_map<std::string_view, std::pair<size_t, size_t>> cache;
@@ -789,14 +687,6 @@ int32_t Tokenizer::end_of_text() const {
 }
 const std::vector<int32_t>& Tokenizer::start_of_text() const {
     return impl->start_of_text;
-}
-
-std::string regex_library() {
-    char version[64] = {}, unicode[64] = {};  // "10.42 2022-12-11", "14.0.0"
-    pcre2_config(PCRE2_CONFIG_VERSION, version);
-    pcre2_config(PCRE2_CONFIG_UNICODE_VERSION, unicode);
-    return str("PCRE2 ", std::string_view(version).substr(0, std::string_view(version).find(' ')), ", Unicode ",
-               unicode);
 }
 
 std::string TextStream::put(int32_t token) {

@@ -57,9 +57,6 @@ class Tokenizer {
     std::unique_ptr<Impl> impl;
 };
 
-// The library that splits text into words, and the version of Unicode that it knows: "PCRE2 10.42, Unicode 14.0.0".
-std::string regex_library();
-
 // Decodes tokens one at a time and returns whole characters. The joined results equal decode() of all tokens.
 class TextStream {
   public:

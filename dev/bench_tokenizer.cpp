@@ -1,9 +1,9 @@
 #include "data/tokenizer.h"
 
 #include <fstream>
-#include <nlohmann/json.hpp>
 
 #include "dev/bench_util.h"
+#include "dev/tokenizer_fixture.h"
 #include "runtime/error.h"
 #include "runtime/files/files.h"
 
@@ -23,13 +23,10 @@ const std::string& text() {
 // The fixture's tokenizers, whose vocabularies are small, and what `make data` and `make smollm2` have left here.
 std::vector<std::pair<std::string, std::string>> tokenizers() {  // name, path
     std::vector<std::pair<std::string, std::string>> found;
-    const auto fixture = nlohmann::json::parse(read_file("dev/fixtures/tokenizer/tokenizers.json"));
-    for (const auto& one : fixture["cases"]) {
-        const std::string name = one["name"];
-        if (name != "gpt2" && name != "llama3" && name != "llama2" && name != "llama2-across-spaces") continue;
-        make_directories("build/bench");
-        found.emplace_back(name, "build/bench/tokenizer-" + name + ".json");
-        write_file(found.back().second, one["tokenizer"].dump());
+    make_directories("build/bench");
+    for (const char* name : {"gpt2", "llama3", "llama2", "llama2-across-spaces", "qwen", "tekken"}) {
+        found.emplace_back(name, str("build/bench/tokenizer-", name, ".json"));
+        write_file(found.back().second, tokenizer_description(name).dump());
     }
     for (const char* pattern : {"data/tokens/*/tokenizer.json", "models/*/tokenizer.json"})
         for (const std::string& path : glob_files(pattern)) found.emplace_back(path, path);

@@ -10,6 +10,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "data/splitter.h"
 #include "data/token_text.h"
 #include "data/unicode.h"
 #include "dev/tokenizer_fixture.h"
@@ -438,6 +439,25 @@ TEST(Tokenizer, UnsupportedTypesAreErrors) {
     const json broken = {
         {"type", "Split"}, {"behavior", "Isolated"}, {"invert", false}, {"pattern", {{"Regex", "(a"}}}};
     expect_named(with("/pre_tokenizer", broken), "(a");
+    // What Oniguruma and PCRE2 read differently.
+    for (const auto& [pattern, construct] :
+         std::initializer_list<std::pair<const char*, const char*>>{{R"(\w+)", R"(\w)"},
+                                                                    {R"([a\h])", R"(\h)"},
+                                                                    {R"((a)\1)", R"(\1)"},
+                                                                    {R"(\p{Han}+)", R"(\p{Han})"},
+                                                                    {R"(\p{^Han}+)", R"(\p{^Han})"},
+                                                                    {R"(\pL)", R"(\p)"},
+                                                                    {R"(\p{L)", R"(\p{L)"},
+                                                                    {R"(\p{N}{1,3}+)", "{}+"},
+                                                                    {"[a-z&&[^b]]", "&&"},
+                                                                    {"[a[bc]]", "[ in a class"},
+                                                                    {"[[:alpha:]]", "[ in a class"},
+                                                                    {"(?m:.)", "(?m:"},
+                                                                    {"a(?i)b", "(?i)"}})
+        expect_named(split("Isolated", false, pattern), str("PCRE2 may read ", construct, " differently"));
+    for (const char* pattern :
+         {R"(\p{L}+|\P{^Lu}?|\x{85}|\x41|[\d\-\]&]|a++|(?<=a)b|(?<!a)b|(?>a)|(?i:'s))", "a{1,3}b+", "}"})
+        EXPECT_EQ(split("Isolated", false, pattern), "");
     for (const char* type : {"BertProcessing", "RobertaProcessing"}) {
         expect_named(with("/post_processor", {{"type", type}}), type);
         const json steps = {{{"type", "ByteLevel"}}, {{"type", type}}};

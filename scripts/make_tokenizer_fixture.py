@@ -70,6 +70,8 @@ def tokenizers():
     yield "digits", train(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level()]), 400)
     yield "literal-split", train(pre_tokenizers.Sequence([pre_tokenizers.Split(".", "isolated"), pre_tokenizers.Digits(),
                                                           byte_level()]), 400)
+    yield "lines", train(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"[\p{Z}\n]+$|^[a-z]"), "isolated"),
+                                                  byte_level(use_regex=False)]), 400)
     # LLaMA-3's kind: words that are in the vocabulary are taken whole, even if no merges lead to them.
     llama = train(pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"), byte_level(use_regex=False)]),
                   500, ignore_merges=True)
