@@ -102,8 +102,8 @@ void Splitter::Free::operator()(pcre2_match_data* data) const {
     pcre2_match_data_free(data);
 }
 
-Splitter::Splitter(const std::string& pattern, bool literal, Between between, const std::string& file)
-    : between_matches(between) {
+Splitter::Splitter(const std::string& pattern, bool literal, Between between, const std::string& path)
+    : between_matches(between), file(path) {
     const std::string source = literal ? pattern : PatternTranslator(pattern, file).translate();
     int error = 0;
     PCRE2_SIZE offset = 0;
@@ -123,7 +123,7 @@ bool Splitter::find(std::string_view text, size_t from, const MatchData& data, s
             found = pcre2_match(code.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | PCRE2_NO_JIT, data.get(),
                                 nullptr);
         if (found == PCRE2_ERROR_NOMATCH) return false;
-        require(found >= 0, "tokenizer: splitting text into words failed: ", pcre2_message(found));
+        require(found >= 0, file, ": splitting text into words failed: ", pcre2_message(found));
         const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(data.get());
         begin = range[0], end = range[1];
         if (begin < end) return true;
@@ -134,7 +134,7 @@ bool Splitter::find(std::string_view text, size_t from, const MatchData& data, s
 }
 
 std::string_view Splitter::between(std::string_view text) const {
-    require(between_matches == Between::Kept, "tokenizer: pre_tokenizer Split with behavior Removed leaves out '",
+    require(between_matches == Between::Kept, file, ": pre_tokenizer Split with behavior Removed leaves out '",
             printable(text), "', which is not supported; use a regular expression that matches all text");
     return text;
 }

@@ -21,7 +21,7 @@ class Splitter {
 
     // pattern is in Oniguruma's syntax (literal: a string). Throws an Error that names the file if PCRE2 does not
     // support it or may read it differently.
-    Splitter(const std::string& pattern, bool literal, Between between, const std::string& file);
+    Splitter(const std::string& pattern, bool literal, Between between, const std::string& path);
 
     // text is valid UTF-8. Calls piece(string_view) for the matches and the text between them, none empty, in order.
     template <typename Piece>
@@ -43,6 +43,7 @@ class Splitter {
 
     std::unique_ptr<pcre2_real_code_8, Free> code;
     Between between_matches;
+    std::string file;  // that errors name
 };
 
 // The library, and the version of Unicode that it knows: "PCRE2 10.42, Unicode 14.0.0".

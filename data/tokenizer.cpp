@@ -238,6 +238,7 @@ struct Tokenizer::Impl {
         const bool literal = pattern.contains("String");
         const std::string text = pattern.at(literal ? "String" : "Regex").get<std::string>();
         splitters.emplace_back(text, literal, refuses ? Splitter::Between::Refused : Splitter::Between::Kept, file);
+        // A file that leaves out common text is refused at once, and not with the first text that has it.
         std::string ascii;
         for (char c = 1; c < 127; c++) ascii += c;
         splitters.back().split(ascii, splitters.back().match_data(), [](std::string_view) {});

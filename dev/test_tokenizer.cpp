@@ -344,8 +344,8 @@ TEST(Tokenizer, TextThatASplitRemovesIsAnError) {
         ascii.encode("caf\u00e9!");
         FAIL();
     } catch (const Error& e) {
-        EXPECT_EQ(
-            std::string(e.what()).find("tokenizer: pre_tokenizer Split with behavior Removed leaves out '\u00e9'"), 0u)
+        EXPECT_NE(std::string(e.what()).find(": pre_tokenizer Split with behavior Removed leaves out '\u00e9'"),
+                  std::string::npos)
             << e.what();
     }
 }
