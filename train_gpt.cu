@@ -745,9 +745,10 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 namespace {
 
 // Samples the token that follows `tokens`, with the activation memory of the training run. There is no KV cache: the
-// whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token.
+// whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token,
+// which is below `vocab`.
 int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
-                   uint64_t seed, int64_t step) {
+                   int64_t vocab, uint64_t seed, int64_t step) {
     const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
     const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(n), n));
     forward(ctx, model, acts, in);
@@ -756,8 +757,8 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
     copy_to_device(acts.sample_key.data, key, sizeof key, ctx.stream);
     SamplingOptions sampling = TRAINING_SAMPLES;
     sampling.seed = seed;
-    sample_tokens(acts.sample_id, logits, model.config.vocab_size, acts.sample_key.rows(0, 1),
-                  acts.sample_key.rows(1, 2), sampling, {}, acts.scratch, ctx.stream);
+    sample_tokens(acts.sample_id, logits, vocab, acts.sample_key.rows(0, 1), acts.sample_key.rows(1, 2), sampling, {},
+                  acts.scratch, ctx.stream);
     ctx.wait_for_stream("sampling");
     int32_t id;
     copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
@@ -1047,8 +1048,9 @@ void Trainer::sample_text(Progress& progress) {
     options.max_tokens = 64;
     Completion completion(tokenizer.get(), options);
     std::vector<int32_t> tokens = {start_token(model.config, tokenizer.get())};
+    const int64_t vocab = sampled_vocab(model.config, tokenizer.get());
     do {
-        tokens.push_back(next_token(ctx, model, acts, tokens, o.seed, int64_t(tokens.size()) - 1));
+        tokens.push_back(next_token(ctx, model, acts, tokens, vocab, o.seed, int64_t(tokens.size()) - 1));
     } while (!completion.add(tokens.back()));
     progress.note(str("step ", step, "  sample: ", completion.text()));
 }

@@ -42,6 +42,7 @@ void run_sample(const Args& args) {
         engine_options.context = std::min(engine_options.context, source.config.max_positions);
     engine_options.dtype = o.model.type();
     engine_options.sampling = sampling_options(o.sampling);
+    engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
     engine_options.batch_invariant = o.batch_invariant;
     engine_options.logprobs = o.logprobs;
     LoadedEngine m(ctx, source, engine_options, o.random_weights);

@@ -274,6 +274,17 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.positions = Positions::RoPE, c.set_attention("GS"), c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
      }},
+    // Biases of q, k and v alone (Qwen2); a layer without RoPE (SmolLM3).
+    {"qwen2",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.proj_bias = c.mlp_bias = false;
+     }},
+    {"layer_without_rope",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layer[1].rope = false;
+     }},
     // The options of the modern presets.
     {"modern",
      [](ModelConfig& c) {

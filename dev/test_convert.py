@@ -242,6 +242,25 @@ class ConvertTest(unittest.TestCase):
         self.write(f"{name}/config.json", json.dumps(config).encode())
         return self.path(name)
 
+    # Keys that say what the model computes; those of transformers 5's form are compared by test_model_config.
+    FAMILY_KEYS = ["model_type", "architectures", "hidden_size", "num_key_value_heads", "head_dim", "sliding_window",
+                   "use_sliding_window", "layer_types", "no_rope_layers", "attention_bias", "mlp_bias", "rope_theta",
+                   "partial_rotary_factor", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "vocab_size"]
+
+    def test_families(self):
+        for family in ("qwen2", "qwen3", "smollm3", "mistral", "phi3"):
+            with self.subTest(family=family):
+                fixture = os.path.join(MODELS, family)
+                with open(os.path.join(fixture, "config_transformers4.json"), encoding="utf-8") as file:
+                    original = json.load(file)
+                self.convert(fixture, self.path(family))
+                self.assert_same(read_model(self.path(family)), read_model(fixture))
+                config = read_config(self.path(family))
+                self.assertEqual(config["model_type"], family)
+                for key in self.FAMILY_KEYS:
+                    if "layer_types" not in key or config.get("use_sliding_window"):
+                        self.assertEqual(config.get(key), original.get(key), key)
+
     def test_each_tensor_keeps_its_dtype(self):
         fixture = os.path.join(MODELS, "llama-gqa")
         weights = read_model(fixture)

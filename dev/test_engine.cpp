@@ -230,6 +230,32 @@ TEST(Engine, LogprobsMatchTheModel) {
     }
 }
 
+// Rows of the vocabulary beyond the tokenizer's ids are never sampled, whatever their logits: by temperature, by
+// argmax, and with a penalty whose marks cover the tokenizer's ids alone. A prompt may contain them.
+TEST(Engine, PaddingIdsAreNeverSampled) {
+    Driver driver(base_config(), training_shape(1, 8));
+    driver.randomise(3);
+    constexpr int64_t USED = 33;  // of 53
+    for (const float temperature : {0.0f, 5.0f}) {
+        for (const float penalty : {1.0f, 1.5f}) {
+            const auto sampled = [&](int64_t vocab) {
+                EngineOptions o = engine_options(1, 16, temperature);
+                o.sampled_vocab = vocab, o.sampling.repeat_penalty = penalty;
+                Generation g(driver.model, o);
+                g.prefill({{0, {50, 1, 40}, 0, 0}});
+                std::vector<int32_t> tokens = g.sampled;
+                for (int step = 0; step < 12; step++) {
+                    g.decode();
+                    tokens.push_back(g.sampled[0]);
+                }
+                return *std::max_element(tokens.begin(), tokens.end());
+            };
+            EXPECT_LT(sampled(USED), USED) << temperature << " " << penalty;
+            EXPECT_GE(sampled(0), USED) << temperature << " " << penalty;  // they are likely enough
+        }
+    }
+}
+
 TEST(Engine, InvalidArgumentsAreErrors) {
     Driver driver(base_config(), training_shape(1, 8));
     const auto make = [&](int64_t slots, int64_t context) {

@@ -15,6 +15,7 @@ const std::string PATH = "dir/config.json";
 
 void expect_same_layers(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.attention(), b.attention());
+    EXPECT_EQ(a.qk_norm, b.qk_norm);
     for (size_t l = 0; l < std::min(a.layer.size(), b.layer.size()); l++) {
         EXPECT_EQ(a.layer[l].window, b.layer[l].window) << l;
         EXPECT_EQ(a.layer[l].rope, b.layer[l].rope) << l;
@@ -49,6 +50,7 @@ void expect_same(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.rope_scaling.low_freq_factor, b.rope_scaling.low_freq_factor);
     EXPECT_EQ(a.rope_scaling.high_freq_factor, b.rope_scaling.high_freq_factor);
     EXPECT_EQ(a.rope_scaling.original_max_position, b.rope_scaling.original_max_position);
+    EXPECT_EQ(a.rope_scaling.fraction, b.rope_scaling.fraction);
 }
 
 ModelConfig preset_config(const std::string& name) {
@@ -68,6 +70,7 @@ int64_t count_weights(const ModelConfig& c) {
         c.channels * c.qkv_channels() + c.heads * c.head_size * c.channels + mlp_matrices * c.channels * c.ffn;
     if (c.qkv_bias) layer += c.qkv_channels();
     if (c.proj_bias) layer += c.channels;
+    if (c.qk_norm == QkNorm::Weights) layer += 2 * c.head_size;
     if (c.mlp_bias) layer += c.fc_channels() + c.channels;
     layer += 2 * norm * c.channels;
     const int64_t positions = c.positions == Positions::Learned ? c.max_positions * c.channels : 0;
@@ -76,18 +79,21 @@ int64_t count_weights(const ModelConfig& c) {
 
 TEST(ModelConfig, PresetsHaveThePublishedSizes) {
     const std::map<std::string, int64_t> published = {
-        {"gpt2-124M", 124439808}, {"gpt2-350M", 354823168}, {"gpt2-774M", 774030080}, {"gpt2-1558M", 1557611200},
-        {"llama-1B", 1235814400}, {"llama-3B", 3212749824}, {"llama-8B", 8030261248}, {"llama2-7B", 6738415616}};
+        {"gpt2-124M", 124439808},     {"gpt2-350M", 354823168},   {"gpt2-774M", 774030080},
+        {"gpt2-1558M", 1557611200},   {"llama-1B", 1235814400},   {"llama-3B", 3212749824},
+        {"llama-8B", 8030261248},     {"llama2-7B", 6738415616},  {"qwen2.5-0.5B", 494032768},
+        {"qwen2.5-1.5B", 1543714304}, {"qwen2.5-3B", 3085938688}, {"qwen2.5-7B", 7615616512},
+        {"qwen3-0.6B", 596049920},    {"qwen3-1.7B", 1720574976}, {"qwen3-4B", 4022468096},
+        {"qwen3-8B", 8190735360},     {"smollm3-3B", 3075098624}, {"mistral-7B", 7241732096}};
     for (const auto& [name, weights] : published) EXPECT_EQ(count_weights(preset_config(name)), weights) << name;
-    EXPECT_EQ(preset_names().size(), 15u);
+    const std::map<std::string, const char*> families = {
+        {"gpt2", "gpt2"},     {"llama", "llama"}, {"llama2", "llama"},    {"modern", "train_gpt"},
+        {"qwen2.5", "qwen2"}, {"qwen3", "qwen3"}, {"smollm3", "smollm3"}, {"mistral", "mistral"}};
+    EXPECT_EQ(preset_names().size(), 25u);
     for (const std::string& name : preset_names()) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
-        const std::string kind = name.substr(0, 4);
-        EXPECT_EQ(family_of(c).name, std::string(kind == "gpt2"   ? "gpt2"
-                                                 : kind == "mode" ? "train_gpt"
-                                                                  : "llama"))
-            << name;
+        EXPECT_STREQ(family_of(c).name, families.at(name.substr(0, name.find('-')))) << name;
     }
     const ModelConfig tiny = preset_config("llama-tiny");
     EXPECT_EQ(tiny.kv_heads, 2);
@@ -264,7 +270,7 @@ TEST(ModelConfig, RejectsOptionsThatChangeTheLogits) {
     refused("llama", R"("hidden_act": "gelu")", {"hidden_act", "gelu", "silu"});
     refused("llama", R"("quantization_config": {"bits": 4})", {"quantization_config"});
     EXPECT_NO_THROW(read(R"({"model_type": "llama", "hidden_act": "swish", "pruned_heads": {}})"));
-    refused("mistral", R"("a": 1)", {PATH, "model_type", "mistral", "gpt2, llama, train_gpt"});
+    refused("bert", R"("a": 1)", {PATH, "model_type", "bert", "gpt2, llama, train_gpt, mistral"});
     expect_error([] { read("{}"); }, {PATH, "model_type", "missing"});
     expect_error([] { read("[1]"); }, {PATH, "not a JSON object"});
 }
@@ -407,6 +413,194 @@ TEST(ModelConfig, LayerFeatures) {
     EXPECT_EQ(deeper.attention(), "L");
     expect_error([&] { change_layers(deeper, 10001, "m"); }, {"m", "layers is 10001", "at most 10000"});
     expect_error([&] { change_layers(deeper, 0, "m"); }, {"m", "layers is 0", "positive"});
+}
+
+// The defaults of the descendants of LLaMA where transformers' differ from LLaMA's.
+TEST(ModelConfig, DefaultsOfTheFamilies) {
+    const auto defaults = [](const char* type) {
+        const ModelConfig c = read(str("{\"model_type\": \"", type, "\"}"));
+        EXPECT_STREQ(family_of(c).name, type);
+        EXPECT_STREQ(family_of(read(config_to_json(c, json::object()).dump())).name, type);
+        return c;
+    };
+    const ModelConfig qwen2 = defaults("qwen2");
+    EXPECT_TRUE(qwen2.qkv_bias && !qwen2.proj_bias && !qwen2.mlp_bias && !qwen2.tied && !qwen2.has_windows());
+    EXPECT_EQ(qwen2.vocab_size, 151936);
+    EXPECT_EQ(qwen2.bos, -1);
+    const ModelConfig qwen3 = defaults("qwen3");
+    EXPECT_EQ(qwen3.head_size, 128);
+    EXPECT_EQ(qwen3.qk_norm, QkNorm::Weights);
+    EXPECT_FALSE(qwen3.qkv_bias || qwen3.proj_bias);
+    // hidden_size need not be a multiple of the heads.
+    EXPECT_EQ(read(R"({"model_type": "qwen3", "hidden_size": 40, "num_attention_heads": 32})").head_size, 128);
+    const ModelConfig smollm3 = defaults("smollm3");
+    EXPECT_EQ(smollm3.rope_theta, 2000000);
+    EXPECT_EQ(smollm3.layers_without_rope(), 9);
+    EXPECT_TRUE(smollm3.uses_rope(2) && !smollm3.uses_rope(3) && smollm3.tied);
+    EXPECT_EQ(smollm3.kv_heads, 4);
+    EXPECT_EQ(read(R"({"model_type": "smollm3", "num_key_value_heads": null})").kv_heads, 16);
+    const ModelConfig mistral = defaults("mistral");
+    EXPECT_EQ(mistral.smallest_window(), 4096);
+    EXPECT_EQ(mistral.kv_heads, 8);
+    const ModelConfig phi3 = defaults("phi3");
+    EXPECT_EQ(phi3.rope_scaling.fraction, 1);
+    EXPECT_EQ(phi3.eos, 32000);
+    EXPECT_FALSE(phi3.has_windows());
+}
+
+std::vector<int64_t> windows_of(const ModelConfig& c) {
+    std::vector<int64_t> windows;
+    for (const LayerConfig& l : c.layer) windows.push_back(l.window);
+    return windows;
+}
+
+// A config is read, written, and read again as the same.
+ModelConfig read_family(const std::string& type, const std::string& keys) {
+    const ModelConfig c = read("{\"model_type\": \"" + type + "\", \"num_hidden_layers\": 4, " + keys + "}");
+    EXPECT_STREQ(family_of(c).name, type.c_str()) << keys;
+    const json saved = config_to_json(c, json::object());
+    EXPECT_EQ(saved["model_type"], type);
+    expect_same(config_from_json(saved, PATH), c);
+    return c;
+}
+
+TEST(ModelConfig, WindowsOfTheFamilies) {
+    using Windows = std::vector<int64_t>;
+    for (const char* type : {"qwen2", "qwen3"}) {
+        const auto windows = [&](const std::string& keys) { return windows_of(read_family(type, keys)); };
+        EXPECT_EQ(windows(R"("sliding_window": 8, "max_window_layers": 2)"), (Windows{0, 0, 0, 0}));  // not used
+        EXPECT_EQ(windows(R"("use_sliding_window": true, "sliding_window": 8, "max_window_layers": 2)"),
+                  (Windows{0, 0, 8, 8}));
+        EXPECT_EQ(windows(R"("use_sliding_window": true, "max_window_layers": 0)"), (Windows{4096, 4096, 4096, 4096}));
+        EXPECT_EQ(windows(R"("use_sliding_window": true, "sliding_window": 8)"), (Windows{0, 0, 0, 0}));  // from 28 on
+        EXPECT_EQ(windows(R"("use_sliding_window": true, "sliding_window": null, "max_window_layers": 0)"),
+                  (Windows{0, 0, 0, 0}));
+        EXPECT_EQ(windows(R"("use_sliding_window": true, "sliding_window": 8, "layer_types":
+            ["sliding_attention", "full_attention", "sliding_attention", "full_attention"])"),
+                  (Windows{8, 0, 8, 0}));
+    }
+    EXPECT_EQ(windows_of(read_family("smollm3", R"("use_sliding_window": true, "sliding_window": 8)")),
+              (Windows{0, 0, 0, 8}));  // where there is no RoPE
+    for (const char* type : {"mistral", "phi3"}) {
+        EXPECT_EQ(windows_of(read_family(type, R"("sliding_window": 8)")), (Windows{8, 8, 8, 8}));
+        EXPECT_EQ(windows_of(read_family(type, R"("sliding_window": null)")), (Windows{0, 0, 0, 0}));
+    }
+    const auto refused = [](const std::string& type, const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read("{\"model_type\": \"" + type + "\", \"num_hidden_layers\": 2, " + keys + "}"); },
+                     parts);
+    };
+    // layer_types that contradict use_sliding_window, of another attention, or of another number of layers.
+    const std::string sliding = R"("layer_types": ["full_attention", "sliding_attention"])";
+    for (const char* type : {"qwen2", "qwen3", "smollm3"}) {
+        refused(type, sliding, {PATH, "layer_types", "use_sliding_window"});
+        refused(type, sliding + R"(, "use_sliding_window": true, "sliding_window": null)", {PATH, "layer_types"});
+        refused(type, R"("use_sliding_window": true, "sliding_window": 0)", {PATH, "sliding_window", "positive"});
+        refused(type, R"("layer_types": ["full_attention", "chunked_attention"])",
+                {PATH, "layer_types", "2 \"full_att"});
+        refused(type, R"("layer_types": ["full_attention"])", {PATH, "layer_types", "a list of 2"});
+        refused(type, R"("use_sliding_window": 1)", {PATH, "use_sliding_window", "true or false"});
+    }
+    refused("mistral", R"("sliding_window": -4)", {PATH, "sliding_window", "positive"});
+    refused("phi3", R"("sliding_window": "x")", {PATH, "sliding_window", "a whole number"});
+    // A family has one size of window, LLaMA has none.
+    ModelConfig c = read_family("qwen2", R"("use_sliding_window": true, "sliding_window": 8, "max_window_layers": 2)");
+    c.layer[0].window = 16;
+    EXPECT_STREQ(family_of(c).name, "train_gpt");
+    ModelConfig llama = preset_config("llama-tiny");
+    llama.layer[3].window = 16;
+    EXPECT_STREQ(family_of(llama).name, "train_gpt");
+}
+
+TEST(ModelConfig, LayersWithoutRope) {
+    const auto rope = [](const std::string& keys) {
+        const ModelConfig c = read_family("smollm3", keys);
+        std::string with;
+        for (int64_t l = 0; l < c.layers; l++) with += c.uses_rope(l) ? '1' : '0';
+        return with;
+    };
+    EXPECT_EQ(rope(R"("no_rope_layer_interval": 2)"), "1010");
+    EXPECT_EQ(rope(R"("no_rope_layer_interval": 1)"), "0000");
+    EXPECT_EQ(rope(R"("no_rope_layers": [0, 1, 1, 0], "no_rope_layer_interval": 3)"), "0110");
+    EXPECT_EQ(rope(R"("no_rope_layers": [1, 1, 1, 1, 0, 1])"), "1111");  // more than layers
+    const auto refused = [](const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read("{\"model_type\": \"smollm3\", \"num_hidden_layers\": 2, " + keys + "}"); }, parts);
+    };
+    refused(R"("no_rope_layers": [1])", {PATH, "no_rope_layers", "a list of 2 numbers"});
+    refused(R"("no_rope_layers": [1, 2])", {PATH, "no_rope_layers", "a list of 2 numbers"});
+    refused(R"("no_rope_layer_interval": 0)", {PATH, "no_rope_layer_interval", "positive"});
+    ModelConfig llama = preset_config("llama-tiny");
+    llama.layer[1].rope = false;
+    EXPECT_STREQ(family_of(llama).name, "train_gpt");
+}
+
+TEST(ModelConfig, PartialRopeOfPhi3) {
+    const std::string sizes = R"("hidden_size": 64, "num_attention_heads": 4, )";
+    for (const char* keys : {R"("partial_rotary_factor": 0.5, "rope_theta": 500)",
+                             R"("rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 500})"}) {
+        const ModelConfig c = read_family("phi3", sizes + keys);
+        EXPECT_EQ(c.rope_scaling.fraction, 0.5) << keys;
+        EXPECT_EQ(c.rotary_channels(), 8) << keys;
+        EXPECT_EQ(c.rope_theta, 500) << keys;
+    }
+    const auto refused = [&](const std::string& keys, const std::vector<std::string>& parts) {
+        expect_error([&] { read("{\"model_type\": \"phi3\", " + sizes + keys + "}"); }, parts);
+    };
+    refused(R"("rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]})",
+            {PATH, "rope_scaling.type", "longrope", "supported: default"});
+    refused(R"("rope_scaling": {"type": "linear", "factor": 2})", {PATH, "rope_scaling.type", "supported: default"});
+    refused(R"("partial_rotary_factor": 0.5, "rope_scaling": {"partial_rotary_factor": 1, "type": "default"},
+               "rope_parameters": {"rope_theta": 10000})",
+            {PATH, "contradict"});
+    // transformers' defaults lie beyond a small vocabulary.
+    for (const char* type : {"phi3", "smollm3"}) {
+        const ModelConfig c = read(str("{\"model_type\": \"", type, "\", \"vocab_size\": 300}"));
+        EXPECT_TRUE(config_to_json(c, json::object()).at("pad_token_id").is_null());
+        EXPECT_EQ(config_to_json(c, {{"pad_token_id", 7}})["pad_token_id"], 7);
+    }
+    // Other families have no such key.
+    for (const char* type : {"llama", "qwen2", "qwen3", "smollm3", "mistral"}) {
+        expect_error([&] { read(str("{\"model_type\": \"", type, "\", \"partial_rotary_factor\": 0.5}")); },
+                     {PATH, "partial_rotary_factor", "supported: 1"});
+    }
+}
+
+// The block of the families is LLaMA's otherwise, and what they lack makes a config of our own.
+TEST(ModelConfig, WhatTheFamiliesCannotExpress) {
+    const auto changed = [](const char* name, void (*change)(ModelConfig&)) {
+        ModelConfig c = preset_config(name);
+        change(c);
+        EXPECT_STREQ(family_of(c).name, "train_gpt") << name;
+        expect_same(config_from_json(config_to_json(c, json::object()), PATH), c);
+    };
+    for (const char* name : {"qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
+        changed(name, [](ModelConfig& c) { c.norm = Norm::LayerNorm; });
+        changed(name, [](ModelConfig& c) { c.mlp = Mlp::GELU; });
+        changed(name, [](ModelConfig& c) { c.qk_norm = QkNorm::Plain; });
+        changed(name, [](ModelConfig& c) { c.rope_scaling.fraction = 0.5; });
+        changed(name, [](ModelConfig& c) { c.softmax_scale = 0.5; });
+        changed(name, [](ModelConfig& c) { c.qkv_bias = false, c.proj_bias = true; });
+        changed(name, [](ModelConfig& c) { c.set_attention(std::string(size_t(c.layers), 'L')); });
+    }
+    changed("qwen2.5-0.5B", [](ModelConfig& c) { c.mlp_bias = true; });
+    changed("qwen3-0.6B", [](ModelConfig& c) { c.layer[1].rope = false; });
+    changed("mistral-7B", [](ModelConfig& c) { c.layer[1].window = 0; });
+    // Another shape of a preset stays in its family.
+    ModelConfig small = preset_config("qwen2.5-0.5B");
+    change_layers(small, 2, "m");
+    EXPECT_STREQ(family_of(small).name, "qwen2");
+    // A config of our own that a family could express stays our own, except for GPT-2 and LLaMA.
+    ModelConfig llama = preset_config("llama-tiny");
+    llama.qk_norm = QkNorm::Weights;
+    EXPECT_STREQ(family_of(llama).name, "train_gpt");
+    for (const char* type : {"qwen2", "qwen3", "smollm3", "mistral", "phi3"}) {
+        const std::string start = str("{\"model_type\": \"", type, "\", ");
+        expect_error([&] { read(start + R"("hidden_act": "gelu"})"); }, {PATH, "hidden_act", "gelu", "silu"});
+        expect_error([&] { read(start + R"("rope_scaling": {"rope_type": "yarn", "factor": 4}})"); },
+                     {PATH, "rope_scaling.rope_type", "yarn", "supported: default"});
+    }
+    for (const char* type : {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe"})
+        expect_error([&] { read(str("{\"model_type\": \"", type, "\"}")); },
+                     {PATH, "model_type", type, "qwen2, qwen3"});
 }
 
 TEST(ModelConfig, QkNorm) {
@@ -584,7 +778,7 @@ TEST(ModelConfig, RandomValuesNeverCrash) {
                                       json::object(),
                                       {{"rope_type", "linear"}}};
     std::mt19937 random(5);
-    for (const char* name : {"gpt2-tiny", "llama-1B"}) {
+    for (const char* name : {"gpt2-tiny", "llama-1B", "qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
         for (const bool mixed : {false, true}) {
             ModelConfig c = preset_config(name);
             if (mixed) c.mlp = Mlp::ReLU2;

@@ -25,8 +25,9 @@ Activation activation(Mlp mlp) {
     return mlp == Mlp::GELU ? Activation::GELU : mlp == Mlp::SwiGLU ? Activation::SwiGLU : Activation::ReLU2;
 }
 
+// A token that is never sampled has no bit.
 void set_bit(std::vector<int32_t>& bits, int32_t token) {
-    bits[size_t(token / 32)] |= static_cast<int32_t>(1u << (token % 32));
+    if (size_t(token / 32) < bits.size()) bits[size_t(token / 32)] |= static_cast<int32_t>(1u << (token % 32));
 }
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
@@ -37,7 +38,8 @@ const char* unfused_model_option(const ModelConfig& c) {
     return c.head_bias ? "--head-bias" : nullptr;
 }
 
-EngineOptions effective(EngineOptions o) {
+EngineOptions effective(EngineOptions o, const ModelConfig& config) {
+    if (o.sampled_vocab == 0 || o.sampled_vocab > config.vocab_size) o.sampled_vocab = config.vocab_size;
     if (o.prompt_tokens == 0) o.prompt_tokens = o.slots * o.context;
     return o;
 }
@@ -61,7 +63,7 @@ int64_t Engine::steps_ahead() {
 
 Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_options, Stream s)
     : config(model_config),
-      options(effective(engine_options)),
+      options(effective(engine_options, model_config)),
       stream(s),
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
@@ -79,7 +81,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
             " rows; lower --context");
     if (options.sampling.repeat_penalty != 1)
-        seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((config.vocab_size + 31) / 32), 0));
+        seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();
 }
 
@@ -95,7 +97,7 @@ void Engine::plan_memory() {
     const ModelConfig& c = config;
     const DType T = options.dtype;
     const int64_t B = options.slots, N = std::max(std::min(prompt_chunk_tokens(), options.prompt_tokens), B);
-    const int64_t attention = c.heads * c.head_size, words = (c.vocab_size + 31) / 32;
+    const int64_t attention = c.heads * c.head_size, words = (options.sampled_vocab + 31) / 32;
     auto add = [&](Tensor* t, const char* name, DType dtype, const std::vector<int64_t>& shape, int64_t first,
                    int64_t last_use) { bindings.emplace_back(t, plan.add(name, dtype, shape, first, last_use)); };
     // The phases of a block; after all blocks the head and sampling.
@@ -165,8 +167,8 @@ void Engine::plan_memory() {
     keep(&sequences, "sequences", DType::I64, {B});
     keep(&steps, "steps", DType::I64, {B});
     if (!seen_bits.empty()) keep(&seen, "seen", DType::I32, {B, words});
-    add(&sample_scratch, "sample_scratch", DType::U8, {sampling_scratch(B, c.vocab_size, options.sampling)}, SAMPLE,
-        SAMPLE);
+    add(&sample_scratch, "sample_scratch", DType::U8, {sampling_scratch(B, options.sampled_vocab, options.sampling)},
+        SAMPLE, SAMPLE);
     plan.assign_offsets();
 }
 
@@ -574,7 +576,7 @@ void Engine::compute_logits(Tensor hidden) {
 void Engine::sample(int64_t B) {
     const Tensor logits_rows = logits_out.rows(0, B), sampled = ids.rows(0, B);
     softcap_forward(logits_rows, config.logit_softcap, stream);
-    sample_tokens(sampled, logits_rows, config.vocab_size, sequences.rows(0, B), steps.rows(0, B), options.sampling,
+    sample_tokens(sampled, logits_rows, options.sampled_vocab, sequences.rows(0, B), steps.rows(0, B), options.sampling,
                   seen ? seen.rows(0, B) : seen, sample_scratch, stream);
     if (options.logprobs) cross_entropy_forward(losses.rows(0, B), logits_rows, sampled, config.vocab_size, {}, stream);
     advance(step_positions.rows(0, B), steps.rows(0, B), sampled, host_tokens, buffer_index, stream);

@@ -41,6 +41,7 @@ struct EngineOptions {
     int64_t prompt_tokens = 0;  // largest sum of the prompt lengths of one prefill(); 0: slots·context
     DType dtype = DType::F32;   // of weights, activations and cache
     SamplingOptions sampling;
+    int64_t sampled_vocab = 0;  // only ids below this are sampled (infer/prompts.h); 0: the model's whole vocabulary
     bool batch_invariant = false;
     bool logprobs = false;  // fill Step::logprobs
 };
@@ -205,7 +206,7 @@ class Engine {
     Tensor last, last_rows;                // [B, C] the head's input; [B] int32 the rows of x that it comes from
     Tensor logits_out, losses;             // [B, Vp], [B] fp32
     Tensor ids, slot_ids, step_positions;  // [B] int32
-    Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈V/32⌉] int32
+    Tensor sequences, steps, seen;         // [B] int64, [B] int64, [B, ⌈sampled_vocab/32⌉] int32
     Tensor host_tokens, buffer_index;      // [2, B] int32 on the host: the sampled tokens, in alternate rows; [1] int32
     Tensor sample_scratch;                 // bytes
 

@@ -13,6 +13,10 @@ int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer) {
     return std::max(tokenizer ? tokenizer->end_of_text() : config.eos, 0);
 }
 
+int64_t sampled_vocab(const ModelConfig& config, const Tokenizer* tokenizer) {
+    return tokenizer ? std::min(tokenizer->vocab_size(), config.vocab_size) : config.vocab_size;
+}
+
 std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer) {
     std::vector<int32_t> ids;
     if (tokenizer && tokenizer->end_of_text() >= 0) ids.push_back(tokenizer->end_of_text());

@@ -12,6 +12,10 @@
 // where neither is known. tokenizer may be null.
 int32_t start_token(const ModelConfig& config, const Tokenizer* tokenizer);
 
+// The ids below this one can be sampled: the tokenizer's. Further rows of the model's vocabulary are padding (Qwen),
+// which no text of the training contained. tokenizer may be null.
+int64_t sampled_vocab(const ModelConfig& config, const Tokenizer* tokenizer);
+
 // The tokens that end a completion: end-of-text of the tokenizer and of the config, and those of
 // generation_config.json.
 std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer);

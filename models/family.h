@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "models/common.h"
+#include "models/config_keys.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 #include "runtime/model/slots.h"
@@ -43,10 +43,19 @@ struct Family {
 
 const Family& gpt2_family();
 const Family& llama_family();
+const Family& mistral_family();
+const Family& phi3_family();
+const Family& qwen2_family();
+const Family& qwen3_family();
+const Family& smollm3_family();
 const Family& train_gpt_family();  // this project's own: every ModelConfig
 
-// The family that a model is saved as: config.family, or if that cannot express the config exactly, the first that can.
+// The family that a model is saved as: config.family, or if that cannot express the config exactly, GPT-2 or LLaMA, or
+// if they cannot either, this project's own.
 const Family& family_of(const ModelConfig& config);
+
+// True if all layers are softmax attention and no option is set that only configs of type train_gpt have.
+bool has_common_options(const ModelConfig& config);
 
 // The tensors of the family's files that a parameter is made of. slot: of the weight, also for its bias; parts: the
 // rows of each matrix that the parameter fuses, or its rows alone. Empty if files name it as the parameter table does.

@@ -1,7 +1,7 @@
 // This project's own format: what no other family can express.
 #include <array>
 
-#include "models/family.h"
+#include "models/llama_block.h"
 
 using nlohmann::json;
 
@@ -86,7 +86,7 @@ ModelConfig read(const ConfigKeys& keys) {
     if (!keys.has("norm_eps")) keys.wrong("norm_eps", "a number");
     c.norm_eps = keys.number("norm_eps", 0);
     c.positions = read_enum<Positions>(keys, "positions", POSITIONS_NAMES);
-    if (c.positions == Positions::RoPE) read_rope(c, keys, true);
+    if (c.positions == Positions::RoPE) read_rope(c, keys, {10000, true, true, true});
     c.mlp = read_enum<Mlp>(keys, "mlp", MLP_NAMES);
     c.qkv_bias = flag("qkv_bias");
     c.proj_bias = flag("proj_bias");

@@ -2,15 +2,15 @@
 """Compares this project with transformers, activation by activation.
 
     scripts/compare_hf.py MODEL [--tokens "1 2 3"] [--tolerance 1e-5]
-    scripts/compare_hf.py --random 40                    GPT-2 and LLaMA of random shapes, made by transformers
+    scripts/compare_hf.py --random 40                    models of random shapes of each family, made by transformers
 
 With a model directory it runs `train_gpt logits --dump` and transformers on the same tokens. It prints the error of each
 activation in the order of computation (the largest difference over the largest value), and the first one above the
 tolerance. transformers computes in float64, so the error is ours.
 
 With --random it generates models with odd sizes, one, some or all KV heads, tied and untied heads, with and without
-biases, explicit head sizes and inner widths, every RoPE scaling, fp32, fp16 and bf16 files, shards, and config.json in
-the form of transformers 4 or 5. Each model's logits must be within the tolerance, and what `train_gpt convert` saves must
+biases, explicit head sizes and inner widths, every RoPE scaling, windows and no RoPE in some layers, fp32, fp16 and bf16
+files, shards, and config.json in the form of transformers 4 or 5. Each model's logits must be within the tolerance, and what `train_gpt convert` saves must
 load in transformers and give the same bits there.
 
 Needs torch and transformers (4 or 5). Exit status 1 if a comparison fails.
@@ -26,7 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM,
+                          Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM)
 
 from make_reference import Float64, randomise, transformers4_config
 
@@ -37,15 +38,12 @@ class CompareError(Exception):
 
 def load_exact(folder):
     """The model in float64, and its config."""
-    kinds = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}
     config = transformers.AutoConfig.from_pretrained(folder)
-    if config.model_type not in kinds:
-        raise CompareError(f"{folder}: transformers has no {config.model_type}")
-    loaded = kinds[config.model_type].from_pretrained(folder)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.set_default_dtype(torch.float64)
     config._attn_implementation = "eager"
     with Float64():
-        model = kinds[config.model_type](config).double()
+        model = type(loaded)(config).double()
     model.load_state_dict({name: x.double() for name, x in loaded.state_dict().items()})
     model.tie_weights()
     torch.set_default_dtype(torch.float32)
@@ -83,43 +81,46 @@ def watch_gpt2(model, watch):
 
 
 def watch_llama(model, watch):
-    """q and k are watched behind RoPE, where transformers has a function and no module."""
-    from transformers.models.llama import modeling_llama
-
-    original, rotated = modeling_llama.apply_rotary_pos_emb, []
+    """LLaMA and its descendants. q and k are watched behind RoPE, where transformers has a function and no module."""
+    modeling = sys.modules[type(model).__module__]
+    original, rotated = modeling.apply_rotary_pos_emb, []
 
     def apply(*args, **kwargs):
         q, k = original(*args, **kwargs)
         rotated.extend(x.transpose(1, 2).flatten(2) for x in (q, k))
         return q, k
 
-    modeling_llama.apply_rotary_pos_emb = apply
+    modeling.apply_rotary_pos_emb = apply
     for layer, block in enumerate(model.model.layers):
         name, attention, mlp = f"layers.{layer}.", block.self_attn, block.mlp
+        projected, fc = [], []
+        fused = hasattr(attention, "qkv_proj")
+        for projection in [attention.qkv_proj] if fused else [attention.q_proj, attention.k_proj, attention.v_proj]:
+            projection.register_forward_hook(lambda _, args, result, seen=projected: seen.append(result))
 
-        def keep_qkv(_, args, result, name=name, values=[]):
-            watch.keep(name + "qkv", torch.cat([*rotated, values.pop()], -1))
+        def keep_qkv(_, args, result, name=name, projected=projected):
+            qkv = torch.cat(projected, -1)
+            if rotated:  # not in a layer without RoPE
+                qkv = torch.cat([*rotated, qkv[..., sum(x.shape[-1] for x in rotated):]], -1)
+            watch.keep(name + "qkv", qkv)
+            projected.clear()
             rotated.clear()
 
-        def keep_value(_, args, result, values=keep_qkv.__defaults__[1]):
-            values.append(result)
-
-        def keep_fc(_, args, result, name=name, gate=[]):
-            gate.append(result)
-            if len(gate) == 2:
-                watch.keep(name + "fc", torch.cat(gate, -1))
-                gate.clear()
+        def keep_fc(_, args, result, name=name, parts=fc, count=1 if hasattr(mlp, "gate_up_proj") else 2):
+            parts.append(result)
+            if len(parts) == count:
+                watch.keep(name + "fc", torch.cat(parts, -1))
+                parts.clear()
 
         watch.module(block.input_layernorm, name + "norm1", name + "res1")
-        attention.v_proj.register_forward_hook(keep_value)
         attention.o_proj.register_forward_hook(keep_qkv)
         watch.module(attention.o_proj, name + "proj", name + "att")
         watch.module(block.post_attention_layernorm, name + "norm2", name + "res2")
-        mlp.gate_proj.register_forward_hook(keep_fc)
-        mlp.up_proj.register_forward_hook(keep_fc)
+        for projection in [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]:
+            projection.register_forward_hook(keep_fc)
         watch.module(mlp.down_proj, name + "fcproj", name + "act")
     watch.module(model.model.norm, "normf", "resf")
-    return lambda: setattr(modeling_llama, "apply_rotary_pos_emb", original)
+    return lambda: setattr(modeling, "apply_rotary_pos_emb", original)
 
 
 def run(*command):
@@ -157,9 +158,9 @@ def compare(driver, folder, tokens, tolerance):
             if not os.path.exists(path):
                 raise CompareError(f"train_gpt dumps no activation {name}")
             rows.append((name, error_of(np.load(path)[:len(tokens)], reference)))
-    order = {"res1": 0, "norm1": 1, "qkv": 2, "att": 3, "proj": 4, "res2": 5, "norm2": 6, "fc": 7, "act": 8, "fcproj": 9}
+    order = {x: i for i, x in enumerate("res1 norm1 qkv att proj res2 norm2 fc act fcproj".split())}
     layer = lambda name: int(name.split(".")[1]) if name.startswith("layers.") else 1 << 30
-    rows.sort(key=lambda row: (layer(row[0]), order.get(row[0].split(".")[-1], 10 + (row[0] == "normf"))))
+    rows.sort(key=lambda row: (layer(row[0]), order.get(row[0].split(".")[-1], 20 + (row[0] == "normf"))))
     rows.append(("logits", error_of(got, logits)))
     return rows[-1][1], rows
 
@@ -180,30 +181,61 @@ def compare_model(args):
 
 # ---- Random models ------------------------------------------------------------------------------------------------------
 
-def random_model(rng):
-    """A config, and how it is saved."""
+FAMILIES = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM,
+            "smollm3": SmolLM3ForCausalLM, "mistral": MistralForCausalLM, "phi3": Phi3ForCausalLM}
+BIASES = {"llama": ["attention_bias", "mlp_bias"], "qwen3": ["attention_bias"], "smollm3": ["attention_bias", "mlp_bias"]}
+
+
+def random_windows(family, layers, length, pick, rng):
+    """Windows below, at and above the length of the sequence, in some or all layers; layers without RoPE."""
+    window = pick(None, 1, length // 2 + 1, length, length + 3)
+    options = {}
+    if family in ("mistral", "phi3"):
+        options["sliding_window"] = window
+    if family in ("qwen2", "qwen3", "smollm3"):
+        options |= {"use_sliding_window": window is not None, "sliding_window": window}
+        if window and pick(True, False):
+            options["layer_types"] = [pick("full_attention", "sliding_attention") for _ in range(layers)]
+    if family in ("qwen2", "qwen3"):
+        options["max_window_layers"] = pick(0, 1, layers)
+    if family == "smollm3":
+        options |= pick({"no_rope_layer_interval": pick(1, 2, 4)}, {"no_rope_layers": [int(rng.integers(2)) for _ in range(layers)]})
+    return options
+
+
+def random_model(family, rng):
+    """A random model of a family, and the length of a sequence for it."""
     pick = lambda *choices: choices[rng.integers(len(choices))]
     heads, head_size = pick(1, 2, 3, 5, 6), 2 * pick(1, 2, 3, 5, 8)
-    common = {"vocab_size": int(rng.integers(3, 300)), "tie_word_embeddings": pick(True, False), "bos_token_id": 0, "eos_token_id": 1}
-    length = int(rng.integers(2, 40))
-    if pick(True, False):
-        config = GPT2Config(n_layer=pick(1, 2, 3), n_head=heads, n_embd=heads * pick(1, 3, head_size), n_positions=length,
+    common = {"vocab_size": int(rng.integers(3, 300)), "tie_word_embeddings": pick(True, False), "bos_token_id": 0,
+              "eos_token_id": 1, "pad_token_id": None}
+    length, layers = int(rng.integers(2, 40)), pick(1, 2, 3)
+    if family == "gpt2":
+        config = GPT2Config(n_layer=layers, n_head=heads, n_embd=heads * pick(1, 3, head_size), n_positions=length,
                             n_inner=pick(None, 1, int(rng.integers(2, 90))), layer_norm_epsilon=pick(1e-5, 1e-3),
                             activation_function=pick("gelu_new", "gelu_pytorch_tanh"), **common)
         return GPT2LMHeadModel(config), length
     kv_heads = pick(1, heads, *[k for k in range(1, heads) if heads % k == 0])
-    positions = pick(length, max(2, length // 2))
     rope = pick(None, None, {"rope_type": "linear", "factor": 2.5}, {"rope_type": "dynamic", "factor": 2.0},
                 {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                  "original_max_position_embeddings": 16})
-    if rope and rope["rope_type"] == "dynamic":
+    if family == "phi3":
+        rope = None
+        fraction = pick(1.0, 0.5)
+        head_size = head_size if fraction == 1 else 4 * pick(1, 2, 3)
+        common["partial_rotary_factor"] = fraction
+    elif rope and rope["rope_type"] == "dynamic":
         head_size = max(head_size, 4)
-    explicit = pick(True, False)  # a head size of its own
-    config = LlamaConfig(num_hidden_layers=pick(1, 2, 3), num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size,
-                         hidden_size=heads * (pick(1, 3, 7) if explicit else head_size), intermediate_size=int(rng.integers(1, 90)),
-                         max_position_embeddings=positions, rms_norm_eps=pick(1e-6, 1e-5, 1e-3), rope_theta=pick(10000.0, 500.0, 500000.0),
-                         rope_scaling=rope, attention_bias=pick(True, False), mlp_bias=pick(True, False), **common)
-    return LlamaForCausalLM(config), length
+    explicit = family in ("llama", "mistral", "qwen3") and pick(True, False)  # a head size of its own
+    if explicit or family == "qwen3":
+        common["head_dim"] = head_size
+    common |= {name: pick(True, False) for name in BIASES.get(family, [])} | random_windows(family, layers, length, pick, rng)
+    config = FAMILIES[family].config_class(
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        hidden_size=heads * (pick(1, 3, 7) if explicit else head_size), intermediate_size=int(rng.integers(1, 90)),
+        max_position_embeddings=pick(length, max(2, length // 2)), rms_norm_eps=pick(1e-6, 1e-5, 1e-3),
+        rope_theta=pick(10000.0, 500.0, 500000.0), rope_scaling=rope, **common)
+    return FAMILIES[family](config), length
 
 
 def bits(folder, tokens):
@@ -218,12 +250,13 @@ def bits(folder, tokens):
 def random_case(args, number, folder):
     rng = np.random.default_rng([args.seed, number])
     torch.manual_seed(number)
-    model, length = random_model(rng)
+    families = args.families.split(",")
+    model, length = random_model(families[number % len(families)], rng)
     randomise(model, torch.Generator().manual_seed(number))
     dtype = [torch.float32, torch.float32, torch.float16, torch.bfloat16][rng.integers(4)]
     source, saved = folder / "source", folder / "saved"
     model.to(dtype).save_pretrained(source, max_shard_size=["1GB", "8KB"][rng.integers(2)])
-    version4 = model.config.model_type == "llama" and bool(rng.integers(2))
+    version4 = model.config.model_type != "gpt2" and bool(rng.integers(2))
     if version4:
         path = source / "config.json"
         path.write_text(json.dumps(transformers4_config(json.loads(path.read_text()))))
@@ -247,6 +280,7 @@ def main():
     parser.add_argument("--driver", default="./train_gpt", help="this project's train_gpt (default %(default)s)")
     parser.add_argument("--tokens", help="token ids (default: 48 random ones)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference over largest value (default %(default)s)")
+    parser.add_argument("--families", default=",".join(FAMILIES), help="with --random: names with commas between (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if (args.model is None) == (args.random is None):

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes the reference fixtures of the tests: tiny random GPT-2 and LLaMA models and the results that PyTorch computes from them.
+"""Makes the reference fixtures of the tests: tiny random models of each family and the results that PyTorch computes from them.
 
-    python scripts/make_reference.py dev/fixtures/models
+    python scripts/make_reference.py dev/fixtures/models [CASE ...]        default: all cases
 
 needs torch and transformers (4 or 5). Every number comes from fixed seeds, so a second run writes the same weights, and
 the same references up to the last digits of float64 sums. Each case becomes a folder:
 
     config.json, model.safetensors ...   the model as transformers saves it (random weights in the case's dtype)
-    config_transformers4.json            LLaMA only: the same config in the keys of transformers 4
+    config_transformers4.json            all but GPT-2: the same config in the keys of transformers 4
     reference.safetensors                what follows from those weights in float64:
         tokens, targets     int32 [B, T]      inputs and next tokens; target -1 is ignored
         logits              float64 [B, T, V]
@@ -30,7 +30,9 @@ import transformers
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+                          SmolLM3Config, SmolLM3ForCausalLM)
 
 IGNORE = -1
 STEPS, LR, BETAS, EPS, WEIGHT_DECAY, GRAD_CLIP = 10, 1e-2, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -46,6 +48,13 @@ def llama(**options):
     options = dict(num_hidden_layers=2, hidden_size=24, num_attention_heads=4, intermediate_size=40, vocab_size=53,
                  max_position_embeddings=32, rope_theta=1000.0) | options
     return LlamaForCausalLM, LlamaConfig(bos_token_id=1, eos_token_id=2, **options)
+
+
+def tiny(model_class, config_class, **options):
+    """A descendant of LLaMA."""
+    options = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=20,
+                   vocab_size=29, max_position_embeddings=32, rope_theta=1000.0, pad_token_id=None) | options
+    return model_class, config_class(bos_token_id=1, eos_token_id=2, **options)
 
 
 # name: (model class and config, B, T, options)
@@ -73,6 +82,14 @@ CASES = {
                            2, 25, {}),
     "llama-bf16": (llama(num_key_value_heads=2), 2, 10, {"dtype": torch.bfloat16}),
     "llama-sharded": (llama(num_key_value_heads=2, vocab_size=43), 1, 10, {"max_shard_size": "16KB"}),
+    # Windows shorter than the sequence, in some layers and in all.
+    "qwen2": (tiny(Qwen2ForCausalLM, Qwen2Config, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5,
+                   max_window_layers=1), 2, 11, {}),
+    "qwen3": (tiny(Qwen3ForCausalLM, Qwen3Config, head_dim=6, attention_bias=True), 2, 9, {"ignore": True}),
+    "smollm3": (tiny(SmolLM3ForCausalLM, SmolLM3Config, no_rope_layer_interval=2, mlp_bias=True), 2, 9, {}),
+    "mistral": (tiny(MistralForCausalLM, MistralConfig, head_dim=6, sliding_window=4), 2, 12, {}),
+    "phi3": (tiny(Phi3ForCausalLM, Phi3Config, hidden_size=24, num_attention_heads=3, num_key_value_heads=1,
+                  partial_rotary_factor=0.5), 2, 9, {}),
 }
 
 
@@ -109,11 +126,13 @@ def randomise(model, generator):
 
 
 def transformers4_config(config):
-    """A LLaMA config.json as transformers 4 writes it."""
+    """A config.json as transformers 4 writes it."""
     c = dict(config)
     if "rope_parameters" in c:
         rope = dict(c.pop("rope_parameters"))
         c["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            c["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         c["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if c["rope_scaling"] and c["rope_scaling"]["rope_type"] in ("linear", "dynamic"):  # older files say "type"
         c["rope_scaling"] = {"type": c["rope_scaling"]["rope_type"], "factor": c["rope_scaling"]["factor"]}
@@ -162,10 +181,10 @@ def make_case(folder, seed, model_and_config, B, T, ignore=False, dtype=torch.fl
     model = model_class(config)
     randomise(model, generator)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
-    if config.model_type == "llama":
+    if config.model_type != "gpt2":
         v4 = transformers4_config(json.loads((folder / "config.json").read_text()))
         (folder / "config_transformers4.json").write_text(json.dumps(v4, indent=2, sort_keys=True) + "\n")
-        check_same_rope(LlamaConfig.from_dict(v4), LlamaConfig.from_pretrained(folder))
+        check_same_rope(type(config).from_dict(v4), type(config).from_pretrained(folder))
 
     text = torch.randint(config.vocab_size, (B, T + 1), generator=generator, dtype=torch.int32)
     tokens, targets = text[:, :-1].clone(), text[:, 1:].clone()
@@ -200,12 +219,16 @@ def make_case(folder, seed, model_and_config, B, T, ignore=False, dtype=torch.fl
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where the cases are written; older ones of the same name are replaced")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="default: all")
     args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     for seed, (name, (model, B, T, options)) in enumerate(CASES.items(), start=1):
-        make_case(args.folder / name, seed, model, B, T, **options)
+        if name in args.cases or not args.cases:
+            make_case(args.folder / name, seed, model, B, T, **options)
     (args.folder / "README.md").write_text(
         "Tiny random models and what PyTorch computes from them in float64. Generated numbers only, made by\n"
         "`python scripts/make_reference.py dev/fixtures/models` with "

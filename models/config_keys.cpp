@@ -1,4 +1,4 @@
-#include "models/common.h"
+#include "models/config_keys.h"
 
 #include <algorithm>
 #include <limits>
@@ -49,9 +49,9 @@ std::string ConfigKeys::text(const char* key, const std::string& otherwise) cons
 json ConfigKeys::list(const char* key, size_t size, const char* what, bool (*ok)(const json&)) const {
     const json* values = find(key);
     if (!values) return json::array();
-    if (!values->is_array() || values->size() != size || !std::all_of(values->begin(), values->end(), ok))
+    if (!values->is_array() || values->size() < size || !std::all_of(values->begin(), values->end(), ok))
         wrong(key, str("a list of ", size, " ", what, ", one per layer"));
-    return *values;
+    return json(values->begin(), values->begin() + std::ptrdiff_t(size));
 }
 
 json ConfigKeys::nested(const char* key) const {
@@ -99,27 +99,30 @@ bool same(const Rope& a, const Rope& b) {
     return a.theta == b.theta && a.scaling.kind == b.scaling.kind && a.scaling.factor == b.scaling.factor &&
            a.scaling.low_freq_factor == b.scaling.low_freq_factor &&
            a.scaling.high_freq_factor == b.scaling.high_freq_factor &&
-           a.scaling.original_max_position == b.scaling.original_max_position;
+           a.scaling.original_max_position == b.scaling.original_max_position &&
+           a.scaling.fraction == b.scaling.fraction;
 }
 
-// transformers 4's rope_scaling or transformers 5's rope_parameters.
-Rope read_rope_object(const ConfigKeys& keys, double theta, int64_t max_positions, bool every_kind) {
+// transformers 4's rope_scaling or transformers 5's rope_parameters. theta and fraction: those of the config itself.
+Rope read_rope_object(const ConfigKeys& keys, double theta, double fraction, int64_t max_positions,
+                      const RopeForms& forms) {
     Rope rope;
     rope.theta = keys.number("rope_theta", theta);
-    keys.demand(keys.number("partial_rotary_factor", 1) == 1, "partial_rotary_factor", "1");
+    RopeScaling& scaling = rope.scaling;
+    scaling.fraction = keys.number("partial_rotary_factor", fraction);
+    keys.demand(forms.partial || scaling.fraction == 1, "partial_rotary_factor", "1");
     const std::string old_type = keys.text("type", "default"), type = keys.text("rope_type", old_type);
     // transformers 4 prefers one, transformers 5 the other.
     keys.demand(!keys.has("type") || type == old_type, "type", "the same as rope_type");
     if (type == "default") return rope;
 
-    RopeScaling& scaling = rope.scaling;
     const char* type_key = keys.has("rope_type") ? "rope_type" : "type";
-    if (every_kind && type == "truncated") {
+    if (forms.own && type == "truncated") {
         scaling.kind = RopeScaling::Kind::Truncated;
         return rope;
     }
-    keys.demand(type == "linear" || type == "dynamic" || type == "llama3", type_key,
-                "default, linear, dynamic, llama3");
+    keys.demand(forms.scaling && (type == "linear" || type == "dynamic" || type == "llama3"), type_key,
+                forms.scaling ? "default, linear, dynamic, llama3" : "default");
     if (!keys.has("factor")) keys.wrong("factor", "a number");
     scaling.factor = keys.number("factor", 1);
     if (type == "linear") scaling.kind = RopeScaling::Kind::Linear;
@@ -127,7 +130,7 @@ Rope read_rope_object(const ConfigKeys& keys, double theta, int64_t max_position
         scaling.kind = RopeScaling::Kind::Dynamic;
         // transformers takes max_position_embeddings for the original length, whatever else is written here.
         scaling.original_max_position = keys.size("original_max_position_embeddings", max_positions);
-        keys.demand(every_kind || scaling.original_max_position == max_positions, "original_max_position_embeddings",
+        keys.demand(forms.own || scaling.original_max_position == max_positions, "original_max_position_embeddings",
                     "the same as max_position_embeddings");
     }
     if (type == "llama3") {
@@ -144,26 +147,24 @@ Rope read_rope_object(const ConfigKeys& keys, double theta, int64_t max_position
 
 }  // namespace
 
-void read_rope(ModelConfig& c, const ConfigKeys& keys, bool every_kind) {
+void read_rope(ModelConfig& c, const ConfigKeys& keys, const RopeForms& forms) {
     const std::string& path = keys.file();
-    const double theta = keys.number("rope_theta", 10000);
     const json scaling = keys.nested("rope_scaling"), parameters = keys.nested("rope_parameters");
     for (const auto& [name, value] : parameters.items()) {
         require(!value.is_object(), path, ": key 'rope_parameters' holds one set for each layer type ('", name,
                 "'); only one set for all layers is supported");
     }
-    const double fraction = keys.number("partial_rotary_factor", 1);
-    keys.demand(every_kind || fraction == 1, "partial_rotary_factor", "1");
-    const Rope old_form =
-        read_rope_object(ConfigKeys(scaling, path, "rope_scaling."), theta, c.max_positions, every_kind);
-    const Rope new_form =
-        read_rope_object(ConfigKeys(parameters, path, "rope_parameters."), theta, c.max_positions, every_kind);
+    const double theta = keys.number("rope_theta", forms.theta), fraction = keys.number("partial_rotary_factor", 1);
+    keys.demand(forms.partial || fraction == 1, "partial_rotary_factor", "1");
+    const auto read = [&](const json& object, const char* prefix) {
+        return read_rope_object(ConfigKeys(object, path, prefix), theta, fraction, c.max_positions, forms);
+    };
+    const Rope old_form = read(scaling, "rope_scaling."), new_form = read(parameters, "rope_parameters.");
     require(scaling.empty() || parameters.empty() || same(old_form, new_form), path,
             ": keys 'rope_scaling' and 'rope_parameters' contradict each other; remove one");
     const Rope& rope = parameters.empty() ? old_form : new_form;
     c.rope_theta = rope.theta;
     c.rope_scaling = rope.scaling;
-    c.rope_scaling.fraction = fraction;
     if (c.rope_scaling.kind == RopeScaling::Kind::Llama3) {
         // transformers 5 lets this one win, transformers 4 ignores it.
         const int64_t original = c.rope_scaling.original_max_position;
@@ -201,30 +202,9 @@ void write_rope(json& out, const ModelConfig& c) {
     if (s.fraction != 1) out["partial_rotary_factor"] = s.fraction;
 }
 
-void write_sizes(json& out, const ModelConfig& c) {
-    out["num_hidden_layers"] = c.layers;
-    out["hidden_size"] = c.channels;
-    out["num_attention_heads"] = c.heads;
-    out["num_key_value_heads"] = c.kv_heads;
-    out["head_dim"] = c.head_size;
-    out["intermediate_size"] = c.ffn;
-    out["max_position_embeddings"] = c.max_positions;
-}
-
 void write_token_id(json& out, const json& original, const char* key, int32_t id, int64_t vocab_size) {
     out[key] = id >= 0 ? json(id) : json(nullptr);
     if (original.contains(key) && ConfigKeys(original, "config.json").token_id(key, -1, vocab_size) == id) {
         out[key] = original[key];
     }
-}
-
-bool has_common_options(const ModelConfig& c) {
-    return !c.has_linear_attention() && !c.embedding_norm && !c.head_bias && c.softmax_scale == 0 && !c.logit_softcap;
-}
-
-bool has_llama_block(const ModelConfig& c) {
-    const RopeScaling& s = c.rope_scaling;
-    const bool rope = c.positions == Positions::RoPE && s.fraction == 1 && s.kind != RopeScaling::Kind::Truncated &&
-                      (s.kind != RopeScaling::Kind::Dynamic || s.original_max_position == c.max_positions);
-    return has_common_options(c) && c.norm == Norm::RMSNorm && c.mlp == Mlp::SwiGLU && rope;
 }

@@ -1,4 +1,4 @@
-// What several model families share: keys of a config.json, names of tensors, what they cannot express.
+// Reading and writing the keys of a config.json.
 //
 // Errors name the file, the key, the value found and the values supported.
 #pragma once
@@ -15,6 +15,7 @@ class ConfigKeys {
         : object(members), path(file), prefix(key_prefix) {}
 
     const nlohmann::json* find(const char* key) const;
+    bool null(const char* key) const { return object.contains(key) && !has(key); }
     bool has(const char* key) const { return find(key) != nullptr; }
     const std::string& file() const { return path; }
 
@@ -24,7 +25,8 @@ class ConfigKeys {
     double number(const char* key, double otherwise) const;
     bool boolean(const char* key, bool otherwise) const;
     std::string text(const char* key, const std::string& otherwise) const;
-    // An array of `size` values that `ok` accepts, [] where the key is absent. what: "booleans", for the error.
+    // The first `size` values of an array that has at least so many, each of which `ok` accepts; [] where the key is
+    // absent. what: "booleans", for the error.
     nlohmann::json list(const char* key, size_t size, const char* what, bool (*ok)(const nlohmann::json&)) const;
     nlohmann::json nested(const char* key) const;  // an object of its own, {} where the key is absent
     // The first id inside the vocabulary of a number or a list of numbers, -1 if there is none.
@@ -42,23 +44,19 @@ class ConfigKeys {
     const std::string prefix;
 };
 
+// What a family has of RoPE.
+struct RopeForms {
+    double theta = 10000;  // default
+    bool scaling = true;   // linear, dynamic, llama3
+    bool partial = false;  // of the first channels of a head
+    bool own = false;      // what only configs of type train_gpt have
+};
 // RoPE's theta and scaling from transformers 4's rope_theta and rope_scaling or transformers 5's rope_parameters, into
-// config; max_positions must be set. every_kind: also what only configs of type train_gpt have, and RoPE of a part of
-// the channels.
-void read_rope(ModelConfig& config, const ConfigKeys& keys, bool every_kind = false);
+// config; max_positions must be set.
+void read_rope(ModelConfig& config, const ConfigKeys& keys, const RopeForms& forms);
 // Writes transformers 4's form, which transformers 5 reads with the same meaning; the reverse isn't so.
 void write_rope(nlohmann::json& out, const ModelConfig& config);
-
-// The sizes under the names that LLaMA and most later families give them.
-void write_sizes(nlohmann::json& out, const ModelConfig& config);
 
 // A token id. A list of ids, or one beyond the vocabulary, stays as it was written if it means the same id.
 void write_token_id(nlohmann::json& out, const nlohmann::json& original, const char* key, int32_t id,
                     int64_t vocab_size);
-
-// True if all layers are softmax attention and no option is set that only configs of type train_gpt have.
-bool has_common_options(const ModelConfig& config);
-
-// True for the block of LLaMA and its descendants: RMSNorm, SwiGLU, and RoPE with a scaling that transformers has. They
-// differ in biases, QK-norm and in what differs from layer to layer.
-bool has_llama_block(const ModelConfig& config);
