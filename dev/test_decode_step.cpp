@@ -10,6 +10,9 @@
 #include "dev/test_util.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
+#include "kernels/layernorm.h"
+#include "kernels/qk_norm.h"
+#include "kernels/rmsnorm.h"
 
 namespace {
 
@@ -18,12 +21,50 @@ struct ModelOptions {
     Activation activation;
     bool centred, biases, wpe;
     int64_t R;  // channels that RoPE rotates
+    bool qkv_bias = false, head_bias = false, embedding_norm = false, qk_norm = false, qk_weights = false;
+    std::vector<DecodeLayer> layer = {};  // empty: RoPE in all layers, no windows
+
+    DecodeLayer options(size_t l) const { return layer.empty() ? DecodeLayer{} : layer[l]; }
+    // Rows of a sequence in a layer's cache: those of a ring are one more than the window.
+    int64_t rows(size_t l) const { return options(l).window ? options(l).window + 1 : capacity; }
 };
 
 // The blocks of GPT-2 and LLaMA, with sizes that give each matrix another number of rows and splits for each block.
 const ModelOptions GPT2 = {2, 128, 2, 2, 64, 512, 256, 24, Activation::GELU, true, true, true, 0};
 const ModelOptions LLAMA = {3, 96, 6, 2, 16, 176, 384, 24, Activation::SwiGLU, false, false, false, 16};
 const ModelOptions WIDE = {1, 640, 10, 1, 80, 1024, 128, 24, Activation::ReLU2, true, false, false, 40};
+
+ModelOptions with(ModelOptions options, void (*change)(ModelOptions&)) {
+    change(options);
+    return options;
+}
+
+// What the families and presets add to those: each option of the extended kernel alone, and all of them.
+const std::vector<ModelOptions> EXTENDED = {
+    with(LLAMA, [](ModelOptions& z) { z.qkv_bias = true; }),  // Qwen2; the plain kernel serves it
+    with(LLAMA, [](ModelOptions& z) { z.qk_norm = z.qk_weights = true; }),
+    with(LLAMA,
+         [](ModelOptions& z) {
+             z.layer = {{}, {false, 0}, {}};
+         }),
+    with(LLAMA,
+         [](ModelOptions& z) {
+             z.layer = {{true, 5}, {}, {true, 7}};
+         }),  // rings of 6 and 8 rows wrap
+    with(GPT2, [](ModelOptions& z) { z.embedding_norm = true; }),
+    with(GPT2, [](ModelOptions& z) { z.head_bias = true; }),
+    // modern-124M: RMSNorm, ReLU², heads of which half rotates
+    with(WIDE,
+         [](ModelOptions& z) {
+             z.centred = false, z.NKV = 10, z.HS = 64, z.R = 32;
+             z.qk_norm = z.embedding_norm = z.head_bias = true;
+         }),
+    with(WIDE,
+         [](ModelOptions& z) {
+             z.layers = 2, z.NKV = 5, z.HS = 128, z.R = 128, z.biases = true;
+             z.qk_norm = z.qk_weights = z.embedding_norm = z.head_bias = true, z.layer = {{false, 3}, {true, 1}};
+         }),
+};
 
 // A model of random weights with a KV cache, and the same in float64.
 struct Fixture {
@@ -48,7 +89,7 @@ struct Fixture {
         const auto linear = [&](int64_t rows, int64_t columns) {
             LinearWeights w;
             w.weight = random(T, {rows, columns}, 1 / std::sqrt(double(columns)));
-            if (z.biases) w.bias = random(T, {rows}, 0.1);
+            if (z.biases || (z.qkv_bias && rows == qkv)) w.bias = random(T, {rows}, 0.1);
             return w;
         };
         const auto norm = [&] {
@@ -64,11 +105,15 @@ struct Fixture {
             b.norm1 = norm(), b.norm2 = norm();
             b.qkv = linear(qkv, z.C), b.proj = linear(z.C, Q);
             b.fc = linear(swiglu ? 2 * z.FFN : z.FFN, z.C), b.fcproj = linear(z.C, z.FFN);
+            if (z.qk_weights)
+                b.qnorm = random(DType::F32, {z.HS}, 0.2, 1), b.knorm = random(DType::F32, {z.HS}, 0.2, 1);
             weights.blocks.push_back(b);
-            k.push_back(random(T, {slots, z.capacity, z.NKV, z.HS}, past));
-            v.push_back(random(T, {slots, z.capacity, z.NKV, z.HS}, past));
+            k.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
+            v.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
         }
         weights.normf = norm();
+        if (z.embedding_norm) weights.embedding_norm = norm();
+        if (z.head_bias) weights.head_bias = random(T, {z.V}, 0.5);
         weights.head = random(T, {z.V, z.C}, 1 / std::sqrt(double(z.C)));
     }
     Tensor random(DType dtype, std::initializer_list<int64_t> shape, double scale, double shift = 0) {
@@ -85,6 +130,8 @@ struct Fixture {
         m.layers = z.layers, m.C = z.C, m.NH = z.NH, m.NKV = z.NKV, m.HS = z.HS, m.FFN = z.FFN, m.Vp = z.V;
         m.slots = slots, m.capacity = z.capacity, m.dtype = T, m.activation = z.activation;
         m.scale = float(1 / std::sqrt(double(z.HS))), m.centred = z.centred;
+        m.qk_norm = z.qk_norm, m.embedding_norm = z.embedding_norm, m.head_bias = z.head_bias;
+        m.layer_options = z.layer;
         return m;
     }
 };
@@ -114,7 +161,9 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
     std::vector<double> x =
         reference::embedding_forward(sequence.data(), position.data(), data(f.weights.wte), data(f.weights.wpe), n, z.C)
             .value;
-    for (const BlockWeights& b : f.weights.blocks) {
+    if (z.embedding_norm) x = norm(x, f.weights.embedding_norm);
+    for (size_t l = 0; l < f.weights.blocks.size(); l++) {
+        const BlockWeights& b = f.weights.blocks[l];
         const std::vector<double> qkv = matmul(norm(x, b.norm1), b.qkv, z.C, row);
         std::vector<double> q, key, value, att(size_t(n * Q)), mag(size_t(z.HS));
         for (int64_t i = 0; i < n; i++) {
@@ -123,15 +172,25 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
             key.insert(key.end(), at + Q, at + Q + kv);
             value.insert(value.end(), at + Q + kv, at + row);
         }
-        if (z.R) {
+        if (z.qk_norm) {
+            const auto head_norm = [&](const std::vector<double>& heads, const Tensor& w, int64_t H) {
+                const std::vector<double> ones(size_t(z.HS), 1);
+                return reference::rmsnorm_forward(heads.data(), nullptr, w ? data(w) : ones.data(), f.model().eps,
+                                                  n * H, z.HS)
+                    .out.value;
+            };
+            q = head_norm(q, b.qnorm, z.NH), key = head_norm(key, b.knorm, z.NKV);
+        }
+        if (z.R && z.options(l).rope) {
             q = reference::rope(q.data(), position.data(), f.table.data(), n, z.NH, z.HS, z.R, false).value;
             key = reference::rope(key.data(), position.data(), f.table.data(), n, z.NKV, z.HS, z.R, false).value;
         }
         for (int64_t i = 0; i < n; i++)
             for (int64_t h = 0; h < z.NH; h++) {
-                const int64_t at = h / (z.NH / z.NKV) * z.HS;
+                const int64_t window = z.options(l).window, seen = window ? std::min(i + 1, window) : i + 1,
+                              at = (i + 1 - seen) * kv + h / (z.NH / z.NKV) * z.HS;
                 reference::attention_query(&att[size_t(i * Q + h * z.HS)], mag.data(), &q[size_t(i * Q + h * z.HS)],
-                                           &key[size_t(at)], &value[size_t(at)], i + 1, kv, z.HS,
+                                           &key[size_t(at)], &value[size_t(at)], seen, kv, z.HS,
                                            double(f.model().scale));
             }
         add(x, matmul(att, b.proj, Q, z.C));
@@ -146,7 +205,9 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
         add(x, matmul(act, b.fcproj, z.FFN, z.C));
     }
     const std::vector<double> last = norm(x, f.weights.normf);
-    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head), nullptr, 1, z.C, z.V).value;
+    return reference::matmul_forward(&last[size_t((n - 1) * z.C)], data(f.weights.head), data(f.weights.head_bias), 1,
+                                     z.C, z.V)
+        .value;
 }
 
 // Runs steps for N sequences. Token -1 marks a finished sequence.
@@ -202,15 +263,29 @@ class Runner {
                    scratch, false, Stream{});
         };
         embedding_forward(x, ids, embedded, f.weights.wte, f.weights.wpe, Stream{});
+        const NormWeights& e = f.weights.embedding_norm;
+        if (e.weight && z.centred)
+            layernorm_forward(x, {}, {}, {}, x, {}, e.weight, e.bias, f.model().eps, Stream{});
+        else if (e.weight)
+            rmsnorm_forward(x, {}, {}, x, {}, e.weight, f.model().eps, Stream{});
         for (size_t l = 0; l < f.weights.blocks.size(); l++) {
             const BlockWeights& b = f.weights.blocks[l];
             layer(qkv, x, b.norm1, b.qkv, Activation::None, {});
-            decode_attention(att, qkv, f.k[l], f.v[l], batch, 0, f.model().scale, decode_scratch, Stream{});
+            DecodeBatch of_layer = batch;
+            const Tensor table = z.options(l).rope ? batch.table : Tensor{};
+            of_layer.table = z.qk_norm ? Tensor{} : table;
+            if (z.qk_norm) {
+                const Tensor qk = split_heads(qkv.tensor().columns(0, (z.NH + z.NKV) * z.HS), z.NH + z.NKV);
+                qk_norm_forward(qk, {}, qk, {b.qnorm, b.knorm}, table ? embedded : Tensor{}, table, z.NH, f.model().eps,
+                                Stream{});
+            }
+            decode_attention(att, qkv, f.k[l], f.v[l], of_layer, z.options(l).window, f.model().scale, decode_scratch,
+                             Stream{});
             layer(x, att, {}, b.proj, Activation::None, x);
             layer(act, x, b.norm2, b.fc, z.activation, {});
             layer(x, act, {}, b.fcproj, Activation::None, x);
         }
-        layer(logits, x, f.weights.normf, {f.weights.head, {}}, Activation::None, {});
+        layer(logits, x, f.weights.normf, {f.weights.head, f.weights.head_bias}, Activation::None, {});
     }
 
     const Fixture& f;
@@ -246,8 +321,10 @@ int32_t token_of(const Fixture& f, int64_t sequence, int64_t step) {
 }
 
 TEST_P(DecodeStep, MatchesOracle) {
-    for (const ModelOptions& options : {GPT2, LLAMA, WIDE}) {
-        const Fixture f(options, activation(), 8);
+    std::vector<ModelOptions> models = EXTENDED;
+    models.insert(models.end(), {GPT2, LLAMA, WIDE});
+    for (size_t model = 0; model < models.size(); model++) {
+        const Fixture f(models[model], activation(), 8);
         for (const int64_t N : {1, 2, 3, 8}) {
             for (const bool fused : ways(f, N)) {
                 std::vector<int32_t> slots;
@@ -267,8 +344,9 @@ TEST_P(DecodeStep, MatchesOracle) {
                     const std::vector<std::vector<double>> logits = runner.step(step);
                     for (int64_t n = 0; n < N; n++) {
                         if (step[size_t(n)] < 0 || (s + 1 < steps && s % 4 != 0)) continue;
-                        expect_logits(logits[size_t(n)], formula(f, sequences[size_t(n)]), activation(),
-                                      str("C ", f.z.C, " N ", N, " sequence ", n, " step ", s, fused ? " fused" : ""));
+                        expect_logits(
+                            logits[size_t(n)], formula(f, sequences[size_t(n)]), activation(),
+                            str("model ", model, " N ", N, " sequence ", n, " step ", s, fused ? " fused" : ""));
                     }
                 }
             }
@@ -282,7 +360,9 @@ TEST_P(DecodeStep, LongContextsMatchOracle) {
     ModelOptions long_gpt2 = GPT2, long_llama = LLAMA;
     long_gpt2.layers = 1, long_gpt2.capacity = 600;
     long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
-    for (const ModelOptions& options : {long_gpt2, long_llama}) {
+    ModelOptions long_window = long_llama;
+    long_window.layers = 3, long_window.layer = {{true, 130}, {true, 300}, {}};  // 2 and 3 splits, which wrap
+    for (const ModelOptions& options : {long_gpt2, long_llama, long_window}) {
         const Fixture f(options, activation(), 2, 1);
         for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
             if (at >= options.capacity) continue;
@@ -301,7 +381,9 @@ TEST_P(DecodeStep, LongContextsMatchOracle) {
 }
 
 TEST_P(DecodeStep, BitsDoNotDependOnTheBatch) {
-    for (const ModelOptions& options : {GPT2, LLAMA}) {
+    std::vector<ModelOptions> models = EXTENDED;
+    models.insert(models.end(), {GPT2, LLAMA});
+    for (const ModelOptions& options : models) {
         const Fixture f(options, activation(), 8);
         for (const bool fused : ways(f, 8)) {
             std::vector<std::vector<double>> alone;
@@ -343,6 +425,10 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     InferenceWeights wrong = f.weights;
     wrong.blocks[1].proj = wrong.blocks[1].fc;
     EXPECT_THROW(decode_step_prepare(scratch, m, wrong, f.k, f.v, Stream{}), Error);
+    DecodeModel windowed = m;
+    windowed.layer_options = {{true, f.z.capacity + 1}, {}};
+    const TestArray more = TestArray::scratch(decode_step_scratch(windowed));
+    EXPECT_THROW(decode_step_prepare(more, windowed, f.weights, f.k, f.v, Stream{}), Error);
     decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
     DecodeBatch batch;

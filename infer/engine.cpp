@@ -32,10 +32,7 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
 const char* unfused_model_option(const ModelConfig& c) {
-    if (c.qk_norm != QkNorm::Off) return "--qk-norm";
-    if (c.embedding_norm) return "--embedding-norm";
-    if (c.has_windows()) return "--window";
-    return c.head_bias ? "--head-bias" : nullptr;
+    return c.has_linear_attention() ? "--attention linear" : nullptr;
 }
 
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
@@ -67,11 +64,10 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
       stream(s),
       dynamic_rope(config.positions == Positions::RoPE && config.rope_scaling.kind == RopeScaling::Kind::Dynamic &&
                    options.context > config.rope_scaling.original_max_position),
-      fused_step_max_batch(options.batch_invariant || config.has_linear_attention() || unfused_model_option(config)
-                               ? 0
-                               : decode_step_max_batch(decode_model())),
       cache(config, options.slots, options.context, options.dtype),
       windows(cache.windows()),
+      fused_step_max_batch(
+          options.batch_invariant || unfused_model_option(config) ? 0 : decode_step_max_batch(decode_model())),
       states(config, options.slots),
       lengths(size_t(options.slots), 0),
       longest(size_t(options.slots), 0) {
@@ -562,6 +558,8 @@ DecodeModel Engine::decode_model() const {
     m.Vp = c.padded_vocab(), m.slots = options.slots, m.capacity = options.context, m.dtype = options.dtype;
     m.activation = activation(c.mlp), m.eps = static_cast<float>(c.norm_eps), m.scale = c.attention_scale();
     m.centred = c.norm == Norm::LayerNorm;
+    m.qk_norm = c.qk_norm != QkNorm::Off, m.embedding_norm = c.embedding_norm, m.head_bias = c.head_bias;
+    for (int64_t l = 0; l < c.layers; l++) m.layer_options.push_back({c.layer[size_t(l)].rope, cache.window(l)});
     return m;
 }
 
@@ -601,7 +599,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     step_batch.slots = slot_ids.rows(0, B), step_batch.positions = token_positions, step_batch.max_length = max_length;
     step_batch.inputs_ready = true;  // the embedding is an ordinary launch
     const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
-    step_batch.table = rotating_table(0), step_batch.angles = angles;
+    step_batch.table = table, step_batch.angles = angles;
     if (B <= fused_step_max_batch) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
@@ -623,8 +621,7 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
 }
 
 const char* Engine::unfused_option() const {
-    const bool otherwise_fused =
-        !options.batch_invariant && !config.has_linear_attention() && decode_step_max_batch(decode_model()) > 0;
+    const bool otherwise_fused = !options.batch_invariant && decode_step_max_batch(decode_model()) > 0;
     return otherwise_fused ? unfused_model_option(config) : nullptr;
 }
 

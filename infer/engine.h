@@ -178,10 +178,10 @@ class Engine {
     void decode_step(int64_t B, int64_t max_length);
 
     const Stream stream;
-    const bool dynamic_rope;             // RoPE angles depend on the sequence's current length
-    const int64_t fused_step_max_batch;  // 0: the fused decode step is not used
+    const bool dynamic_rope;  // RoPE angles depend on the sequence's current length
     KvCache cache;
     const std::vector<int64_t> windows;  // of layers whose cache is a ring
+    const int64_t fused_step_max_batch;  // 0: the fused decode step is not used
     StateCache states;
     ArenaPlan plan;
     Arena memory;

@@ -27,6 +27,13 @@
 //         bytes of stack       0     24      0     24      0     88      0     96
 //         static KiB         3.6    3.9    5.8    5.9    9.9   10.1   18.3   18.4
 //   fp32: registers          141    158    149    165    161    168    168    168   (nothing spilled)
+//   extended bf16: registers 152    168    163    168    168    168    168    168
+//         bytes of stack       0     80      0     96      8    184      8    176
+//
+// The extended kernel (is_extended in decode_step_plan.cuh) serves the options that GPT-2 and LLaMA lack. It is an
+// instance of its own, so that theirs keep their registers: QK-norm where a warp receives a head, before RoPE; the norm
+// after the embedding in every block; a bias of the head where logits are finished; and attention tasks that differ
+// from layer to layer, which thread 0 finds one layer ahead.
 //
 // Dynamic shared memory takes the rest of the SM's 227 KiB: GPT-2 124M 216 KiB with 17 stages of 12 KiB, a LLaMA of 1B
 // 192 KiB with 5 stages of 32 KiB (one sequence, bf16).
@@ -51,12 +58,12 @@ struct Matmul {
 };
 
 // The computing warps of a block.
-template <typename T, int NB, int HEADS>
+template <typename T, int NB, int HEADS, bool EXTENDED>
 struct ComputingWarps {
     static constexpr int W = FULL_WIDTH<T>, Q = QUAD<T>;
 
     const Arguments<T>& a;
-    Shared<NB, T>& shared;
+    Shared<NB, EXTENDED, T>& shared;
     float2 (*const softmax_statistics)[HEADS];  // of attention
     char* const memory;
     const Layer* const layers;
@@ -66,7 +73,7 @@ struct ComputingWarps {
     const int my_head;   // of an attention task: the thread has two channels of it
     const Slice normed;  // the warp's part of C
 
-    __device__ __forceinline__ ComputingWarps(const Arguments<T>& arguments, Shared<NB, T>& of_block,
+    __device__ __forceinline__ ComputingWarps(const Arguments<T>& arguments, Shared<NB, EXTENDED, T>& of_block,
                                               float2 (*const statistics)[HEADS], char* dynamic)
         : a(arguments),
           shared(of_block),
@@ -97,10 +104,13 @@ struct ComputingWarps {
             const Matmul op{which, epoch + uint32_t(l) + 1, which == FC ? swiglu_halves : 1,
                             which != PROJ && which != FCPROJ, shared.units[which]};
             const int owned = op.owned();
-            if (which == PROJ)
-                Attention<HEADS, NB, T>(a, layer, shared, memory + a.attention_offset, softmax_statistics, my_head,
-                                        op.epoch)
+            if (which == PROJ) {
+                Attention<HEADS, NB, EXTENDED, T>(a, layer, options_of(l), shared, first_task(l),
+                                                  memory + a.attention_offset, softmax_statistics, my_head, op.epoch)
                     .run();
+                // While the others finish their attention. The barrier of PROJ makes it visible.
+                if (EXTENDED && thread == 0 && l + 1 < a.num_layers) find_first_task(l + 1);
+            }
 
             // The biases of the block's rows: loaded early, stored before the matmul's first barrier.
             const T* const bias = which == HEAD ? nullptr : static_cast<const T*>(layer.bias[which]);
@@ -124,7 +134,7 @@ struct ComputingWarps {
                 if (lane == 0) mbarrier_arrive(shared.empty + norm_stage);
             }
             // Early, while no other load is waited for.
-            if (which == FC && l + 1 < a.num_layers) prefetch_cache(layers[l + 1]);
+            if (which == FC && l + 1 < a.num_layers) prefetch_cache(layers[l + 1], first_task(l + 1));
             if (has_bias) shared.biases[which & 1][thread] = my_bias;
             __syncwarp();
             if (owned == 0) sync_computing_warps();  // so that no block is more than a matmul ahead
@@ -150,13 +160,23 @@ struct ComputingWarps {
         if (blockIdx.x == 0 && thread == 0) *a.epoch = epoch + uint32_t(a.num_layers);
     }
 
+    // The options of layer l; null if the kernel is not extended.
+    __device__ __forceinline__ const LayerOptions* options_of(int l) const {
+        return EXTENDED ? reinterpret_cast<const LayerOptions*>(layers + a.num_layers) + l : nullptr;
+    }
+    // The block's first attention task in layer l: the same in all layers, unless the kernel is extended.
+    __device__ __forceinline__ TaskOf<EXTENDED>& first_task(int l) const {
+        return shared.first_task[EXTENDED ? l & 1 : 0];
+    }
+    __device__ __forceinline__ void find_first_task(int l) {
+        first_task(l) = {};
+        if (int(blockIdx.x) < num_tasks<EXTENDED>(a, options_of(l)))
+            first_task(l) = task_of<HEADS, EXTENDED>(a, shared.positions, shared.slots, options_of(l), int(blockIdx.x));
+    }
+
     // The block's first attention task, and the RoPE rotation of each sequence.
     __device__ __forceinline__ void prepare_attention() {
-        if (thread == 0) {
-            shared.first_task = {};
-            if (int(blockIdx.x) < num_tasks(a))
-                shared.first_task = task_of<HEADS>(a, shared.positions, shared.slots, int(blockIdx.x));
-        }
+        if (thread == 0) find_first_task(0);
 #pragma unroll 1
         for (int n = warp; n < a.N; n += WARPS) {
             const float* const rotation = a.angles.of(n);
@@ -185,6 +205,11 @@ struct ComputingWarps {
                 }
                 *reinterpret_cast<Pack<T, Q>*>(residual + n * a.C + c) = as_pack<T>(v);
             }
+        }
+        if constexpr (EXTENDED) {
+            if (!a.embedding_norm_weight) return;
+            norm<true>(a.embedding_norm_weight, a.embedding_norm_bias);
+            sync_computing_warps();  // shared.norm_parts is free for the next norm
         }
     }
 
@@ -215,6 +240,8 @@ struct ComputingWarps {
     }
 
     // The warp's part of the residual stream of each sequence, normalized, to `rows`. weight: [C], then the bias.
+    // OF_EMBEDDING: in place, with the bias of the norm after the embedding.
+    template <bool OF_EMBEDDING = false>
     __device__ __forceinline__ void norm(const float* weight, bool has_bias) {
         const int quads = normed.count * (W / Q);
         float mean[NB] = {}, m2[NB] = {};
@@ -251,17 +278,17 @@ struct ComputingWarps {
         for_each_quad([&](int n, int at, int c) {
             const Floats<Q> x = load_floats<Q>(residual + at), scale = load_floats<Q>(weight + c);
             Floats<Q> shift = {};
-            if (has_bias) shift = load_floats<Q>(weight + a.C + c);
-            *reinterpret_cast<Pack<T, Q>*>(rows + at) = as_pack<T>(normalize(x, means[n], rstds[n], scale, shift));
+            if (has_bias) shift = load_floats<Q>(OF_EMBEDDING ? a.embedding_norm_bias + c : weight + a.C + c);
+            *reinterpret_cast<Pack<T, Q>*>((OF_EMBEDDING ? residual : rows) + at) =
+                as_pack<T>(normalize(x, means[n], rstds[n], scale, shift));
         });
     }
 
     // Prefetches the keys and values of the block's first attention task to L2.
-    __device__ __forceinline__ void prefetch_cache(const Layer& layer) {
-        const Task& t = shared.first_task;
+    __device__ __forceinline__ void prefetch_cache(const Layer& layer, const TaskOf<EXTENDED>& t) {
 #pragma unroll 1
         for (int j = thread; j < t.keys; j += THREADS) {
-            const int64_t at = ((t.last - j) * a.NKV + t.kv) * a.HS;
+            const int64_t at = ((t.last - rows_back(t, j)) * a.NKV + t.kv) * a.HS;
 #pragma unroll 1
             for (int c = 0; c < a.HS; c += 128 / int(sizeof(T)))
                 for (const void* cache : {layer.k, layer.v}) prefetch_line(static_cast<const T*>(cache) + at + c);
@@ -300,6 +327,8 @@ struct ComputingWarps {
         }
         const int at = op.units.first + unit;  // in the output
         if (which == HEAD) {
+            if constexpr (EXTENDED)
+                if (a.head_bias) y[0] += as_float(a.head_bias[2 * at]), y[1] += as_float(a.head_bias[2 * at + 1]);
             store_floats<2>(a.logits + n * a.logits_stride + 2 * at, Floats<2>{{y[0], y[1]}});
             return;
         }
@@ -327,11 +356,11 @@ namespace {
 
 using namespace fused_decode;
 
-template <typename T, int NB, int HEADS>
+template <typename T, int NB, int HEADS, bool EXTENDED>
 __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __grid_constant__ Arguments<T> a) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) char memory[];
-    __shared__ Shared<NB, T> shared;
+    __shared__ Shared<NB, EXTENDED, T> shared;
     __shared__ float2 softmax_statistics[WARPS][HEADS];
     static_assert(sizeof(shared) + sizeof(softmax_statistics) <= RESERVED_BYTES + NB * SEQUENCE_BYTES);
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
@@ -341,7 +370,7 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         mbarrier_init(shared.full + s, 1), mbarrier_init(shared.empty + s, WARPS);
     if (thread == 0) mbarrier_init_fence();
 #pragma unroll 1
-    for (int i = thread; i < a.num_layers * int(sizeof(Layer) / sizeof(uint64_t)); i += THREADS + WARP)
+    for (int i = thread; i < a.num_layers * int(LAYER_BYTES<EXTENDED> / sizeof(uint64_t)); i += THREADS + WARP)
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
     if (thread < a.N) shared.positions[thread] = a.positions[thread], shared.slots[thread] = a.slots[thread];
     if (thread == 0) shared.epoch = *a.epoch;
@@ -352,14 +381,14 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         if (lane == 0) stream_weights(a, layers, shared.units, ring);
         return;
     }
-    ComputingWarps<T, NB, HEADS>(a, shared, softmax_statistics, memory).run(ring);
+    ComputingWarps<T, NB, HEADS, EXTENDED>(a, shared, softmax_statistics, memory).run(ring);
 #endif
 }
 
 // --- launch
 
 template <typename T>
-void launch(const char* op, const Arguments<T>& a, const Plan& z, Stream stream) {
+void launch(const char* op, const Arguments<T>& a, const Plan& z, bool extended, Stream stream) {
     const auto run = [&](auto kernel) {
         const int64_t bytes = z.shared_bytes();
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)), op);
@@ -378,10 +407,11 @@ void launch(const char* op, const Arguments<T>& a, const Plan& z, Stream stream)
     };
     const auto run_for = [&](auto batch) {
         constexpr int NB = decltype(batch)::value;
-        if (a.NH == a.NKV)
-            run(decode_step_kernel<T, NB, 1>);
+        const bool one_head = a.NH == a.NKV;
+        if (extended)
+            run(one_head ? decode_step_kernel<T, NB, 1, true> : decode_step_kernel<T, NB, QUERY_TILE, true>);
         else
-            run(decode_step_kernel<T, NB, QUERY_TILE>);
+            run(one_head ? decode_step_kernel<T, NB, 1, false> : decode_step_kernel<T, NB, QUERY_TILE, false>);
     };
     if (a.N == 1) return run_for(std::integral_constant<int, 1>{});
     if (a.N == 2) return run_for(std::integral_constant<int, 2>{});
@@ -427,6 +457,12 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
     a.ring_offset = take(z.stages * z.stage_bytes), a.rows_offset = take(z.rows_bytes);
     a.residual_offset = take(z.residual_bytes), a.attention_offset = take(z.attention_bytes);
     a.layers_offset = take(z.layers_bytes);
+    a.qk_norm = m.qk_norm;
+    a.head_bias = m.head_bias ? weights.head_bias.as<T>() : nullptr;
+    if (m.embedding_norm) {
+        a.embedding_norm_weight = weights.embedding_norm.weight.as<float>();
+        a.embedding_norm_bias = weights.embedding_norm.bias.as<float>();
+    }
     return a;
 }
 
@@ -471,7 +507,12 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     if (weights.wpe) check_weight(op, "wpe", weights.wpe, m.dtype, weights.wpe.shape[0], m.C);
     check_weight(op, "head", weights.head, m.dtype, m.Vp, m.C);
     norm(weights.normf);
+    if (m.embedding_norm) norm(weights.embedding_norm);
+    if (m.head_bias) check_tensor(op, "head.bias", weights.head_bias, m.dtype, {m.Vp});
+    require(m.layer_options.empty() || int64_t(m.layer_options.size()) == m.layers, op, ": options of ",
+            m.layer_options.size(), " layers, expected ", m.layers);
     std::vector<Layer> layers;
+    std::vector<LayerOptions> options;
     for (size_t l = 0; l < weights.blocks.size(); l++) {
         const BlockWeights& b = weights.blocks[l];
         norm(b.norm1), norm(b.norm2);
@@ -479,8 +520,12 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
         linear(b.proj, "proj", m.C, Q);
         linear(b.fc, "fc", swiglu ? 2 * m.FFN : m.FFN, m.C);
         linear(b.fcproj, "fcproj", m.C, m.FFN);
+        const DecodeLayer special = m.layer_options.empty() ? DecodeLayer{} : m.layer_options[l];
+        const int64_t rows = special.window ? k[l].shape[1] : m.capacity;
+        require(special.window >= 0 && special.window <= rows, op, ": the window of layer ", l, " is ", special.window,
+                "; it must be 0 (none) or at most the ", rows, " rows of the cache");
         for (const Tensor& cache : {k[l], v[l]}) {
-            check_tensor(op, "cache", cache, m.dtype, {m.slots, m.capacity, m.NKV, m.HS});
+            check_tensor(op, "cache", cache, m.dtype, {m.slots, rows, m.NKV, m.HS});
             check_contiguous(op, "cache", cache);
             require(rows_aligned({cache}), op, ": a cache is not aligned to 16 bytes");
         }
@@ -493,10 +538,16 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
             layer.norm_weight[i] = norms[i]->weight.as<float>(), layer.norm_bias[i] = norms[i]->bias.as<float>();
         layer.k = k[l].data, layer.v = v[l].data;
         layers.push_back(layer);
+        for (const Tensor& weight : {b.qnorm, b.knorm})
+            if (m.qk_norm) check_tensor(op, "QK-norm", weight, DType::F32, {m.HS}, Given::Optional);
+        options.push_back({b.qnorm.as<float>(), b.knorm.as<float>(), int(rows), int(special.window), special.rope});
     }
     device_fill(scratch.data, 0, size_t(scratch.bytes()), stream);
     copy_to_device(static_cast<char*>(scratch.data) + ScratchLayout::LAYERS, layers.data(),
                    layers.size() * sizeof(Layer), stream);
+    if (is_extended(m))
+        copy_to_device(static_cast<char*>(scratch.data) + ScratchLayout::LAYERS + layers.size() * sizeof(Layer),
+                       options.data(), options.size() * sizeof(LayerOptions), stream);
     synchronize(stream);
 }
 
@@ -518,6 +569,6 @@ void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const Deco
             " is too large for this model; decode_step_max_batch() tells the largest");
     dispatch_dtype(op, m.dtype, [&](auto zero) {
         using T = decltype(zero);
-        launch(op, arguments_of<T>(logits, ids, batch, m, weights, scratch, z), z, stream);
+        launch(op, arguments_of<T>(logits, ids, batch, m, weights, scratch, z), z, is_extended(m), stream);
     });
 }

@@ -31,6 +31,16 @@ struct Layer {
     void *k, *v;  // [slots, capacity, NKV, HS]
 };
 
+// What only the extended kernel reads of a layer (is_extended in decode_step_plan.cuh). Follows the array of layers.
+struct LayerOptions {
+    const float *qnorm, *knorm;  // weights of QK-norm; null: none
+    int rows;                    // of a sequence in the cache
+    int window;                  // 0: none; else these rows are a ring
+    int64_t rope;                // whether q and k are rotated
+};
+template <bool EXTENDED>
+constexpr int LAYER_BYTES = int(sizeof(Layer)) + (EXTENDED ? int(sizeof(LayerOptions)) : 0);
+
 // How a matrix [2·units, K] (FC with SwiGLU: [4·units, K]) is divided. A unit is two rows of the output: two rows of
 // weight, with SwiGLU two rows of gate and the same two of up.
 struct MatrixPlan {
@@ -64,6 +74,10 @@ struct Arguments {
     int stages, stage_bytes;
     int stages_at_once;  // of a matmul: fewer than `stages`, because one of those may hold a norm's weights
     int ring_offset, rows_offset, residual_offset, attention_offset, layers_offset;  // in shared memory, in bytes
+    // Of the extended kernel.
+    bool qk_norm;
+    const T* head_bias;                                        // [Vp] or null
+    const float *embedding_norm_weight, *embedding_norm_bias;  // [C] or null
 };
 
 // Each warp's sums for the rows of a chunk; two chunks alternate.
@@ -82,9 +96,24 @@ struct Task {
     int64_t last;      // row of the split's last key in the cache
     __device__ __forceinline__ bool has_new_key() const { return split == splits - 1; }
 };
+// In the extended kernel a layer's cache may be a ring. Counted back from the split's last key, the keys from number
+// `wrap` on are at its end.
+struct RingTask : Task {
+    int wrap, rows;
+};
+template <bool EXTENDED>
+using TaskOf = std::conditional_t<EXTENDED, RingTask, Task>;
+
+// Rows from the split's last key back to the key with number j.
+__device__ __forceinline__ int rows_back(const Task&, int j) {
+    return j;
+}
+__device__ __forceinline__ int rows_back(const RingTask& t, int j) {
+    return j < t.wrap ? j : j - t.rows;
+}
 
 // Static shared memory of a block, for up to NB sequences.
-template <int NB, typename T>
+template <int NB, bool EXTENDED, typename T>
 struct Shared {
     Mbarrier full[MAX_STAGES], empty[MAX_STAGES];  // of the ring
     Partial<NB> partial;
@@ -94,7 +123,8 @@ struct Shared {
     bool has_rotation[NB];
     T biases[2][THREADS];  // of two matmuls, which alternate
     Units units[MATRICES];
-    Task first_task;  // of the block; all zeros if there are fewer tasks than blocks
+    // Of the block; all zeros if there are fewer tasks than blocks. Extended: of two layers, which alternate.
+    TaskOf<EXTENDED> first_task[EXTENDED ? 2 : 1];
     uint32_t epoch;
 };
 

@@ -17,8 +17,9 @@
 // decode_attention() round them; sums are fp32. The logits of a sequence have the same bits whatever the batch, but not
 // the bits of those ops, which add in another order.
 //
-// T is fp32, bf16 or fp16. All layers have softmax attention; no QK-norm, norm after the embedding or bias of the head.
-// Needs sm_90 or later; decode_step_max_batch() is 0 on other GPUs and on the CPU.
+// T is fp32, bf16 or fp16. All layers have softmax attention. QK-norm (kernels/qk_norm.h), a norm after the embedding,
+// a bias of the head, windows and layers without RoPE are those of the ops. Needs sm_90 or later;
+// decode_step_max_batch() is 0 on other GPUs and on the CPU.
 #pragma once
 
 #include <vector>
@@ -49,7 +50,14 @@ struct InferenceWeights {
     NormWeights embedding_norm;  // after the embedding; or null
 };
 
-// What does not change from step to step. slots and capacity are those of the KV cache.
+// What may differ from layer to layer.
+struct DecodeLayer {
+    bool rope = true;    // q and k are rotated if the batch has a table
+    int64_t window = 0;  // 0: none; else the layer's cache is a ring of at least as many rows (decode_attention.h)
+};
+
+// What does not change from step to step. slots is that of the KV cache; capacity, the longest sequence, is its number
+// of rows in layers without a window.
 struct DecodeModel {
     int64_t layers = 0, C = 0, NH = 0, NKV = 0, HS = 0, FFN = 0, Vp = 0;  // FFN: columns of fcproj
     int64_t slots = 0, capacity = 0;
@@ -57,6 +65,8 @@ struct DecodeModel {
     Activation activation = Activation::GELU;
     float eps = 1e-5f, scale = 1;
     bool centred = true;  // LayerNorm, else RMSNorm
+    bool qk_norm = false, embedding_norm = false, head_bias = false;
+    std::vector<DecodeLayer> layer_options;  // by layer; empty: the defaults in all of them
 };
 
 // The largest batch size: the number of slots up to LINEAR_SMALL_N, or less. 0 if the fused decode step does not
@@ -66,7 +76,7 @@ int64_t decode_step_max_batch(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_max_batch is.
 int64_t decode_step_scratch(const DecodeModel& model);
-// Prepares scratch (U8) for these weights and this cache, k and v [slots, capacity, NKV, HS] for each layer. Call it
+// Prepares scratch (U8) for these weights and this cache, k and v [slots, rows, NKV, HS] for each layer. Call it
 // once, and again if any of them moves. Waits for the stream. Errors: wrong shapes or dtypes, a model that is not
 // supported, rows that are not contiguous or not aligned to 16 bytes.
 void decode_step_prepare(Tensor scratch, const DecodeModel& model, const InferenceWeights& weights,

@@ -10,38 +10,63 @@
 
 namespace fused_decode {
 
-template <typename T>
-__device__ __forceinline__ int num_tasks(const Arguments<T>& a) {
-    return a.N * a.NKV * a.query_tiles * a.kv_splits;
+// The most KV splits of a sequence in a layer. options: of the layer, if the kernel is extended.
+template <bool EXTENDED, typename T>
+__device__ __forceinline__ int splits_of_layer(const Arguments<T>& a, const LayerOptions* options) {
+    if constexpr (EXTENDED)
+        if (options->window) return min(a.kv_splits, int(ceil_div(options->window, SPLIT_KEYS)));
+    return a.kv_splits;
 }
 
-template <int HEADS, typename T>
-__device__ __forceinline__ Task task_of(const Arguments<T>& a, const int64_t* positions, const int64_t* slots, int i) {
-    Task t{};
-    t.split = i % a.kv_splits, i /= a.kv_splits;
+template <bool EXTENDED, typename T>
+__device__ __forceinline__ int num_tasks(const Arguments<T>& a, const LayerOptions* options) {
+    return a.N * a.NKV * a.query_tiles * splits_of_layer<EXTENDED>(a, options);
+}
+
+// The keys that a sequence of `tokens` tokens sees.
+template <bool EXTENDED>
+__device__ __forceinline__ int64_t keys_seen(int64_t tokens, const LayerOptions* options) {
+    return EXTENDED && options->window ? min(tokens, int64_t(options->window)) : tokens;
+}
+
+template <int HEADS, bool EXTENDED, typename T>
+__device__ __forceinline__ TaskOf<EXTENDED> task_of(const Arguments<T>& a, const int64_t* positions,
+                                                    const int64_t* slots, const LayerOptions* options, int i) {
+    TaskOf<EXTENDED> t{};
+    // Not a variable: the compiler would order the plain kernel's loads in another way.
+    const auto most_splits = [&] { return splits_of_layer<EXTENDED>(a, options); };
+    t.split = i % most_splits(), i /= most_splits();
     const int tile = i % a.query_tiles, group = a.NH / a.NKV;
     i /= a.query_tiles;
     t.kv = i % a.NKV, t.n = i / a.NKV;
     t.head0 = t.kv * group + tile * HEADS, t.heads = min(HEADS, group - tile * HEADS);
-    const int64_t length = positions[t.n] + 1, slot = slots[t.n], begin = int64_t(t.split) * SPLIT_KEYS;
+    const int64_t length = keys_seen<EXTENDED>(positions[t.n] + 1, options), slot = slots[t.n],
+                  begin = int64_t(t.split) * SPLIT_KEYS;
     if (length <= 0 || length > a.capacity || slot < 0 || slot >= a.num_slots) return t;
     t.splits = int(ceil_div(length, SPLIT_KEYS));
-    if (t.splits > a.kv_splits) t.splits = 0;
+    if (t.splits > most_splits()) t.splits = 0;
     if (t.split < t.splits) t.keys = int(min(SPLIT_KEYS, length - begin));
-    t.last = slot * a.capacity + begin + t.keys - 1;
+    if constexpr (EXTENDED) {
+        const unsigned position = unsigned(positions[t.n] - length + begin + t.keys);  // of the last key
+        const int last = int(position % unsigned(options->rows));
+        t.last = slot * options->rows + last;
+        t.wrap = last + 1, t.rows = options->rows;
+    } else {
+        t.last = slot * a.capacity + begin + t.keys - 1;
+    }
     return t;
 }
 
 // The keys and values that a lane holds. They are counted back from the last key of the split, so that the newest,
 // which is not in the cache yet, is always the first key of the first lanes.
-template <int ROUNDS, typename T>
+template <int ROUNDS, typename TaskType, typename T>
 struct KvRegisters {
     static constexpr int W = FULL_WIDTH<T>;
     using Vectors = Pack<T, W>[ROUNDS];
     Vectors key, value;
 
     // Loads those with the numbers b·step + first, b < ROUNDS, of the split.
-    __device__ __forceinline__ static void load(Vectors& x, const Arguments<T>& a, const void* cache, const Task& t,
+    __device__ __forceinline__ static void load(Vectors& x, const Arguments<T>& a, const void* cache, const TaskType& t,
                                                 int first, int step) {
         const int channel = (int(threadIdx.x) & ((1 << a.log_lanes) - 1)) * W;
         const int64_t row = int64_t(a.NKV) * a.HS, at = t.last * row + int64_t(t.kv) * a.HS + channel;
@@ -51,20 +76,72 @@ struct KvRegisters {
             uint4 v = {};
             // In assembly, because the compiler would move the loads to where they are used.
             if (j < t.keys && channel < a.HS)
-                asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                             : "l"(__cvta_generic_to_global(static_cast<const T*>(cache) + at - j * row)));
+                asm volatile(
+                    "ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                    : "l"(__cvta_generic_to_global(static_cast<const T*>(cache) + at - rows_back(t, j) * row)));
             x[b] = reinterpret_cast<const Pack<T, W>&>(v);
         }
     }
 };
 
+// QK-norm and RoPE of a head of q or k by one warp (kernels/qk_norm.h). A lane has the channels lane + 32·i and reads
+// those that they rotate with.
+template <typename T>
+struct HeadNorm {
+    static constexpr int CHANNELS = int(MAX_HS) / WARP;
+    float weight[CHANNELS], partner_weight[CHANNELS];
+
+    // The channel that c rotates with; c itself if there is none.
+    __device__ __forceinline__ static int partner(int c, int pairs) {
+        return c < pairs ? c + pairs : c < 2 * pairs ? c - pairs : c;
+    }
+    // Loads the weights [HS], or ones if they are null. Before the head arrives, so that nobody waits for them.
+    __device__ __forceinline__ void load(const Arguments<T>& a, const float* weights) {
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i++) {
+            const int c = int(threadIdx.x) % WARP + i * WARP;
+            const bool has_weight = weights && c < a.HS;
+            weight[i] = has_weight ? weights[c] : 1;
+            partner_weight[i] = has_weight ? weights[partner(c, a.angles.pairs)] : 1;
+        }
+    }
+    // Calls store(channel, value). rotation: null for none.
+    template <typename Store>
+    __device__ __forceinline__ void apply(const Arguments<T>& a, const T* head, const float* rotation,
+                                          Store store) const {
+        const int lane = int(threadIdx.x) % WARP, pairs = a.angles.pairs;
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i++) {
+            const int c = lane + i * WARP;
+            const float x = c < a.HS ? as_float(head[c]) : 0.0f;
+            sum = fmaf(x, x, sum);
+        }
+        const float rstd = rsqrtf(warp_sum(sum) / float(a.HS) + a.eps);
+#pragma unroll
+        for (int i = 0; i < CHANNELS; i++) {
+            const int c = lane + i * WARP;
+            if (c >= a.HS) continue;
+            float x = as_float(head[c]) * rstd * weight[i];
+            if (rotation && c < 2 * pairs) {
+                const float y = as_float(head[partner(c, pairs)]) * rstd * partner_weight[i];
+                const int pair = c < pairs ? c : c - pairs;
+                const float cosine = rotation[2 * pair], sine = rotation[2 * pair + 1];
+                x = c < pairs ? x * cosine - y * sine : x * cosine + y * sine;
+            }
+            store(c, x);
+        }
+    }
+};
+
 // One layer's attention by the computing warps of a block.
-template <int HEADS, int NB, typename T>
+template <int HEADS, int NB, bool EXTENDED, typename T>
 struct Attention {
+    using Task = TaskOf<EXTENDED>;
     static constexpr int W = FULL_WIDTH<T>;
     static constexpr int ROUNDS = HEADS == 1 ? 4 : 2;  // keys that a lane holds at a time
-    using Kv = KvRegisters<ROUNDS, T>;
+    using Kv = KvRegisters<ROUNDS, Task, T>;
 
     // The online softmax of a lane's keys and channels: maximum, Σ exp(S − maximum), Σ exp(S − maximum)·v.
     struct Softmax {
@@ -73,7 +150,9 @@ struct Attention {
 
     const Arguments<T>& a;
     const Layer& layer;
-    const Shared<NB, T>& shared;
+    const LayerOptions* const options;  // if the kernel is extended
+    const Shared<NB, EXTENDED, T>& shared;
+    const Task& first_task;  // of the block
     const uint32_t epoch;
     const int my_head;  // of a task: the thread combines two channels of it
     const int thread, warp, lane, HS;
@@ -84,11 +163,14 @@ struct Attention {
     float2 (*const statistics)[HEADS];  // [WARPS, HEADS] of a warp's keys: maximum, Σ exp(S − maximum)
 
     __device__ __forceinline__ Attention(const Arguments<T>& arguments, const Layer& of_layer,
-                                         const Shared<NB, T>& of_block, char* memory,
-                                         float2 (*const warp_statistics)[HEADS], int head, uint32_t now)
+                                         const LayerOptions* layer_options, const Shared<NB, EXTENDED, T>& of_block,
+                                         const Task& block_task, char* memory, float2 (*const warp_statistics)[HEADS],
+                                         int head, uint32_t now)
         : a(arguments),
           layer(of_layer),
+          options(layer_options),
           shared(of_block),
+          first_task(block_task),
           epoch(now),
           my_head(head),
           thread(int(threadIdx.x)),
@@ -107,7 +189,7 @@ struct Attention {
           statistics(warp_statistics) {}
 
     __device__ __forceinline__ void run() const {
-        const int tasks = num_tasks(a);
+        const int tasks = num_tasks<EXTENDED>(a, options);
 #pragma unroll 1
         for (int i = int(blockIdx.x); i < tasks; i += int(gridDim.x)) {
             const Task t = task(i);
@@ -137,7 +219,8 @@ struct Attention {
     }
 
     __device__ __forceinline__ Task task(int i) const {
-        return i < int(gridDim.x) ? shared.first_task : task_of<HEADS>(a, shared.positions, shared.slots, i);
+        return i < int(gridDim.x) ? first_task
+                                  : task_of<HEADS, EXTENDED>(a, shared.positions, shared.slots, options, i);
     }
     __device__ __forceinline__ uint64_t* att_words(const Task& t) const {
         return a.att_words + int64_t(t.n) * a.NH * HS / PER_WORD<T>;
@@ -151,12 +234,27 @@ struct Attention {
             const bool is_key = warp == HEADS, is_value = warp == HEADS + 1;
             const int head = is_key ? a.NH + t.kv : is_value ? a.NH + a.NKV + t.kv : t.head0 + warp;
             T* const row = rows + warp * HS;
+            HeadNorm<T> head_norm;
+            if constexpr (EXTENDED)
+                if (a.qk_norm && !is_value) head_norm.load(a, is_key ? options->knorm : options->qnorm);
             receive<1>(reinterpret_cast<uint2*>(row),
                        a.matmul_words[QKV] + (t.n * qkv_channels + int64_t(head) * HS) / PER_WORD<T>, epoch, 1, 0,
                        HS / QUAD<T>);
             __syncwarp();
             const int64_t to = (t.last * a.NKV + t.kv) * HS;
-            const float* const rotation = shared.has_rotation[t.n] ? shared.rotations[t.n] : nullptr;
+            const bool rotates = EXTENDED ? shared.has_rotation[t.n] && options->rope : shared.has_rotation[t.n];
+            const float* const rotation = rotates ? shared.rotations[t.n] : nullptr;
+            if constexpr (EXTENDED) {
+                if (a.qk_norm && !is_value) {
+                    head_norm.apply(a, row, rotation, [&](int c, float x) {
+                        if (is_key)
+                            static_cast<T*>(layer.k)[to + c] = new_key[c] = from_float<T>(x);
+                        else
+                            queries[warp * HS + c] = a.scale * x;
+                    });
+                    return;
+                }
+            }
 #pragma unroll 1
             for (int c = lane; c < HS; c += WARP) {
                 // Every query tile of a KV head writes the same values.

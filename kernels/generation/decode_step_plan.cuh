@@ -34,6 +34,18 @@ inline int heads_of_task(const DecodeModel& m) {
     return m.NH == m.NKV ? 1 : QUERY_TILE;
 }
 
+// Whether the model needs the extended kernel, an instance of its own with the options that GPT-2 and LLaMA lack:
+// QK-norm, a norm after the embedding, a bias of the head, windows, layers without RoPE.
+inline bool is_extended(const DecodeModel& m) {
+    return m.qk_norm || m.embedding_norm || m.head_bias ||
+           std::any_of(m.layer_options.begin(), m.layer_options.end(),
+                       [](const DecodeLayer& l) { return l.window > 0 || !l.rope; });
+}
+
+inline int64_t layer_bytes(const DecodeModel& m) {
+    return m.layers * (is_extended(m) ? LAYER_BYTES<true> : LAYER_BYTES<false>);
+}
+
 // NB of the kernel for N sequences.
 inline int64_t kernel_batch(int64_t N) {
     int64_t NB = 1;
@@ -77,7 +89,7 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     z.rows_bytes = aligned(N * std::max({m.C, Q, m.FFN}) * item);
     z.residual_bytes = aligned(N * m.C * item);
     z.attention_bytes = aligned(attention_bytes(heads_of_task(m), m.HS, item));
-    z.layers_bytes = aligned(m.layers * int64_t(sizeof(Layer)));
+    z.layers_bytes = aligned(layer_bytes(m));
     const int64_t room = max_shared_bytes() - RESERVED_BYTES - kernel_batch(N) * SEQUENCE_BYTES - z.shared_bytes();
     z.stages = std::min<int64_t>(room / z.stage_bytes, MAX_STAGES);
     z.possible = z.blocks > 0 && z.stages >= MIN_STAGES;
@@ -90,7 +102,7 @@ struct ScratchLayout {
     int64_t matmuls[LAYER_MATRICES], att, splits, end;
     explicit ScratchLayout(const DecodeModel& m) {
         const int64_t per_word = 4 / dtype_size(m.dtype), N = std::min(m.slots, LINEAR_SMALL_N);
-        int64_t at = LAYERS + aligned(m.layers * int64_t(sizeof(Layer)));
+        int64_t at = LAYERS + aligned(layer_bytes(m));
         const auto take = [&](int64_t words) {
             const int64_t begin = at;
             at += aligned(words * int64_t(sizeof(uint64_t)));
