@@ -18,6 +18,7 @@
 #include "kernels/global_norm.h"
 #include "parallel/evaluation.h"
 #include "parallel/muon.h"
+#include "parallel/snapshot.h"
 #include "parallel/update.h"
 #include "parallel/weights.h"
 #include "runtime/context.h"
@@ -261,3 +262,4 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 ReduceOptions reduce_options(const ShardingOptions& options);
 MemoryPlan memory_plan(const Model& model);  // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {});
+Snapshot snapshot_of(const Model& model);  // of its training state, not allocated

@@ -795,6 +795,11 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
     return plan;
 }
 
+Snapshot snapshot_of(const Model& model) {
+    const DType exact = model.master() ? DType::F32 : model.precision.dtype;
+    return {model.table, exact, model.sharding.rank, model.sharding.world};
+}
+
 // --------------------------------------------------------------------------------------------------------------------
 // The training loop.
 
@@ -841,9 +846,11 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
             {dtype, dtype != DType::F32 && o.master_weights}, o.optimizer),
       acts(s.source.config, run_shape(o, model)),
+      checkpoints(ctx, model.table,
+                  {o.out, o.keep, o.save_dtype == "bf16" ? DType::BF16 : DType::F32, o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
-    const MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
+    MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
             const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);
@@ -854,6 +861,10 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     });
     make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
     claim_run_directory(ctx, o.out, lock);
+    const bool saves_meanwhile = o.save_every && o.save_every < o.steps;
+    const int64_t snapshot_bytes = saves_meanwhile ? snapshot_of(model).bytes() : 0;
+    std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
+    if (no_snapshot.empty()) plan.add_host("checkpoint snapshot", snapshot_bytes);
     tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype), "\n",
              device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
@@ -870,6 +881,9 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     model.allocate(ctx);
     acts.allocate(ctx);
     optimizer.allocate(ctx, model, optimizer_options(o), reduce_options(o.sharding));
+    if (saves_meanwhile && no_snapshot.empty()) no_snapshot = checkpoints.allocate(snapshot_of(model));
+    if (!no_snapshot.empty())
+        tell("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
     start();
     warm_up();
     if (ctx.rank == 0) write_file(join_path(o.out, "run.toml"), o.toml);
@@ -887,8 +901,7 @@ Trainer::~Trainer() {
 void Trainer::start() {
     StepScalars scalars{};
     if (!s.resume.checkpoint.empty()) {
-        load_state(join_path(s.resume.checkpoint, "state.safetensors"), model.table,
-                   {model.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
+        load_state(s.resume.checkpoint, model.table, {model.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = s.resume.step;
         scalars.t = s.resume.adam_steps;
     } else if (!s.source.directory.empty()) {
@@ -1018,6 +1031,7 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
     progress.step(q.step, text);
 
     skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
+    if (skips_in_a_row == o.max_skips) checkpoints.wait();
     if (r.skip) progress.note(str("step ", q.step, ": the loss or the gradient is not finite; update skipped"));
     require(skips_in_a_row < o.max_skips, "stopped at step ", q.step, ": loss or gradient not finite ", skips_in_a_row,
             " times in a row; the weights are those of step ", q.step - skips_in_a_row,
@@ -1055,37 +1069,33 @@ void Trainer::sample_text(Progress& progress) {
     progress.note(str("step ", step, "  sample: ", completion.text()));
 }
 
-void Trainer::save(Progress& progress) {
-    if (saved_step == step) return;
+// Starts a checkpoint of this step, or with `last` writes it.
+void Trainer::save(bool last) {
+    if (saved_step == step && !(last && checkpoints.failed())) return;
+    saved_step = step;
     ctx.wait_for_stream("a checkpoint");
-    char name[32];
-    std::snprintf(name, sizeof name, "step_%08" PRId64, step);
-    const std::string path = join_path(o.out, name);
     const int64_t adam_steps = read_scalars(ctx, acts).t;
-    // In the state's file too, so that a trainer.json of another checkpoint is noticed.
-    const SafetensorsWriter::Metadata steps = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
     ordered_json rates;
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(o)[g];
-    write_checkpoint(
-        ctx, path, model.table, {model.arenas, optimizer.m, optimizer.v}, steps, [&](const std::string& directory) {
-            save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
-            write_json(join_path(directory, "trainer.json"), {{"step", step},
-                                                              {"adam_steps", adam_steps},
-                                                              {"samples", step * (o.total_batch_tokens / o.seq_len)},
-                                                              {"seed", o.seed},
-                                                              {"seq_len", o.seq_len},
-                                                              {"total_batch_tokens", o.total_batch_tokens},
-                                                              {"data", s.data_fingerprint},
-                                                              {"dtype", dtype_name(dtype)},
-                                                              {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
-                                                              {"learning_rates", rates},
-                                                              {"gemm", matmul_choices(ctx.stream, true)},
-                                                              {"val_loss", val_loss}});
-        });
-    if (ctx.rank == 0) remove_old_checkpoints(o.out, o.keep, best_checkpoint(o.out));
-    ctx.comm->barrier();
-    saved_step = step;
-    progress.note("saved " + path);
+    const nlohmann::json trainer = {{"step", step},
+                                    {"adam_steps", adam_steps},
+                                    {"samples", step * (o.total_batch_tokens / o.seq_len)},
+                                    {"seed", o.seed},
+                                    {"seq_len", o.seq_len},
+                                    {"total_batch_tokens", o.total_batch_tokens},
+                                    {"data", s.data_fingerprint},
+                                    {"dtype", dtype_name(dtype)},
+                                    {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
+                                    {"learning_rates", rates},
+                                    {"gemm", matmul_choices(ctx.stream, true)},
+                                    {"val_loss", val_loss}};
+    const auto small_files = [this, trainer](const std::string& directory) {
+        save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
+        write_json(join_path(directory, "trainer.json"), trainer);
+    };
+    // In the files of tensors too, so that a file of another checkpoint is noticed.
+    checkpoints.save({step, {{"step", str(step)}, {"adam_steps", str(adam_steps)}}, small_files},
+                     {model.arenas, optimizer.m, optimizer.v}, last);
 }
 
 LoaderOptions Trainer::loader_options() const {
@@ -1105,6 +1115,7 @@ LoaderOptions Trainer::loader_options() const {
 void Trainer::run() {
     catch_stop_signals();
     Progress progress(o.steps, step, ctx.rank == 0);
+    checkpoints.note = [&](const std::string& line) { progress.note(line); };
     RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step,
                [&](const std::string& line) { progress.note(line); });
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
@@ -1115,6 +1126,7 @@ void Trainer::run() {
     while (step < o.steps) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         if (!queue_step(loader)) break;
+        checkpoints.poll();
         if (ctx.profiler.on()) {
             ctx.profiler.stop();
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
@@ -1132,11 +1144,12 @@ void Trainer::run() {
         }
         if (evaluating) evaluate_split(log, progress);
         if (sampling) sample_text(progress);
-        if (saving) save(progress);
+        if (saving) save(last);
     }
     while (finished < queued) finish_step(log, progress);
     progress.finish();
-    save(progress);
+    checkpoints.wait();
+    save(true);
     if (step < o.steps) progress.note(str("stopped at step ", step, "; 'train --resume --out ", o.out, "' continues"));
 }
 

@@ -6,7 +6,7 @@
 #include "commands/training.h"
 #include "data/tokenizer.h"
 #include "model.h"
-#include "runtime/files/lock.h"
+#include "parallel/checkpoint.h"
 #include "runtime/files/log.h"
 
 class Trainer {
@@ -37,7 +37,7 @@ class Trainer {
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_split(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
-    void save(Progress& progress);
+    void save(bool last);
 
     const Context& ctx;
     const TrainSetup s;
@@ -50,6 +50,7 @@ class Trainer {
     Model model;
     Activations acts;
     Optimizer optimizer;
+    CheckpointSaver checkpoints;
     int64_t step = 0, saved_step = -1;
     double val_loss = NAN;            // of this step; NAN: not evaluated
     std::vector<Batch> one_batch;     // for --overfit-one-batch

@@ -12,6 +12,7 @@
 #include "runtime/communication/launch.h"
 #include "runtime/device/tensor.h"
 #include "runtime/model/model_config.h"
+#include "runtime/model/params.h"
 
 using Args = std::vector<std::string>;
 
@@ -91,6 +92,7 @@ struct TrainOptions {
     MuonFlags muon;
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
+    std::string save_dtype = "fp32", on_save_error = "continue";
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;

@@ -50,6 +50,7 @@ namespace {
 void show_json(const PlanReport& r) {
     json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
     for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
+    for (const auto& [what, bytes] : r.memory.host_lines) result["host_bytes"][what] = bytes;
     result["in_use_before"] = device_bytes_in_use();
     for (const PlannedGroup& g : r.groups)
         result["parameters"][g.name] = {{"weights", g.weights}, {"optimizer", OPTIMIZER_NAMES[size_t(g.optimizer)]}};

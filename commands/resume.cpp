@@ -5,6 +5,7 @@
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
+#include "runtime/files/safetensors.h"
 
 namespace {
 
@@ -25,28 +26,40 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     return r;
 }
 
-// The state's file repeats both numbers of steps; files of older versions do not.
-void check_state(const std::string& path, const ResumePoint& r) {
-    const SafetensorsFile state(path);
+// Both files of tensors repeat the numbers of steps; files of older versions do not.
+void check_steps(const SafetensorsFile& file, const ResumePoint& r) {
     const std::pair<const char*, int64_t> repeated[] = {{"step", r.step}, {"adam_steps", r.adam_steps}};
     for (const auto& [key, value] : repeated) {
-        const auto found = state.metadata().find(key);
-        require(found == state.metadata().end() || found->second == std::to_string(value), path, ": its '", key,
-                "' is ", found == state.metadata().end() ? "" : found->second, ", but trainer.json beside it says ",
+        const auto found = file.metadata().find(key);
+        require(found == file.metadata().end() || found->second == std::to_string(value), file.path(), ": its '", key,
+                "' is ", found == file.metadata().end() ? "" : found->second, ", but trainer.json beside it says ",
                 value);
     }
+}
+
+// The state of older versions holds all weights; then the exported model is not read.
+bool needs_exported_weights(const SafetensorsFile& state) {
+    int64_t weights = 0, moments = 0;
+    for (const auto& [name, entry] : state.entries()) {
+        weights += name.compare(0, 7, "params/") == 0;
+        moments += name.compare(0, 2, "m/") == 0;
+    }
+    return weights < moments;
 }
 
 }  // namespace
 
 ResumePoint read_resume_point(const std::string& checkpoint) {
     const std::string trainer = join_path(checkpoint, "trainer.json"),
-                      state = join_path(checkpoint, "state.safetensors");
+                      state = join_path(checkpoint, "state.safetensors"),
+                      weights = join_path(checkpoint, "model.safetensors");
     // A file that cannot be opened is no reason to remove its checkpoint.
-    for (const std::string& path : {trainer, state}) MappedFile readable(path);
+    for (const std::string& path : {trainer, state}) FileReader readable(path);
     try {
         const ResumePoint r = read_trainer_json(checkpoint, trainer);
-        check_state(state, r);
+        const SafetensorsFile moments(state);
+        check_steps(moments, r);
+        if (needs_exported_weights(moments)) check_steps(SafetensorsFile(weights), r);
         return r;
     } catch (const Error& e) {
         throw Error(e.what() + resume_remedy(checkpoint));

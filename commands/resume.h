@@ -14,6 +14,6 @@ struct ResumePoint {
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
 };
 
-// Reads trainer.json and the header of state.safetensors. Throws Error with the file, the key and the remedy if one of
-// them is damaged or of another checkpoint.
+// Reads trainer.json and the headers of the files of tensors. Throws Error with the file, the key and the remedy if one
+// of them is damaged or of another checkpoint.
 ResumePoint read_resume_point(const std::string& checkpoint);

@@ -26,13 +26,19 @@ void run_plan(const Args& args) {
     const ReduceOptions reduce = reduce_options(o.sharding);
     EngineOptions generation;
     generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
+    // A run that saves checkpoints while it trains.
+    const auto plan_of = [&](const Model& planned, const Activations& activations) {
+        MemoryPlan plan = memory_plan(planned, activations, reduce);
+        if (training) plan.add_host("checkpoint snapshot", snapshot_of(planned).bytes());
+        return plan;
+    };
     const MemoryPlan plan =
-        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : memory_plan(model, *acts, reduce);
+        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : plan_of(model, *acts);
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
     for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
         const Model planned = model_of(stage);
-        stages.push_back(memory_plan(planned, *activations_of(planned), reduce).total);
+        stages.push_back(plan_of(planned, *activations_of(planned)).total);
     }
     std::vector<PlannedGroup> groups;
     for (size_t g = 0; training && g < NUM_RATE_GROUPS; g++) {

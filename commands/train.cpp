@@ -161,6 +161,15 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--keep", o.keep, "number of newest checkpoints to keep; the best one is kept too")
         ->check(positive)
         ->capture_default_str();
+    app->add_option("--save-dtype", o.save_dtype,
+                    "dtype of the exported model in a checkpoint. With bf16 the fp32 weights are kept beside it")
+        ->check(CLI::IsMember({"fp32", "bf16"}))
+        ->capture_default_str();
+    app->add_option("--on-save-error", o.on_save_error,
+                    "continue: a checkpoint that cannot be written is told and the run goes on; stop: it ends the run. "
+                    "The last one always does")
+        ->check(CLI::IsMember({"continue", "stop"}))
+        ->capture_default_str();
     app->add_option("--max-skips", o.max_skips,
                     "stop after this many consecutive steps whose loss or gradient is not finite")
         ->check(positive)

@@ -18,7 +18,7 @@
 #include <string.h>
 #include <unistd.h>
 
-static long calls;  // counted so far; savers write from one thread
+static long calls;  // counted so far, by all threads
 
 static int inside(const char* path) {
     const char* directory = getenv("CRASH_SHIM_DIR");
@@ -43,7 +43,7 @@ static int path_inside(const char* path) {
 // Counts a call and returns whether it is the n-th.
 static int is_due(void) {
     const char* at = getenv("CRASH_SHIM_AT");
-    return ++calls == (at ? atol(at) : 0);
+    return __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) == (at ? atol(at) : 0);
 }
 
 // Kills the process, or sets errno and returns -1 as the failing call does.

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "dev/stored_tensors.h"
 #include "models/model_source.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
-#include "runtime/files/safetensors.h"
 
 // Relative to the project's root, where tests run.
 inline std::string fixture_directory(const std::string& name) {
@@ -19,7 +19,7 @@ inline std::string fixture_directory(const std::string& name) {
 struct Fixture {
     std::string directory;
     ModelConfig config;
-    SafetensorsFile file;  // reference.safetensors
+    StoredTensors file;  // reference.safetensors
     int64_t B, T;
 
     explicit Fixture(const std::string& name)

@@ -736,35 +736,74 @@ class CommandsTest(unittest.TestCase):
         with open(path, "wb") as file:
             file.write(struct.pack("<Q", size) + text.ljust(size) + data)
 
+    def bf16_run(self):
+        """A copy of the base run up to step 4, with the weights in bf16 and what bf16 loses in the state."""
+        out = os.path.join(self.top, "bf16_base")
+        if not os.path.exists(out):
+            self.train("bf16_base", "--steps", 8, "--save-every", 4, "--save-dtype", "bf16")
+            shutil.rmtree(os.path.join(out, "step_00000008"))
+        return out
+
     def test_resume_reads_the_weights(self):
         """A changed value does not match its checksum; without checksums, as in files of older versions, it is used."""
         def raise_a_value(header, data):
-            name = next(n for n in header if n.startswith(tensor + "/") and "qkv.weight" in n)
+            name = next(n for n in header if n.startswith(tensor) and n.endswith(weight))
             at = header[name]["data_offsets"][0]
             data[at:at + 4] = struct.pack("<f", struct.unpack("<f", data[at:at + 4])[0] * 1.5 + 1e-3)
-        for tensor, prefix in (("params", "a"), ("m", "b"), ("v", "c")):
-            other = self.copy_with_checkpoint("changed_" + prefix, 4)
+        for tensor, file, run_dir in (("params/", "state", self.bf16_run()), ("m/", "state", self.base), ("v/", "state", self.base),
+                                      ("transformer.", "model", self.base)):
+            weight = "attn.weight" if file == "model" else "qkv.weight"
+            other = os.path.join(self.top, f"changed_{tensor[0]}")
+            shutil.copytree(run_dir, other)
+            shutil.rmtree(os.path.join(other, "step_00000008"), ignore_errors=True)
             checkpoint = os.path.join(other, "step_00000004")
-            path = os.path.join(checkpoint, "state.safetensors")
+            path = os.path.join(checkpoint, file + ".safetensors")
             self.change_state(path, raise_a_value)
             done = run("train", "--out", other, "--resume")
             self.assertEqual(done.returncode, 1, tensor)
-            self.assertRegex(done.stderr.splitlines()[-1], rf"{path}: tensor {tensor}/\S+: .*checksum.*; remove {checkpoint}")
-            self.change_state(path, lambda header, data: header.update(__metadata__={"format": "pt"}))
-            done = run("train", "--out", other, "--resume")
-            self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertNotEqual(digest(os.path.join(other, "step_00000008", "model.safetensors")),
-                                digest(os.path.join(self.base, "step_00000008", "model.safetensors")), tensor)
+            self.assertRegex(done.stderr.splitlines()[-1], rf"{path}: tensor {tensor}\S+: .*checksum.*; remove {checkpoint}")
+        # The state of older versions held all weights, and at first no checksums.
+        other = os.path.join(self.top, "changed_p")
+        self.change_state(os.path.join(other, "step_00000004", "state.safetensors"),
+                          lambda header, data: header.update(__metadata__={"format": "pt"}))
+        os.truncate(os.path.join(other, "step_00000004", "model.safetensors"), 100)  # not read then
+        done = run("train", "--out", other, "--resume", "--save-dtype", "fp32")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotEqual(*(digest(os.path.join(run_dir, "step_00000008", "model.safetensors")) for run_dir in (other, self.base)))
+
+    def test_save_dtype(self):
+        """The run continues with the same bits, whatever the exported model's dtype."""
+        def data_bytes(checkpoint):
+            return {name: sum(map(len, tensor_bytes(os.path.join(checkpoint, name + ".safetensors")).values()))
+                    for name in ("model", "state")}
+        other = os.path.join(self.top, "save_dtype")
+        shutil.copytree(self.bf16_run(), other)
+        found, plain = (data_bytes(os.path.join(run_dir, "step_00000004")) for run_dir in (other, self.base))
+        weights = plain["model"] // 4
+        self.assertEqual((plain["state"], found["model"], found["state"]), (8 * weights, 2 * weights, 12 * weights))
+        done = run("train", "--out", other, "--resume", "--save-dtype", "fp32")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(*(digests(os.path.join(run_dir, "step_00000008")) for run_dir in (other, self.base)))
+        self.assertEqual(losses(other), losses(self.base))
+        self.refused(2, ["--save-dtype", "fp16"], *self.train_args("refused", "--save-dtype", "fp16"))
+
+    def test_weights_of_another_checkpoint_are_refused(self):
+        other = os.path.join(self.top, "mixed")
+        shutil.copytree(self.base, other)
+        checkpoint = os.path.join(other, "step_00000008")
+        path = os.path.join(checkpoint, "model.safetensors")
+        shutil.copyfile(os.path.join(other, "step_00000004", "model.safetensors"), path)
+        self.refused(1, [path, "'step' is 4", f"; remove {checkpoint}"], "train", "--out", other, "--resume", "--steps", 12)
 
     def test_checkpoints_that_cannot_be_resumed(self):
         """One line names file, value and remedy, before anything else is printed; the run directory stays as it is."""
         other = os.path.join(self.top, "unusable")
         shutil.copytree(self.base, other)
         checkpoint = os.path.join(other, "step_00000008")
-        trainer, state = (os.path.join(checkpoint, name) for name in ("trainer.json", "state.safetensors"))
+        trainer, state, model = (os.path.join(checkpoint, name) for name in ("trainer.json", "state.safetensors", "model.safetensors"))
         remedy = f"; remove {checkpoint} to continue from step_00000004"
         files = {}
-        for path in (trainer, state):
+        for path in (trainer, state, model):
             with open(path, "rb") as file:
                 files[path] = file.read()
         good = json.loads(files[trainer])
@@ -784,12 +823,13 @@ class CommandsTest(unittest.TestCase):
             self.refused(1, [trainer, "damaged", remedy], *resume)
         with open(trainer, "wb") as file:
             file.write(files[trainer])
-        for size in (0, 5, 3000, len(files[state]) - 1):
-            with open(state, "wb") as file:
-                file.write(files[state][:size])
-            self.refused(1, [state, remedy], *resume)
-        with open(state, "wb") as file:
-            file.write(files[state])
+        for path in (state, model):
+            for size in (0, 5, 3000, len(files[path]) - 1):
+                with open(path, "wb") as file:
+                    file.write(files[path][:size])
+                self.refused(1, [path, remedy], *resume)
+            with open(path, "wb") as file:
+                file.write(files[path])
         self.assertEqual(run(*resume).returncode, 0)
 
     def start(self, name, *args, data=None):
@@ -878,7 +918,7 @@ class CommandsTest(unittest.TestCase):
         before, out = sorted(os.listdir(self.top)), os.path.join(self.top, "small_files")
         done = limited(*self.train_args("small_files", "--steps", 2))
         self.assertEqual(done.returncode, 1, done.stderr)
-        message = r"state\.safetensors: cannot write: File too large; raise the limit on file sizes \(ulimit -f\)$"
+        message = r"model\.safetensors: cannot write: File too large; raise the limit on file sizes \(ulimit -f\)$"
         self.assertRegex(done.stderr.splitlines()[-1], message)
         self.assertEqual(sorted(os.listdir(out)), ["log.jsonl", "run.toml"])
         shutil.rmtree(out)
@@ -913,7 +953,7 @@ class CommandsTest(unittest.TestCase):
     def break_saves(self, mode):
         """Breaks a resumed run at its n-th file operation, for every n; then resuming must give the same result."""
         expected = digests(os.path.join(self.base, "step_00000008"))
-        args = ["--resume", "--eval-every", 8]
+        args = ["--resume", "--eval-every", 8, "--save-every", 2, "--on-save-error", "stop"]  # step 6 is written in the background
 
         def broken_at(n):
             run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
@@ -954,6 +994,65 @@ class CommandsTest(unittest.TestCase):
 
     def test_full_disk_at_every_file_operation(self):
         self.break_saves("enospc")
+
+    def test_a_save_that_fails_does_not_stop_the_run(self):
+        """A full disk at operations of a save in the background."""
+        def run_with(n, *args):
+            run_dir = self.copy_with_checkpoint(f"goes_on_{n}", 4)
+            done = run("train", "--out", run_dir, "--resume", "--eval-every", 8, "--save-every", 2, *args,
+                       env=self.shim("enospc", run_dir, n))
+            left = [name for name in os.listdir(run_dir) if "tmp" in name]
+            return done, checkpoints(run_dir), left
+        failed = 0
+        for n in range(2, 40, 3):
+            done, saved, left = run_with(n)
+            if "the checkpoint of step 6 failed: " in done.stderr:
+                failed += 1
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertRegex(done.stderr, "step 6 failed: .*No space left on device; free some disk space; the run goes on\n")
+                self.assertEqual((saved, left), (["step_00000004", "step_00000008"], []))
+                self.assertEqual(log(os.path.join(self.top, f"goes_on_{n}"))[-1]["step"], 8)
+            shutil.rmtree(os.path.join(self.top, f"goes_on_{n}"))
+        self.assertGreater(failed, 3)
+
+    def test_free_space_is_checked_before_a_save(self):
+        if os.geteuid() != 0:
+            self.skipTest("mounting a small file system needs root")
+        out = os.path.join(self.top, "small_disk")
+        os.makedirs(out)
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", out], stderr=subprocess.DEVNULL).returncode:
+            self.skipTest("tmpfs cannot be mounted here")
+        try:
+            done = run(*self.train_args("small_disk", "--steps", 8, "--save-every", 3))
+            self.assertEqual(done.returncode, 1, done.stderr)
+            message = r"small_disk/step_0000000\d: a checkpoint takes \S+ KiB and \S+ KiB of the disk are free; free some disk space"
+            for step in 3, 6:
+                self.assertRegex(done.stderr, f"the checkpoint of step {step} failed: .*{message}; the run goes on")
+            self.assertRegex(done.stderr.splitlines()[-1], f"^train_gpt: train: .*{message}$")
+            self.assertEqual(sorted(os.listdir(out)), ["log.jsonl", "run.toml"])
+            self.assertEqual(log(out)[-1]["step"], 8)
+        finally:
+            subprocess.run(["umount", out], check=True)
+
+    def test_too_little_memory_for_a_snapshot(self):
+        """The run says so and waits for each save; its checkpoints are the same."""
+        def limited(name, kilobytes):
+            return subprocess.run(["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "limited", DRIVER,
+                                   *map(str, self.train_args(name, "--model", "gpt2-tiny", "--layers", 12, "--channels", 256, "--save-every", 1,
+                                                             "--steps", 2))],
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        # 9.6 million weights: 150 MiB and a snapshot of 110 MiB, and what libraries and threads reserve of the address space.
+        outcomes = set()
+        for kilobytes in range(300000, 1000000, 25000):
+            done = limited(f"memory_{kilobytes}", kilobytes)
+            if done.returncode:
+                continue
+            waits = "training waits while a checkpoint is written" in done.stderr
+            self.assertEqual(checkpoints(os.path.join(self.top, f"memory_{kilobytes}")), ["step_00000001", "step_00000002"])
+            outcomes.add(waits)
+            if not waits:
+                break
+        self.assertEqual(len(outcomes), 2, outcomes)
 
     def test_non_finite_losses_stop_the_run(self):
         args = self.train_args("diverges", "--steps", 200, "--lr", 1e6, "--warmup", 0, "--grad-clip", 0, "--schedule", "constant",

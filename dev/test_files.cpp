@@ -40,7 +40,7 @@ TEST(Files, ReadErrorsNameThePath) {
     if (::geteuid() != 0) {  // root can read every file
         ASSERT_EQ(::chmod(dir.file("a").c_str(), 0), 0);
         expect_error([&] { read_file(dir.file("a")); }, {"Permission denied", "permissions"});
-        expect_error([&] { MappedFile map(dir.file("a")); }, {"Permission denied"});
+        expect_error([&] { FileReader file(dir.file("a")); }, {"Permission denied"});
     }
 }
 
@@ -88,22 +88,15 @@ TEST(Files, FileWriterRefusesUseAfterFinish) {
     expect_error([&] { out.finish(); }, {dir.file("a"), "finished twice"});
 }
 
-TEST(Files, MapsFiles) {
+TEST(Files, ReadersOpenRegularFiles) {
     const TempDir dir;
-    write_file(dir.file("a"), "hello");
     write_file(dir.file("empty"), "");
-    MappedFile map(dir.file("a"));
-    EXPECT_EQ(std::string(map.data(), size_t(map.size())), "hello");
-    const MappedFile moved(std::move(map));
-    EXPECT_EQ(std::string(moved.data(), size_t(moved.size())), "hello");
-    EXPECT_EQ(moved.path(), dir.file("a"));
-    EXPECT_EQ(map.data(), nullptr);
-    EXPECT_EQ(MappedFile(dir.file("empty")).size(), 0);
-    expect_error([&] { MappedFile m(dir.file("none")); }, {dir.file("none"), "No such file"});
-    expect_error([&] { MappedFile m(dir.path()); }, {dir.path(), "Is a directory"});
-    expect_error([&] { MappedFile m("/dev/zero"); }, {"/dev/zero", "not a regular file"});
+    EXPECT_EQ(FileReader(dir.file("empty")).size(), 0);
+    expect_error([&] { FileReader f(dir.file("none")); }, {dir.file("none"), "No such file"});
+    expect_error([&] { FileReader f(dir.path()); }, {dir.path(), "Is a directory"});
+    expect_error([&] { FileReader f("/dev/zero"); }, {"/dev/zero", "not a regular file"});
     ASSERT_EQ(::mkfifo(dir.file("fifo").c_str(), 0600), 0);  // opening it would wait for a writer
-    expect_error([&] { MappedFile m(dir.file("fifo")); }, {dir.file("fifo"), "not a regular file"});
+    expect_error([&] { FileReader f(dir.file("fifo")); }, {dir.file("fifo"), "not a regular file"});
 }
 
 TEST(Files, ReadsParts) {

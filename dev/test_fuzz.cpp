@@ -22,6 +22,7 @@
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
 #include "dev/fixtures.h"
+#include "dev/saved_state.h"
 #include "dev/temp_dir.h"
 #include "dev/tokenizer_fixture.h"
 #include "infer/prompts.h"
@@ -365,9 +366,12 @@ TEST_F(Fuzz, TrainingState) {
     for (auto& arena : arenas) arena.assign(size_t(table.total), 1.0f);
     const auto tensor = [&](int i) { return host_tensor(arenas[i].data(), {table.total}); };
     const TrainingArenas state = {tensor(0), tensor(1), tensor(2)};
-    const std::string path = dir.file("state.safetensors");
-    save_state(path, table, state);
-    fuzz(path, read_file(path), {4000, true}, 200, [&] { load_state(path, table, state); });
+    const std::string checkpoint = dir.file("step_00000001");
+    save_state(checkpoint, table, state);
+    for (const char* name : {"state.safetensors", "model.safetensors"}) {
+        const std::string path = join_path(checkpoint, name);
+        fuzz(path, read_file(path), {4000, true}, 200, [&] { load_state(checkpoint, table, state); });
+    }
 }
 
 TEST_F(Fuzz, LlmcAndLlama2cModels) {

@@ -78,6 +78,32 @@ class SignalsTest(unittest.TestCase):
                 process.send_signal(number)
             self.assertEqual(self.expect_saved(name, process), log(os.path.join(self.top, name))[-1]["step"])
 
+    def test_a_second_signal_waits_for_the_checkpoint(self):
+        """Saving 30 million weights takes long enough; the process ends by the signal when it has its name."""
+        out = os.path.join(self.top, "second")
+        command = [DRIVER, "train", "--model", "gpt2-mini", "--vocab-size", "50000", "--data", self.data, "--out", out, "--batch-size", "1",
+                   "--seq-len", "16", "--gemm-tune", "off", "--steps", "100000", "--save-every", "2", "--keep", "100"]
+        for times in 2, 3:
+            process = self.start(command)
+            before = checkpoints(out) if os.path.isdir(out) else []
+            end = time.monotonic() + 60
+            while not glob.glob(os.path.join(out, ".tmp-step_*")):
+                self.assertLess(time.monotonic(), end, "nothing is being saved")
+                time.sleep(0.001)
+            name = os.path.basename(glob.glob(os.path.join(out, ".tmp-step_*"))[0]).split("-")[1]
+            for i in range(times):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.1)
+            errors = process.communicate(timeout=60)[1]
+            self.assertEqual(process.returncode, -signal.SIGTERM, errors)
+            self.assertIn("waiting for the checkpoint that is being written", errors)
+            if times == 2:
+                self.assertIn(name, checkpoints(out))
+                self.assertFalse(glob.glob(os.path.join(out, ".tmp-step_*")))
+                command = [DRIVER, "train", "--out", out, "--resume"]
+            else:
+                self.assertGreaterEqual(len(checkpoints(out)), len(before))
+
     def test_nohup_ignores_the_closed_terminal(self):
         process = self.start(["nohup", *self.args("nohup", "--steps", 100000, "--save-every", 0)])
         self.wait_for_a_step("nohup")

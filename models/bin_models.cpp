@@ -159,9 +159,9 @@ ModelConfig llama2c_config(const int32_t* sizes, bool tied, const std::string& p
 }
 
 // Version 0 has no magic number: its sizes must account for the whole file.
-bool is_llama2c_v0(const MappedFile& file, int32_t sizes[7], bool& tied) {
+bool is_llama2c_v0(const FileReader& file, int32_t sizes[7], bool& tied) {
     if (file.size() < LLAMA2C_V0_HEADER) return false;
-    std::memcpy(sizes, file.data(), LLAMA2C_V0_HEADER);
+    file.read(0, sizes, LLAMA2C_V0_HEADER);
     tied = sizes[5] > 0;
     if (sizes[5] == std::numeric_limits<int32_t>::min()) return false;
     sizes[5] = std::abs(sizes[5]);
@@ -173,9 +173,9 @@ bool is_llama2c_v0(const MappedFile& file, int32_t sizes[7], bool& tied) {
     }
 }
 
-BinKind kind_of(const MappedFile& file) {
+BinKind kind_of(const FileReader& file) {
     uint32_t magic = 0;
-    if (file.size() >= 4) std::memcpy(&magic, file.data(), 4);
+    if (file.size() >= 4) file.read(0, &magic, 4);
     if (magic == uint32_t(LLMC_MAGIC)) return BinKind::Llmc;
     int32_t sizes[7];
     bool tied;
@@ -191,10 +191,10 @@ int64_t split_row(int64_t r, int64_t head_size) {
 }  // namespace
 
 BinKind bin_model_kind(const std::string& path) {
-    return kind_of(MappedFile(path));
+    return kind_of(FileReader(path));
 }
 
-BinModel::BinModel(const std::string& path) : file(std::make_shared<MappedFile>(path)) {
+BinModel::BinModel(const std::string& path) : file(std::make_shared<FileReader>(path)) {
     kind = kind_of(*file);
     require(kind != BinKind::Other, path,
             ": neither a model of llm.c nor one of llama2.c: its first bytes or its length ", "are of no such file");
@@ -202,7 +202,7 @@ BinModel::BinModel(const std::string& path) : file(std::make_shared<MappedFile>(
     int32_t header[256] = {};
     if (kind == BinKind::Llmc) {
         require(file->size() >= LLMC_HEADER, path, ": ends inside the header; the file is truncated");
-        std::memcpy(header, file->data(), LLMC_HEADER);
+        file->read(0, header, LLMC_HEADER);
         version = header[1];
         require(version == 3 || version == 5, path, ": is of version ", version,
                 " of llm.c's model files; 3 (fp32) and 5 (bf16) are supported");
@@ -217,11 +217,13 @@ BinModel::BinModel(const std::string& path) : file(std::make_shared<MappedFile>(
         bool tied = false;
         if (!is_llama2c_v0(*file, header, tied)) {
             require(file->size() >= LLAMA2C_HEADER, path, ": ends inside the header; the file is truncated");
-            std::memcpy(header, file->data() + 8, 7 * 4);
-            std::memcpy(&version, file->data() + 4, 4);
+            file->read(8, header, 7 * 4);
+            file->read(4, &version, 4);
             require(version == 1, path, ": is of version ", version,
                     " of llama2.c's model files; 0 and 1 (fp32) are supported");
-            tied = file->data()[8 + 7 * 4] != 0;
+            char own_head = 0;
+            file->read(8 + 7 * 4, &own_head, 1);
+            tied = own_head != 0;
         }
         model = llama2c_config(header, tied, path);
         data_start = version == 0 ? LLAMA2C_V0_HEADER : LLAMA2C_HEADER;
@@ -245,22 +247,22 @@ WeightSource BinModel::weights(const ParamTable& table) const {
         for (const Block& b : blocks[p.name]) rows += b.cols == p.cols ? b.rows : 0;
         require(rows == p.rows, file->path(), ": holds ", rows, " rows of ", p.name, ", expected ", p.rows);
     }
-    const auto fetch = [blocks, mapped = file, start = data_start, T = stored, HS = model.head_size](
+    const auto fetch = [blocks, file = file, start = data_start, T = stored, HS = model.head_size](
                            const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         for (const Block& b : blocks.at(p.name)) {
-            const int64_t begin = start + b.offset * dtype_size(T), C = b.row_size();
-            const char* const src = mapped->data() + begin;
+            const int64_t C = b.row_size(), row_bytes = C * dtype_size(T);
             float* const dst = buffer.data() + b.row * C;
+            std::vector<char> rows(size_t(b.rows * row_bytes));
+            file->read(start + b.offset * dtype_size(T), rows.data(), int64_t(rows.size()));
             if (!b.heads) {
-                convert_to_float(dst, src, T, b.numel());
-            } else {
-                for (int64_t r = 0; r < b.rows; r++) {
-                    const int64_t to = r / HS * HS + split_row(r % HS, HS);
-                    convert_to_float(dst + to * C, src + r * C * dtype_size(T), T, C);
-                }
+                convert_to_float(dst, rows.data(), T, b.numel());
+                continue;
             }
-            mapped->release(begin, b.numel() * dtype_size(T));
+            for (int64_t r = 0; r < b.rows; r++) {
+                const int64_t to = r / HS * HS + split_row(r % HS, HS);
+                convert_to_float(dst + to * C, rows.data() + r * row_bytes, T, C);
+            }
         }
         return static_cast<const float*>(buffer.data());
     };

@@ -18,6 +18,7 @@
 
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
+#include "runtime/files/weights.h"
 #include "runtime/model/model_config.h"
 
 // Detects the format of a .bin file from its first bytes and its length.
@@ -39,7 +40,7 @@ class BinModel {
     int32_t version = 0;
     DType stored = DType::F32;
     int64_t data_start = 0, padded_vocab = 0;
-    std::shared_ptr<const MappedFile> file;
+    std::shared_ptr<const FileReader> file;
 };
 
 // Writes llm.c's format: version 3 for F32, version 5 for BF16. path must not exist; the file is written atomically.

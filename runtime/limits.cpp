@@ -3,8 +3,12 @@
 #include <omp.h>
 #include <pthread.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
+#include <string>
 #include <system_error>
 
 namespace {
@@ -48,4 +52,45 @@ int with_enough_stack(const std::function<int()>& work) {
     if (error) throw std::system_error(error, std::generic_category(), "cannot start a thread");
     pthread_join(thread, nullptr);
     return in_thread.result;
+}
+
+namespace {
+
+// The number that follows a word in a small system file ("MemAvailable:" in /proc/meminfo), or the number that the
+// whole file holds if the word is empty; -1 if there is none ("max").
+int64_t system_number(const std::string& path, const std::string& word) {
+    std::ifstream file(path);
+    for (std::string token; file >> token;) {
+        if (word.empty()) return token.find_first_not_of("0123456789") == std::string::npos ? std::stoll(token) : -1;
+        int64_t number;
+        if (token == word && file >> number) return number;
+    }
+    return -1;
+}
+
+}  // namespace
+
+int64_t host_memory_available() {
+    int64_t available = INT64_MAX;
+    auto limit = [&](int64_t bytes) {
+        if (bytes >= 0) available = std::min(available, bytes);
+    };
+    const int64_t free_kib = system_number("/proc/meminfo", "MemAvailable:");
+    if (free_kib >= 0) limit(free_kib * 1024);
+    const int64_t group_max = system_number("/sys/fs/cgroup/memory.max", "");
+    const int64_t group_used = system_number("/sys/fs/cgroup/memory.current", "");
+    // The group's page cache counts as used, although the system reclaims it on demand.
+    const int64_t group_cache = std::max<int64_t>(system_number("/sys/fs/cgroup/memory.stat", "file"), 0);
+    if (group_max >= 0 && group_used >= 0)
+        limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
+    rlimit address_space{};
+    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY)
+        limit(int64_t(address_space.rlim_cur));
+    return available;
+}
+
+void lower_thread_priority() {
+    constexpr int LOWEST = 19;
+    setpriority(PRIO_PROCESS, id_t(syscall(SYS_gettid)), LOWEST);  // a failure changes no result
+    omp_set_num_threads(1);
 }

@@ -1,6 +1,7 @@
-// Limits of the environment that would crash the process: very many threads, very small stacks.
+// Limits of the environment: threads, stacks, host memory, priorities.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 // Bounds the number of OpenMP threads to 64, or to 4 per processor if that is more. libgomp crashes when its table of
@@ -11,3 +12,11 @@ void bound_threads();
 // Kernels keep tiles on the stack. If `ulimit -s` is smaller the limit is raised, or where that is not permitted, work
 // runs in a thread of its own. Throws std::system_error if that cannot be started.
 int with_enough_stack(const std::function<int()>& work);
+
+// Host memory that can still be allocated: the least of free memory, the control group's limit and the address-space
+// limit.
+int64_t host_memory_available();
+
+// The calling thread works where others leave time: the lowest priority (nice 19, and with it the lowest of disk
+// access), OpenMP regions without further threads.
+void lower_thread_priority();

@@ -3,20 +3,51 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <thread>
 
 namespace {
 constexpr int STOP_SIGNALS[] = {SIGINT, SIGTERM, SIGHUP};
 
-// A signal handler can reach nothing but a global.
+// A signal handler can reach nothing but globals.
 volatile std::sig_atomic_t stop_signal = 0;
+volatile std::sig_atomic_t received[NSIG] = {};  // since the signal is caught
+std::atomic<int> holds = 0, waiting_signal = 0;
+static_assert(std::atomic<int>::is_always_lock_free);
+
+// Ends the process as the signal does by default.
+void end_by(int number) {
+    std::signal(number, SIG_DFL);
+    kill(getpid(), number);
+}
 
 void on_signal(int number) {
     stop_signal = number;
-    if (number != SIGHUP) std::signal(number, SIG_DFL);
+    if (number == SIGHUP || ++received[number] == 1) return;
+    if (received[number] > 2 || holds == 0) return end_by(number);
+    constexpr char TEXT[] =
+        "\nwaiting for the checkpoint that is being written; another signal ends the process at once\n";
+    (void)!write(STDERR_FILENO, TEXT, sizeof TEXT - 1);
+    waiting_signal = number;
+    if (holds == 0) end_by(number);  // the last hold ended meanwhile
+}
+
+void catch_signal(int number) {
+    received[number] = 0;
+    std::signal(number, on_signal);
 }
 }  // namespace
+
+HoldExit::HoldExit() {
+    holds++;
+}
+
+HoldExit::~HoldExit() {
+    if (--holds > 0 || !waiting_signal) return;
+    end_by(waiting_signal);
+    for (;;) pause();
+}
 
 void take_signals_in_a_thread() {
     sigset_t stopping;
@@ -32,7 +63,7 @@ void take_signals_in_a_thread() {
 void catch_stop_signals() {
     stop_signal = 0;
     for (const int number : STOP_SIGNALS)
-        if (number != SIGHUP || !signal_ignored(number)) std::signal(number, on_signal);
+        if (number != SIGHUP || !signal_ignored(number)) catch_signal(number);
 }
 
 bool stop_requested() {
@@ -41,7 +72,7 @@ bool stop_requested() {
 
 void catch_interrupt() {
     stop_signal = 0;
-    std::signal(SIGINT, on_signal);
+    catch_signal(SIGINT);
 }
 
 void release_interrupt() {

@@ -1,5 +1,6 @@
 // SIGINT, SIGTERM and SIGHUP stop a run after its last complete step. A second SIGINT or SIGTERM ends the process at
-// once. A second SIGHUP does not, because a terminal that closes may send several.
+// once, or while a checkpoint is being written, when that is complete; a third ends it at once. A second SIGHUP does
+// not, because a terminal that closes may send several.
 #pragma once
 
 // Starts a thread that receives these signals; the caller and all threads it creates later block them. Call this before
@@ -11,6 +12,15 @@ void take_signals_in_a_thread();
 // SIGHUP stays ignored where the process was started so (nohup).
 void catch_stop_signals();
 bool stop_requested();
+
+// While one exists, a second signal waits. When the last one ends, the process ends if a second signal came.
+class HoldExit {
+  public:
+    HoldExit();
+    ~HoldExit();
+    HoldExit(const HoldExit&) = delete;
+    HoldExit& operator=(const HoldExit&) = delete;
+};
 
 // Between these two calls SIGINT interrupts the current activity instead of ending the program; stop_requested()
 // returns true after it.

@@ -2,13 +2,13 @@
 
 #include <omp.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
+
+#include "runtime/limits.h"
 
 Device backend_device() {
     return Device::CPU;
@@ -44,39 +44,8 @@ Stream create_stream() {
 
 void destroy_stream(Stream) {}
 
-namespace {
-
-// The number that follows a word in a small system file ("MemAvailable:" in /proc/meminfo), or the number that the
-// whole file holds if the word is empty; -1 if there is none ("max").
-int64_t system_number(const std::string& path, const std::string& word) {
-    std::ifstream file(path);
-    for (std::string token; file >> token;) {
-        if (word.empty()) return token.find_first_not_of("0123456789") == std::string::npos ? std::stoll(token) : -1;
-        int64_t number;
-        if (token == word && file >> number) return number;
-    }
-    return -1;
-}
-
-}  // namespace
-
 int64_t device_memory_available() {
-    int64_t available = INT64_MAX;
-    auto limit = [&](int64_t bytes) {
-        if (bytes >= 0) available = std::min(available, bytes);
-    };
-    const int64_t free_kib = system_number("/proc/meminfo", "MemAvailable:");
-    if (free_kib >= 0) limit(free_kib * 1024);
-    const int64_t group_max = system_number("/sys/fs/cgroup/memory.max", "");
-    const int64_t group_used = system_number("/sys/fs/cgroup/memory.current", "");
-    // The group's page cache counts as used, although the system reclaims it on demand.
-    const int64_t group_cache = std::max<int64_t>(system_number("/sys/fs/cgroup/memory.stat", "file"), 0);
-    if (group_max >= 0 && group_used >= 0)
-        limit(std::max<int64_t>(group_max - std::max<int64_t>(group_used - group_cache, 0), 0));
-    rlimit address_space{};
-    if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY)
-        limit(int64_t(address_space.rlim_cur));
-    return available;
+    return host_memory_available();
 }
 
 int64_t device_overhead_bytes() {
@@ -123,7 +92,14 @@ void copy_to_device(void* device, const void* host, size_t bytes, Stream) {
 }
 
 void copy_to_host(void* host, const void* device, size_t bytes, Stream) {
-    if (bytes) std::memcpy(host, device, bytes);
+    constexpr size_t CHUNK = size_t(1) << 20;  // smaller copies are not worth waking threads
+    const int64_t chunks = int64_t((bytes + CHUNK - 1) / CHUNK);
+#pragma omp parallel for schedule(static) if (chunks > 1)
+    for (int64_t i = 0; i < chunks; i++) {
+        const size_t begin = size_t(i) * CHUNK;
+        std::memcpy(static_cast<char*>(host) + begin, static_cast<const char*>(device) + begin,
+                    std::min(CHUNK, bytes - begin));
+    }
 }
 
 void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {

@@ -38,8 +38,7 @@ void use_device(int64_t index);
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);
 
-// Memory that can still be allocated. On the CPU: the least of free memory, the control group's limit and the
-// address-space limit.
+// Memory that can still be allocated. On the CPU: host_memory_available() of runtime/limits.h.
 int64_t device_memory_available();
 // Memory that the program takes beside the arenas: code, libraries and their buffers. A measured constant.
 int64_t device_overhead_bytes();

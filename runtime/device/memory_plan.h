@@ -10,8 +10,13 @@
 struct MemoryPlan {
     std::vector<std::pair<std::string, int64_t>> lines;  // name, bytes
     int64_t total = 0;
+    std::vector<std::pair<std::string, int64_t>> host_lines;  // memory of the host beside a GPU, not in total
 
     void add(const std::string& what, int64_t bytes);  // ignored if bytes is 0
+
+    void add_host(const std::string& what, int64_t bytes);  // on the CPU the same as add()
+    // The bytes of the host's memory. On the CPU that is total.
+    int64_t host_total() const;
 
     // The table as text. in_use_before: bytes in use on the GPU by this program's context and by other programs.
     std::string text(int64_t in_use_before) const;

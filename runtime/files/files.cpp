@@ -3,9 +3,9 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <glob.h>
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -178,32 +178,10 @@ void FileReader::read(int64_t offset, void* dst, int64_t bytes) const {
     }
 }
 
-MappedFile::MappedFile(const std::string& path) : name(path) {
-    const Descriptor file(open_regular_file(path, length));
-    if (length == 0) return;  // mmap refuses a length of 0, but an empty file is valid
-    void* map = ::mmap(nullptr, size_t(length), PROT_READ, MAP_SHARED, file.fd, 0);
-    if (map == MAP_FAILED) throw_system_error(path, "map", errno);
-    bytes = static_cast<char*>(map);
-}
-
-MappedFile::~MappedFile() {
-    if (bytes) ::munmap(bytes, size_t(length));
-}
-
-void MappedFile::release(int64_t begin, int64_t count) const {
-    const int64_t page = ::sysconf(_SC_PAGESIZE), first = begin / page * page;
-    // Only advice: if the system ignores it, the memory stays in use and nothing else changes.
-    if (count > 0) (void)::madvise(bytes + first, size_t(begin + count - first), MADV_DONTNEED);
-}
-
-MappedFile::MappedFile(MappedFile&& other) noexcept
-    : name(std::move(other.name)), bytes(std::exchange(other.bytes, nullptr)), length(std::exchange(other.length, 0)) {}
-
 FileWriter::FileWriter(const std::string& path, const std::string& shown_as, Open how)
     : name(shown_as.empty() ? path : shown_as) {
-    const bool create = how == Open::Create;
-    fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | (create ? O_CREAT | O_TRUNC : 0), 0666);
-    if (fd < 0) throw_system_error(name, create ? "create" : "open", errno);
+    fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_CREAT | (how == Open::Create ? O_TRUNC : 0), 0666);
+    if (fd < 0) throw_system_error(name, "create", errno);
 }
 
 FileWriter::~FileWriter() {
@@ -227,12 +205,22 @@ void FileWriter::write(const void* data, int64_t bytes) {
     }
 }
 
-void FileWriter::finish() {
+void FileWriter::flush() {
     require(fd >= 0, name, ": finished twice");
     // EINVAL: a pipe or a device, which has nothing to flush. Some file systems report a full disk only here or at
     // close.
     if (::fsync(fd) != 0 && errno != EINVAL) throw_system_error(name, "flush", errno);
+}
+
+void FileWriter::finish() {
+    flush();
     if (::close(std::exchange(fd, -1)) != 0) throw_system_error(name, "close", errno);
+}
+
+int64_t free_disk_bytes(const std::string& directory) {
+    struct statvfs info;
+    if (::statvfs(directory.c_str(), &info) != 0) throw_system_error(directory, "ask for the free space of", errno);
+    return int64_t(std::min<uint64_t>(uint64_t(info.f_bavail) * info.f_frsize, INT64_MAX));
 }
 
 void make_directories(const std::string& path) {

@@ -1,4 +1,5 @@
-// Checked file access: whole reads, memory maps, flushed writes and .npy arrays.
+// Checked file access: reads of wholes and parts, flushed writes and .npy arrays. Nothing is mapped: a mapped file that
+// is truncated meanwhile would end the process with SIGBUS.
 // Errors name the path, the system's error message and, if there is one, the remedy.
 #pragma once
 
@@ -17,7 +18,7 @@ std::string read_file(const std::string& path, int64_t limit = int64_t(1) << 32)
 // Creates or replaces path atomically (temporary file, flush, rename).
 void write_file(const std::string& path, std::string_view bytes);
 
-// Reads parts of a regular file. Unlike in a map, a file that is truncated meanwhile is an Error and no signal.
+// Reads parts of a regular file. A file that is truncated meanwhile is an Error.
 class FileReader {
   public:
     // Throws Error for anything but a regular file; FIFOs and devices are not opened.
@@ -35,44 +36,28 @@ class FileReader {
     int fd = -1;
 };
 
-// A read-only memory map of a whole regular file.
-class MappedFile {
-  public:
-    explicit MappedFile(const std::string& path);
-    ~MappedFile();
-    MappedFile(MappedFile&& other) noexcept;
-    MappedFile(const MappedFile&) = delete;
-    MappedFile& operator=(const MappedFile&) = delete;
-    const char* data() const { return bytes; }
-    int64_t size() const { return length; }
-    const std::string& path() const { return name; }
-    // Lets the system reclaim the memory of bytes that were read; reading them again is slower but works.
-    void release(int64_t begin, int64_t count) const;
-
-  private:
-    std::string name;
-    char* bytes = nullptr;
-    int64_t length = 0;
-};
-
 // A file being written front to back. Every write is checked; finish() flushes to disk. Not atomic by itself: write
 // into an AtomicDirectory.
 class FileWriter {
   public:
-    // shown_as: the name in errors if path is temporary. Existing: another process created the file; its bytes stay.
-    enum class Open : uint8_t { Create, Existing };
+    // shown_as: the name in errors if path is temporary. Create: an empty file. Shared: several processes write it, the
+    // first creates it; bytes that are there stay.
+    enum class Open : uint8_t { Create, Shared };
     explicit FileWriter(const std::string& path, const std::string& shown_as = "", Open how = Open::Create);
     ~FileWriter();
     FileWriter(const FileWriter&) = delete;
     FileWriter& operator=(const FileWriter&) = delete;
     void seek(int64_t offset);  // the offset of the next write
     void write(const void* data, int64_t bytes);
+    void flush();  // to disk
     void finish();
 
   private:
     std::string name;
     int fd = -1;
 };
+
+int64_t free_disk_bytes(const std::string& directory);  // that this user can write
 
 void make_directories(const std::string& path);  // with parents; does nothing if it exists
 void flush_directory(const std::string& path);   // fsync, so that a rename in it survives a power failure

@@ -6,8 +6,6 @@
 
 #include "runtime/error.h"
 
-namespace {
-
 bool all_finite(const float* values, int64_t n) {
     constexpr uint32_t EXPONENT = 0x7F800000;  // all ones: NaN or infinity
     int64_t bad = 0;
@@ -20,15 +18,15 @@ bool all_finite(const float* values, int64_t n) {
     return bad == 0;
 }
 
-}  // namespace
+void NonFiniteTensors::add(const std::string& tensor) {
+    if (std::find(names.begin(), names.end(), tensor) == names.end()) names.push_back(tensor);
+}
 
 FetchParam NonFiniteTensors::watch(FetchParam fetch) {
     return [this, fetch = std::move(fetch)](const Param& p, std::vector<float>& buffer) {
         const float* const values = fetch(p, buffer);
         for (const SourceTensor& source : p.sources) {
-            const bool finite = all_finite(values + source.row * p.row_size(), source.rows * p.row_size());
-            const bool known = std::find(names.begin(), names.end(), source.name) != names.end();
-            if (!finite && !known) names.push_back(source.name);
+            if (!all_finite(values + source.row * p.row_size(), source.rows * p.row_size())) add(source.name);
         }
         return values;
     };

@@ -37,10 +37,12 @@ std::string shown(const json& value) {
     return text;
 }
 
-int64_t read_length(const std::string& path, const MappedFile& file) {
+int64_t read_length(const std::string& path, const FileReader& file) {
     require(file.size() >= 8, path, ": is ", file.size(), " bytes, too short for a safetensors file");
+    uint8_t bytes[8];
+    file.read(0, bytes, 8);
     uint64_t length = 0;
-    for (int i = 7; i >= 0; i--) length = length << 8 | uint8_t(file.data()[i]);
+    for (int i = 7; i >= 0; i--) length = length << 8 | bytes[i];
     require(length <= uint64_t(MAX_HEADER), path, ": safetensors header of ", length, " bytes; at most ", MAX_HEADER,
             " are allowed, the file is corrupt or of another kind");
     require(int64_t(length) <= file.size() - 8, path, ": safetensors header of ", length,
@@ -129,7 +131,9 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
     const int64_t header_bytes = read_length(path, file);
     data_start = 8 + header_bytes;
     const int64_t data_bytes = file.size() - data_start;
-    const json header = parse_header(path, file.data() + 8, file.data() + data_start);
+    std::string head(size_t(header_bytes), '\0');
+    file.read(8, head.data(), header_bytes);
+    const json header = parse_header(path, head.data(), head.data() + head.size());
 
     for (const auto& [name, value] : header.items()) {
         if (name == "__metadata__") {
@@ -159,17 +163,17 @@ SafetensorsFile::SafetensorsFile(const std::string& path) : file(path) {
             " bytes of data; the file is corrupt");
 }
 
-Tensor SafetensorsFile::tensor(const std::string& name) const {
+const SafetensorsEntry& SafetensorsFile::entry(const std::string& name) const {
     const auto found = table.find(name);
     require(found != table.end(), path(), ": there is no tensor ", shown(name));
-    const SafetensorsEntry& entry = found->second;
-    char* data = const_cast<char*>(file.data()) + data_start + entry.begin;  // a read-only map: writing faults
-    return make_tensor(data, entry.dtype, Device::CPU, entry.shape.data(), int(entry.shape.size()));
+    return found->second;
 }
 
-void SafetensorsFile::release(const std::string& name) const {
-    const auto found = table.find(name);
-    if (found != table.end()) file.release(data_start + found->second.begin, found->second.end - found->second.begin);
+void SafetensorsFile::read(const SafetensorsEntry& entry, int64_t begin, int64_t count, void* dst) const {
+    const int64_t size = dtype_size(entry.dtype);
+    require(begin >= 0 && count >= 0 && begin <= entry.numel() - count, path(), ": elements ", begin, " to ",
+            begin + count, " are outside a tensor of ", entry.numel());
+    file.read(data_start + entry.begin + begin * size, dst, count * size);
 }
 
 std::optional<uint32_t> SafetensorsFile::checksum(const std::string& name) const {
@@ -211,7 +215,7 @@ size_t SafetensorsWriter::declare(const std::string& tensor, DType dtype, const 
 }
 
 // While checksums are unknown they are written as zeros: the length of the header does not depend on them.
-std::string SafetensorsWriter::header() const {
+std::string SafetensorsWriter::header(const std::vector<uint32_t>& crc) const {
     json names = {{"__metadata__", metadata}};
     for (size_t i = 0; i < table.size(); i++) {
         const auto& [tensor, entry] = table[i];
@@ -233,14 +237,11 @@ std::string SafetensorsWriter::header() const {
     return length + text;
 }
 
-void SafetensorsWriter::begin(const Ranks& all) {
+void SafetensorsWriter::begin(FileWriter::Open how) {
     require(!out, name, ": begin() was called twice");
-    ranks = all;
-    crc.assign(table.size(), 0);
-    header_bytes = int64_t(header().size());
-    if (ranks.rank == 0) out = std::make_unique<FileWriter>(name);
-    ranks.barrier();
-    if (ranks.rank != 0) out = std::make_unique<FileWriter>(name, "", FileWriter::Open::Existing);
+    part.checksums.assign(table.size(), 0);
+    header_bytes = int64_t(header(part.checksums).size());
+    out = std::make_unique<FileWriter>(name, "", how);
     out->seek(header_bytes);
 }
 
@@ -257,7 +258,7 @@ void SafetensorsWriter::seek(size_t tensor, int64_t byte) {
 void SafetensorsWriter::add_to_checksums(const char* data, int64_t bytes) {
     for (int64_t begin = at; bytes > 0;) {
         const int64_t end = table[current].second.end, n = std::min(bytes, end - begin);
-        crc[current] ^= crc32c_shift(crc32c(data, n), end - begin - n);
+        part.checksums[current] ^= crc32c_shift(crc32c(data, n), end - begin - n);
         begin += n, data += n, bytes -= n;
         if (begin == end) current++;
     }
@@ -269,19 +270,25 @@ void SafetensorsWriter::write(const void* data, int64_t bytes) {
     if (checksums == Checksums::Yes) add_to_checksums(static_cast<const char*>(data), bytes);
     out->write(data, bytes);
     at += bytes;
-    written += bytes;
+    part.bytes += bytes;
 }
 
-void SafetensorsWriter::finish() {
-    std::vector<int64_t> counts(size_t(ranks.count), written);
-    if (ranks.count > 1) ranks.all_gather(counts.data(), &written, sizeof written);
-    const int64_t all_written = std::accumulate(counts.begin(), counts.end(), int64_t(0));
-    require(out && all_written == total, name, ": finished after ", all_written, " of the ", total, " bytes declared");
-    crc = ranks.combine(crc);
-    if (ranks.rank == 0) {
-        const std::string text = header();
-        out->seek(0);
-        out->write(text.data(), int64_t(text.size()));
-    }
+void SafetensorsWriter::Part::add(const Part& other) {
+    require(checksums.size() == other.checksums.size(), "parts of different safetensors files");
+    bytes += other.bytes;
+    for (size_t i = 0; i < checksums.size(); i++) checksums[i] ^= other.checksums[i];
+}
+
+SafetensorsWriter::Part SafetensorsWriter::end_part() {
+    require(bool(out), name, ": end_part() before begin()");
+    out->flush();
+    return part;
+}
+
+void SafetensorsWriter::finish(const Part& sum) {
+    require(out && sum.bytes == total, name, ": finished after ", sum.bytes, " of the ", total, " bytes declared");
+    const std::string text = header(sum.checksums);
+    out->seek(0);
+    out->write(text.data(), int64_t(text.size()));
     out->finish();
 }

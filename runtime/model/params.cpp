@@ -156,9 +156,23 @@ ParamArena::Span ParamArena::span(const Param& p, int64_t begin, int64_t n) cons
     return {low - p.offset, high - low, at};
 }
 
+namespace {
+
+// For spans only: it holds no memory.
+ParamArena arena_of(int64_t part, int64_t parts) {
+    ParamArena arena;
+    arena.part = part, arena.parts = parts;
+    return arena;
+}
+
+}  // namespace
+
+ParamArena::Span owned_span(const Param& p, int64_t part, int64_t parts) {
+    return arena_of(part, parts).span(p, 0, p.numel());
+}
+
 std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts) {
-    ParamArena held;  // used for spans only, holds no memory
-    held.part = part, held.parts = parts;
+    const ParamArena held = arena_of(part, parts);
     std::vector<int64_t> starts;
     int64_t end = 0;
     for (const Param& p : table.params) {
@@ -216,10 +230,13 @@ void WeightArenas::store(const Param& p, const float* values, int64_t begin, int
 }
 
 const float* WeightArenas::fetch(const Param& p, std::vector<float>& buffer) const {
-    const ParamArena& arena = exact(p);
-    const ParamArena::Span all = arena.span(p, 0, p.padded_numel());
-    require(all.count == p.padded_numel(), "parameter ", p.name, ": only a part of it is here");
-    return fetch_values(arena.elements(all), buffer);
+    return fetch_span(exact(p), p, 0, p.padded_numel(), buffer);
+}
+
+const float* fetch_span(const ParamArena& arena, const Param& p, int64_t begin, int64_t n, std::vector<float>& buffer) {
+    const ParamArena::Span held = arena.span(p, begin, n);
+    require(held.count == n, "parameter ", p.name, ": only a part of it is here");
+    return fetch_values(arena.elements(held), buffer);
 }
 
 const float* fetch_values(const Tensor& values, std::vector<float>& buffer) {

@@ -116,6 +116,9 @@ struct ParamArena {
     Tensor elements(const Span& span) const { return data.rows(span.at, span.at + span.count); }
 };
 
+// The elements of a parameter, without padding, that one of `parts` ranks owns.
+ParamArena::Span owned_span(const Param& p, int64_t part, int64_t parts);
+
 // ParamArena::starts of Adam's second moment: only the parameters that AdamW updates have one. Each held part begins at
 // a multiple of 128 elements.
 std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts);
@@ -144,5 +147,8 @@ struct WeightArenas {
     const float* fetch(const Param& p, std::vector<float>& buffer) const;
 };
 
-// Values of an arena as fp32 on the host: a pointer into the arena if possible, otherwise a copy in buffer.
+// Elements of a parameter as fp32 values on the host: a pointer into the arena if possible, otherwise a copy in buffer.
+// Throws Error if the arena does not hold all of them.
+const float* fetch_span(const ParamArena& arena, const Param& p, int64_t begin, int64_t n, std::vector<float>& buffer);
+// The same for values of an arena.
 const float* fetch_values(const Tensor& values, std::vector<float>& buffer);

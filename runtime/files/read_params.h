@@ -1,0 +1,57 @@
+// Reads parameters from safetensors files on all cores: in chunks that stay in a core's cache for a host arena, in
+// large blocks of pinned memory for a device.
+#pragma once
+
+#include <functional>
+#include <utility>
+
+#include "runtime/device/device.h"
+#include "runtime/files/safetensors.h"
+#include "runtime/model/params.h"
+
+// Where a file holds elements [begin, begin + rows·cols) of a parameter. transposed: the file stores [cols, rows].
+struct StoredPart {
+    const SafetensorsFile* file;
+    const SafetensorsEntry* entry;
+    int64_t begin, rows, cols;
+    bool transposed;
+    int64_t numel() const { return rows * cols; }
+};
+
+// Elements [begin, begin + count) of a parameter as fp32 values on the host.
+using TakeValues = std::function<void(int64_t begin, int64_t count, const float* values)>;
+
+// The CRC-32C of a range of a stored tensor, computed while it is read.
+struct RangeChecksum {
+    int64_t begin = 0, end = 0;  // elements of the tensor in the file's order
+    uint32_t value = 0;          // the range's contribution to the checksum of the whole tensor
+};
+
+class ParamReader {
+  public:
+    // Takers: from all threads at once, in chunks; or from the calling thread, in blocks of pinned memory that stay
+    // unchanged until the work that the taker has queued on the default stream is done.
+    enum class Takers : uint8_t { AllThreads, Caller };
+    explicit ParamReader(Takers takers);
+    ~ParamReader();
+    ParamReader(const ParamReader&) = delete;
+    ParamReader& operator=(const ParamReader&) = delete;
+    // The takers that can store into an arena.
+    static Takers takers_of(const WeightArenas& arenas);
+
+    // Calls take for the elements of [begin, begin + count) that the part holds. With a checksum it also reads that
+    // range, which must be in the part; if the part is not transposed it must be in [begin, begin + count).
+    void read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
+              RangeChecksum* checksum = nullptr);
+
+  private:
+    void read_straight(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
+                       RangeChecksum* checksum);
+    void read_transposed(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
+                         RangeChecksum* checksum);
+    const Takers takers;
+    std::vector<HostMemory> blocks;  // two, while the device copies one the other is filled
+    Event copied[2];
+    size_t next = 0;
+    std::vector<float> whole;  // of a transposed part
+};

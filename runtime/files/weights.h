@@ -1,0 +1,71 @@
+// The weights in a model directory: one safetensors file or shards with an index, in Hugging Face layout.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/files/read_params.h"
+#include "runtime/files/safetensors.h"
+#include "runtime/model/params.h"
+
+// Returns a parameter's padded_numel() values on the host in memory layout, padding rows zero: a pointer to existing
+// memory, or to buffer.
+using FetchParam = std::function<const float*(const Param& p, std::vector<float>& buffer)>;
+
+// The dtype in which a file holds, or is to hold, one of the tensors that a parameter is made of.
+using StoredDType = std::function<DType(const Param& p, const SourceTensor& tensor)>;
+
+// Weights in files, read one parameter at a time.
+struct WeightSource {
+    FetchParam fetch;
+    StoredDType dtype;
+};
+
+// A directory's weights, checked against a table: every source tensor is present with its shape. Other tensors are an
+// Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) and a tied model's lm_head.weight
+// that equals the token embedding, the table's first parameter. (If they differ it is an Error, because transformers 4
+// uses the embedding and transformers 5 the head.) Names may lack the family's prefix ("transformer." / "model.");
+// dtypes are fp32, bf16, fp16 and fp64.
+class StoredWeights {
+  public:
+    StoredWeights(const std::string& directory, const ParamTable& table);
+    // The tensors that a parameter is made of, in the order of its sources.
+    struct Tensor {
+        std::string name;
+        StoredPart part;
+    };
+    std::vector<Tensor> tensors(const Param& p) const;
+
+  private:
+    struct Files;
+    std::shared_ptr<const Files> files;
+    bool own_names = false;
+};
+
+// Opens a directory's weights.
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table);
+
+// Fills the arenas, on host or device, from a directory's weights, with the checks of StoredWeights. Padding rows are
+// set to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
+// infinite is an Error that names the tensor. Returns a warning that names the tensors with values that are not finite,
+// for stderr; empty if there are none.
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
+
+// Whether a directory has a file of weights, or an index of shards.
+bool holds_weights(const std::string& directory);
+
+// Writes model.safetensors at path, tensor by tensor. dtype: F32, BF16 or F16, of each tensor. Throws Error naming the
+// tensor for a finite value that the dtype would make infinite. Not atomic: callers write into an AtomicDirectory.
+void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype);
+
+// The same with one dtype, from the most exact weights in the arenas. Several ranks write one file together: each
+// declares all tensors and writes what it owns, one part of `ranks` of every group, of which the arenas hold at least
+// that. end_part() and finish() are the caller's.
+void write_weights(SafetensorsWriter& writer, FileWriter::Open how, const ParamTable& table, const WeightArenas& arenas,
+                   DType dtype, const Ranks& ranks = {});
+
+// "arena is bf16 [7], expected ..." unless the arenas fit the table.
+void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where);
+std::string shape_string(const std::vector<int64_t>& shape);  // "[3, 4]"
