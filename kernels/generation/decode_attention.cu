@@ -229,8 +229,8 @@ __global__ void __launch_bounds__(THREADS) simt_kernel(const Arguments<T> a) {
 
     const SplitWorkspace<WARPS, HEADS> work{&queries[0][0], &scores[0][0], &sums[0][0][0], maxima, totals, int(MAX_HS)};
     constexpr int BATCH = V == 1 ? 4 : V == 2 ? 2 : 1;
-    attend_split<W, V, BATCH, RING>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.first, int(a.capacity), t.keys,
-                              t.heads, HS, a.lanes);
+    attend_split<W, V, BATCH, RING>(work, a.k_cache + t.start, a.v_cache + t.start, row, t.first, int(a.capacity),
+                                    t.keys, t.heads, HS, a.lanes);
     finish<(W > 1)>(
         a, t,
         [&](int h) {

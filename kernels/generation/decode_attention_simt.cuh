@@ -38,9 +38,9 @@ __device__ __forceinline__ float group_sum(float x, int lanes) {
 }
 
 // k_cache, v_cache: of the split's first key, `row` elements from one key to the next; keys ≤ SIMT_SPLIT_KEYS. With a
-// ring they are those of its row 0, and the first key is in row `first_row` of `rows`. A group of `lanes` lanes, a power
-// of two, shares a key. Each lane holds V vectors of W elements of it: channel (v·lanes + lane)·W + k of a head. A lane
-// has BATCH keys and values in flight at a time.
+// ring they are those of its row 0, and the first key is in row `first_row` of `rows`. A group of `lanes` lanes, a
+// power of two, shares a key. Each lane holds V vectors of W elements of it: channel (v·lanes + lane)·W + k of a head.
+// A lane has BATCH keys and values in flight at a time.
 //
 // The caller fills shared.queries and synchronizes the block before. On return maxima, totals and sums are visible to
 // all threads.
