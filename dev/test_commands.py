@@ -788,7 +788,7 @@ class CommandsTest(unittest.TestCase):
         self.refused(2, ["--save-dtype", "fp16"], *self.train_args("refused", "--save-dtype", "fp16"))
 
     def test_weights_of_another_checkpoint_are_refused(self):
-        other = os.path.join(self.top, "mixed")
+        other = os.path.join(self.top, "weights_of_another")
         shutil.copytree(self.base, other)
         checkpoint = os.path.join(other, "step_00000008")
         path = os.path.join(checkpoint, "model.safetensors")
