@@ -70,7 +70,7 @@ TEST(ChatTemplates, FoundInModelDirectory) {
 
 TEST(ChatTemplates, TextAndTokensOfEachFamily) {
     const json fixture = json::parse(read_file("dev/fixtures/chat_templates.json"));
-    int64_t texts = 0, refusals = 0;
+    int64_t renderings = 0, refusals = 0;
     for (const json& family : fixture["families"]) {
         const ChatTemplate model = chat_template(family["template"].get<std::string>(), family["named"]);
         const Tokenizer tokenizer =
@@ -90,11 +90,11 @@ TEST(ChatTemplates, TextAndTokensOfEachFamily) {
             EXPECT_EQ(render().chars, one["text"].get<std::string>()) << family["name"];
             EXPECT_EQ(model.tokens(messages, prompt, fixture_date(), tokenizer), one["ids"].get<std::vector<int32_t>>())
                 << family["name"] << one["messages"];
-            texts++;
+            renderings++;
         }
     }
-    EXPECT_EQ(texts + refusals, 216);
-    EXPECT_GT(texts, 150);
+    EXPECT_EQ(renderings + refusals, 216);
+    EXPECT_GT(renderings, 150);
 }
 
 TEST(ChatTemplates, EndTokens) {

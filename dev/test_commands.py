@@ -35,6 +35,10 @@ def cuda():
     return "backend cuda" in run("info").stdout
 
 
+def sanitized():
+    return os.path.basename(os.path.dirname(DRIVER)).endswith(("-address", "-undefined"))
+
+
 def digest(path):
     with open(path, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
@@ -627,19 +631,25 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(losses(whole), expected_losses, name)
             self.assertEqual(digests(os.path.join(whole, "step_00000008")), expected, name)
 
+    def repeats_after_resume(self, run_dir, end):
+        """Without its last checkpoint the run resumes from the one before, to the same losses and files. Returns its stderr."""
+        expected, expected_losses = digests(end), losses(run_dir)
+        shutil.rmtree(end)
+        done = run("train", "--out", run_dir, "--resume")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(losses(run_dir), expected_losses)
+        self.assertEqual(digests(end), expected)
+        return done.stderr
+
     def test_modern_architecture(self):
         # Trained, resumed, evaluated, sampled; every option is in run.toml or in config.json.
         model = ["--model", "modern-124M", "--layers", 2, "--channels", 32, "--heads", 2, "--qk-norm", "weights", "--logit-softcap", 20,
                  "--softcap-function", "tanh", "--rope-theta", 500, "--attention-scale", 0.3]
         whole = self.train("modern", *model, "--steps", 6, "--save-every", 3, "--eval-every", 6, "--recompute", "norms")
         end = os.path.join(whole, "step_00000006")
-        expected, expected_losses = digests(end), losses(whole)
-        shutil.rmtree(end)
-        done = run("train", "--out", whole, "--resume")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(losses(whole), expected_losses)
-        self.assertEqual(digests(end), expected)
-        self.assertLess(expected_losses[6], expected_losses[1])
+        self.repeats_after_resume(whole, end)
+        trained = losses(whole)
+        self.assertLess(trained[6], trained[1])
         with open(os.path.join(end, "config.json")) as file:
             config = json.load(file)
         expected_keys = {"model_type": "train_gpt", "qk_norm": "weights", "embedding_norm": True, "head_bias": True, "logit_softcap": 20.0,
@@ -663,12 +673,7 @@ class CommandsTest(unittest.TestCase):
         model = ["--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--window", "7,0,4"]
         whole = self.train("window", *model, "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
         end = os.path.join(whole, "step_00000006")
-        expected, expected_losses = digests(end), losses(whole)
-        shutil.rmtree(end)
-        done = run("train", "--out", whole, "--resume")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertEqual(losses(whole), expected_losses)
-        self.assertEqual(digests(end), expected)
+        self.repeats_after_resume(whole, end)
         with open(os.path.join(end, "config.json")) as file:
             config = json.load(file)
         self.assertEqual((config["model_type"], config["layer_windows"]), ("train_gpt", [7, 0, 4]))
@@ -699,14 +704,8 @@ class CommandsTest(unittest.TestCase):
         whole = self.train("mixed", "--model", "llama-tiny", "--layers", 3, "--channels", 32, "--heads", 4, "--kv-heads", 2, "--attention", "LGS",
                            "--linear-rope", "no", "--document-mask", "--steps", 6, "--save-every", 3, "--eval-every", 6)
         end = os.path.join(whole, "step_00000006")
-        expected, expected_losses = digests(end), losses(whole)
-        shutil.rmtree(end)
-        done = run("train", "--out", whole, "--resume")
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("attention LGS", done.stderr)
+        self.assertIn("attention LGS", self.repeats_after_resume(whole, end))
         self.assertIn('attention="LGS"', text_of(os.path.join(whole, "run.toml")))
-        self.assertEqual(losses(whole), expected_losses)
-        self.assertEqual(digests(end), expected)
         with open(os.path.join(end, "config.json")) as file:
             config = json.load(file)
         self.assertEqual([config[key] for key in ("model_type", "attention", "linear_rope")], ["train_gpt", "LGS", False])
@@ -945,7 +944,7 @@ class CommandsTest(unittest.TestCase):
     # ---- crashes -----------------------------------------------------------------------------------------------------------
 
     def shim(self, mode, directory, n):
-        if os.path.basename(os.path.dirname(DRIVER)).endswith(("-address", "-undefined")):
+        if sanitized():
             self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
         self.assertTrue(os.path.exists(SHIM), f"{SHIM} is not built")
         return {"LD_PRELOAD": SHIM, "CRASH_SHIM_MODE": mode, "CRASH_SHIM_DIR": os.path.realpath(directory), "CRASH_SHIM_AT": str(n)}
@@ -1036,7 +1035,7 @@ class CommandsTest(unittest.TestCase):
 
     def test_too_little_memory_for_a_snapshot(self):
         """The run says so and waits for each save; its checkpoints are the same."""
-        if cuda() or os.path.basename(os.path.dirname(DRIVER)).endswith(("-address", "-undefined")):
+        if cuda() or sanitized():
             self.skipTest("CUDA and the address sanitizer reserve more address space than any limit leaves")
         env = {**os.environ, "OMP_NUM_THREADS": "2"}  # each thread reserves address space
 

@@ -10,7 +10,7 @@
 #include <limits>
 #include <map>
 
-#include "models/family.h"
+#include "models/llama_block.h"
 #include "runtime/device/convert.h"
 
 namespace {
@@ -135,20 +135,11 @@ ModelConfig llmc_config(const int32_t* header, const std::string& path) {
 }
 
 ModelConfig llama2c_config(const int32_t* sizes, bool tied, const std::string& path) {
-    ModelConfig c;
-    c.channels = sizes[0];
-    c.ffn = sizes[1];
-    c.layers = sizes[2];
-    c.heads = sizes[3];
-    c.kv_heads = sizes[4];
+    ModelConfig c = llama_block(sizes[2], sizes[0], sizes[3], sizes[4], sizes[1]);
     c.vocab_size = sizes[5];
     c.max_positions = sizes[6];
     c.tied = tied;
-    c.norm = Norm::RMSNorm;
     c.norm_eps = EPSILON;
-    c.positions = Positions::RoPE;
-    c.mlp = Mlp::SwiGLU;
-    c.qkv_bias = c.proj_bias = c.mlp_bias = false;
     c.bos = c.vocab_size > 1 ? 1 : -1;
     c.eos = c.vocab_size > 2 ? 2 : -1;
     require(c.kv_heads > 0 && c.ffn > 0, path, ": ", c.kv_heads, " KV heads and an inner width of ", c.ffn,

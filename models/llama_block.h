@@ -28,7 +28,7 @@ std::vector<TensorNames> llama_tensors();
 // The sizes, under the names that these families and configs of type train_gpt give them.
 void write_sizes(nlohmann::json& out, const ModelConfig& config);
 
-// A preset's block: with biases off and heads of channels / heads.
+// A block of these sizes: with biases off and heads of channels / heads.
 ModelConfig llama_block(int64_t layers, int64_t channels, int64_t heads, int64_t kv_heads, int64_t ffn);
 
 // Windows that some layers have: use_sliding_window, sliding_window, and layer_types with an entry for each layer.

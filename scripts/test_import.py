@@ -99,6 +99,17 @@ class ImportTest(unittest.TestCase):
         return config
 
 
+def write_sizes(writer, config):
+    """The keys of a GGUF file that every architecture has, from a config.json."""
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_context_length(config["max_position_embeddings"])
+
+
 @unittest.skipIf(missing("gguf"), missing("gguf"))
 class GgufTest(ImportTest):
     def write(self, quantise=None, tokenizer=None, change=lambda writer: None, tensors=lambda weights: weights, architecture="llama"):
@@ -106,13 +117,7 @@ class GgufTest(ImportTest):
 
         c = self.config
         writer = gguf.GGUFWriter(self.path("model.gguf"), architecture)
-        writer.add_block_count(c["num_hidden_layers"])
-        writer.add_embedding_length(c["hidden_size"])
-        writer.add_feed_forward_length(c["intermediate_size"])
-        writer.add_head_count(c["num_attention_heads"])
-        writer.add_head_count_kv(c["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
-        writer.add_context_length(c["max_position_embeddings"])
+        write_sizes(writer, c)
         writer.add_rope_freq_base(10000.0)
         writer.add_rope_dimension_count(c["hidden_size"] // c["num_attention_heads"])
         (tokenizer or self.byte_level_tokenizer)(writer)

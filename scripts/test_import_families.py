@@ -11,7 +11,7 @@ import numpy as np
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from test_import import ROOT, ImportTest, interleaved, missing, read_json  # noqa: E402
+from test_import import ROOT, ImportTest, interleaved, missing, read_json, write_sizes  # noqa: E402
 
 
 def family_model(family, rng):
@@ -100,13 +100,7 @@ class GgufFamiliesTest(ImportTest):
         family = config["model_type"]
         architecture = "llama" if family == "mistral" else family
         writer = gguf.GGUFWriter(self.path("model.gguf"), architecture)
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_head_count(config["num_attention_heads"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_context_length(config["max_position_embeddings"])
+        write_sizes(writer, config)
         writer.add_rope_freq_base(config["rope_theta"])
         if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
             writer.add_key_length(config["head_dim"])

@@ -69,9 +69,9 @@ class Reader {
     size_t used = 0, keywords_used = 0;
 };
 
-Value list_of(std::vector<Text> texts, Meter& meter) {
+Value list_of(std::vector<Text> strings, Meter& meter) {
     std::vector<Value> items;
-    for (Text& text : texts) {
+    for (Text& text : strings) {
         meter.make(2 * text.size() + sizeof(Value) + sizeof(Text) + 16);
         items.emplace_back(std::move(text));
     }
@@ -119,7 +119,7 @@ Value replace_text(Reader& in, const Text& text) {
     return replace(text, from.chars, to, count);
 }
 
-Value join_texts(Reader& in, const Text& separator, const Value& list) {
+Value join_strings(Reader& in, const Text& separator, const Value& list) {
     Text out;
     bool first = true;
     for (const Value& item : list.iterate(in.meter)) {
@@ -356,10 +356,10 @@ Value abs_filter(Reader& in, const Value& value) {
 Value join_filter(Reader& in, const Value& value) {
     const Text separator = in.text(0, "d", "");
     const Value* const path = in.find(1, "attribute");
-    if (!path || path->is_none()) return join_texts(in, separator, value);
+    if (!path || path->is_none()) return join_strings(in, separator, value);
     std::vector<Value> items = value.iterate(in.meter);
     for (Value& one : items) one = dotted_attribute(one, *path, in.meter);
-    return join_texts(in, separator, {std::move(items), Sequence::Kind::List});
+    return join_strings(in, separator, {std::move(items), Sequence::Kind::List});
 }
 
 Value replace_filter(Reader& in, const Value& value) {
@@ -572,7 +572,7 @@ const std::map<std::string, StringMethod>& string_methods() {
         {"count", count_method},
         {"endswith", affix_method<true>},
         {"find", find_method<false>},
-        {"join", [](Reader& in, const Text& text) { return join_texts(in, text, in.get(0, "iterable")); }},
+        {"join", [](Reader& in, const Text& text) { return join_strings(in, text, in.get(0, "iterable")); }},
         {"lower", case_method<Case::Lower>},
         {"lstrip", strip_method<LEFT>},
         {"removeprefix", remove_affix_method<false>},

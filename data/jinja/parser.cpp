@@ -44,8 +44,8 @@ class Parser {
 
     bool is_operator(std::string_view text) const { return peek().type == TokenType::Operator && peek().text == text; }
     bool is_name(std::string_view text) const { return peek().type == TokenType::Name && peek().text == text; }
-    bool is_name_of(Names texts) const {
-        return std::any_of(texts.begin(), texts.end(), [&](std::string_view text) { return is_name(text); });
+    bool is_name_of(Names words) const {
+        return std::any_of(words.begin(), words.end(), [&](std::string_view word) { return is_name(word); });
     }
     bool skip_operator(std::string_view text) {
         const bool found = is_operator(text);
