@@ -19,7 +19,7 @@ What differs from the script as it is:
 
 losses: the runs are `ours`, `script`, and with --dtype bf16 `script-half`, the script with half the micro-batch: its
 difference from `script` shows what rounding alone does. Prints the largest difference of a step's loss, the difference
-of the means of the last half of the steps, and the difference of the validation losses. Exit status 1 if the largest
+of the means of --mean-steps, and the difference of the validation losses. Exit status 1 if the largest
 difference (fp32) or one of the other two (bf16) exceeds --bar or, in bf16, that of `script-half`, if that is larger.
 speed: prints the median time of a step of each side; sides take turns.
 """
@@ -225,20 +225,22 @@ def losses(args):
     with open(os.path.join(args.out, f"losses-{args.dtype}-{args.seed}.json"), "w", encoding="utf-8") as file:
         json.dump(results, file)
 
+    first, last = args.mean_steps or (args.steps // 2 + 1, args.steps)
+
     def differences(a, b):
         (x, val_x), (y, val_y) = results[a], results[b]
-        half = len(x) // 2
-        return (max(abs(p - q) for p, q in zip(x, y)), abs(statistics.mean(x[half:]) - statistics.mean(y[half:])),
-                abs(val_x - val_y))
+        means = [statistics.mean(run[first - 1:last]) for run in (x, y)]
+        return max(abs(p - q) for p, q in zip(x, y)), abs(means[0] - means[1]), abs(val_x - val_y)
 
     for name, (steps, val) in results.items():
         print(f"{name:12} first {steps[0]:.5f}  last {steps[-1]:.5f}  val_loss {val:.5f}")
     step, mean, val = differences("ours", "script")
-    print(f"ours - script: largest of a step {step:.6f}, mean of the last half {mean:.6f}, validation {val:.6f}")
+    print(f"ours - script: largest of a step {step:.6f}, mean of steps {first} to {last} {mean:.6f}, "
+          f"validation {val:.6f}")
     if args.dtype == "fp32":
         return step <= args.bar
     _, own_mean, own_val = differences("script", "script-half")
-    print(f"script - script-half: mean of the last half {own_mean:.6f}, validation {own_val:.6f}")
+    print(f"script - script-half: mean of steps {first} to {last} {own_mean:.6f}, validation {own_val:.6f}")
     return mean <= max(args.bar, own_mean) and val <= max(args.bar, own_val)
 
 
@@ -286,9 +288,13 @@ def main():
     parser.add_argument("--eval-tokens", type=int, default=1 << 20, help="validation tokens, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bar", type=float, default=0.01)
+    parser.add_argument("--mean-steps", type=int, nargs=2, metavar=("FIRST", "LAST"),
+                        help="losses: the steps whose means are compared (default: the last half)")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=4, help="speed: steps of each turn that are not counted")
     args = parser.parse_args()
+    if args.mean_steps and not 1 <= args.mean_steps[0] <= args.mean_steps[1] <= args.steps:
+        parser.error("--mean-steps: they must be steps of the run, the first before the last")
     os.makedirs(args.out, exist_ok=True)
     compare = {"losses": losses, "speed": speed}[args.comparison]
     return peer_main("compare_track3", lambda: 0 if compare(args) else 1, (TrackError, CurvesError, LogError),
