@@ -1,8 +1,9 @@
 // The fused decode step, from tokens to logits: time of a step, tokens/s, and the bytes of weights and KV cache that it
-// reads against the machine's copy bandwidth. GPT-2 124M and the shape of LLaMA 3.2 1B, 1 sequence and larger batches,
-// contexts of 128 and 1,024 tokens. Runs whose batch size the fused step does not support say so.
+// reads against the machine's copy bandwidth. GPT-2 124M and the shapes of LLaMA 3.2 1B and Qwen2.5 1.5B, 1 sequence
+// and larger batches, contexts of 128 and 1,024 tokens. Runs whose batch size the fused step does not support say so.
 #include "kernels/generation/decode_step.h"
 
+#include <cmath>
 #include <numeric>
 
 #include "dev/bench_util.h"
@@ -11,15 +12,19 @@ namespace {
 
 constexpr int64_t SLOTS = LINEAR_SMALL_N, CAPACITY = 1024;  // of the KV cache
 
-enum ModelShape { GPT2_124M, LLAMA_1B };
+enum ModelShape { GPT2_124M, LLAMA_1B, QWEN2_5_1_5B };
 
 DecodeModel decode_model(ModelShape shape, DType T) {
     DecodeModel m;
-    m.HS = 64, m.scale = 0.125f, m.slots = SLOTS, m.capacity = CAPACITY, m.dtype = T;
+    m.HS = shape == QWEN2_5_1_5B ? 128 : 64, m.scale = 1 / std::sqrt(float(m.HS)), m.slots = SLOTS,
+    m.capacity = CAPACITY, m.dtype = T;
     if (shape == GPT2_124M) {
         m.layers = 12, m.C = 768, m.NH = m.NKV = 12, m.FFN = 3072, m.Vp = 50304;
     } else {
-        m.layers = 16, m.C = 2048, m.NH = 32, m.NKV = 8, m.FFN = 8192, m.Vp = 128256;
+        if (shape == LLAMA_1B)
+            m.layers = 16, m.C = 2048, m.NH = 32, m.NKV = 8, m.FFN = 8192, m.Vp = 128256;
+        else
+            m.layers = 28, m.C = 1536, m.NH = 12, m.NKV = 2, m.FFN = 8960, m.Vp = 151936;
         m.activation = Activation::SwiGLU, m.centred = false;
     }
     return m;
@@ -28,23 +33,25 @@ DecodeModel decode_model(ModelShape shape, DType T) {
 // Random weights and a full KV cache.
 class Model {
   public:
-    Model(const DecodeModel& m, bool biases) : with_biases(biases) {
-        const auto norm = [&] { return NormWeights{make(DType::F32, {m.C}), bias(DType::F32, m.C)}; };
-        const auto linear = [&](int64_t rows, int64_t columns) {
-            return LinearWeights{make(m.dtype, {rows, columns}), bias(m.dtype, rows)};
+    Model(const DecodeModel& m, ModelShape shape) {
+        const bool all_biases = shape == GPT2_124M, qkv_biases = all_biases || shape == QWEN2_5_1_5B;
+        const auto bias = [&](DType T, int64_t rows, bool has_bias) { return has_bias ? make(T, {rows}) : Tensor{}; };
+        const auto norm = [&] { return NormWeights{make(DType::F32, {m.C}), bias(DType::F32, m.C, all_biases)}; };
+        const auto linear = [&](int64_t rows, int64_t columns, bool has_bias) {
+            return LinearWeights{make(m.dtype, {rows, columns}), bias(m.dtype, rows, has_bias)};
         };
         const int64_t Q = m.NH * m.HS, fc = m.activation == Activation::SwiGLU ? 2 * m.FFN : m.FFN;
         for (int64_t l = 0; l < m.layers; l++) {
             BlockWeights b;
             b.norm1 = norm(), b.norm2 = norm();
-            b.qkv = linear(Q + 2 * m.NKV * m.HS, m.C), b.proj = linear(m.C, Q);
-            b.fc = linear(fc, m.C), b.fcproj = linear(m.C, m.FFN);
+            b.qkv = linear(Q + 2 * m.NKV * m.HS, m.C, qkv_biases), b.proj = linear(m.C, Q, all_biases);
+            b.fc = linear(fc, m.C, all_biases), b.fcproj = linear(m.C, m.FFN, all_biases);
             weights.blocks.push_back(b);
         }
         weights.normf = norm();
         weights.wte = weights.head = make(m.dtype, {m.Vp, m.C});  // tied
         weight_bytes = bytes;
-        if (biases) weights.wpe = make(m.dtype, {m.capacity, m.C});
+        if (shape == GPT2_124M) weights.wpe = make(m.dtype, {m.capacity, m.C});
         for (int64_t l = 0; l < m.layers; l++) {
             k.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
             v.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
@@ -61,9 +68,7 @@ class Model {
         bytes += arrays.back().bytes();
         return arrays.back();
     }
-    Tensor bias(DType T, int64_t rows) { return with_biases ? make(T, {rows}) : Tensor{}; }
 
-    const bool with_biases;
     std::vector<BenchArray> arrays;
     double bytes = 0;
 };
@@ -75,7 +80,7 @@ const Model& kept_model(ModelShape shape, const DecodeModel& m) {
     static DType of_dtype;
     if (!model || of_shape != shape || of_dtype != m.dtype) {
         model.reset();  // before the next one takes its memory
-        model = std::make_unique<Model>(m, shape == GPT2_124M);
+        model = std::make_unique<Model>(m, shape);
         of_shape = shape, of_dtype = m.dtype;
     }
     return *model;
@@ -97,7 +102,7 @@ void time_step(benchmark::State& state, DType T, ModelShape shape) {
     decode_step_prepare(scratch, m, model.weights, model.k, model.v, Stream{});
     DecodeBatch batch;
     batch.slots = slots, batch.positions = positions, batch.max_length = length;
-    if (shape == LLAMA_1B) batch.angles = positions, batch.table = table;
+    if (shape != GPT2_124M) batch.angles = positions, batch.table = table;
     run_bench(state, [&] { decode_step(logits, ids, batch, m, model.weights, scratch, Stream{}); });
     report_bytes(state, model.weight_bytes + double(2 * m.layers * N * length * m.NKV * m.HS * dtype_size(T)));
     report_tokens(state, double(N));
@@ -109,10 +114,14 @@ void gpt2_124M(benchmark::State& state, DType T) {
 void llama_1B(benchmark::State& state, DType T) {
     time_step(state, T, LLAMA_1B);
 }
+void qwen2_5_1_5B(benchmark::State& state, DType T) {
+    time_step(state, T, QWEN2_5_1_5B);
+}
 
 const std::vector<std::string> NAMES = {"N", "length"};
 const Sizes GPU = {{1, 128}, {1, 1024}, {2, 128}, {2, 1024}, {4, 128}, {4, 1024}, {8, 128}, {8, 1024}};
 BENCH(gpt2_124M, NAMES, (Sizes{{1, 128}}), GPU);
 BENCH(llama_1B, NAMES, Sizes{}, GPU);
+BENCH(qwen2_5_1_5B, NAMES, Sizes{}, GPU);
 
 }  // namespace
