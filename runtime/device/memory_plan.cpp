@@ -1,5 +1,7 @@
 #include "runtime/device/memory_plan.h"
 
+#include <algorithm>
+
 #include "runtime/device/device.h"
 #include "runtime/error.h"
 #include "runtime/files/log.h"
@@ -22,15 +24,16 @@ int64_t MemoryPlan::host_total() const {
 }
 
 std::string MemoryPlan::text(int64_t in_use_before) const {
-    std::string all;
-    const auto line = [&](const std::string& what, int64_t bytes) {
-        all += str("  ", what, std::string(24 - what.size(), ' '), human_bytes(bytes), "\n");
-    };
-    for (const auto& [what, bytes] : lines) line(what, bytes);
-    all += str("  ", "total", std::string(19, ' '), human_bytes(total), "\n");
-    if (in_use_before) all += str("  already in use          ", human_bytes(in_use_before), "\n");
-    for (const auto& [what, bytes] : host_lines) line(what + " (host)", bytes);
-    return all;
+    std::vector<std::pair<std::string, int64_t>> all = lines;
+    all.emplace_back("total", total);
+    if (in_use_before) all.emplace_back("already in use", in_use_before);
+    for (const auto& [what, bytes] : host_lines) all.emplace_back(what + " (host)", bytes);
+    size_t width = 0;
+    for (const auto& [what, bytes] : all) width = std::max(width, what.size());
+    std::string out;
+    for (const auto& [what, bytes] : all)
+        out += str("  ", what, std::string(width + 2 - what.size(), ' '), human_bytes(bytes), "\n");
+    return out;
 }
 
 void MemoryPlan::check(const std::function<std::string(int64_t)>& advice) const {
