@@ -1,4 +1,4 @@
-#include "kernels/cuda/activation.cuh"
+#include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/swiglu.h"
 
 namespace {
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(THREADS)
     const Floats<W> gate = load_floats<W>(row), up = load_floats<W>(row + I);
     Floats<W> y;
 #pragma unroll
-    for (int k = 0; k < W; k++) y[k] = gate[k] * sigmoid<T>(gate[k]).value * up[k];
+    for (int k = 0; k < W; k++) y[k] = mlp_activation::SwigluForward<T>{}(gate[k], up[k]);
     store_floats<W>(out + at.row * out_stride + at.item * W, y);
 }
 
@@ -34,9 +34,8 @@ __global__ void __launch_bounds__(THREADS)
     Floats<W> dgate, dup;
 #pragma unroll
     for (int k = 0; k < W; k++) {
-        const Sigmoid s = sigmoid<T>(gate[k]);
-        dgate[k] = d[k] * up[k] * s.value * (1 + gate[k] * s.complement);
-        dup[k] = d[k] * gate[k] * s.value;
+        const float2 gradients = mlp_activation::SwigluBackward<T>{}(d[k], gate[k], up[k]);
+        dgate[k] = gradients.x, dup[k] = gradients.y;
     }
     T* drow = dgate_up + at.row * dgate_up_stride + at.item * W;
     store_floats<W>(drow, dgate);

@@ -19,9 +19,9 @@ void blas_check(cublasStatus_t status, const char* op, const char* call) {
 }
 
 auto fields(const GemmKey& k) {
-    return std::tie(k.batch, k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.transpose_a,
-                    k.transpose_b, k.accumulate, k.epilogue, k.align_out, k.align_a, k.align_b, k.align_bias,
-                    k.align_aux);
+    return std::tie(k.batch, k.M, k.N, k.K, k.ld_out, k.ld_a, k.ld_b, k.ld_aux, k.dtype, k.out_dtype, k.format_a,
+                    k.format_b, k.fast_accumulation, k.transpose_a, k.transpose_b, k.accumulate, k.epilogue,
+                    k.align_out, k.align_a, k.align_b, k.align_bias, k.align_aux);
 }
 
 }  // namespace
@@ -64,6 +64,9 @@ namespace {
 cudaDataType_t cuda_type(DType dtype) {
     return dtype == DType::BF16 ? CUDA_R_16BF : dtype == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
 }
+cudaDataType_t cuda_type(DType dtype, Fp8Format format) {
+    return dtype != DType::U8 ? cuda_type(dtype) : format == Fp8Format::E4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
+}
 
 template <typename T>
 void set(GemmPlan& plan, const char* op, cublasLtMatmulDescAttributes_t attribute, const T& value) {
@@ -71,9 +74,12 @@ void set(GemmPlan& plan, const char* op, cublasLtMatmulDescAttributes_t attribut
                "cublasLtMatmulDescSetAttribute");
 }
 
-void set_pointers(GemmPlan& plan, const char* op, const void* bias, const void* aux) {
-    if (bias) set(plan, op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux);
+void set_pointers(GemmPlan& plan, const char* op, const GemmOperands& p) {
+    if (p.bias) set(plan, op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    if (p.aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
+    // The library's first operand is b.
+    if (p.inverse_scale_b) set(plan, op, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.inverse_scale_b);
+    if (p.inverse_scale_a) set(plan, op, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.inverse_scale_a);
 }
 
 cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
@@ -106,10 +112,18 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     if (key.ld_aux) set(plan, op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.ld_aux);
     // The library checks their alignment: pass addresses with the same alignment, which it never reads.
     const auto stand_in = [&](int64_t align) { return align ? static_cast<char*>(blas.workspace) + align : nullptr; };
-    set_pointers(plan, op, stand_in(key.align_bias), stand_in(key.align_aux));
+    GemmOperands stand_ins;
+    stand_ins.bias = stand_in(key.align_bias), stand_ins.aux = stand_in(key.align_aux);
+    if (key.dtype == DType::U8) {
+        stand_ins.inverse_scale_a = stand_ins.inverse_scale_b = static_cast<const float*>(blas.workspace);
+        set(plan, op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(key.fast_accumulation));
+        set(plan, op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(cuda_type(key.out_dtype)));
+    }
+    set_pointers(plan, op, stand_ins);
 
-    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, DType dtype, int64_t rows, int64_t columns, int64_t ld) {
-        blas_check(cublasLtMatrixLayoutInit(&to, cuda_type(dtype), uint64_t(columns), uint64_t(rows), ld), op,
+    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& to, cudaDataType_t type, int64_t rows, int64_t columns,
+                            int64_t ld) {
+        blas_check(cublasLtMatrixLayoutInit(&to, type, uint64_t(columns), uint64_t(rows), ld), op,
                    "cublasLtMatrixLayoutInit");
         if (key.batch == 1) return;
         const auto set_batch = [&](cublasLtMatrixLayoutAttribute_t attribute, auto value) {
@@ -119,9 +133,10 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
         set_batch(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, int32_t(key.batch));
         set_batch(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, int64_t(rows * ld));
     };
-    layout(plan.a, key.dtype, key.transpose_a ? key.K : key.M, key.transpose_a ? key.M : key.K, key.ld_a);
-    layout(plan.b, key.dtype, key.transpose_b ? key.N : key.K, key.transpose_b ? key.K : key.N, key.ld_b);
-    layout(plan.out, key.out_dtype, key.M, key.N, key.ld_out);
+    const cudaDataType_t type_a = cuda_type(key.dtype, key.format_a), type_b = cuda_type(key.dtype, key.format_b);
+    layout(plan.a, type_a, key.transpose_a ? key.K : key.M, key.transpose_a ? key.M : key.K, key.ld_a);
+    layout(plan.b, type_b, key.transpose_b ? key.N : key.K, key.transpose_b ? key.K : key.N, key.ld_b);
+    layout(plan.out, cuda_type(key.out_dtype), key.M, key.N, key.ld_out);
     return plan;
 }
 
@@ -253,13 +268,13 @@ GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& p, S
     }
     GemmPlan& plan = found->second;
     plan.used = true;
-    set_pointers(plan, op, p.bias, p.aux);
+    set_pointers(plan, op, p);
     if (blas.tuning && plan.possible && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
     return plan;
 }
 
 void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const GemmOperands& p, Stream stream) {
-    set_pointers(plan, op, p.bias, p.aux);
+    set_pointers(plan, op, p);
     require_success(op, key, launch(blas_of(op, stream), plan, p, key.accumulate, stream));
     check_launch(op, stream);
 }
@@ -271,8 +286,8 @@ void blas_multiply(const char* op, const GemmKey& key, GemmPlan& plan, const Gem
 namespace {
 
 constexpr const char* LEGEND =
-    "# M N K, ld of out a b aux, dtype, out's, transposes, accumulate, epilogue, alignment of out a b bias aux, "
-    "algorithm, ms, batch if not 1";
+    "# M N K, ld of out a b aux, dtype (fp8: of a and of b, fast accumulation), out's, transposes, accumulate, "
+    "epilogue, alignment of out a b bias aux, algorithm, ms, batch if not 1";
 constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
 constexpr const char* APART = "apart";  // instead of an algorithm: GEMM and activation are faster as two kernels
@@ -307,13 +322,30 @@ std::string timed_with() {
     return device_name() + " " + blas_version();
 }
 
+// "bf16", "e4m3,e5m2" or "e4m3,e4m3,fast".
+std::string operands_name(const GemmKey& k) {
+    if (k.dtype != DType::U8) return dtype_name(k.dtype);
+    return str(FP8_FORMAT_NAMES[size_t(k.format_a)], ',', FP8_FORMAT_NAMES[size_t(k.format_b)],
+               k.fast_accumulation ? ",fast" : "");
+}
+
+bool parse_operands(const std::string& name, GemmKey& k) {
+    for (const DType dtype : DTYPES)
+        if (k.dtype = dtype, operands_name(k) == name) return true;
+    k.dtype = DType::U8;
+    for (const Fp8Format a : {Fp8Format::E4M3, Fp8Format::E5M2})
+        for (const Fp8Format b : {Fp8Format::E4M3, Fp8Format::E5M2})
+            for (const bool fast : {false, true})
+                if (k.format_a = a, k.format_b = b, k.fast_accumulation = fast, operands_name(k) == name) return true;
+    return false;
+}
+
 std::string line_of(const GemmKey& k, const GemmPlan& plan) {
-    return str(k.M, ' ', k.N, ' ', k.K, ' ', k.ld_out, ' ', k.ld_a, ' ', k.ld_b, ' ', k.ld_aux, ' ',
-               dtype_name(k.dtype), ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ',
-               k.accumulate, ' ', EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ',
-               k.align_bias, ' ', k.align_aux, ' ',
-               plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ', plan.milliseconds,
-               k.batch > 1 ? str(' ', k.batch) : "");
+    return str(k.M, ' ', k.N, ' ', k.K, ' ', k.ld_out, ' ', k.ld_a, ' ', k.ld_b, ' ', k.ld_aux, ' ', operands_name(k),
+               ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ', k.accumulate, ' ',
+               EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ', k.align_bias, ' ',
+               k.align_aux, ' ', plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ',
+               plan.milliseconds, k.batch > 1 ? str(' ', k.batch) : "");
 }
 
 bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
@@ -338,7 +370,7 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
     k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
     plan.possible = bytes != APART;
-    return parse_dtype(dtype, k.dtype) && parse_dtype(out_dtype, k.out_dtype) &&
+    return parse_operands(dtype, k) && parse_dtype(out_dtype, k.out_dtype) &&
            (!plan.possible || parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm)));
 }
 

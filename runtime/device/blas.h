@@ -14,6 +14,7 @@
 #include <string>
 
 #include "runtime/device/device.h"
+#include "runtime/device/fp8.h"
 #include "runtime/device/tensor.h"
 
 // What is applied to op(a)·op(b) before it is stored. GELU is the tanh form.
@@ -30,7 +31,9 @@ enum class GemmEpilogue : uint8_t {
 struct GemmKey {
     int64_t batch = 1, M = 0, N = 0, K = 0;
     int64_t ld_out = 0, ld_a = 0, ld_b = 0, ld_aux = 0;  // ld_aux: 0 without aux
-    DType dtype = DType::F32, out_dtype = DType::F32;    // of a, b, bias and aux; of out
+    DType dtype = DType::F32, out_dtype = DType::F32;    // of a, b, bias and aux; of out. U8: fp8 codes, bias as out
+    Fp8Format format_a = Fp8Format::E4M3, format_b = Fp8Format::E4M3;  // of fp8 codes
+    bool fast_accumulation = false;                                    // fp8: sums are kept in fewer bits
     bool transpose_a = false, transpose_b = false, accumulate = false;
     GemmEpilogue epilogue = GemmEpilogue::None;
     // Bytes, up to 16; 0 where null. align_out: also of what is added.
@@ -44,6 +47,7 @@ struct GemmOperands {
     const void *a = nullptr, *b = nullptr, *add = nullptr, *bias = nullptr;  // add: as out, null unless accumulate
     void* aux = nullptr;
     float alpha = 1, beta = 1;
+    const float *inverse_scale_a = nullptr, *inverse_scale_b = nullptr;  // fp8: factors of a and b, on the device
 };
 
 struct GemmPlan {

@@ -1,0 +1,58 @@
+// Quantisation to fp8 (runtime/device/fp8.h) for matmuls of 8-bit operands (matmul_fp8.h).
+//
+//   rows[n, c] = columns[c, n] = fp8(y[n, c]·scale),   amax = max(amax, max |y|)
+//
+// cuBLASLt multiplies fp8 matrices only as A·Bᵀ. A tensor is multiplied over its channels in the forward pass and over
+// its tokens for a weight's gradient, so it is written in both orientations, in one pass. y is a matrix, or the output
+// of an activation function or of its gradient, as rounded to the dtype T of the activations: the codes are those of
+// two kernels, one that stores y and one that quantises it.
+//
+// |y·scale| beyond the format's largest number becomes that number. NaN and ±∞ become NaN.
+// T: fp32 on the CPU, bf16 on a GPU, where C and I must be multiples of 16 and rows aligned to 16 bytes. Row strides
+// may exceed the number of columns. Throws Error on a wrong shape, dtype or inner stride.
+#pragma once
+
+#include "kernels/activation.h"
+#include "runtime/device/device.h"
+#include "runtime/device/fp8.h"
+#include "runtime/device/tensor.h"
+
+// The scale of a tensor and what is recorded of it, on the device.
+struct Fp8Slot {
+    Tensor scale;   // [2] fp32: the scale and its inverse
+    Tensor amax;    // [1] fp32, not finite if a y was not; null: not recorded
+    Tensor counts;  // [NUM_FP8_COUNTS] int64, added to; null: not recorded
+};
+enum Fp8Count { FP8_ELEMENTS, FP8_SATURATED, FP8_UNDERFLOWED, NUM_FP8_COUNTS };
+// FP8_SATURATED: |y·scale| > fp8_max. FP8_UNDERFLOWED: y ≠ 0 has the code of 0.
+
+// What a call writes; any of the tensors may be null.
+struct Fp8Output {
+    Fp8Format format;
+    Fp8Slot slot;
+    Tensor rows;     // [N, C] U8
+    Tensor columns;  // [C, N] U8
+};
+
+// y = inp [N, C] T.
+void fp8_quantise(const Fp8Output& out, Tensor inp, Stream stream);
+
+// y [N, I] = f(inp), of kernels/gelu.h, relu2.h or swiglu.h. inp [N, I] T; for SwiGLU [N, 2·I].
+void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stream stream);
+
+// y = the gradient of inp, of its shape. dinp T receives it, or null; it may be the same memory as inp, or as dout
+// where that has its shape. dout [N, I] T.
+void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream);
+
+// The scale from amax, by fp8_scale_exponent().
+void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream stream);
+
+// Delayed scaling (Micikevicius et al. 2022, section 3.1): the scales of the next step from the largest amax of the
+// last H steps and of all ranks.
+//
+// scales [S, 2], history [H, S] fp32, the newest step first; amaxes [ranks, S] fp32. An amax that is not finite leaves
+// the slot's history as it is. A slot whose history is all zero gets the scale 1.
+void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream stream);
+
+// totals [NUM_FP8_COUNTS] = the sums over the slots of counts [S, NUM_FP8_COUNTS] int64.
+void fp8_sum_counts(Tensor totals, Tensor counts, Stream stream);

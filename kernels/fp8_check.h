@@ -1,0 +1,45 @@
+// The checks of the arguments of fp8.h for both backends.
+#pragma once
+
+#include "kernels/check.h"
+#include "kernels/fp8.h"
+
+inline void check_fp8_slot(const char* op, const Fp8Slot& slot) {
+    check_tensor(op, "scale", slot.scale, DType::F32, {2});
+    check_tensor(op, "amax", slot.amax, DType::F32, {1}, Given::Optional);
+    check_tensor(op, "counts", slot.counts, DType::I64, {NUM_FP8_COUNTS}, Given::Optional);
+}
+
+inline void check_fp8_output(const char* op, const Fp8Output& out, int64_t N, int64_t C) {
+    check_fp8_slot(op, out.slot);
+    check_matrix(op, "rows", out.rows, N, C, Given::Optional, DType::U8);
+    check_matrix(op, "columns", out.columns, C, N, Given::Optional, DType::U8);
+}
+
+// The inner channels of an activation function's input.
+inline int64_t check_fp8_activation(const char* op, Activation f, const Tensor& inp, DType dtype) {
+    check_matrix(op, "inp", inp, dtype);
+    require(f != Activation::None, op, ": the activation function is missing");
+    require(f != Activation::SwiGLU || inp.shape[1] % 2 == 0, op, ": inp is ", shape_string(inp),
+            ", expected an even number of columns");
+    return f == Activation::SwiGLU ? inp.shape[1] / 2 : inp.shape[1];
+}
+
+inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor& history, const Tensor& amaxes) {
+    require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [slots, 2]");
+    const int64_t S = scales.shape[0];
+    check_matrix(op, "scales", scales, S, 2);
+    check_matrix(op, "history", history);
+    check_matrix(op, "history", history, history.shape[0], S);
+    check_matrix(op, "amaxes", amaxes);
+    check_matrix(op, "amaxes", amaxes, amaxes.shape[0], S);
+    check_contiguous(op, "scales", scales);
+}
+
+inline void check_fp8_counts(const char* op, const Tensor& totals, const Tensor& counts) {
+    check_tensor(op, "totals", totals, DType::I64, {NUM_FP8_COUNTS});
+    require(counts.rank == 2, op, ": counts is ", shape_string(counts), ", expected [slots, ", int(NUM_FP8_COUNTS),
+            "]");
+    check_tensor(op, "counts", counts, DType::I64, {counts.shape[0], NUM_FP8_COUNTS});
+    check_contiguous(op, "counts", counts);
+}
