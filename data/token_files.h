@@ -2,10 +2,12 @@
 //   header[0], [1] = 20240520, 1 (uint16 tokens) or 20240801, 7 (uint32 tokens); header[2] = low 32 bits of the number
 //   of tokens, header[3] = its high 32 bits (0 in llm.c's own files).
 // Shards matched by a glob are one sequence of tokens in the order of their names. They stay open and are read in
-// parts. A file x.mask may accompany x.bin: int32[256] header (20261121, 1, low and high 32 bits of the number of
-// tokens), then one byte per token: 1 if it is a loss token, 0 if it is only an input (a prompt). Without it all are
-// loss tokens. Errors, each with the name of the file: no match, wrong magic or version, a length that differs from the
-// header, an empty shard, shards of different formats, a shard that is not a regular file or is truncated meanwhile.
+// parts. A file x.mask may accompany x.bin: int32[256] header (20261121, 2, low and high 32 bits of the number of
+// tokens), then one byte of flags per token: 1 if it is a loss token (else it is only an input, as a prompt is), 2 if
+// it is the first token of an example. Files of version 1 have no flag 2. Without a mask all are loss tokens. Errors,
+// each with the name of the file: no match, wrong magic or version, a length that differs from the header, an empty
+// shard, shards of different formats, examples in some shards only, a shard that is not a regular file or is truncated
+// meanwhile.
 #pragma once
 
 #include <optional>
@@ -23,6 +25,11 @@ class TokenFiles {
     bool masked() const { return any_mask; }
     // dst[i] = 1 if token begin + i is a loss token, else 0.
     void read_mask(int64_t begin, int64_t count, uint8_t* dst) const;
+    // Whether the masks say where examples start.
+    bool has_examples() const { return any_examples; }
+    // dst[i] = the flags of token begin + i.
+    static constexpr uint8_t LOSS = 1, EXAMPLE_START = 2;
+    void read_flags(int64_t begin, int64_t count, uint8_t* dst) const;
     const std::string& pattern() const { return name; }
     std::vector<std::string> paths() const;
 
@@ -32,6 +39,7 @@ class TokenFiles {
         int64_t begin, count;  // tokens
         int width;             // bytes per token
         std::optional<FileReader> mask;
+        uint8_t most_flags;  // all flags that its mask may have
     };
     const Shard* shard_of(int64_t token) const;
     void check_range(int64_t begin, int64_t count) const;
@@ -39,7 +47,7 @@ class TokenFiles {
     std::string name;
     std::vector<Shard> shards;
     int64_t total = 0;
-    bool any_mask = false;
+    bool any_mask = false, any_examples = false;
 };
 
 // A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/data.md).

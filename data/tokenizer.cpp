@@ -77,6 +77,7 @@ struct Tokenizer::Impl {
     std::string file;
     std::vector<std::string> bytes;                        // by id
     std::vector<bool> known;                               // by id
+    std::vector<bool> special_ids;                         // by id; false beyond the end
     int64_t id_end = 0;                                    // all ids are smaller
     std::array<int32_t, 256> byte_id;                      // −1: not in the vocabulary
     std::unordered_map<std::string, int32_t> whole_words;  // filled if ignore_merges
@@ -400,6 +401,8 @@ struct Tokenizer::Impl {
                 else
                     bytes[size_t(id)] = text;
                 all_ids[content] = int32_t(id);
+                special_ids.resize(std::max(special_ids.size(), size_t(id) + 1));
+                special_ids[size_t(id)] = special;
                 (in_normalized ? normalized : verbatim)
                     .add({written, int32_t(id), special, flag(token, "single_word", false),
                           flag(token, "lstrip", false), flag(token, "rstrip", false)});
@@ -655,7 +658,39 @@ std::vector<int32_t> Tokenizer::encode_marked(std::string_view text, std::vector
     return std::move(encoder.out);
 }
 
+Tokenizer::Batch Tokenizer::encode_batch(const std::vector<std::string_view>& texts) const {
+    Impl::Encoder encoder(*impl);
+    Batch batch;
+    for (const std::string_view text : texts) {
+        const int64_t lost_before = encoder.lost;
+        encoder.text(text, Impl::SpecialBytes(false));
+        batch.ends.push_back(encoder.out.size());
+        batch.lost.push_back(encoder.lost - lost_before);
+    }
+    batch.tokens = std::move(encoder.out);
+    return batch;
+}
+
+bool Tokenizer::is_special(int32_t token) const {
+    return token >= 0 && size_t(token) < impl->special_ids.size() && impl->special_ids[size_t(token)];
+}
+
+std::string Tokenizer::find_special(std::string_view text) const {
+    int32_t first = -1;
+    const auto found = [&](int32_t id) {
+        if (first < 0 && is_special(id)) first = id;
+    };
+    const auto always = [](size_t, size_t) { return true; };
+    const auto plain = [&](std::string_view part) {
+        impl->normalized.split(
+            impl->normalize(part), always, [](std::string_view) {}, found);
+    };
+    impl->verbatim.split(text, always, plain, found);
+    return first < 0 ? "" : decode(first);
+}
+
 int64_t Tokenizer::lost_bytes(std::string_view text) const {
+    if (!impl->sentencepiece && std::count(impl->byte_id.begin(), impl->byte_id.end(), -1) == 0) return 0;
     Impl::Encoder encoder(*impl);
     encoder.text(text, Impl::SpecialBytes(false));
     return encoder.lost;

@@ -77,7 +77,7 @@ TEST_F(TokenFilesTest, MasksSelectLossTokens) {
 
     for (const auto& [header, payload] :
          std::vector<std::pair<std::vector<uint32_t>, std::string>>{{{20261120, 1, 3}, std::string(3, '\1')},
-                                                                    {{20261121, 2, 3}, std::string(3, '\1')},
+                                                                    {{20261121, 3, 3}, std::string(3, '\1')},
                                                                     {{20261121, 1, 2}, std::string(3, '\1')},
                                                                     {{20261121, 1, 3, 1}, std::string(3, '\1')},
                                                                     {{20261121, 1, 3}, std::string(2, '\1')},
@@ -86,7 +86,7 @@ TEST_F(TokenFilesTest, MasksSelectLossTokens) {
         expect_contains(error_of([&] { TokenFiles{all()}; }), "a.mask");
     }
     write("a.mask", {20261121, 1, 3}, "\1\2\1");
-    expect_contains(error_of([&] { TokenFiles(all()).read_mask(0, 5, mask.data()); }), "neither 0 nor 1");
+    expect_contains(error_of([&] { TokenFiles(all()).read_mask(0, 5, mask.data()); }), "holds a byte above 1");
     std::ofstream(folder + "/a.mask") << "x";
     expect_contains(error_of([&] { TokenFiles{all()}; }), "a.mask");
 }
@@ -193,6 +193,28 @@ TEST_F(TokenFilesTest, CountsBeyond32Bits) {
     std::vector<int32_t> got(3);
     files.read(int64_t(count) - 2, 3, got.data(), 100);
     EXPECT_EQ(got, (std::vector<int32_t>{0, 77, 88}));
+}
+
+TEST_F(TokenFilesTest, Examples) {
+    write_tokens<uint16_t>("a.bin", {1, 2, 3});
+    write_tokens<uint16_t>("b.bin", {4, 5});
+    write("a.mask", {20261121, 2, 3}, {2, 0, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.bin: has no mask that says where examples start");
+    write("b.mask", {20261121, 2, 2}, {3, 1});
+    const TokenFiles files(all());
+    EXPECT_TRUE(files.masked() && files.has_examples());
+    std::vector<uint8_t> flags(5), mask(5);
+    files.read_flags(0, 5, flags.data());
+    files.read_mask(0, 5, mask.data());
+    EXPECT_EQ(flags, (std::vector<uint8_t>{2, 0, 1, 3, 1}));
+    EXPECT_EQ(mask, (std::vector<uint8_t>{0, 0, 1, 1, 1}));
+    write("b.mask", {20261121, 2, 2}, {3, 4});
+    expect_contains(error_of([&] { TokenFiles(all()).read_flags(0, 5, flags.data()); }), "holds a byte above 3");
+    write("b.mask", {20261121, 3, 2}, {3, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.mask: not a mask file of version 1 or 2");
+    write("a.mask", {20261121, 1, 3}, {0, 0, 1});
+    write("b.mask", {20261121, 2, 2}, {3, 1});
+    expect_contains(error_of([&] { TokenFiles{all()}; }), "b.bin: has a mask that says where examples start");
 }
 
 // A map would end the process with SIGBUS.

@@ -6,7 +6,8 @@
 needs transformers, jinja2 and tokenizers. The templates below are written for this fixture. Each has the structure and
 the output format of a model family's own template and uses what that uses: loops from the end, namespaces, macros,
 dates, filters. `families` holds for each the conversations as text and as ids of a tokenizer of
-dev/fixtures/tokenizer with the family's special tokens. `small` holds templates of a line, each for one rule of the
+dev/fixtures/tokenizer with the family's special tokens, and `examples`: whole conversations with their loss mask.
+`small` holds templates of a line, each for one rule of the
 language, with the text that transformers renders or the fact that it fails.
 """
 
@@ -328,6 +329,20 @@ def conversations():
     return [[{"role": role, "content": content} for role, content in one] for one in turns]
 
 
+def training_conversations():
+    system, user, assistant = ("system", "user", "assistant")
+    turns = [
+        [(user, "Hi"), (assistant, "Hello.")],
+        [(system, "Be kind."), (user, "Hi"), (assistant, "\nYes, it was.\n")],
+        [(user, "2+2?"), (assistant, "4"), (user, " Sure? \n"), (assistant, " caf\u00e9 \u6f22\u5b57 "), (user, "So?"),
+         (assistant, "it was the best\n\nof times")],
+        [(system, "Short."), (user, "a"), (assistant, "b"), (user, "c"), (assistant, "d")],
+        [(user, "Hi"), (assistant, "the last turn"), (user, "is the user's")],
+        [(user, "2+2?"), (assistant, "<think>\nTwo.\n</think>\n\n4."), (user, "Sure?"), (assistant, "Yes.")],
+    ]
+    return [[{"role": role, "content": content} for role, content in one] for one in turns]
+
+
 # What follows from one rule of the language. `m` is a list of two messages.
 SMALL = r"""
 1 + 2 * 3 - 4 // 3 % 2
@@ -463,7 +478,46 @@ def family_cases(template, tokenizer_name, special, named):
             except TemplateError as e:
                 case["fails"] = str(e)
             cases.append(case)
-    return {"template": template, "tokenizer": tokenizer_name, "special": special, "named": named, "cases": cases}
+    examples = [example(tokenizer, template, messages) for messages in training_conversations()]
+    return {"template": template, "tokenizer": tokenizer_name, "special": special, "named": named, "cases": cases,
+            "examples": examples}
+
+
+def shared_prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def example(tokenizer, template, messages):
+    """A conversation's ids, and as `mask` which of them are loss tokens: those of each assistant turn i between the
+    rendering of messages[:i] with the generation prompt and that of messages[:i + 1], through the special token that
+    follows the response."""
+
+    def apply(count, prompt, tokenize):
+        return tokenizer.apply_chat_template(copy.deepcopy(messages[:count]), chat_template=template, return_dict=False,
+                                             tokenize=tokenize, add_generation_prompt=prompt)
+
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    made = {"messages": messages}
+    try:
+        whole, ids = apply(len(messages), False, False), apply(len(messages), False, True)
+        mask = [0] * len(ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt, turn = apply(i, True, False), apply(i + 1, False, False)
+            # What differs from the whole conversation may only follow the response.
+            response = turn.rfind(message["content"].strip()) + len(message["content"].strip())
+            same = shared_prefix(turn, whole)
+            if not turn.startswith(prompt) or not whole.startswith(prompt) or not len(prompt) < response <= same:
+                return {**made, "refused": i + 1}
+            begin = shared_prefix(apply(i, True, True), ids)
+            end = shared_prefix(apply(i + 1, False, True), ids)
+            end = next((k + 1 for k in range(begin + 1, end) if ids[k] in special), end)
+            mask[begin:end] = [1] * (end - begin)
+    except TemplateError as e:
+        return {**made, "fails": str(e)}
+    assert sum(mask) > 0
+    return {**made, "ids": ids, "mask": mask}
 
 
 class FixedDate(datetime.datetime):

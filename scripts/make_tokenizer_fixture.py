@@ -9,14 +9,11 @@ import json
 import os
 import random
 import sys
-from array import array
 
+from package_encoder import PackageEncoder
 from tokenizer_families import FAMILIES, TRAIN, marks_spaces, random_texts, sentencepiece, without_half_of_merges
 from tokenizer_json import LLAMA3_WORDS, byte_alphabet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "data"))
-from make_data import PackageEncoder  # noqa: E402
 
 OUT = os.path.join(os.path.dirname(__file__), "..", "dev", "fixtures", "tokenizer")
 
@@ -34,7 +31,7 @@ TEXTS = [
 ]
 
 
-# Not UTF-8, in hexadecimal: data/make_data.py encodes them as data/tokenizer.cpp does.
+# Not UTF-8, in hexadecimal: scripts/package_encoder.py encodes them as data/tokenizer.cpp does.
 BYTES = [text.hex() for text in (
     b"ma\xf1ana", b"the \xf1\xff\xfe the\xf1 the\xf1 the", b"caf\xe9 \xff\xfe ok\n", b"a\xe2\x82 b\xe2\x82\xac",
     b"x\xc0\x80y\xed\xa0\x80z",
@@ -105,16 +102,16 @@ def missing_bytes(**model_options):
 
 
 def case(name, tokenizer, texts, older_merges):
-    """The package's ids: of texts with special tokens as text, of texts with special tokens, of bytes by make_data."""
+    """The package's ids: of texts with special tokens as text, of texts with special tokens, of bytes by PackageEncoder."""
     ids = {}
     for key, encode_special in (("plain", True), ("special", False)):
         tokenizer.encode_special_tokens = encode_special  # True: as text
         ids[key] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    encoder = PackageEncoder(tokenizer.to_str(), 0, 4)
+    encoder = PackageEncoder(tokenizer.to_str())
     ids["start"] = encoder.start
     encoded = [encoder.encode(bytes.fromhex(text)) for text in BYTES]
-    ids["bytes"] = [list(array("I", bytes(tokens))) for tokens, _, _ in encoded]
-    ids["lost"] = [lost for _, _, lost in encoded]
+    ids["bytes"] = [tokens for tokens, _ in encoded]
+    ids["lost"] = [lost for _, lost in encoded]
     ids["decoded"] = [tokenizer.decode(i, skip_special_tokens=False) for i in ids["special"]]
     description = json.loads(tokenizer.to_str())
     if older_merges:  # which has no spaces in tokens

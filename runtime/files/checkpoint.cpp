@@ -142,55 +142,6 @@ void AtomicDirectory::commit() {
     flush_directory(parent_of(final_path));
 }
 
-void write_json(const std::string& path, const json& value) {
-    write_file(path, value.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
-}
-
-namespace {
-
-// Python's json module writes NaN and Infinity, which JSON lacks. As strings they are values that no known key accepts.
-std::string quote_non_numbers(std::string_view text) {
-    std::string out;
-    bool in_string = false;
-    while (!text.empty()) {
-        size_t n = in_string && text[0] == '\\' && text.size() > 1 ? 2 : 1;
-        if (text[0] == '"') in_string = !in_string;
-        bool quote = false;
-        for (const std::string_view name : {"-Infinity", "Infinity", "NaN"}) {
-            quote = !in_string && text.substr(0, name.size()) == name;
-            if (!quote) continue;
-            n = name.size();
-            break;
-        }
-        if (quote) out += '"';
-        out += text.substr(0, n);
-        if (quote) out += '"';
-        text.remove_prefix(n);
-    }
-    return out;
-}
-
-}  // namespace
-
-json read_json(const std::string& path) {
-    const std::string text = read_file(path, int64_t(1) << 28);
-    const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // later code recurses over the values
-        require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
-        return true;
-    };
-    json object;
-    try {
-        object = json::parse(text, limit_depth);
-    } catch (const json::parse_error& e) {
-        object = json::parse(quote_non_numbers(text), limit_depth, false);
-        require(!object.is_discarded(), path, ": broken JSON at byte ", e.byte, "; the file is damaged");
-    } catch (const json::exception&) {
-        throw Error(str(path, ": holds a number out of range; the file is damaged"));
-    }
-    require(object.is_object(), path, ": JSON, but not an object; the file is damaged");
-    return object;
-}
-
 int64_t trained_seq_len(const std::string& directory) {
     const std::string path = join_path(directory, "trainer.json");
     if (!path_exists(path)) return 0;

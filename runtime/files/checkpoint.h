@@ -9,9 +9,10 @@
 // A failure overwrites nothing.
 #pragma once
 
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
+
+#include "runtime/files/json_keys.h"
 
 // Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json, weights,
 // state.safetensors and trainer.json are all present. Other entries are skipped.
@@ -40,10 +41,6 @@ class AtomicDirectory {
     std::string temporary, final_path;
     bool committed = false;
 };
-
-// Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object.
-void write_json(const std::string& path, const nlohmann::json& json);
-nlohmann::json read_json(const std::string& path);
 
 // The sequence length in trainer.json; 0 if the directory has no such file.
 int64_t trained_seq_len(const std::string& directory);

@@ -1,9 +1,14 @@
-// The keys of a JSON object in a file, checked. Errors name the file, the key, the value found and the one expected.
+// JSON files, and the keys of an object in one, checked. Errors name the file, the key, the value found and the one
+// expected.
 #pragma once
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+
+// Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object.
+void write_json(const std::string& path, const nlohmann::json& json);
+nlohmann::json read_json(const std::string& path);
 
 struct JsonKeys {
     std::string path;  // of the file

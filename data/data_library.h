@@ -1,0 +1,44 @@
+/* C interface of libtrain_gpt_data.so: text to tokens, for data/make_data.py.
+ *
+ * Functions that can fail return 0 on success. tgd_error() describes the last failure of the calling thread. An encoder
+ * serves one thread at a time. */
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct tgd_encoder tgd_encoder;
+
+/* What a message is. Texts are documents of their own: every token is a loss token, and end-of-text follows a text but
+ * not a TGD_TEXT_PART, which the next part continues. The others form conversations. */
+enum { TGD_TEXT_PART, TGD_TEXT, TGD_SYSTEM, TGD_USER, TGD_ASSISTANT };
+
+/* Bits of a token's flags, as in mask files (data/token_files.h). */
+enum { TGD_LOSS = 1, TGD_EXAMPLE_START = 2 };
+
+/* model_directory: its chat template writes conversations. null, or if it has none: they must be a prompt and its
+ * response. unix_time: the date that a template may write. Returns null on failure. */
+tgd_encoder* tgd_open(const char* tokenizer_json, const char* model_directory, int64_t unix_time);
+void tgd_close(tgd_encoder* encoder);
+const char* tgd_error(void);
+
+int64_t tgd_vocab_size(const tgd_encoder* encoder);  /* the largest id + 1 */
+int32_t tgd_end_of_text(const tgd_encoder* encoder); /* -1: the tokenizer has none */
+int tgd_has_chat_template(const tgd_encoder* encoder);
+
+/* Encodes `records` documents. messages[r]: how many messages document r has; roles and sizes (in bytes), one of each
+ * message; text: the messages one after the other. Sets the number of tokens of each document, and how many of its
+ * bytes the vocabulary lacks. On failure *failed is the document's number. */
+int tgd_encode(tgd_encoder* encoder, const char* text, const int64_t* sizes, const uint8_t* roles,
+               const int64_t* messages, int64_t records, int64_t* tokens, int64_t* lost, int64_t* failed);
+
+/* Copies what the last tgd_encode() made: ids of `width` bytes (2 or 4) and, if flags is not null, a byte of flags per
+ * token. */
+int tgd_copy(const tgd_encoder* encoder, int width, void* ids, uint8_t* flags);
+
+#ifdef __cplusplus
+}
+#endif
