@@ -9,6 +9,7 @@
 #include "kernels/qk_norm.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
+#include "kernels/scratch.h"
 #include "model.h"
 
 RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
@@ -201,10 +202,10 @@ static_assert(complete<InputActs>(INPUT_ACTIVATIONS), "a field of InputActs has 
 static_assert(complete<HeadActs>(HEAD_ACTIVATIONS), "a field of HeadActs has no row in HEAD_ACTIVATIONS");
 
 // Tokens in a chunk of the head, which avoids an [N, Vp] buffer: the largest power of two whose logits fit into
-// device_chunk_bytes().
+// Target::chunk_bytes().
 int64_t head_chunk(const ModelConfig& c, const RunShape& shape) {
     int64_t chunk = 64;
-    while (2 * chunk * c.padded_vocab() * dtype_size(shape.dtype) <= device_chunk_bytes()) chunk *= 2;
+    while (2 * chunk * c.padded_vocab() * dtype_size(shape.dtype) <= shape.target.chunk_bytes()) chunk *= 2;
     return std::min(chunk, shape.B * shape.T);
 }
 
@@ -214,20 +215,24 @@ LinearAttentionSizes linear_sizes(const ModelConfig& c, const RunShape& shape) {
 }
 
 int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
-    return std::max(attention_forward_scratch(),
-                    c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape)) : 0);
+    return std::max(
+        attention_forward_scratch(shape.target),
+        c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0);
 }
 
 int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T, C = c.channels;
-    return std::max({layernorm_backward_scratch(N, C), rmsnorm_backward_scratch(N, C),
-                     embedding_backward_scratch(N, c.padded_vocab(), C),
-                     attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T),
-                     c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape)) : 0,
-                     c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size) : 0,
-                     c.qk_norm == QkNorm::Weights ? qk_norm_backward_scratch(N, c.heads, c.kv_heads, c.head_size) : 0,
-                     sum_squares_scratch(parameter_table(c, shape.world).total),
-                     sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
+    const Target& on = shape.target;
+    // Sampling needs less than the embedding's gradient on a GPU, and nothing on the CPU.
+    return std::max(
+        {layernorm_backward_scratch(N, C, on), rmsnorm_backward_scratch(N, C, on),
+         embedding_backward_scratch(N, c.padded_vocab(), C, on),
+         attention_backward_scratch(N, c.heads, c.head_size, shape.deterministic, shape.T, on),
+         c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape), on) : 0,
+         c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size, on) : 0,
+         c.qk_norm == QkNorm::Weights ? qk_norm_backward_scratch(N, c.heads, c.kv_heads, c.head_size, on) : 0,
+         sum_squares_scratch(parameter_table(c, shape.world).total, on),
+         sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
 
 std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shape) {

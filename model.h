@@ -25,6 +25,7 @@
 #include "runtime/device/arena.h"
 #include "runtime/device/memory_plan.h"
 #include "runtime/device/staging.h"
+#include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 #include "runtime/model/slots.h"
@@ -104,6 +105,7 @@ struct RunShape {
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
     int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
     bool deterministic = true;  // false: attention's backward pass may add in any order
+    Target target = this_target();
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
 };
@@ -241,7 +243,8 @@ struct Optimizer {
 };
 
 // Bytes that the update needs besides the arenas: RunShape::update_bytes.
-int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_ROUND_BYTES);
+int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_ROUND_BYTES,
+                               const Target& target = this_target());
 
 // Computes the global gradient norm, clips, runs Muon and AdamW, and gathers the weights that other ranks updated.
 // scale = 1/(loss tokens of the step) turns the sum of losses into a mean. grad_unit turns the gradients into those of

@@ -36,7 +36,7 @@
 #include "models/family.h"
 #include "models/model_source.h"
 #include "parallel/checkpoint.h"
-#include "runtime/device/peaks.h"
+#include "runtime/device/gpu_table.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/model/heads.h"
@@ -688,8 +688,8 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     muon = Muon(table, sharding, slices, m, options.rates, model.precision.dtype, options.muon);
 }
 
-int64_t update_workspace_bytes(const Model& model, int64_t round_bytes) {
-    return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes).bytes();
+int64_t update_workspace_bytes(const Model& model, int64_t round_bytes, const Target& target) {
+    return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes, target).bytes();
 }
 
 // Muon goes first: the weights of a slice are gathered when both optimizers have updated it.
@@ -782,16 +782,18 @@ MemoryPlan memory_plan(const Model& model) {
 }
 
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce) {
+    const Target& target = acts.shape.target;
     MemoryPlan plan = memory_plan(model);
+    plan.device = target.device;
     if (acts.shape.training) {
         const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
         plan.add("gradients", grads.arena * 4);
         plan.add("gradients in progress", grads.slots * 4 + grads.buffer_bytes);
         plan.add("optimizer (m, v)", (Optimizer::moments(model) + Optimizer::second_moments(model)) * 4);
-        if (model.sharding.world > 1) plan.add("collectives", comm_overhead_bytes());
+        if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
-    plan.add("program and libraries", device_overhead_bytes());
+    plan.add("program and libraries", target.overhead_bytes());
     return plan;
 }
 
@@ -851,6 +853,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       asked_to_stop(static_cast<size_t>(ctx.world)) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
+    plan.limit = o.gpu_memory;
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
             const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);

@@ -284,6 +284,31 @@ CLI::Validator number_in(double low, double high) {
     return CLI::Validator(check, "");
 }
 
+// Bytes of "24GiB", "800MiB" or "80GB"; 0: another text.
+int64_t memory_size(const std::string& text) {
+    static const std::pair<const char*, double> units[] = {
+        {"GiB", double(1 << 30)}, {"MiB", double(1 << 20)}, {"GB", 1e9}, {"MB", 1e6}};
+    for (const auto& [unit, bytes] : units) {
+        const size_t length = std::string(unit).size(), digits = text.size() - std::min(text.size(), length);
+        double value;
+        if (text.compare(digits, length, unit) == 0 && read_number(text.substr(0, digits), value) && value > 0 &&
+            value * bytes < 1e15)
+            return int64_t(value * bytes);
+    }
+    return 0;
+}
+
+CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::string& description) {
+    const auto check = [](const std::string& text) {
+        return memory_size(text) ? std::string()
+                                 : str(quoted_if_empty(text), " is not an amount of memory; write it as in 24GiB");
+    };
+    return app
+        .add_option_function<std::string>(
+            "--gpu-memory", [&bytes](const std::string& text) { bytes = memory_size(text); }, description)
+        ->check(CLI::Validator(check, ""));
+}
+
 void add_model_options(CLI::App& app, ModelOptions& o) {
     const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model, "preset, model directory in Hugging Face layout, or run directory")->required();
@@ -571,7 +596,7 @@ void ModelOptions::set_windows(ModelConfig& c) const {
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
     ModelSource source = find_model(model);
     ModelConfig& c = source.config;
-    require(dtype == "fp32" || backend_device() != Device::CPU, "--dtype ", dtype,
+    require(dtype == "fp32" || for_gpu || backend_device() != Device::CPU, "--dtype ", dtype,
             ": the CPU backend supports fp32 only; use --dtype fp32");
 
     if (!source.directory.empty()) {

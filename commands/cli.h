@@ -29,6 +29,8 @@ void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
+// --gpu-memory, an amount such as 24GiB.
+CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::string& description);
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 // Throws UsageError for a dtype that training does not support.
 void check_training_dtype(const ModelOptions& model, bool master_weights);

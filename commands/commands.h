@@ -35,6 +35,7 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands);
 struct ModelOptions {
     std::string model;
     std::string dtype = "fp32";
+    bool for_gpu = false;  // plan --gpu: a dtype that this backend does not support
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
     std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, rope_partial,
         softcap_function, embedding_norm, head_bias, init, zero_init;
@@ -99,8 +100,9 @@ struct TrainOptions {
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     LaunchOptions launch;
     ShardingOptions sharding;
-    int64_t profile = 0;  // the step to profile; 0: none
-    std::string toml;     // every option, as `--config` reads it
+    int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
+    int64_t profile = 0;     // the step to profile; 0: none
+    std::string toml;        // every option, as `--config` reads it
 };
 
 struct EvalOptions {
@@ -150,6 +152,8 @@ struct PlanOptions {
     Recompute recompute = Recompute::None;
     ShardingOptions sharding;
     int64_t world = 1;
+    std::string gpu;         // a part of its name; empty: this program's device
+    int64_t gpu_memory = 0;  // bytes that a run may take; 0: all
     bool inference = false, generate = false, json = false, verbose = false, master_weights = true,
          nondeterministic = false;
 };

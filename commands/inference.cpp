@@ -62,7 +62,7 @@ MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     plan.add("KV cache", engine.cache_bytes());
     if (engine.state_bytes()) plan.add("linear states", engine.state_bytes());
     plan.add("activations", engine.activation_bytes());
-    plan.add("program and libraries", device_overhead_bytes());
+    plan.add("program and libraries", this_target().overhead_bytes());
     return plan;
 }
 SamplingOptions sampling_options(const SamplingFlags& o) {

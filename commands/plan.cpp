@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
-#include "runtime/device/device.h"
 #include "runtime/files/log.h"
 
 using nlohmann::json;
@@ -38,9 +37,15 @@ PlanOptions parse_plan(const Args& args) {
         ->capture_default_str()
         ->excludes(inference)
         ->excludes("--generate");
+    app.add_option("--gpu", o.gpu,
+                   "plan for this GPU, which need not be here: a part of its name that is unique, such as 'H100 80GB'")
+        ->excludes("--generate");
+    add_gpu_memory_option(app, o.gpu_memory, "say whether the run fits into this much GPU memory, as in 24GiB")
+        ->excludes("--generate");
     app.add_flag("--verbose", o.verbose, "list every activation with its lifetime: its first and last phase of a step");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
+    o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
     if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);
     return o;
 }
@@ -49,9 +54,10 @@ namespace {
 
 void show_json(const PlanReport& r) {
     json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
+    if (r.memory.limit) result["fits"] = r.fits();
     for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
     for (const auto& [what, bytes] : r.memory.host_lines) result["host_bytes"][what] = bytes;
-    result["in_use_before"] = device_bytes_in_use();
+    result["in_use_before"] = r.in_use_before;
     for (const PlannedGroup& g : r.groups)
         result["parameters"][g.name] = {{"weights", g.weights}, {"optimizer", OPTIMIZER_NAMES[size_t(g.optimizer)]}};
     if (!r.stages.empty()) result["total_bytes_by_zero_stage"] = r.stages;
@@ -60,12 +66,16 @@ void show_json(const PlanReport& r) {
 
 }  // namespace
 
+bool PlanReport::fits() const {
+    return memory.total <= memory.available(memory.limit, in_use_before);
+}
+
 void show_plan(const PlanReport& r, const PlanOptions& o) {
     if (o.json) return show_json(r);
     std::cout << r.name << ": " << r.description << "\n"
-              << r.memory.text(device_bytes_in_use()) << "  FLOP per token          " << str(r.flop_per_token / 1e6)
-              << " MFLOP (" << (r.training ? "forward and backward" : "of a training step")
-              << ", recomputation not counted)\n";
+              << r.memory.text(r.in_use_before) << r.remark << "  FLOP per token          "
+              << str(r.flop_per_token / 1e6) << " MFLOP ("
+              << (r.training ? "forward and backward" : "of a training step") << ", recomputation not counted)\n";
     if (!r.groups.empty()) std::cout << "parameters\n";
     for (const PlannedGroup& g : r.groups) {
         std::string name = g.name;

@@ -19,9 +19,13 @@ struct PlanReport {
     bool training;
     int64_t world;
     MemoryPlan memory;
+    int64_t in_use_before;             // bytes of the GPU: the CUDA context and other programs
+    std::string remark;                // a line after the memory plan, or ""
     std::vector<PlannedGroup> groups;  // of training
     std::vector<int64_t> stages;       // with several ranks: bytes that each rank needs, by --zero-stage; else empty
     std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
+
+    bool fits() const;  // into MemoryPlan::limit
 };
 
 // Prints the report to stdout, as text or with options.json as a JSON object.

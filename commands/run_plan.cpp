@@ -1,12 +1,36 @@
 // `plan`: the memory and the FLOP that a run needs.
+#include <optional>
+
 #include "commands/inference.h"
 #include "commands/plan.h"
 #include "commands/run.h"
+#include "runtime/device/gpu_table.h"
+#include "runtime/files/log.h"
+
+namespace {
+
+// The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. Memory alone does not tell the
+// number of SMs, so on the CPU that is an H100's.
+const Gpu* planned_gpu(const PlanOptions& o) {
+    if (!o.gpu.empty()) return &find_gpu(o.gpu);
+    return o.gpu_memory && backend_device() == Device::CPU ? &find_gpu("H100 80GB HBM3") : nullptr;
+}
+
+// What is in use before a run, and a remark on it. A context that was not measured is taken to be an H100's.
+std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
+    if (!gpu) return {device_bytes_in_use(), ""};
+    if (gpu->context_mib) return {gpu->context_mib << 20, ""};
+    return {find_gpu("H100 80GB HBM3").context_mib << 20,
+            str("  the CUDA context was not measured on ", gpu->name, "; that of an H100 is planned\n")};
+}
+
+}  // namespace
 
 void run_plan(const Args& args) {
     const PlanOptions o = parse_plan(args);
     const ModelSource source = o.model.resolve(0);
     const DType dtype = o.model.type();
+    const Gpu* const gpu = planned_gpu(o);
     const bool training = !o.inference && !o.generate;
     const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
     const auto model_of = [&](int64_t stage) {
@@ -18,8 +42,9 @@ void run_plan(const Args& args) {
     shape.recompute = o.recompute;
     shape.world = o.world;
     shape.deterministic = !o.nondeterministic;
+    if (gpu) shape.target = gpu->target();
     const auto activations_of = [&](const Model& planned) {
-        shape.update_bytes = training ? update_workspace_bytes(planned) : 0;
+        shape.update_bytes = training ? update_workspace_bytes(planned, MUON_ROUND_BYTES, shape.target) : 0;
         return std::make_unique<Activations>(source.config, shape);
     };
     const std::unique_ptr<Activations> acts = activations_of(model);
@@ -32,8 +57,9 @@ void run_plan(const Args& args) {
         if (training) plan.add_host("checkpoint snapshot", snapshot_of(planned).bytes());
         return plan;
     };
-    const MemoryPlan plan =
-        o.generate ? memory_plan(model, Engine(source.config, generation, {})) : plan_of(model, *acts);
+    MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : plan_of(model, *acts);
+    plan.limit = o.gpu_memory;
+    auto [in_use_before, remark] = in_use_on(gpu);
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
     for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
@@ -47,8 +73,22 @@ void run_plan(const Args& args) {
             if (size_t(p.rate_group) == g) group.weights += p.numel(), group.optimizer = p.optimizer;
         if (group.weights) groups.push_back(group);
     }
-    show_plan({source.name, describe(model.config, model.table.num_weights()), model.table.num_weights(),
-               flop_per_token(model, o.seq_len), training, o.world, plan, groups, stages,
-               o.generate ? std::vector<ArenaPlan::Entry>{} : acts->plan.entries()},
-              o);
+    PlanReport report{source.name,
+                      describe(model.config, model.table.num_weights()),
+                      model.table.num_weights(),
+                      flop_per_token(model, o.seq_len),
+                      training,
+                      o.world,
+                      plan,
+                      in_use_before,
+                      remark,
+                      groups,
+                      stages,
+                      o.generate ? std::vector<ArenaPlan::Entry>{} : acts->plan.entries()};
+    if (plan.limit) {
+        const int64_t left = plan.available(plan.limit, in_use_before) - plan.total;
+        report.remark += left >= 0 ? str("  fits: ", human_bytes(left), " are left\n")
+                                   : str("  does not fit: ", human_bytes(-left), " are missing\n");
+    }
+    show_plan(report, o);
 }

@@ -4,6 +4,7 @@
 #include "commands/cli.h"
 #include "commands/training.h"
 #include "kernels/muon.h"
+#include "runtime/device/device.h"
 #include "runtime/files/files.h"
 
 namespace {
@@ -135,6 +136,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"both", "backward", "off"}))
         ->default_str("both");
     add_nondeterministic_option(*app, o.nondeterministic);
+    add_gpu_memory_option(*app, o.gpu_memory,
+                          "take at most this much of the GPU's memory, its context included, as in 24GiB");
     app->add_flag("--measure-peak", o.measure_peak,
                   "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's");
     app->add_option("--profile", o.profile,
@@ -217,6 +220,8 @@ TrainOptions parse_train(const Args& args) {
     parse(*app, all);
     check_training_dtype(o.model, o.master_weights);
     check_optimizer_options(o);
+    if (o.gpu_memory && backend_device() == Device::CPU)
+        throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     for (const std::string& path : {o.model.model, o.data, o.out}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(

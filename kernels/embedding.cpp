@@ -94,8 +94,3 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     if (dwte) scatter_add(dwte, dout, tokens.as<int32_t>(), accumulate_wte);
     if (dwpe) scatter_add(dwpe, dout, positions.as<int32_t>(), accumulate_wpe);
 }
-
-// Threads own columns, so no lists of entries are needed.
-int64_t embedding_backward_scratch(int64_t, int64_t, int64_t) {
-    return 0;
-}

@@ -16,6 +16,7 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/pdl.cuh"
+#include "kernels/cuda/scratch.h"
 
 namespace {
 
@@ -74,33 +75,28 @@ __global__ void __launch_bounds__(THREADS)
 // after the segment goes to the scratch, and a second kernel adds these sums over the segments, in order. No two blocks
 // write the same row, many blocks share the work of a frequent token, and every sum has a fixed order.
 
-constexpr int SEGMENT = 32;
+constexpr int SEGMENT = int(gpu_scratch::EMBEDDING_SEGMENT);
 constexpr int SUM_THREADS = 128;  // columns of a block, in vectors
 
 struct Scratch {
     int32_t *keys, *sorted_keys, *order, *sorted_order;  // [entries] each
     float* partials;                                     // [segments, 2, C]: first run, last run of a segment
     void* sort;
-    size_t sort_bytes;
-    int64_t bytes;
 };
 
-// The layout of the scratch from `base`, which may be null. It always has space for the entries of both tables.
+// The layout of the scratch. It always has space for the entries of both tables.
 Scratch scratch_layout(uint8_t* base, int64_t N, int64_t C) {
     const int64_t entries = 2 * N;
     Scratch s{};
     const auto take = [&](int64_t bytes) {
-        uint8_t* at = base + s.bytes;
-        s.bytes += ceil_div(bytes, 256) * 256;
+        uint8_t* const at = base;
+        base += gpu_scratch::embedding_aligned(bytes);
         return at;
     };
     for (int32_t** list : {&s.keys, &s.sorted_keys, &s.order, &s.sorted_order})
         *list = reinterpret_cast<int32_t*>(take(entries * int64_t(sizeof(int32_t))));
-    s.partials = reinterpret_cast<float*>(take(ceil_div(entries, SEGMENT) * 2 * C * int64_t(sizeof(float))));
-    cuda_check(cub::DeviceRadixSort::SortPairs(nullptr, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
-                                               int(entries)),
-               "embedding_backward");
-    s.sort = take(int64_t(s.sort_bytes));
+    s.partials = reinterpret_cast<float*>(take(gpu_scratch::embedding_partials(entries, C)));
+    s.sort = take(gpu_scratch::embedding_sort(entries));
     return s;
 }
 
@@ -228,15 +224,22 @@ void scatter_add(const char* op, const Tables& tables, const Tensor& dout, const
                        op);
     if (N * C == 0) return;
     const int64_t entries = tables.second.data ? 2 * N : N;
-    Scratch s = scratch_layout(scratch.as<uint8_t>(), N, C);
+    const Scratch s = scratch_layout(scratch.as<uint8_t>(), N, C);
     make_keys_kernel<<<grid_of(ceil_div(entries, THREADS)), THREADS, 0, cuda_stream(stream)>>>(s.keys, s.order, tables,
                                                                                                N, entries);
     check_launch(op, stream);
     int bits = 1;
     while (rows >> bits) bits++;  // of the largest key
-    cuda_check(cub::DeviceRadixSort::SortPairs(s.sort, s.sort_bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
-                                               int(entries), 0, bits, cuda_stream(stream)),
-               op);
+    const auto sort = [&](void* memory, size_t& bytes) {
+        cuda_check(cub::DeviceRadixSort::SortPairs(memory, bytes, s.keys, s.sorted_keys, s.order, s.sorted_order,
+                                                   int(entries), 0, bits, cuda_stream(stream)),
+                   op);
+    };
+    size_t sort_bytes = 0;
+    sort(nullptr, sort_bytes);
+    require(int64_t(sort_bytes) <= gpu_scratch::embedding_sort(2 * N), op, ": the sort of ", entries,
+            " entries asks for ", sort_bytes, " bytes, more than embedding_sort() plans (kernels/cuda/scratch.h)");
+    sort(s.sort, sort_bytes);
     dispatch_dtype(op, dout.dtype, [&](auto zero) {
         using T = decltype(zero);
         dispatch_width<T>(C % FULL_WIDTH<T> == 0 && aligned, [&](auto width) {
@@ -312,9 +315,4 @@ void embedding_backward(Tensor dwte, Tensor dwpe, Tensor dout, Tensor tokens, Te
     require(tables.first.rows + tables.second.rows <= INT32_MAX, op, ": ", tables.first.rows + tables.second.rows,
             " rows of tables, expected at most ", INT32_MAX);
     scatter_add(op, tables, dout, scratch, rows_aligned({dwte, dwpe, dout, scratch}), stream);
-}
-
-// Does not depend on the number of rows: the sort's part is computed for all bits of the key.
-int64_t embedding_backward_scratch(int64_t N, int64_t, int64_t C) {
-    return scratch_layout(nullptr, N, C).bytes;
 }

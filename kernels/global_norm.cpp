@@ -26,12 +26,6 @@ MULTIARCH double sum_of_squares(const float* x, int64_t n) {
     return (((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) + rest;
 }
 
-constexpr int64_t BLOCK = 1 << 15;  // fixed, so that the order of the sum depends on n alone
-
-int64_t num_blocks(int64_t n) {
-    return (n + BLOCK - 1) / BLOCK;
-}
-
 }  // namespace
 
 void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
@@ -47,19 +41,15 @@ void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
     total = accumulate ? total + sum : sum;
 }
 
-int64_t sum_squares_scratch(int64_t n) {
-    return num_blocks(n) * int64_t(sizeof(double));
-}
-
 void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream) {
     const int64_t n = check_sum_squares(sum, grads, scratch);
     const float* g = grads.as<float>();
     double* partial = reinterpret_cast<double*>(scratch.as<uint8_t>());
 #pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
-    for (int64_t b = 0; b < num_blocks(n); b++)
-        partial[b] = sum_of_squares(g + b * BLOCK, std::min(BLOCK, n - b * BLOCK));
+    for (int64_t b = 0; b < sum_squares_blocks(n, Device::CPU); b++)
+        partial[b] = sum_of_squares(g + b * SUM_SQUARES_BLOCK, std::min(SUM_SQUARES_BLOCK, n - b * SUM_SQUARES_BLOCK));
     double whole = 0;
-    for (int64_t b = 0; b < num_blocks(n); b++) whole += partial[b];
+    for (int64_t b = 0; b < sum_squares_blocks(n, Device::CPU); b++) whole += partial[b];
     double& total = *sum.as<double>();
     total = accumulate ? total + whole : whole;
 }

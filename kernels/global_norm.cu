@@ -6,11 +6,6 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t MAX_BLOCKS = 1024;  // fixed, so that the order of the sum depends on n alone; an H100 holds 1056
-
-int64_t num_blocks(int64_t n) {
-    return std::min(MAX_BLOCKS, ceil_div(n, int64_t(THREADS) * 4));
-}
 
 // Σ x² in fp64, where squares of fp32 are exact and neither overflow nor underflow.
 template <int W>
@@ -90,13 +85,9 @@ void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream) 
     check_launch(op, stream);
 }
 
-int64_t sum_squares_scratch(int64_t n) {
-    return num_blocks(n) * int64_t(sizeof(double));
-}
-
 void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream stream) {
     const char* op = "sum_squares";
-    const int64_t n = check_sum_squares(sum, grads, scratch), blocks = num_blocks(n);
+    const int64_t n = check_sum_squares(sum, grads, scratch), blocks = sum_squares_blocks(n, Device::CUDA);
     double* partials = reinterpret_cast<double*>(scratch.as<uint8_t>());
     if (blocks > 0) {
         dispatch_width<float>(rows_aligned({grads}), [&](auto width) {

@@ -100,10 +100,6 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     }
 }
 
-int64_t layernorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_partials_bytes(N, 3 * C);
-}
-
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, Tensor dout, Tensor dresidual,
                         Tensor inp, Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
     const char* op = "layernorm_backward";

@@ -66,11 +66,6 @@ void muon_update(Tensor params, Tensor params_T, Tensor updates, const MuonSegme
     });
 }
 
-// A sum, and what sum_squares needs.
-int64_t normalize_matrices_scratch(int64_t, int64_t rows, int64_t columns) {
-    return int64_t(sizeof(double)) + sum_squares_scratch(rows * columns);
-}
-
 void normalize_matrices(Tensor out, Tensor x, double scale, Tensor scratch, Stream stream) {
     check_normalize_matrices("normalize_matrices", out, x, scratch);
     const int64_t size = x.shape[1] * x.shape[2], sum_bytes = int64_t(sizeof(double));

@@ -5,6 +5,7 @@
 #include "kernels/muon.h"
 
 #include "kernels/cuda/param_update.cuh"
+#include "kernels/cuda/scratch.h"
 #include "kernels/muon_check.h"
 
 namespace {
@@ -80,17 +81,12 @@ void dispatch_updates(const Tensor& updates, F f) {
 // GPT-2 124M, 12 matrices of 768 × 3072: 144 chunks of 16384 elements each, 1728 blocks, 64 elements a thread.
 
 constexpr int NORM_THREADS = 256;
-constexpr int64_t NORM_CHUNK = 16384;
-
-int64_t norm_chunks(int64_t size) {
-    return ceil_div(size, NORM_CHUNK);
-}
 
 template <int W, typename T>
 __global__ void __launch_bounds__(NORM_THREADS)
     chunk_squares_kernel(double* sums, const T* x, int64_t size, int64_t chunks) {
     const auto [matrix, chunk] = row_item(blockIdx.x, chunks);
-    const int64_t begin = chunk * NORM_CHUNK, end = min(size, begin + NORM_CHUNK);
+    const int64_t begin = chunk * gpu_scratch::MATRIX_CHUNK, end = min(size, begin + gpu_scratch::MATRIX_CHUNK);
     const T* values = x + matrix * size;
     double sum = 0;
     for (int64_t i = begin + threadIdx.x * W; i < end; i += NORM_THREADS * W) {
@@ -116,7 +112,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     }
     __syncthreads();
     const float factor = shared;
-    const int64_t begin = chunk * NORM_CHUNK, end = min(size, begin + NORM_CHUNK);
+    const int64_t begin = chunk * gpu_scratch::MATRIX_CHUNK, end = min(size, begin + gpu_scratch::MATRIX_CHUNK);
     for (int64_t i = matrix * size + begin + threadIdx.x * W; i < matrix * size + end; i += NORM_THREADS * W) {
         Floats<W> v = load_floats<W>(x + i);
 #pragma unroll
@@ -160,14 +156,11 @@ void muon_update(Tensor params, Tensor params_T, Tensor updates, const MuonSegme
     });
 }
 
-int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns) {
-    return batch * norm_chunks(rows * columns) * int64_t(sizeof(double));
-}
-
 void normalize_matrices(Tensor out, Tensor x, double scale, Tensor scratch, Stream stream) {
     const char* op = "normalize_matrices";
     check_normalize_matrices(op, out, x, scratch);
-    const int64_t size = x.shape[1] * x.shape[2], chunks = norm_chunks(size), blocks = x.shape[0] * chunks;
+    const int64_t size = x.shape[1] * x.shape[2], chunks = gpu_scratch::matrix_chunks(size),
+                  blocks = x.shape[0] * chunks;
     if (blocks == 0) return;
     require(blocks <= INT32_MAX, op, ": ", x.numel(), " elements are more than one GPU can hold");
     auto* sums = reinterpret_cast<double*>(scratch.as<uint8_t>());

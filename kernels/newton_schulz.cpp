@@ -4,6 +4,7 @@
 #include "kernels/matmul.h"
 #include "kernels/muon.h"
 #include "kernels/muon_check.h"
+#include "kernels/scratch.h"
 
 namespace {
 
@@ -42,7 +43,7 @@ struct Scratch {
     int64_t gram, polynomial, x, norms, bytes;  // offsets, and the end
 };
 
-Scratch scratch_layout(int64_t batch, int64_t rows, int64_t columns, DType dtype) {
+Scratch scratch_layout(int64_t batch, int64_t rows, int64_t columns, DType dtype, const Target& target) {
     constexpr int64_t ALIGNMENT = 256;
     const auto after = [](int64_t begin, int64_t bytes) {
         return (begin + bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
@@ -53,7 +54,7 @@ Scratch scratch_layout(int64_t batch, int64_t rows, int64_t columns, DType dtype
     s.polynomial = after(s.gram, square);
     s.x = after(s.polynomial, square);
     s.norms = after(s.x, batch * rows * columns * dtype_size(dtype));
-    s.bytes = s.norms + normalize_matrices_scratch(batch, rows, columns);
+    s.bytes = s.norms + normalize_matrices_scratch(batch, rows, columns, target);
     return s;
 }
 
@@ -83,15 +84,19 @@ NewtonSchulz newton_schulz_coefficients(const std::string& name, int iterations)
     throw Error(str("newton_schulz_coefficients: there are no coefficients \"", name, "\", only ", names));
 }
 
+int64_t newton_schulz_scratch(int64_t batch, int64_t rows, int64_t columns, DType dtype, const Target& target) {
+    return scratch_layout(batch, rows, columns, dtype, target).bytes;
+}
+
 int64_t newton_schulz_scratch(int64_t batch, int64_t rows, int64_t columns, DType dtype) {
-    return scratch_layout(batch, rows, columns, dtype).bytes;
+    return newton_schulz_scratch(batch, rows, columns, dtype, this_target());
 }
 
 void newton_schulz(Tensor x, Tensor scratch, const NewtonSchulz& coefficients, Stream stream) {
     const char* op = "newton_schulz";
     const DType dtype = check_muon_matrices(op, "x", x);
     const int64_t batch = x.shape[0], rows = x.shape[1], columns = x.shape[2], side = std::min(rows, columns);
-    const Scratch s = scratch_layout(batch, rows, columns, dtype);
+    const Scratch s = scratch_layout(batch, rows, columns, dtype, this_target());
     check_scratch(op, scratch, s.bytes);
     if (x.numel() == 0) return;
     char* memory = static_cast<char*>(scratch.data);

@@ -96,10 +96,6 @@ void qk_norm_forward(Tensor out, Tensor rstd, Tensor inp, QkWeights weight, Tens
     }
 }
 
-int64_t qk_norm_backward_scratch(int64_t N, int64_t, int64_t, int64_t HS) {
-    return norm_partials_bytes(N, 2 * HS);
-}
-
 void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, Tensor rstd, QkWeights weight,
                       Tensor positions, Tensor table, int64_t NH, Tensor scratch, bool accumulate, Stream) {
     const char* op = "qk_norm_backward";

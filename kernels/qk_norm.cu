@@ -28,7 +28,6 @@
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int64_t WEIGHT_BLOCKS_PER_SM = 2;
 // Units of a lane where W = 1: 32 lanes then hold QK_NORM_MAX_HEAD channels.
 constexpr int MAX_ITEMS = int(QK_NORM_MAX_HEAD) / (2 * WARP);
 
@@ -295,16 +294,6 @@ __global__ void __launch_bounds__(THREADS, WEIGHTS ? 2 : 3) backward_kernel(cons
     }
 }
 
-// Blocks for the gradients of q's and of k's weight: each as many as its share of the heads, at least one.
-struct WeightBlocks {
-    int64_t q, k;
-};
-WeightBlocks weight_blocks(int64_t NH, int64_t NKV) {
-    const int64_t all = WEIGHT_BLOCKS_PER_SM * num_sms();
-    const int64_t q = std::clamp<int64_t>((all * NH + (NH + NKV) / 2) / std::max<int64_t>(NH + NKV, 1), 1, all - 1);
-    return {q, all - q};
-}
-
 template <typename T>
 Arguments<T> arguments(const QkNormSizes& z, const Tensor& out, const Tensor& inp, const Tensor& rstd,
                        const QkWeights& weight, const Tensor& positions, const Tensor& table, int64_t NH) {
@@ -367,11 +356,6 @@ void qk_norm_forward(Tensor out, Tensor rstd, Tensor inp, QkWeights weight, Tens
     check_launch(op, stream);
 }
 
-int64_t qk_norm_backward_scratch(int64_t, int64_t NH, int64_t NKV, int64_t HS) {
-    const WeightBlocks blocks = weight_blocks(NH, NKV);
-    return (blocks.q + blocks.k) * HS * int64_t(sizeof(float));
-}
-
 void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, Tensor rstd, QkWeights weight,
                       Tensor positions, Tensor table, int64_t NH, Tensor scratch, bool accumulate, Stream stream) {
     const char* op = "qk_norm_backward";
@@ -379,7 +363,7 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
     const QkNormSizes z =
         check_qk_norm_backward(op, dtype, dinp, dweight, dout, kept, rstd, weight, positions, table, NH, scratch);
     if (z.N * z.H == 0 && !weight.q) return;
-    const WeightBlocks blocks = weight_blocks(NH, z.H - NH);
+    const gpu_scratch::QkBlocks blocks = gpu_scratch::qk_blocks(NH, z.H - NH, num_sms());
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Arguments<T> a = arguments<T>(z, dinp, dout, rstd, weight, positions, table, NH);

@@ -27,10 +27,6 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
     });
 }
 
-int64_t rmsnorm_backward_scratch(int64_t N, int64_t C) {
-    return norm_backward_scratch(N, C, 2);
-}
-
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
     const char* op = "rmsnorm_backward";

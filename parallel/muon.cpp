@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "kernels/scratch.h"
 #include "runtime/device/convert.h"
 #include "runtime/rng.h"
 
@@ -58,8 +59,8 @@ int64_t make_batches(const std::vector<MuonMatrix>& matrices, int64_t begin, std
     return begin;
 }
 
-int64_t batch_scratch(const Muon::Batch& b, DType dtype) {
-    return newton_schulz_scratch(b.count, b.rows, b.cols, dtype);
+int64_t batch_scratch(const Muon::Batch& b, DType dtype, const Target& target = this_target()) {
+    return newton_schulz_scratch(b.count, b.rows, b.cols, dtype, target);
 }
 
 // The elements of a matrix that a rank updates.
@@ -125,7 +126,8 @@ std::vector<MuonMatrix> muon_matrices(const ParamTable& table, int64_t world) {
     return all;
 }
 
-MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype, int64_t round_bytes) {
+MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype, int64_t round_bytes,
+                             const Target& target) {
     MuonWorkspace sizes;
     const bool split = sharding.splits_optimizer();
     sizes.rounds_at_once = sharding.world > 1 ? OVERLAPPED_ROUNDS : 1;
@@ -136,7 +138,8 @@ MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, 
             if (split) sizes.matrices = std::max(sizes.matrices, matrices * dtype_size(dtype));
             const int64_t updates = updates_size(table, sharding, rank, round);
             sizes.updates = std::max(sizes.updates, updates * dtype_size(dtype));
-            for (const Muon::Batch& b : batches) sizes.scratch = std::max(sizes.scratch, batch_scratch(b, dtype));
+            for (const Muon::Batch& b : batches)
+                sizes.scratch = std::max(sizes.scratch, batch_scratch(b, dtype, target));
         }
     }
     return sizes;

@@ -21,6 +21,7 @@
 #include "kernels/muon.h"
 #include "parallel/update.h"
 #include "runtime/context.h"
+#include "runtime/device/target.h"
 
 // The factor of an orthogonalised update: Spectral √max(1, rows/cols) (Jordan 2024), RMS 0.2·√max(rows, cols), which
 // gives it the RMS of AdamW's updates (Liu et al. 2025, section 2.2).
@@ -59,7 +60,7 @@ struct MuonWorkspace {
     int64_t bytes() const { return rounds_at_once * (updates + matrices) + scratch; }
 };
 MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype,
-                             int64_t round_bytes = MUON_ROUND_BYTES);
+                             int64_t round_bytes = MUON_ROUND_BYTES, const Target& target = this_target());
 
 class Muon {
   public:

@@ -461,10 +461,6 @@ int64_t attention_max_head_size() {
     return MAX_HS;
 }
 
-int64_t attention_forward_scratch() {
-    return 0;
-}
-
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
                        float scale, Tensor, Stream) {
     const char* op = "attention_forward";
@@ -488,10 +484,6 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
         zero_rows(head_rows(out, 0, h), z.cum_q[z.S], z.Nq, z.HS);
         if (lse) std::fill(lse_row(h) + z.cum_q[z.S], lse_row(h) + z.Nq, -INF);
     }
-}
-
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t, bool, int64_t) {
-    return Nq * NH * static_cast<int64_t>(sizeof(float));
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,

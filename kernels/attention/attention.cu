@@ -40,10 +40,6 @@ int64_t attention_max_head_size() {
     return TILED_ATTENTION_MAX_HS;
 }
 
-int64_t attention_forward_scratch() {
-    return 16;  // the task counter
-}
-
 void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, const AttentionSequences& sequences,
                        float scale, Tensor scratch, Stream stream) {
     const char* op = "attention_forward";
@@ -65,12 +61,6 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 #endif
         tiled_attention_forward(op, a, sequences, stream);
     });
-}
-
-int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic, int64_t max_k) {
-    // Then delta and the task counter.
-    return dq_sums_bytes(Nq, NH, HS, deterministic, max_k) + Nq * NH * int64_t(sizeof(float)) +
-           attention_forward_scratch();
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,

@@ -17,6 +17,7 @@
 // each of (1 + 1)·8 pairs of a sequence and a KV head: 1,024 tasks for 132 blocks of 384 threads. GPT-2 124M (T=1024,
 // HS=64) takes two passes.
 #include "kernels/attention/hopper_backward_keys.cuh"
+#include "kernels/cuda/scratch.h"
 
 namespace hopper {
 namespace {
@@ -238,10 +239,6 @@ template void backward_single_pass(const char*, const Attention<fp16>&, const At
 }  // namespace hopper
 
 int64_t hopper_attention_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k) {
-    // Two passes over heads of 64 columns are faster up to 2048 keys: zeroing and rounding the sums takes a fixed time,
-    // and the time that two matmuls fewer save grows with the keys.
-    if (!is_hopper() || HS > hopper::MAX_HS || (HS <= 64 && max_k <= 2048)) return 0;
-    int64_t bytes = 0;
-    hopper::dispatch_head_size(int(HS), [&](auto D) { bytes = Nq * NH * D * int64_t(sizeof(float)); });
-    return bytes;
+    static_assert(gpu_scratch::HOPPER_ATTENTION_MAX_HS == hopper::MAX_HS);
+    return is_hopper() ? gpu_scratch::hopper_dq_sums(Nq, NH, HS, max_k) : 0;
 }

@@ -27,11 +27,13 @@
 #include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/row_statistics.cuh"
+#include "kernels/cuda/scratch.h"
 
 namespace norm_detail {
 
 constexpr int THREADS = 256;
-constexpr int WIDTH = 8;  // elements of a vector: 16 bytes of bf16, 32 bytes of fp32
+using gpu_scratch::NORM_BLOCKS, gpu_scratch::NORM_MAX_THREADS, gpu_scratch::NORM_THREADS;
+constexpr int WIDTH = gpu_scratch::NORM_VECTOR;
 constexpr int64_t LONGEST_IN_REGISTERS = int64_t(THREADS) * WIDTH * 4;
 
 template <typename T>
@@ -170,21 +172,6 @@ __device__ __forceinline__ Floats<W> norm_gradient(const Floats<W>& dout, const 
     return dx;
 }
 
-// The block of the backward pass, dim3(threads, groups): a group of `threads` holds a row, one vector each. What a
-// thread keeps over all rows (weight and up to three sums for 8 columns) then takes 32 registers whatever the length of
-// the row. With more columns a thread would keep so much that too few threads could be resident.
-struct BackwardShape {
-    int threads, groups, blocks_per_sm;
-};
-constexpr int BACKWARD_THREADS = 384, BACKWARD_BLOCKS = 2;  // 80 registers a thread
-constexpr int MAX_THREADS = 1024;
-
-inline BackwardShape backward_shape(int64_t C) {
-    const int threads = int(std::min<int64_t>(MAX_THREADS, ceil_div(ceil_div(C, WIDTH), WARP) * WARP));
-    const int groups = std::max(1, BACKWARD_THREADS / threads);
-    return {threads, groups, std::max(1, BACKWARD_THREADS * BACKWARD_BLOCKS / (threads * groups))};
-}
-
 // Sums y, and x if BOTH, over the threads of a group. Every thread gets the same bits. `partial` has an element for
 // each warp of the block. The next call must pass another array, so that no thread overwrites what another has yet to
 // read.
@@ -209,11 +196,11 @@ __device__ __forceinline__ void group_sum(float& x, float& y, float2* partial) {
 // While a row is computed, cp.async copies the next one to shared memory, which leaves registers for the sums over
 // rows. A thread reads back only what it has copied itself, so no barrier is needed. SUM: also sums dsum.
 template <bool CENTRED, bool SUM, int THREADS_BOUND, typename T>
-__global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == BACKWARD_THREADS ? BACKWARD_BLOCKS : 1)
+__global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == NORM_THREADS ? NORM_BLOCKS : 1)
     backward_kernel(BackwardArguments<T> a) {
     constexpr int W = WIDTH;
     extern __shared__ __align__(16) unsigned char dynamic_shared[];
-    __shared__ float2 partial[2][MAX_THREADS / WARP];
+    __shared__ float2 partial[2][NORM_MAX_THREADS / WARP];
     const int threads = int(blockDim.x * blockDim.y), thread = int(threadIdx.y * blockDim.x + threadIdx.x);
     const int C = int(a.C), c = int(threadIdx.x) * W;
     const bool inside = c < C;
@@ -398,29 +385,20 @@ void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>&
     check_launch(op, stream);
 }
 
-// As many blocks as are resident at once, but no more than there are rows for.
-inline int64_t norm_backward_blocks(int64_t N, int64_t C) {
-    const norm_detail::BackwardShape shape = norm_detail::backward_shape(C);
-    return std::max<int64_t>(1, std::min(shape.blocks_per_sm * num_sms(), ceil_div(N, shape.groups)));
-}
-// Bytes of scratch for `sums` sums over rows.
-inline int64_t norm_backward_scratch(int64_t N, int64_t C, int64_t sums) {
-    return C == 0 ? 0 : norm_backward_blocks(N, C) * sums * C * int64_t(sizeof(float));
-}
-
 namespace norm_detail {
 
 template <bool CENTRED, bool SUM, typename T>
 void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOutputs& sums, bool accumulate,
                      bool aligned, Stream stream) {
-    const BackwardShape shape = backward_shape(a.C);
-    const int64_t blocks = norm_backward_blocks(a.N, a.C);
-    const auto kernel = shape.threads <= BACKWARD_THREADS ? backward_kernel<CENTRED, SUM, BACKWARD_THREADS, T>
-                                                          : backward_kernel<CENTRED, SUM, MAX_THREADS, T>;
+    const gpu_scratch::NormBlock shape = gpu_scratch::norm_block(a.C);
+    const int64_t blocks = gpu_scratch::norm_blocks(a.N, a.C, num_sms());
+    const auto kernel = shape.threads <= NORM_THREADS ? backward_kernel<CENTRED, SUM, NORM_THREADS, T>
+                                                      : backward_kernel<CENTRED, SUM, NORM_MAX_THREADS, T>;
     // Two stages of three matrices. The sums at the end need less.
     const int64_t shared = 2 * 3 * int64_t(sizeof(Pack<T, WIDTH>)) * shape.threads * shape.groups;
     constexpr int64_t STATIC_SHARED = 1024;
-    if (aligned && a.C % WIDTH == 0 && a.C <= MAX_THREADS * WIDTH && shared + STATIC_SHARED <= max_shared_bytes()) {
+    if (aligned && a.C % WIDTH == 0 && a.C <= NORM_MAX_THREADS * WIDTH &&
+        shared + STATIC_SHARED <= max_shared_bytes()) {
         cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)), op);
         kernel<<<grid_of(blocks), dim3(unsigned(shape.threads), unsigned(shape.groups)), size_t(shared),
                  cuda_stream(stream)>>>(a);

@@ -136,10 +136,6 @@ Pass pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, con
 
 }  // namespace
 
-int64_t linear_attention_forward_scratch(const LinearAttentionSizes&) {
-    return 0;
-}
-
 void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionState& final, Tensor q, Tensor k, Tensor v,
                               Tensor gate, const LinearAttentionState& initial,
                               const LinearAttentionSequences& sequences, const LinearAttentionType& type,
@@ -157,10 +153,6 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
 }
 
 // δ, φ(q)·dφ(q), φ(k)·dφ(k), and ⟨S_T, dS_T⟩ of each state.
-int64_t linear_attention_backward_scratch(const LinearAttentionSizes& z) {
-    return (2 * z.NH * z.N + z.NKV * z.N + (z.states ? z.S * z.NKV : 0)) * int64_t(sizeof(float));
-}
-
 void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, const LinearAttentionState& dinitial,
                                Tensor dout, const LinearAttentionState& dfinal, Tensor q, Tensor k, Tensor v,
                                Tensor gate, const LinearAttentionState& initial, Tensor out, Tensor norm,

@@ -11,32 +11,22 @@
 
 #include "kernels/linear_attention/linear_attention.cuh"
 #include "kernels/linear_attention/linear_attention_check.h"
+#include "kernels/linear_attention/linear_attention_layout.h"
 
 namespace {
 
 using namespace linear_attention;
 
-constexpr int64_t MIN_SPLIT = 4 * MAX_CHUNK;  // tokens
+static_assert(MIN_SPLIT == 4 * MAX_CHUNK);
 
 // The splits of each sequence, and their tokens.
 struct Splits {
     int64_t count, length;
 };
 
-// Blocks that fill the GPU: 3 per SM, or 1 where heads are larger than 64.
-int64_t wanted_blocks(const LinearAttentionSizes& z) {
-    return num_sms() * (std::max(z.E, z.M) <= 64 ? 3 : 1);
-}
-
-// An upper bound of the states of a pass whose sequences are split: one for each split and one for each sequence's end.
-// It is reached where as many sequences as possible have 1.5 times the wanted tokens, so that each has two splits.
-int64_t max_states(const LinearAttentionSizes& z, int64_t blocks) {
-    return 2 * std::min(ceil_div(blocks, std::max<int64_t>(1, z.NKV)), ceil_div(z.N, MIN_SPLIT));
-}
-
 Splits splits_of(const LinearAttentionSizes& z) {
     constexpr int64_t UNIT = MAX_CHUNK;
-    const int64_t blocks = wanted_blocks(z);
+    const int64_t blocks = wanted_blocks(z, num_sms());
     // dk and dv have a block for each KV head.
     const int64_t wanted_tokens = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SPLIT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted_tokens / 2) / wanted_tokens);
@@ -46,26 +36,6 @@ Splits splits_of(const LinearAttentionSizes& z) {
     if (splits.count == 1 || z.S * (splits.count + 1) <= max_states(z, blocks)) return splits;
     return {1, ceil_div(z.max_length, UNIT) * UNIT};
 }
-
-// The parts of the scratch in floats, in the order of memory.
-struct Layout {
-    int64_t states, decays, delta = 0, query_dots = 0, key_dots = 0;
-    int directions = 1;  // forward: KeyState; backward: QueryState too
-
-    Layout(const LinearAttentionSizes& z, bool backward) {
-        // With a single split, a sequence needs its two states only where states are given.
-        const int64_t count =
-            z.NKV * std::max(z.states ? 2 * z.S : 0, z.max_length > MIN_SPLIT ? max_states(z, wanted_blocks(z)) : 0);
-        const int64_t column_blocks = ceil_div(z.E, 16) + 1;                  // at most
-        states = count * (z.E * z.M + z.E), decays = ceil_div(count, 4) * 4;  // states stay aligned to 16 bytes
-        if (!backward) return;
-        directions = 2;
-        delta = z.NH * z.N, query_dots = column_blocks * z.NH * z.N, key_dots = column_blocks * z.NKV * z.N;
-    }
-    int64_t bytes() const {
-        return (directions * (states + decays) + delta + query_dots + key_dots) * int64_t(sizeof(float));
-    }
-};
 
 // All tensors of a forward or backward pass, and the launches of its kernels.
 template <typename T>
@@ -257,7 +227,7 @@ Pass<T> pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, 
     Pass<T> p{};
     p.op = op, p.z = z, p.type = type, p.stream = stream, p.cum = sequences.cum;
     p.q = q, p.k = k, p.v = v, p.gate = gate, p.initial = initial;
-    const Layout layout(z, backward);
+    const Layout layout(z, backward, num_sms());
     p.key_states = static_cast<float*>(scratch.data);
     p.key_decays = p.key_states + layout.states;
     if (!backward) return p;
@@ -270,14 +240,6 @@ Pass<T> pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, 
 }
 
 }  // namespace
-
-int64_t linear_attention_forward_scratch(const LinearAttentionSizes& z) {
-    return Layout(z, false).bytes();
-}
-
-int64_t linear_attention_backward_scratch(const LinearAttentionSizes& z) {
-    return Layout(z, true).bytes();
-}
 
 void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionState& final, Tensor q, Tensor k, Tensor v,
                               Tensor gate, const LinearAttentionState& initial,

@@ -98,5 +98,3 @@ class Comm {
 
 // "NCCL 2.28.3", "MPI (Open MPI v4.1.4)", "none": for `info`.
 std::string comm_library();
-// Device memory that the library allocates for itself with more than one rank, measured (docs/performance.md).
-int64_t comm_overhead_bytes();

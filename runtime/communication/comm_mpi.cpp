@@ -356,11 +356,6 @@ std::string comm_library() {
     return str("MPI (", version.substr(0, version.find_first_of(",\n")), ")");
 }
 
-// Measured with two ranks (Open MPI 4.1): resident size beyond that of a single process.
-int64_t comm_overhead_bytes() {
-    return int64_t(16) << 20;
-}
-
 std::unique_ptr<Transport> connect(const World& world) {
     return std::make_unique<MpiTransport>(world);
 }

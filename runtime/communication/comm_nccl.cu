@@ -426,11 +426,6 @@ std::string comm_library() {
     return nccl_version();
 }
 
-// Measured with two ranks on one host (NCCL 2.28.9, H200): memory in use beyond the rest of the memory plan.
-int64_t comm_overhead_bytes() {
-    return int64_t(840) << 20;
-}
-
 std::unique_ptr<Transport> connect(const World& world) {
     return std::make_unique<NcclTransport>(world);
 }

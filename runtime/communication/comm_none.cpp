@@ -6,10 +6,6 @@ std::string comm_library() {
     return "none";
 }
 
-int64_t comm_overhead_bytes() {
-    return 0;
-}
-
 std::unique_ptr<Transport> connect(const World& world) {
     throw Error(
         str(world.launcher, " started ", world.size, " ranks, but this build has no library to connect them; ",

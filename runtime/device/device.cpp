@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "runtime/device/target.h"
 #include "runtime/limits.h"
 
 Device backend_device() {
@@ -48,8 +49,12 @@ int64_t device_memory_available() {
     return host_memory_available();
 }
 
+Target this_target() {
+    return {};
+}
+
 int64_t device_overhead_bytes() {
-    return int64_t(32) << 20;
+    return this_target().overhead_bytes();
 }
 
 int64_t device_bytes_in_use() {
@@ -57,7 +62,7 @@ int64_t device_bytes_in_use() {
 }
 
 int64_t device_chunk_bytes() {
-    return int64_t(64) << 20;
+    return this_target().chunk_bytes();
 }
 
 void* device_alloc(size_t bytes) {

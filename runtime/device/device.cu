@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "runtime/device/cuda_check.h"
+#include "runtime/device/target.h"
 
 Device backend_device() {
     return Device::CUDA;
@@ -22,6 +23,14 @@ cudaDeviceProp properties(const char* op) {
     cudaDeviceProp p;
     cuda_check(cudaGetDeviceProperties(&p, device), op);
     return p;
+}
+
+// Creates no context.
+int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    cuda_check(cudaGetDevice(&device), "device_attribute");
+    cuda_check(cudaDeviceGetAttribute(&value, attribute, device), "device_attribute");
+    return value;
 }
 
 cudaEvent_t cuda_event(void* handle) {
@@ -74,10 +83,22 @@ int64_t device_memory_available() {
     return int64_t(free_bytes);
 }
 
-// A query of the free memory creates the context first (527 MiB on an H100 with CUDA 13), so that is already counted.
-// What comes later is code that is loaded at its first launch: a few MiB of kernels, more of libraries.
+Target this_target() {
+    static const Target target = [] {
+        const int sm = 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) +
+                       device_attribute(cudaDevAttrComputeCapabilityMinor);
+#ifdef HAVE_SM90A
+        const bool hopper = sm == 90;
+#else
+        const bool hopper = false;
+#endif
+        return Target{Device::CUDA, device_attribute(cudaDevAttrMultiProcessorCount), sm, hopper};
+    }();
+    return target;
+}
+
 int64_t device_overhead_bytes() {
-    return int64_t(64) << 20;
+    return this_target().overhead_bytes();
 }
 
 int64_t device_bytes_in_use() {
@@ -87,7 +108,7 @@ int64_t device_bytes_in_use() {
 }
 
 int64_t device_chunk_bytes() {
-    return int64_t(1) << 30;
+    return this_target().chunk_bytes();
 }
 
 // cudaMalloc aligns to 256 bytes.

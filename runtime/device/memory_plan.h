@@ -7,9 +7,13 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/device/device.h"
+
 struct MemoryPlan {
     std::vector<std::pair<std::string, int64_t>> lines;  // name, bytes
     int64_t total = 0;
+    Device device = backend_device();  // that the plan is for
+    int64_t limit = 0;                 // what a run may take of a GPU, its context included; 0: all
     std::vector<std::pair<std::string, int64_t>> host_lines;  // memory of the host beside a GPU, not in total
 
     void add(const std::string& what, int64_t bytes);  // ignored if bytes is 0
@@ -20,6 +24,8 @@ struct MemoryPlan {
 
     // The table as text. in_use_before: bytes in use on the GPU by this program's context and by other programs.
     std::string text(int64_t in_use_before) const;
-    // Throws Error if the plan exceeds the free memory. advice(free bytes) returns the remedy for the message.
+    // Of `free` bytes those that the limit leaves.
+    int64_t available(int64_t free, int64_t in_use_before) const;
+    // Throws Error if the plan exceeds the memory that is available. advice(those bytes) returns the remedy.
     void check(const std::function<std::string(int64_t)>& advice) const;
 };

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""`plan` for a GPU that is not here: what the CPU build prints for a GPU is what a CUDA build prints on it.
+
+    python3 dev/test_plan.py                                    the tests
+    TRAIN_GPT=build/cuda/train_gpt python3 dev/test_plan.py --record
+                                                                writes dev/fixtures/plans/<GPU>.json on a GPU of the table that
+                                                                no other program uses
+"""
+import glob
+import json
+import os
+import subprocess
+import sys
+import unittest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TRAIN_GPT = os.environ.get("TRAIN_GPT", os.path.join(ROOT, "build", "cpu", "train_gpt"))
+FIXTURES = os.path.join(ROOT, "dev", "fixtures", "plans")
+
+# Each formula of kernels/scratch.h is the largest scratch of one of these, or close to it.
+PLANS = [
+    "--model gpt2-124M --batch-size 32 --seq-len 1024 --dtype bf16",
+    "--model gpt2-124M --batch-size 8 --seq-len 1024 --dtype fp32 --recompute block",
+    "--model llama-1B --batch-size 4 --seq-len 2048 --dtype bf16 --nondeterministic",
+    "--model llama-3B --batch-size 1 --seq-len 8192 --dtype bf16 --master-weights off --recompute norms",
+    "--model qwen3-0.6B --batch-size 1 --seq-len 256 --dtype bf16",
+    "--model gpt2-124M --batch-size 16 --seq-len 4096 --dtype bf16 --max-positions 4096 --attention G",
+    "--model modern-124M --batch-size 32 --seq-len 1024 --dtype bf16 --optimizer muon",
+    "--model llama-8B --batch-size 1 --seq-len 2048 --dtype bf16 --world 8 --zero-stage 3 --optimizer muon",
+    "--model gpt2-tiny --batch-size 1 --seq-len 64 --dtype bf16",
+    "--model gpt2-1558M --batch-size 4 --seq-len 1024 --dtype bf16 --inference",
+]
+
+
+def run(*args):
+    return subprocess.run([TRAIN_GPT, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
+def plan(arguments, *more):
+    done = run("plan", *arguments.split(), *more)
+    if done.returncode:
+        raise AssertionError(f"plan {arguments}: {done.stderr}")
+    return done.stdout
+
+
+class PlanTest(unittest.TestCase):
+    def test_fixtures(self):
+        paths = sorted(glob.glob(os.path.join(FIXTURES, "*.json")))
+        if not paths:
+            self.skipTest("no plans of a GPU are recorded (dev/test_plan.py --record on one)")
+        for path in paths:
+            with open(path) as file:
+                recorded = json.load(file)
+            for arguments, printed in recorded["plans"].items():
+                with self.subTest(gpu=recorded["gpu"], arguments=arguments):
+                    self.assertEqual(plan(arguments, "--gpu", recorded["gpu"]), printed)
+
+    # On a GPU of the table: the plan for its name is the plan for it. Other programs may use it.
+    def test_this_gpu(self):
+        build = json.loads(run("info", "--json").stdout)
+        if build["backend"] != "cuda":
+            self.skipTest("this build has no GPU")
+        name = gpu_name()
+        if run("plan", "--model", "gpt2-tiny", "--gpu", name).returncode:
+            self.skipTest(f"{name} is not in the table of GPUs")
+        for arguments in PLANS:
+            here, there = (json.loads(plan(arguments, "--json", *more)) for more in ([], ["--gpu", name]))
+            here["in_use_before"] = there["in_use_before"]
+            self.assertEqual(here, there, arguments)
+
+    def test_every_byte_of_the_state(self):
+        weights = json.loads(plan("--model llama-1B --dtype bf16 --gpu 4090 --json"))["bytes"]
+        fp32 = json.loads(plan("--model llama-1B --dtype fp32 --gpu 4090 --json"))["bytes"]
+        self.assertEqual(2 * weights["weights"], fp32["weights"])
+        self.assertEqual(weights["master weights"], fp32["weights"])
+        self.assertEqual(weights["gradients"], fp32["gradients"])
+        self.assertEqual(weights["program and libraries"], 64 << 20)
+
+    def test_gpus_differ_where_their_kernels_do(self):
+        def activations(gpu, *more):
+            plan_of_gpu = plan("--model llama-1B --batch-size 2 --seq-len 4096 --dtype bf16 --json", "--gpu", gpu, *more)
+            return json.loads(plan_of_gpu)["bytes"]["activations"]
+        # Hopper's single backward pass sums dq in fp32: tokens x heads x 64 floats are the largest part of the scratch.
+        self.assertEqual(activations("A100-SXM4-80GB"), activations("A100-SXM4-80GB", "--nondeterministic"))
+        self.assertGreater(activations("H100 80GB", "--nondeterministic"), activations("H100 80GB") + (32 << 20))
+
+    def test_limit(self):
+        arguments = "--model gpt2-124M --batch-size 32 --seq-len 1024 --dtype bf16 --gpu A10G"
+        whole = json.loads(plan(arguments, "--json"))
+        needed = whole["total_bytes"] + whole["in_use_before"]
+        for mib, fits in ((needed // 2**20, False), (needed // 2**20 + 1, True)):
+            limited = json.loads(plan(arguments, "--gpu-memory", f"{mib}MiB", "--json"))
+            self.assertEqual(limited["fits"], fits)
+            self.assertIn("  fits: " if fits else "  does not fit: ", plan(arguments, "--gpu-memory", f"{mib}MiB"))
+        for size in ("24", "GiB", "-1GiB", "0GiB", "24 gallons", ""):
+            refused = run("plan", "--model", "gpt2-tiny", "--gpu-memory", size)
+            self.assertEqual(refused.returncode, 2, size)
+            self.assertIn("is not an amount of memory; write it as in 24GiB", refused.stderr)
+
+    def test_refusals(self):
+        for arguments, words in ((["--gpu", "H100"], "fits several GPUs: H100 80GB HBM3, "), (["--gpu", "MI300X"], "is not in the table of GPUs: ")):
+            refused = run("plan", "--model", "gpt2-tiny", *arguments)
+            self.assertEqual((refused.returncode, refused.stderr.count("\n")), (1, 1))
+            self.assertIn(words, refused.stderr)
+        self.assertEqual(run("plan", "--model", "gpt2-tiny", "--gpu", "L4", "--generate").returncode, 2)
+        self.assertIn("does not fit", plan("--model llama-8B --dtype bf16 --gpu-memory 24GiB"))
+
+
+def gpu_name():
+    return subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "--id=0"], capture_output=True, text=True,
+                          check=True).stdout.strip()
+
+
+def record():
+    name = gpu_name()
+    os.makedirs(FIXTURES, exist_ok=True)
+    path = os.path.join(FIXTURES, name.removeprefix("NVIDIA ").replace(" ", "_") + ".json")
+    with open(path, "w") as file:
+        json.dump({"gpu": name, "plans": {arguments: plan(arguments) for arguments in PLANS}}, file, indent=1)
+        file.write("\n")
+    print(path)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--record"]:
+        record()
+    else:
+        unittest.main()

@@ -1,0 +1,20 @@
+// The scratch memory of the kernels of training, on the CPU and on a GPU, in bytes. Each op's header declares the same
+// functions for the device of this program. The sizes for both devices are in one place because `plan` asks for GPUs
+// that are not here.
+#pragma once
+
+#include "kernels/linear_attention/linear_attention_types.h"
+#include "runtime/device/target.h"
+
+int64_t layernorm_backward_scratch(int64_t N, int64_t C, const Target& target);
+int64_t rmsnorm_backward_scratch(int64_t N, int64_t C, const Target& target);
+int64_t embedding_backward_scratch(int64_t N, int64_t V, int64_t C, const Target& target);
+int64_t sum_squares_scratch(int64_t n, const Target& target);
+int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS, const Target& target);
+int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns, const Target& target);
+int64_t newton_schulz_scratch(int64_t batch, int64_t rows, int64_t columns, DType dtype, const Target& target);
+int64_t attention_forward_scratch(const Target& target);
+int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic, int64_t max_k,
+                                   const Target& target);
+int64_t linear_attention_forward_scratch(const LinearAttentionSizes& sizes, const Target& target);
+int64_t linear_attention_backward_scratch(const LinearAttentionSizes& sizes, const Target& target);
