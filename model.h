@@ -254,10 +254,10 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 
-// The loss of a split, or of its first `limit` tokens (0: all). Each rank takes its share of the batches. split_bytes:
-// bytes of the split's text (0: unknown).
+// The loss of a split, or of its first `limit` tokens (0: all). Each rank takes its share of the batches. packing: of
+// the split's examples (null: fixed sequences). split_bytes: bytes of the split's text (0: unknown).
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    int32_t end_of_text, int64_t limit, int64_t split_bytes);
+                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes);
 
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.

@@ -733,8 +733,8 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // Evaluation and sampling during training.
 
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    int32_t end_of_text, int64_t limit, int64_t split_bytes) {
-    const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit};
+                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes) {
+    const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit, packing};
     return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
@@ -972,9 +972,9 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
                  last);
     };
-    // With --document-mask the number of sequences changes from batch to batch, and with it the kernels' grids. And a
-    // profiler cannot time the parts of a graph.
-    if (o.document_mask || ctx.profiler.on() || !replay)
+    // With --document-mask or packed examples the number of sequences changes from batch to batch, and with it the
+    // kernels' grids. And a profiler cannot time the parts of a graph.
+    if (o.document_mask || s.train_packing || ctx.profiler.on() || !replay)
         work();
     else
         graphs[first][last && ctx.world > 1].run(ctx.stream, work);
@@ -1042,7 +1042,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
 }
 
 void Trainer::evaluate_split(RunLog& log, Progress& progress) {
-    const Evaluation e = evaluate(ctx, model, acts, *s.val_files, s.data.end_of_text, o.eval_tokens, val_bytes);
+    const Evaluation e =
+        evaluate(ctx, model, acts, *s.val_files, s.val_packing.get(), s.data.end_of_text, o.eval_tokens, val_bytes);
     val_loss = e.loss();
     log.write({{"step", step}, {"val_loss", e.loss()}, {"bits_per_byte", e.bits_per_byte()}});
     char text[128];
@@ -1087,6 +1088,7 @@ void Trainer::save(bool last) {
                                     {"seq_len", o.seq_len},
                                     {"total_batch_tokens", o.total_batch_tokens},
                                     {"data", s.data_fingerprint},
+                                    {"pack", o.pack},
                                     {"dtype", dtype_name(dtype)},
                                     {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
                                     {"learning_rates", rates},
@@ -1110,6 +1112,7 @@ LoaderOptions Trainer::loader_options() const {
     options.world = ctx.world;
     options.seed = o.seed;
     options.documents = o.document_mask;
+    options.packing = s.train_packing.get();
     options.end_of_text = s.data.end_of_text;
     options.vocab_size = model.config.vocab_size;
     return options;
@@ -1122,10 +1125,9 @@ void Trainer::run() {
     RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step,
                [&](const std::string& line) { progress.note(line); });
     Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
-    progress.note(str(step ? str("resumed from ", s.resume.checkpoint, "; ") : "", with_commas(s.train_files.size()),
-                      " training tokens in ", with_commas(loader.num_training_sequences()), " training sequences (",
-                      loader.dropped_tokens(), " tokens at the end left out), ", with_commas(o.total_batch_tokens),
-                      " a step"));
+    progress.note(str(step ? str("resumed from ", s.resume.checkpoint, "; ") : "",
+                      describe_training_data(s, loader.num_training_sequences(), loader.dropped_tokens()), ", ",
+                      with_commas(o.total_batch_tokens), " a step"));
     while (step < o.steps) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         if (!queue_step(loader)) break;

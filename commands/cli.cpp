@@ -515,6 +515,14 @@ CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic) 
                         "faster and needs more memory, and two runs may differ in the last bits");
 }
 
+CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long) {
+    return app
+        .add_option("--too-long", too_long,
+                    "examples that do not fit into --seq-len: error: refuse the data; skip: leave them out")
+        ->check(CLI::IsMember({"error", "skip"}))
+        ->capture_default_str();
+}
+
 void check_training_dtype(const ModelOptions& model, bool master_weights) {
     if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with --dtype bf16");
     if (!master_weights && model.type() == DType::F32)

@@ -32,6 +32,8 @@ CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // --gpu-memory, an amount such as 24GiB.
 CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::string& description);
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
+// For commands that pack examples.
+CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long);
 // Throws UsageError for a dtype that training does not support.
 void check_training_dtype(const ModelOptions& model, bool master_weights);
 // An option that is on or off.

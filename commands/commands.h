@@ -94,6 +94,8 @@ struct TrainOptions {
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string save_dtype = "fp32", on_save_error = "continue";
+    std::string pack;  // "examples" or "none"; empty: examples if the data has them
+    std::string too_long = "error";
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
@@ -107,7 +109,7 @@ struct TrainOptions {
 
 struct EvalOptions {
     ModelOptions model;
-    std::string data, multiple_choice, split = "val";
+    std::string data, multiple_choice, split = "val", too_long = "error";
     int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
     bool json = false;
 };

@@ -20,6 +20,7 @@ EvalOptions parse_eval(const Args& args) {
     app.add_option("--seq-len", o.seq_len,
                    "tokens per sequence; default: the length that the checkpoint was trained with, else up to 1024")
         ->check(positive);
+    add_too_long_option(app, o.too_long);
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     if (o.data.empty() && o.multiple_choice.empty()) throw UsageError("--data or --multiple-choice is required");

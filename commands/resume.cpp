@@ -22,6 +22,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1);
     r.data = keys.text("data");
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
+    if (keys.has("pack")) r.pack = keys.text("pack");
     if (keys.has("optimizer")) r.optimizer = keys.text("optimizer");
     return r;
 }

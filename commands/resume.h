@@ -12,6 +12,7 @@ struct ResumePoint {
     std::string data;                 // fingerprint of the training tokens
     std::string gemm;                 // the algorithms that the run's GEMMs used
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
+    std::string pack = "none";        // "examples" or "none"; older files do not name it
 };
 
 // Reads trainer.json and the headers of the files of tensors. Throws Error with the file, the key and the remedy if one

@@ -66,9 +66,14 @@ void run_eval(const Args& args) {
     int64_t T = o.seq_len;
     if (!T && !source.directory.empty()) T = trained_seq_len(source.directory);
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
+    std::unique_ptr<Packing> packing;
+    if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
     const Evaluation e =
-        evaluate(ctx, m.model, m.acts, files, data.end_of_text, 0, text_bytes(data, files, train_split));
+        evaluate(ctx, m.model, m.acts, files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split));
+    if (packing && packing->num_too_long())
+        std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
+                  << " were left out\n";
     require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
     print_result({{"tokens", e.tokens},
                   {"bytes", e.bytes},

@@ -145,6 +145,11 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                     "(--profile-from-start off) record only this step")
         ->check(positive)
         ->configurable(false);
+    app->add_option("--pack", o.pack,
+                    "examples: training sequences hold whole examples, which do not see each other; none: sequences of "
+                    "fixed length, which cut examples; default: examples, if the data is made from conversations")
+        ->check(CLI::IsMember({"examples", "none"}));
+    add_too_long_option(*app, o.too_long);
     app->add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens");
     app->add_flag("--overfit-one-batch", o.overfit_one_batch,
                   "train on the first batch in every step: the loss of a correct model goes to 0");

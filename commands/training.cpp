@@ -136,8 +136,15 @@ void check_unchanged(TrainSetup& s) {
     same("--seq-len", r.seq_len, s.o.seq_len);
     same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
     same("the data's fingerprint", r.data, s.data_fingerprint);
+    same("--pack", r.pack, s.o.pack);
     same("the model's shape", config_to_json(find_model(r.checkpoint).config, json::object()),
          config_to_json(s.source.config, json::object()));
+}
+
+// Packs the examples of a split; null with --pack none.
+std::unique_ptr<Packing> pack_examples(const TrainOptions& o, const TokenFiles& files) {
+    if (o.pack == "none") return {};
+    return std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
 }
 
 }  // namespace
@@ -161,7 +168,12 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
-    require(train_files.size() > o.seq_len, train_files.pattern(), ": ", train_files.size(),
+    if (o.pack.empty()) o.pack = train_files.has_examples() ? "examples" : "none";
+    require(o.pack == "none" || train_files.has_examples(), "--pack examples: ", o.data,
+            " is text, without examples; make data from conversations, or leave the option out");
+    require(o.pack == "none" || !o.document_mask,
+            "--document-mask: packed examples do not see each other anyway; leave the option out");
+    require(o.pack == "examples" || train_files.size() > o.seq_len, train_files.pattern(), ": ", train_files.size(),
             " tokens are fewer than one training sequence of ", o.seq_len,
             " + 1; use more text or a shorter --seq-len");
     require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", o.data,
@@ -173,8 +185,18 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to continue, or name another directory");
 
-    TrainSetup s{
-        std::move(o), std::move(data), std::move(train_files), std::move(val_files), std::move(source), {}, "", 1};
+    TrainSetup s{std::move(o),
+                 std::move(data),
+                 std::move(train_files),
+                 std::move(val_files),
+                 {},
+                 {},
+                 std::move(source),
+                 {},
+                 "",
+                 1};
+    s.train_packing = pack_examples(s.o, s.train_files);
+    if (s.val_files && s.val_files->has_examples()) s.val_packing = pack_examples(s.o, *s.val_files);
     s.data_fingerprint = fingerprint(s.train_files);
     if (!checkpoints.empty()) {
         s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
@@ -189,7 +211,20 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             ": this run executes steps ", s.resume.step + 1, " to ", s.o.steps, "; name one of them");
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
+    set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
     if (!s.o.lr) set_toml(s.o.toml, "lr", str(learning_rates(s.o)[size_t(RateGroup::HiddenMatrices)]));
     return s;
+}
+
+std::string describe_training_data(const TrainSetup& s, int64_t sequences, int64_t dropped_tokens) {
+    const std::string tokens = with_commas(s.train_files.size()) + " training tokens",
+                      in_sequences = with_commas(sequences) + " training sequences";
+    if (!s.train_packing)
+        return str(tokens, " in ", in_sequences, " (", dropped_tokens, " tokens at the end left out)");
+    const Packing& p = *s.train_packing;
+    char padding[16];
+    std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
+    return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",
+               with_commas(p.num_too_long()), " longer examples left out)");
 }

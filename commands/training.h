@@ -8,6 +8,7 @@
 
 #include "commands/commands.h"
 #include "commands/resume.h"
+#include "data/packing.h"
 #include "data/token_files.h"
 
 // The inputs of a run, checked before anything is allocated or written.
@@ -15,7 +16,8 @@ struct TrainSetup {
     TrainOptions o;  // with the defaults that depend on other options
     DataDirectory data;
     TokenFiles train_files;
-    std::unique_ptr<TokenFiles> val_files;  // null: the data has no validation split
+    std::unique_ptr<TokenFiles> val_files;                // null: the data has no validation split
+    std::unique_ptr<Packing> train_packing, val_packing;  // null: fixed training sequences
     ModelSource source;
     ResumePoint resume;
     std::string data_fingerprint;
@@ -26,6 +28,10 @@ struct TrainSetup {
 // tokenizer, a total batch that is not a multiple of the micro-step, an --out that is in use, a resumed run whose
 // options changed.
 TrainSetup check_training(TrainOptions options, int64_t world);
+
+// For the line at the start of a run: the training tokens and the sequences that they make. dropped_tokens: of the
+// split, in no sequence.
+std::string describe_training_data(const TrainSetup& s, int64_t sequences, int64_t dropped_tokens);
 
 // Throws Error if the data was made with another tokenizer than the checkpoint's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);

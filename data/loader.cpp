@@ -45,6 +45,47 @@ void find_sequences(Batch& batch, int64_t T, int32_t end_of_text) {
     }
 }
 
+// Makes the batch empty, for add_packed().
+void clear(Batch& batch) {
+    for (std::vector<int32_t>* numbers : {&batch.tokens, &batch.targets, &batch.positions}) numbers->clear();
+    batch.cum_seqlens.assign(1, 0);
+    batch.max_seqlen = batch.loss_tokens = 0;
+}
+
+// Adds the T positions of a packed training sequence to a batch: each example is an attention sequence, and so is the
+// padding.
+void add_packed(Batch& batch, const TokenFiles& files, const Packing& packing, int64_t sequence, int64_t vocab_size) {
+    const auto add = [&](int64_t n) {  // an attention sequence of n positions; returns where it starts
+        const size_t begin = batch.tokens.size();
+        batch.tokens.resize(begin + size_t(n), 0);
+        batch.targets.resize(begin + size_t(n), Batch::NO_TARGET);
+        for (int64_t t = 0; t < n; t++) batch.positions.push_back(int32_t(t));
+        batch.cum_seqlens.push_back(int32_t(batch.tokens.size()));
+        batch.max_seqlen = std::max(batch.max_seqlen, n);
+        return begin;
+    };
+    int64_t room = packing.seq_len();
+    std::vector<uint8_t> mask;
+    for (const PackedExample& example : packing.of_sequence(sequence)) {
+        const int64_t n = example.tokens - 1;
+        const size_t begin = add(n);
+        mask.resize(size_t(n));
+        files.read(example.begin, n, batch.tokens.data() + begin, vocab_size);
+        files.read(example.begin + 1, n, batch.targets.data() + begin, vocab_size);
+        files.read_mask(example.begin + 1, n, mask.data());
+        for (size_t t = 0; t < mask.size(); t++)
+            if (!mask[t]) batch.targets[begin + t] = Batch::NO_TARGET;
+        room -= n;
+    }
+    if (room > 0) add(room);
+}
+
+int64_t loss_tokens_of(const Packing& packing, int64_t sequence) {
+    int64_t count = 0;
+    for (const PackedExample& example : packing.of_sequence(sequence)) count += example.loss_tokens;
+    return count;
+}
+
 void check_shape(int64_t B, int64_t T) {
     int64_t N;
     require(B > 0 && T > 0, "batches of ", B, " sequences of ", T, " tokens; both must be positive");
@@ -68,15 +109,18 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
     require(!o.documents || o.end_of_text >= 0,
             "document boundaries need the end-of-text token, which is unknown; add a tokenizer.json or meta.json that "
             "names it to the data directory");
-    training_sequences = (files.size() - 1) / o.T;
+    require(!o.packing || (o.packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
+            o.packing ? o.packing->seq_len() : 0, " tokens for sequences of ", o.T);
+    training_sequences = o.packing ? o.packing->num_sequences() : (files.size() - 1) / o.T;
     require(training_sequences > 0, files.pattern(), ": ", files.size(),
             " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
     first_micro_batch = first_step * o.micro_steps;
     // All memory is allocated here, none in a step. With documents there can be as many attention sequences as tokens.
+    const int64_t most_sequences = o.packing ? o.B * (o.packing->max_examples() + 1) : o.documents ? o.B * o.T : o.B;
     for (Batch* batch : {&ready[0], &ready[1], &current}) {
         for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
             numbers->reserve(size_t(o.B * o.T));
-        batch->cum_seqlens.reserve(size_t(o.documents ? o.B * o.T : o.B) + 1);
+        batch->cum_seqlens.reserve(size_t(most_sequences) + 1);
     }
     worker = std::thread([this] { run(); });
 }
@@ -101,10 +145,11 @@ int64_t Loader::training_sequence_of_sample(uint64_t i) const {
 
 void Loader::fill(Batch& batch, int64_t micro_batch) const {
     const int64_t B = options.B, T = options.T;
-    batch.tokens.resize(size_t(B * T));
-    batch.targets.resize(size_t(B * T));
     // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run.
     const int64_t first_sample = (micro_batch * options.world + options.rank) * B;
+    if (options.packing) return fill_packed(batch, first_sample);
+    batch.tokens.resize(size_t(B * T));
+    batch.targets.resize(size_t(B * T));
     for (int64_t b = 0; b < B; b++) {
         const int64_t begin = training_sequence_of_sample(uint64_t(first_sample + b)) * T;
         int32_t* const tokens = batch.tokens.data() + b * T;
@@ -115,6 +160,16 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
     }
     batch.loss_tokens = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
     find_sequences(batch, T, options.documents ? options.end_of_text : -1);
+}
+
+void Loader::fill_packed(Batch& batch, int64_t first_sample) const {
+    const int64_t rank_begin = first_sample - options.rank * options.B;
+    clear(batch);
+    for (int64_t i = 0; i < options.world * options.B; i++) {
+        const int64_t sequence = training_sequence_of_sample(uint64_t(rank_begin + i));
+        batch.loss_tokens += loss_tokens_of(*options.packing, sequence);
+        if (i / options.B == options.rank) add_packed(batch, files, *options.packing, sequence, options.vocab_size);
+    }
 }
 
 int64_t Loader::apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const {
@@ -167,20 +222,37 @@ const Batch& Loader::next() {
 
 int64_t EvalBatches::num_tokens() const {
     check_shape(B, T);
+    if (packing) return num_sequences() * T;
     const int64_t all = end_of_text >= 0 ? files.size() : files.size() - 1;
     require(all > 0, files.pattern(),
             ": there are no loss tokens: the split has a single token and no known end-of-text token; use more text");
     return limit > 0 ? std::min(limit, all) : all;
 }
 
+int64_t EvalBatches::num_sequences() const {
+    if (!packing) return (num_tokens() - 1) / T + 1;
+    const int64_t all = packing->num_sequences();
+    return limit > 0 ? std::min(all, std::max<int64_t>(1, limit / T)) : all;
+}
+
 int64_t EvalBatches::num_batches() const {
-    const int64_t sequences = (num_tokens() - 1) / T + 1;
-    return (sequences - 1) / B + 1;
+    return (num_sequences() - 1) / B + 1;
 }
 
 Batch EvalBatches::batch(int64_t b) const {
     const int64_t batches = num_batches(), total = num_tokens();
     require(0 <= b && b < batches, "evaluation batch ", b, " is outside [0, ", batches, ")");
+    if (packing) {
+        Batch packed;
+        clear(packed);
+        const int64_t end = std::min((b + 1) * B, num_sequences()), all = packing->num_sequences();
+        for (int64_t i = b * B; i < end; i++) {
+            const int64_t sequence = int64_t(permute(0, 0, uint64_t(i), uint64_t(all)));
+            packed.loss_tokens += loss_tokens_of(*packing, sequence);
+            add_packed(packed, files, *packing, sequence, vocab_size);
+        }
+        return packed;
+    }
     // Target k of the split is token k + shift; its input is the previous token.
     const bool have_start = end_of_text >= 0;
     const int64_t shift = have_start ? 0 : 1;

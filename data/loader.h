@@ -5,6 +5,8 @@
 // π(seed, i div n, i mod n), where π is a keyed bijection of [0, n): a four-round Feistel network over Philox with
 // cycle walking (Black, Rogaway 2002), O(1) memory. A step takes the next G = total_batch/T samples; micro-batch a of
 // rank r is samples [a·world·B + r·B, + B) of the step: ranks and micro-batches only slice the order.
+//
+// With a Packing (data/packing.h) a training sequence holds whole examples instead, and padding at its end.
 #pragma once
 
 #include <condition_variable>
@@ -14,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "data/packing.h"
 #include "data/token_files.h"
 
 // π(key, epoch, ·): [0, n) → [0, n), a bijection for each (key, epoch).
@@ -28,7 +31,8 @@ struct Batch {
     int64_t loss_tokens = 0;
     // Attention sequences: one starts at each of cum_seqlens[0..], which ends with B·T. Without documents there is one
     // per training sequence: 0, T, 2T, … B·T. With documents one also starts after each end-of-text token. A document
-    // ends with its end-of-text token as an input, whose target is the first token of the next document.
+    // ends with its end-of-text token as an input, whose target is the first token of the next document. With packed
+    // examples there is one per example, and one for the padding of each training sequence that has some.
     std::vector<int32_t> cum_seqlens;
     std::vector<int32_t> positions;  // [B·T] counted from the start of each attention sequence
     int64_t max_seqlen = 0;
@@ -39,10 +43,11 @@ struct LoaderOptions {
     int64_t micro_steps = 1;  // micro-batches per step
     int64_t rank = 0, world = 1;
     uint64_t seed = 0;
-    bool shuffle = true;       // false: sample i is training sequence i mod n
-    bool documents = false;    // split training sequences at end-of-text tokens
-    int32_t end_of_text = -1;  // needed if documents
-    int64_t vocab_size = 0;    // tokens are checked against it
+    bool shuffle = true;               // false: sample i is training sequence i mod n
+    bool documents = false;            // split training sequences at end-of-text tokens
+    const Packing* packing = nullptr;  // of the files into sequences of T; must outlive the loader. Null: fixed cuts
+    int32_t end_of_text = -1;          // needed if documents
+    int64_t vocab_size = 0;            // tokens are checked against it
 };
 
 // Prepares the next batches on a separate thread. files must outlive the loader.
@@ -59,12 +64,13 @@ class Loader {
     const Batch& next();
 
     int64_t num_training_sequences() const { return training_sequences; }
-    int64_t dropped_tokens() const;  // tokens of the split that are in no training sequence
+    int64_t dropped_tokens() const;  // without packing: tokens of the split that are in no training sequence
     // Index of the training sequence that sample i of the run reads.
     int64_t training_sequence_of_sample(uint64_t i) const;
 
   private:
     void fill(Batch& batch, int64_t micro_batch) const;
+    void fill_packed(Batch& batch, int64_t first_sample) const;
     // Sets the targets that the mask excludes to NO_TARGET. Returns the number of loss tokens of all ranks.
     int64_t apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const;
     void run();
@@ -88,12 +94,17 @@ class Loader {
 // The split in order, each token scored once. Batch b holds sequences b·B …; the last sequence may be short. Unused
 // rows and positions and tokens that the mask of the files excludes have target NO_TARGET. The input before the first
 // token is end_of_text; if that is unknown (−1), the first token of the split is only an input.
+// With a packing: its training sequences in a fixed random order, so that a limit takes a sample of them.
 struct EvalBatches {
     const TokenFiles& files;
     int64_t B, T, vocab_size;
     int32_t end_of_text;
-    int64_t limit;               // score at most this many tokens; 0: all
+    int64_t limit;  // score at most this many tokens (positions of whole sequences if packed); 0: all
+    const Packing* packing = nullptr;
     int64_t num_tokens() const;  // loss tokens without the mask; throws Error if there are none
     int64_t num_batches() const;
     Batch batch(int64_t b) const;
+
+  private:
+    int64_t num_sequences() const;
 };

@@ -110,7 +110,8 @@ class CommandsTest(unittest.TestCase):
         defaults = ["--batch-size", 4, "--seq-len", 32, "--lr", 3e-3, "--warmup", 2, "--eval-every", 4]
         kept = [x for k, v in zip(defaults[::2], defaults[1::2]) if k not in given for x in (k, v)]
         model = [] if "--model" in given else MODEL
-        return ["train", *model, "--data", cls.data, "--out", os.path.join(cls.top, name), *kept, *args]
+        data = [] if "--data" in given else ["--data", cls.data]
+        return ["train", *model, *data, "--out", os.path.join(cls.top, name), *kept, *args]
 
     @classmethod
     def train(cls, name, *args, env=None):
@@ -1209,6 +1210,62 @@ class CommandsTest(unittest.TestCase):
         scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
         self.assertEqual(scores["tokens"], meta["val"]["learnt_tokens"])
         self.assertIsNone(scores["bits_per_byte"])
+
+    def make_examples(self, name, examples, *options):
+        """A data set of (prompt, response) in byte tokens: an example has one token more than its text."""
+        path, data = os.path.join(self.top, name + ".jsonl"), os.path.join(self.top, name)
+        with open(path, "w") as file:
+            file.writelines(json.dumps({"prompt": prompt, "response": response}) + "\n" for prompt, response in examples)
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", path, "--tokenizer", "byte",
+                        "--out", data, *options], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return data
+
+    def test_packed_examples(self):
+        examples = [(f"{i} + {i * 7 % 30} = ", str(i + i * 7 % 30) + "." * (i * i % 17)) for i in range(300)]
+        data = self.make_examples("sums", examples, "--val", "0.2")
+        args = ["--data", data, "--seq-len", 48, "--batch-size", 2, "--save-every", 4]
+        run_dir = self.train("packed", *args, "--steps", 8)
+        self.assertIn('pack="examples"', text_of(os.path.join(run_dir, "run.toml")))
+        self.assertEqual(json.loads(text_of(os.path.join(run_dir, "step_00000008", "trainer.json")))["pack"], "examples")
+        self.assertLess(losses(run_dir)[8], losses(run_dir)[1])
+        done = run(*self.train_args("packed_again", *args, "--steps", 1))
+        self.assertRegex(done.stderr, r"training tokens: 2\d\d examples in \d+ training sequences \(\d\.\d% padding, 0 longer")
+        # Resumed, and in micro-steps of one sequence: the same examples.
+        whole = digests(os.path.join(run_dir, "step_00000008"))
+        shutil.rmtree(os.path.join(run_dir, "step_00000008"))
+        self.assertEqual(run("train", "--resume", "--out", run_dir).returncode, 0)
+        self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), whole)
+        micro = self.train("packed_micro", *args[:4], "--batch-size", 1, "--total-batch-tokens", 96, "--steps", 8)
+        for step, loss in losses(run_dir).items():
+            self.assertAlmostEqual(losses(micro)[step] / loss, 1, delta=2e-5)
+        self.refused(1, ["--resume: --pack was examples", "cannot change"], "train", "--resume", "--out", run_dir, "--pack", "none", "--steps", 9)
+        # The same loss at the end of training as by the command, in one order as in another.
+        val = [line["val_loss"] for line in log(run_dir) if "val_loss" in line][-1]
+        for options in ([], ["--seq-len", 64], ["--batch-size", 1]):
+            score = json.loads(run("eval", "--model", run_dir, "--data", data, "--json", *options).stdout)
+            self.assertAlmostEqual(score["val_loss"] / val, 1, delta=1e-5)
+        self.assertFalse(os.path.exists(os.path.join(self.top, "nothing")))
+        for words, options in ((["of 2", "examples are longer than --seq-len 16; raise it (the longest needs 3"], ["--seq-len", 16]),
+                               (["--document-mask: packed examples"], ["--document-mask"]),
+                               (["--pack examples: ", "is text, without examples"], ["--data", self.data, "--pack", "examples"])):
+            kept = [x for key, value in zip(args[::2], args[1::2]) if key not in options for x in (key, value)]
+            self.refused(1, words, *self.train_args("nothing", "--steps", 1, *kept, *options))
+        skipped = run(*self.train_args("skipped", *args[:2], "--seq-len", 16, "--too-long", "skip", "--steps", 1))
+        self.assertRegex(skipped.stderr, r"padding, 1\d\d longer examples left out\)")
+        cut = run(*self.train_args("cut", *args, "--pack", "none", "--steps", 1))
+        self.assertRegex(cut.stderr, r"training sequences \(\d+ tokens at the end left out\)")
+
+    def test_evaluation_of_packed_examples_is_that_of_each_alone(self):
+        examples = [(f"{i:02} times {i * 7 % 30:02} is ", f"{i * (i * 7 % 30):04}") for i in range(60)]
+        data = self.make_examples("alone", examples, "--val", "0.5")
+        scores = [json.loads(run("eval", "--model", self.base, "--data", data, "--json", "--seq-len", n).stdout) for n in (19, 20, 37, 38, 64)]
+        self.assertEqual(scores[0]["tokens"], 30 * 5)
+        for score in scores:  # 19: each alone; 38 and more: two or three in a sequence
+            self.assertEqual(score["tokens"], scores[0]["tokens"])
+            self.assertAlmostEqual(score["val_loss"] / scores[0]["val_loss"], 1, delta=1e-6)
+        done = run("eval", "--model", self.base, "--data", data, "--seq-len", 18, "--too-long", "skip")
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+        self.assertIn("none of 30 examples fits into --seq-len 18; raise it (the longest needs 19)", done.stderr)
 
     def test_damaged_data(self):
         def damaged(name, change):

@@ -329,6 +329,72 @@ TEST_P(ModelVariants, PackedDocuments) {
     EXPECT_LE(max_abs(difference(driver.logits(packed), ref)), 1e-5 * max_abs(ref));
 }
 
+// Examples of 6, 4 and 8 tokens and the rest as padding; every other target counts.
+Batch packed_examples(Batch batch) {
+    const std::vector<int32_t> ends = {6, 10, 18, int32_t(batch.tokens.size())};
+    batch.cum_seqlens = {0};
+    for (const int32_t end : ends) {
+        const int32_t begin = batch.cum_seqlens.back();
+        for (int32_t n = begin; n < end; n++) {
+            batch.positions[size_t(n)] = n - begin;
+            if (n % 2 == 0 || end == ends.back()) batch.targets[size_t(n)] = Batch::NO_TARGET;
+        }
+        batch.cum_seqlens.push_back(end);
+    }
+    batch.max_seqlen = 8;
+    return batch;
+}
+
+// Packed examples have the mean loss and the gradients that they have in batches of their own, up to the order of sums
+// (the bounds of MicroStepsSumToTheFullBatch).
+TEST_P(ModelVariants, PackedExamplesHaveTheGradientsOfSeparateOnes) {
+    const Batch packed = packed_examples(batch);
+    std::vector<Batch> separate;
+    for (size_t s = 0; s < 3; s++) {
+        const int32_t begin = packed.cum_seqlens[s], end = packed.cum_seqlens[s + 1];
+        const auto part = [&](const std::vector<int32_t>& x) {
+            return std::vector<int32_t>(x.begin() + begin, x.begin() + end);
+        };
+        separate.push_back(make_batch(part(packed.tokens), part(packed.targets), 1, end - begin));
+    }
+    const double loss = driver.gradients({packed});
+    const std::vector<float> together = driver.grads();
+    EXPECT_NEAR(driver.gradients(separate), loss, 1e-6 * loss);
+    const std::vector<float> alone = driver.grads();
+    const std::vector<double> x(together.begin(), together.end()), y(alone.begin(), alone.end());
+    const ModelConfig& c = driver.model.config;
+    const bool amplifies = c.layers_of(AttentionType::GatedLinear) > 0 || c.qk_norm != QkNorm::Off;
+    EXPECT_GT(rms(y), 0);
+    EXPECT_LE(rms(difference(x, y)), (amplifies ? 1e-5 : 1e-6) * rms(y));
+}
+
+// A NaN in one example, here of its first token's embedding, does not reach the others' outputs.
+TEST_P(ModelVariants, NanStaysInItsExample) {
+    Batch packed = packed_examples(batch);
+    const int32_t bad = int32_t(config().vocab_size) - 1;
+    for (int32_t& token : packed.tokens) token %= bad;
+    packed.tokens[size_t(packed.cum_seqlens[1])] = bad;
+    const auto outputs = [&] {
+        const Input in = upload(driver.ctx, driver.acts, packed);
+        forward(driver.ctx, driver.model, driver.acts, in);
+        return fetch_floats(driver.ctx, driver.acts.normf.rows(0, in.n));
+    };
+    const std::vector<float> good = outputs();
+    const Param& p = *driver.model.table.find(WTE);
+    const std::vector<float> nan(size_t(p.cols), NAN);
+    driver.model.arenas.store(p, nan.data(), bad * p.cols, p.cols);
+    const std::vector<float> with_nan = outputs();
+    const auto rows = [&](const std::vector<float>& x, int32_t begin, int32_t end) {
+        const int64_t C = config().channels;
+        return std::vector<float>(x.begin() + begin * C, x.begin() + end * C);
+    };
+    const int32_t begin = packed.cum_seqlens[1], end = packed.cum_seqlens[2];
+    EXPECT_TRUE(std::isnan(rows(with_nan, begin, end)[0]));
+    EXPECT_TRUE(same_bits(rows(with_nan, 0, begin), rows(good, 0, begin)));
+    EXPECT_TRUE(
+        same_bits(rows(with_nan, end, int32_t(packed.tokens.size())), rows(good, end, int32_t(packed.tokens.size()))));
+}
+
 INSTANTIATE_TEST_SUITE_P(Reference, ModelVariants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
 
 // --------------------------------------------------------------------------------------------------------------------
