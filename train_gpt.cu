@@ -868,8 +868,8 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     const int64_t snapshot_bytes = saves_meanwhile ? snapshot_of(model).bytes() : 0;
     std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
     if (no_snapshot.empty()) plan.add_host("checkpoint snapshot", snapshot_bytes);
-    tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype), "\n",
-             device_description(), ", ", matmul_library(), "\n",
+    tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
+             o.model.auto_dtype ? " (--dtype auto)\n" : "\n", device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
              plan.text(ctx.in_use_before)));
     peak_flops = dense_peak_flops(device_name(), dtype);

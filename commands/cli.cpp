@@ -309,12 +309,17 @@ CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::str
         ->check(CLI::Validator(check, ""));
 }
 
-void add_model_options(CLI::App& app, ModelOptions& o) {
+void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
     app.add_option("--model", o.model, "preset, model directory in Hugging Face layout, or run directory")->required();
-    app.add_option("--dtype", o.dtype, "dtype of weights and activations; fp16 is for inference only")
-        ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
-        ->capture_default_str();
+    std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};
+    std::string dtype_help = "dtype of weights and activations; fp16 is for inference only";
+    if (training) {
+        o.dtype = "auto";
+        dtypes.insert(dtypes.begin(), o.dtype);
+        dtype_help += "; auto: bf16 on a GPU from sm_80 on, else fp32";
+    }
+    app.add_option("--dtype", o.dtype, dtype_help)->check(CLI::IsMember(dtypes))->capture_default_str();
     const std::string group = "Model options (with a preset)";
     app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(group);
     app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(group);
@@ -523,7 +528,11 @@ CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long) {
         ->capture_default_str();
 }
 
-void check_training_dtype(const ModelOptions& model, bool master_weights) {
+void choose_training_dtype(ModelOptions& model, bool master_weights, const Target& target) {
+    if (model.dtype == "auto") {
+        model.dtype = target.device == Device::CUDA && target.sm >= 80 ? "bf16" : "fp32";
+        model.auto_dtype = true;
+    }
     if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with --dtype bf16");
     if (!master_weights && model.type() == DType::F32)
         throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");

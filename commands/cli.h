@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 
 #include "commands/commands.h"
+#include "runtime/device/target.h"
 
 // Parses args (without program and command name) and turns CLI11's exceptions into UsageError and HelpRequested.
 // Errors in the arguments are listed in the order in which they were typed, before missing options; an unknown option
@@ -18,7 +19,8 @@ CLI::Validator number_in(double low, double high);
 // Checks attention types and turns them into letters, as ModelConfig::attention holds them: "linear,softmax" → "LS".
 CLI::Validator attention_types();
 
-void add_model_options(CLI::App& app, ModelOptions& options);
+// training: --dtype auto exists and is the default.
+void add_model_options(CLI::App& app, ModelOptions& options, bool training = false);
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);
 // --context and --context-full. default_context: help text for the default of --context.
 void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context);
@@ -34,7 +36,7 @@ CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::str
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 // For commands that pack examples.
 CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long);
-// Throws UsageError for a dtype that training does not support.
-void check_training_dtype(const ModelOptions& model, bool master_weights);
+// Resolves --dtype auto for a device. Throws UsageError for a dtype that training does not support.
+void choose_training_dtype(ModelOptions& model, bool master_weights, const Target& target);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);

@@ -9,11 +9,16 @@
 
 using nlohmann::json;
 
+const Gpu* planned_gpu(const PlanOptions& o) {
+    if (!o.gpu.empty()) return &find_gpu(o.gpu);
+    return o.gpu_memory && backend_device() == Device::CPU ? &find_gpu("H100 80GB HBM3") : nullptr;
+}
+
 PlanOptions parse_plan(const Args& args) {
     PlanOptions o;
     CLI::App app("Prints the memory that a run needs and its FLOP per token. Allocates nothing.", "train_gpt plan");
     const CLI::Validator positive = at_least(1);
-    add_model_options(app, o.model);
+    add_model_options(app, o.model, true);
     app.add_option("--batch-size", o.batch_size, "sequences per micro-step")->check(positive)->capture_default_str();
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* optimizer = add_optimizer_option(app, o.optimizer);
@@ -46,7 +51,11 @@ PlanOptions parse_plan(const Args& args) {
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
-    if (!o.inference && !o.generate) check_training_dtype(o.model, o.master_weights);
+    const Gpu* const gpu = planned_gpu(o);
+    if (!o.inference && !o.generate)
+        choose_training_dtype(o.model, o.master_weights, gpu ? gpu->target() : this_target());
+    else if (o.model.dtype == "auto")
+        o.model.dtype = "fp32";  // the default of commands that don't train
     return o;
 }
 

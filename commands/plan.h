@@ -3,7 +3,12 @@
 
 #include "commands/commands.h"
 #include "runtime/device/arena.h"
+#include "runtime/device/gpu_table.h"
 #include "runtime/device/memory_plan.h"
+
+// The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. Memory alone does not tell the
+// number of SMs, so on the CPU that is an H100's.
+const Gpu* planned_gpu(const PlanOptions& options);
 
 // The parameters of a rate group.
 struct PlannedGroup {

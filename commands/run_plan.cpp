@@ -4,17 +4,9 @@
 #include "commands/inference.h"
 #include "commands/plan.h"
 #include "commands/run.h"
-#include "runtime/device/gpu_table.h"
 #include "runtime/files/log.h"
 
 namespace {
-
-// The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. Memory alone does not tell the
-// number of SMs, so on the CPU that is an H100's.
-const Gpu* planned_gpu(const PlanOptions& o) {
-    if (!o.gpu.empty()) return &find_gpu(o.gpu);
-    return o.gpu_memory && backend_device() == Device::CPU ? &find_gpu("H100 80GB HBM3") : nullptr;
-}
 
 // What is in use before a run, and a remark on it. A context that was not measured is taken to be an H100's.
 std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {

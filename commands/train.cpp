@@ -105,7 +105,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         "Trains a model and writes a run directory: run.toml, log.jsonl and checkpoints.", "train_gpt train");
     const CLI::Validator positive = at_least(1);
     const CLI::Validator count = at_least(0);
-    add_model_options(*app, o.model);
+    add_model_options(*app, o.model, true);
     app->add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it")->required();
     app->add_option("--out", o.out, "run directory to write")->required();
     app->add_option("--steps", o.steps, "total number of optimizer steps")->check(positive)->capture_default_str();
@@ -223,7 +223,7 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && !first.out.empty()) check_resumable(first.out, path_exists(stored));
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
-    check_training_dtype(o.model, o.master_weights);
+    choose_training_dtype(o.model, o.master_weights, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");

@@ -212,6 +212,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
     set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
+    set_toml(s.o.toml, "dtype", str('"', s.o.model.dtype, '"'));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
     if (!s.o.lr) set_toml(s.o.toml, "lr", str(learning_rates(s.o)[size_t(RateGroup::HiddenMatrices)]));
     return s;

@@ -54,7 +54,7 @@ class BackendsTest(unittest.TestCase):
         """Losses of a run, step by step."""
         out = os.path.join(cls.top, name)
         cls.run_driver(driver, "train", "--data", cls.data, "--out", out, "--batch-size", 8, "--seq-len", 64, "--lr", 1e-3, "--warmup", 5,
-                       "--eval-every", 0, *args)
+                       "--eval-every", 0, *([] if "--dtype" in args else ["--dtype", "fp32"]), *args)
         with open(os.path.join(out, "log.jsonl")) as file:
             return [line["loss"] for line in map(json.loads, file) if "loss" in line]
 

@@ -107,7 +107,7 @@ class CommandsTest(unittest.TestCase):
     def train_args(cls, name, *args):
         # Later options win, so that a test can change any of these.
         given = {args[i]: None for i in range(len(args))}
-        defaults = ["--batch-size", 4, "--seq-len", 32, "--lr", 3e-3, "--warmup", 2, "--eval-every", 4]
+        defaults = ["--batch-size", 4, "--seq-len", 32, "--lr", 3e-3, "--warmup", 2, "--eval-every", 4, "--dtype", "fp32"]
         kept = [x for k, v in zip(defaults[::2], defaults[1::2]) if k not in given for x in (k, v)]
         model = [] if "--model" in given else MODEL
         data = [] if "--data" in given else ["--data", cls.data]
@@ -510,6 +510,19 @@ class CommandsTest(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             with open(os.path.join(self.top, "muon_rates_" + scale, "step_00000003", "trainer.json")) as file:
                 self.assertEqual(json.load(file)["learning_rates"], dict(zip(groups, rates)))
+
+    def test_dtype_auto(self):
+        chosen = "bf16" if cuda() else "fp32"  # tests run on GPUs from sm_80 on
+        out = os.path.join(self.top, "auto")
+        command = ["train", *MODEL, "--data", self.data, "--out", out, "--seq-len", 32, "--steps", 2]
+        done = run(*command)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertTrue(done.stderr.split("\n")[0].endswith(f", {chosen} (--dtype auto)"), done.stderr)
+        self.assertIn(f'dtype="{chosen}"', text_of(os.path.join(out, "run.toml")))
+        self.assertEqual(run(*command).returncode, 1)  # --out holds a checkpoint
+        again = run("train", "--out", out, "--resume", "--steps", 3)
+        self.assertEqual(again.returncode, 0, again.stderr)
+        self.assertTrue(again.stderr.split("\n")[0].endswith(f", {chosen}"), again.stderr)  # read from run.toml
 
     def test_plan_of_muon(self):
         adamw, muon = (json.loads(run("plan", *MODEL, "--seq-len", 32, "--optimizer", name, "--json").stdout) for name in ("adamw", "muon"))
@@ -1152,7 +1165,7 @@ class CommandsTest(unittest.TestCase):
             *([(["fp16", "linear attention"], ["sample", *MODEL, "--attention", "G", "--random-weights", "--dtype", "fp16"])] if cuda() else []),
             (["attention 'SSS' names 3 layers, the model has 2"], [*self.train_args("x"), "--attention", "softmax,S,softmax"]),
             (["--linear-rope", "--positions rope"], [*self.train_args("x"), "--attention", "L", "--linear-rope", "no"]),
-            *([] if cuda() else [(["bf16"], [*self.train_args("x"), "--dtype", "bf16"])]),
+            *([] if cuda() else [(["bf16"], self.train_args("x", "--dtype", "bf16"))]),
             (["preset without weights"], ["eval", "--model", "gpt2-tiny", "--data", data]),
             (["another tokenizer"], ["eval", "--model", base, "--data", self.other_data]),
             (["another tokenizer"], ["train", "--model", base, "--data", self.other_data, "--out", top + "/x"]),

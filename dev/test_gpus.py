@@ -33,7 +33,7 @@ class GpusTest(unittest.TestCase):
                         "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def command(self, out, *options):
-        return [DRIVER, "train", *MODEL, "--data", self.data, "--out", os.path.join(self.top, out), *options]
+        return [DRIVER, "train", *MODEL, "--dtype", "fp32", "--data", self.data, "--out", os.path.join(self.top, out), *options]
 
     def refused(self, *options, **variables):
         done = subprocess.run(self.command("refused", *options), env={**os.environ, **variables}, stdin=subprocess.DEVNULL,

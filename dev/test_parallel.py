@@ -34,7 +34,7 @@ ENVIRONMENT = {**os.environ, **mpi.ENVIRONMENT, "XDG_CACHE_HOME": commands.CACHE
 
 
 def command(ranks, *args):
-    train = [DRIVER, "train", *map(str, args)]
+    train = [DRIVER, "train", *([] if "--dtype" in args or "--resume" in args else ["--dtype", "fp32"]), *map(str, args)]
     if ranks == 1:
         return train
     return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]

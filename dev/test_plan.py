@@ -76,6 +76,12 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(weights["gradients"], fp32["gradients"])
         self.assertEqual(weights["program and libraries"], 64 << 20)
 
+    def test_dtype_auto(self):
+        def kept(*args):
+            return json.loads(plan("--model gpt2-tiny --json", *args))["bytes"]
+        self.assertEqual(kept("--gpu", "L4"), kept("--gpu", "L4", "--dtype", "bf16"))
+        self.assertEqual(kept("--gpu", "L4", "--inference"), kept("--gpu", "L4", "--inference", "--dtype", "fp32"))
+
     def test_gpus_differ_where_their_kernels_do(self):
         def activations(gpu, *more):
             plan_of_gpu = plan("--model llama-1B --batch-size 2 --seq-len 4096 --dtype bf16 --json", "--gpu", gpu, *more)
