@@ -27,7 +27,21 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype) {
 namespace {
 
 // The phases of a block in the forward pass. The backward pass goes through them in reverse.
-enum Phase { NONE = -2, BLOCK_INPUT, NORM1, QKV, ATTENTION, PROJ, NORM2, FC, ACT, FCPROJ, PHASES, NEXT_NORM1 = PHASES };
+enum Phase {
+    UNREAD = -3,
+    NONE,
+    BLOCK_INPUT,
+    NORM1,
+    QKV,
+    ATTENTION,
+    PROJ,
+    NORM2,
+    FC,
+    ACT,
+    FCPROJ,
+    PHASES,
+    NEXT_NORM1 = PHASES
+};
 enum class StepPhase { Start, Head, Update };
 
 // The phases of a step in the order of time: each block's forward phases, the head, then for each block a phase of
@@ -55,6 +69,9 @@ enum Dims {
     N_NH,   // heads
     N_NQK,  // NH + NKV
     NH_N,
+    C_N,
+    ATT_N,
+    FFN_N,
     N_NKV,   // KV heads
     N_NKV8,  // rounded up to a multiple of 8
     N_FC,
@@ -68,7 +85,10 @@ enum Dims {
     SCALAR_BYTES,  // of StepScalars
     SCRATCH_BYTES,
     FORWARD_SCRATCH_BYTES,
-    UPDATE_BYTES
+    UPDATE_BYTES,
+    FP8_ROWS,     // N x the widest operand of a linear layer
+    FP8_COLUMNS,  // N x the widest output
+    FP8_WEIGHT    // the largest weight
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
@@ -82,7 +102,12 @@ enum When : unsigned {
     GATED = 32,
     QK_NORM = 64,
     QK_WEIGHTS = 128,
-    EMBEDDING_NORM = 256
+    EMBEDDING_NORM = 256,
+    HIGH = 512,          // the layer's matmuls are in the model's dtype
+    FP8 = 1024,          // they are in fp8
+    NORM1_READ = 2048,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
+    NORM1_CODES = 4096,  // it does not
+    FP8_WEIGHTS = 8192   // fp8, and quantised weights are not kept
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -95,7 +120,8 @@ struct BlockRow {
     Dims dims;
     ActDType dtype;
     Phase first;           // the phase that writes it
-    Phase last_forward;    // the last one of the forward pass that uses it; NONE: a gradient, of the backward pass
+    Phase last_forward;    // the last one of the forward pass that uses it; NONE: the backward pass writes it; UNREAD:
+                           // the forward pass only writes it, and not if it is recomputed
     Phase last_backward;   // the last one of the backward pass that uses it; NONE: only the forward pass does
     Recompute recomputed;  // the level of --recompute from which on it is recomputed; KEPT: at no level
     unsigned when;         // the conditions for it to exist (enum When)
@@ -103,7 +129,7 @@ struct BlockRow {
 
 constexpr Recompute KEPT = Recompute::None, ACTIVATION = Recompute::Activation, NORMS = Recompute::Norms,
                     BLOCK = Recompute::Block;
-constexpr DType FP32 = DType::F32;
+constexpr DType FP32 = DType::F32, CODES = DType::U8;
 using A = LayerActs;
 
 // The only list of a layer's activations. Memory, lifetimes, views for fewer tokens and dumps follow from it. In dumps
@@ -114,7 +140,9 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::res1,         "res1",        N_C,    MODEL, BLOCK_INPUT, NORM2,      NORM1,     KEPT,       ALWAYS},
     {&A::mean1,        "mean1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN | LAYERNORM},
     {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN},
-    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      ALWAYS},
+    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      NORM1_READ},
+    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        NONE,      NORMS,      NORM1_CODES},
+    {&A::norm1_t,      "norm1.fp8",   C_N,    CODES, QKV,         UNREAD,     QKV,       NORMS,      FP8},
     {&A::qkv,          "qkv",         N_QKV,  MODEL, QKV,         ATTENTION,  ATTENTION, BLOCK,      ALWAYS},
     // QK-norm with weights computes its backward pass from qkv, so it may not overwrite that; without, from its output.
     {&A::qk,           "qk",          N_QK,   MODEL, ATTENTION,   ATTENTION,  ATTENTION, NORMS,      TRAIN | QK_WEIGHTS},
@@ -127,14 +155,18 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::rstd_att,     "rstd_mix",    N_NH,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | GATED},
     {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAIN | GATED},
+    {&A::att_t,        "att.fp8",     ATT_N,  CODES, PROJ,        NONE,       PROJ,      KEPT,       FP8},
     {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      ALWAYS},
     {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ALWAYS},
     {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | LAYERNORM},
     {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN},
-    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      ALWAYS},
+    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      HIGH},
+    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         NONE,      NORMS,      FP8},
+    {&A::norm2_t,      "norm2.fp8",   C_N,    CODES, FC,          UNREAD,     FC,        NORMS,      FP8},
     // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
-    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, ALWAYS},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH},
+    {&A::act_t,        "act.fp8",     FFN_N,  CODES, ACT,         UNREAD,     FCPROJ,    ACTIVATION, FP8},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       ALWAYS},
     {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAIN},
     {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAIN},
@@ -183,6 +215,9 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
     {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
+    {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
+    {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
+    {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
     {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
 };
 
@@ -214,10 +249,25 @@ LinearAttentionSizes linear_sizes(const ModelConfig& c, const RunShape& shape) {
     return {N, N, c.heads, c.kv_heads, c.head_size, c.head_size, shape.T, false};
 }
 
+// The largest over the linear layers of a block.
+template <typename Size>
+int64_t largest_linear(const ModelConfig& c, Size size) {
+    int64_t largest = 0;
+    for (const Slot slot : LINEAR_LAYERS) largest = std::max(largest, size(linear_layer_sizes(c, slot)));
+    return largest;
+}
+
+// The scratch of the forward pass, and of fp8 matmuls in both passes.
 int64_t forward_scratch_bytes(const ModelConfig& c, const RunShape& shape) {
+    const int64_t N = shape.B * shape.T;
+    const int64_t fp8 = largest_linear(c, [&](LinearSizes s) {
+        return std::max({matmul_fp8_scratch(N, s.outputs, s.inputs, shape.target),
+                         matmul_fp8_scratch(N, s.inputs, s.outputs, shape.target),
+                         matmul_fp8_scratch(s.outputs, s.inputs, N, shape.target)});
+    });
     return std::max(
-        attention_forward_scratch(shape.target),
-        c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0);
+        {attention_forward_scratch(shape.target), shape.fp8.on ? fp8 : 0,
+         c.has_linear_attention() ? linear_attention_forward_scratch(linear_sizes(c, shape), shape.target) : 0});
 }
 
 int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
@@ -254,6 +304,12 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {N, c.heads + c.kv_heads};
         case NH_N:
             return {c.heads, N};
+        case C_N:
+            return {c.channels, N};
+        case ATT_N:
+            return {c.heads * c.head_size, N};
+        case FFN_N:
+            return {c.ffn, N};
         case N_NKV:
             return {N, c.kv_heads};
         case N_NKV8:
@@ -282,27 +338,42 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {forward_scratch_bytes(c, shape)};
         case UPDATE_BYTES:
             return {shape.update_bytes};
+        case FP8_ROWS:
+            return {N * largest_linear(c, [](LinearSizes s) { return std::max(s.outputs, s.inputs); })};
+        case FP8_COLUMNS:
+            return {N * largest_linear(c, [](LinearSizes s) { return s.outputs; })};
+        case FP8_WEIGHT:
+            return {largest_linear(c, [](LinearSizes s) { return s.outputs * s.inputs; })};
     }
     return {};
 }
 
-// The conditions that hold for the whole pass (no attention type) or for a layer of that attention type.
-unsigned conditions(const ModelConfig& c, const RunShape& shape, AttentionType attention_type = {}) {
+// The conditions that hold for the whole pass.
+unsigned conditions(const ModelConfig& c, const RunShape& shape) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
            (c.positions == Positions::RoPE ? ROPE : 0u) | (c.qk_norm != QkNorm::Off ? QK_NORM : 0u) |
            (c.qk_norm == QkNorm::Weights ? QK_WEIGHTS : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
-           (attention_type == AttentionType::Softmax ? SOFTMAX : 0u) |
-           (attention_type == AttentionType::Linear ? LINEAR : 0u) |
-           (attention_type == AttentionType::GatedLinear ? GATED : 0u);
+           (shape.fp8.on ? FP8 : 0u) | (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u);
+}
+
+// Those that hold for a layer.
+unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
+    const AttentionType type = c.attention_type(l);
+    const bool fp8 = shape.fp8.in_layer(l, c.layers), gated = type == AttentionType::GatedLinear;
+    return (conditions(c, shape) & ~unsigned(FP8)) | (fp8 ? FP8 : HIGH) | (fp8 && !gated ? NORM1_CODES : NORM1_READ) |
+           (type == AttentionType::Softmax ? SOFTMAX : 0u) | (type == AttentionType::Linear ? LINEAR : 0u) |
+           (gated ? GATED : 0u);
 }
 
 // Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
-// it. Only 16-bit softmax attention has a faster backward pass that is not deterministic.
+// it, and fp8 quantises the output of GELU itself. Only 16-bit softmax attention has a faster backward pass that is not
+// deterministic.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
-    if (!shape.training || c.mlp != Mlp::GELU) shape.gelu_epilogue = GeluEpilogue::Off;
+    shape.fp8.on &= shape.training;
+    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on) shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
 
@@ -315,6 +386,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
       backward(forward.size()) {
     int64_t N;
     require(!__builtin_mul_overflow(shape.B, shape.T, &N), "--batch-size x --seq-len overflows; lower one of them");
+    if (shape.fp8.on) fp8 = std::make_unique<Fp8State>(config, shape.fp8);
     require(config.positions != Positions::Learned || shape.T <= config.max_positions, "a sequence of ", shape.T,
             " tokens is beyond the model's position table of ", config.max_positions,
             " rows; shorten it (--seq-len) or raise --max-positions of a preset");
@@ -343,7 +415,7 @@ void Activations::plan_whole_pass(Acts& acts, const Table& table) {
 
 void Activations::plan_layer(int64_t l) {
     const Timeline time{config.layers};
-    const unsigned holds = conditions(config, shape, config.attention_type(l));
+    const unsigned holds = conditions(config, shape, l);
     for (const BlockRow& row : BLOCK_ACTIVATIONS) {
         if (row.when & ~holds) continue;
         Tensor *f = &(forward[size_t(l)].*row.field), *b = &(backward[size_t(l)].*row.field);
@@ -356,6 +428,8 @@ void Activations::plan_layer(int64_t l) {
         const int64_t last_backward = in_backward ? time.backward(l, row.last_backward) : time.recompute(l);
         if (row.last_forward == NONE) {
             add({b}, name, dtype, dims, time.backward(l, row.first), last_backward);
+        } else if (row.last_forward == UNREAD && recomputed) {
+            add({b}, name + " (recomputed)", dtype, dims, time.recompute(l), last_backward);
         } else if (in_backward && !recomputed) {
             add({f, b}, name, dtype, dims, first, last_backward);
         } else {
@@ -370,6 +444,7 @@ void Activations::allocate(const Context& ctx) {
     staging = std::make_unique<Staging>(staging_bytes(), STAGING_SLOTS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     loss_sum = sum(ctx.rank, SUM_LOSS);
+    if (fp8) fp8->allocate(ctx);
     if (rope_table) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
         ::rope_table(host_tensor(host.data(), {shape.T, config.rotary_channels() / 2, 2}), config.rope_theta,
@@ -382,7 +457,8 @@ LayerActs first_tokens(LayerActs a, int64_t n) {
     for (const BlockRow& row : BLOCK_ACTIVATIONS) {
         Tensor& t = a.*row.field;
         if (!t) continue;
-        t = row.dims == NH_N ? make_tensor(t.data, t.dtype, t.device, {t.shape[0], n}) : t.rows(0, n);
+        const bool by_tokens = row.dims == NH_N || row.dims == C_N || row.dims == ATT_N || row.dims == FFN_N;
+        t = by_tokens ? make_tensor(t.data, t.dtype, t.device, {t.shape[0], n}) : t.rows(0, n);
     }
     return a;
 }

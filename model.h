@@ -12,6 +12,7 @@
 
 #include "commands/commands.h"
 #include "data/loader.h"
+#include "fp8_state.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
@@ -103,6 +104,7 @@ struct RunShape {
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    Fp8Options fp8;             // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
     bool deterministic = true;  // false: attention's backward pass may add in any order
     Target target = this_target();
@@ -128,6 +130,9 @@ struct LayerActs {
     Tensor res2;                     // the residual stream as norm2 reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;
+    // fp8: the quantised inputs of linear layers [C, N], for their weights' gradients. The activation function's output
+    // exists only so (act is null), and in its rows (HeadActs::fp8_rows).
+    Tensor norm1_t, att_t, norm2_t, act_t;
     Tensor fcproj;                            // what the MLP adds to the residual stream
     Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients
 };
@@ -146,6 +151,8 @@ struct HeadActs {
     Tensor logits, losses;             // of a chunk of tokens; of each token
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
+    Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand [N, C], and of a gradient [C, N]
+    Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor sample_id, sample_key;      // the sampled token; its keys of the random generator: sequence and position
@@ -171,11 +178,13 @@ class Activations : public InputActs, public HeadActs {
 
     std::vector<LayerActs> forward, backward;  // backward[l] is forward[l] except for what is recomputed
     Tensor loss_sum;                           // SUM_LOSS of this rank's row of sums
+    std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
 
     // int32: token, target and position of each token, and cum_seqlens. The scalars of a step use another slot.
     int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
     static constexpr int STAGING_SLOTS = 4;
+    bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
     // One of the sums of a rank.
     Tensor sum(int64_t rank, StepSum which) const {
@@ -251,6 +260,8 @@ int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_RO
 // that mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
+// fp8: quantises the weights that are kept (fp8_state.h): after they were loaded; update() does it itself.
+void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 
@@ -263,6 +274,7 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 // The memory plan, printed before anything is allocated.
 
 ReduceOptions reduce_options(const ShardingOptions& options);
-MemoryPlan memory_plan(const Model& model);  // the weights alone
+Fp8Options fp8_options(Fp8Options options, const Model& model);  // ZeRO stage 3 keeps no quantised weights
+MemoryPlan memory_plan(const Model& model);                      // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {});
 Snapshot snapshot_of(const Model& model);  // of its training state, not allocated

@@ -22,11 +22,13 @@
 #include "infer/prompts.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
+#include "kernels/fp8.h"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
+#include "kernels/matmul_fp8.h"
 #include "kernels/qk_norm.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
@@ -278,13 +280,56 @@ const char* linear_name(Slot weight) {
     return weight == QKV_W ? "qkv" : weight == PROJ_W ? "proj" : weight == FC_W ? "fc" : "fcproj";
 }
 
-void linear_forward(const Context& ctx, const Model& model, Slot slot, int64_t l, Tensor out, Tensor inp) {
-    const Range range(ctx.profiler, linear_name(slot));
-    matmul_forward(out, inp, model.weight(slot, l), model.weight(bias_of(slot), l), ctx.stream);
+// Whether the forward pass runs for the first time, or what it did not keep is computed again.
+enum class Pass : uint8_t { First, Again };
+
+// Scratch as a matrix of fp8 codes.
+Tensor code_matrix(const Tensor& scratch, int64_t rows, int64_t columns) {
+    return make_tensor(scratch.data, scratch.dtype, scratch.device, {rows, columns});
 }
 
-void mlp_forward(const Context& ctx, const Model& model, const LayerActs& a) {
+// Quantises the input of a linear layer: its rows into acts.fp8_rows (`rows`: the matmul follows), and its columns for
+// the backward pass where they are given.
+template <typename Produce>
+void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, int64_t n, bool rows,
+                    Tensor columns, Pass pass, Produce produce) {
+    const Range range(ctx.profiler, "quantise");
+    const Tensor codes = rows ? code_matrix(acts.fp8_rows, n, linear_layer_sizes(acts.config, slot).inputs) : Tensor{};
+    acts.fp8->quantise(Fp8Operand::Input, slot, l, codes, columns, pass == Pass::Again, ctx.stream, produce);
+}
+
+void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, Tensor inp, bool rows,
+                    Tensor columns, Pass pass) {
+    quantise_input(ctx, acts, slot, l, inp.shape[0], rows, columns, pass,
+                   [&](const Fp8Output& out) { fp8_quantise(out, inp, ctx.stream); });
+}
+
+// out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
+// quantised already. Its sums may be short: the error of a result is far below that of its operands' rounding.
+void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
+                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First) {
+    const Range range(ctx.profiler, linear_name(slot));
+    const Tensor weight = model.weight(slot, l), bias = model.weight(bias_of(slot), l);
+    if (!acts.uses_fp8(l)) return matmul_forward(out, inp, weight, bias, ctx.stream);
+    if (inp) quantise_input(ctx, acts, slot, l, inp, true, columns, pass);
+    const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
+    matmul_fp8(out, acts.fp8->matrix(Fp8Operand::Input, slot, l, rows),
+               acts.fp8->weight(slot, l, false, weight, acts.fp8_weight, ctx.stream), bias, false, true,
+               acts.forward_scratch, ctx.stream);
+}
+
+Activation activation_of(Mlp mlp) {
+    return mlp == Mlp::GELU ? Activation::GELU : mlp == Mlp::SwiGLU ? Activation::SwiGLU : Activation::ReLU2;
+}
+
+void mlp_forward(const Context& ctx, const Model& model, const Activations& acts, int64_t l, const LayerActs& a,
+                 Pass pass) {
     const Range range(ctx.profiler, "activation");
+    if (acts.uses_fp8(l)) {
+        const Activation f = activation_of(model.config.mlp);
+        return quantise_input(ctx, acts, FCPROJ_W, l, a.fc.shape[0], pass == Pass::First, a.act_t, pass,
+                              [&](const Fp8Output& out) { fp8_activation_forward(out, f, a.fc, ctx.stream); });
+    }
     switch (model.config.mlp) {
         case Mlp::GELU:
             return gelu_forward(a.act, a.fc, ctx.stream);
@@ -381,19 +426,19 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
 // A block from its first norm's output to the MLP's activation: the part that `--recompute block` repeats. The caller
 // does the last matmul, because the backward pass does not need that matmul's output.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
-                   const Input& in) {
-    linear_forward(ctx, model, QKV_W, l, a.qkv, a.norm1);
+                   const Input& in, Pass pass) {
+    linear_forward(ctx, model, acts, QKV_W, l, a.qkv, a.norm1, a.norm1_t, pass);
     layer_decay_gate_forward(ctx, model, l, a);
     qk_forward(ctx, model, acts, in, l, a);
     layer_attention_forward(ctx, model, l, a, acts, in);
-    linear_forward(ctx, model, PROJ_W, l, a.proj, a.att);
+    linear_forward(ctx, model, acts, PROJ_W, l, a.proj, a.att, {}, pass);
     norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
     if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
         const Range range(ctx.profiler, "fc");
         matmul_forward_gelu(a.act, a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
     } else {
-        linear_forward(ctx, model, FC_W, l, a.fc, a.norm2);
-        mlp_forward(ctx, model, a);
+        linear_forward(ctx, model, acts, FC_W, l, a.fc, a.norm2, a.norm2_t, pass);
+        mlp_forward(ctx, model, acts, l, a, pass);
     }
 }
 
@@ -419,8 +464,8 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
         }
         const GatheredGroup weights =
             model.use(ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
-        block_forward(ctx, model, l, a, acts, in);
-        linear_forward(ctx, model, FCPROJ_W, l, a.fcproj, a.act);
+        block_forward(ctx, model, l, a, acts, in, Pass::First);
+        linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
         previous = a;
     }
     norm_forward(ctx, model, NORMF_W, -1, final_norm(acts, in.n), previous.res2, previous.fcproj);
@@ -508,19 +553,52 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
     }
 }
 
-// The gradients of a linear layer's weight and bias. The bias gradients of proj and fcproj are computed by the backward
-// pass of the norm that follows them (NormGradients::dbias_before).
+// The gradient of a linear layer's bias, where it has one. Those of proj and fcproj are null here: the backward pass of
+// the norm that follows them computes them (NormGradients::dbias_before).
+Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l) {
+    return slot == PROJ_W || slot == FCPROJ_W ? Tensor{} : model.gradient(grads, bias_of(slot), l);
+}
+
+// The gradients of a linear layer's weight and bias.
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
     const Range range(ctx.profiler, linear_name(slot));
-    const bool norm_follows = slot == PROJ_W || slot == FCPROJ_W;
-    const Tensor dbias = norm_follows ? Tensor{} : model.gradient(grads, bias_of(slot), l);
-    matmul_backward_weight(model.gradient(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
+    matmul_backward_weight(model.gradient(grads, slot, l), bias_gradient(model, grads, slot, l), dout, inp, accumulate,
+                           ctx.stream);
 }
 
-// The same, and the gradient of its input.
-void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dinp,
-                     Tensor dout, Tensor inp, bool accumulate) {
+// fp8: the gradients of a linear layer's weight and input. inp_t: the input's codes [C, N]; produce: what quantises the
+// gradient of the output. Sums of gradients are in full fp32.
+template <typename Produce>
+void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
+                         Slot slot, int64_t l, Tensor dinp, Tensor inp_t, bool accumulate, Produce produce) {
+    const Tensor weight = model.weight(slot, l);
+    const int64_t n = dinp.shape[0], OC = weight.shape[0];
+    const Tensor rows = code_matrix(acts.fp8_rows, n, OC), columns = code_matrix(acts.fp8_columns, OC, n);
+    {
+        const Range range(ctx.profiler, "quantise");
+        acts.fp8->quantise(Fp8Operand::Gradient, slot, l, rows, columns, false, ctx.stream, produce);
+    }
+    const Range range(ctx.profiler, linear_name(slot));
+    matmul_fp8(model.gradient(grads, slot, l), acts.fp8->matrix(Fp8Operand::Gradient, slot, l, columns),
+               acts.fp8->matrix(Fp8Operand::Input, slot, l, inp_t), {}, accumulate, false, acts.forward_scratch,
+               ctx.stream);
+    matmul_fp8(dinp, acts.fp8->matrix(Fp8Operand::Gradient, slot, l, rows),
+               acts.fp8->weight(slot, l, true, weight, acts.fp8_weight, ctx.stream), {}, false, false,
+               acts.forward_scratch, ctx.stream);
+}
+
+// The gradients of a linear layer's weight, bias and input. fp8: inp_t replaces inp.
+void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
+                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate) {
+    if (acts.uses_fp8(l)) {
+        if (const Tensor dbias = bias_gradient(model, grads, slot, l)) {
+            const Range range(ctx.profiler, linear_name(slot));
+            matmul_backward_bias(dbias, dout, accumulate, ctx.stream);
+        }
+        return fp8_linear_backward(ctx, model, grads, acts, slot, l, dinp, inp_t, accumulate,
+                                   [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
+    }
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
     const Range range(ctx.profiler, linear_name(slot));
     matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
@@ -543,16 +621,34 @@ Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) 
     return {};
 }
 
+// fp8: the gradients of the activation function and of FC, in whose place mlp_backward() and linear_backward() are
+// otherwise. The gradient of FC's output is stored in the model's dtype only for that of the bias.
+void fp8_fc_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, int64_t l,
+                     const LayerActs& a, bool accumulate) {
+    const Activation f = activation_of(model.config.mlp);
+    const Tensor dbias = bias_gradient(model, grads, FC_W, l);
+    const Tensor dfc = !dbias ? Tensor{} : f == Activation::SwiGLU ? a.fc : a.dact;
+    fp8_linear_backward(ctx, model, grads, acts, FC_W, l, a.dnorm2, a.norm2_t, accumulate, [&](const Fp8Output& out) {
+        // dfc overwrites what a second call would read.
+        fp8_activation_backward(out, out.rows ? dfc : Tensor{}, f, a.dact, a.fc, ctx.stream);
+    });
+    if (dbias) matmul_backward_bias(dbias, dfc, accumulate, ctx.stream);
+}
+
 // Computes what the forward pass didn't keep, with the same kernels from the same inputs: the bits are the same.
 void recompute(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                const Input& in) {
     const Range range(ctx.profiler, "recompute");
     const Recompute level = acts.shape.recompute;
     if (level >= Recompute::Norms) norm_forward(ctx, model, NORM1_W, l, norm1(a));
-    if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in);
+    if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in, Pass::Again);
     if (level >= Recompute::Norms && a.qk) qk_forward(ctx, model, acts, in, l, a);
     if (level >= Recompute::Norms) norm_forward(ctx, model, NORM2_W, l, norm2(a));
-    if (level >= Recompute::Activation) mlp_forward(ctx, model, a);
+    if (level >= Recompute::Norms && acts.uses_fp8(l)) {
+        quantise_input(ctx, acts, QKV_W, l, a.norm1, false, a.norm1_t, Pass::Again);
+        quantise_input(ctx, acts, FC_W, l, a.norm2, false, a.norm2_t, Pass::Again);
+    }
+    if (level >= Recompute::Activation) mlp_forward(ctx, model, acts, l, a, Pass::Again);
 }
 
 // Computes a.dqkv and a.dlog_decay from a.datt. The gradient of the per-head norm overwrites that norm's output, a.att.
@@ -594,23 +690,31 @@ void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gra
 // dx: on entry the gradient of the block's output, on return that of its input.
 void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    Tensor dfc = a.dact;
+    const auto backward_of = [&](Slot slot, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t) {
+        linear_backward(ctx, model, grads, acts, slot, l, dinp, dout, inp, inp_t, accumulate);
+    };
     if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
         weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
-        const Range range(ctx.profiler, "fcproj");
-        matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
+        {
+            const Range range(ctx.profiler, "fcproj");
+            matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
+        }
+        backward_of(FC_W, a.dnorm2, a.dact, a.norm2, {});
     } else {
-        linear_backward(ctx, model, grads, FCPROJ_W, l, a.dact, dx, a.act, accumulate);
-        dfc = mlp_backward(ctx, model, a);
+        backward_of(FCPROJ_W, a.dact, dx, a.act, a.act_t);
+        if (acts.uses_fp8(l))
+            fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
+        else
+            backward_of(FC_W, a.dnorm2, mlp_backward(ctx, model, a), a.norm2, {});
     }
-    linear_backward(ctx, model, grads, FC_W, l, a.dnorm2, dfc, a.norm2, accumulate);
     norm_backward(ctx, model, grads, NORM2_W, l, norm2(a), {dx, a.dnorm2, model.gradient(grads, PROJ_B, l)},
                   acts.scratch, accumulate);
 
-    linear_backward(ctx, model, grads, PROJ_W, l, a.datt, dx, a.att, accumulate);
+    if (acts.uses_fp8(l)) quantise_input(ctx, acts, PROJ_W, l, a.att, false, a.att_t, Pass::Again);
+    backward_of(PROJ_W, a.datt, dx, a.att, a.att_t);
     layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
     qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
-    linear_backward(ctx, model, grads, QKV_W, l, a.dnorm1, a.dqkv, a.norm1, accumulate);
+    backward_of(QKV_W, a.dnorm1, a.dqkv, a.norm1, a.norm1_t);
     layer_decay_gate_backward(ctx, model, grads, l, a, accumulate);
     if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient
     const Tensor dbias_before = l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{};
@@ -713,10 +817,21 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
         optimizer.updated[i].record(ctx.side);
     }
-    if (!model.sharding.splits_optimizer()) return;
-    const Range waiting(ctx.profiler, "wait for weights");
-    for (size_t i = 0; i < slices.size(); i++)
-        if (slices[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
+    if (model.sharding.splits_optimizer()) {
+        const Range waiting(ctx.profiler, "wait for weights");
+        for (size_t i = 0; i < slices.size(); i++)
+            if (slices[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
+    }
+    if (acts.fp8) acts.fp8->update(ctx);
+    quantise_weights(ctx, model, acts);
+}
+
+void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
+    const Range range(ctx.profiler, "quantise");
+    for (int64_t l = 0; l < model.config.layers; l++)
+        for (const Slot slot : LINEAR_LAYERS)
+            if (acts.uses_fp8(l) && acts.shape.fp8.keep_weights)
+                acts.fp8->keep_weight(slot, l, model.weight(slot, l), ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -793,6 +908,10 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
+    if (acts.fp8) {
+        plan.add("fp8 weights", acts.fp8->weight_bytes());
+        plan.add("fp8 scales", acts.fp8->scale_bytes(model.sharding.world));
+    }
     plan.add("program and libraries", target.overhead_bytes());
     return plan;
 }
@@ -809,6 +928,11 @@ ReduceOptions reduce_options(const ShardingOptions& o) {
     return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
 }
 
+Fp8Options fp8_options(Fp8Options options, const Model& model) {
+    options.keep_weights &= !model.sharding.splits_weights();
+    return options;
+}
+
 RunShape run_shape(const TrainOptions& o, const Model& model) {
     RunShape shape = training_shape(o.batch_size, o.seq_len, o.model.type());
     shape.recompute = o.recompute;
@@ -816,7 +940,18 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
     shape.update_bytes = update_workspace_bytes(model);
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
+    shape.fp8 = fp8_options(o.fp8, model);
     return shape;
+}
+
+// A warning, or nothing. Estimated for an H100: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·
+// (C + OC) bytes at 2.5 TB/s; their three matmuls save 40% of 6·N·C·OC FLOP at 650 TFLOP/s. So fp8 wins from C·OC/(C +
+// OC) = 430 on, the square matrices of the attention from C = 870.
+std::string slower_in_fp8(const ModelConfig& c) {
+    if (backend_device() == Device::CPU) return "fp8 is emulated on the CPU: it is slower than fp32\n";
+    if (c.channels >= 896) return "";
+    return str("--matmul-dtype fp8 is hardly faster, or slower, with ", c.channels,
+               " channels: quantisation takes what the matmuls save\n");
 }
 
 OptimizerOptions optimizer_options(const TrainOptions& o) {
@@ -859,6 +994,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
             const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);
             RunShape shape = acts.shape;
             shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
+            shape.fp8 = fp8_options(o.fp8, other);
             return memory_plan(other, Activations(model.config, shape), reduce_options(o.sharding)).total;
         });
     });
@@ -869,9 +1005,11 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
     if (no_snapshot.empty()) plan.add_host("checkpoint snapshot", snapshot_bytes);
     tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
-             o.model.auto_dtype ? " (--dtype auto)\n" : "\n", device_description(), ", ", matmul_library(), "\n",
+             o.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
+             device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
              plan.text(ctx.in_use_before)));
+    if (acts.fp8) tell(slower_in_fp8(model.config));
     peak_flops = dense_peak_flops(device_name(), dtype);
     // Before the arenas are allocated, because it allocates memory of its own.
     if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);
@@ -912,6 +1050,9 @@ void Trainer::start() {
     } else {
         initialise_weights(model.table, model.arenas, o.seed, ctx.stream);
     }
+    if (acts.fp8 && !s.resume.fp8_history.empty())
+        acts.fp8->restore(s.resume.fp8_history, s.resume.fp8_steps, ctx.stream);
+    quantise_weights(ctx, model, acts);
     write_scalars(ctx, acts, scalars);
 }
 
@@ -919,6 +1060,7 @@ void Trainer::start() {
 // token 0; the first step overwrites everything that they compute.
 void Trainer::warm_up() {
     if (!graphs_replay()) return;
+    if (acts.fp8) acts.fp8->hold_scales(true);  // a graph repeats what follows the calibration
     if (o.gemm_tune) load_matmul_cache(ctx.stream);
     adopt_checkpoint_choices();
     matmul_tuning(o.gemm_tune && ctx.rank == 0, ctx.stream);
@@ -945,6 +1087,7 @@ void Trainer::warm_up() {
     optimizer.muon.warm_up(ctx, acts.update_workspace);
     matmul_tuning(false, ctx.stream);
     if (o.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
+    if (acts.fp8) acts.fp8->hold_scales(false);
     ctx.wait_for_stream("warm-up");
 }
 
@@ -968,13 +1111,15 @@ void Trainer::adopt_checkpoint_choices() {
 void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay) {
     const Input in = upload(ctx, acts, batch);
     auto work = [&] {
+        if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
         forward(ctx, model, acts, in);
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
                  last);
     };
     // With --document-mask or packed examples the number of sequences changes from batch to batch, and with it the
-    // kernels' grids. And a profiler cannot time the parts of a graph.
-    if (o.document_mask || s.train_packing || ctx.profiler.on() || !replay)
+    // kernels' grids. A profiler cannot time the parts of a graph. And calibration runs kernels that later steps do
+    // not.
+    if (o.document_mask || s.train_packing || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
         graphs[first][last && ctx.world > 1].run(ctx.stream, work);
@@ -1007,6 +1152,7 @@ bool Trainer::queue_step(Loader& loader) {
     const double count = double(std::max<int64_t>(loss_tokens, 1));
     update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
+    if (acts.fp8) copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, QueuedStep::FP8_BYTES, ctx.stream);
     q.end.record(ctx.stream);
     if (ctx.world > 1) ctx.comm->watch(str("step ", step + 1), ctx.stream);
     q.step = ++step;
@@ -1027,6 +1173,12 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
                          {"mfu", flops / peak_flops}};
     if (o.measure_peak) line["of_measured"] = flops / measured_flops;
     if (r.skip) line["skipped"] = true;
+    if (acts.fp8) {
+        const auto fraction = [&](Fp8Count c) {
+            return double(q.fp8_counts()[c]) / double(q.fp8_counts()[FP8_ELEMENTS]);
+        };
+        line["fp8_saturated"] = fraction(FP8_SATURATED), line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
+    }
     log.write(line);
     char text[160];
     std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
@@ -1081,19 +1233,19 @@ void Trainer::save(bool last) {
     const int64_t adam_steps = read_scalars(ctx, acts).t;
     ordered_json rates;
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(o)[g];
-    const nlohmann::json trainer = {{"step", step},
-                                    {"adam_steps", adam_steps},
-                                    {"samples", step * (o.total_batch_tokens / o.seq_len)},
-                                    {"seed", o.seed},
-                                    {"seq_len", o.seq_len},
-                                    {"total_batch_tokens", o.total_batch_tokens},
-                                    {"data", s.data_fingerprint},
-                                    {"pack", o.pack},
-                                    {"dtype", dtype_name(dtype)},
-                                    {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
-                                    {"learning_rates", rates},
-                                    {"gemm", matmul_choices(ctx.stream, true)},
-                                    {"val_loss", val_loss}};
+    nlohmann::json trainer = {{"step", step},
+                              {"adam_steps", adam_steps},
+                              {"samples", step * (o.total_batch_tokens / o.seq_len)},
+                              {"seed", o.seed},
+                              {"seq_len", o.seq_len},
+                              {"total_batch_tokens", o.total_batch_tokens},
+                              {"data", s.data_fingerprint},
+                              {"dtype", dtype_name(dtype)},
+                              {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
+                              {"learning_rates", rates},
+                              {"gemm", matmul_choices(ctx.stream, true)},
+                              {"val_loss", val_loss}};
+    if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
     const auto small_files = [this, trainer](const std::string& directory) {
         save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
         write_json(join_path(directory, "trainer.json"), trainer);

@@ -24,8 +24,11 @@ class Trainer {
     struct QueuedStep {
         int64_t step = 0;
         Event begin, end;
+        static constexpr size_t FP8_BYTES = NUM_FP8_COUNTS * sizeof(int64_t);
         HostMemory memory{host_alloc(sizeof(StepScalars)), host_free};  // pinned, for the scalars
+        HostMemory counts{host_alloc(FP8_BYTES), host_free};            // pinned
         StepScalars* scalars() const { return static_cast<StepScalars*>(memory.get()); }
+        int64_t* fp8_counts() const { return static_cast<int64_t*>(counts.get()); }
     };
 
     void start();    // initialises or loads weights, optimizer state and step number

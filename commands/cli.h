@@ -38,5 +38,7 @@ CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long);
 // Resolves --dtype auto for a device. Throws UsageError for a dtype that training does not support.
 void choose_training_dtype(ModelOptions& model, bool master_weights, const Target& target);
+// --matmul-dtype and --fp8-*.
+std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& options);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);

@@ -10,6 +10,7 @@
 
 #include "models/model_source.h"
 #include "runtime/communication/launch.h"
+#include "runtime/device/fp8.h"
 #include "runtime/device/tensor.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
@@ -63,6 +64,17 @@ enum class Recompute : uint8_t { None, Activation, Norms, Block };
 // Where GELU is fused into the matmuls around it (16-bit training): its gradient only, or both passes.
 enum class GeluEpilogue : uint8_t { Off, Backward, Both };
 
+// Which matmuls of training are in fp8, and how their operands are scaled (fp8_state.h).
+struct Fp8Options {
+    bool on = false;
+    Fp8Format gradients = Fp8Format::E5M2;
+    bool delayed = true;       // scaling
+    bool keep_weights = true;  // quantised, from one update to the next
+    int64_t skip_first = 0, skip_last = 0;
+
+    bool in_layer(int64_t l, int64_t layers) const { return on && l >= skip_first && l < layers - skip_last; }
+};
+
 // How ranks shard the state of a run (parallel/sharding.h), and how they sum gradients.
 struct ShardingOptions {
     int64_t zero_stage = 0, bucket_mib = 32;
@@ -101,6 +113,7 @@ struct TrainOptions {
     bool document_mask = false, overfit_one_batch = false, resume = false;
     bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
+    Fp8Options fp8;
     LaunchOptions launch;
     ShardingOptions sharding;
     int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
@@ -153,6 +166,7 @@ struct PlanOptions {
     OptimizerType optimizer = OptimizerType::AdamW;
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
+    Fp8Options fp8;
     ShardingOptions sharding;
     int64_t world = 1;
     std::string gpu;         // a part of its name; empty: this program's device

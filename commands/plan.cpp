@@ -25,17 +25,13 @@ PlanOptions parse_plan(const Args& args) {
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
-    auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only")
-                          ->excludes(optimizer)
-                          ->excludes(recompute)
-                          ->excludes(master_weights)
-                          ->excludes(nondeterministic);
-    app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
-        ->excludes(optimizer)
-        ->excludes(recompute)
-        ->excludes(master_weights)
-        ->excludes(nondeterministic)
-        ->excludes(inference);
+    std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
+    of_training.insert(of_training.end(), {optimizer, recompute, master_weights, nondeterministic});
+    auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
+    auto* generate =
+        app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
+            ->excludes(inference);
+    for (CLI::Option* option : of_training) inference->excludes(option), generate->excludes(option);
     add_sharding_options(app, o.sharding);
     app.add_option("--world", o.world, "number of processes; the plan is for each of them")
         ->check(positive)

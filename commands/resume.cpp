@@ -23,6 +23,11 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.data = keys.text("data");
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
     if (keys.has("pack")) r.pack = keys.text("pack");
+    if (keys.has("fp8")) {
+        const JsonKeys fp8 = keys.keys_of("fp8");
+        r.fp8_steps = fp8.whole_number("steps", 0);
+        r.fp8_history = fp8.numbers("history");
+    }
     if (keys.has("optimizer")) r.optimizer = keys.text("optimizer");
     return r;
 }

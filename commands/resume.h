@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 // What trainer.json says, checked: it belongs to its directory and to the training state beside it.
 struct ResumePoint {
@@ -11,6 +12,8 @@ struct ResumePoint {
     int64_t seed = 0, seq_len = 0, total_batch_tokens = 0;
     std::string data;                 // fingerprint of the training tokens
     std::string gemm;                 // the algorithms that the run's GEMMs used
+    std::vector<float> fp8_history;   // the amaxes of the last steps (fp8_state.h); empty: the run was not in fp8
+    int64_t fp8_steps = 0;            // that the history holds
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
     std::string pack = "none";        // "examples" or "none"; older files do not name it
 };

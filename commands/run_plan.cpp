@@ -4,6 +4,7 @@
 #include "commands/inference.h"
 #include "commands/plan.h"
 #include "commands/run.h"
+#include "commands/training.h"
 #include "runtime/files/log.h"
 
 namespace {
@@ -35,7 +36,9 @@ void run_plan(const Args& args) {
     shape.world = o.world;
     shape.deterministic = !o.nondeterministic;
     if (gpu) shape.target = gpu->target();
+    check_fp8(o.fp8, source.config, dtype, o.batch_size * o.seq_len, shape.target);
     const auto activations_of = [&](const Model& planned) {
+        shape.fp8 = fp8_options(o.fp8, planned);
         shape.update_bytes = training ? update_workspace_bytes(planned, MUON_ROUND_BYTES, shape.target) : 0;
         return std::make_unique<Activations>(source.config, shape);
     };

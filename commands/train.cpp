@@ -135,6 +135,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
            "pass (both), or only the gradient (backward). --recompute activation and norms turn both into backward")
         ->check(CLI::IsMember({"both", "backward", "off"}))
         ->default_str("both");
+    add_fp8_options(*app, o.fp8);
     add_nondeterministic_option(*app, o.nondeterministic);
     add_gpu_memory_option(*app, o.gpu_memory,
                           "take at most this much of the GPU's memory, its context included, as in 24GiB");

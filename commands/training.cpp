@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "fp8_state.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
@@ -161,6 +162,8 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
             " does not say which token ends a document; leave the option out");
 
+    check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
+
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");
 
@@ -201,6 +204,10 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     if (!checkpoints.empty()) {
         s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
         check_unchanged(s);
+        const int64_t numbers = int64_t(s.resume.fp8_history.size());
+        const int64_t expected = Fp8State(s.source.config, s.o.fp8).history_size();
+        require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
+                ": key 'fp8.history' has ", numbers, " numbers, expected ", expected, "; the file is damaged");
     }
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,

@@ -10,6 +10,7 @@
 #include "commands/resume.h"
 #include "data/packing.h"
 #include "data/token_files.h"
+#include "runtime/device/target.h"
 
 // The inputs of a run, checked before anything is allocated or written.
 struct TrainSetup {
@@ -32,6 +33,10 @@ TrainSetup check_training(TrainOptions options, int64_t world);
 // For the line at the start of a run: the training tokens and the sequences that they make. dropped_tokens: of the
 // split, in no sequence.
 std::string describe_training_data(const TrainSetup& s, int64_t sequences, int64_t dropped_tokens);
+
+// Throws Error if the model or a micro-step of so many tokens cannot be trained in fp8 on that device
+// (commands/fp8_options.cpp).
+void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype, int64_t tokens, const Target& target);
 
 // Throws Error if the data was made with another tokenizer than the checkpoint's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);

@@ -108,6 +108,7 @@ struct Driver {
 
     // [n, V] without the padding.
     std::vector<double> logits(const Batch& batch) {
+        quantise_weights(ctx, model, acts);
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
         std::vector<double> out;
@@ -124,6 +125,8 @@ struct Driver {
         for (const Batch& b : batches)
             counted +=
                 std::count_if(b.targets.begin(), b.targets.end(), [](int32_t t) { return t != Batch::NO_TARGET; });
+        quantise_weights(ctx, model, acts);
+        if (acts.fp8) acts.fp8->begin_step(ctx.stream);
         for (size_t i = 0; i < batches.size(); i++) {
             const Input in = upload(ctx, acts, batches[i]);
             forward(ctx, model, acts, in);

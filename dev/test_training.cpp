@@ -226,14 +226,21 @@ struct TrainingRun {
 // A run uses as much GPU memory as its plan says. (bench_cpu.py compares the CPU's plan with a whole process.)
 TEST(Training, MemoryMatchesThePlan) {
     if (backend_device() == Device::CPU) GTEST_SKIP() << "a test's process holds more than a run does";
-    const std::pair<Recompute, OptimizerType> runs[] = {{Recompute::None, OptimizerType::AdamW},
-                                                        {Recompute::Block, OptimizerType::AdamW},
-                                                        {Recompute::Block, OptimizerType::Muon}};
-    for (const auto& [level, optimizer] : runs) {
+    struct Run {
+        Recompute level;
+        OptimizerType optimizer;
+        bool fp8;
+    };
+    const Run runs[] = {{Recompute::None, OptimizerType::AdamW, false},
+                        {Recompute::Block, OptimizerType::AdamW, false},
+                        {Recompute::Block, OptimizerType::Muon, false},
+                        {Recompute::None, OptimizerType::AdamW, true}};
+    for (const auto& [level, optimizer, fp8] : runs) {
+        if (fp8 && !matmul_fp8_unavailable().empty()) continue;
         const int64_t before = device_memory_available();
         TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
                          "--recompute", level == Recompute::None ? "none" : "block", "--optimizer",
-                         OPTIMIZER_NAMES[size_t(optimizer)]});
+                         OPTIMIZER_NAMES[size_t(optimizer)], "--matmul-dtype", fp8 ? "fp8" : "model"});
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;
@@ -242,6 +249,7 @@ TEST(Training, MemoryMatchesThePlan) {
         RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
         shape.recompute = level;
         shape.gelu_epilogue = GeluEpilogue::Both;
+        shape.fp8.on = fp8;
         const Activations acts(config, shape);
         EXPECT_NEAR(double(memory_plan(model, acts).total) / used, 1, 0.02) << "used " << used / (1 << 20) << " MiB";
     }

@@ -246,6 +246,13 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     if (dbias) sum_rows(dbias, dout, accumulate);
 }
 
+void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream) {
+    const char* op = "matmul_backward_bias";
+    check_matrix(op, "dout", dout);
+    check_tensor(op, "dbias", dbias, DType::F32, {dout.shape[1]});
+    sum_rows(dbias, dout, accumulate);
+}
+
 void matmul_tuning(bool, Stream) {}
 
 std::string matmul_choices(Stream, bool) {

@@ -332,6 +332,14 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     if (dbias) sum_rows(op, dbias, dout, accumulate, stream);
 }
 
+void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
+    const char* op = "matmul_backward_bias";
+    const DType dtype = check_activation_dtype(op, "dout", dout);
+    check_matrix(op, "dout", dout, dtype);
+    check_tensor(op, "dbias", dbias, DType::F32, {dout.shape[1]});
+    sum_rows(op, dbias, dout, accumulate, stream);
+}
+
 void matmul_tuning(bool on, Stream stream) {
     blas_of("matmul_tuning", stream).tuning = on;
 }

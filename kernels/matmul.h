@@ -55,6 +55,9 @@ void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor 
 // overwritten.
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
 
+// The bias gradient alone: dbias [OC] (+)= Σ_n dout[n, o]; dout [N, OC].
+void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream stream);
+
 // Tuning. cuBLASLt has tens of algorithms for a GEMM, and the one that its heuristic ranks first may be several percent
 // slower than the fastest. On the CPU, which has nothing to tune, these functions do nothing and their text is empty.
 //

@@ -9,9 +9,6 @@
 
 namespace {
 
-// Rows of a that are decoded at a time; b is decoded whole.
-constexpr int64_t CHUNK = 256;
-
 // The numbers behind the codes, divided by the scale, which is exact.
 void decode(const Tensor& out, const Fp8Matrix& x, int64_t begin, int64_t end) {
     std::array<float, 256> values;
@@ -27,23 +24,19 @@ void decode(const Tensor& out, const Fp8Matrix& x, int64_t begin, int64_t end) {
 
 }  // namespace
 
-int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K) {
-    return (std::min(M, CHUNK) + N) * K * int64_t(sizeof(float));
-}
-
 void matmul_fp8(Tensor out, const Fp8Matrix& a, const Fp8Matrix& b, Tensor bias, bool accumulate, bool, Tensor scratch,
                 Stream stream) {
     const char* op = "matmul_fp8";
     check_matrix(op, "out", out);
     check_matmul_fp8(op, out, a, b, bias, accumulate);
-    const int64_t M = out.shape[0], N = out.shape[1], K = a.codes.shape[1], rows = std::min(M, CHUNK);
+    const int64_t M = out.shape[0], N = out.shape[1], K = a.codes.shape[1], rows = std::min(M, MATMUL_FP8_CPU_ROWS);
     check_scratch(op, scratch, matmul_fp8_scratch(M, N, K));
     if (M == 0) return;
     float* memory = reinterpret_cast<float*>(scratch.as<uint8_t>());
     const Tensor decoded_a = host_tensor(memory, {rows, K}), decoded_b = host_tensor(memory + rows * K, {N, K});
     decode(decoded_b, b, 0, N);
-    for (int64_t begin = 0; begin < M; begin += CHUNK) {
-        const int64_t end = std::min(begin + CHUNK, M);
+    for (int64_t begin = 0; begin < M; begin += MATMUL_FP8_CPU_ROWS) {
+        const int64_t end = std::min(begin + MATMUL_FP8_CPU_ROWS, M);
         decode(decoded_a, a, begin, end);
         const Tensor to = out.rows(begin, end), from = decoded_a.rows(0, end - begin);
         if (bias)
@@ -51,8 +44,4 @@ void matmul_fp8(Tensor out, const Fp8Matrix& a, const Fp8Matrix& b, Tensor bias,
         else
             matmul(to, from, decoded_b, false, true, accumulate, stream);
     }
-}
-
-std::string matmul_fp8_unavailable() {
-    return "";
 }

@@ -4,18 +4,6 @@
 #include "kernels/matmul_fp8_check.h"
 #include "runtime/device/blas.h"
 
-int64_t matmul_fp8_scratch(int64_t, int64_t, int64_t) {
-    return 0;
-}
-
-std::string matmul_fp8_unavailable() {
-    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
-    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor);
-    if (major * 10 + minor >= 89) return "";
-    return str("fp8 matmuls need a GPU of compute capability 8.9 or newer (Ada, Hopper); ", device_name(), " has ",
-               major, ".", minor);
-}
-
 void matmul_fp8(Tensor out, const Fp8Matrix& a, const Fp8Matrix& b, Tensor bias, bool accumulate,
                 bool fast_accumulation, Tensor, Stream stream) {
     const char* op = "matmul_fp8";

@@ -14,8 +14,11 @@
 // operands, and on a GPU without fp8 matmuls.
 #pragma once
 
+#include <string>
+
 #include "runtime/device/device.h"
 #include "runtime/device/fp8.h"
+#include "runtime/device/target.h"
 #include "runtime/device/tensor.h"
 
 struct Fp8Matrix {
@@ -30,5 +33,9 @@ void matmul_fp8(Tensor out, const Fp8Matrix& a, const Fp8Matrix& b, Tensor bias,
                 bool fast_accumulation, Tensor scratch, Stream stream);
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K);
 
-// Why this device cannot multiply fp8 matrices; empty if it can.
-std::string matmul_fp8_unavailable();
+// Why a device cannot multiply fp8 matrices; empty if it can.
+inline std::string matmul_fp8_unavailable(const Target& target = this_target()) {
+    if (target.device == Device::CPU || target.sm >= 89) return "";
+    return str("fp8 matmuls need a GPU of compute capability 8.9 or newer (Ada, Hopper), not ", target.sm / 10, ".",
+               target.sm % 10);
+}

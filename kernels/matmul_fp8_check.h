@@ -4,6 +4,9 @@
 #include "kernels/check.h"
 #include "kernels/matmul_fp8.h"
 
+// Rows of a that the CPU decodes at a time; b is decoded whole.
+constexpr int64_t MATMUL_FP8_CPU_ROWS = 256;
+
 inline void check_matmul_fp8(const char* op, const Tensor& out, const Fp8Matrix& a, const Fp8Matrix& b,
                              const Tensor& bias, bool accumulate) {
     check_matrix(op, "a", a.codes, DType::U8);

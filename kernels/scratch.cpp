@@ -7,6 +7,7 @@
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/linear_attention/linear_attention_layout.h"
+#include "kernels/matmul_fp8_check.h"
 #include "kernels/muon.h"
 #include "kernels/norm_partials.h"
 #include "kernels/qk_norm.h"
@@ -51,6 +52,11 @@ int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS,
 int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns, const Target& target) {
     if (!on_gpu(target)) return int64_t(sizeof(double)) + sum_squares_scratch(rows * columns, target);
     return batch * gpu_scratch::matrix_chunks(rows * columns) * int64_t(sizeof(double));
+}
+
+// On the CPU the numbers of both operands, a chunk of the first.
+int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target) {
+    return on_gpu(target) ? 0 : (std::min(M, MATMUL_FP8_CPU_ROWS) + N) * K * int64_t(sizeof(float));
 }
 
 int64_t attention_forward_scratch(const Target& target) {
@@ -98,6 +104,10 @@ int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS)
 
 int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns) {
     return normalize_matrices_scratch(batch, rows, columns, this_target());
+}
+
+int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K) {
+    return matmul_fp8_scratch(M, N, K, this_target());
 }
 
 int64_t attention_forward_scratch() {

@@ -82,6 +82,14 @@ std::string JsonKeys::text(const char* key) const {
     return value(key).get<std::string>();
 }
 
+std::vector<float> JsonKeys::numbers(const char* key) const {
+    const json list = value(key);
+    bool valid = list.is_array();
+    for (const json& number : list) valid = valid && number.is_number() && number.get<double>() >= 0;
+    if (!valid) wrong(key, "an array of numbers of at least 0");
+    return list.get<std::vector<float>>();
+}
+
 JsonKeys JsonKeys::keys_of(const char* key) const {
     if (!value(key).is_object()) wrong(key, "an object");
     return {path, value(key), str(inside, key, ".")};

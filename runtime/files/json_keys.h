@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 // Writes a JSON object and flushes it; reads one, with an Error if it is damaged or not an object.
 void write_json(const std::string& path, const nlohmann::json& json);
@@ -18,7 +19,8 @@ struct JsonKeys {
     bool has(const char* key) const { return object.contains(key); }
     int64_t whole_number(const char* key, int64_t least, int64_t most = INT64_MAX) const;
     std::string text(const char* key) const;
-    JsonKeys keys_of(const char* key) const;  // of an object in this one
+    std::vector<float> numbers(const char* key) const;  // an array of numbers of at least 0
+    JsonKeys keys_of(const char* key) const;            // of an object in this one
 
   private:
     nlohmann::json value(const char* key) const;

@@ -1,0 +1,173 @@
+#include "fp8_state.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "runtime/error.h"
+
+LinearSizes linear_layer_sizes(const ModelConfig& c, Slot slot) {
+    switch (slot) {
+        case QKV_W:
+            return {c.qkv_channels(), c.channels};
+        case PROJ_W:
+            return {c.channels, c.heads * c.head_size};
+        case FC_W:
+            return {c.fc_channels(), c.channels};
+        case FCPROJ_W:
+            return {c.channels, c.ffn};
+        default:
+            throw Error("linear_layer_sizes: not a linear layer of a block");
+    }
+}
+
+namespace {
+
+// Row i of a matrix, and element i of its first row, as vectors.
+Tensor row(const Tensor& t, int64_t i) {
+    const Tensor r = t.rows(i, i + 1);
+    return make_tensor(r.data, r.dtype, r.device, {t.shape[1]});
+}
+Tensor element(const Tensor& t, int64_t i) {
+    const Tensor e = t.columns(i, i + 1);
+    return make_tensor(e.data, e.dtype, e.device, {1});
+}
+
+}  // namespace
+
+Fp8State::Fp8State(const ModelConfig& model_config, const Fp8Options& fp8_options)
+    : options(fp8_options), config(model_config), slots(model_config.layers * NUM_LINEAR_LAYERS) {}
+
+// The tensors of the state one after the other, aligned as an ArenaPlan aligns them. Returns their bytes; without an
+// arena the tensors have no memory.
+int64_t Fp8State::lay_out(const Arena* arena, int64_t world) {
+    int64_t at = 0;
+    const auto add = [&](Tensor& t, DType dtype, std::initializer_list<int64_t> shape) {
+        t = arena ? arena->at(at, dtype, shape) : make_tensor(nullptr, dtype, backend_device(), shape);
+        at += (t.bytes() + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+    };
+    add(scales, DType::F32, {2 * slots, 2});
+    add(amaxes, DType::F32, {world, 2 * slots});
+    add(past_amaxes, DType::F32, {FP8_HISTORY, 2 * slots});
+    add(records, DType::I64, {2 * slots, NUM_FP8_COUNTS});
+    add(totals, DType::I64, {NUM_FP8_COUNTS});
+    add(weight_scales, DType::F32, {slots, 2});
+    add(weight_amaxes, DType::F32, {slots});
+    return at;
+}
+
+int64_t Fp8State::scale_bytes(int64_t world) const {
+    return Fp8State(config, options).lay_out(nullptr, world);
+}
+
+int64_t Fp8State::weight_bytes() const {
+    int64_t bytes = 0;
+    for (int64_t l = 0; options.keep_weights && l < config.layers; l++)
+        if (options.in_layer(l, config.layers)) bytes += layer_weight_bytes();
+    return bytes;
+}
+
+int64_t Fp8State::layer_weight_bytes() const {
+    int64_t bytes = 0;
+    for (const Slot slot : LINEAR_LAYERS)
+        bytes += 2 * linear_layer_sizes(config, slot).outputs * linear_layer_sizes(config, slot).inputs;
+    return bytes;
+}
+
+void Fp8State::allocate(const Context& ctx) {
+    state = Arena(scale_bytes(ctx.world), "fp8 scales");
+    device_fill(state.at(0, DType::U8, {state.bytes()}).data, 0, size_t(state.bytes()), ctx.stream);
+    lay_out(&state, ctx.world);
+    own_amaxes = amaxes.rows(ctx.rank, ctx.rank + 1);
+    weights = Arena(weight_bytes(), "fp8 weights");
+    restore(std::vector<float>(size_t(history_size())), 0, ctx.stream);
+}
+
+int64_t Fp8State::index(Slot slot, int64_t l) const {
+    const auto at = std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), slot);
+    return l * NUM_LINEAR_LAYERS + (at - std::begin(LINEAR_LAYERS));
+}
+
+Fp8Slot Fp8State::record_of(Fp8Operand operand, Slot slot, int64_t l) const {
+    const int64_t i = index(slot, l) + (operand == Fp8Operand::Gradient ? slots : 0);
+    return {row(scales, i), element(own_amaxes, i), row(records, i)};
+}
+
+// The rows and the columns of a kept weight.
+std::pair<Tensor, Tensor> Fp8State::kept(Slot slot, int64_t l) const {
+    int64_t at = (l - options.skip_first) * layer_weight_bytes();
+    for (const Slot before : LINEAR_LAYERS) {
+        if (before == slot) break;
+        at += 2 * linear_layer_sizes(config, before).outputs * linear_layer_sizes(config, before).inputs;
+    }
+    const auto [outputs, inputs] = linear_layer_sizes(config, slot);
+    return {weights.at(at, DType::U8, {outputs, inputs}),
+            weights.at(at + outputs * inputs, DType::U8, {inputs, outputs})};
+}
+
+void Fp8State::quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
+    const int64_t i = index(slot, l);
+    const Fp8Slot record{row(weight_scales, i), weight_amaxes.rows(i, i + 1), {}};
+    device_fill(record.amax.data, 0, sizeof(float), stream);
+    fp8_quantise({Fp8Format::E4M3, record, {}, {}}, from, stream);
+    fp8_set_scale(record, Fp8Format::E4M3, 0, stream);
+    fp8_quantise({Fp8Format::E4M3, {record.scale, {}, {}}, rows, columns}, from, stream);
+}
+
+void Fp8State::keep_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
+    const auto [rows, columns] = kept(slot, l);
+    quantise_weight(slot, l, from, rows, columns, stream);
+}
+
+Fp8Matrix Fp8State::weight(Slot slot, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const {
+    const auto [outputs, inputs] = linear_layer_sizes(config, slot);
+    Tensor codes;
+    if (options.keep_weights) {
+        const auto [rows, columns] = kept(slot, l);
+        codes = transposed ? columns : rows;
+    } else if (transposed) {
+        codes = make_tensor(scratch.data, DType::U8, scratch.device, {inputs, outputs});
+        quantise_weight(slot, l, from, {}, codes, stream);
+    } else {
+        codes = make_tensor(scratch.data, DType::U8, scratch.device, {outputs, inputs});
+        quantise_weight(slot, l, from, codes, {}, stream);
+    }
+    return {codes, Fp8Format::E4M3, row(weight_scales, index(slot, l))};
+}
+
+void Fp8State::begin_step(Stream stream) const {
+    device_fill(own_amaxes.data, 0, size_t(own_amaxes.bytes()), stream);
+    device_fill(records.data, 0, size_t(records.bytes()), stream);
+}
+
+void Fp8State::update(const Context& ctx) {
+    fp8_sum_counts(totals, records, ctx.stream);
+    if (!options.delayed) return;
+    ctx.comm->all_gather(amaxes, own_amaxes, ctx.stream);
+    for (const Fp8Operand operand : {Fp8Operand::Input, Fp8Operand::Gradient}) {
+        const int64_t begin = operand == Fp8Operand::Gradient ? slots : 0, end = begin + slots;
+        fp8_update_scales(scales.rows(begin, end), past_amaxes.columns(begin, end), amaxes.columns(begin, end),
+                          format(operand), FP8_MARGIN, ctx.stream);
+    }
+    steps_recorded++;
+}
+
+std::vector<float> Fp8State::history(Stream stream) const {
+    std::vector<float> host(static_cast<size_t>(history_size()));
+    copy_to_host(host.data(), past_amaxes.data, host.size() * sizeof(float), stream);
+    return host;
+}
+
+void Fp8State::restore(const std::vector<float>& host, int64_t steps, Stream stream) {
+    std::vector<float> host_scales;
+    for (int64_t i = 0; i < 2 * slots; i++) {
+        float largest = 0;
+        for (int64_t step = 0; step < FP8_HISTORY; step++)
+            largest = std::max(largest, host[size_t(step * 2 * slots + i)]);
+        const Fp8Operand operand = i < slots ? Fp8Operand::Input : Fp8Operand::Gradient;
+        const int e = fp8_scale_exponent(largest, format(operand), FP8_MARGIN);
+        host_scales.insert(host_scales.end(), {power_of_two(e), power_of_two(-e)});
+    }
+    copy_to_device(past_amaxes.data, host.data(), host.size() * sizeof(float), stream);
+    copy_to_device(scales.data, host_scales.data(), host_scales.size() * sizeof(float), stream);
+    steps_recorded = steps;
+}

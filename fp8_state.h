@@ -1,0 +1,113 @@
+// The scales of the blocks' linear layers in fp8 training, and their quantised weights (docs/low_precision.md).
+//
+// Each linear layer has two operands that change with every micro-step: its input (E4M3) and the gradient of its output
+// (E5M2 or E4M3). An operand has a scale for the whole tensor, by one of two methods:
+//
+//   delayed   from the largest amax of the last FP8_HISTORY steps, over all ranks and micro-steps, with a factor of
+//             2^FP8_MARGIN in reserve. One pass quantises, and micro-batches and ranks do not change the scale. Until
+//             the history is full the method is `current`, whose amaxes fill it.
+//   current   from the amax of the tensor itself, which a pass before the quantisation computes.
+//
+// Weights are scaled by their own amax. They are quantised after each update and kept, in both orientations (2 bytes a
+// weight), or quantised at each use.
+#pragma once
+
+#include <vector>
+
+#include "commands/commands.h"
+#include "kernels/fp8.h"
+#include "kernels/matmul_fp8.h"
+#include "runtime/context.h"
+#include "runtime/device/arena.h"
+#include "runtime/model/model_config.h"
+#include "runtime/model/slots.h"
+
+constexpr int64_t FP8_HISTORY = 16;  // steps
+constexpr int FP8_MARGIN = 1;
+
+// The slots of the weights [outputs, inputs] of a block's linear layers, and their sizes.
+constexpr Slot LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
+constexpr int64_t NUM_LINEAR_LAYERS = 4;
+struct LinearSizes {
+    int64_t outputs, inputs;
+};
+LinearSizes linear_layer_sizes(const ModelConfig& config, Slot slot);
+
+enum class Fp8Operand : uint8_t { Input, Gradient };
+
+class Fp8State {
+  public:
+    Fp8State(const ModelConfig& model_config, const Fp8Options& fp8_options);
+    void allocate(const Context& ctx);
+    int64_t scale_bytes(int64_t world) const;
+    int64_t weight_bytes() const;  // of the weights that are kept
+
+    // Quantises an operand into rows and columns, either of which may be null. produce(Fp8Output) is called with what
+    // is to be written, once or twice. again: what this micro-step has quantised before; the scale stays, nothing is
+    // recorded.
+    template <typename Produce>
+    void quantise(Fp8Operand operand, Slot slot, int64_t l, Tensor rows, Tensor columns, bool again, Stream stream,
+                  Produce produce) const {
+        Fp8Output out{format(operand), record_of(operand, slot, l), rows, columns};
+        if (again) {
+            out.slot.amax = out.slot.counts = {};
+        } else if (measures()) {
+            if (!options.delayed) device_fill(out.slot.amax.data, 0, sizeof(float), stream);
+            produce(Fp8Output{out.format, {out.slot.scale, out.slot.amax, {}}, {}, {}});
+            fp8_set_scale(out.slot, out.format, 0, stream);
+            out.slot.amax = {};
+        }
+        produce(out);
+    }
+    // An operand that quantise() has written.
+    Fp8Matrix matrix(Fp8Operand operand, Slot slot, int64_t l, Tensor codes) const {
+        return {codes, format(operand), record_of(operand, slot, l).scale};
+    }
+
+    // The weight of a linear layer, or transposed [inputs, outputs]. If weights are not kept it is quantised from
+    // `from` into scratch (U8).
+    Fp8Matrix weight(Slot slot, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const;
+    // Quantises a weight that is kept.
+    void keep_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
+
+    // Forgets the amaxes and the counts: before the first micro-step of a step.
+    void begin_step(Stream stream) const;
+    // The scales of the next step. All ranks call it.
+    void update(const Context& ctx);
+    // FP8_ELEMENTS, FP8_SATURATED and FP8_UNDERFLOWED of this rank's operands in the step before update(): int64.
+    Tensor counts() const { return totals; }
+
+    // Whether a micro-step computes scales itself, and not only update(): then it is not the one that a graph repeats.
+    bool calibrates() const { return options.delayed && !held && steps_recorded < FP8_HISTORY; }
+    // true: uses the scales as they are, for warming up.
+    void hold_scales(bool hold) { held = hold; }
+
+    // For checkpoints: the number of steps that the history holds, and the amaxes [FP8_HISTORY, 2·S], the newest first.
+    int64_t recorded() const { return steps_recorded; }
+    std::vector<float> history(Stream stream) const;
+    void restore(const std::vector<float>& amaxes, int64_t steps, Stream stream);
+    int64_t history_size() const { return FP8_HISTORY * 2 * slots; }
+
+    const Fp8Options options;
+
+  private:
+    bool measures() const { return !options.delayed || calibrates(); }
+    Fp8Format format(Fp8Operand operand) const {
+        return operand == Fp8Operand::Input ? Fp8Format::E4M3 : options.gradients;
+    }
+    int64_t lay_out(const Arena* arena, int64_t world);
+    int64_t layer_weight_bytes() const;
+    int64_t index(Slot slot, int64_t l) const;
+    Fp8Slot record_of(Fp8Operand operand, Slot slot, int64_t l) const;
+    void quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
+    std::pair<Tensor, Tensor> kept(Slot slot, int64_t l) const;
+
+    const ModelConfig config;
+    int64_t slots;  // S, of one operand: those of the inputs come first
+    Arena state, weights;
+    Tensor scales, amaxes, own_amaxes, past_amaxes;  // [2·S, 2], [ranks, 2·S], this rank's row, [FP8_HISTORY, 2·S]
+    Tensor records, totals;                          // [2·S, NUM_FP8_COUNTS], [NUM_FP8_COUNTS]
+    Tensor weight_scales, weight_amaxes;             // [S, 2], [S]
+    int64_t steps_recorded = 0;
+    bool held = false;
+};
