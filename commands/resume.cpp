@@ -29,6 +29,11 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
         r.fp8_history = fp8.numbers("history");
     }
     if (keys.has("optimizer")) r.optimizer = keys.text("optimizer");
+    if (keys.has("learning_rates")) {
+        const JsonKeys rates = keys.keys_of("learning_rates");
+        r.learning_rates.emplace();
+        for (size_t g = 0; g < NUM_RATE_GROUPS; g++) (*r.learning_rates)[g] = rates.number(RATE_GROUP_NAMES[g], 0);
+    }
     return r;
 }
 

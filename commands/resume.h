@@ -1,9 +1,13 @@
 // The checkpoint that a run continues from.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "runtime/model/params.h"
 
 // What trainer.json says, checked: it belongs to its directory and to the training state beside it.
 struct ResumePoint {
@@ -16,6 +20,7 @@ struct ResumePoint {
     int64_t fp8_steps = 0;            // that the history holds
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
     std::string pack = "none";        // "examples" or "none"; older files do not name it
+    std::optional<std::array<double, NUM_RATE_GROUPS>> learning_rates;  // peaks; older files do not name them
 };
 
 // Reads trainer.json and the headers of the files of tensors. Throws Error with the file, the key and the remedy if one

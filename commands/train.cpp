@@ -15,11 +15,13 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator rate = number_in(0.0, 1e6);
     add_optimizer_option(app, o.optimizer);
     app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4, with --optimizer muon 0.02")->check(rate);
-    const std::string other = "; default: --lr, with --optimizer muon 3e-3";
-    app.add_option("--embedding-lr", o.embedding_lr, "peak learning rate of the embeddings" + other)->check(rate);
-    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied" + other)
+    const std::string other = "; default: --lr, with --optimizer muon ";
+    app.add_option("--embedding-lr", o.embedding_lr,
+                   "peak learning rate of the embeddings" + other + "5e-3, or 0.1 if they start large (--init fan-in)")
         ->check(rate);
-    app.add_option("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other)
+    app.add_option("--head-lr", o.head_lr, "peak learning rate of an output head that is not tied" + other + "5e-3")
+        ->check(rate);
+    app.add_option("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other + "1e-2")
         ->check(rate);
     app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
         ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))

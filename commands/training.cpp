@@ -42,10 +42,8 @@ std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
 }
 
 RateGroupValues learning_rates(const TrainOptions& o) {
-    // A spectral update has singular values of about 1, whatever the matrix; it takes a larger rate than AdamW.
-    const bool spectral = o.optimizer == OptimizerType::Muon && !o.muon.rms_scale();
-    const double lr = o.lr.value_or(spectral ? 0.02 : 6e-4), others = spectral ? 3e-3 : lr;
-    return {lr, o.embedding_lr.value_or(others), o.head_lr.value_or(others), o.vector_lr.value_or(others)};
+    const double lr = o.lr.value_or(6e-4);
+    return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};
 }
 
 double momentum(const TrainOptions& o, int64_t step) {
@@ -142,6 +140,27 @@ void check_unchanged(TrainSetup& s) {
          config_to_json(s.source.config, json::object()));
 }
 
+// Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
+// AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
+// than those that start with 0.02. All four are the best of a sweep (docs/learning.md). A resumed run
+// keeps its rates.
+void set_default_rates(TrainSetup& s) {
+    if (s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale()) {
+        const double embeddings = s.source.config.init == Init::FanIn ? 0.1 : 5e-3;
+        const RateGroupValues rates = s.resume.learning_rates.value_or(RateGroupValues{0.02, embeddings, 5e-3, 1e-2});
+        std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
+        for (size_t g = 0; g < NUM_RATE_GROUPS; g++)
+            if (!*options[g]) *options[g] = rates[g];
+    }
+    const RateGroupValues rates = learning_rates(s.o);
+    const char* const names[] = {"lr", "embedding-lr", "head-lr", "vector-lr"};
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
+        const bool is_head = RateGroup(g) == RateGroup::Head;
+        if (g == 0 || (rates[g] != rates[0] && !(is_head && s.source.config.tied)))
+            set_toml(s.o.toml, names[g], str(rates[g]));
+    }
+}
+
 // Packs the examples of a split; null with --pack none.
 std::unique_ptr<Packing> pack_examples(const TrainOptions& o, const TokenFiles& files) {
     if (o.pack == "none") return {};
@@ -221,7 +240,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
     set_toml(s.o.toml, "dtype", str('"', s.o.model.dtype, '"'));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
-    if (!s.o.lr) set_toml(s.o.toml, "lr", str(learning_rates(s.o)[size_t(RateGroup::HiddenMatrices)]));
+    set_default_rates(s);
     return s;
 }
 

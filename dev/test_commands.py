@@ -457,7 +457,7 @@ class CommandsTest(unittest.TestCase):
                 self.assertIn(line, toml)
             self.assertEqual(json.loads(trainer)["optimizer"], "muon")
             self.assertEqual(json.loads(trainer)["learning_rates"],
-                             {"hidden_matrices": 0.02, "embeddings": 0.003, "head": 0.003, "vectors": 0.003})
+                             {"hidden_matrices": 0.02, "embeddings": 0.005, "head": 0.005, "vectors": 0.01})
             self.assertIn("trainer.optimizer muon", run("info", run_dir).stdout)
             state = tensor_bytes(os.path.join(run_dir, "step_00000008", "state.safetensors"))
             hidden = {f"layers.{i}.{matrix}.weight" for i in range(2) for matrix in ("qkv", "proj", "fc", "fcproj")}
@@ -503,7 +503,7 @@ class CommandsTest(unittest.TestCase):
                                  "polar-express", "--muon-iterations", 5, "--muon-scale", "spectral", "--adam-weight-decay", 0.1))
         self.assertEqual(same[3], runs["plain"])
         groups = ("hidden_matrices", "embeddings", "head", "vectors")
-        for scale, rates in (("spectral", [0.02, 3e-3, 3e-3, 3e-3]), ("rms", [6e-4] * 4)):
+        for scale, rates in (("spectral", [0.02, 5e-3, 5e-3, 1e-2]), ("rms", [6e-4] * 4)):
             command = self.train_args("muon_rates_" + scale, *args[:4], "--muon-scale", scale)
             at = command.index("--lr")
             done = run(*command[:at], *command[at + 2:])
@@ -523,6 +523,32 @@ class CommandsTest(unittest.TestCase):
         again = run("train", "--out", out, "--resume", "--steps", 3)
         self.assertEqual(again.returncode, 0, again.stderr)
         self.assertTrue(again.stderr.split("\n")[0].endswith(f", {chosen}"), again.stderr)  # read from run.toml
+
+    def test_resumed_muon_keeps_its_learning_rates(self):
+        """Also those of a run whose run.toml does not name them, because its version had other defaults."""
+        run_dir = self.train("rates_of_before", "--optimizer", "muon", "--steps", 2, "--save-every", 1, "--keep", 2)
+        def trainer(step):
+            return os.path.join(run_dir, f"step_{step:08}", "trainer.json")
+        shutil.rmtree(os.path.dirname(trainer(2)))
+        with open(trainer(1)) as file:
+            stored = json.load(file)
+        stored["learning_rates"] = {"hidden_matrices": 0.03, "embeddings": 0.004, "head": 0.005, "vectors": 0.006}
+        with open(trainer(1), "w") as file:
+            json.dump(stored, file)
+        toml = os.path.join(run_dir, "run.toml")
+        lines = [line for line in text_of(toml).splitlines() if not line.startswith(("lr=", "embedding-lr=", "vector-lr="))]
+        with open(toml, "w") as file:
+            file.write("\n".join(lines) + "\n")
+        done = run("train", "--resume", "--out", run_dir)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        with open(trainer(2)) as file:
+            self.assertEqual(json.load(file)["learning_rates"], stored["learning_rates"])
+        stored["learning_rates"]["head"] = -1
+        with open(trainer(2), "w") as file:
+            json.dump({**stored, "step": 2, "adam_steps": 2}, file)
+        done = run("train", "--resume", "--out", run_dir, "--steps", 3)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("learning_rates.head", done.stderr)
 
     def test_plan_of_muon(self):
         adamw, muon = (json.loads(run("plan", *MODEL, "--seq-len", 32, "--optimizer", name, "--json").stdout) for name in ("adamw", "muon"))

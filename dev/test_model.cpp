@@ -1,6 +1,7 @@
 // The model as a whole, from tokens to gradients: against PyTorch in float64, against the float64 reference model, and
 // with every variant of the model, plan and level of recomputation against itself.
 #include <map>
+#include <random>
 
 #include "dev/fixtures.h"
 #include "dev/model_fixture.h"
@@ -124,6 +125,30 @@ class ModelVariants : public ModelVariantTest {
     }
 };
 
+// How far the float64 logits move when each weight moves by up to its last bit in bf16: how well the model is
+// conditioned. Linear attention behind QK-norm can be 20 times worse than softmax attention: where q·k cancels, the
+// norm of its output makes a small difference large.
+double sensitivity(const ModelConfig& config, const reference::Weights& weights, const Batch& batch, int64_t B,
+                   int64_t T) {
+    const auto logits = [&](const reference::Weights& w) {
+        return reference::model_forward(config, w, batch.tokens, batch.targets, B, T).logits;
+    };
+    const std::vector<double> exact = logits(weights);
+    std::mt19937 random(1);
+    std::uniform_real_distribution<double> last_bit(-0x1p-8, 0x1p-8);
+    double most = 0;
+    for (int draw = 0; draw < 8; draw++) {
+        reference::Weights moved = weights;
+        for (auto& [name, values] : moved)
+            for (double& w : values) w *= 1 + last_bit(random);
+        most = std::max(most, max_abs(difference(logits(moved), exact)));
+    }
+    return most;
+}
+
+// In bf16 a block rounds its activations about nine times, and the sensitivity moves each weight once: rounding errors
+// that add up at random are sqrt(9) times as large. Over 9 variants and 12 seeds the error was 0.5 times the
+// sensitivity (median) and in 106 of 108 below 2.2 times.
 TEST_P(ModelVariants, LogitsAndLoss) {
     for (const DType dtype : dtypes()) {
         SCOPED_TRACE(dtype_name(dtype));
@@ -132,7 +157,8 @@ TEST_P(ModelVariants, LogitsAndLoss) {
         const reference::Weights weights = reference::widen(d.model.table, d.params().data());
         const reference::ModelOutput ref =
             reference::model_forward(config(), weights, batch.tokens, batch.targets, B, T);
-        const double limit = bounds(dtype).logits * max_abs(ref.logits);
+        double limit = bounds(dtype).logits * max_abs(ref.logits);
+        if (dtype == DType::BF16) limit = std::max(limit, 3 * sensitivity(config(), weights, batch, B, T));
         EXPECT_LE(max_abs(difference(d.logits(batch), ref.logits)), limit);
         EXPECT_LE(std::fabs(d.gradients({batch}) - ref.loss), dtype == DType::F32 ? 1e-5 * ref.loss : 2 * limit);
     }

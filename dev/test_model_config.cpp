@@ -89,7 +89,7 @@ TEST(ModelConfig, PresetsHaveThePublishedSizes) {
     const std::map<std::string, const char*> families = {
         {"gpt2", "gpt2"},     {"llama", "llama"}, {"llama2", "llama"},    {"modern", "train_gpt"},
         {"qwen2.5", "qwen2"}, {"qwen3", "qwen3"}, {"smollm3", "smollm3"}, {"mistral", "mistral"}};
-    EXPECT_EQ(preset_names().size(), 25u);
+    EXPECT_EQ(preset_names().size(), 26u);
     for (const std::string& name : preset_names()) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
@@ -684,6 +684,10 @@ TEST(ModelConfig, ModernPresets) {
         EXPECT_EQ(m.channels, 64 * layers);
         EXPECT_EQ(m.heads * 128, m.channels);
     }
+    const ModelConfig tiny = preset_config("modern-tiny");
+    EXPECT_EQ(tiny.layers * 32, tiny.channels);
+    EXPECT_EQ(tiny.qk_norm, QkNorm::Off);
+    EXPECT_EQ(tiny.rope_theta, c.rope_theta);
 }
 
 TEST(ModelConfig, FillsInDefaults) {

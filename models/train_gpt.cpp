@@ -32,6 +32,18 @@ ModelConfig modern(int64_t layers) {
     return c;
 }
 
+// The quick start's model. Without QK-norm, which costs time and loss at this size (docs/learning.md).
+ModelConfig modern_tiny() {
+    ModelConfig c = modern(4);
+    c.channels = 128;
+    c.heads = 4;
+    c.vocab_size = 4096;
+    c.max_positions = 256;
+    c.bos = c.eos = -1;
+    c.qk_norm = QkNorm::Off;
+    return c;
+}
+
 // Names of the enumerators in a config of type train_gpt.
 constexpr std::array<const char*, 2> NORM_NAMES = {"layernorm", "rmsnorm"};
 constexpr std::array<const char*, 2> POSITIONS_NAMES = {"learned", "rope"};
@@ -166,7 +178,8 @@ const Family& train_gpt_family() {
                                   [](const ModelConfig&) { return true; },
                                   write,
                                   {},
-                                  {{"modern-124M", modern(12)},
+                                  {{"modern-tiny", modern_tiny()},
+                                   {"modern-124M", modern(12)},
                                    {"modern-345M", modern(18)},
                                    {"modern-757M", modern(24)},
                                    {"modern-1424M", modern(30)}}};

@@ -1,8 +1,11 @@
 #include "runtime/device/device.h"
 
 #include <cuda_profiler_api.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "runtime/device/cuda_check.h"
 #include "runtime/device/target.h"
@@ -35,6 +38,54 @@ int device_attribute(cudaDeviceAttr attribute) {
 
 cudaEvent_t cuda_event(void* handle) {
     return static_cast<cudaEvent_t>(handle);
+}
+
+// Large blocks of pinned host memory. cudaMallocHost clears its pages with one thread: 8 GiB take 5.5 s beside an H200,
+// where these huge pages, touched by all threads and then registered, take 0.43 s (docs/experiments/memory.md).
+class PinnedBlocks {
+  public:
+    static constexpr size_t LEAST = size_t(64) << 20;  // of bytes; below it cudaMallocHost is fast enough
+
+    // Null without an error if there is no memory.
+    void* allocate(size_t bytes) {
+        void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data == MAP_FAILED) return nullptr;
+        madvise(data, bytes, MADV_HUGEPAGE);  // best effort
+        char* const at = static_cast<char*>(data);
+        constexpr int64_t PAGE = 4096;
+#pragma omp parallel for schedule(static)
+        for (int64_t byte = 0; byte < int64_t(bytes); byte += PAGE) at[byte] = 0;
+        const cudaError_t status = cudaHostRegister(data, bytes, cudaHostRegisterPortable);
+        if (status != cudaSuccess) {
+            munmap(data, bytes);
+            cudaGetLastError();  // must not show up at the next launch
+            if (status != cudaErrorMemoryAllocation) cuda_check(status, "host_alloc");
+            return nullptr;
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        sizes[data] = bytes;
+        return data;
+    }
+
+    // False if data is not one of these blocks.
+    bool free(void* data) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto found = sizes.find(data);
+        if (found == sizes.end()) return false;
+        cudaHostUnregister(data);
+        munmap(data, found->second);
+        sizes.erase(found);
+        return true;
+    }
+
+  private:
+    std::mutex mutex;
+    std::map<void*, size_t> sizes;
+};
+
+PinnedBlocks& pinned_blocks() {
+    static PinnedBlocks& blocks = *new PinnedBlocks;  // never destroyed: static objects may free their memory at exit
+    return blocks;
 }
 
 }  // namespace
@@ -131,19 +182,24 @@ void device_free(void* data) {
 
 void* host_alloc(size_t bytes) {
     void* data = nullptr;
-    const cudaError_t status = cudaMallocHost(&data, std::max<size_t>(bytes, 1));
-    if (status == cudaErrorMemoryAllocation) {
-        cudaGetLastError();
+    if (bytes >= PinnedBlocks::LEAST) {
+        data = pinned_blocks().allocate(bytes);
+    } else {
+        const cudaError_t status = cudaMallocHost(&data, std::max<size_t>(bytes, 1));
+        if (status == cudaErrorMemoryAllocation)
+            cudaGetLastError();
+        else
+            cuda_check(status, "host_alloc");
+    }
+    if (!data)
         throw DeviceError(str("host_alloc: cannot allocate ", bytes,
                               " bytes of page-locked host memory; lower --batch-size or "
                               "--seq-len, or free memory of the host"));
-    }
-    cuda_check(status, "host_alloc");
     return data;
 }
 
 void host_free(void* data) {
-    cudaFreeHost(data);
+    if (data && !pinned_blocks().free(data)) cudaFreeHost(data);
 }
 
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {

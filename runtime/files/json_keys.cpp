@@ -77,6 +77,12 @@ int64_t JsonKeys::whole_number(const char* key, int64_t least, int64_t most) con
     return number.get<int64_t>();
 }
 
+double JsonKeys::number(const char* key, double least) const {
+    const json number = value(key);
+    if (!number.is_number() || !(number.get<double>() >= least)) wrong(key, str("a number of at least ", least));
+    return number.get<double>();
+}
+
 std::string JsonKeys::text(const char* key) const {
     if (!value(key).is_string()) wrong(key, "text");
     return value(key).get<std::string>();
