@@ -117,7 +117,6 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     if (key.dtype == DType::U8) {
         stand_ins.inverse_scale_a = stand_ins.inverse_scale_b = static_cast<const float*>(blas.workspace);
         set(plan, op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(key.fast_accumulation));
-        set(plan, op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, int32_t(cuda_type(key.out_dtype)));
     }
     set_pointers(plan, op, stand_ins);
 
