@@ -38,10 +38,12 @@
 ParamTable parameter_table(const ModelConfig& config, int64_t world,
                            OptimizerType hidden_matrices = OptimizerType::AdamW);
 
-// The dtype of weights and activations, and whether training keeps fp32 master weights.
+// The dtype of weights and activations, whether training keeps fp32 master weights, and the dtype of the optimizer's
+// moments.
 struct Precision {
     DType dtype = DType::F32;
     bool master = false;  // 16-bit weights are rounded from fp32 ones, which the optimizer updates
+    DType moments = DType::F32;
 };
 
 struct Model {
@@ -231,8 +233,8 @@ struct OptimizerOptions {
     GroupRates rates;
 };
 
-// Gradients and the optimizer state: m (AdamW's first moment, Muon's momentum) in an arena with the layout of the
-// weights; AdamW's second moment v, which has no elements for the matrices that Muon updates.
+// Gradients and the optimizer state in Precision::moments: m (AdamW's first moment, Muon's momentum) in an arena with
+// the layout of the weights; AdamW's second moment v, which has no elements for the matrices that Muon updates.
 struct Optimizer {
     Arena memory;
     Gradients grads;
@@ -247,6 +249,9 @@ struct Optimizer {
         return model.table.total / model.sharding.parts(model.sharding.splits_optimizer());
     }
     static int64_t second_moments(const Model& model);
+    static int64_t state_bytes(const Model& model) {
+        return (moments(model) + second_moments(model)) * dtype_size(model.precision.moments);
+    }
     void allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
                   const ReduceOptions& reduce = {});
 };

@@ -779,12 +779,15 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     const ParamTable& table = model.table;
     const Sharding& sharding = model.sharding;
     const int64_t grad_bytes = Gradients::memory(table, sharding, reduce).bytes(), n = moments(model);
-    memory = Arena(grad_bytes + (n + second_moments(model)) * 4, "gradients and optimizer");
+    const DType dtype = model.precision.moments;
+    memory = Arena(grad_bytes + state_bytes(model), "gradients and optimizer");
     const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
     device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
     grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), &ctx);
-    m = sharding.arena(memory.at(grad_bytes, DType::F32, {n}), sharding.splits_optimizer());
-    v = sharding.arena(memory.at(grad_bytes + n * 4, DType::F32, {second_moments(model)}), sharding.splits_optimizer());
+    const Tensor first = memory.at(grad_bytes, dtype, {n}),
+                 second = memory.at(grad_bytes + first.bytes(), dtype, {second_moments(model)});
+    m = sharding.arena(first, sharding.splits_optimizer());
+    v = sharding.arena(second, sharding.splits_optimizer());
     if (table.uses(OptimizerType::Muon)) v.starts = second_moment_starts(table, v.part, v.parts);
     options = optimizer_options;
     slices = make_update_slices(table, sharding, model.arenas, grads, m, v, options.rates);
@@ -904,7 +907,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
         const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
         plan.add("gradients", grads.arena * 4);
         plan.add("gradients in progress", grads.slots * 4 + grads.buffer_bytes);
-        plan.add("optimizer (m, v)", (Optimizer::moments(model) + Optimizer::second_moments(model)) * 4);
+        plan.add("optimizer (m, v)", Optimizer::state_bytes(model));
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
@@ -918,14 +921,14 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Reduce
 
 Snapshot snapshot_of(const Model& model) {
     const DType exact = model.master() ? DType::F32 : model.precision.dtype;
-    return {model.table, exact, model.sharding.rank, model.sharding.world};
+    return {model.table, exact, model.precision.moments, model.sharding.rank, model.sharding.world};
 }
 
 // --------------------------------------------------------------------------------------------------------------------
 // The training loop.
 
 ReduceOptions reduce_options(const ShardingOptions& o) {
-    return {o.reduce_dtype == "bf16" ? DType::BF16 : DType::F32, o.bucket_mib << 20};
+    return {training_dtype(o.reduce_dtype), o.bucket_mib << 20};
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
@@ -981,10 +984,9 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       dtype(o.model.type()),
       val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
-            {dtype, dtype != DType::F32 && o.master_weights}, o.optimizer),
+            {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer),
       acts(s.source.config, run_shape(o, model)),
-      checkpoints(ctx, model.table,
-                  {o.out, o.keep, o.save_dtype == "bf16" ? DType::BF16 : DType::F32, o.on_save_error == "stop"}),
+      checkpoints(ctx, model.table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)) {
     if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
     MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
@@ -1240,8 +1242,10 @@ void Trainer::save(bool last) {
                               {"seq_len", o.seq_len},
                               {"total_batch_tokens", o.total_batch_tokens},
                               {"data", s.data_fingerprint},
+                              {"pack", o.pack},
                               {"dtype", dtype_name(dtype)},
                               {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
+                              {"optimizer_dtype", o.optimizer_dtype},
                               {"learning_rates", rates},
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};

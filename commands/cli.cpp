@@ -486,6 +486,15 @@ CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {
         ->default_str("adamw");
 }
 
+CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
+    return app
+        .add_option("--optimizer-dtype", dtype,
+                    "dtype of the optimizer's moments; bf16 is rounded stochastically and saves 4 bytes per weight, "
+                    "with Muon 2 per weight of a hidden matrix")
+        ->check(CLI::IsMember({"fp32", "bf16"}))
+        ->capture_default_str();
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},

@@ -56,6 +56,11 @@ struct ModelOptions {
     void check_dtype(const ModelConfig& config) const;
 };
 
+// Of options that are fp32 or bf16.
+inline DType training_dtype(const std::string& name) {
+    return name == "bf16" ? DType::BF16 : DType::F32;
+}
+
 enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 
 // What the backward pass recomputes instead of keeping it. Each level includes the previous ones.
@@ -104,6 +109,7 @@ struct TrainOptions {
     int64_t warmup = -1;  // -1: a twentieth of the steps
     double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
     MuonFlags muon;
+    std::string optimizer_dtype = "fp32";
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string save_dtype = "fp32", on_save_error = "continue";
@@ -164,6 +170,7 @@ struct LogitsOptions {
 struct PlanOptions {
     ModelOptions model;
     OptimizerType optimizer = OptimizerType::AdamW;
+    std::string optimizer_dtype = "fp32";
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
     Fp8Options fp8;

@@ -25,7 +25,8 @@ void run_plan(const Args& args) {
     const DType dtype = o.model.type();
     const Gpu* const gpu = planned_gpu(o);
     const bool training = !o.inference && !o.generate;
-    const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights};
+    const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights,
+                              training_dtype(o.optimizer_dtype)};
     const auto model_of = [&](int64_t stage) {
         return Model(source.config, {stage, 0, o.world}, precision, o.optimizer);
     };

@@ -56,7 +56,7 @@ struct Elements {
         copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});
     }
     void momentum(const MuonSegment& segment) const {
-        muon_momentum(updates, m, grads, &segment, 1, scalars, stream());
+        muon_momentum(updates, m, grads, &segment, 1, 1, scalars, stream());
     }
     void update(const MuonSegment& segment) const {
         muon_update(params, is_16bit ? params_T.tensor() : Tensor{}, updates, &segment, 1, 1, scalars, stream());

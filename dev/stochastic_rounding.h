@@ -15,7 +15,11 @@ inline double round_by(double x, double noise) {
     return near_zero + (noise >= 1 - part ? std::copysign(unit, x) : 0);
 }
 
-// The noise of an element of a tensor.
-inline double noise_of(uint64_t seed, int64_t t, uint64_t key, int64_t element) {
-    return (philox(seed, uint64_t(t) << 36 | uint64_t(element / 4), key).v[element % 4] >> 16) * 0x1p-16;
+// The noise of an element of a tensor: 16 bits of a word. The first moment uses the low ones, the second moment another
+// block.
+enum class NoiseOf : uint8_t { Param, FirstMoment, SecondMoment };
+inline double noise_of(uint64_t seed, int64_t t, uint64_t key, int64_t element, NoiseOf what = NoiseOf::Param) {
+    if (what == NoiseOf::SecondMoment) key ^= 0x9E3779B97F4A7C15;
+    const uint32_t word = philox(seed, uint64_t(t) << 36 | uint64_t(element / 4), key).v[element % 4];
+    return (what == NoiseOf::FirstMoment ? word & 0xFFFF : word >> 16) * 0x1p-16;
 }

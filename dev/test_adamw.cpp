@@ -208,6 +208,136 @@ TEST(AdamW, PackedSecondMomentAndLearningRates) {
     for (const int64_t i : {0, 2, 1003, 1009, 2011, 2099}) EXPECT_EQ(v1[size_t(i)], packed.data()[i]) << "gap at " << i;
 }
 
+namespace {
+
+// Parameters and moments after an update of fp32 parameters.
+struct Updated {
+    std::vector<double> params, m, v;
+};
+// Moments of the given dtype, from the same bf16 numbers. v is packed without the gaps of `segments`, 3 elements later.
+Updated update_moments(DType dtype, int64_t n, std::vector<AdamWSegment> segments, uint64_t seed, int64_t t,
+                       const std::vector<double>& m0, const std::vector<double>& v0) {
+    int64_t end = 3;
+    std::vector<double> packed(size_t(n) + 3, 0.25);
+    for (AdamWSegment& s : segments) {
+        s.v_begin = end;
+        for (int64_t i = s.begin; i < s.end; i++) packed[size_t(end++)] = v0[size_t(i)];
+    }
+    const TestArray params = TestArray::random({n}, 1, 0.02), grads = TestArray::random({n}, 4, 1e-2),
+                    m = TestArray::of(dtype, m0, {n}), v = TestArray::of(dtype, packed, {n + 3});
+    AdamWOptions options;
+    options.seed = seed;
+    adamw_update(params, Tensor{}, m, v, grads, segments.data(), int64_t(segments.size()), options,
+                 make_scalars(1e-3f, 0.7f, false, t), Stream{});
+    Updated result{params.fetch(), m.fetch(), std::vector<double>(size_t(n), 0.25)};
+    const std::vector<double> v1 = v.fetch();
+    for (const AdamWSegment& s : segments)
+        for (int64_t i = s.begin; i < s.end; i++) result.v[size_t(i)] = v1[size_t(s.v_begin + i - s.begin)];
+    for (int64_t i = 0; i < 3; i++) EXPECT_EQ(v1[size_t(i)], 0.25);
+    return result;
+}
+
+std::vector<double> bf16_moments(int64_t n, bool second) {
+    std::vector<double> values;
+    for (int64_t i = 0; i < n; i++) values.push_back(normal01(second ? 6 : 5, 0, uint64_t(i)) * 1e-2);
+    for (double& x : values) x = rounded(DType::BF16, second ? x * x : x);
+    return values;
+}
+
+std::vector<AdamWSegment> with_keys(int64_t n) {
+    std::vector<AdamWSegment> segments = {in_fp32(0, 4000, 0.1f), in_fp32(4003, 7001, 0), in_fp32(7001, n - 6, 0.1f)};
+    segments[0].key = name_hash("a"), segments[1].key = name_hash("b"), segments[2].key = name_hash("c");
+    segments[2].first_element = 1001;
+    return segments;
+}
+
+}  // namespace
+
+// Bitwise: the parameters are those of fp32 moments, and the moments are the fp32 ones rounded with their noise.
+TEST(AdamW, MomentsInBf16AreTheRoundedFp32Ones) {
+    const int64_t n = 10007, t = 7;
+    const uint64_t seed = 1234567890123456789;
+    const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
+    const std::vector<AdamWSegment> segments = with_keys(n);
+    const Updated exact = update_moments(DType::F32, n, segments, seed, t, m0, v0),
+                  got = update_moments(DType::BF16, n, segments, seed, t, m0, v0);
+    expect_same_bits("params", exact.params, got.params);
+    for (const AdamWSegment& s : segments)
+        for (int64_t i = s.begin; i < s.end; i++) {
+            const int64_t element = i - s.begin + s.first_element;
+            const size_t at = size_t(i);
+            ASSERT_EQ(got.m[at], round_by(exact.m[at], noise_of(seed, t, s.key, element, NoiseOf::FirstMoment))) << i;
+            ASSERT_EQ(got.v[at], round_by(exact.v[at], noise_of(seed, t, s.key, element, NoiseOf::SecondMoment))) << i;
+        }
+    for (const int64_t i : {4000, 4002, 10001, 10006}) EXPECT_EQ(got.m[size_t(i)], m0[size_t(i)]) << "gap at " << i;
+}
+
+// The same elements in more segments, and on other offsets, have the same noise.
+TEST(AdamW, MomentsInBf16DoNotDependOnSegments) {
+    const int64_t n = 10007;
+    const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
+    std::vector<AdamWSegment> parts;
+    for (const AdamWSegment& s : with_keys(n))
+        for (int64_t begin = s.begin; begin < s.end; begin += 1021) {
+            parts.push_back(s);
+            parts.back().begin = parts.back().fp32_begin = begin, parts.back().end = std::min(begin + 1021, s.end);
+            parts.back().first_element = s.first_element + begin - s.begin;
+        }
+    const Updated whole = update_moments(DType::BF16, n, with_keys(n), 1, 3, m0, v0),
+                  divided = update_moments(DType::BF16, n, parts, 1, 3, m0, v0);
+    expect_same_bits("params", whole.params, divided.params);
+    expect_same_bits("m", whole.m, divided.m);
+    expect_same_bits("v", whole.v, divided.v);
+}
+
+// The mean of a moment over many draws is the fp32 moment. A draw rounds up with probability q by one unit, so the mean
+// of N draws has a standard error of unit·√(q(1−q)/N) ≤ unit/(2√N). The noise of m, v and neighbours is independent:
+// Σ z² of the n normal numbers z = error/standard error is n ± √(2n); small q are not quite normal, hence 5 deviations.
+TEST(AdamW, MomentsInBf16AreUnbiased) {
+    const int64_t n = 200, draws = 2000;
+    const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
+    std::vector<AdamWSegment> segments = {in_fp32(0, n, 0.1f)};
+    const Updated exact = update_moments(DType::F32, n, segments, 1, 9, m0, v0);
+    std::vector<double> m(size_t(n), 0), v(size_t(n), 0);
+    int64_t together = 0, rounded_pairs = 0;  // m and v of an element both rounded away from zero
+    for (int64_t draw = 0; draw < draws; draw++) {
+        segments[0].key = name_hash(str("tensor ", draw));
+        const Updated got = update_moments(DType::BF16, n, segments, 1, 9, m0, v0);
+        for (size_t i = 0; i < size_t(n); i++) m[i] += got.m[i] / draws, v[i] += got.v[i] / draws;
+        together += (std::fabs(got.m[0]) > std::fabs(exact.m[0])) == (got.v[0] > exact.v[0]), rounded_pairs++;
+    }
+    const auto check_mean = [&](const char* what, const std::vector<double>& mean,
+                                const std::vector<double>& expected) {
+        double z2 = 0;
+        for (size_t i = 0; i < size_t(n); i++) {
+            const double unit = std::ldexp(1, std::ilogb(expected[i]) - 7), error = mean[i] - expected[i];
+            const double q = std::fabs(std::fmod(expected[i], unit)) / unit;
+            ASSERT_LE(std::fabs(error), 4.5 * unit / (2 * std::sqrt(double(draws)))) << what << " " << i;
+            z2 += q > 0 ? error * error / (unit * unit * q * (1 - q) / draws) : 1;
+        }
+        EXPECT_NEAR(z2, double(n), 5 * std::sqrt(2.0 * double(n))) << what;
+    };
+    check_mean("m", m, exact.m);
+    check_mean("v", v, exact.v);
+    // With the same noise for both they would be rounded alike more often than independent ones.
+    const auto up = [&](const std::vector<double>& x) {
+        const double unit = std::ldexp(1, std::ilogb(x[0]) - 7);
+        return std::fabs(std::fmod(x[0], unit)) / unit;
+    };
+    const double a = up(exact.m), b = up(exact.v), alike = a * b + (1 - a) * (1 - b);
+    EXPECT_NEAR(double(together) / double(rounded_pairs), alike, 5 * std::sqrt(alike * (1 - alike) / draws));
+}
+
+TEST(AdamW, SkippedStepKeepsBf16Moments) {
+    const int64_t n = 100;
+    const TestArray params = TestArray::random({n}, 1), m = TestArray::random(DType::BF16, {n}, 2),
+                    v = TestArray::of(DType::BF16, squares(n, 3, 1).values(), {n}), grads = TestArray::poisoned({n});
+    const AdamWSegment segment = in_fp32(0, n, 0.1f);
+    adamw_update(params, Tensor{}, m, v, grads, &segment, 1, AdamWOptions{}, make_scalars(1e-3f, 1, true, 5), Stream{});
+    expect_same_bits("m", m.values(), m.fetch());
+    expect_same_bits("v", v.values(), v.fetch());
+}
+
 #ifdef USE_CUDA
 // params_T receives the updated parameters rounded to T, in the segments only.
 TEST(AdamW, WritesRoundedCopyOfParameters) {
@@ -432,6 +562,16 @@ TEST(AdamW, InvalidArgumentsAreErrors) {
     const AdamWSegment overlapping_params[] = {in_fp32(0, 5, 0), {5, 10, 0, 4}};
     const AdamWSegment beyond_params = {0, 10, 0, 1}, nowhere = {0, 10, 0};
     const AdamWOptions options;
+    const TestArray half = TestArray::random(DType::F16, {10}, 4), bf16_m = TestArray::random(DType::BF16, {10}, 4);
+    expect_error([&] { adamw_update(a, Tensor{}, half, a, a, &good, 1, options, scalars, Stream{}); },
+                 "adamw_update: m is fp16 [10], expected fp32 or bf16 [10]");
+    expect_error([&] { adamw_update(a, Tensor{}, bf16_m, a, a, &good, 1, options, scalars, Stream{}); },
+                 "adamw_update: v is fp32 and m is bf16, expected one dtype");
+    AdamWSegment beyond_noise = good;
+    beyond_noise.first_element = int64_t(1) << 38;
+    expect_error(
+        [&] { adamw_update(a, Tensor{}, bf16_m, bf16_m, a, &beyond_noise, 1, options, scalars, Stream{}); },
+        "adamw_update: segment 0 begins at element 274877906944 of its tensor, expected less than 2^38 elements");
     const auto update = [&](Tensor params, Tensor params_T, Tensor m, const AdamWSegment* segments, int64_t count) {
         adamw_update(params, params_T, m, a, a, segments, count, options, scalars, Stream{});
     };

@@ -511,6 +511,32 @@ class CommandsTest(unittest.TestCase):
             with open(os.path.join(self.top, "muon_rates_" + scale, "step_00000003", "trainer.json")) as file:
                 self.assertEqual(json.load(file)["learning_rates"], dict(zip(groups, rates)))
 
+    def test_optimizer_state_in_bf16(self):
+        """Resumed runs repeat the bits of the run that was not stopped; another dtype can be chosen on resume."""
+        def state(name, step):
+            with open(os.path.join(self.top, name, f"step_{step:08}", "state.safetensors"), "rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            return {key: value["dtype"] for key, value in header.items() if key != "__metadata__"}
+        weights = json.loads(run("plan", *MODEL, "--seq-len", 32, "--vocab-size", 257, "--dtype", "fp32", "--json").stdout)["bytes"]["weights"]
+        for optimizer in ("adamw", "muon"):
+            name, args = f"bf16_{optimizer}", ["--optimizer", optimizer, "--optimizer-dtype", "bf16", "--save-every", 4, "--total-batch-tokens", 256]
+            whole = self.train(name, "--steps", 8, *args)
+            self.assertEqual(set(state(name, 8).values()), {"BF16"})
+            self.assertNotEqual(losses(whole), losses(self.train(f"fp32_{optimizer}", "--steps", 8, *args[:2], *args[4:])))
+            files = {file: digest(os.path.join(whole, "step_00000008", file)) for file in ("model.safetensors", "state.safetensors")}
+            shutil.rmtree(os.path.join(whole, "step_00000008"))
+            done = run("train", "--resume", "--out", whole)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual({file: digest(os.path.join(whole, "step_00000008", file)) for file in files}, files)
+            done = run("train", "--resume", "--out", whole, "--steps", 10, "--optimizer-dtype", "fp32")
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(set(state(name, 10).values()), {"F32"})
+            plans = [json.loads(run("plan", *MODEL, "--seq-len", 32, "--vocab-size", 257, "--optimizer", optimizer, "--optimizer-dtype", dtype, "--json").stdout)["bytes"]
+                     ["optimizer (m, v)"] for dtype in ("fp32", "bf16")]
+            self.assertEqual(plans[0], 2 * plans[1])
+            if optimizer == "adamw":
+                self.assertEqual(plans[1], weights)
+
     def test_dtype_auto(self):
         chosen = "bf16" if cuda() else "fp32"  # tests run on GPUs from sm_80 on
         out = os.path.join(self.top, "auto")

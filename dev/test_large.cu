@@ -442,7 +442,7 @@ TEST(Large, Muon) {
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     MuonSegment segment;
     segment.begin = 0, segment.end = n, segment.fp32_begin = 0, segment.update_begin = 4, segment.weight_decay = 0.1f;
-    muon_momentum(updates, m, grads, &segment, 1, scalars, Stream{});
+    muon_momentum(updates, m, grads, &segment, 1, 0, scalars, Stream{});
     muon_update(params, params_T, updates, &segment, 1, 0, scalars, Stream{});
     Compared u1, m1, p1;
     for (const int64_t begin : sampled_runs(n, 64)) {

@@ -39,7 +39,7 @@ MuonSegment segment_of(int64_t begin, int64_t end, int64_t update_begin, float w
 }
 
 void momentum(Tensor updates, Tensor m, Tensor grads, const std::vector<MuonSegment>& segments, Tensor scalars) {
-    muon_momentum(updates, m, grads, segments.data(), int64_t(segments.size()), scalars, Stream{});
+    muon_momentum(updates, m, grads, segments.data(), int64_t(segments.size()), 1, scalars, Stream{});
 }
 
 void update(Tensor params, Tensor params_T, Tensor updates, const std::vector<MuonSegment>& segments, Tensor scalars,
@@ -158,6 +158,33 @@ TEST_P(MuonUpdates, ResultDoesNotDependOnSegments) {
         const std::vector<std::vector<double>> got = {params.fetch(), m.fetch(), updates.fetch()};
         if (first.empty()) first = got;
         for (size_t i = 0; i < got.size(); i++) expect_same_bits("result", first[i], got[i]);
+    }
+}
+
+// Bitwise: u is that of an fp32 momentum, and the momentum is the fp32 one rounded with its noise, however the matrix
+// is divided into segments.
+TEST(Muon, MomentumInBf16IsTheRoundedFp32One) {
+    const int64_t n = 20011, t = 7;
+    const uint64_t key = name_hash("layers.0.fc.weight");
+    const std::vector<double> m0 = TestArray::random(DType::BF16, {n}, 2).values();
+    const auto run = [&](DType dtype, const std::vector<int64_t>& cuts) {
+        std::vector<MuonSegment> segments;
+        for (size_t i = 0; i + 1 < cuts.size(); i++) {
+            segments.push_back(segment_of(cuts[i], cuts[i + 1], cuts[i] + 5));
+            segments.back().key = key, segments.back().first_element = cuts[i] + 1001;
+        }
+        const TestArray m = TestArray::of(dtype, m0, {n}), grads = TestArray::random({n}, 3),
+                        updates = TestArray::poisoned({n + 5});
+        momentum(updates, m, grads, segments, make_scalars(NAN, 0.95f, 0.7f, false, t));  // with seed 1
+        return std::make_pair(m.fetch(), updates.fetch());
+    };
+    const auto [m_exact, u_exact] = run(DType::F32, {0, n});
+    for (const auto& cuts : {std::vector<int64_t>{0, n}, {0, 1, 4095, n}}) {
+        const auto [m, u] = run(DType::BF16, cuts);
+        expect_same_bits("updates", u_exact, u);
+        for (int64_t i = 0; i < n; i++)
+            ASSERT_EQ(m[size_t(i)], round_by(m_exact[size_t(i)], noise_of(1, t, key, i + 1001, NoiseOf::FirstMoment)))
+                << i;
     }
 }
 

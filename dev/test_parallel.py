@@ -226,6 +226,16 @@ class ParallelTest(unittest.TestCase):
         for run_dir, job in zip(resumed, jobs):
             self.expect_same_numbers(run_dir, parted, f"Muon resumed with {job}", 1e-5)
 
+    def test_optimizer_state_in_bf16(self):
+        """The noise of the rounding depends on no division: all stages have the same bits, and so has a resumed run."""
+        for optimizer in ("adamw", "muon"):
+            args = ["--optimizer", optimizer, "--lr", 5e-3, "--optimizer-dtype", "bf16", "--reduce-bucket-mib", 0, "--kv-heads", 2]
+            runs = self.train_all(*((2, *args, "--zero-stage", stage) for stage in STAGES), model="llama-tiny")
+            resumed = self.resumed(runs[2], 2, f"bf16_{optimizer}", "--zero-stage", 1)
+            self.expect_same_bits([*runs, resumed], f"{optimizer} with moments in bf16")
+            elsewhere = self.resumed(runs[1], 1, f"bf16_{optimizer}_alone", "--zero-stage", 0)
+            self.expect_same_numbers(elsewhere, runs[1], f"{optimizer} resumed on one rank", 1e-3)
+
     def test_masked_tokens_do_not_count(self):
         """The ranks have different numbers of targets, some none. The loss is the mean over the targets of all ranks."""
         data = os.path.join(self.top, "masked")

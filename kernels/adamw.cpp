@@ -4,6 +4,7 @@
 
 #include "kernels/adamw_check.h"
 #include "kernels/cpu/param_update.h"
+#include "kernels/cpu/stochastic_rounding.h"
 
 namespace {
 
@@ -58,14 +59,19 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
     f.root_scale = float(1 / std::sqrt(1 - std::pow(beta2, double(s.t))));
     const double step_size = s.lr / (1 - std::pow(beta1, double(s.t)));
 
-    float *p = params.as<float>(), *pm = m.as<float>(), *pv = v.as<float>();
+    float* p = params.as<float>();
     const float* g = grads.as<float>();
     parallel_segments(n, segments, num_segments, [&](const AdamWSegment& segment, int64_t begin, int64_t end) {
         Factors mine = f;
         mine.step_size = float(step_size * segment.lr_scale);
         mine.decay = s.lr * segment.lr_scale * segment.weight_decay;
         const int64_t to_v = segment.v_begin < 0 ? 0 : segment.v_begin - segment.begin;
-        update(p + begin + segment.fp32_begin - segment.begin, pm + begin, pv + begin + to_v, g + begin, end - begin,
-               mine);
+        for_rounding_chunks(m.dtype, begin, end, [&](int64_t i, int64_t last) {
+            float m_buffer[ROUNDING_CHUNK], v_buffer[ROUNDING_CHUNK];
+            const MomentValues mi(m, i, last - i, m_buffer), vi(v, i + to_v, last - i, v_buffer);
+            update(p + i + segment.fp32_begin - segment.begin, mi.values(), vi.values(), g + i, last - i, mine);
+            mi.store(options.seed, uint64_t(s.t), segment, i, Rounded::M);
+            vi.store(options.seed, uint64_t(s.t), segment, i, Rounded::V);
+        });
     });
 }

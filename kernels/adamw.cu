@@ -27,17 +27,19 @@ struct AdamWDeviceSegment : DeviceSegment {
         : DeviceSegment(s), to_v(s.v_begin < 0 ? 0 : s.v_begin - s.begin) {}
 };
 
+// M: float or bf16.
+template <typename M>
 struct Moments {
-    float *m, *v;
+    M *m, *v;
     const float* grads;
 };
 
-template <int W, typename T>
-__device__ __forceinline__ void update(const ParamArenas<T>& params, const Moments& a, int64_t i, const Factors& f,
+template <int W, typename T, typename M>
+__device__ __forceinline__ void update(const ParamArenas<T>& params, const Moments<M>& a, int64_t i, const Factors& f,
                                        const AdamWDeviceSegment& segment) {
     const float decay = f.lr * segment.lr_scale * segment.weight_decay, step_size = f.step_size * segment.lr_scale;
     const Floats<W> g = load_floats<W>(a.grads + i);
-    float* const to_v = a.v + i + segment.to_v;
+    M* const to_v = a.v + i + segment.to_v;
     Floats<W> m = load_floats<W>(a.m + i), v = load_floats<W>(to_v), p = params.template load<W>(i, segment);
 #pragma unroll
     for (int k = 0; k < W; k++) {
@@ -48,14 +50,14 @@ __device__ __forceinline__ void update(const ParamArenas<T>& params, const Momen
         const float adam = step_size * m[k] / fmaf(sqrtf(v[k]), f.root_scale, f.eps);
         p[k] -= fmaf(decay, p[k], adam);
     }
-    store_floats<W>(a.m + i, m);
-    store_floats<W>(to_v, v);
+    store_rounded<W>(a.m + i, m, params.noise, segment, i, Rounded::M);
+    store_rounded<W>(to_v, v, params.noise, segment, i, Rounded::V);
     params.template store<W>(i, segment, p);
 }
 
-template <int W, typename T>
+template <int W, typename T, typename M>
 __global__ void __launch_bounds__(UPDATE_THREADS)
-    adamw_kernel(ParamArenas<T> params, Moments moments, const StepScalars* scalars, AdamWOptions options,
+    adamw_kernel(ParamArenas<T> params, Moments<M> moments, const StepScalars* scalars, AdamWOptions options,
                  const __grid_constant__ SegmentTable<AdamWDeviceSegment> segments) {
     if (scalars->skip) return;
     __shared__ Factors shared;
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
     }
     __syncthreads();
     const Factors f = shared;
-    params.seed = options.seed, params.step = uint64_t(scalars->t);
+    params.noise = {options.seed, uint64_t(scalars->t)};
     for_each_element<W>(
         segments,
         [](const AdamWDeviceSegment& segment) { return ParamArenas<T>::vectors(segment) && segment.to_v % 4 == 0; },
@@ -93,10 +95,13 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
     dispatch_dtype(op, params_T ? params_T.dtype : DType::F32, [&](auto zero) {
         using T = decltype(zero);
         const ParamArenas<T> arenas{params.as<float>(), params_T ? params_T.as<T>() : nullptr};
-        const Moments moments{m.as<float>(), v.as<float>(), grads.as<float>()};
-        dispatch_width<float>(aligned, [&](auto width) {
-            launch_segments<adamw_kernel<decltype(width)::value, T>, AdamWDeviceSegment>(
-                op, segments, num_segments, stream, arenas, moments, step_scalars, options);
+        dispatch_fp32_or_bf16(m.dtype, [&](auto moment_zero) {
+            using M = decltype(moment_zero);
+            const Moments<M> moments{m.as<M>(), v.as<M>(), grads.as<float>()};
+            dispatch_width<float>(aligned, [&](auto width) {
+                launch_segments<adamw_kernel<decltype(width)::value, T, M>, AdamWDeviceSegment>(
+                    op, segments, num_segments, stream, arenas, moments, step_scalars, options);
+            });
         });
     });
 }

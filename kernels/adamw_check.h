@@ -8,9 +8,10 @@ inline int64_t check_adamw(const char* op, const Tensor& params, const Tensor& p
                            const Tensor& v, const Tensor& grads, const AdamWSegment* segments, int64_t num_segments,
                            const Tensor& scalars) {
     const int64_t n = check_update_grads(op, grads);
-    check_tensor(op, "m", m, DType::F32, {n});
-    require(v.rank == 1, op, ": v is ", dtype_name(v.dtype), " ", shape_string(v), ", expected fp32 [any size]");
-    check_tensor(op, "v", v, DType::F32, {v.shape[0]});
+    check_moment(op, "m", m, n);
+    check_moment(op, "v", v, -1);
+    require(v.dtype == m.dtype, op, ": v is ", dtype_name(v.dtype), " and m is ", dtype_name(m.dtype),
+            ", expected one dtype");
     check_step_scalars(op, scalars);
     check_segments(op, segments, num_segments, n);
     check_params(op, params, params_T, segments, num_segments, n);
@@ -21,6 +22,7 @@ inline int64_t check_adamw(const char* op, const Tensor& params, const Tensor& p
         require(end <= begin && begin <= v.shape[0] - size, op, ": segment ", i, " lies at [", begin, ", ",
                 begin + size, ") of v, expected ascending segments within [0, ", v.shape[0], ")");
         end = begin + size;
+        if (m.dtype == DType::BF16) check_noise(op, i, segments[i]);
     }
     return n;
 }

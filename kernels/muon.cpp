@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "kernels/cpu/param_update.h"
+#include "kernels/cpu/stochastic_rounding.h"
 #include "kernels/muon_check.h"
 
 namespace {
@@ -36,16 +37,21 @@ const StepScalars& step_scalars(const Tensor& scalars) {
 }  // namespace
 
 void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* segments, int64_t num_segments,
-                   Tensor scalars, Stream) {
+                   uint64_t seed, Tensor scalars, Stream) {
     const char* op = "muon_momentum";
     const int64_t n = check_muon_momentum(op, updates, m, grads, segments, num_segments, scalars);
     const StepScalars& s = step_scalars(scalars);
     if (s.skip) return;
-    float *u = updates.as<float>(), *pm = m.as<float>();
+    float* u = updates.as<float>();
     const float *g = grads.as<float>(), one_minus_mu = float(1 - double(s.momentum));
     parallel_segments(n, segments, num_segments, [&](const MuonSegment& segment, int64_t begin, int64_t end) {
-        momentum(u + segment.update_begin + (begin - segment.begin), pm + begin, g + begin, end - begin, s.momentum,
-                 one_minus_mu, s.grad_scale);
+        for_rounding_chunks(m.dtype, begin, end, [&](int64_t i, int64_t last) {
+            float buffer[ROUNDING_CHUNK];
+            const MomentValues mi(m, i, last - i, buffer);
+            momentum(u + segment.update_begin + (i - segment.begin), mi.values(), g + i, last - i, s.momentum,
+                     one_minus_mu, s.grad_scale);
+            mi.store(seed, uint64_t(s.t), segment, i, Rounded::M);
+        });
     });
 }
 

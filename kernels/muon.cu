@@ -19,14 +19,16 @@ struct DeviceMuonSegment : DeviceSegment {
         : DeviceSegment(s), to_update(s.update_begin - s.begin), shape_scale(s.shape_scale) {}
 };
 
-template <int W, typename U>
+template <int W, typename U, typename M>
 __global__ void __launch_bounds__(UPDATE_THREADS)
-    momentum_kernel(U* updates, float* m, const float* grads, const StepScalars* scalars,
+    momentum_kernel(U* updates, M* m, const float* grads, const StepScalars* scalars, uint64_t seed,
                     const __grid_constant__ SegmentTable<DeviceMuonSegment> segments) {
     if (scalars->skip) return;
     const float mu = scalars->momentum, one_minus_mu = float(1 - double(mu)), grad_scale = scalars->grad_scale;
+    const NoiseKeys noise{seed, uint64_t(scalars->t)};
     for_each_element<W>(
-        segments, [](const DeviceMuonSegment& segment) { return segment.to_update % 4 == 0; },
+        segments,
+        [](const DeviceMuonSegment& segment) { return segment.to_update % 4 == 0 && segment.to_element % 4 == 0; },
         [&](auto width, int64_t i, const DeviceMuonSegment& segment) {
             constexpr int N = decltype(width)::value;
             const Floats<N> g = load_floats<N>(grads + i);
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
                 mi[k] = fmaf(mu, mi[k], gk);
                 u[k] = fmaf(mu, mi[k], gk);
             }
-            store_floats<N>(m + i, mi);
+            store_rounded<N>(m + i, mi, noise, segment, i, Rounded::M);
             store_floats<N>(updates + i + segment.to_update, u);
         });
 }
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
                   const __grid_constant__ SegmentTable<DeviceMuonSegment> segments) {
     if (scalars->skip) return;
     const float lr = scalars->lr;
-    params.seed = seed, params.step = uint64_t(scalars->t);
+    params.noise = {seed, uint64_t(scalars->t)};
     for_each_element<W>(
         segments,
         [](const DeviceMuonSegment& segment) { return ParamArenas<T>::vectors(segment) && segment.to_update % 4 == 0; },
@@ -63,15 +65,6 @@ __global__ void __launch_bounds__(UPDATE_THREADS)
             for (int k = 0; k < N; k++) p[k] -= fmaf(decay, p[k], scale * u[k]);
             params.template store<N>(i, segment, p);
         });
-}
-
-// Calls f(U{}) with the dtype of the updates.
-template <typename F>
-void dispatch_updates(const Tensor& updates, F f) {
-    if (updates.dtype == DType::F32)
-        f(float{});
-    else
-        f(bf16{});
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -124,15 +117,19 @@ __global__ void __launch_bounds__(NORM_THREADS)
 }  // namespace
 
 void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* segments, int64_t num_segments,
-                   Tensor scalars, Stream stream) {
+                   uint64_t seed, Tensor scalars, Stream stream) {
     const char* op = "muon_momentum";
     check_muon_momentum(op, updates, m, grads, segments, num_segments, scalars);
     const auto* step_scalars = reinterpret_cast<const StepScalars*>(scalars.as<uint8_t>());
-    dispatch_updates(updates, [&](auto zero) {
+    dispatch_fp32_or_bf16(updates.dtype, [&](auto zero) {
         using U = decltype(zero);
-        dispatch_width<float>(rows_aligned({updates, m, grads}), [&](auto width) {
-            launch_segments<momentum_kernel<decltype(width)::value, U>, DeviceMuonSegment>(
-                op, segments, num_segments, stream, updates.as<U>(), m.as<float>(), grads.as<float>(), step_scalars);
+        dispatch_fp32_or_bf16(m.dtype, [&](auto moment_zero) {
+            using M = decltype(moment_zero);
+            dispatch_width<float>(rows_aligned({updates, m, grads}), [&](auto width) {
+                launch_segments<momentum_kernel<decltype(width)::value, U, M>, DeviceMuonSegment>(
+                    op, segments, num_segments, stream, updates.as<U>(), m.as<M>(), grads.as<float>(), step_scalars,
+                    seed);
+            });
         });
     });
 }
@@ -146,7 +143,7 @@ void muon_update(Tensor params, Tensor params_T, Tensor updates, const MuonSegme
     dispatch_dtype(op, params_T ? params_T.dtype : DType::F32, [&](auto zero) {
         using T = decltype(zero);
         const ParamArenas<T> arenas{params.as<float>(), params_T ? params_T.as<T>() : nullptr};
-        dispatch_updates(updates, [&](auto update_zero) {
+        dispatch_fp32_or_bf16(updates.dtype, [&](auto update_zero) {
             using U = decltype(update_zero);
             dispatch_width<float>(aligned, [&](auto width) {
                 launch_segments<update_kernel<decltype(width)::value, T, U>, DeviceMuonSegment>(
@@ -164,7 +161,7 @@ void normalize_matrices(Tensor out, Tensor x, double scale, Tensor scratch, Stre
     if (blocks == 0) return;
     require(blocks <= INT32_MAX, op, ": ", x.numel(), " elements are more than one GPU can hold");
     auto* sums = reinterpret_cast<double*>(scratch.as<uint8_t>());
-    dispatch_updates(x, [&](auto zero) {
+    dispatch_fp32_or_bf16(x.dtype, [&](auto zero) {
         using T = decltype(zero);
         dispatch_width<T>(rows_aligned({out, x}) && size % FULL_WIDTH<T> == 0, [&](auto width) {
             constexpr int W = decltype(width)::value;

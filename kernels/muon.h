@@ -32,11 +32,11 @@ struct MuonSegment : ParamSegment {
     float shape_scale = 1;     // √max(1, rows/columns), or 0.2·√max(rows, columns)
 };
 
-// updates [any size] fp32 or bf16 (on the CPU fp32): u of each segment; other elements stay unchanged. m, grads [n]
-// fp32: whole arenas. segments: on the host, ascending in the arenas. Their weight_decay, fp32_begin, key,
-// first_element, lr_scale and shape_scale are not used.
+// updates [any size] fp32 or bf16 (on the CPU fp32): u of each segment; other elements stay unchanged. grads [n] fp32,
+// m [n] fp32 or bf16: whole arenas. segments: on the host, ascending in the arenas. Their weight_decay, fp32_begin,
+// lr_scale and shape_scale are not used. seed: of the rounding of a bf16 m.
 void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* segments, int64_t num_segments,
-                   Tensor scalars, Stream stream);
+                   uint64_t seed, Tensor scalars, Stream stream);
 
 // p is updated by O. updates as above, holding O. params, params_T: as adamw_update (adamw.h); params_T [n]. segments:
 // ascending in the arenas and in params. seed: of stochastic rounding.

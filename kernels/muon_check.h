@@ -29,10 +29,11 @@ inline void check_muon_updates(const char* op, const Tensor& updates, const Muon
 inline int64_t check_muon_momentum(const char* op, const Tensor& updates, const Tensor& m, const Tensor& grads,
                                    const MuonSegment* segments, int64_t num_segments, const Tensor& scalars) {
     const int64_t n = check_update_grads(op, grads);
-    check_tensor(op, "m", m, DType::F32, {n});
+    check_moment(op, "m", m, n);
     check_step_scalars(op, scalars);
     check_segments(op, segments, num_segments, n);
     check_muon_updates(op, updates, segments, num_segments);
+    for (int64_t i = 0; m.dtype == DType::BF16 && i < num_segments; i++) check_noise(op, i, segments[i]);
     return n;
 }
 

@@ -10,8 +10,11 @@
 // Stochastic rounding (Gupta et al. 2015, section 3) picks, of the two bf16 neighbours of p, the one away from zero
 // with probability (p − neighbour nearer to zero)/(distance of the neighbours). The mean is p, so steps far below one
 // bf16 unit are not lost. The noise of a parameter is 16 bits of Philox with the seed as key and (t, key, element of
-// its tensor) as counter, so neither the location of the tensor nor its division into segments matters. Infinities, NaN
-// and numbers that are exact in bf16 stay unchanged.
+// its tensor) as counter (kernels/stochastic_rounding.h), so neither the location of the tensor nor its division into
+// segments matters. Infinities, NaN and numbers that are exact in bf16 stay unchanged.
+//
+// Moments in bf16 are rounded the same way, each with noise of its own: to nearest, an average with β2 = 0.999 would
+// never change by less than one bf16 unit, 2⁻⁸ of it. The update is computed from the moments before they are rounded.
 //
 // An update throws Error on segments out of order or outside the arenas, and on fp16 parameters without master weights;
 // on the CPU, which trains in fp32, also if params_T is given.
@@ -25,7 +28,7 @@ struct ParamSegment {
     int64_t begin, end;
     float weight_decay = 0;
     int64_t fp32_begin = -1;    // index of `begin` in params; -1: the segment is only in params_T
-    uint64_t key = 0;           // identifies the noise of the tensor (name_hash); only without fp32 parameters
+    uint64_t key = 0;           // identifies the noise of the tensor (name_hash)
     int64_t first_element = 0;  // index of `begin` within its tensor, < 2³⁸
     float lr_scale = 1;         // learning rate of its group / the step's learning rate
 };

@@ -13,6 +13,20 @@ inline int64_t check_update_grads(const char* op, const Tensor& grads) {
     return grads.shape[0];
 }
 
+// A moment [n], or with n = −1 of any size: fp32 or bf16.
+inline void check_moment(const char* op, const char* name, const Tensor& t, int64_t n) {
+    const bool known = t.dtype == DType::F32 || t.dtype == DType::BF16;
+    require(t && t.rank == 1 && known, op, ": ", name, " is ", dtype_name(t.dtype), " ", shape_string(t),
+            ", expected fp32 or bf16 [", n < 0 ? "any size" : std::to_string(n), "]");
+    check_tensor(op, name, t, t.dtype, {n < 0 ? t.shape[0] : n});
+}
+
+// What is rounded stochastically has noise for 2^38 elements of a tensor.
+inline void check_noise(const char* op, int64_t i, const ParamSegment& s) {
+    require(s.first_element >= 0 && s.first_element <= (int64_t(1) << 38) - (s.end - s.begin), op, ": segment ", i,
+            " begins at element ", s.first_element, " of its tensor, expected less than 2^38 elements");
+}
+
 inline void check_step_scalars(const char* op, const Tensor& scalars) {
     check_tensor(op, "scalars", scalars, DType::U8, {int64_t(sizeof(StepScalars))});
 }
@@ -55,8 +69,7 @@ void check_params(const char* op, const Tensor& params, const Tensor& params_T, 
             require(bool(params_T), op, ": segment ", i, " has no fp32 parameters, and params_T is missing");
             require(params_T.dtype == DType::BF16, op, ": segment ", i, " has no fp32 parameters, and params_T is ",
                     dtype_name(params_T.dtype), "; only bf16 is rounded stochastically");
-            require(s.first_element >= 0 && s.first_element <= (int64_t(1) << 38) - (s.end - s.begin), op, ": segment ",
-                    i, " begins at element ", s.first_element, " of its tensor, expected less than 2^38 elements");
+            check_noise(op, i, s);
         }
     }
 }

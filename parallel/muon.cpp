@@ -243,8 +243,8 @@ void Muon::momentum(const Context& ctx, const std::vector<UpdateSlice>& slices, 
     const Range range(ctx.profiler, "momentum");
     for (const Pieces& p : round.pieces) {
         const UpdateSlice& slice = slices[p.slice];
-        muon_momentum(b.updates, slice.m, slice.grads, p.segments.data(), int64_t(p.segments.size()), scalars,
-                      ctx.stream);
+        muon_momentum(b.updates, slice.m, slice.grads, p.segments.data(), int64_t(p.segments.size()), options.seed,
+                      scalars, ctx.stream);
     }
 }
 

@@ -11,18 +11,19 @@ ParamArena part_arena(DType dtype, int64_t elements, int64_t part, int64_t parts
 
 }  // namespace
 
-Snapshot::Snapshot(const ParamTable& params, DType weights, int64_t part, int64_t parts) : table(params) {
+Snapshot::Snapshot(const ParamTable& params, DType weights, DType moments, int64_t part, int64_t parts)
+    : table(params) {
     const int64_t own = table.total / parts;
     copies.params.weights = part_arena(weights, own, part, parts);
     if (weights != DType::F32) {  // some parameters stay fp32
         copies.params.fp32 = part_arena(DType::F32, table.fp32_total, 0, 1);
         copies.params.fp32.origin = table.total - table.fp32_total;
     }
-    copies.m = part_arena(DType::F32, own, part, parts);
+    copies.m = part_arena(moments, own, part, parts);
     ParamArena v = copies.m.weights;
     if (table.uses(OptimizerType::Muon)) {
         v.starts = second_moment_starts(table, part, parts);
-        v.data = make_tensor(nullptr, DType::F32, Device::CPU, {v.starts.back()});
+        v.data = make_tensor(nullptr, moments, Device::CPU, {v.starts.back()});
     }
     copies.v = v;
     for (const ParamArena* arena : parts_in_use()) total += arena->data.bytes();

@@ -8,9 +8,9 @@
 
 class Snapshot {
   public:
-    // Allocates nothing yet. weights: the dtype of the most exact weights that the run keeps. The table is laid out for
-    // `parts` ranks.
-    Snapshot(const ParamTable& table, DType weights, int64_t part, int64_t parts);
+    // Allocates nothing yet. weights: the dtype of the most exact weights that the run keeps; moments: that of m and v.
+    // The table is laid out for `parts` ranks.
+    Snapshot(const ParamTable& table, DType weights, DType moments, int64_t part, int64_t parts);
     int64_t bytes() const { return total; }
     // Takes the memory and touches it, so that the first copy is as fast as the others. Throws DeviceError.
     void allocate();

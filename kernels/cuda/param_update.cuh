@@ -10,7 +10,7 @@
 
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/param_update.h"
-#include "runtime/rng.h"
+#include "kernels/stochastic_rounding.h"
 
 constexpr int UPDATE_THREADS = 256;
 constexpr int64_t UPDATE_TILE = int64_t(UPDATE_THREADS) * 4 * 2;  // elements: two vectors a thread
@@ -75,6 +75,15 @@ void launch_segments(const char* op, const HostSegment* segments, int64_t num_se
     }
 }
 
+// Calls f(float{}) or f(bf16{}).
+template <typename F>
+void dispatch_fp32_or_bf16(DType dtype, F f) {
+    if (dtype == DType::F32)
+        f(float{});
+    else
+        f(bf16{});
+}
+
 // Calls update(width, i, segment) for all elements of all segments, in vectors of W at index i of the arenas where
 // vectors(segment) allows it, else one by one: `width` is an integral_constant. W is 4 or 1. The arenas must be aligned
 // for W.
@@ -109,21 +118,51 @@ __device__ __forceinline__ void for_each_element(const SegmentTable<Segment>& se
     }
 }
 
-// bf16 drops the low 16 bits of an fp32 number. Adding 16 random bits there carries into the last kept bit with a
-// probability equal to the dropped fraction, which is exactly unbiased. Sign and magnitude are separate bits, so this
-// also holds for negative numbers. A carry into the exponent gives the next bf16 number. Where the dropped bits are 0,
-// as in infinities, nothing carries.
-__device__ __forceinline__ bf16 round_stochastically(float x, uint32_t random) {
+__device__ __forceinline__ bf16 round_stochastically(float x, uint32_t noise) {
     if (x != x) return from_float<bf16>(x);  // the payload of a NaN could carry into the sign
-    return {uint16_t((__float_as_uint(x) + (random >> 16)) >> 16)};
+    return {rounded_bits(__float_as_uint(x), noise)};
+}
+
+// Stores elements `element` and on of a tensor. noise: of the Philox block that has them.
+template <int W>
+__device__ __forceinline__ void store_stochastically(bf16* p, const Floats<W>& x, const Philox4& noise,
+                                                     int64_t element) {
+    static_assert(W == 1 || W == 4, "a whole Philox block or one element of it");
+    Floats<W> rounded;  // exact in bf16
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        if (W == 4)
+            rounded[k % W] = as_float(round_stochastically(x[k % W], noise.v[k]));
+        else if (k == element % 4)  // a run-time index would put the block into local memory
+            rounded[0] = as_float(round_stochastically(x[0], noise.v[k]));
+    }
+    store_floats<W>(p, rounded);
+}
+
+// Seed and step of the noise.
+struct NoiseKeys {
+    uint64_t seed = 0, t = 0;
+};
+
+// Stores the elements of a segment from index i of the arena on: fp32 as they are, bf16 rounded stochastically.
+template <int W>
+__device__ __forceinline__ void store_rounded(float* p, const Floats<W>& x, const NoiseKeys&, const DeviceSegment&,
+                                              int64_t, Rounded) {
+    store_floats<W>(p, x);
+}
+template <int W>
+__device__ __forceinline__ void store_rounded(bf16* p, const Floats<W>& x, const NoiseKeys& keys,
+                                              const DeviceSegment& segment, int64_t i, Rounded what) {
+    const int64_t element = i + segment.to_element;
+    store_stochastically<W>(p, x, rounding_noise(keys.seed, keys.t, segment.key, element, what), element);
 }
 
 // Parameters in fp32, in 16 bits, or both.
 template <typename T>
 struct ParamArenas {
     float* params;
-    T* params_T;                  // null if T = float
-    uint64_t seed = 0, step = 0;  // of the rounding noise
+    T* params_T;  // null if T = float
+    NoiseKeys noise = {};
 
     // Vectors must be aligned in params and be one Philox block. Both hold for tensors that start at multiples of four.
     static __device__ __forceinline__ bool vectors(const DeviceSegment& segment) {
@@ -139,30 +178,13 @@ struct ParamArenas {
         return in_fp32(segment) ? load_floats<W>(params + i + segment.to_fp32) : load_floats<W>(params_T + i);
     }
 
-    // Four elements of a tensor share one Philox block with counter (t, element/4) and the key of the tensor. The
-    // element takes 36 bits of the low half and t the other 28: the noise repeats after 268 million steps.
-    __device__ __forceinline__ Philox4 noise_block(uint64_t key, int64_t element) const {
-        return philox(seed, step << 36 | uint64_t(element) / 4, key);
-    }
-
     template <int W>
     __device__ __forceinline__ void store(int64_t i, const DeviceSegment& segment, const Floats<W>& p) const {
-        static_assert(W == 1 || W == 4, "a whole Philox block or one element of it");
         if (in_fp32(segment)) {
             store_floats<W>(params + i + segment.to_fp32, p);
             if constexpr (!std::is_same_v<T, float>) store_floats<W>(params_T + i, p);
         } else if constexpr (std::is_same_v<T, bf16>) {
-            const int64_t element = i + segment.to_element;
-            const Philox4 noise = noise_block(segment.key, element);
-            Floats<W> rounded;  // exact in bf16
-#pragma unroll
-            for (int k = 0; k < 4; k++) {
-                if (W == 4)
-                    rounded[k % W] = as_float(round_stochastically(p[k % W], noise.v[k]));
-                else if (k == element % 4)  // a run-time index would put the block into local memory
-                    rounded[0] = as_float(round_stochastically(p[0], noise.v[k]));
-            }
-            store_floats<W>(params_T + i, rounded);
+            store_rounded<W>(params_T + i, p, noise, segment, i, Rounded::Param);
         }
     }
 };

@@ -445,7 +445,7 @@ int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_te
         const Tensor on_device = upload_scalars(scalars, memory, c.stream);
         MuonSegment segment{};
         segment.end = n, segment.weight_decay = weight_decay, segment.fp32_begin = 0, segment.shape_scale = shape_scale;
-        muon_momentum(updates, flat[1], flat[2], &segment, 1, on_device, c.stream);
+        muon_momentum(updates, flat[1], flat[2], &segment, 1, 0, on_device, c.stream);
         newton_schulz(make_tensor(updates.data, DType::F32, g.device, {batch, rows, columns}),
                       memory.rows(updates_end, bytes), schedule, c.stream);
         muon_update(flat[0], Tensor{}, updates, &segment, 1, 0, on_device, c.stream);

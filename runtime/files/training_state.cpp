@@ -19,9 +19,27 @@ std::vector<StatePart> state_parts(const TrainingArenas& arenas) {
     return {{"params/", arenas.params}, {"m/", arenas.m}, {"v/", arenas.v}};
 }
 
+bool is_weights(const std::string& prefix) {
+    return prefix == "params/";
+}
+
+// Throws Error if the arenas do not fit the table.
+void check_part(const std::string& prefix, const ParamTable& table, const WeightArenas& arenas,
+                const std::string& path) {
+    if (is_weights(prefix)) return check_arenas(table, arenas, path);
+    require(arenas.weights.holds(table.total), path, ": the arena of ", prefix, " is ",
+            dtype_name(arenas.weights.data.dtype), " ", shape_string(arenas.weights.data), ", expected [", table.total,
+            "]");
+}
+
+// The dtype in which the state stores a parameter.
+DType stored_dtype(const std::string& prefix, const Param& p, const WeightArenas& arenas) {
+    return is_weights(prefix) ? DType::F32 : arenas.exact(p).data.dtype;
+}
+
 // Whether a part of the state has a tensor of this parameter. What Muon updates has no second moment.
 bool in_state(const std::string& prefix, const Param& p, const WeightArenas& arenas, DType export_dtype) {
-    if (prefix == "params/") return dtype_size(export_dtype) < dtype_size(arenas.exact(p).data.dtype);
+    if (is_weights(prefix)) return dtype_size(export_dtype) < dtype_size(arenas.exact(p).data.dtype);
     return prefix != "v/" || p.optimizer == OptimizerType::AdamW;
 }
 
@@ -57,12 +75,13 @@ void StateWriter::write() {
 
 void StateWriter::write_state() {
     for (const auto& [prefix, arena] : state_parts(arenas)) {
-        check_arenas(table, arena, state.path());
+        check_part(prefix, table, arena, state.path());
         for (const Param& p : table.params)
-            if (in_state(prefix, p, arena, export_dtype)) state.declare(prefix + p.name, DType::F32, param_shape(p));
+            if (in_state(prefix, p, arena, export_dtype))
+                state.declare(prefix + p.name, stored_dtype(prefix, p, arena), param_shape(p));
     }
     state.begin(FileWriter::Open::Shared);
-    std::vector<float> buffer;
+    std::vector<char> buffer;
     size_t tensor = 0;
     for (const auto& [prefix, arena] : state_parts(arenas)) {
         for (const Param& p : table.params) {
@@ -70,9 +89,9 @@ void StateWriter::write_state() {
             const size_t number = tensor++;
             const ParamArena::Span own = owned_span(p, ranks.rank, ranks.count);
             if (!own.count) continue;
-            state.seek(number, own.begin * dtype_size(DType::F32));
-            state.write(fetch_span(arena.exact(p), p, own.begin, own.count, buffer),
-                        own.count * dtype_size(DType::F32));
+            const int64_t size = dtype_size(stored_dtype(prefix, p, arena));
+            state.seek(number, own.begin * size);
+            state.write(fetch_bytes(arena.exact(p), p, own.begin, own.count, buffer), own.count * size);
         }
     }
 }
@@ -103,7 +122,8 @@ int64_t checkpoint_bytes(const ParamTable& table, const TrainingArenas& arenas, 
     int64_t bytes = table.num_weights() * dtype_size(export_dtype);
     for (const auto& [prefix, arena] : state_parts(arenas))
         for (const Param& p : table.params)
-            if (in_state(prefix, p, arena, export_dtype)) bytes += p.numel() * dtype_size(DType::F32);
+            if (in_state(prefix, p, arena, export_dtype))
+                bytes += p.numel() * dtype_size(stored_dtype(prefix, p, arena));
     return bytes;
 }
 
@@ -125,9 +145,9 @@ class StoredState {
         size_t used = 0;
         bool exported = false;
         for (const auto& [prefix, arena] : parts) {
-            check_arenas(table, arena, state.path());
+            check_part(prefix, table, arena, state.path());
             for (const Param& p : table.params) {
-                const bool weight = std::string(prefix) == "params/", there = state.entries().count(prefix + p.name);
+                const bool weight = is_weights(prefix), there = state.entries().count(prefix + p.name);
                 exported |= weight && !there;
                 if (weight ? there : in_state(prefix, p, arena, DType::F32)) used++, add(prefix, p, arena);
             }
@@ -146,9 +166,11 @@ class StoredState {
         require(found != state.entries().end(), path, ": tensor ", prefix, p.name,
                 " is missing; the state is of another model");
         const SafetensorsEntry& entry = found->second;
-        require(entry.dtype == DType::F32 && entry.shape == param_shape(p), path, ": tensor ", prefix, p.name, " is ",
-                dtype_name(entry.dtype), " ", shape_string(entry.shape), ", expected fp32 ",
-                shape_string(param_shape(p)), "; the state is of another model");
+        const bool known = entry.dtype == DType::F32 || (!is_weights(prefix) && entry.dtype == DType::BF16);
+        require(known && entry.shape == param_shape(p), path, ": tensor ", prefix, p.name, " is ",
+                dtype_name(entry.dtype), " ", shape_string(entry.shape), ", expected ",
+                is_weights(prefix) ? "fp32 " : "fp32 or bf16 ", shape_string(param_shape(p)),
+                "; the state is of another model");
         tensors.push_back({&p, &arenas, found->first, {&state, &entry, 0, p.rows, p.row_size(), false}});
     }
 

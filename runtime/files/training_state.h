@@ -1,7 +1,9 @@
 // The tensors of a checkpoint: model.safetensors, which is the exported model, and state.safetensors, the rest of what
-// a run needs to continue: "m/<name>" and "v/<name>", Adam's moments (what Muon updates has no v), and "params/<name>",
-// the fp32 weights, if the export's dtype loses some of their bits. All without padding rows, fp32, with checksums.
-// Weights are stored once: 12 bytes a weight with an fp32 export, 14 with bf16.
+// a run needs to continue: "m/<name>" and "v/<name>", Adam's moments in the dtype that the run keeps them in (what Muon
+// updates has no v), and "params/<name>", the fp32 weights, if the export's dtype loses some of their bits. All without
+// padding rows, with checksums. Weights are stored once: 12 bytes a weight with an fp32 export and fp32 moments, 14
+// with a bf16 export, 4 less with bf16 moments. A run may load moments of another dtype: fp32 ones are rounded to
+// nearest.
 //
 // Each rank writes its part of every group into both files and loads what its arenas hold, so a run can resume with
 // another number of ranks. Checkpoints of older versions hold all "params/<name>" and load.
@@ -12,7 +14,8 @@
 #include "runtime/files/weights.h"
 
 struct TrainingArenas {
-    WeightArenas params, m, v;
+    WeightArenas params;
+    WeightArenas m, v;  // one arena each, in fp32 or bf16 throughout
 };
 
 // One rank's work on the two files. The files belong to an AtomicDirectory.

@@ -156,6 +156,11 @@ ParamArena::Span ParamArena::span(const Param& p, int64_t begin, int64_t n) cons
     return {low - p.offset, high - low, at};
 }
 
+bool ParamArena::holds(int64_t n) const {
+    const bool known = data.dtype == DType::F32 || data.dtype == DType::BF16 || data.dtype == DType::F16;
+    return data && known && data.rank == 1 && data.shape[0] >= (starts.empty() ? n / parts : starts.back());
+}
+
 namespace {
 
 // For spans only: it holds no memory.
@@ -193,15 +198,10 @@ const ParamArena& WeightArenas::exact(const Param& p) const {
 }
 
 bool WeightArenas::fits(const ParamTable& table) const {
-    const auto holds = [](const ParamArena& a, int64_t n) {
-        return a.data && a.data.rank == 1 && a.data.shape[0] >= (a.starts.empty() ? n / a.parts : a.starts.back());
-    };
-    const DType dtype = weights.data.dtype;
-    const bool sixteen = dtype == DType::BF16 || dtype == DType::F16;
-    if (!holds(weights, table.total) || !(dtype == DType::F32 || sixteen)) return false;
-    if (!sixteen && master) return false;
-    if (master && !(holds(master, table.total) && master.data.dtype == DType::F32)) return false;
-    if (fp32) return holds(fp32, table.fp32_total) && fp32.data.dtype == DType::F32 && fp32.parts == 1;
+    const bool sixteen = weights.data.dtype != DType::F32;
+    if (!weights.holds(table.total) || (!sixteen && master)) return false;
+    if (master && !(master.holds(table.total) && master.data.dtype == DType::F32)) return false;
+    if (fp32) return fp32.holds(table.fp32_total) && fp32.data.dtype == DType::F32 && fp32.parts == 1;
     return table.fp32_total == 0 || !sixteen;
 }
 
@@ -237,6 +237,16 @@ const float* fetch_span(const ParamArena& arena, const Param& p, int64_t begin, 
     const ParamArena::Span held = arena.span(p, begin, n);
     require(held.count == n, "parameter ", p.name, ": only a part of it is here");
     return fetch_values(arena.elements(held), buffer);
+}
+
+const void* fetch_bytes(const ParamArena& arena, const Param& p, int64_t begin, int64_t n, std::vector<char>& buffer) {
+    const ParamArena::Span held = arena.span(p, begin, n);
+    require(held.count == n, "parameter ", p.name, ": only a part of it is here");
+    const Tensor values = arena.elements(held);
+    if (values.device == Device::CPU) return values.data;
+    buffer.resize(size_t(values.bytes()));
+    copy_to_host(buffer.data(), values.data, buffer.size(), Stream{});
+    return buffer.data();
 }
 
 const float* fetch_values(const Tensor& values, std::vector<float>& buffer) {

@@ -113,6 +113,8 @@ struct ParamArena {
         int64_t at = 0;  // offset in data
     };
     Span span(const Param& p, int64_t begin, int64_t n) const;
+    // Whether data has the part of an arena of n elements, in a dtype of parameters.
+    bool holds(int64_t n) const;
     Tensor elements(const Span& span) const { return data.rows(span.at, span.at + span.count); }
 };
 
@@ -150,5 +152,7 @@ struct WeightArenas {
 // Elements of a parameter as fp32 values on the host: a pointer into the arena if possible, otherwise a copy in buffer.
 // Throws Error if the arena does not hold all of them.
 const float* fetch_span(const ParamArena& arena, const Param& p, int64_t begin, int64_t n, std::vector<float>& buffer);
+// The same for the bytes in the arena's dtype.
+const void* fetch_bytes(const ParamArena& arena, const Param& p, int64_t begin, int64_t n, std::vector<char>& buffer);
 // The same for values of an arena.
 const float* fetch_values(const Tensor& values, std::vector<float>& buffer);
