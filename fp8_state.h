@@ -5,7 +5,8 @@
 //
 //   delayed   from the largest amax of the last FP8_HISTORY steps, over all ranks and micro-steps, with a factor of
 //             2^FP8_MARGIN in reserve. One pass quantises, and micro-batches and ranks do not change the scale. Until
-//             the history is full the method is `current`, whose amaxes fill it.
+//             the history is full, a pass before the quantisation computes the amax, and the scale is from the largest
+//             of the step so far.
 //   current   from the amax of the tensor itself, which a pass before the quantisation computes.
 //
 // Weights are scaled by their own amax. They are quantised after each update and kept, in both orientations (2 bytes a

@@ -305,7 +305,7 @@ void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int6
 }
 
 // out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
-// quantised already. Its sums may be short: the error of a result is far below that of its operands' rounding.
+// quantised already. Accumulation may be fast: the operands' rounding is the larger error (docs/low_precision.md).
 void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
                     Tensor inp, Tensor columns = {}, Pass pass = Pass::First) {
     const Range range(ctx.profiler, linear_name(slot));
@@ -830,11 +830,11 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
 }
 
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
+    if (!acts.fp8 || !acts.shape.fp8.keep_weights) return;
     const Range range(ctx.profiler, "quantise");
     for (int64_t l = 0; l < model.config.layers; l++)
         for (const Slot slot : LINEAR_LAYERS)
-            if (acts.uses_fp8(l) && acts.shape.fp8.keep_weights)
-                acts.fp8->keep_weight(slot, l, model.weight(slot, l), ctx.stream);
+            if (acts.uses_fp8(l)) acts.fp8->keep_weight(slot, l, model.weight(slot, l), ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -950,7 +950,7 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
 // A warning, or nothing. Estimated for an H100: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·
 // (C + OC) bytes at 2.5 TB/s; their three matmuls save 40% of 6·N·C·OC FLOP at 650 TFLOP/s. So fp8 wins from C·OC/(C +
 // OC) = 430 on, the square matrices of the attention from C = 870.
-std::string slower_in_fp8(const ModelConfig& c) {
+std::string fp8_warning(const ModelConfig& c) {
     if (backend_device() == Device::CPU) return "fp8 is emulated on the CPU: it is slower than fp32\n";
     if (c.channels >= 896) return "";
     return str("--matmul-dtype fp8 is hardly faster, or slower, with ", c.channels,
@@ -1011,7 +1011,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
              device_description(), ", ", matmul_library(), "\n",
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
              plan.text(ctx.in_use_before)));
-    if (acts.fp8) tell(slower_in_fp8(model.config));
+    if (acts.fp8) tell(fp8_warning(model.config));
     peak_flops = dense_peak_flops(device_name(), dtype);
     // Before the arenas are allocated, because it allocates memory of its own.
     if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);

@@ -119,7 +119,10 @@ ordered_json model_info(const std::string& path) {
     ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
     info["config"] = config_object(source.config);
     const std::string trainer = join_path(source.directory, "trainer.json");
-    if (path_exists(trainer)) info["trainer"] = ordered_json::parse(read_json(trainer).dump());
+    if (path_exists(trainer)) {
+        ordered_json& keys = info["trainer"] = ordered_json::parse(read_json(trainer).dump());
+        if (keys.contains("fp8")) keys["fp8"].erase("history");  // thousands of numbers
+    }
     if (source.directory != path) info["checkpoints"] = list_checkpoints(path);
     info["tokenizer"] = path_exists(join_path(source.directory, "tokenizer.json"));
     return info;

@@ -746,6 +746,8 @@ class CommandsTest(unittest.TestCase):
         for args in (["eval", "--data", self.data], ["sample", "--max-tokens", 8], ["info"]):
             done = run(*args, whole) if args == ["info"] else run(args[0], "--model", whole, *args[1:])
             self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("trainer.fp8.steps 8\n", done.stdout)
+        self.assertNotIn("history", done.stdout)
 
     def test_fp8_continues_a_run_of_the_model_s_dtype(self):
         if self.fp8_unavailable():
