@@ -194,6 +194,7 @@ constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::targets, "targets", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::positions, "positions", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::cum_seqlens, "cum_seqlens", SEQUENCE_ENDS, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::num_sequences, "num_sequences", ONE, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::rope_table, "rope_table", ANGLES, FP32, START, UPDATE, ROPE},
 };
 

@@ -143,6 +143,7 @@ struct LayerActs {
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
+    Tensor num_sequences;               // [1] int32; of a batch with room for more
     Tensor rope_table;                  // [T, R/2, 2]
 };
 
@@ -183,8 +184,9 @@ class Activations : public InputActs, public HeadActs {
     std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
 
-    // int32: token, target and position of each token, and cum_seqlens. The scalars of a step use another slot.
-    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 1) * 4; }
+    // int32: token, target and position of each token, cum_seqlens and num_sequences. The scalars of a step use another
+    // slot.
+    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 2) * 4; }
     static constexpr int STAGING_SLOTS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }

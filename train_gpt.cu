@@ -223,6 +223,11 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch) {
     if (!batch.targets.empty()) in.targets = put(acts.targets, batch.targets);
     in.sequences.cum_q = in.sequences.cum_k = put(acts.cum_seqlens, batch.cum_seqlens);
     in.sequences.max_q = in.sequences.max_k = batch.max_seqlen;
+    if (batch.num_sequences > 0) {
+        const int32_t count = static_cast<int32_t>(batch.num_sequences);
+        in.sequences.count = acts.num_sequences;
+        acts.staging->put(acts.num_sequences.data, &count, sizeof count, ctx.stream);
+    }
     require(S >= 2, "a batch without a sequence");
     return in;
 }
@@ -1071,6 +1076,10 @@ void Trainer::warm_up() {
     batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
     for (int64_t b = 0; b <= o.batch_size; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * o.seq_len));
     batch.max_seqlen = o.seq_len;
+    if (const int64_t room = max_sequences()) {
+        batch.num_sequences = o.batch_size;
+        batch.cum_seqlens.resize(size_t(room) + 1, batch.cum_seqlens.back());
+    }
     const auto micro_steps = [&](bool replay) {
         for (int64_t micro = 0; micro < s.micro_steps; micro++) {
             const bool first = micro == 0, last = micro + 1 == s.micro_steps;
@@ -1118,10 +1127,10 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
                  last);
     };
-    // With --document-mask or packed examples the number of sequences changes from batch to batch, and with it the
-    // kernels' grids. A profiler cannot time the parts of a graph. And calibration runs kernels that later steps do
-    // not.
-    if (o.document_mask || s.train_packing || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
+    // Documents and examples that do not have the shape of all batches change the kernels' grids. A profiler cannot
+    // time the parts of a graph. And calibration runs kernels that later steps do not.
+    const bool has_own_shape = (o.document_mask || s.train_packing) && batch.num_sequences == 0;
+    if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
         graphs[first][last && ctx.world > 1].run(ctx.stream, work);
@@ -1259,6 +1268,17 @@ void Trainer::save(bool last) {
                      {model.arenas, optimizer.m, optimizer.v}, last);
 }
 
+// The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training
+// sequence. Documents of fewer than 16 tokens on average are rare: micro-steps that hold more are queued kernel by
+// kernel.
+int64_t Trainer::max_sequences() const {
+    if (!graphs_replay() || model.config.has_linear_attention()) return 0;
+    const int64_t in_sequence = s.train_packing   ? s.train_packing->max_examples()
+                                : o.document_mask ? o.seq_len / 16
+                                                  : -1;
+    return o.batch_size * std::min(in_sequence + 1, o.seq_len);
+}
+
 LoaderOptions Trainer::loader_options() const {
     LoaderOptions options;
     options.B = o.batch_size;
@@ -1269,6 +1289,7 @@ LoaderOptions Trainer::loader_options() const {
     options.seed = o.seed;
     options.documents = o.document_mask;
     options.packing = s.train_packing.get();
+    options.max_sequences = max_sequences();
     options.end_of_text = s.data.end_of_text;
     options.vocab_size = model.config.vocab_size;
     return options;

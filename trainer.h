@@ -34,6 +34,7 @@ class Trainer {
     void start();    // initialises or loads weights, optimizer state and step number
     void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
+    int64_t max_sequences() const;
     void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
     bool stopping();
     void tell(const std::string& text) const;  // on stderr, by rank 0

@@ -120,7 +120,7 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
     for (Batch* batch : {&ready[0], &ready[1], &current}) {
         for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
             numbers->reserve(size_t(o.B * o.T));
-        batch->cum_seqlens.reserve(size_t(most_sequences) + 1);
+        batch->cum_seqlens.reserve(size_t(std::max(most_sequences, o.max_sequences)) + 1);
     }
     worker = std::thread([this] { run(); });
 }
@@ -147,7 +147,10 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
     const int64_t B = options.B, T = options.T;
     // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run.
     const int64_t first_sample = (micro_batch * options.world + options.rank) * B;
-    if (options.packing) return fill_packed(batch, first_sample);
+    if (options.packing) {
+        fill_packed(batch, first_sample);
+        return add_room(batch);
+    }
     batch.tokens.resize(size_t(B * T));
     batch.targets.resize(size_t(B * T));
     for (int64_t b = 0; b < B; b++) {
@@ -160,6 +163,16 @@ void Loader::fill(Batch& batch, int64_t micro_batch) const {
     }
     batch.loss_tokens = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
     find_sequences(batch, T, options.documents ? options.end_of_text : -1);
+    add_room(batch);
+}
+
+void Loader::add_room(Batch& batch) const {
+    const int64_t sequences = int64_t(batch.cum_seqlens.size()) - 1;
+    const bool fits = sequences <= options.max_sequences;
+    batch.num_sequences = fits ? sequences : 0;
+    if (!fits) return;
+    batch.cum_seqlens.resize(size_t(options.max_sequences) + 1, batch.cum_seqlens.back());
+    batch.max_seqlen = options.T;
 }
 
 void Loader::fill_packed(Batch& batch, int64_t first_sample) const {

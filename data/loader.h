@@ -36,6 +36,9 @@ struct Batch {
     std::vector<int32_t> cum_seqlens;
     std::vector<int32_t> positions;  // [B·T] counted from the start of each attention sequence
     int64_t max_seqlen = 0;
+    // With LoaderOptions::max_sequences: the number of sequences. cum_seqlens has max_sequences + 1 entries, those at
+    // the end repeat B·T, and max_seqlen is T. 0: cum_seqlens has all sequences and no room.
+    int64_t num_sequences = 0;
 };
 
 struct LoaderOptions {
@@ -45,6 +48,7 @@ struct LoaderOptions {
     uint64_t seed = 0;
     bool shuffle = true;               // false: sample i is training sequence i mod n
     bool documents = false;            // split training sequences at end-of-text tokens
+    int64_t max_sequences = 0;         // gives batches of up to so many attention sequences the same shape; 0: no batch
     const Packing* packing = nullptr;  // of the files into sequences of T; must outlive the loader. Null: fixed cuts
     int32_t end_of_text = -1;          // needed if documents
     int64_t vocab_size = 0;            // tokens are checked against it
@@ -71,6 +75,7 @@ class Loader {
   private:
     void fill(Batch& batch, int64_t micro_batch) const;
     void fill_packed(Batch& batch, int64_t first_sample) const;
+    void add_room(Batch& batch) const;  // for max_sequences
     // Sets the targets that the mask excludes to NO_TARGET. Returns the number of loss tokens of all ranks.
     int64_t apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const;
     void run();

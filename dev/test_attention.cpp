@@ -65,7 +65,8 @@ struct Result {
 constexpr int64_t LONG = 4096;
 
 // extra: tokens after the last sequence.
-Result run(const Problem& p, int64_t extra = 0, bool deterministic = true) {
+// room: empty sequences after the last one, and their count on the device; the maxima are upper bounds. −1: no count.
+Result run(const Problem& p, int64_t extra = 0, bool deterministic = true, int64_t room = -1) {
     const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const int64_t Nq = p.Nq + extra, Nk = p.Nk + extra, S = int64_t(qlens.size());
     auto padded = [&](std::vector<double> values, int64_t n) {
@@ -79,8 +80,16 @@ Result run(const Problem& p, int64_t extra = 0, bool deterministic = true) {
     const TestArray out = TestArray::poisoned(p.dtype, {Nq, NH, HS}), lse = TestArray::poisoned({NH, Nq});
     const TestArray dq = TestArray::poisoned(p.dtype, {Nq, NH, HS});
     const TestArray dk = TestArray::poisoned(p.dtype, {Nk, NKV, HS}), dv = TestArray::poisoned(p.dtype, {Nk, NKV, HS});
-    const TestArray cum_q = TestArray::ints(p.cum_q, {S + 1}), cum_k = TestArray::ints(p.cum_k, {S + 1});
-    AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window};
+    const auto with_room = [&](std::vector<int32_t> cum) {
+        cum.resize(cum.size() + size_t(std::max<int64_t>(room, 0)), cum.back());
+        return TestArray::ints(cum, {int64_t(cum.size())});
+    };
+    const TestArray cum_q = with_room(p.cum_q), cum_k = with_room(p.cum_k), count = TestArray::ints({int32_t(S)}, {1});
+    AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window, {}};
+    if (room >= 0) {
+        sequences.count = count;
+        sequences.max_q = Nq, sequences.max_k = Nk;
+    }
     if (!deterministic) sequences.max_k = std::max(sequences.max_k, LONG);
     const TestArray scratch =
         TestArray::scratch(attention_backward_scratch(Nq, NH, HS, deterministic, sequences.max_k));
@@ -466,6 +475,34 @@ TEST_P(Attention, PackedQKV) {
 }
 
 // With enough KV heads each is one task, else their tiles are split over threads: the bits are the same.
+// With a count of sequences on the device, and room for more, the bits are the same.
+TEST_P(Attention, CountOfSequencesOnTheDevice) {
+    using Lengths = std::vector<int64_t>;
+    Lengths many(70, 3);
+    many[20] = 300, many[21] = 0, many[69] = 65;
+    for (const int64_t HS : {16, 64, 128}) {
+        for (const Lengths& lengths : {Lengths{1}, Lengths{257}, Lengths{0, 5, 64, 1, 193, 130, 0, 128}, many}) {
+            for (const int64_t window : {0, 40}) {
+                const Problem p(activation(), {lengths, lengths, 4, 2, HS, {true, window}});
+                for (const auto& [extra, room] : {std::pair<int64_t, int64_t>{0, 0}, {0, 50}, {300, 1}}) {
+                    SCOPED_TRACE(str("HS ", HS, ", ", lengths.size(), " sequences, window ", window, ", room ", room));
+                    const Result expected = run(p, extra), got = run(p, extra, true, room);
+                    for (const auto part : {&Result::out, &Result::lse, &Result::dq, &Result::dk, &Result::dv})
+                        ASSERT_EQ(got.*part, expected.*part);
+                }
+                if (has_nondeterministic(p)) {
+                    const Result expected = run(p, 0, false), got = run(p, 0, false, 50);
+                    EXPECT_EQ(got.dk, expected.dk);
+                    EXPECT_EQ(got.dv, expected.dv);
+                }
+            }
+        }
+    }
+    // Keys of their own.
+    const Problem p(activation(), {{3, 200, 1}, {70, 200, 300}, 4, 2, 64});
+    EXPECT_EQ(run(p, 7, true, 9).all(), run(p, 7).all());
+}
+
 TEST_P(Attention, Deterministic) {
     for (const Shape& shape : {Shape{{200}, {200}, 2, 1, 40}, Shape{{150}, {181}, 1, 1, 16},
                                Shape{{150}, {119}, 2, 1, 33}, Shape{{30, 80, 7}, {30, 80, 7}, 4, 2, 64},

@@ -311,6 +311,26 @@ TEST_F(LoaderTest, DocumentsSplitSequences) {
     EXPECT_THROW(Loader(files, o, 0), Error);
 }
 
+// With room for sequences all batches have one shape, except those with more sequences.
+TEST_F(LoaderTest, RoomForSequences) {
+    const TokenFiles files = make({1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}, 5);
+    LoaderOptions o = options(3, 4);
+    o.shuffle = false;
+    o.documents = true;
+    o.end_of_text = 0;
+    for (const int64_t room : {0, 6, 7, 9}) {
+        o.max_sequences = room;
+        Loader loader(files, o, 0);
+        const Batch& batch = loader.next();
+        std::vector<int32_t> expected{0, 3, 4, 5, 8, 10, 11, 12};
+        const bool fits = room >= 7;
+        if (fits) expected.resize(size_t(room) + 1, 12);
+        EXPECT_EQ(batch.cum_seqlens, expected);
+        EXPECT_EQ(batch.num_sequences, fits ? 7 : 0);
+        EXPECT_EQ(batch.max_seqlen, fits ? 4 : 3);
+    }
+}
+
 TEST_F(LoaderTest, ErrorsReachTheCaller) {
     const TokenFiles files = make_counting(101);
     LoaderOptions o = options(1, 10);

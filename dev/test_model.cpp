@@ -394,6 +394,37 @@ TEST_P(ModelVariants, PackedExamplesHaveTheGradientsOfSeparateOnes) {
     EXPECT_LE(rms(difference(x, y)), (amplifies ? 1e-5 : 1e-6) * rms(y));
 }
 
+// Packed batches with room for more sequences are replayed by one graph, with the bits of ordinary steps.
+TEST_P(ModelVariants, GraphsReplayPackedExamples) {
+    if (config().has_linear_attention()) GTEST_SKIP() << "micro-steps with linear attention are not recorded";
+    for (const DType dtype : dtypes()) {
+        Driver ordinary(config(), training_shape(B, T, dtype)), recorded(config(), training_shape(B, T, dtype));
+        ordinary.randomise(3);
+        recorded.randomise(3);
+        Graph graph;
+        for (uint64_t seed = 10; seed < 14; seed++) {
+            Batch other = random_batch(config(), B, T, seed);
+            if (seed % 2) other = packed_examples(other);
+            ordinary.gradients({other});
+            other.num_sequences = int64_t(other.cum_seqlens.size()) - 1;
+            other.cum_seqlens.resize(8, other.cum_seqlens.back());
+            other.max_seqlen = T;
+            const Input in = upload(recorded.ctx, recorded.acts, other);
+            const double counted = double(std::count_if(other.targets.begin(), other.targets.end(),
+                                                        [](int32_t t) { return t != Batch::NO_TARGET; }));
+            // dloss is recorded, too: the gradients are those of the sum of losses.
+            graph.run(recorded.ctx.stream, [&] {
+                forward(recorded.ctx, recorded.model, recorded.acts, in);
+                backward(recorded.ctx, recorded.model, recorded.optimizer.grads, recorded.acts, in, 1.0f / 16, true);
+            });
+            const std::vector<float> got = recorded.grads(), expected = ordinary.grads();
+            std::vector<double> x(got.begin(), got.end()), y(expected.begin(), expected.end());
+            for (double& v : x) v *= 16 / counted;
+            EXPECT_LE(rms(difference(x, y)), bounds(dtype).gradients * rms(y)) << dtype_name(dtype) << seed;
+        }
+    }
+}
+
 // A NaN in one example, here of its first token's embedding, does not reach the others' outputs.
 TEST_P(ModelVariants, NanStaysInItsExample) {
     Batch packed = packed_examples(batch);

@@ -2,15 +2,18 @@
 """Finetunes one checkpoint on the same batches in this project and in PyTorch, both in fp32, and compares the losses.
 
     make smollm2
-    make data TEXT=book.txt TOKENIZER=models/SmolLM2-135M-Instruct
-    scripts/compare_finetune.py --model models/SmolLM2-135M-Instruct --data data/tokens/book --out runs/finetune
+    make data TEXT=questions.jsonl NAME=qa TOKENIZER=models/SmolLM2-135M-Instruct
+    scripts/compare_finetune.py --model models/SmolLM2-135M-Instruct --data data/tokens/qa --out runs/finetune
 
-Needs torch and transformers (4 or 5). Both sides use the AdamW, clipping, learning rates, order of samples and, if the
-data has prompts, the loss mask that `train_gpt train` documents. It checks that every step's loss is within --bar, that
-the result loads in transformers with our logits (to 1e-5 of their maximum in float64), that tokenizer and chat template
-are unchanged, and that the validation loss has dropped. Exit status 1 if a check fails.
+Needs torch and transformers (4 or 5). Both sides use the AdamW, clipping, learning rates, order of samples and loss
+mask that `train_gpt train` documents. If the data holds conversations, this script packs them itself (best-fit
+decreasing, as data/packing.h says), and PyTorch computes each example of a batch alone. It checks that every step's loss is within
+--bar while PyTorch's falls by --fall or more, that the result loads in transformers with our logits (to 1e-5 of their
+maximum in float64), that tokenizer and chat template are unchanged, and that the validation loss has dropped. Exit
+status 1 if a check fails.
 """
 import argparse
+import bisect
 import filecmp
 import glob
 import json
@@ -26,8 +29,10 @@ from peer_main import peer_main
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
-def read_mask(folder, split):
-    """1 for each token that is learnt."""
+LOSS, EXAMPLE_START = 1, 2  # flags of a token (docs/data.md)
+
+
+def read_flags(folder, split):
     parts = []
     for path in sorted(glob.glob(os.path.join(folder, split + "_*.bin"))):
         mask = path[:-4] + ".mask"
@@ -36,16 +41,46 @@ def read_mask(folder, split):
     return np.concatenate(parts)
 
 
+def pack(flags, T):
+    """The training sequences as lists of (begin, end): the tokens of whole examples, by best-fit decreasing."""
+    starts = [*np.flatnonzero(flags & EXAMPLE_START), len(flags)]
+    examples = sorted(zip(starts, starts[1:]), key=lambda example: example[0] - example[1])
+    sequences, rooms, by_room = [], [], {}  # rooms: in ascending order
+    for begin, end in examples:
+        needed, room = end - begin - 1, T
+        if needed > T:
+            raise CurvesError(f"an example of {end - begin} tokens is too long for --seq-len {T}; raise it")
+        fits = bisect.bisect_left(rooms, needed)
+        if fits < len(rooms):
+            room = rooms[fits]
+            sequence = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[fits]
+        else:
+            sequence = []
+            sequences.append(sequence)
+        sequence.append((begin, end))
+        left = room - needed
+        if left:
+            if left not in by_room:
+                bisect.insort(rooms, left)
+            by_room.setdefault(left, []).append(sequence)
+    return sequences
+
+
 def batches(args):
-    """(inputs, targets), each int64 [B, T], of every step; targets that are not learnt are -100."""
-    tokens, learnt = read_tokens(args.data, "train"), read_mask(args.data, "train")
+    """The batch of every step: a list of (inputs, targets), each int64 [n]; targets without a loss are -100. An element
+    is an example, or a training sequence of text."""
+    tokens, flags = read_tokens(args.data, "train").astype(np.int64), read_flags(args.data, "train")
     B, T = args.batch_size, args.seq_len
-    windows = (len(tokens) - 1) // T
+    if (flags & EXAMPLE_START).any():
+        sequences = pack(flags, T)
+    else:
+        sequences = [[(begin, begin + T + 1)] for begin in range(0, len(tokens) - T, T)]
     for step in range(args.steps):
-        begins = [window_of_sample(args.seed, step * B + b, windows) * T for b in range(B)]
-        x = np.stack([tokens[begin:begin + T] for begin in begins]).astype(np.int64)
-        y = np.stack([np.where(learnt[begin + 1:begin + T + 1], tokens[begin + 1:begin + T + 1].astype(np.int64), -100) for begin in begins])
-        yield x, y
+        chosen = [sequences[window_of_sample(args.seed, step * B + b, len(sequences))] for b in range(B)]
+        yield [(tokens[begin:end - 1], np.where(flags[begin + 1:end] & LOSS, tokens[begin + 1:end], -100))
+               for sequence in chosen for begin, end in sequence]
 
 
 def run(*command, capture=False):
@@ -75,12 +110,15 @@ def train_torch(args):
                                    {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}],
                                   lr=args.lr, betas=BETAS, eps=EPS)
     losses = []
-    for step, (x, y) in enumerate(batches(args)):
+    for step, batch in enumerate(batches(args)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(args, step)
-        logits = model(torch.from_numpy(x), use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(y).flatten(), ignore_index=-100)
-        loss.backward()
+        count, loss = sum((y != -100).sum() for _, y in batch), 0
+        for x, y in batch:
+            logits = model(torch.from_numpy(x)[None], use_cache=False).logits[0]
+            part = F.cross_entropy(logits, torch.from_numpy(y), ignore_index=-100, reduction="sum") / count
+            part.backward()
+            loss += part.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -108,6 +146,8 @@ def compare(args):
         print(f"{step:4} {a:11.6f} {b:11.6f} {a - b:+11.1e}")
     worst = float(np.abs(ours - theirs).max())
     good = check(f"losses within {args.bar} (largest difference {worst:.1e})", worst <= args.bar)
+    fall = float(theirs[0] - theirs[-1])
+    good &= check(f"PyTorch's loss falls by at least {args.fall} ({fall:.2f})", fall >= args.fall)
 
     checkpoint = sorted(glob.glob(os.path.join(args.out, "step_*")))[-1]
     compared = subprocess.run([sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_hf.py"), checkpoint, "--driver",
@@ -134,6 +174,7 @@ def main():
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--bar", type=float, default=1e-4, help="largest difference of a step's loss (default %(default)s)")
+    parser.add_argument("--fall", type=float, default=0, help="how far PyTorch's loss must fall (default %(default)s)")
     args = parser.parse_args()
     return peer_main("compare_finetune", lambda: 0 if compare(args) else 1, CurvesError, "it needs torch and transformers")
 

@@ -18,6 +18,7 @@ struct Attention {
     uint32_t* next_task;  // Hopper GPUs: the task counter
     float* dq_sums;       // Hopper GPUs: dq in fp32; null: the deterministic backward pass
     const int32_t *cum_q, *cum_k;
+    const int32_t* count;  // of the sequences that are not empty; null: unknown
     int64_t S, Nq, Nk, NH, NKV;
     bool causal;
     int window;  // 0: none
@@ -60,6 +61,44 @@ __device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s
             a.causal   ? offset
             : a.window ? offset + a.window - 1
                        : klen};
+}
+
+// Where a count of sequences is given, tiles of `rows` tokens are numbered across all sequences, without a gap for the
+// unused ones. Sequence s owns the numbers from ⌊cum[s] / rows⌋ + s on: at least as many as it has tiles and at most
+// one more, and known without a sum over the sequences before it. The tokens after the last sequence follow as one
+// more.
+struct PackedTile {
+    int sequence;     // S: the tokens after the last sequence; −1: there is no such tile
+    int rank, tiles;  // which of the sequence's numbers, and how many it owns
+};
+
+// Upper bound of the numbers, and their number.
+__host__ __device__ __forceinline__ int64_t packed_tiles(int64_t sequences, int64_t tokens, int rows) {
+    return tokens / rows + sequences + 1;
+}
+
+template <typename T>
+__device__ __forceinline__ int sequences_in_use(const Attention<T>& a) {
+    return int(max(int64_t(0), min(int64_t(*a.count), a.S)));
+}
+
+// used: sequences_in_use(a); cum, tokens: cum_q and Nq, or cum_k and Nk.
+template <typename T>
+__device__ __forceinline__ PackedTile packed_tile(const Attention<T>& a, int used, const int32_t* cum, int64_t tokens,
+                                                  int rows, int64_t number) {
+    const int end = int(packed_tiles(used, tokens, rows));
+    if (number >= end) return {-1, 0, 0};
+    const auto first = [&](int s) { return int(max(int64_t(0), min(int64_t(cum[s]), tokens))) / rows + s; };
+    int low = 0, high = used;  // first(low) ≤ number
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (first(middle) <= number)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    const int begin = first(low), next = low < used ? first(low + 1) : end;
+    return {low < used ? low : int(a.S), int(number) - begin, next - begin};
 }
 
 // Rows of a sequence, end excluded.

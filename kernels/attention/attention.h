@@ -34,9 +34,13 @@
 
 struct AttentionSequences {
     Tensor cum_q, cum_k;           // [S + 1] int32, cum[0] = 0
-    int64_t max_q = 0, max_k = 0;  // length of the longest sequence, known to the host
+    int64_t max_q = 0, max_k = 0;  // length of the longest sequence, known to the host; may be an upper bound
     bool causal = true;
     int64_t window = 0;  // keys that a query sees on each side, including its own; 0: no window
+    // [1] int32: the number of sequences, if all after them are empty (their cum_q and cum_k are the last ones). With
+    // it the launch is the same for every batch of as many tokens, as a CUDA graph needs, and takes no time for empty
+    // sequences. Null: S.
+    Tensor count = {};
 };
 
 int64_t attention_max_head_size();  // of this backend

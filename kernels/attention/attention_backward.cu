@@ -4,16 +4,16 @@
 // from sm_80 on. For bf16 (sm_90a, CUDA 13.0; shared memory in bytes, registers of a thread, blocks on an H100):
 //
 //   pass     D    own rows  inner rows  shared memory  warps  registers  stack     blocks per SM
-//   queries  32   128       32          30,720         4      168        0         3
-//   queries  64   128       32          55,296         4      168        56 bytes  3
-//   queries  96   64        32          53,248         4      180        0         2
-//   queries  128  64        32          69,632         4      204        0         2
-//   queries  256  64        16          101,376        4      240        0         2
-//   keys     32   64        64          31,744         4      164        0         3
+//   queries  32   128       32          30,720         4      166        0         3
+//   queries  64   128       32          55,296         4      168        24 bytes  3
+//   queries  96   64        32          53,248         4      182        0         2
+//   queries  128  64        32          69,632         4      208        0         2
+//   queries  256  64        16          101,376        4      241        0         2
+//   keys     32   64        64          31,744         4      166        0         3
 //   keys     64   64        64          56,320         4      168        8 bytes   3
 //   keys     96   64        64          80,896         4      248        0         2
-//   keys     128  64        32          70,144         4      246        0         2
-//   keys     256  32        16          67,840         2      242        0         3
+//   keys     128  64        32          70,144         4      250        0         2
+//   keys     256  32        16          67,840         2      244        0         3
 //
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64): (64 + 1)·12 = 780 pairs of a sequence and a head (the last 12 for the tokens
 // after the last sequence). The query pass has 1024 / 128 = 8 tiles for each, 6,240 blocks of 128 threads; the key pass
@@ -79,11 +79,12 @@ __global__ void __launch_bounds__(QueryPassSizes<T, D>::WARPS* WARP, (QueryPassS
     T *q_tile = reinterpret_cast<T*>(memory), *dout_tile = q_tile + BM * PITCH<T, D>,
       *stages = dout_tile + BM * PITCH<T, D>;
 
-    const BlockTask task = task_of(a.tiles, a.NH);
+    const BlockTask task = task_of<BM, 1>(a, a.cum_q, a.Nq, a.NH);
+    if (task.sequence < 0) return;
     if (task.sequence == a.S)
-        return zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.tile, a.tiles, THREADS);
+        return zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.tile, task.tiles, THREADS);
     const Sequence seq = sequence_of(a, task.sequence);
-    const int i0 = (a.tiles - 1 - task.tile) * BM;
+    const int i0 = (task.tiles - 1 - task.tile) * BM;
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
@@ -165,13 +166,13 @@ __global__ void __launch_bounds__(KeyPassSizes<T, D>::WARPS* WARP, (KeyPassSizes
     T *k_tile = reinterpret_cast<T*>(memory), *v_tile = k_tile + BN * PITCH<T, D>, *stages = v_tile + BN * PITCH<T, D>;
     float* stats = reinterpret_cast<float*>(stages + 2 * STAGE);
 
-    BlockTask task = task_of(a.tiles * Sizes::PARTS, a.NKV);
-    const int first_column = task.tile % Sizes::PARTS * DO;  // of dk and dv
-    task.tile /= Sizes::PARTS;
+    const BlockTask task = task_of<BN, Sizes::PARTS>(a, a.cum_k, a.Nk, a.NKV);
+    const int first_column = task.part * DO;  // of dk and dv
+    if (task.sequence < 0) return;
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_k[a.S]);
-        zero_tail(a.dk, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
-        return zero_tail(a.dv, task.head, first, a.Nk, a.HS, task.tile, a.tiles, THREADS);
+        zero_tail(a.dk, task.head, first, a.Nk, a.HS, task.tile, task.tiles, THREADS);
+        return zero_tail(a.dv, task.head, first, a.Nk, a.HS, task.tile, task.tiles, THREADS);
     }
     const Sequence seq = sequence_of(a, task.sequence);
     const int j0 = task.tile * BN;  // the first keys are seen by the most queries
@@ -266,11 +267,12 @@ void tiled_attention_backward(const char* op, Attention<T> a, const AttentionSeq
         using Keys = KeyPassSizes<T, D>;
         if (a.Nq > 0) {
             a.tiles = tiles_of(sequences.max_q, Queries::BM);
-            launch_tiles(op, backward_queries_kernel<T, D>, a, a.tiles, a.NH, Queries::WARPS, Queries::BYTES, stream);
+            launch_tiles(op, backward_queries_kernel<T, D>, a, a.Nq, Queries::BM, 1, a.NH, Queries::WARPS,
+                         Queries::BYTES, stream);
         }
         if (a.Nk > 0) {
             a.tiles = tiles_of(sequences.max_k, Keys::BN);
-            launch_tiles(op, backward_keys_kernel<T, D>, a, int64_t(a.tiles) * Keys::PARTS, a.NKV, Keys::WARPS,
+            launch_tiles(op, backward_keys_kernel<T, D>, a, a.Nk, Keys::BN, Keys::PARTS, a.NKV, Keys::WARPS,
                          Keys::BYTES, stream);
         }
     });

@@ -110,7 +110,7 @@ __device__ __forceinline__ void query_pass_consume(const Attention<T>& a, const 
     for (Task task; tasks.next(task);) {
         if (task.sequence == a.S) {
             zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.rank * WARPGROUPS + warpgroup,
-                      schedule.tiles * WARPGROUPS, WARPGROUP);
+                      task.tiles * WARPGROUPS, WARPGROUP);
             continue;
         }
         const Sequence& seq = task.seq;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
     for (Task task; tasks.next(task);) {
         const int tile = task.rank;
         if (task.sequence == a.S) {
-            zero_key_tail(a, task.head, tile * WARPGROUPS + warpgroup, schedule.tiles * WARPGROUPS);
+            zero_key_tail(a, task.head, tile * WARPGROUPS + warpgroup, task.tiles * WARPGROUPS);
             continue;
         }
         const Sequence& seq = task.seq;
@@ -291,8 +291,9 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
 template <typename T, int D>
 void launch_query_pass(const char* op, const Attention<T>& a, const AttentionSequences& sequences, Stream stream) {
     using Sizes = QueryPassSizes<D>;
+    const Tiled queries{a.cum_q, a.Nq, Sizes::BM};
     const Schedule schedule = make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
-                                            sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
+                                            sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task, queries);
     launch_persistent<Sizes>(op, query_pass_hopper_kernel<T, D>, a, backward_maps(op, a, Sizes::BM, Sizes::BN),
                              schedule, stream);
 }

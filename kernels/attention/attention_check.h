@@ -29,5 +29,6 @@ inline AttentionSizes check_attention(const char* op, DType dtype, const Tensor&
     require(z.S >= 0, op, ": cum_q is ", shape_string(sequences.cum_q), ", expected [sequences + 1]");
     check_tensor(op, "cum_q", sequences.cum_q, DType::I32, {z.S + 1});
     check_tensor(op, "cum_k", sequences.cum_k, DType::I32, {z.S + 1});
+    check_tensor(op, "count", sequences.count, DType::I32, {1}, Given::Optional);
     return z;
 }

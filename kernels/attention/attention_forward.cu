@@ -5,10 +5,10 @@
 //
 //   D    queries  keys  stages  shared memory  warps  registers  stack     blocks per SM
 //   32   128      64    2       30,720         4      192        0         2
-//   64   128      64    2       55,296         4      252        0         2
+//   64   128      64    2       55,296         4      254        0         2
 //   96   128      64    2       79,872         4      255        40 bytes  2
-//   128  128      64    1       69,632         4      255        72 bytes  2
-//   256  64       64    1       101,376        4      255        48 bytes  2
+//   128  128      64    1       69,632         4      255        64 bytes  2
+//   256  64       64    1       101,376        4      255        56 bytes  2
 //
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64): 1024 / 128 = 8 tiles of queries for each of (64 + 1)·12 pairs of a sequence
 // and a head (the last 12 for the tokens after the last sequence): 6,240 blocks of 128 threads.
@@ -102,16 +102,17 @@ __global__ void __launch_bounds__(ForwardSizes<T, D>::WARPS* WARP, (ForwardSizes
     constexpr int TILE = BN * PITCH<T, D>, STAGES = Sizes::STAGES;
     T *q_tile = reinterpret_cast<T*>(memory), *stages = q_tile + BM * PITCH<T, D>;
 
-    const BlockTask task = task_of(a.tiles, a.NH);
+    const BlockTask task = task_of<BM, 1>(a, a.cum_q, a.Nq, a.NH);
+    if (task.sequence < 0) return;
     if (task.sequence == a.S) {
         const int64_t first = max(0, a.cum_q[a.S]);
-        zero_tail(a.out, task.head, first, a.Nq, a.HS, task.tile, a.tiles, THREADS);
-        for (int64_t i = first + task.tile * THREADS + threadIdx.x; a.lse && i < a.Nq; i += a.tiles * THREADS)
+        zero_tail(a.out, task.head, first, a.Nq, a.HS, task.tile, task.tiles, THREADS);
+        for (int64_t i = first + task.tile * THREADS + threadIdx.x; a.lse && i < a.Nq; i += task.tiles * THREADS)
             a.lse[task.head * a.lse_stride + i] = -INF;
         return;
     }
     const Sequence seq = sequence_of(a, task.sequence);
-    const int i0 = (a.tiles - 1 - task.tile) * BM;  // the longest first
+    const int i0 = (task.tiles - 1 - task.tile) * BM;  // the longest first
     if (i0 >= seq.qlen) return;
     const int64_t kv_head = task.head / (a.NH / a.NKV);
     const T *k = a.k.at(seq.k0, kv_head), *v = a.v.at(seq.k0, kv_head);
@@ -181,7 +182,7 @@ void tiled_attention_forward(const char* op, Attention<T> a, const AttentionSequ
     dispatch_head_size<T>(a.HS, [&](auto D) {
         using Sizes = ForwardSizes<T, D>;
         a.tiles = tiles_of(sequences.max_q, Sizes::BM);
-        launch_tiles(op, forward_kernel<T, D>, a, a.tiles, a.NH, Sizes::WARPS, Sizes::BYTES, stream);
+        launch_tiles(op, forward_kernel<T, D>, a, a.Nq, Sizes::BM, 1, a.NH, Sizes::WARPS, Sizes::BYTES, stream);
     });
 }
 

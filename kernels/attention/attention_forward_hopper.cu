@@ -10,7 +10,7 @@
 //   128  128      128   2, 2, 2         230,400 bytes  2 warpgroups, 240     1 warpgroup, 24  1
 //
 // The kernel is launched with 128 (D = 64) or 168 (D = 128) registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
-// redistributes, and has 8 bytes of stack.
+// redistributes, and has 8 (D = 64) or 16 bytes of stack.
 //
 // What bounds its speed: at D = 64 tensor cores, exponentials and issue slots alike; at D = 128 tensor cores. K and V
 // come from L2 (docs/attention.md has the arithmetic).
@@ -248,7 +248,7 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
             skip_values(last.unseen);
             store_forward<T, D>(a, maps, last, softmax, o, shared.out, warpgroup * 64 + warp_row);
         }
-        if (tail) zero_forward_tail(a, task.head, task.rank * WARPGROUPS + warpgroup, schedule.tiles * WARPGROUPS);
+        if (tail) zero_forward_tail(a, task.head, task.rank * WARPGROUPS + warpgroup, task.tiles * WARPGROUPS);
 
         set_zero(o);
         softmax = {a.scale * LOG2E};
@@ -312,8 +312,10 @@ void hopper_attention_forward(const char* op, const Attention<T>& a, const Atten
         maps.k = make_tensor_map(op, a.k, a.Nk, a.NKV, a.HS, Sizes::BN);
         maps.v = make_tensor_map(op, a.v, a.Nk, a.NKV, a.HS, Sizes::BN);
         maps.out = make_tensor_map(op, a.out, a.Nq, a.NH, a.HS, 16);
-        const hopper::Schedule schedule = hopper::make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
-                                                                sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task);
+        const hopper::Tiled queries{a.cum_q, a.Nq, Sizes::BM};
+        const hopper::Schedule schedule =
+            hopper::make_schedule(a.S, a.NH, tiles_of(sequences.max_q, Sizes::BM),
+                                  sequences.max_k * D * 4 * a.NKV / a.NH, a.next_task, queries);
         hopper::launch_persistent<Sizes>(op, hopper::forward_hopper_kernel<T, D>, a, maps, schedule, stream);
     });
 }

@@ -77,7 +77,7 @@ __device__ __forceinline__ void single_pass_consume(const Attention<T>& a, const
     for (Task task; tasks.next(task);) {
         const int tile = task.rank;
         if (task.sequence == a.S) {
-            zero_key_tail(a, task.head, tile * WARPGROUPS + warpgroup, schedule.tiles * WARPGROUPS);
+            zero_key_tail(a, task.head, tile * WARPGROUPS + warpgroup, task.tiles * WARPGROUPS);
             continue;
         }
         const Sequence& seq = task.seq;

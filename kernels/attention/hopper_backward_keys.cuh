@@ -148,8 +148,9 @@ Maps backward_maps(const char* op, const Attention<T>& a, int q_rows, int k_rows
 template <typename T>
 Schedule key_schedule(const Attention<T>& a, const AttentionSequences& sequences, int64_t D, int rows,
                       int query_bytes) {
+    const Tiled keys{a.cum_k, a.Nk, rows};
     return make_schedule(a.S, a.NKV, tiles_of(sequences.max_k, rows),
-                         sequences.max_q * D * query_bytes * (a.NH / a.NKV), a.next_task);
+                         sequences.max_q * D * query_bytes * (a.NH / a.NKV), a.next_task, keys);
 }
 
 // The whole backward pass as a single pass over keys, with dq added up in a.dq_sums: not deterministic

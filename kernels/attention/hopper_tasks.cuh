@@ -10,17 +10,36 @@
 
 namespace hopper {
 
+// What is cut into tiles of `rows`: the queries, or the keys.
+struct Tiled {
+    const int32_t* cum;
+    int64_t tokens;
+    int rows;
+};
+
 // Tasks are numbered so that the longest come first and all blocks end at about the same time. But tasks are taken by
 // sections: a section's pairs of a sequence and a head are few enough that the tensors of their inner loops stay in L2.
+//
+// Where a count of sequences is given, tiles are numbered across the sequences in use (packed_tile() in attention.cuh):
+// the heads of a tile follow each other, so that the few sequences at work stay in L2, and each sequence starts with
+// its longest tile.
 struct Schedule {
     int64_t pairs, heads;  // the sequence after the last stands for the tokens that belong to none
     int tiles;             // of the longest sequence
     int section;           // pairs
     uint32_t* next;        // the next task's number; 0 at the start
+    Tiled tiled;
+
+    // Upper bound of the tasks.
+    template <typename T>
+    int64_t tasks(const Attention<T>& a) const {
+        return a.count ? packed_tiles(a.S, tiled.tokens, tiled.rows) * heads : pairs * tiles;
+    }
 };
 
 struct Task {
-    int rank;  // of the tile, 0 for the longest of its pair; −1: there are no more tasks
+    int rank;   // of the tile, 0 for the longest of its pair; −1: there are no more tasks
+    int tiles;  // of the sequence, at least
     int head, sequence;
     Sequence seq;
 };
@@ -42,18 +61,27 @@ template <typename T>
 class TaskProducer {
   public:
     __device__ __forceinline__ TaskProducer(const Attention<T>& a, const Schedule& schedule, TaskRing& ring)
-        : a_(a), schedule_(schedule), ring_(ring) {
+        : a_(a), schedule_(schedule), ring_(ring), used_(a.count ? sequences_in_use(a) : 0) {
         fetch_number();
     }
     __device__ __forceinline__ bool next(Task& task) {
         const uint32_t i = uint32_t(uniform(int(number_)));
-        task = {-1, 0, 0, {}};
-        if (i < uint32_t(schedule_.pairs) * uint32_t(schedule_.tiles)) {
+        task = {-1, 0, 0, 0, {}};
+        if (a_.count) {
+            const uint32_t heads = uint32_t(schedule_.heads);
+            const Tiled& tiled = schedule_.tiled;
+            const PackedTile t = packed_tile(a_, used_, tiled.cum, tiled.tokens, tiled.rows, i / heads);
+            if (t.sequence >= 0) {
+                fetch_number();
+                task = {t.rank, t.tiles, int(i % heads), t.sequence, {}};
+                if (task.sequence < a_.S) task.seq = sequence_of(a_, task.sequence);
+            }
+        } else if (i < uint32_t(schedule_.pairs) * uint32_t(schedule_.tiles)) {
             fetch_number();
             const uint32_t width = uint32_t(schedule_.section), in_section = width * uint32_t(schedule_.tiles);
             const uint32_t first = i / in_section * width, rest = i % in_section;
             const uint32_t here = min(width, uint32_t(schedule_.pairs) - first), pair = first + rest % here;
-            task.rank = int(rest / here);
+            task.rank = int(rest / here), task.tiles = schedule_.tiles;
             task.head = int(pair % uint32_t(schedule_.heads)), task.sequence = int(pair / uint32_t(schedule_.heads));
             if (task.sequence < a_.S) task.seq = sequence_of(a_, task.sequence);
         }
@@ -74,6 +102,7 @@ class TaskProducer {
     const Schedule& schedule_;
     TaskRing& ring_;
     RingPosition<TaskRing::STAGES> at_;
+    const int used_;
     uint32_t number_ = 0;
 };
 
@@ -84,6 +113,7 @@ class TaskConsumer {
         ring_.ring.wait_full(at_);
         const Task& t = ring_.tasks[at_.stage];
         task = {uniform(t.rank),
+                uniform(t.tiles),
                 uniform(t.head),
                 uniform(t.sequence),
                 {uniform(t.seq.q0), uniform(t.seq.k0), uniform(t.seq.qlen), uniform(t.seq.klen), uniform(t.seq.first),
@@ -144,12 +174,13 @@ struct Maps {
 // inner_bytes: the tensors of the inner loop, which all tasks of a pair read.
 // GPT-2 124M forward (B=64, T=1024, NH=12, HS=64; D=64, BM=192): 6 tiles, 65·12 = 780 pairs, 4,680 tasks. K and V of a
 // pair take 1024·64·4 bytes = 256 KiB, so a section has 32 pairs (8 MiB): ceil(780 / 32) = 25 sections.
-inline Schedule make_schedule(int64_t S, int64_t heads, int tiles, int64_t inner_bytes, uint32_t* next) {
+inline Schedule make_schedule(int64_t S, int64_t heads, int tiles, int64_t inner_bytes, uint32_t* next,
+                              const Tiled& tiled) {
     constexpr int64_t L2_SHARE = 32 << 20, MAX_SECTION = 32;
     const int64_t pairs = (S + 1) * heads;
     const int64_t fit = std::clamp<int64_t>(L2_SHARE / std::max<int64_t>(1, inner_bytes), 1, MAX_SECTION);
     // All sections have nearly the same size: a small last one would leave blocks idle at the end.
-    return {pairs, heads, tiles, int(ceil_div(pairs, ceil_div(pairs, fit))), next};
+    return {pairs, heads, tiles, int(ceil_div(pairs, ceil_div(pairs, fit))), next, tiled};
 }
 
 static __global__ void reset_task_counter_kernel(uint32_t* next) {
@@ -159,7 +190,7 @@ static __global__ void reset_task_counter_kernel(uint32_t* next) {
 template <typename Sizes, typename T>
 void launch_persistent(const char* op, void (*kernel)(Attention<T>, Maps, Schedule), const Attention<T>& a,
                        const Maps& maps, const Schedule& schedule, Stream stream) {
-    const int64_t tasks = schedule.pairs * schedule.tiles, blocks = std::min(tasks, num_sms());
+    const int64_t tasks = schedule.tasks(a), blocks = std::min(tasks, num_sms());
     require(tasks < int64_t(1) << 31, op, ": ", a.S, " sequences of up to ", schedule.tiles, " tiles and ",
             schedule.heads, " heads are more than one launch can hold");
     constexpr int bytes = sizeof(typename Sizes::Shared);

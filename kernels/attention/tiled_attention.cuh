@@ -11,7 +11,8 @@
 //
 // Warps own whole rows of a tile, so that row sums need four lanes and no shared memory. P and dS are rounded to T.
 // A block's number gives tile, head and sequence. Sequences come from cum_q and cum_k on the device; blocks whose tile
-// lies past their sequence's end return. The sequence after the last stands for the tokens that belong to none.
+// lies past their sequence's end return. The sequence after the last stands for the tokens that belong to none. With a
+// count of sequences on the device, blocks without a tile return, too (packed_tile() in attention.cuh).
 #pragma once
 
 #include "kernels/attention/attention.cuh"
@@ -24,13 +25,23 @@ template <typename T>
 void tiled_attention_backward(const char* op, Attention<T> a, const AttentionSequences& sequences, Stream stream);
 
 struct BlockTask {
-    int tile;
-    int64_t head, sequence;
+    int tile, tiles;         // of the sequence
+    int part;                // of the tile
+    int64_t head, sequence;  // sequence −1: there is nothing to do
 };
 
-__device__ __forceinline__ BlockTask task_of(int tiles, int64_t heads) {
-    const unsigned rest = blockIdx.x / unsigned(tiles);
-    return {int(blockIdx.x % unsigned(tiles)), int64_t(rest % unsigned(heads)), int64_t(rest / unsigned(heads))};
+// The block's task among tiles of `rows` tokens, each of which PARTS blocks share. cum, tokens: cum_q and Nq, or cum_k
+// and Nk.
+template <int ROWS, int PARTS, typename T>
+__device__ __forceinline__ BlockTask task_of(const Attention<T>& a, const int32_t* cum, int64_t tokens, int64_t heads) {
+    if (a.count) {
+        const unsigned rest = blockIdx.x / unsigned(heads);
+        const PackedTile t = packed_tile(a, sequences_in_use(a), cum, tokens, ROWS, rest / PARTS);
+        return {t.rank, t.tiles, int(rest % PARTS), int64_t(blockIdx.x % unsigned(heads)), t.sequence};
+    }
+    const unsigned blocks = unsigned(a.tiles) * PARTS, block = blockIdx.x % blocks, rest = blockIdx.x / blocks;
+    return {int(block / PARTS), a.tiles, int(block % PARTS), int64_t(rest % unsigned(heads)),
+            int64_t(rest / unsigned(heads))};
 }
 
 // --- launch
@@ -47,11 +58,12 @@ void dispatch_head_size(int64_t HS, F f) {
     f(std::integral_constant<int, 256>{});
 }
 
-// tasks: blocks of one sequence and head.
+// Tiles of `rows` of the tokens, each of which `parts` blocks share.
 template <typename T>
-void launch_tiles(const char* op, void (*kernel)(Attention<T>), const Attention<T>& a, int64_t tasks, int64_t heads,
-                  int warps, int bytes, Stream stream) {
-    const int64_t blocks = tasks * heads * (a.S + 1);
+void launch_tiles(const char* op, void (*kernel)(Attention<T>), const Attention<T>& a, int64_t tokens, int rows,
+                  int parts, int64_t heads, int warps, int bytes, Stream stream) {
+    const int64_t tiles = a.count ? packed_tiles(a.S, tokens, rows) : a.tiles * (a.S + 1);
+    const int64_t blocks = tiles * parts * heads;
     require(blocks < int64_t(1) << 31, op, ": ", a.S, " sequences of up to ", a.tiles, " tiles and ", heads,
             " heads are more than one launch can hold");
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
