@@ -6,7 +6,7 @@
 #include "kernels/embedding.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/linear_attention.h"
-#include "kernels/qk_norm.h"
+#include "kernels/qk_norm_all_heads.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/scratch.h"
@@ -100,14 +100,17 @@ enum When : unsigned {
     SOFTMAX = 8,
     LINEAR = 16,
     GATED = 32,
-    QK_NORM = 64,
-    QK_WEIGHTS = 128,
-    EMBEDDING_NORM = 256,
-    HIGH = 512,          // the layer's matmuls are in the model's dtype
-    FP8 = 1024,          // they are in fp8
-    NORM1_READ = 2048,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
-    NORM1_CODES = 4096,  // it does not
-    FP8_WEIGHTS = 8192   // fp8, and quantised weights are not kept
+    HEAD_NORM = 64,        // QK-norm of each head
+    ALL_HEADS_NORM = 128,  // QK-norm of all heads together
+    QK_WEIGHTS = 256,
+    EMBEDDING_NORM = 512,
+    NORM_BEFORE = 1024,  // attention and the MLP
+    NORM_AFTER = 2048,
+    HIGH = 4096,          // the layer's matmuls are in the model's dtype
+    FP8 = 8192,           // they are in fp8
+    NORM1_READ = 16384,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
+    NORM1_CODES = 32768,  // it does not
+    FP8_WEIGHTS = 65536   // fp8, and quantised weights are not kept
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -139,14 +142,16 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     // field           name           shape   dtype  first        last fwd    last bwd   recomp.     when
     {&A::res1,         "res1",        N_C,    MODEL, BLOCK_INPUT, NORM2,      NORM1,     KEPT,       ALWAYS},
     {&A::mean1,        "mean1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN | LAYERNORM},
-    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN},
-    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      NORM1_READ},
+    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM1,       NORM1,      NORM1,     BLOCK,      TRAIN | NORM_BEFORE},
+    {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        QKV,       NORMS,      NORM1_READ | NORM_BEFORE},
     {&A::norm1,        "norm1",       N_C,    MODEL, NORM1,       QKV,        NONE,      NORMS,      NORM1_CODES},
     {&A::norm1_t,      "norm1.fp8",   C_N,    CODES, QKV,         UNREAD,     QKV,       NORMS,      FP8},
     {&A::qkv,          "qkv",         N_QKV,  MODEL, QKV,         ATTENTION,  ATTENTION, BLOCK,      ALWAYS},
     // QK-norm with weights computes its backward pass from qkv, so it may not overwrite that; without, from its output.
     {&A::qk,           "qk",          N_QK,   MODEL, ATTENTION,   ATTENTION,  ATTENTION, NORMS,      TRAIN | QK_WEIGHTS},
-    {&A::rstd_qk,      "rstd_qk",     N_NQK,  FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | QK_NORM},
+    {&A::rstd_qk,      "rstd_qk",     N_NQK,  FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | HEAD_NORM},
+    {&A::rstd_q,       "rstd_q",      N_1,    FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | ALL_HEADS_NORM},
+    {&A::rstd_k,       "rstd_k",      N_1,    FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | ALL_HEADS_NORM},
     {&A::att,          "att",         N_ATT,  MODEL, ATTENTION,   PROJ,       ATTENTION, BLOCK,      ALWAYS},
     {&A::lse,          "lse",         NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | SOFTMAX},
     {&A::lse,          "denominator", NH_N,   FP32,  ATTENTION,   ATTENTION,  ATTENTION, BLOCK,      TRAIN | LINEAR},
@@ -156,23 +161,30 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::att_t,        "att.fp8",     ATT_N,  CODES, PROJ,        NONE,       PROJ,      KEPT,       FP8},
-    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      ALWAYS},
+    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      NORM_BEFORE},
+    // A norm after attention belongs to the phase that adds to the residual stream.
+    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NORM2,     BLOCK,      NORM_AFTER},
+    {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | NORM_AFTER},
     {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ALWAYS},
     {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | LAYERNORM},
-    {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN},
-    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      HIGH},
+    {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | NORM_BEFORE},
+    {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      HIGH | NORM_BEFORE},
     {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         NONE,      NORMS,      FP8},
     {&A::norm2_t,      "norm2.fp8",   C_N,    CODES, FC,          UNREAD,     FC,        NORMS,      FP8},
     // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
     {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH},
     {&A::act_t,        "act.fp8",     FFN_N,  CODES, ACT,         UNREAD,     FCPROJ,    ACTIVATION, FP8},
-    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       ALWAYS},
+    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       NORM_BEFORE},
+    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, FCPROJ,    BLOCK,      NORM_AFTER},
+    {&A::rstd2,        "rstd2",       N_1,    FP32,  NEXT_NORM1,  NEXT_NORM1, FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
+    {&A::dfcproj,      "dfcproj",     N_C,    MODEL, FCPROJ,      NONE,       FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
     {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAIN},
-    {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAIN},
+    {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAIN | NORM_BEFORE},
+    {&A::dproj,        "dproj",       N_C,    MODEL, NORM2,       NONE,       PROJ,      KEPT,       TRAIN | NORM_AFTER},
     {&A::datt,         "datt",        N_ATT,  MODEL, PROJ,        NONE,       ATTENTION, KEPT,       TRAIN},
     {&A::dqkv,         "dqkv",        N_QKV,  MODEL, ATTENTION,   NONE,       QKV,       KEPT,       TRAIN},
-    {&A::dnorm1,       "dnorm1",      N_C,    MODEL, QKV,         NONE,       NORM1,     KEPT,       TRAIN},
+    {&A::dnorm1,       "dnorm1",      N_C,    MODEL, QKV,         NONE,       NORM1,     KEPT,       TRAIN | NORM_BEFORE},
 };
 // clang-format on
 
@@ -282,6 +294,9 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
          c.has_linear_attention() ? linear_attention_backward_scratch(linear_sizes(c, shape), on) : 0,
          c.layers_of(AttentionType::GatedLinear) ? rmsnorm_backward_scratch(N * c.heads, c.head_size, on) : 0,
          c.qk_norm == QkNorm::Weights ? qk_norm_backward_scratch(N, c.heads, c.kv_heads, c.head_size, on) : 0,
+         c.qk_norm == QkNorm::AllHeads
+             ? qk_norm_all_heads_backward_scratch(N, c.heads * c.head_size, c.kv_heads * c.head_size, on)
+             : 0,
          sum_squares_scratch(parameter_table(c, shape.world).total, on),
          sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
@@ -352,9 +367,11 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
 // The conditions that hold for the whole pass.
 unsigned conditions(const ModelConfig& c, const RunShape& shape) {
     return (shape.training ? TRAIN : 0u) | (c.norm == Norm::LayerNorm ? LAYERNORM : 0u) |
-           (c.positions == Positions::RoPE ? ROPE : 0u) | (c.qk_norm != QkNorm::Off ? QK_NORM : 0u) |
-           (c.qk_norm == QkNorm::Weights ? QK_WEIGHTS : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
-           (shape.fp8.on ? FP8 : 0u) | (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u);
+           (c.positions == Positions::RoPE ? ROPE : 0u) | (c.has_qk_weights() ? QK_WEIGHTS : 0u) |
+           (c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights ? HEAD_NORM : 0u) |
+           (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
+           (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
+           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u);
 }
 
 // Those that hold for a layer.

@@ -118,25 +118,26 @@ RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 
 // The activations of one layer. BLOCK_ACTIVATIONS (activations.cpp) has their shapes and lifetimes.
 struct LayerActs {
-    Tensor res1;  // the residual stream as norm1 reads it
-    Tensor mean1, rstd1, norm1;
+    Tensor res1;                    // the residual stream as the block reads it
+    Tensor mean1, rstd1, norm1;     // norm1: its output, if it comes before attention
     Tensor qkv;                     // q and k normalised and rotated, if the model does that and qk is null
     Tensor qk;                      // QK-norm with weights: q and k normalised and rotated
     Tensor rstd_qk;                 // QK-norm: of each head of q and k
+    Tensor rstd_q, rstd_k;          // QK-norm of all heads together
     Tensor att;                     // output of attention, by heads
     Tensor lse;                     // softmax: log-sum-exp of each row; linear: denominators
     Tensor log_decay;               // gated linear attention: the log decays
     Tensor att_unnormed, rstd_att;  // gated linear attention: its output before the per-head norm, and that norm's rstd
     Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of the gate's logits
-    Tensor proj;                     // what attention adds to the residual stream
-    Tensor res2;                     // the residual stream as norm2 reads it
+    Tensor proj;                     // what attention adds to the residual stream, or norm1 reads if it comes after
+    Tensor res2;                     // the residual stream as the MLP's half of the block reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;
     // fp8: the quantised inputs of linear layers [C, N], for their weights' gradients. The activation function's output
     // exists only so (act is null), and in its rows (HeadActs::fp8_rows).
     Tensor norm1_t, att_t, norm2_t, act_t;
-    Tensor fcproj;                            // what the MLP adds to the residual stream
-    Tensor dact, dnorm2, datt, dqkv, dnorm1;  // gradients
+    Tensor fcproj;  // what the MLP adds to the residual stream, or norm2 reads if it comes after
+    Tensor dfcproj, dact, dnorm2, dproj, datt, dqkv, dnorm1;  // gradients
 };
 
 // Memory for the inputs of a micro-step. upload() fills it; Input holds the views of a batch.

@@ -29,7 +29,7 @@
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/matmul_fp8.h"
-#include "kernels/qk_norm.h"
+#include "kernels/qk_norm_all_heads.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
@@ -134,9 +134,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
         const std::string name = str("layers.", l, ".");
         norm_of_channels(NORM1_W, l, name + "norm1");
         linear(QKV_W, l, name + "qkv", {q_rows, kv_rows, kv_rows}, C, weight_std, c.qkv_bias);
-        if (c.qk_norm == QkNorm::Weights) {
-            norm(QNORM_W, l, name + "qnorm", c.head_size);
-            norm(KNORM_W, l, name + "knorm", c.head_size);
+        if (c.has_qk_weights()) {
+            const bool all_heads = c.qk_norm == QkNorm::AllHeads;
+            norm(QNORM_W, l, name + "qnorm", all_heads ? q_rows : c.head_size);
+            norm(KNORM_W, l, name + "knorm", all_heads ? kv_rows : c.head_size);
         }
         if (c.attention_type(l) == AttentionType::GatedLinear) {
             // The initial decays σ(bias) of the heads range from 1 − 1/32 to 1 − 1/512: slow enough for gradients to
@@ -246,13 +247,28 @@ namespace {
 
 // What a norm reads and keeps. mean is null for RMSNorm; both mean and rstd are null without a backward pass.
 struct NormActs {
-    Tensor out, residual_stream, mean, rstd;
+    Tensor out, inp, mean, rstd;
 };
+// Norms before attention and the MLP: inp is the residual stream.
 NormActs norm1(const LayerActs& a) {
     return {a.norm1, a.res1, a.mean1, a.rstd1};
 }
 NormActs norm2(const LayerActs& a) {
     return {a.norm2, a.res2, a.mean2, a.rstd2};
+}
+// Norms after them: out is the residual stream that follows, of which the backward pass needs nothing.
+NormActs norm_after_attention(const LayerActs& a) {
+    return {a.res2, a.proj, {}, a.rstd1};
+}
+NormActs norm_after_mlp(const LayerActs& a, Tensor next_stream) {
+    return {next_stream, a.fcproj, {}, a.rstd2};
+}
+// What the QKV projection reads, and FC.
+Tensor qkv_input(const LayerActs& a) {
+    return a.norm1 ? a.norm1 : a.res1;
+}
+Tensor fc_input(const LayerActs& a) {
+    return a.norm2 ? a.norm2 : a.res2;
 }
 Tensor first_rows(const Tensor& t, int64_t n) {
     return t ? t.rows(0, n) : t;
@@ -266,18 +282,26 @@ NormActs embedding_norm(const Activations& acts, Tensor out) {
     return {out, acts.embedded ? acts.embedded.rows(0, n) : out, first_rows(acts.meane, n), first_rows(acts.rstde, n)};
 }
 
-// out = norm(inp + added), and inp + added becomes the residual stream. If added is null: out = norm(residual stream).
+// out = norm(inp + added), and inp + added becomes the residual stream a.inp. If added is null: out = norm(a.inp).
 void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a, Tensor inp = {},
                   Tensor added = {}) {
     const Range range(ctx.profiler, "norm");
     const float eps = static_cast<float>(model.config.norm_eps);
     const Tensor weight = model.weight(slot, layer), bias = model.weight(bias_of(slot), layer);
-    const Tensor sum = added ? a.residual_stream : Tensor{};
-    if (!added) inp = a.residual_stream;
+    const Tensor sum = added ? a.inp : Tensor{};
+    if (!added) inp = a.inp;
     if (model.config.norm == Norm::LayerNorm)
         layernorm_forward(a.out, sum, a.mean, a.rstd, inp, added, weight, bias, eps, ctx.stream);
     else
         rmsnorm_forward(a.out, sum, a.rstd, inp, added, weight, eps, ctx.stream);
+}
+
+// The norm after attention or the MLP: a.out = stream + norm(a.inp).
+void norm_after_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a,
+                        Tensor stream) {
+    const Range range(ctx.profiler, "norm");
+    rmsnorm_add_forward(a.out, a.rstd, a.inp, stream, model.weight(slot, layer),
+                        static_cast<float>(model.config.norm_eps), ctx.stream);
 }
 
 // The name of a linear layer in a profile.
@@ -362,9 +386,15 @@ void qk_forward(const Context& ctx, const Model& model, const Activations& acts,
         return rope(inp, in.positions, table, false, ctx.stream);
     }
     const Range range(ctx.profiler, "qk_norm");
+    const QkWeights weight{model.weight(QNORM_W, l), model.weight(KNORM_W, l)};
+    const float eps = static_cast<float>(c.norm_eps);
+    if (c.qk_norm == QkNorm::AllHeads) {
+        const Tensor rows = qk_rows(c, a.qkv);
+        return qk_norm_all_heads_forward(a.qk ? a.qk : rows, {a.rstd_q, a.rstd_k}, rows, weight, in.positions, table,
+                                         c.heads + c.kv_heads, eps, ctx.stream);
+    }
     const Tensor out = a.qk ? split_qk(c, a.qk) : inp;
-    qk_norm_forward(out, a.rstd_qk, inp, {model.weight(QNORM_W, l), model.weight(KNORM_W, l)}, in.positions, table,
-                    c.heads, static_cast<float>(c.norm_eps), ctx.stream);
+    qk_norm_forward(out, a.rstd_qk, inp, weight, in.positions, table, c.heads, eps, ctx.stream);
 }
 
 // The same for the gradients of q and k, in place in dqkv.
@@ -380,6 +410,11 @@ void qk_backward(const Context& ctx, const Model& model, const Gradients& grads,
     const Range range(ctx.profiler, "qk_norm");
     const QkWeights weight{model.weight(QNORM_W, l), model.weight(KNORM_W, l)};
     const QkWeights dweight{model.gradient(grads, QNORM_W, l), model.gradient(grads, KNORM_W, l)};
+    if (c.qk_norm == QkNorm::AllHeads) {
+        return qk_norm_all_heads_backward(qk_rows(c, a.dqkv), dweight, qk_rows(c, a.qkv), {a.rstd_q, a.rstd_k}, weight,
+                                          in.positions, table, c.heads + c.kv_heads, acts.scratch, accumulate,
+                                          ctx.stream);
+    }
     qk_norm_backward(d, dweight, d, split_qk(c, a.qkv), a.rstd_qk, weight, in.positions, table, c.heads, acts.scratch,
                      accumulate, ctx.stream);
 }
@@ -398,7 +433,8 @@ QkvHeads attention_inputs(const ModelConfig& c, const LayerActs& a) {
 void layer_decay_gate_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a) {
     if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
     const Range range(ctx.profiler, "gate");
-    decay_gate_forward(a.log_decay, a.norm1, model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l), ctx.stream);
+    decay_gate_forward(a.log_decay, qkv_input(a), model.weight(DECAY_GATE_W, l), model.weight(DECAY_GATE_B, l),
+                       ctx.stream);
 }
 
 AttentionSequences softmax_sequences(const ModelConfig& c, const Input& in, int64_t l) {
@@ -428,21 +464,24 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
     }
 }
 
-// A block from its first norm's output to the MLP's activation: the part that `--recompute block` repeats. The caller
+// A block from the input of attention to the MLP's activation: the part that `--recompute block` repeats. The caller
 // does the last matmul, because the backward pass does not need that matmul's output.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
                    const Input& in, Pass pass) {
-    linear_forward(ctx, model, acts, QKV_W, l, a.qkv, a.norm1, a.norm1_t, pass);
+    linear_forward(ctx, model, acts, QKV_W, l, a.qkv, qkv_input(a), a.norm1_t, pass);
     layer_decay_gate_forward(ctx, model, l, a);
     qk_forward(ctx, model, acts, in, l, a);
     layer_attention_forward(ctx, model, l, a, acts, in);
     linear_forward(ctx, model, acts, PROJ_W, l, a.proj, a.att, {}, pass);
-    norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
+    if (model.config.norm_after)
+        norm_after_forward(ctx, model, NORM1_W, l, norm_after_attention(a), a.res1);
+    else
+        norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
     if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
         const Range range(ctx.profiler, "fc");
-        matmul_forward_gelu(a.act, a.fc, a.norm2, model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+        matmul_forward_gelu(a.act, a.fc, fc_input(a), model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
     } else {
-        linear_forward(ctx, model, acts, FC_W, l, a.fc, a.norm2, a.norm2_t, pass);
+        linear_forward(ctx, model, acts, FC_W, l, a.fc, fc_input(a), a.norm2_t, pass);
         mlp_forward(ctx, model, acts, l, a, pass);
     }
 }
@@ -452,6 +491,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
 void forward(const Context& ctx, const Model& model, const Activations& acts, const Input& in) {
     const Range range(ctx.profiler, "forward");
     const int64_t L = model.config.layers;
+    const bool norm_after = model.config.norm_after;
     LayerActs previous{};
     if (model.gatherer) model.gatherer->begin(ctx.stream);
     for (int64_t l = 0; l < L; l++) {
@@ -460,10 +500,12 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
             const Range embedding(ctx.profiler, "embedding");
             const GatheredGroup weights = model.use(ctx, 0, model.layer_group(0));
             const NormActs e = embedding_norm(acts, a.res1);
-            embedding_forward(model.config.embedding_norm ? e.residual_stream : a.res1, in.tokens, in.positions,
-                              model.weight(WTE), model.weight(WPE), ctx.stream);
+            embedding_forward(model.config.embedding_norm ? e.inp : a.res1, in.tokens, in.positions, model.weight(WTE),
+                              model.weight(WPE), ctx.stream);
             if (model.config.embedding_norm) norm_forward(ctx, model, EMBEDNORM_W, -1, e);
-            norm_forward(ctx, model, NORM1_W, l, norm1(a));
+            if (!norm_after) norm_forward(ctx, model, NORM1_W, l, norm1(a));
+        } else if (norm_after) {
+            norm_after_forward(ctx, model, NORM2_W, l - 1, norm_after_mlp(previous, a.res1), previous.res2);
         } else {
             norm_forward(ctx, model, NORM1_W, l, norm1(a), previous.res2, previous.fcproj);
         }
@@ -473,7 +515,13 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
         linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
         previous = a;
     }
-    norm_forward(ctx, model, NORMF_W, -1, final_norm(acts, in.n), previous.res2, previous.fcproj);
+    const NormActs last = final_norm(acts, in.n);
+    if (norm_after) {
+        norm_after_forward(ctx, model, NORM2_W, L - 1, norm_after_mlp(previous, last.inp), previous.res2);
+        norm_forward(ctx, model, NORMF_W, -1, last);
+    } else {
+        norm_forward(ctx, model, NORMF_W, -1, last, previous.res2, previous.fcproj);
+    }
 }
 
 namespace {
@@ -536,10 +584,10 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
 }
 
 struct NormGradients {
-    Tensor dx;            // of the residual stream: the norm's gradient is added to it
+    Tensor dx;            // of the norm's input: the norm's gradient is added to it
     Tensor dout;          // of the norm's output
-    Tensor dbias_before;  // of the bias of the linear layer whose output the norm added to the residual stream: the sum
-                          // of dx over the tokens. Null: no bias
+    Tensor dbias_before;  // of the bias of the linear layer whose output the norm read, or added to the residual stream
+                          // that it read: the sum of dx over the tokens. Null: no bias
     bool adds = true;     // false: dx is overwritten
 };
 
@@ -550,16 +598,16 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
     const Tensor dbias = model.gradient(grads, bias_of(slot), layer);
     const Tensor dresidual = d.adds ? d.dx : Tensor{};
     if (model.config.norm == Norm::LayerNorm) {
-        layernorm_backward(d.dx, dweight, dbias, d.dbias_before, d.dout, dresidual, a.residual_stream, weight, a.mean,
-                           a.rstd, scratch, accumulate, ctx.stream);
+        layernorm_backward(d.dx, dweight, dbias, d.dbias_before, d.dout, dresidual, a.inp, weight, a.mean, a.rstd,
+                           scratch, accumulate, ctx.stream);
     } else {
-        rmsnorm_backward(d.dx, dweight, d.dbias_before, d.dout, dresidual, a.residual_stream, weight, a.rstd, scratch,
-                         accumulate, ctx.stream);
+        rmsnorm_backward(d.dx, dweight, d.dbias_before, d.dout, dresidual, a.inp, weight, a.rstd, scratch, accumulate,
+                         ctx.stream);
     }
 }
 
 // The gradient of a linear layer's bias, where it has one. Those of proj and fcproj are null here: the backward pass of
-// the norm that follows them computes them (NormGradients::dbias_before).
+// the norm that follows them, at once or behind the addition, computes them (NormGradients::dbias_before).
 Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l) {
     return slot == PROJ_W || slot == FCPROJ_W ? Tensor{} : model.gradient(grads, bias_of(slot), l);
 }
@@ -593,9 +641,10 @@ void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients
                acts.forward_scratch, ctx.stream);
 }
 
-// The gradients of a linear layer's weight, bias and input. fp8: inp_t replaces inp.
+// The gradients of a linear layer's weight, bias and input. fp8: inp_t replaces inp. adds: to dinp; not in fp8.
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
-                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate) {
+                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate,
+                     bool adds = false) {
     if (acts.uses_fp8(l)) {
         if (const Tensor dbias = bias_gradient(model, grads, slot, l)) {
             const Range range(ctx.profiler, linear_name(slot));
@@ -606,7 +655,7 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
     }
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
     const Range range(ctx.profiler, linear_name(slot));
-    matmul_backward_input(dinp, dout, model.weight(slot, l), false, ctx.stream);
+    matmul_backward_input(dinp, dout, model.weight(slot, l), adds, ctx.stream);
 }
 
 // Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
@@ -645,10 +694,15 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
                const Input& in) {
     const Range range(ctx.profiler, "recompute");
     const Recompute level = acts.shape.recompute;
-    if (level >= Recompute::Norms) norm_forward(ctx, model, NORM1_W, l, norm1(a));
-    if (level == Recompute::Block) return block_forward(ctx, model, l, a, acts, in, Pass::Again);
+    const bool norm_after = model.config.norm_after;
+    if (level >= Recompute::Norms && !norm_after) norm_forward(ctx, model, NORM1_W, l, norm1(a));
+    if (level == Recompute::Block) {
+        block_forward(ctx, model, l, a, acts, in, Pass::Again);
+        if (norm_after) linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
+        return;
+    }
     if (level >= Recompute::Norms && a.qk) qk_forward(ctx, model, acts, in, l, a);
-    if (level >= Recompute::Norms) norm_forward(ctx, model, NORM2_W, l, norm2(a));
+    if (level >= Recompute::Norms && !norm_after) norm_forward(ctx, model, NORM2_W, l, norm2(a));
     if (level >= Recompute::Norms && acts.uses_fp8(l)) {
         quantise_input(ctx, acts, QKV_W, l, a.norm1, false, a.norm1_t, Pass::Again);
         quantise_input(ctx, acts, FC_W, l, a.norm2, false, a.norm2_t, Pass::Again);
@@ -680,50 +734,68 @@ void layer_attention_backward(const Context& ctx, const Model& model, const Grad
                               ctx.stream);
 }
 
-// Gated linear attention: gradients of the decay gate's weights, and of its input, which is added to dnorm1.
+// Gated linear attention: gradients of the decay gate's weights, and of its input, which is added to dinp.
 void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
-                               const LayerActs& a, bool accumulate) {
+                               const LayerActs& a, Tensor dinp, bool accumulate) {
     if (model.config.attention_type(l) != AttentionType::GatedLinear) return;
     const Range range(ctx.profiler, "gate");
     const Tensor dx = a.ddecay_gate.columns(0, model.config.kv_heads);
     decay_gate_backward(dx, a.dlog_decay, a.log_decay, ctx.stream);
-    matmul_backward_weight(model.gradient(grads, DECAY_GATE_W, l), model.gradient(grads, DECAY_GATE_B, l), dx, a.norm1,
-                           accumulate, ctx.stream);
-    matmul_backward_input(a.dnorm1, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
+    matmul_backward_weight(model.gradient(grads, DECAY_GATE_W, l), model.gradient(grads, DECAY_GATE_B, l), dx,
+                           qkv_input(a), accumulate, ctx.stream);
+    matmul_backward_input(dinp, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
+}
+
+// The MLP's half of a block, from the gradient of fcproj's output to that of fc's input, dinp. adds: to dinp.
+void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
+                       const Activations& acts, Tensor dinp, Tensor dout, bool adds, bool accumulate) {
+    Tensor dfc = a.dact;
+    if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
+        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, accumulate);
+        const Range range(ctx.profiler, "fcproj");
+        matmul_backward_input_gelu(a.dact, dout, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
+    } else {
+        linear_backward(ctx, model, grads, acts, FCPROJ_W, l, a.dact, dout, a.act, a.act_t, accumulate);
+        if (acts.uses_fp8(l)) return fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
+        dfc = mlp_backward(ctx, model, a);
+    }
+    linear_backward(ctx, model, grads, acts, FC_W, l, dinp, dfc, fc_input(a), {}, accumulate, adds);
+}
+
+// The attention half, from the gradient of proj's output to that of the QKV projection's input, dinp. adds: to dinp.
+void attention_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
+                             const LayerActs& a, const Activations& acts, const Input& in, Tensor dinp, Tensor dout,
+                             bool adds, bool accumulate) {
+    if (acts.uses_fp8(l)) quantise_input(ctx, acts, PROJ_W, l, a.att, false, a.att_t, Pass::Again);
+    linear_backward(ctx, model, grads, acts, PROJ_W, l, a.datt, dout, a.att, a.att_t, accumulate);
+    layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
+    qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
+    linear_backward(ctx, model, grads, acts, QKV_W, l, dinp, a.dqkv, qkv_input(a), a.norm1_t, accumulate, adds);
+    layer_decay_gate_backward(ctx, model, grads, l, a, dinp, accumulate);
 }
 
 // dx: on entry the gradient of the block's output, on return that of its input.
 void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
-    const auto backward_of = [&](Slot slot, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t) {
-        linear_backward(ctx, model, grads, acts, slot, l, dinp, dout, inp, inp_t, accumulate);
-    };
-    if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
-        weight_backward(ctx, model, grads, FCPROJ_W, l, dx, a.act, accumulate);
-        {
-            const Range range(ctx.profiler, "fcproj");
-            matmul_backward_input_gelu(a.dact, dx, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
-        }
-        backward_of(FC_W, a.dnorm2, a.dact, a.norm2, {});
-    } else {
-        backward_of(FCPROJ_W, a.dact, dx, a.act, a.act_t);
-        if (acts.uses_fp8(l))
-            fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
-        else
-            backward_of(FC_W, a.dnorm2, mlp_backward(ctx, model, a), a.norm2, {});
-    }
+    mlp_half_backward(ctx, model, grads, l, a, acts, a.dnorm2, dx, false, accumulate);
     norm_backward(ctx, model, grads, NORM2_W, l, norm2(a), {dx, a.dnorm2, model.gradient(grads, PROJ_B, l)},
                   acts.scratch, accumulate);
-
-    if (acts.uses_fp8(l)) quantise_input(ctx, acts, PROJ_W, l, a.att, false, a.att_t, Pass::Again);
-    backward_of(PROJ_W, a.datt, dx, a.att, a.att_t);
-    layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
-    qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
-    backward_of(QKV_W, a.dnorm1, a.dqkv, a.norm1, a.norm1_t);
-    layer_decay_gate_backward(ctx, model, grads, l, a, accumulate);
+    attention_half_backward(ctx, model, grads, l, a, acts, in, a.dnorm1, dx, false, accumulate);
     if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient
     const Tensor dbias_before = l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{};
     norm_backward(ctx, model, grads, NORM1_W, l, norm1(a), {dx, a.dnorm1, dbias_before}, acts.scratch, accumulate);
+}
+
+// The same with norms after attention and the MLP: each half's gradient is added to dx.
+void block_backward_norm_after(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
+                               const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
+    norm_backward(ctx, model, grads, NORM2_W, l, norm_after_mlp(a, {}),
+                  {a.dfcproj, dx, model.gradient(grads, FCPROJ_B, l), false}, acts.scratch, accumulate);
+    mlp_half_backward(ctx, model, grads, l, a, acts, dx, a.dfcproj, true, accumulate);
+    norm_backward(ctx, model, grads, NORM1_W, l, norm_after_attention(a),
+                  {a.dproj, dx, model.gradient(grads, PROJ_B, l), false}, acts.scratch, accumulate);
+    attention_half_backward(ctx, model, grads, l, a, acts, in, dx, a.dproj, true, accumulate);
+    if (l) grads.open(model.layer_group(l - 1), ctx.stream);
 }
 
 }  // namespace
@@ -741,14 +813,15 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
     const Tensor dx = acts.dx.rows(0, in.n);
     const int64_t last = model.config.layers - 1;
     grads.open(model.layer_group(last), ctx.stream);
+    const bool norm_after = model.config.norm_after;  // then its own norm follows the last fcproj
+    const Tensor dbias_before = norm_after ? Tensor{} : model.gradient(grads, FCPROJ_B, last);
     norm_backward(ctx, model, grads, NORMF_W, -1, final_norm(acts, in.n),
-                  {dx, acts.dnormf.rows(0, in.n), model.gradient(grads, FCPROJ_B, last), false}, acts.scratch,
-                  accumulate);
+                  {dx, acts.dnormf.rows(0, in.n), dbias_before, false}, acts.scratch, accumulate);
     for (int64_t l = last; l >= 0; l--) {
         const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
         const GatheredGroup weights = model.use(ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
         recompute(ctx, model, l, a, acts, in);
-        block_backward(ctx, model, grads, l, a, acts, in, dx, accumulate);
+        (norm_after ? block_backward_norm_after : block_backward)(ctx, model, grads, l, a, acts, in, dx, accumulate);
         grads.close(model.layer_group(l), ctx.stream);
     }
     if (!model.config.tied) grads.open(0, ctx.stream);

@@ -392,10 +392,17 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         ->check(CLI::IsMember({"gpt2", "fan-in"}))
         ->group(group);
     yes_or_no("--zero-init", o.zero_init, "projections to the residual stream and an untied head start at 0");
-    app.add_option("--qk-norm", o.qk_norm,
-                   "RMSNorm of each head of q and k before RoPE: off, plain (without weights) or weights (one per "
-                   "channel of a head, for q and for k); default: that of the preset")
-        ->check(CLI::IsMember({"off", "plain", "weights"}))
+    app.add_option(
+           "--qk-norm", o.qk_norm,
+           "RMSNorm of q and k before RoPE: off; plain: of each head, without weights; weights: of each head, with "
+           "one weight per channel of a head, for q and for k; all-heads: of all heads of q, and of k, together, "
+           "with one weight per channel; default: that of the preset")
+        ->check(CLI::IsMember({"off", "plain", "weights", "all-heads"}))
+        ->group(group);
+    app.add_option("--norm-placement", o.norm_placement,
+                   "norms of a block: before: x + f(norm(x)), after: x + norm(f(x)) (with --norm rmsnorm); default: "
+                   "before, or that of the preset")
+        ->check(CLI::IsMember({"before", "after"}))
         ->group(group);
     app.add_option("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes")
         ->check(CLI::IsMember({"yes", "no"}))
@@ -561,8 +568,8 @@ bool ModelOptions::any_option() const {
     const auto named = [](const auto&... options) { return (!options.empty() || ...); };
     return given(layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size, rope_theta,
                  rope_fraction, attention_scale, logit_softcap) ||
-           named(norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, rope_partial,
-                 softcap_function, embedding_norm, head_bias, init, zero_init);
+           named(norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement,
+                 rope_partial, softcap_function, embedding_norm, head_bias, init, zero_init);
 }
 
 // The options that change no size.
@@ -576,7 +583,11 @@ void ModelOptions::change_architecture(ModelConfig& c) const {
     if (!bias.empty()) c.qkv_bias = c.proj_bias = c.mlp_bias = bias == "yes";
     if (!tied.empty()) c.tied = tied == "yes";
     if (!qk_norm.empty())
-        c.qk_norm = qk_norm == "off" ? QkNorm::Off : qk_norm == "plain" ? QkNorm::Plain : QkNorm::Weights;
+        c.qk_norm = qk_norm == "off"       ? QkNorm::Off
+                    : qk_norm == "plain"   ? QkNorm::Plain
+                    : qk_norm == "weights" ? QkNorm::Weights
+                                           : QkNorm::AllHeads;
+    if (!norm_placement.empty()) c.norm_after = norm_placement == "after";
     if (!embedding_norm.empty()) c.embedding_norm = embedding_norm == "yes";
     if (!head_bias.empty()) c.head_bias = head_bias == "yes";
     if (attention_scale) c.softmax_scale = *attention_scale;

@@ -39,7 +39,7 @@ struct ModelOptions {
     bool auto_dtype = false;  // dtype was chosen by --dtype auto
     bool for_gpu = false;     // plan --gpu: a dtype that this backend does not support
     std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, rope_partial,
+    std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement, rope_partial,
         softcap_function, embedding_norm, head_bias, init, zero_init;
     std::optional<double> rope_theta, rope_fraction, attention_scale, logit_softcap;
 

@@ -277,6 +277,21 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.positions = Positions::RoPE, c.set_attention("GS"), c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
      }},
+    {"olmo2",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false, c.qk_norm = QkNorm::AllHeads, c.norm_after = true;
+     }},
+    {"norm_after_with_biases_gated_linear",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.set_attention("GS"), c.norm_after = true, c.qk_norm = QkNorm::AllHeads;
+     }},
+    {"norm_after_one_layer_embedding_norm",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.layers = 1, c.set_attention("S"), c.norm_after = c.embedding_norm = true;
+     }},
+    {"qk_norm_of_all_heads_layernorm",
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.kv_heads = 1, c.qk_norm = QkNorm::AllHeads; }},
     // Biases of q, k and v alone (Qwen2); a layer without RoPE (SmolLM3).
     {"qwen2",
      [](ModelConfig& c) {
@@ -342,6 +357,11 @@ const ModelVariant MODEL_VARIANTS[] = {
      [](ModelConfig& c) {
          c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
          c.qk_norm = QkNorm::Weights;
+     }},
+    {"olmo2_heads_of_16",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.qk_norm = QkNorm::AllHeads, c.norm_after = true;
      }},
     {"modern_heads_of_16",
      [](ModelConfig& c) {

@@ -1117,6 +1117,60 @@ inline QkNormBackward qk_norm_backward(const QkNorm& z, const double* dout, cons
     return r;
 }
 
+struct RowParts {
+    std::vector<double> q, k;
+};
+// q and k of rows [N, H·HS].
+inline RowParts split_rows(const QkNorm& z, const double* rows) {
+    RowParts parts;
+    const int64_t Q = z.NH * z.HS, K = z.NKV * z.HS;
+    for (int64_t n = 0; n < z.N; n++, rows += Q + K) {
+        parts.q.insert(parts.q.end(), rows, rows + Q);
+        parts.k.insert(parts.k.end(), rows + Q, rows + Q + K);
+    }
+    return parts;
+}
+inline void set_rows(const QkNorm& z, Values& rows, const Values& q, const Values& k) {
+    const int64_t Q = z.NH * z.HS, K = z.NKV * z.HS;
+    for (int64_t n = 0; n < z.N; n++)
+        for (int64_t c = 0; c < Q + K; c++) {
+            const Values& from = c < Q ? q : k;
+            const size_t i = size_t(c < Q ? n * Q + c : n * K + c - Q);
+            rows.set(n * (Q + K) + c, {from.value[i], from.mag[i]});
+        }
+}
+
+// QK-norm of all heads together. weight_q [NH·HS], weight_k [NKV·HS]; out [N, H·HS], rstd [2, N].
+inline QkNormForward qk_norm_all_heads_forward(const QkNorm& z, const double* inp, const double* weight_q,
+                                               const double* weight_k, const int32_t* positions, const double* table,
+                                               double eps) {
+    const RowParts x = split_rows(z, inp);
+    const Norm q = rmsnorm_forward(x.q.data(), nullptr, weight_q, eps, z.N, z.NH * z.HS),
+               k = rmsnorm_forward(x.k.data(), nullptr, weight_k, eps, z.N, z.NKV * z.HS);
+    QkNormForward r{Values(z.N * z.heads() * z.HS), Values(2 * z.N)};
+    set_rows(z, r.out, q.out, k.out);
+    for (int64_t n = 0; n < z.N; n++) {
+        r.rstd.set(n, {q.rstd.value[size_t(n)], q.rstd.mag[size_t(n)]});
+        r.rstd.set(z.N + n, {k.rstd.value[size_t(n)], k.rstd.mag[size_t(n)]});
+    }
+    if (z.R) r.out = rope(r.out.value.data(), positions, table, z.N, z.heads(), z.HS, z.R, false, r.out.mag.data());
+    return r;
+}
+
+// g: dout rotated back.
+inline QkNormBackward qk_norm_all_heads_backward(const QkNorm& z, const double* g, const double* inp,
+                                                 const double* rstd, const double* weight_q, const double* weight_k,
+                                                 const double* accumulate_q, const double* accumulate_k) {
+    const RowParts x = split_rows(z, inp), d = split_rows(z, g);
+    const NormGradients q = norm_backward(d.q.data(), nullptr, x.q.data(), weight_q, nullptr, rstd, accumulate_q,
+                                          nullptr, z.N, z.NH * z.HS),
+                        k = norm_backward(d.k.data(), nullptr, x.k.data(), weight_k, nullptr, rstd + z.N, accumulate_k,
+                                          nullptr, z.N, z.NKV * z.HS);
+    QkNormBackward r{Values(z.N * z.heads() * z.HS), q.dweight, k.dweight};
+    set_rows(z, r.dinp, q.dinp, k.dinp);
+    return r;
+}
+
 // The logits under a repetition penalty.
 inline std::vector<double> penalised(const double* logits, int64_t V, const std::vector<bool>& seen, double penalty) {
     std::vector<double> out(logits, logits + V);

@@ -3,6 +3,7 @@
 //
 //   x = wte[tokens] (+ wpe[positions]), normed after that if the model says so
 //   per layer:  x += proj(attention(rope(qk_norm(qkv(norm1(x))))));   x += fcproj(mlp(fc(norm2(x))))
+//   norms after:  x += norm1(proj(attention(rope(qk_norm(qkv(x))))));   x += norm2(fcproj(mlp(fc(x))))
 //   logits = softcap(normf(x)·headᵀ (+ bias)),   loss = mean of −ln softmax(logits)[target] over the targets that are
 //   not ignored
 //
@@ -62,12 +63,14 @@ inline std::vector<double> norm(const ModelConfig& c, const Weights& weights, co
         .out.value;
 }
 
-// QK-norm: RMSNorm over each head, with weights if there are any of that name.
-inline std::vector<double> head_norm(const ModelConfig& c, const Weights& weights, const std::string& name,
-                                     const std::vector<double>& heads, int64_t N) {
-    const std::vector<double> ones(size_t(c.head_size), 1);
+// QK-norm of q or of k: RMSNorm over each head, or over all of them, with weights if there are any of that name.
+inline std::vector<double> qk_norm(const ModelConfig& c, const Weights& weights, const std::string& name,
+                                   const std::vector<double>& x, int64_t N, int64_t heads) {
+    const bool together = c.qk_norm == ::QkNorm::AllHeads;
+    const int64_t rows = together ? N : N * heads, channels = together ? heads * c.head_size : c.head_size;
+    const std::vector<double> ones(size_t(channels), 1);
     const double* weight = find(weights, name + ".weight");
-    return rmsnorm_forward(heads.data(), nullptr, weight ? weight : ones.data(), c.norm_eps, N, c.head_size).out.value;
+    return rmsnorm_forward(x.data(), nullptr, weight ? weight : ones.data(), c.norm_eps, rows, channels).out.value;
 }
 
 inline std::vector<double> linear(const Weights& weights, const std::string& name, const std::vector<double>& x,
@@ -136,15 +139,22 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
                                 .value;
     if (c.embedding_norm) x = norm(c, weights, "embednorm", x, N);
     const double scale = c.softmax_scale > 0 ? c.softmax_scale : 1 / std::sqrt(double(HS));
+    // The norm of a half of a block: of its input, or of its output.
+    const auto before = [&](const std::string& name, const std::vector<double>& y) {
+        return c.norm_after ? y : norm(c, weights, name, y, N);
+    };
+    const auto after = [&](const std::string& name, const std::vector<double>& y) {
+        return c.norm_after ? norm(c, weights, name, y, N) : y;
+    };
     for (int64_t l = 0; l < c.layers; l++) {
         const std::string layer = str("layers.", l, ".");
-        const std::vector<double> inp = norm(c, weights, layer + "norm1", x, N);
+        const std::vector<double> inp = before(layer + "norm1", x);
         const std::vector<double> qkv = linear(weights, layer + "qkv", inp, N, C, width);
         std::vector<double> q = columns(qkv, N, width, 0, Q), k = columns(qkv, N, width, Q, Q + K);
         const std::vector<double> v = columns(qkv, N, width, Q + K, width);
         if (c.qk_norm != ::QkNorm::Off) {
-            q = head_norm(c, weights, layer + "qnorm", q, N * c.heads);
-            k = head_norm(c, weights, layer + "knorm", k, N * c.kv_heads);
+            q = qk_norm(c, weights, layer + "qnorm", q, N, c.heads);
+            k = qk_norm(c, weights, layer + "knorm", k, N, c.kv_heads);
         }
         if (c.uses_rope(l)) {
             q = rope(q.data(), positions.data(), table.data(), N, c.heads, HS, R, false).value;
@@ -155,10 +165,9 @@ inline ModelOutput model_forward(const ModelConfig& c, const Weights& weights, c
                                                                 c.heads, c.kv_heads, HS, scale, {true, c.window(l)})
                                                   .out.value
                                             : linear_attention(c, weights, layer, inp, q, k, v, cum_seqlens);
-        add(x, linear(weights, layer + "proj", att, N, Q, C));
-        const std::vector<double> fc =
-            linear(weights, layer + "fc", norm(c, weights, layer + "norm2", x, N), N, C, c.fc_channels());
-        add(x, linear(weights, layer + "fcproj", activation(c, fc, N), N, c.ffn, C));
+        add(x, after(layer + "norm1", linear(weights, layer + "proj", att, N, Q, C)));
+        const std::vector<double> fc = linear(weights, layer + "fc", before(layer + "norm2", x), N, C, c.fc_channels());
+        add(x, after(layer + "norm2", linear(weights, layer + "fcproj", activation(c, fc, N), N, c.ffn, C)));
     }
     ModelOutput out;
     out.logits =

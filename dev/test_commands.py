@@ -782,6 +782,7 @@ class CommandsTest(unittest.TestCase):
         for args, message in (({"--channels": 40}, "--matmul-dtype fp8: --channels is 40, which is not a multiple of 16"),
                               ({"--ffn": 100}, "--matmul-dtype fp8: --ffn is 100, which is not a multiple of 16"),
                               ({"--batch-size": 1, "--seq-len": 24}, "--batch-size x --seq-len is 24, which is not a"),
+                              ({"--norm": "rmsnorm", "--norm-placement": "after"}, "--matmul-dtype fp8 takes norms before attention and the MLP"),
                               ({"--fp8-skip-first": 1, "--fp8-skip-last": 1}, "leave none of the 2 layers in fp8")):
             options = [*(x for option in {**model, **args}.items() for x in option), *self.FP8, *dtype]
             for command in (self.train_args("fp8_refused", *options), ["plan", *options]):
@@ -827,6 +828,24 @@ class CommandsTest(unittest.TestCase):
             (["--rope-partial frequencies", "another way"], ["llama-1B", "--rope-partial", "frequencies"]),
         ):
             self.refused(1, words, "plan", "--model", *args)
+
+    def test_norms_after(self):
+        # A small OLMo2, trained with Muon and a document mask, resumed, evaluated, sampled; what it is saved as.
+        small = ["--layers", 2, "--channels", 32, "--heads", 4, "--ffn", 64]
+        for name, model, model_type in (("olmo2", ["olmo2-1B"], "olmo2"),
+                                        ("own", ["llama-tiny", "--norm-placement", "after", "--qk-norm", "weights"], "train_gpt")):
+            whole = self.train(name, "--model", *model, *small, "--optimizer", "muon", "--document-mask", "--steps", 6, "--save-every", 3,
+                               "--eval-every", 6, "--recompute", "block")
+            end = os.path.join(whole, "step_00000006")
+            self.repeats_after_resume(whole, end)
+            trained = losses(whole)
+            self.assertLess(trained[6], trained[1])
+            with open(os.path.join(end, "config.json")) as file:
+                self.assertEqual(json.load(file)["model_type"], model_type)
+            for args in (["eval", "--data", self.data], ["sample", "--max-tokens", 8, "--top-k", 1]):
+                done = run(args[0], "--model", whole, *args[1:])
+                self.assertEqual(done.returncode, 0, done.stderr)
+        self.refused(1, ["RMSNorm", "--norm rmsnorm"], "plan", "--model", "gpt2-tiny", "--norm-placement", "after")
 
     def test_sliding_windows(self):
         # Trained on packed documents, resumed, evaluated, sampled beyond the window; refused windows.

@@ -248,7 +248,7 @@ class ConvertTest(unittest.TestCase):
                    "partial_rotary_factor", "tie_word_embeddings", "rms_norm_eps", "hidden_act", "vocab_size"]
 
     def test_families(self):
-        for family in ("qwen2", "qwen3", "smollm3", "mistral", "phi3"):
+        for family in ("qwen2", "qwen3", "smollm3", "mistral", "phi3", "olmo2"):
             with self.subTest(family=family):
                 fixture = os.path.join(MODELS, family)
                 with open(os.path.join(fixture, "config_transformers4.json"), encoding="utf-8") as file:

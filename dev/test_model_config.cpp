@@ -33,6 +33,7 @@ void expect_same(const ModelConfig& a, const ModelConfig& b) {
     EXPECT_EQ(a.max_positions, b.max_positions);
     EXPECT_EQ(a.norm, b.norm);
     EXPECT_EQ(a.norm_eps, b.norm_eps);
+    EXPECT_EQ(a.norm_after, b.norm_after);
     EXPECT_EQ(a.positions, b.positions);
     EXPECT_EQ(a.mlp, b.mlp);
     EXPECT_EQ(a.qkv_bias, b.qkv_bias);
@@ -71,6 +72,7 @@ int64_t count_weights(const ModelConfig& c) {
     if (c.qkv_bias) layer += c.qkv_channels();
     if (c.proj_bias) layer += c.channels;
     if (c.qk_norm == QkNorm::Weights) layer += 2 * c.head_size;
+    if (c.qk_norm == QkNorm::AllHeads) layer += (c.heads + c.kv_heads) * c.head_size;
     if (c.mlp_bias) layer += c.fc_channels() + c.channels;
     layer += 2 * norm * c.channels;
     const int64_t positions = c.positions == Positions::Learned ? c.max_positions * c.channels : 0;
@@ -84,12 +86,15 @@ TEST(ModelConfig, PresetsHaveThePublishedSizes) {
         {"llama-8B", 8030261248},     {"llama2-7B", 6738415616},  {"qwen2.5-0.5B", 494032768},
         {"qwen2.5-1.5B", 1543714304}, {"qwen2.5-3B", 3085938688}, {"qwen2.5-7B", 7615616512},
         {"qwen3-0.6B", 596049920},    {"qwen3-1.7B", 1720574976}, {"qwen3-4B", 4022468096},
-        {"qwen3-8B", 8190735360},     {"smollm3-3B", 3075098624}, {"mistral-7B", 7241732096}};
+        {"qwen3-8B", 8190735360},     {"smollm3-3B", 3075098624}, {"mistral-7B", 7241732096},
+        {"olmo2-1B", 1484916736},     {"olmo2-7B", 7298617344},   {"olmo2-13B", 13716198400},
+        {"olmo2-32B", 32234279936}};
     for (const auto& [name, weights] : published) EXPECT_EQ(count_weights(preset_config(name)), weights) << name;
     const std::map<std::string, const char*> families = {
-        {"gpt2", "gpt2"},     {"llama", "llama"}, {"llama2", "llama"},    {"modern", "train_gpt"},
-        {"qwen2.5", "qwen2"}, {"qwen3", "qwen3"}, {"smollm3", "smollm3"}, {"mistral", "mistral"}};
-    EXPECT_EQ(preset_names().size(), 26u);
+        {"gpt2", "gpt2"},        {"llama", "llama"},     {"llama2", "llama"},
+        {"modern", "train_gpt"}, {"qwen2.5", "qwen2"},   {"qwen3", "qwen3"},
+        {"smollm3", "smollm3"},  {"mistral", "mistral"}, {"olmo2", "olmo2"}};
+    EXPECT_EQ(preset_names().size(), 30u);
     for (const std::string& name : preset_names()) {
         const ModelConfig c = preset_config(name);
         EXPECT_NO_THROW(validate(c, name));
@@ -446,6 +451,12 @@ TEST(ModelConfig, DefaultsOfTheFamilies) {
     EXPECT_EQ(phi3.rope_scaling.fraction, 1);
     EXPECT_EQ(phi3.eos, 32000);
     EXPECT_FALSE(phi3.has_windows());
+    const ModelConfig olmo2 = defaults("olmo2");
+    EXPECT_TRUE(olmo2.norm_after && olmo2.qk_norm == QkNorm::AllHeads && !olmo2.qkv_bias && !olmo2.tied);
+    EXPECT_EQ(olmo2.norm_eps, 1e-5);
+    EXPECT_EQ(olmo2.max_positions, 2048);
+    EXPECT_EQ(olmo2.kv_heads, 32);
+    EXPECT_EQ(olmo2.eos, 50279);
 }
 
 std::vector<int64_t> windows_of(const ModelConfig& c) {
@@ -552,13 +563,13 @@ TEST(ModelConfig, PartialRopeOfPhi3) {
                "rope_parameters": {"rope_theta": 10000})",
             {PATH, "contradict"});
     // transformers' defaults lie beyond a small vocabulary.
-    for (const char* type : {"phi3", "smollm3"}) {
+    for (const char* type : {"phi3", "smollm3", "olmo2"}) {
         const ModelConfig c = read(str("{\"model_type\": \"", type, "\", \"vocab_size\": 300}"));
         EXPECT_TRUE(config_to_json(c, json::object()).at("pad_token_id").is_null());
         EXPECT_EQ(config_to_json(c, {{"pad_token_id", 7}})["pad_token_id"], 7);
     }
     // Other families have no such key.
-    for (const char* type : {"llama", "qwen2", "qwen3", "smollm3", "mistral"}) {
+    for (const char* type : {"llama", "qwen2", "qwen3", "smollm3", "mistral", "olmo2"}) {
         expect_error([&] { read(str("{\"model_type\": \"", type, "\", \"partial_rotary_factor\": 0.5}")); },
                      {PATH, "partial_rotary_factor", "supported: 1"});
     }
@@ -592,7 +603,7 @@ TEST(ModelConfig, WhatTheFamiliesCannotExpress) {
     ModelConfig llama = preset_config("llama-tiny");
     llama.qk_norm = QkNorm::Weights;
     EXPECT_STREQ(family_of(llama).name, "train_gpt");
-    for (const char* type : {"qwen2", "qwen3", "smollm3", "mistral", "phi3"}) {
+    for (const char* type : {"qwen2", "qwen3", "smollm3", "mistral", "phi3", "olmo2"}) {
         const std::string start = str("{\"model_type\": \"", type, "\", ");
         expect_error([&] { read(start + R"("hidden_act": "gelu"})"); }, {PATH, "hidden_act", "gelu", "silu"});
         expect_error([&] { read(start + R"("rope_scaling": {"rope_type": "yarn", "factor": 4}})"); },
@@ -603,10 +614,50 @@ TEST(ModelConfig, WhatTheFamiliesCannotExpress) {
                      {PATH, "model_type", type, "qwen2, qwen3"});
 }
 
+TEST(ModelConfig, NormsOfOlmo2) {
+    EXPECT_TRUE(read_family("olmo2", R"("attention_bias": true)").proj_bias);
+    EXPECT_EQ(read_family("olmo2", R"("head_dim": 20)").head_size, 20);
+    const json saved = config_to_json(read_family("olmo2", R"("num_key_value_heads": 8)"), json::object());
+    EXPECT_EQ(saved["architectures"], json::array({"Olmo2ForCausalLM"}));
+    for (const char* key : {"head_dim", "norm_placement", "qk_norm"}) EXPECT_FALSE(saved.contains(key)) << key;
+    const auto our_own = [](void (*change)(ModelConfig&)) {
+        ModelConfig c = preset_config("olmo2-1B");
+        change(c);
+        EXPECT_STREQ(family_of(c).name, "train_gpt");
+        const json own = config_to_json(c, json::object());
+        EXPECT_EQ(own.contains("norm_placement"), c.norm_after);
+        expect_same(config_from_json(own, PATH), c);
+    };
+    our_own([](ModelConfig& c) { c.norm_after = false; });
+    our_own([](ModelConfig& c) { c.qk_norm = QkNorm::Weights; });
+    our_own([](ModelConfig& c) { c.qk_norm = QkNorm::Off; });
+    our_own([](ModelConfig& c) { c.mlp_bias = true; });
+    our_own([](ModelConfig& c) { c.proj_bias = true; });
+    our_own([](ModelConfig& c) { c.layer[3].window = 64; });
+    our_own([](ModelConfig& c) { c.layer[3].rope = false; });
+    our_own([](ModelConfig& c) { c.mlp = Mlp::GELU; });
+    // No other family has them.
+    for (const char* name : {"gpt2-124M", "llama-tiny", "qwen2.5-0.5B", "qwen3-0.6B", "smollm3-3B", "mistral-7B"}) {
+        ModelConfig c = preset_config(name);
+        c.qk_norm = QkNorm::AllHeads;
+        EXPECT_STREQ(family_of(c).name, "train_gpt") << name;
+        c = preset_config(name);
+        c.norm_after = true;
+        EXPECT_STREQ(family_of(c).name, "train_gpt") << name;
+    }
+    ModelConfig c = preset_config("olmo2-1B");
+    c.norm = Norm::LayerNorm;
+    expect_error([&] { validate(c, "m"); }, {"m", "RMSNorm", "--norm rmsnorm"});
+    json own = config_to_json(c, json::object());
+    own["norm_placement"] = "between";
+    expect_error([&] { config_from_json(own, PATH); }, {PATH, "norm_placement", "between", "before, after"});
+}
+
 TEST(ModelConfig, QkNorm) {
     const ModelConfig llama = preset_config("llama-tiny");
     EXPECT_FALSE(config_to_json(llama, json::object()).contains("qk_norm"));
-    for (const auto& [value, name] : {std::pair{QkNorm::Plain, "plain"}, {QkNorm::Weights, "weights"}}) {
+    for (const auto& [value, name] :
+         {std::pair{QkNorm::Plain, "plain"}, {QkNorm::Weights, "weights"}, {QkNorm::AllHeads, "all-heads"}}) {
         ModelConfig c = llama;
         c.qk_norm = value;
         const json saved = config_to_json(c, json::object());
@@ -620,7 +671,10 @@ TEST(ModelConfig, QkNorm) {
         changed.erase("qk_norm");
         EXPECT_EQ(config_from_json(changed, PATH).qk_norm, QkNorm::Off);
         c.head_size = 514;
-        expect_error([&] { validate(c, "m"); }, {"QK-norm takes heads of up to 512, not 514"});
+        if (value == QkNorm::AllHeads)
+            EXPECT_NO_THROW(validate(c, "m"));
+        else
+            expect_error([&] { validate(c, "m"); }, {"QK-norm takes heads of up to 512, not 514"});
     }
 }
 

@@ -148,12 +148,14 @@ class ParallelTest(unittest.TestCase):
     def test_every_stage_matches_one_rank(self):
         # Tied and untied heads; each group reduced separately, and all at once; the decay gates and head norms of linear
         # attention, with a document mask; the parameters of architecture options, with the head's bias in its own group or in
-        # that of the embedding.
+        # that of the embedding; norms after attention and the MLP.
         options = ["--head-bias", "yes", "--embedding-norm", "yes", "--qk-norm", "weights", "--logit-softcap", 15]
         for model, bucket, counts, *kinds in (("gpt2-tiny", 0, COUNTS),
                                               ("llama-tiny", 32, COUNTS[:1], "--attention", "LGS", "--document-mask"),
                                               ("gpt2-tiny", 32, COUNTS[:1], *options),
-                                              ("gpt2-tiny", 0, COUNTS[:1], "--tied", "no", *options)):
+                                              ("gpt2-tiny", 0, COUNTS[:1], "--tied", "no", *options),
+                                              ("llama-tiny", 0, COUNTS[:1], "--norm-placement", "after", "--qk-norm", "all-heads",
+                                               "--bias", "yes")):
             extra = ["--reduce-bucket-mib", bucket, "--kv-heads", 2, *kinds]
             alone, *runs = self.train_all((1, *extra), *((ranks, *extra, "--zero-stage", stage) for ranks in counts for stage in STAGES),
                                           model=model)

@@ -67,8 +67,8 @@ TEST(Fixtures, AllExist) {
     EXPECT_EQ(fixture_names(),
               (std::vector<std::string>{"gpt2-fp16", "gpt2-inner-eps", "gpt2-plain", "gpt2-untied", "llama-bf16",
                                         "llama-bias-tied", "llama-gqa", "llama-mqa-head-dim", "llama-rope-dynamic",
-                                        "llama-rope-linear", "llama-rope-llama3", "llama-sharded", "mistral", "phi3",
-                                        "qwen2", "qwen3", "smollm3"}));
+                                        "llama-rope-linear", "llama-rope-llama3", "llama-sharded", "mistral", "olmo2",
+                                        "phi3", "qwen2", "qwen3", "smollm3"}));
 }
 
 // Each option below changes the logits by far more than any tolerance, so an ignored option makes a test fail.

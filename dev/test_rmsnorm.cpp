@@ -161,6 +161,30 @@ TEST_P(RMSNorm, InPlace) {
     }
 }
 
+// The residual is added behind the norm; out may be the residual's memory.
+TEST_P(RMSNorm, AddMatchesOracle) {
+    const DType T = activation();
+    for (const auto& s : SIZES)
+        for (const bool in_place : {false, true}) {
+            const int64_t N = s[0], C = s[1], ld = C + gap_of(N);
+            SCOPED_TRACE(str("N ", N, " C ", C, " in place ", in_place));
+            const TestArray inp = TestArray::random(T, {N, ld}, 1, 1.5, 0.5),
+                            residual = TestArray::random(T, {N, ld}, 2), separate = TestArray::poisoned(T, {N, ld}),
+                            weight = TestArray::random({C}, 3, 0.2, 1), rstd = TestArray::poisoned({N});
+            const auto view = [&](const TestArray& t) { return t.tensor().columns(0, C); };
+            const TestArray& out = in_place ? residual : separate;
+            const std::vector<double> x = take_columns(inp.values(), ld, C), r = take_columns(residual.values(), ld, C);
+            reference::Norm ref = reference::rmsnorm_forward(x.data(), nullptr, weight.data(), EPS, N, C);
+            for (size_t i = 0; i < r.size(); i++) ref.out.value[i] += r[i], ref.out.mag[i] += std::fabs(r[i]);
+            rmsnorm_add_forward(view(out), in_place ? Tensor{} : rstd.tensor(), view(inp), view(residual), weight, EPS,
+                                Stream{});
+            expect_close("out", take_columns(out.fetch(), ld, C), ref.out.value, ref.out.mag, C, C, T);
+            if (in_place) continue;
+            expect_gaps_untouched("out", out.fetch(), ld, C);
+            expect_close("rstd", rstd.fetch(), ref.rstd.value, ref.rstd.mag, C, 1);
+        }
+}
+
 INSTANTIATE_DTYPES(RMSNorm);
 
 TEST(RMSNormArguments, ZeroRowsNeedNoScratch) {
@@ -178,6 +202,8 @@ TEST(RMSNormArguments, InvalidArgumentsAreErrors) {
                  "rmsnorm_forward: weight is fp32 [64], expected fp32 [128]");
     expect_error([&] { rmsnorm_forward(out, none, none, a, b, weight, EPS, Stream{}); },
                  "rmsnorm_forward: residual is fp32 [4, 64], expected fp32 [4, 128]");
+    expect_error([&] { rmsnorm_add_forward(out, none, a, none, weight, EPS, Stream{}); },
+                 "rmsnorm_add_forward: residual is missing");
     expect_error([&] { rmsnorm_backward(out, shorter, none, a, none, a, weight, rows, scratch, false, Stream{}); },
                  "rmsnorm_backward: dweight is fp32 [64], expected fp32 [128]");
     expect_error([&] { rmsnorm_backward(out, weight, none, a, none, a, weight, rows, none, false, Stream{}); },

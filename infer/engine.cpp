@@ -13,7 +13,7 @@
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
-#include "kernels/qk_norm.h"
+#include "kernels/qk_norm_all_heads.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
@@ -32,7 +32,10 @@ void set_bit(std::vector<int32_t>& bits, int32_t token) {
 
 // The first model option that the fused decode step does not support; null: it supports all of them.
 const char* unfused_model_option(const ModelConfig& c) {
-    return c.has_linear_attention() ? "--attention linear" : nullptr;
+    return c.has_linear_attention()        ? "--attention linear"
+           : c.norm_after                  ? "--norm-placement after"
+           : c.qk_norm == QkNorm::AllHeads ? "--qk-norm all-heads"
+                                           : nullptr;
 }
 
 EngineOptions effective(EngineOptions o, const ModelConfig& config) {
@@ -136,11 +139,12 @@ void Engine::plan_memory() {
     if (c.layers_of(AttentionType::Linear))
         add(&past_z, "past_z", DType::F32, {B, c.kv_heads, c.head_size}, ATTENTION, ATTENTION);
     if (c.layers_of(AttentionType::GatedLinear)) {
-        add(&normed, "normed", T, {N, c.channels}, QKV, QKV);
+        if (!c.norm_after) add(&normed, "normed", T, {N, c.channels}, QKV, QKV);
         add(&gate, "gate", DType::F32, {N, c.kv_heads}, QKV, ATTENTION);
         add(&linear_att, "linear_att", T, {N, attention}, ATTENTION, ATTENTION);
     }
     add(&act, "act", T, {N, c.ffn}, FC, FCPROJ);
+    if (c.norm_after) add(&unnormed, "unnormed", T, {N, c.channels}, PROJ, FCPROJ);
     const int64_t scratch_bytes =
         std::max({linear_scratch(N, c.channels, c.qkv_channels(), T), linear_scratch(N, attention, c.channels, T),
                   linear_scratch(N, c.channels, c.fc_channels(), T), linear_scratch(N, c.ffn, c.channels, T),
@@ -251,9 +255,13 @@ void Engine::prepare_graphs() {
 void Engine::prepare_qk(int64_t l, Tensor packed, const Tensor& angles) {
     const Tensor qk = split_qk(config, packed), layer_table = config.uses_rope(l) ? table : Tensor{};
     const BlockWeights& w = weights.blocks[size_t(l)];
-    if (config.qk_norm != QkNorm::Off) {
-        qk_norm_forward(qk, {}, qk, {w.qnorm, w.knorm}, angles, layer_table, config.heads,
-                        static_cast<float>(config.norm_eps), stream);
+    const float eps = static_cast<float>(config.norm_eps);
+    if (config.qk_norm == QkNorm::AllHeads) {
+        const Tensor both = qk_rows(config, packed);
+        qk_norm_all_heads_forward(both, {}, both, {w.qnorm, w.knorm}, angles, layer_table,
+                                  config.heads + config.kv_heads, eps, stream);
+    } else if (config.qk_norm != QkNorm::Off) {
+        qk_norm_forward(qk, {}, qk, {w.qnorm, w.knorm}, angles, layer_table, config.heads, eps, stream);
     } else if (layer_table && config.attention_type(l) != AttentionType::Softmax) {
         rope(qk, angles, layer_table, false, stream);
     }
@@ -282,21 +290,29 @@ void Engine::run_blocks(Tensor hidden, const Tensor& angles, bool batch_invarian
         const InputNorm before{n.weight, n.bias, static_cast<float>(config.norm_eps), config.norm == Norm::LayerNorm};
         linear(out.rows(0, N), inp.rows(0, N), before, w.weight, w.bias, f, residual, scratch, batch_invariant, stream);
     };
+    const bool norm_after = config.norm_after;
+    // Adds a half of the block to hidden: the linear layer's output, or its norm.
+    const auto add_half = [&](Tensor inp, const LinearWeights& w, const NormWeights& n) {
+        if (!norm_after) return layer(hidden, inp, {}, w, Activation::None, hidden);
+        layer(unnormed, inp, {}, w, Activation::None, {});
+        rmsnorm_add_forward(hidden, {}, unnormed.rows(0, N), hidden, n.weight, static_cast<float>(config.norm_eps),
+                            stream);
+    };
     for (int64_t l = 0; l < config.layers; l++) {
         const BlockWeights& w = weights.blocks[size_t(l)];
-        if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate also reads the norm's output
-            const Tensor out = normed.rows(0, N);
-            norm(out, hidden, w.norm1);
+        if (config.attention_type(l) == AttentionType::GatedLinear) {  // the decay gate reads the same as qkv
+            const Tensor out = norm_after ? hidden : normed.rows(0, N);
+            if (!norm_after) norm(out, hidden, w.norm1);
             decay_gate_forward(gate.rows(0, N), out, w.gate.weight, w.gate.bias, stream);
-            layer(qkv, normed, {}, w.qkv, Activation::None, {});
+            layer(qkv, out, {}, w.qkv, Activation::None, {});
         } else {
-            layer(qkv, hidden, w.norm1, w.qkv, Activation::None, {});
+            layer(qkv, hidden, norm_after ? NormWeights{} : w.norm1, w.qkv, Activation::None, {});
         }
         prepare_qk(l, qkv.rows(0, N), angles);
         attend(l);
-        layer(hidden, att, {}, w.proj, Activation::None, hidden);
-        layer(act, hidden, w.norm2, w.fc, activation(config.mlp), {});
-        layer(hidden, act, {}, w.fcproj, Activation::None, hidden);
+        add_half(att, w.proj, w.norm1);
+        layer(act, hidden, norm_after ? NormWeights{} : w.norm2, w.fc, activation(config.mlp), {});
+        add_half(act, w.fcproj, w.norm2);
     }
 }
 

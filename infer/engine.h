@@ -195,6 +195,7 @@ class Engine {
     Tensor cum_q, cum_k;                   // [2·slots + 1] int32
     Tensor x, qkv, att, act;               // [N, C], [N, (NH + 2·NKV)·HS], [N, NH·HS], [N, ffn]
     Tensor normed, gate, linear_att;       // gated_linear: [N, C], [N, NKV] fp32, att before the head norm
+    Tensor unnormed;                       // norms after attention and the MLP: [N, C], what they read
     Tensor cum_tokens;                     // [slots + 1] int32: sequences without gaps
     Tensor linear_slots;                   // [slots] int32
     std::vector<RingTensors> rings;        // by window

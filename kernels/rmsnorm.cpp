@@ -34,6 +34,22 @@ MULTIARCH float forward_row(float* out, float* sum, const float* inp, const floa
     return rstd;
 }
 
+// out = residual + the normalised row.
+MULTIARCH float add_row(float* out, const float* inp, const float* residual, const float* weight, int64_t C,
+                        float eps) {
+    vec16 squares = {};
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 v = vec_load_lanes(inp + c, lanes);
+        squares += v * v;
+    });
+    const float rstd = 1 / std::sqrt(vec_sum(squares) / float(C) + eps);
+    for_each_vector(C, [&](int64_t c, int64_t lanes) INLINE_LAMBDA {
+        const vec16 y = vec_load_lanes(inp + c, lanes) * rstd * vec_load_lanes(weight + c, lanes);
+        vec_store_lanes(out + c, vec_load_lanes(residual + c, lanes) + y, lanes);
+    });
+    return rstd;
+}
+
 // dweight and dsum (null: not wanted) are this partition's partial sums.
 MULTIARCH void backward_row(float* dinp, float* dweight, float* dsum, const float* dout, const float* dresidual,
                             const float* inp, const float* weight, float rstd, int64_t C) {
@@ -72,6 +88,25 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 #pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
     for (int64_t n = 0; n < N; n++) {
         const float row_rstd = forward_row(o[n], s[n], x[n], r[n], w, C, eps);
+        if (rs) rs[n] = row_rstd;
+    }
+}
+
+void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps, Stream) {
+    const char* op = "rmsnorm_add_forward";
+    check_matrix(op, "inp", inp);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "out", out, N, C);
+    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
+    check_matrix(op, "residual", residual, N, C);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    const Rows<float> o(out);
+    const Rows<const float> x(inp), r(residual);
+    float* rs = rstd.as<float>();
+    const float* w = weight.as<float>();
+#pragma omp parallel for schedule(static) if (N * C > PARALLEL_MIN)
+    for (int64_t n = 0; n < N; n++) {
+        const float row_rstd = add_row(o[n], x[n], r[n], w, C, eps);
         if (rs) rs[n] = row_rstd;
     }
 }

@@ -27,6 +27,29 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
     });
 }
 
+void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
+                         Stream stream) {
+    const char* op = "rmsnorm_add_forward";
+    const DType dtype = check_activation_dtype(op, "inp", inp);
+    check_matrix(op, "inp", inp, dtype);
+    const int64_t N = inp.shape[0], C = inp.shape[1];
+    check_matrix(op, "out", out, N, C, Given::Required, dtype);
+    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
+    check_matrix(op, "residual", residual, N, C, Given::Required, dtype);
+    check_tensor(op, "weight", weight, DType::F32, {C});
+    dispatch_dtype(op, dtype, [&](auto zero) {
+        using T = decltype(zero);
+        norm_detail::ForwardArguments<T> a{};
+        a.out = out.as<T>(), a.out_stride = row_stride(out);
+        a.rstd = rstd.as<float>();
+        a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
+        a.residual = residual.as<T>(), a.residual_stride = row_stride(residual);
+        a.weight = weight.as<float>();
+        a.N = N, a.C = C, a.eps = eps;
+        launch_norm_forward<false, true>(op, a, rows_aligned({out, inp, residual, weight}), stream);
+    });
+}
+
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
     const char* op = "rmsnorm_backward";

@@ -7,6 +7,9 @@
 //   dinp = dresidual + rstd·(d − x̂·Σ(d·x̂)/C)      (dresidual = 0 when null)
 //   dweight (+)= Σ_n dout·x̂,  dsum (+)= Σ_n dinp
 //
+// rmsnorm_add_forward adds behind the norm instead (OLMo2): out = residual + inp·rstd·weight. Then the residual's
+// gradient is dout, and inp's that of rmsnorm_backward without dresidual.
+//
 // dsum is the bias gradient of the linear layer whose output was added to the residual stream here. Computing it here
 // saves that layer a pass over dinp. It sums dinp as rounded to T.
 //
@@ -26,6 +29,10 @@
 // rstd [N] (null: not stored); inp [N, C] T; residual [N, C] T or null; weight [C].
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream);
+
+// out [N, C] T (may be the same memory as residual, not as inp); rstd [N] (null: not stored); inp, residual [N, C] T;
+// weight [C].
+void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps, Stream stream);
 
 // dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dsum [C] (dsum may be null); dout
 // [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch:

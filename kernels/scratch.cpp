@@ -1,5 +1,7 @@
 #include "kernels/scratch.h"
 
+#include <algorithm>
+
 #include "kernels/attention/attention.h"
 #include "kernels/cuda/scratch.h"
 #include "kernels/embedding.h"
@@ -10,7 +12,7 @@
 #include "kernels/matmul_fp8_check.h"
 #include "kernels/muon.h"
 #include "kernels/norm_partials.h"
-#include "kernels/qk_norm.h"
+#include "kernels/qk_norm_all_heads.h"
 #include "kernels/rmsnorm.h"
 
 namespace {
@@ -46,6 +48,11 @@ int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS,
     if (!on_gpu(target)) return norm_partials_bytes(N, 2 * HS);
     const gpu_scratch::QkBlocks blocks = gpu_scratch::qk_blocks(NH, NKV, target.sms);
     return (blocks.q + blocks.k) * HS * int64_t(sizeof(float));
+}
+
+// One norm after the other.
+int64_t qk_norm_all_heads_backward_scratch(int64_t N, int64_t Cq, int64_t Ck, const Target& target) {
+    return std::max(rmsnorm_backward_scratch(N, Cq, target), rmsnorm_backward_scratch(N, Ck, target));
 }
 
 // On the CPU a sum, and what sum_squares needs.
@@ -100,6 +107,10 @@ int64_t sum_squares_scratch(int64_t n) {
 
 int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS) {
     return qk_norm_backward_scratch(N, NH, NKV, HS, this_target());
+}
+
+int64_t qk_norm_all_heads_backward_scratch(int64_t N, int64_t Cq, int64_t Ck) {
+    return qk_norm_all_heads_backward_scratch(N, Cq, Ck, this_target());
 }
 
 int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns) {

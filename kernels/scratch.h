@@ -11,6 +11,7 @@ int64_t rmsnorm_backward_scratch(int64_t N, int64_t C, const Target& target);
 int64_t embedding_backward_scratch(int64_t N, int64_t V, int64_t C, const Target& target);
 int64_t sum_squares_scratch(int64_t n, const Target& target);
 int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS, const Target& target);
+int64_t qk_norm_all_heads_backward_scratch(int64_t N, int64_t Cq, int64_t Ck, const Target& target);
 int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns, const Target& target);
 int64_t newton_schulz_scratch(int64_t batch, int64_t rows, int64_t columns, DType dtype, const Target& target);
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target);

@@ -9,9 +9,9 @@ namespace {
 // A config that its own family cannot express goes to the first that can. So those after train_gpt, which can express
 // any, only get what comes from their own files and presets.
 const std::vector<const Family*>& families() {
-    static const std::vector<const Family*> all = {&gpt2_family(),    &llama_family(),  &train_gpt_family(),
-                                                   &mistral_family(), &phi3_family(),   &qwen2_family(),
-                                                   &qwen3_family(),   &smollm3_family()};
+    static const std::vector<const Family*> all = {&gpt2_family(),    &llama_family(),   &train_gpt_family(),
+                                                   &mistral_family(), &phi3_family(),    &qwen2_family(),
+                                                   &qwen3_family(),   &smollm3_family(), &olmo2_family()};
     return all;
 }
 
@@ -59,7 +59,8 @@ const Family& family_of(const ModelConfig& c) {
 }
 
 bool has_common_options(const ModelConfig& c) {
-    return !c.has_linear_attention() && !c.embedding_norm && !c.head_bias && c.softmax_scale == 0 && !c.logit_softcap;
+    return !c.has_linear_attention() && !c.norm_after && !c.embedding_norm && !c.head_bias && c.softmax_scale == 0 &&
+           !c.logit_softcap;
 }
 
 std::vector<SourceTensor> source_tensors(const Family& family, Slot slot, bool bias, int64_t layer,

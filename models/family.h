@@ -44,6 +44,7 @@ struct Family {
 const Family& gpt2_family();
 const Family& llama_family();
 const Family& mistral_family();
+const Family& olmo2_family();
 const Family& phi3_family();
 const Family& qwen2_family();
 const Family& qwen3_family();

@@ -49,7 +49,8 @@ constexpr std::array<const char*, 2> NORM_NAMES = {"layernorm", "rmsnorm"};
 constexpr std::array<const char*, 2> POSITIONS_NAMES = {"learned", "rope"};
 constexpr std::array<const char*, 3> MLP_NAMES = {"gelu", "swiglu", "relu2"};
 constexpr std::array<const char*, 3> SOFTCAP_NAMES = {"none", "tanh", "rsqrt"};
-constexpr std::array<const char*, 3> QK_NORM_NAMES = {"off", "plain", "weights"};
+constexpr std::array<const char*, 2> NORM_PLACEMENT_NAMES = {"before", "after"};
+constexpr std::array<const char*, 4> QK_NORM_NAMES = {"off", "plain", "weights", "all-heads"};
 
 template <typename Enum, size_t N>
 Enum read_enum(const ConfigKeys& keys, const char* key, const std::array<const char*, N>& names) {
@@ -106,6 +107,7 @@ ModelConfig read(const ConfigKeys& keys) {
     c.tied = flag("tie_word_embeddings");
     if (!keys.has("attention")) keys.wrong("attention", "one letter per layer");
     read_layers(c, keys);
+    if (keys.has("norm_placement")) c.norm_after = read_enum<int>(keys, "norm_placement", NORM_PLACEMENT_NAMES) == 1;
     c.embedding_norm = keys.boolean("embedding_norm", false);
     c.head_bias = keys.boolean("head_bias", false);
     if (keys.has("attention_scale")) {
@@ -156,6 +158,7 @@ void write(json& out, const ModelConfig& c, const json&) {
     out["proj_bias"] = c.proj_bias;
     out["mlp_bias"] = c.mlp_bias;
     write_layers(out, c);
+    if (c.norm_after) out["norm_placement"] = NORM_PLACEMENT_NAMES[1];
     if (c.embedding_norm) out["embedding_norm"] = true;
     if (c.head_bias) out["head_bias"] = true;
     if (c.softmax_scale > 0) out["attention_scale"] = c.softmax_scale;
@@ -169,19 +172,20 @@ void write(json& out, const ModelConfig& c, const json&) {
 }  // namespace
 
 const Family& train_gpt_family() {
-    static const Family family = {"train_gpt",
-                                  nullptr,
-                                  {"norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention",
-                                   "linear_rope", "layer_rope", "layer_windows", "qk_norm", "embedding_norm",
-                                   "head_bias", "attention_scale", "logit_softcap", "softcap_function"},
-                                  read,
-                                  [](const ModelConfig&) { return true; },
-                                  write,
-                                  {},
-                                  {{"modern-tiny", modern_tiny()},
-                                   {"modern-124M", modern(12)},
-                                   {"modern-345M", modern(18)},
-                                   {"modern-757M", modern(24)},
-                                   {"modern-1424M", modern(30)}}};
+    static const Family family = {
+        "train_gpt",
+        nullptr,
+        {"norm", "norm_eps", "positions", "mlp", "qkv_bias", "proj_bias", "attention", "linear_rope", "layer_rope",
+         "layer_windows", "qk_norm", "norm_placement", "embedding_norm", "head_bias", "attention_scale",
+         "logit_softcap", "softcap_function"},
+        read,
+        [](const ModelConfig&) { return true; },
+        write,
+        {},
+        {{"modern-tiny", modern_tiny()},
+         {"modern-124M", modern(12)},
+         {"modern-345M", modern(18)},
+         {"modern-757M", modern(24)},
+         {"modern-1424M", modern(30)}}};
     return family;
 }

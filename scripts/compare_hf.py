@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import (GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Phi3ForCausalLM,
+from transformers import (GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM,
                           Qwen2ForCausalLM, Qwen3ForCausalLM, SmolLM3ForCausalLM)
 
 from make_reference import Float64, randomise, transformers4_config
@@ -112,10 +112,15 @@ def watch_llama(model, watch):
                 watch.keep(name + "fc", torch.cat(parts, -1))
                 parts.clear()
 
-        watch.module(block.input_layernorm, name + "norm1", name + "res1")
+        after = not hasattr(block, "input_layernorm")  # norms after attention and the MLP
+        if after:
+            watch.module(attention.q_proj, inputs=name + "res1")
+            watch.module(mlp, inputs=name + "res2")
+        else:
+            watch.module(block.input_layernorm, name + "norm1", name + "res1")
+            watch.module(block.post_attention_layernorm, name + "norm2", name + "res2")
         attention.o_proj.register_forward_hook(keep_qkv)
         watch.module(attention.o_proj, name + "proj", name + "att")
-        watch.module(block.post_attention_layernorm, name + "norm2", name + "res2")
         for projection in [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]:
             projection.register_forward_hook(keep_fc)
         watch.module(mlp.down_proj, name + "fcproj", name + "act")
@@ -182,8 +187,8 @@ def compare_model(args):
 # ---- Random models ------------------------------------------------------------------------------------------------------
 
 FAMILIES = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM,
-            "smollm3": SmolLM3ForCausalLM, "mistral": MistralForCausalLM, "phi3": Phi3ForCausalLM}
-BIASES = {"llama": ["attention_bias", "mlp_bias"], "qwen3": ["attention_bias"], "smollm3": ["attention_bias", "mlp_bias"]}
+            "smollm3": SmolLM3ForCausalLM, "mistral": MistralForCausalLM, "phi3": Phi3ForCausalLM, "olmo2": Olmo2ForCausalLM}
+BIASES = {"llama": ["attention_bias", "mlp_bias"], "qwen3": ["attention_bias"], "smollm3": ["attention_bias", "mlp_bias"], "olmo2": ["attention_bias"]}
 
 
 def random_windows(family, layers, length, pick, rng):
@@ -226,7 +231,7 @@ def random_model(family, rng):
         common["partial_rotary_factor"] = fraction
     elif rope and rope["rope_type"] == "dynamic":
         head_size = max(head_size, 4)
-    explicit = family in ("llama", "mistral", "qwen3") and pick(True, False)  # a head size of its own
+    explicit = family in ("llama", "mistral", "qwen3", "olmo2") and pick(True, False)  # a head size of its own
     if explicit or family == "qwen3":
         common["head_dim"] = head_size
     common |= {name: pick(True, False) for name in BIASES.get(family, [])} | random_windows(family, layers, length, pick, rng)

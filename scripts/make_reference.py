@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-                          Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+                          Olmo2Config, Olmo2ForCausalLM, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
                           SmolLM3Config, SmolLM3ForCausalLM)
 
 IGNORE = -1
@@ -90,6 +90,7 @@ CASES = {
     "mistral": (tiny(MistralForCausalLM, MistralConfig, head_dim=6, sliding_window=4), 2, 12, {}),
     "phi3": (tiny(Phi3ForCausalLM, Phi3Config, hidden_size=24, num_attention_heads=3, num_key_value_heads=1,
                   partial_rotary_factor=0.5), 2, 9, {}),
+    "olmo2": (tiny(Olmo2ForCausalLM, Olmo2Config, attention_bias=True, rms_norm_eps=1e-3), 2, 9, {}),
 }
 
 

@@ -72,11 +72,12 @@ __device__ __forceinline__ void copy_async(Pack<T, W>* to, const T* from) {
         cp_async_16(reinterpret_cast<char*>(to) + byte, reinterpret_cast<const char*>(from) + byte, true);
 }
 
-// x = inp + residual, rounded to T whether it is stored or not, so that the backward pass sees the same x.
-template <int W, typename T>
+// x = inp + residual, rounded to T whether it is stored or not, so that the backward pass sees the same x. ADD_AFTER:
+// the residual is added behind the norm.
+template <bool ADD_AFTER, int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64_t n, int64_t c) {
     Pack<T, W> x = load_pack<W>(a.inp + n * a.inp_stride + c);
-    if (a.residual) {
+    if (!ADD_AFTER && a.residual) {
         const Floats<W> r = load_floats<W>(a.residual + n * a.residual_stride + c);
         Floats<W> sum = as_floats(x);
 #pragma unroll
@@ -86,7 +87,7 @@ __device__ __forceinline__ Pack<T, W> load_x(const ForwardArguments<T>& a, int64
     return x;
 }
 
-template <int W, typename T>
+template <bool ADD_AFTER, int W, typename T>
 __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t n, int64_t c, const Pack<T, W>& x,
                                           float mean, float rstd) {
     if (a.sum) store_pack(a.sum + n * a.sum_stride + c, x);
@@ -99,11 +100,16 @@ __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t 
 #pragma unroll
         for (int k = 0; k < W; k++) y[k] += bias[k];
     }
+    if constexpr (ADD_AFTER) {
+        const Floats<W> residual = load_floats<W>(a.residual + n * a.residual_stride + c);
+#pragma unroll
+        for (int k = 0; k < W; k++) y[k] += residual[k];
+    }
     store_floats<W>(a.out + n * a.out_stride + c, y);
 }
 
 // GROUP threads a row, PACKS vectors a thread.
-template <bool CENTRED, int GROUP, int PACKS, typename T>
+template <bool CENTRED, bool ADD_AFTER, int GROUP, int PACKS, typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
     const int64_t n = blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP;
@@ -113,7 +119,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int64_t c = first + p * (GROUP * W);
-        if (c < a.C) x[p] = load_x<W>(a, n, c);
+        if (c < a.C) x[p] = load_x<ADD_AFTER, W>(a, n, c);
     }
     float mean = 0;
     if constexpr (CENTRED) {
@@ -130,7 +136,7 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
         const int64_t c = first + p * (GROUP * W);
-        if (c < a.C) store_out<W>(a, n, c, x[p], mean, rstd);
+        if (c < a.C) store_out<ADD_AFTER, W>(a, n, c, x[p], mean, rstd);
     }
     if (first == 0) {
         if (CENTRED && a.mean) a.mean[n] = mean;
@@ -139,19 +145,21 @@ __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a)
 }
 
 // Any row, one block each. `sum` may be the same memory as inp or residual, so it is written in the last pass.
-template <bool CENTRED, typename T>
+template <bool CENTRED, bool ADD_AFTER, typename T>
 __global__ void __launch_bounds__(THREADS) forward_any_kernel(ForwardArguments<T> a) {
     const int64_t n = blockIdx.x;
     float mean = 0;
     if constexpr (CENTRED) {
-        for (int64_t c = threadIdx.x; c < a.C; c += THREADS) mean = add_elements(mean, as_floats(load_x<1>(a, n, c)));
+        for (int64_t c = threadIdx.x; c < a.C; c += THREADS)
+            mean = add_elements(mean, as_floats(load_x<ADD_AFTER, 1>(a, n, c)));
         mean = block_sum<THREADS>(mean) / float(a.C);
     }
     float m2 = 0;
     for (int64_t c = threadIdx.x; c < a.C; c += THREADS)
-        m2 = add_squared_deviations(m2, as_floats(load_x<1>(a, n, c)), mean);
+        m2 = add_squared_deviations(m2, as_floats(load_x<ADD_AFTER, 1>(a, n, c)), mean);
     const float rstd = row_rstd(block_sum<THREADS>(m2), float(a.C), a.eps);
-    for (int64_t c = threadIdx.x; c < a.C; c += THREADS) store_out<1>(a, n, c, load_x<1>(a, n, c), mean, rstd);
+    for (int64_t c = threadIdx.x; c < a.C; c += THREADS)
+        store_out<ADD_AFTER, 1>(a, n, c, load_x<ADD_AFTER, 1>(a, n, c), mean, rstd);
     if (threadIdx.x == 0) {
         if (CENTRED && a.mean) a.mean[n] = mean;
         if (a.rstd) a.rstd[n] = rstd;
@@ -372,16 +380,16 @@ bool dispatch_row(int64_t C, bool aligned, F f) {
 
 }  // namespace norm_detail
 
-template <bool CENTRED, typename T>
+template <bool CENTRED, bool ADD_AFTER = false, typename T>
 void launch_norm_forward(const char* op, const norm_detail::ForwardArguments<T>& a, bool aligned, Stream stream) {
     using namespace norm_detail;
     if (a.N * a.C == 0) return;
     const bool in_registers = dispatch_row(a.C, aligned, [&](auto group, auto packs) {
         constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
-        forward_kernel<CENTRED, GROUP, PACKS>
+        forward_kernel<CENTRED, ADD_AFTER, GROUP, PACKS>
             <<<grid_of(ceil_div(a.N, THREADS / GROUP)), THREADS, 0, cuda_stream(stream)>>>(a);
     });
-    if (!in_registers) forward_any_kernel<CENTRED><<<grid_of(a.N), THREADS, 0, cuda_stream(stream)>>>(a);
+    if (!in_registers) forward_any_kernel<CENTRED, ADD_AFTER><<<grid_of(a.N), THREADS, 0, cuda_stream(stream)>>>(a);
     check_launch(op, stream);
 }
 

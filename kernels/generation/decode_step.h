@@ -38,7 +38,7 @@ struct BlockWeights {
     LinearWeights qkv, proj, fc, fcproj;
     LinearWeights gate;   // gated_linear attention: [NKV, C], [NKV] fp32
     Tensor headnorm;      // gated_linear attention: [HS] fp32
-    Tensor qnorm, knorm;  // QK-norm with weights: [HS] fp32, else null
+    Tensor qnorm, knorm;  // QK-norm with weights: [HS] fp32, of all heads (never fused) [NH·HS], [NKV·HS]; else null
 };
 // Views of a model's weights.
 struct InferenceWeights {

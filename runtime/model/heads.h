@@ -14,10 +14,14 @@ inline QkvHeads split_qkv(const ModelConfig& c, const Tensor& qkv) {
             split_heads(qkv.columns(Q + K, Q + 2 * K), c.kv_heads)};
 }
 
-// q and k, which are adjacent, as [n, NH + NKV, HS]: the channels that RoPE rotates.
+// q and k, which are adjacent, as [n, (NH + NKV)·HS].
+inline Tensor qk_rows(const ModelConfig& c, const Tensor& qkv) {
+    return qkv.columns(0, (c.heads + c.kv_heads) * c.head_size);
+}
+
+// The same as [n, NH + NKV, HS]: the channels that RoPE rotates.
 inline Tensor split_qk(const ModelConfig& c, const Tensor& qkv) {
-    const int64_t heads = c.heads + c.kv_heads;
-    return split_heads(qkv.columns(0, heads * c.head_size), heads);
+    return split_heads(qk_rows(c, qkv), c.heads + c.kv_heads);
 }
 
 // The heads of each token as rows of a matrix: contiguous x [n, NH·HS] as [n·NH, HS].

@@ -156,7 +156,10 @@ void validate(const ModelConfig& c, const std::string& where) {
         require(softmax || l.window == 0, where, ": a layer of linear attention has a window of ", l.window,
                 "; only softmax attention takes one");
     }
-    require(c.qk_norm == QkNorm::Off || c.head_size <= MAX_QK_NORM_HEAD, where, ": QK-norm takes heads of up to ",
+    require(!c.norm_after || c.norm == Norm::RMSNorm, where,
+            ": norms after attention and the MLP are RMSNorms; use --norm rmsnorm");
+    const bool norm_of_heads = c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights;
+    require(!norm_of_heads || c.head_size <= MAX_QK_NORM_HEAD, where, ": QK-norm takes heads of up to ",
             MAX_QK_NORM_HEAD, ", not ", c.head_size);
     require(!c.has_linear_attention() || c.head_size <= MAX_LINEAR_HEAD, where,
             ": linear attention takes heads of up to ", MAX_LINEAR_HEAD, ", not ", c.head_size);

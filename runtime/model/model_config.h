@@ -13,7 +13,8 @@
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };
 enum class Mlp : uint8_t { GELU, SwiGLU, ReLU2 };
-enum class QkNorm : uint8_t { Off, Plain, Weights };  // RMSNorm of each head of q and k, without or with weights
+// RMSNorm of each head of q and k, without or with weights; of all heads of q together, and of k, with weights.
+enum class QkNorm : uint8_t { Off, Plain, Weights, AllHeads };
 // The initial weights. GPT2: normal(0, init_std), projections to the residual stream scaled by the depth. FanIn:
 // embeddings normal(0, 1), matrices normal(0, √(0.33/columns)), a tied embedding as a matrix (modded-nanogpt).
 enum class Init : uint8_t { GPT2, FanIn };
@@ -35,6 +36,7 @@ struct ModelConfig {
     int64_t max_positions = 0;  // rows of the position table (Learned); the length trained for (RoPE)
     Norm norm = Norm::LayerNorm;
     double norm_eps = 1e-5;
+    bool norm_after = false;  // x + norm(f(x)), not x + f(norm(x)), for attention and the MLP; with RMSNorm only
     Positions positions = Positions::Learned;
     double rope_theta = 10000;
     RopeScaling rope_scaling;
@@ -54,6 +56,7 @@ struct ModelConfig {
 
     int64_t padded_vocab() const { return (vocab_size + 127) / 128 * 128; }
     int64_t qkv_channels() const { return (heads + 2 * kv_heads) * head_size; }
+    bool has_qk_weights() const { return qk_norm == QkNorm::Weights || qk_norm == QkNorm::AllHeads; }
     int64_t fc_channels() const { return mlp == Mlp::SwiGLU ? 2 * ffn : ffn; }
     float attention_scale() const;    // of softmax attention
     int64_t rotary_channels() const;  // of a head, by RoPE; those of the table if truncated
@@ -84,7 +87,8 @@ void change_layers(ModelConfig& config, int64_t layers, const std::string& where
 
 // Throws Error naming the option and the remedy if the config is inconsistent: sizes that are zero, negative or
 // overflow; KV heads that do not divide heads; an odd head size with RoPE; more or fewer entries of `layer` than
-// layers; a window in a layer of linear attention; a head size too large for linear attention.
+// layers; a window in a layer of linear attention; a head size too large for linear attention or QK-norm; norm_after
+// with LayerNorm.
 void validate(const ModelConfig& config, const std::string& where);
 
 // A description for people: "124,439,808 weights, 12 layers x 768 channels, ...".

@@ -1,0 +1,42 @@
+// QK-norm of all heads together, for both backends.
+#include "kernels/qk_norm_all_heads.h"
+
+#include "kernels/check.h"
+#include "kernels/rmsnorm.h"
+#include "kernels/rope.h"
+
+namespace {
+
+// q and k of a matrix of both.
+struct QkRows {
+    Tensor q, k;
+};
+
+QkRows split(const char* op, const Tensor& x, const QkWeights& weight) {
+    require(weight.q && weight.k && x.rank == 2 && x.shape[1] == weight.q.numel() + weight.k.numel(), op, ": rows are ",
+            shape_string(x), ", weights ", shape_string(weight.q), " and ", shape_string(weight.k),
+            "; expected [N, Cq + Ck], [Cq] and [Ck]");
+    const int64_t Cq = weight.q.numel();
+    return {x.columns(0, Cq), x.columns(Cq, x.shape[1])};
+}
+
+}  // namespace
+
+void qk_norm_all_heads_forward(Tensor out, QkRstd rstd, Tensor inp, QkWeights weight, Tensor positions, Tensor table,
+                               int64_t H, float eps, Stream stream) {
+    const char* op = "qk_norm_all_heads_forward";
+    const QkRows x = split(op, inp, weight), y = split(op, out, weight);
+    rmsnorm_forward(y.q, {}, rstd.q, x.q, {}, weight.q, eps, stream);
+    rmsnorm_forward(y.k, {}, rstd.k, x.k, {}, weight.k, eps, stream);
+    if (table) rope(split_heads(out, H), positions, table, false, stream);
+}
+
+void qk_norm_all_heads_backward(Tensor d, QkWeights dweight, Tensor inp, QkRstd rstd, QkWeights weight,
+                                Tensor positions, Tensor table, int64_t H, Tensor scratch, bool accumulate,
+                                Stream stream) {
+    const char* op = "qk_norm_all_heads_backward";
+    const QkRows x = split(op, inp, weight), dx = split(op, d, weight);
+    if (table) rope(split_heads(d, H), positions, table, true, stream);
+    rmsnorm_backward(dx.q, dweight.q, {}, dx.q, {}, x.q, weight.q, rstd.q, scratch, accumulate, stream);
+    rmsnorm_backward(dx.k, dweight.k, {}, dx.k, {}, x.k, weight.k, rstd.k, scratch, accumulate, stream);
+}
