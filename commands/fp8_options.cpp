@@ -48,9 +48,10 @@ void check_fp8(const Fp8Options& o, const ModelConfig& c, DType dtype, int64_t t
     require(unavailable.empty(), "--matmul-dtype fp8: ", unavailable, "; leave the option out");
     require(target.device == Device::CPU || dtype == DType::BF16,
             "--matmul-dtype fp8 quantises bf16; add --dtype bf16");
-    require(!c.norm_after,
-            "--matmul-dtype fp8 takes norms before attention and the MLP, not --norm-placement after (OLMo2); leave the "
-            "option out");
+    require(
+        !c.norm_after,
+        "--matmul-dtype fp8 takes norms before attention and the MLP, not --norm-placement after (OLMo2); leave the "
+        "option out");
     require(o.skip_first < c.layers && o.skip_last < c.layers - o.skip_first, "--fp8-skip-first ", o.skip_first,
             " and --fp8-skip-last ", o.skip_last, " leave none of the ", c.layers,
             " layers in fp8; lower them or leave out --matmul-dtype fp8");

@@ -396,7 +396,7 @@ TEST(State, RoundTrips) {
         EXPECT_EQ(a, std::vector<float>(a.size(), 7));
     };
     refused([](ParamTable& t) { t.params[1].name = "wqe"; }, {"state", "m/wqe is missing"});
-    refused([](ParamTable& t) { t.params[1].cols = 5; }, {"state", "m/wpe", "[3, 4]", "expected fp32 [3, 5]"});
+    refused([](ParamTable& t) { t.params[1].cols = 5; }, {"state", "m/wpe", "[3, 4]", "expected fp32 or bf16 [3, 5]"});
     refused([](ParamTable& t) { t.params.pop_back(); }, {"state", "12 tensors, expected 10"});
     // Weights of another program or another step are not taken for the run's.
     std::vector<float> a(p.size(), 7), b(a), c(a);
