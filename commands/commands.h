@@ -178,7 +178,7 @@ struct PlanOptions {
     int64_t world = 1;
     std::string gpu;         // a part of its name; empty: this program's device
     int64_t gpu_memory = 0;  // bytes that a run may take; 0: all
-    bool inference = false, generate = false, json = false, verbose = false, master_weights = true,
+    bool inference = false, generate = false, json = false, verbose = false, fit = false, master_weights = true,
          nondeterministic = false;
 };
 

@@ -44,6 +44,10 @@ PlanOptions parse_plan(const Args& args) {
         ->excludes("--generate");
     add_gpu_memory_option(app, o.gpu_memory, "say whether the run fits into this much GPU memory, as in 24GiB")
         ->excludes("--generate");
+    auto* fit = app.add_flag("--fit", o.fit,
+                             "find the fastest options for recomputation, optimizer state and batch size that fit into "
+                             "--gpu-memory, or the memory of --gpu, or what is free here");
+    inference->excludes(fit), generate->excludes(fit);
     app.add_flag("--verbose", o.verbose, "list every activation with its lifetime: its first and last phase of a step");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
@@ -61,6 +65,11 @@ namespace {
 void show_json(const PlanReport& r) {
     json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
     if (r.memory.limit) result["fits"] = r.fits();
+    if (!r.fit.tried.empty()) {
+        result["fit"] = {{"options", r.fit.options}, {"available_bytes", r.fit.available}};
+        for (const auto& [options, reason, bytes] : r.fit.tried)
+            result["fit"]["tried"].push_back({{"options", options}, {"reason", reason}, {"total_bytes", bytes}});
+    }
     for (const auto& [what, bytes] : r.memory.lines) result["bytes"][what] = bytes;
     for (const auto& [what, bytes] : r.memory.host_lines) result["host_bytes"][what] = bytes;
     result["in_use_before"] = r.in_use_before;
@@ -82,6 +91,19 @@ void show_plan(const PlanReport& r, const PlanOptions& o) {
               << r.memory.text(r.in_use_before) << r.remark << "  FLOP per token          "
               << str(r.flop_per_token / 1e6) << " MFLOP ("
               << (r.training ? "forward and backward" : "of a training step") << ", recomputation not counted)\n";
+    const auto& tried = r.fit.tried;
+    if (!tried.empty()) {
+        const size_t faster = tried.size() - 1;
+        std::cout << "to fit into " << human_bytes(r.fit.available);
+        if (faster) std::cout << ", the fastest first; " << faster << (faster == 1 ? " takes" : " take") << " more";
+        std::cout << (faster && !o.verbose ? " (--verbose lists them)\n" : "\n");
+    }
+    for (size_t i = tried.empty() || o.verbose ? 0 : tried.size() - 1; i < tried.size(); i++) {
+        const auto& [options, reason, bytes] = tried[i];
+        const std::string name = options.empty() ? "as given" : options;
+        std::cout << "  " << name << ": " << human_bytes(bytes) << (bytes <= r.fit.available ? ", fits" : "") << " ("
+                  << reason << ")\n";
+    }
     if (!r.groups.empty()) std::cout << "parameters\n";
     for (const PlannedGroup& g : r.groups) {
         std::string name = g.name;

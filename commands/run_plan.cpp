@@ -1,5 +1,5 @@
 // `plan`: the memory and the FLOP that a run needs.
-#include <optional>
+#include <algorithm>
 
 #include "commands/inference.h"
 #include "commands/plan.h"
@@ -17,50 +17,130 @@ std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
             str("  the CUDA context was not measured on ", gpu->name, "; that of an H100 is planned\n")};
 }
 
-}  // namespace
+// A run, planned.
+struct PlannedRun {
+    Model model;
+    std::unique_ptr<Activations> acts;
+    MemoryPlan memory;
+};
 
-void run_plan(const Args& args) {
-    const PlanOptions o = parse_plan(args);
-    const ModelSource source = o.model.resolve(0);
-    const DType dtype = o.model.type();
-    const Gpu* const gpu = planned_gpu(o);
+PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Target& target) {
     const bool training = !o.inference && !o.generate;
-    const Precision precision{dtype, dtype != DType::F32 && training && o.master_weights,
-                              training_dtype(o.optimizer_dtype)};
-    const auto model_of = [&](int64_t stage) {
-        return Model(source.config, {stage, 0, o.world}, precision, o.optimizer);
-    };
-    const Model model = model_of(o.sharding.zero_stage);
+    const DType dtype = o.model.type();
+    const bool master = dtype != DType::F32 && training && o.master_weights;
+    PlannedRun run{Model(config, {o.sharding.zero_stage, 0, o.world},
+                         {dtype, master, training_dtype(o.optimizer_dtype)}, o.optimizer),
+                   {},
+                   {}};
     RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
     shape.training = training;
     shape.recompute = o.recompute;
     shape.world = o.world;
     shape.deterministic = !o.nondeterministic;
-    if (gpu) shape.target = gpu->target();
-    check_fp8(o.fp8, source.config, dtype, o.batch_size * o.seq_len, shape.target);
-    const auto activations_of = [&](const Model& planned) {
-        shape.fp8 = fp8_options(o.fp8, planned);
-        shape.update_bytes = training ? update_workspace_bytes(planned, MUON_ROUND_BYTES, shape.target) : 0;
-        return std::make_unique<Activations>(source.config, shape);
-    };
-    const std::unique_ptr<Activations> acts = activations_of(model);
-    const ReduceOptions reduce = reduce_options(o.sharding);
-    EngineOptions generation;
-    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = dtype;
+    shape.target = target;
+    shape.fp8 = fp8_options(o.fp8, run.model);
+    shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
+    run.acts = std::make_unique<Activations>(config, shape);
+    run.memory = memory_plan(run.model, *run.acts, reduce_options(o.sharding));
     // A run that saves checkpoints while it trains.
-    const auto plan_of = [&](const Model& planned, const Activations& activations) {
-        MemoryPlan plan = memory_plan(planned, activations, reduce);
-        if (training) plan.add_host("checkpoint snapshot", snapshot_of(planned).bytes());
-        return plan;
-    };
-    MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : plan_of(model, *acts);
-    plan.limit = o.gpu_memory;
+    if (training) run.memory.add_host("checkpoint snapshot", snapshot_of(run.model).bytes());
+    return run;
+}
+
+// What `--fit` tries, the fastest first, for the batch size as given and then for its divisors. Less recomputation
+// comes first: it is what costs time. bf16 state takes less traffic than fp32, but its speed is not measured.
+struct FitStep {
+    Recompute recompute;
+    bool bf16_moments, no_master_weights;
+    const char* reason;  // of its place; speeds of docs/experiments/memory.md
+};
+constexpr const char* NOT_MEASURED = "speed not measured";
+constexpr FitStep FIT_STEPS[] = {
+    {Recompute::None, false, false, "nothing is recomputed"},
+    {Recompute::Activation, false, false, "96% of the speed with GPT-2 124M on an H100"},
+    {Recompute::Norms, false, false, NOT_MEASURED},
+    {Recompute::None, true, false, NOT_MEASURED},
+    {Recompute::Activation, true, false, NOT_MEASURED},
+    {Recompute::Norms, true, false, NOT_MEASURED},
+    {Recompute::None, true, true, NOT_MEASURED},
+    {Recompute::Activation, true, true, NOT_MEASURED},
+    {Recompute::Norms, true, true, NOT_MEASURED},
+    {Recompute::Block, false, false, "up to a third more time"},
+    {Recompute::Block, true, false, "up to a third more time"},
+    {Recompute::Block, true, true, "up to a third more time"},
+};
+
+// The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
+// does not exist.
+bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string& options) {
+    const bool bf16_moments = o.optimizer_dtype == "bf16", fp32_weights = o.model.type() == DType::F32;
+    const bool no_master = !o.master_weights;
+    if (step.recompute < o.recompute || (bf16_moments && !step.bf16_moments) ||
+        (no_master && !step.no_master_weights) || (fp32_weights && step.no_master_weights))
+        return false;
+    static const char* const levels[] = {"none", "activation", "norms", "block"};
+    if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
+    if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);
+    if (step.bf16_moments && !bf16_moments) options += " --optimizer-dtype bf16";
+    if (step.no_master_weights && !no_master) options += " --master-weights off";
+    if (!options.empty()) options.erase(0, 1);
+    o.batch_size = batch_size, o.recompute = step.recompute, o.master_weights = !step.no_master_weights;
+    if (step.bf16_moments) o.optimizer_dtype = "bf16";
+    return true;
+}
+
+// Changes the options to the first ones that fit into `available` bytes. Throws Error if none do.
+FitReport fit(PlanOptions& o, const ModelConfig& config, const Target& target, int64_t available) {
+    FitReport report{"", {}, available};
+    for (int64_t batch_size = o.batch_size; batch_size >= 1; batch_size--) {
+        if (o.batch_size % batch_size) continue;
+        for (const FitStep& step : FIT_STEPS) {
+            PlanOptions tried = o;
+            std::string options;
+            if (!apply(step, batch_size, tried, options)) continue;
+            const int64_t bytes = plan_run(tried, config, target).memory.total;
+            report.tried.push_back({options, step.reason, bytes});
+            if (bytes > available) continue;
+            o = tried, report.options = options;
+            return report;
+        }
+    }
+    const int64_t least = std::min_element(report.tried.begin(), report.tried.end(), [](const auto& a, const auto& b) {
+                              return a.bytes < b.bytes;
+                          })->bytes;
+    throw Error(str("--fit: nothing fits into ", human_bytes(available), "; the least is ", human_bytes(least),
+                    "; lower --seq-len, use a smaller model, or more processes (--world, --zero-stage)"));
+}
+
+}  // namespace
+
+void run_plan(const Args& args) {
+    PlanOptions o = parse_plan(args);
+    const ModelSource source = o.model.resolve(0);
+    const Gpu* const gpu = planned_gpu(o);
+    const Target target = gpu ? gpu->target() : this_target();
+    const bool training = !o.inference && !o.generate;
+    check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, target);
     auto [in_use_before, remark] = in_use_on(gpu);
+    FitReport fitted;
+    if (o.fit) {
+        // Drivers report up to 2% less memory than a GPU's name says.
+        const int64_t all =
+            gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
+        fitted = fit(o, source.config, target, (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before);
+    }
+    const PlannedRun run = plan_run(o, source.config, target);
+    const Model& model = run.model;
+    EngineOptions generation;
+    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = o.model.type();
+    MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : run.memory;
+    plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
     std::vector<int64_t> stages;
     for (int64_t stage = 0; o.world > 1 && stage <= 3; stage++) {
-        const Model planned = model_of(stage);
-        stages.push_back(plan_of(planned, *activations_of(planned)).total);
+        PlanOptions other = o;
+        other.sharding.zero_stage = stage;
+        stages.push_back(plan_run(other, source.config, target).memory.total);
     }
     std::vector<PlannedGroup> groups;
     for (size_t g = 0; training && g < NUM_RATE_GROUPS; g++) {
@@ -80,7 +160,8 @@ void run_plan(const Args& args) {
                       remark,
                       groups,
                       stages,
-                      o.generate ? std::vector<ArenaPlan::Entry>{} : acts->plan.entries()};
+                      o.generate ? std::vector<ArenaPlan::Entry>{} : run.acts->plan.entries(),
+                      fitted};
     if (plan.limit) {
         const int64_t left = plan.available(plan.limit, in_use_before) - plan.total;
         report.remark += left >= 0 ? str("  fits: ", human_bytes(left), " are left\n")

@@ -103,6 +103,41 @@ class PlanTest(unittest.TestCase):
             self.assertEqual(refused.returncode, 2, size)
             self.assertIn("is not an amount of memory; write it as in 24GiB", refused.stderr)
 
+    def test_fit(self):
+        arguments = {"--model": "gpt2-124M", "--batch-size": "12", "--seq-len": "1024", "--dtype": "bf16"}
+        text = " ".join(f"{name} {value}" for name, value in arguments.items())
+        seen = []
+        for mib in (8000, 6400, 6000, 5600, 5200, 4200, 2000):
+            limit = ["--gpu-memory", f"{mib}MiB"]
+            fit = json.loads(plan(text, *limit, "--fit", "--json"))
+            found, tried = fit["fit"], fit["fit"]["tried"]
+            seen.append(found["options"])
+            self.assertTrue(fit["fits"])
+            self.assertEqual(found["options"], tried[-1]["options"])
+            self.assertTrue(all(t["total_bytes"] > found["available_bytes"] for t in tried[:-1]), mib)
+            self.assertLessEqual(tried[-1]["total_bytes"], found["available_bytes"])
+            # The plan with these options is the one that is shown.
+            options = found["options"].split()
+            changed = {**arguments, **dict(zip(options[::2], options[1::2]))}
+            again = json.loads(plan(" ".join(f"{name} {value}" for name, value in changed.items()), *limit, "--json"))
+            self.assertEqual(again["bytes"], fit["bytes"])
+            self.assertEqual(again["total_bytes"], tried[-1]["total_bytes"])
+        self.assertEqual(seen[0], "")
+        self.assertEqual(len(set(seen)), len(seen), seen)
+        kept = json.loads(plan(text, "--gpu-memory", "2800MiB", "--fit", "--json", "--recompute", "norms", "--master-weights", "off"))
+        self.assertFalse([t for t in kept["fit"]["tried"] if "recompute activation" in t["options"] or "master" in t["options"]])
+
+    def test_fit_text_and_refusals(self):
+        none = run("plan", "--model", "llama-8B", "--gpu-memory", "24GiB", "--fit")
+        self.assertEqual((none.returncode, none.stderr.count("\n")), (1, 1))
+        self.assertIn("--fit: nothing fits into 23.49 GiB; the least is ", none.stderr)
+        arguments = "--model gpt2-124M --batch-size 12 --seq-len 1024 --dtype bf16"
+        short = plan(arguments, "--gpu-memory", "6000MiB", "--fit")
+        self.assertIn(", the fastest first; 2 take more (--verbose lists them)\n  --recompute norms: ", short)
+        self.assertIn("\n  as given: ", plan(arguments, "--gpu-memory", "6000MiB", "--fit", "--verbose"))
+        self.assertIn("\n  as given: ", plan(arguments, "--gpu", "4090", "--fit"))
+        self.assertEqual(run("plan", "--model", "gpt2-tiny", "--fit", "--inference").returncode, 2)
+
     def test_refusals(self):
         for arguments, words in ((["--gpu", "H100"], "fits several GPUs: H100 80GB HBM3, "), (["--gpu", "MI300X"], "is not in the table of GPUs: ")):
             refused = run("plan", "--model", "gpt2-tiny", *arguments)
