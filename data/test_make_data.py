@@ -371,7 +371,8 @@ class ByteTokens(DataTest):
         for delay in (0, 0.02, 0.05, 0.1, 0.2):
             process = subprocess.Popen([sys.executable, os.path.join(HERE, "make_data.py"), "--text", *paths, "--jobs",
                                         "3", "--tokenizer", "byte", "--out", self.out], stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, text=True, start_new_session=True)
+                                       stderr=subprocess.PIPE, text=True, start_new_session=True,
+                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
             while not os.path.exists(temporary) and process.poll() is None:
                 time.sleep(0.001)
             time.sleep(delay)

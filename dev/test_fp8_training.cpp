@@ -1,5 +1,7 @@
 // Training with fp8 matmuls: every variant of the model, every level of recomputation and plan against itself; scales,
 // their history, micro-steps, steps that are skipped; learning.
+#include <algorithm>
+
 #include "dev/model_fixture.h"
 #include "dev/reference_gradients.h"
 #include "models/family.h"
@@ -32,6 +34,15 @@ ModelConfig fp8_config(const ModelVariant& variant) {
 
 std::vector<double> wide(const std::vector<float>& x) {
     return {x.begin(), x.end()};
+}
+
+// Norms after attention and the MLP do not write fp8 (check_fp8()).
+std::vector<ModelVariant> fp8_variants() {
+    std::vector<ModelVariant> variants(std::begin(MODEL_VARIANTS), std::end(MODEL_VARIANTS));
+    variants.erase(std::remove_if(variants.begin(), variants.end(),
+                                  [](const ModelVariant& v) { return fp8_config(v).norm_after; }),
+                   variants.end());
+    return variants;
 }
 
 class Fp8Variants : public testing::TestWithParam<ModelVariant> {
@@ -166,7 +177,7 @@ TEST_P(Fp8Variants, LayersCanBeLeftOut) {
     EXPECT_FALSE(same_bits(gradients[1], gradients[0]));
 }
 
-INSTANTIATE_TEST_SUITE_P(Model, Fp8Variants, testing::ValuesIn(MODEL_VARIANTS), variant_name);
+INSTANTIATE_TEST_SUITE_P(Model, Fp8Variants, testing::ValuesIn(fp8_variants()), variant_name);
 
 namespace {
 
