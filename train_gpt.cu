@@ -1060,13 +1060,15 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       lock(std::move(held)),
       o(s.o),
       dtype(o.model.type()),
-      val_bytes(s.val_files ? text_bytes(s.data, *s.val_files, false) : 0),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
             {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer),
       acts(s.source.config, run_shape(o, model)),
       checkpoints(ctx, model.table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)) {
-    if (!s.data.tokenizer_path().empty()) tokenizer = std::make_unique<Tokenizer>(s.data.tokenizer_path());
+    const std::string tokenizer_path = s.tokenizer_data().tokenizer_path();
+    if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+    for (const TrainingData& data : s.data)
+        val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
     MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
     plan.limit = o.gpu_memory;
     plan.check([&](int64_t available) {
@@ -1202,7 +1204,7 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     };
     // Documents and examples that do not have the shape of all batches change the kernels' grids. A profiler cannot
     // time the parts of a graph. And calibration runs kernels that later steps do not.
-    const bool has_own_shape = (o.document_mask || s.train_packing) && batch.num_sequences == 0;
+    const bool has_own_shape = (o.document_mask || s.packs()) && batch.num_sequences == 0;
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
@@ -1277,15 +1279,35 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
             "; lower --lr or raise --warmup, and start from the last checkpoint");
 }
 
-void Trainer::evaluate_split(RunLog& log, Progress& progress) {
-    const Evaluation e =
-        evaluate(ctx, model, acts, *s.val_files, s.val_packing.get(), s.data.end_of_text, o.eval_tokens, val_bytes);
-    val_loss = e.loss();
-    log.write({{"step", step}, {"val_loss", e.loss()}, {"bits_per_byte", e.bits_per_byte()}});
-    char text[128];
-    int length = std::snprintf(text, sizeof text, "step %" PRId64 "  val_loss %.4f", step, e.loss());
-    if (e.bytes > 0) std::snprintf(text + length, sizeof text - length, "  bits_per_byte %.4f", e.bits_per_byte());
-    progress.note(text);
+// Of several directories val_loss is the mean of their losses by their weights; the log and the line name each.
+void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
+    double sum = 0, weights = 0;
+    ordered_json line = {{"step", step}, {"val_loss", 0}}, by_directory;
+    std::string text;
+    for (size_t k = 0; k < s.data.size(); k++) {
+        const TrainingData& data = s.data[k];
+        if (!data.val_files) continue;
+        const Evaluation e = evaluate(ctx, model, acts, *data.val_files, data.val_packing.get(),
+                                      data.directory.end_of_text, o.eval_tokens, val_bytes[k]);
+        sum += double(data.weight) * e.loss();
+        weights += double(data.weight);
+        ordered_json& entry = s.data.size() > 1 ? by_directory[data.directory.path] : line;
+        entry["val_loss"] = e.loss();
+        entry["bits_per_byte"] = e.bits_per_byte();
+        char part[128];
+        int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
+        if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
+        text += s.data.size() > 1 ? str("\n  ", data.directory.path, part) : part;
+    }
+    line["val_loss"] = val_loss = sum / weights;
+    if (s.data.size() > 1) {
+        line["val"] = by_directory;
+        char mean[48];
+        std::snprintf(mean, sizeof mean, "  val_loss %.4f", val_loss);
+        text = mean + text;
+    }
+    log.write(line);
+    progress.note(str("step ", step, text));
 }
 
 // Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
@@ -1309,6 +1331,20 @@ void Trainer::sample_text(Progress& progress) {
     progress.note(str("step ", step, "  sample: ", completion.text()));
 }
 
+namespace {
+
+// For trainer.json: all data that the run has used, the last one since its first_step.
+ordered_json data_history(const TrainSetup& s) {
+    std::vector<DataUse> uses = s.resume.data;
+    uses.push_back(s.data_use);
+    ordered_json history = ordered_json::array();
+    for (const DataUse& use : uses)
+        history.push_back({{"first_step", use.first_step}, {"data", use.data}, {"fingerprint", use.fingerprint}});
+    return history;
+}
+
+}  // namespace
+
 // Starts a checkpoint of this step, or with `last` writes it.
 void Trainer::save(bool last) {
     if (saved_step == step && !(last && checkpoints.failed())) return;
@@ -1323,7 +1359,8 @@ void Trainer::save(bool last) {
                               {"seed", o.seed},
                               {"seq_len", o.seq_len},
                               {"total_batch_tokens", o.total_batch_tokens},
-                              {"data", s.data_fingerprint},
+                              {"data", s.data_use.fingerprint},
+                              {"data_history", data_history(s)},
                               {"pack", o.pack},
                               {"dtype", dtype_name(dtype)},
                               {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
@@ -1333,7 +1370,8 @@ void Trainer::save(bool last) {
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
     const auto small_files = [this, trainer](const std::string& directory) {
-        save_model_files(directory, model.config, s.source.original_config, {s.source.directory, s.data.path});
+        save_model_files(directory, model.config, s.source.original_config,
+                         {s.source.directory, s.tokenizer_data().path});
         write_json(join_path(directory, "trainer.json"), trainer);
     };
     // In the files of tensors too, so that a file of another checkpoint is noticed.
@@ -1346,9 +1384,9 @@ void Trainer::save(bool last) {
 // kernel.
 int64_t Trainer::max_sequences() const {
     if (!graphs_replay() || model.config.has_linear_attention()) return 0;
-    const int64_t in_sequence = s.train_packing   ? s.train_packing->max_examples()
-                                : o.document_mask ? o.seq_len / 16
-                                                  : -1;
+    int64_t in_sequence = o.document_mask ? o.seq_len / 16 : -1;
+    for (const TrainingData& data : s.data)
+        if (data.train_packing) in_sequence = std::max(in_sequence, data.train_packing->max_examples());
     return o.batch_size * std::min(in_sequence + 1, o.seq_len);
 }
 
@@ -1361,9 +1399,8 @@ LoaderOptions Trainer::loader_options() const {
     options.world = ctx.world;
     options.seed = o.seed;
     options.documents = o.document_mask;
-    options.packing = s.train_packing.get();
     options.max_sequences = max_sequences();
-    options.end_of_text = s.data.end_of_text;
+    options.end_of_text = s.tokenizer_data().end_of_text;
     options.vocab_size = model.config.vocab_size;
     return options;
 }
@@ -1374,10 +1411,14 @@ void Trainer::run() {
     checkpoints.note = [&](const std::string& line) { progress.note(line); };
     RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step,
                [&](const std::string& line) { progress.note(line); });
-    Loader loader(s.train_files, loader_options(), o.overfit_one_batch ? 0 : step);  // resumed, the same one batch
-    progress.note(str(step ? str("resumed from ", s.resume.checkpoint, "; ") : "",
-                      describe_training_data(s, loader.num_training_sequences(), loader.dropped_tokens()), ", ",
-                      with_commas(o.total_batch_tokens), " a step"));
+    const int64_t first_batch = o.overfit_one_batch ? 0 : step - s.data_use.first_step;  // resumed, the same one batch
+    Loader loader(s.sources(), loader_options(), first_batch);
+    progress.note(
+        str(step ? str("resumed from ", s.resume.checkpoint, o.new_data.empty() ? "" : " with new data", "; ") : "",
+            describe_training_data(s, loader), s.data.size() > 1 ? "\n" : ", ", with_commas(o.total_batch_tokens),
+            s.data.size() > 1 ? " tokens" : "", " a step"));
+    const bool has_val =
+        std::any_of(s.data.begin(), s.data.end(), [](const auto& d) { return d.val_files != nullptr; });
     while (step < o.steps) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         if (!queue_step(loader)) break;
@@ -1386,8 +1427,7 @@ void Trainer::run() {
             ctx.profiler.stop();
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
         }
-        const bool last = step == o.steps,
-                   evaluating = s.val_files && (last || (o.eval_every && step % o.eval_every == 0)),
+        const bool last = step == o.steps, evaluating = has_val && (last || (o.eval_every && step % o.eval_every == 0)),
                    sampling = tokenizer && o.sample_every && step % o.sample_every == 0,
                    saving = last || (o.save_every && step % o.save_every == 0);
         // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
@@ -1397,7 +1437,7 @@ void Trainer::run() {
                                      (ctx.world == 1 && queue[finished % 2].end.reached()))) {
             finish_step(log, progress);
         }
-        if (evaluating) evaluate_split(log, progress);
+        if (evaluating) evaluate_splits(log, progress);
         if (sampling) sample_text(progress);
         if (saving) save(last);
     }

@@ -39,7 +39,7 @@ class Trainer {
     bool stopping();
     void tell(const std::string& text) const;  // on stderr, by rank 0
     void finish_step(RunLog& log, Progress& progress);
-    void evaluate_split(RunLog& log, Progress& progress);
+    void evaluate_splits(RunLog& log, Progress& progress);
     void sample_text(Progress& progress);
     void save(bool last);
 
@@ -49,7 +49,7 @@ class Trainer {
     const TrainOptions& o;
     const DType dtype;
     std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so no text is sampled
-    int64_t val_bytes;                     // of the validation split's text; 0: unknown
+    std::vector<int64_t> val_bytes;        // of the text of each validation split; 0: unknown, or there is none
 
     Model model;
     Activations acts;

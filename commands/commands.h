@@ -99,7 +99,7 @@ struct MuonFlags {
 
 struct TrainOptions {
     ModelOptions model;
-    std::string data, out;
+    std::string data, new_data, out;  // data: of --new-data where that is given
     int64_t steps = 1000, batch_size = 4, seq_len = 256;
     int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
     OptimizerType optimizer = OptimizerType::AdamW;              // of hidden matrices

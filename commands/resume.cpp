@@ -9,6 +9,18 @@
 
 namespace {
 
+std::vector<DataUse> read_data_uses(const JsonKeys& keys) {
+    std::vector<DataUse> uses;
+    if (keys.has("data_history")) {
+        for (const JsonKeys& use : keys.objects("data_history"))
+            uses.push_back({use.whole_number("first_step", 0), use.text("data"), use.text("fingerprint")});
+    }
+    const std::string last = keys.text("data");
+    if (uses.empty()) uses.push_back({0, "", last});
+    require(uses.back().fingerprint == last, keys.path, ": keys 'data' and 'data_history' name different fingerprints");
+    return uses;
+}
+
 ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& path) {
     const JsonKeys keys{path, read_json(path)};
     ResumePoint r;
@@ -20,7 +32,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.seed = keys.whole_number("seed", 0);
     r.seq_len = keys.whole_number("seq_len", 1);
     r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1);
-    r.data = keys.text("data");
+    r.data = read_data_uses(keys);
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
     if (keys.has("pack")) r.pack = keys.text("pack");
     if (keys.has("fp8")) {

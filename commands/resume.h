@@ -9,12 +9,18 @@
 
 #include "runtime/model/params.h"
 
+// The data of a part of a run: `--data` or --new-data as given, and a fingerprint of its tokens and shares.
+struct DataUse {
+    int64_t first_step = 0;  // counted from 0: its first sample is in this step
+    std::string data, fingerprint;
+};
+
 // What trainer.json says, checked: it belongs to its directory and to the training state beside it.
 struct ResumePoint {
     std::string checkpoint;            // empty: the run starts at step 0
     int64_t step = 0, adam_steps = 0;  // steps done; updates done (without skipped steps)
     int64_t seed = 0, seq_len = 0, total_batch_tokens = 0;
-    std::string data;                 // fingerprint of the training tokens
+    std::vector<DataUse> data;        // that the run used, in order; older files name the last fingerprint only
     std::string gemm;                 // the algorithms that the run's GEMMs used
     std::vector<float> fp8_history;   // the amaxes of the last steps (fp8_state.h); empty: the run was not in fp8
     int64_t fp8_steps = 0;            // that the history holds

@@ -109,7 +109,14 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     const CLI::Validator positive = at_least(1);
     const CLI::Validator count = at_least(0);
     add_model_options(*app, o.model, true);
-    app->add_option("--data", o.data, "directory with train_*.bin and val_*.bin, as 'make data' writes it")->required();
+    app->add_option(
+           "--data", o.data,
+           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several with the weights of "
+           "their samples, as in web:0.7,code:0.3")
+        ->required();
+    app->add_option("--new-data", o.new_data,
+                    "with --resume: go on with this data, in the form of --data, instead of the run's")
+        ->configurable(false);
     app->add_option("--out", o.out, "run directory to write")->required();
     app->add_option("--steps", o.steps, "total number of optimizer steps")->check(positive)->capture_default_str();
     app->add_option("--batch-size", o.batch_size, "sequences per process and micro-step")
@@ -218,15 +225,23 @@ TrainOptions parse_train(const Args& args) {
     CLI::App probe;
     probe.add_option("--out", first.out);
     probe.add_flag("--resume", first.resume);
+    const CLI::Option* const has_data = probe.add_option("--data", first.data);
+    const CLI::Option* const has_new_data = probe.add_option("--new-data", first.new_data);
     std::string config;
     const CLI::Option* const has_config = probe.add_option("--config", config);
     parse_known(probe, args);
     if (has_config->count() && config.empty()) throw UsageError("--config: the value is empty; name a file");
+    if (has_new_data->count()) {
+        if (!first.resume) throw UsageError("--new-data is for --resume; a new run takes --data");
+        if (has_data->count()) throw UsageError("--new-data takes the place of --data; give one of them");
+        if (first.new_data.empty()) throw UsageError("--new-data: the value is empty; name a directory");
+    }
     Args all = args;
     const std::string stored = join_path(first.out, "run.toml");
     if (first.resume && !first.out.empty()) check_resumable(first.out, path_exists(stored));
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
+    if (!o.new_data.empty()) o.data = o.new_data;
     choose_training_dtype(o.model, o.master_weights, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
     if (o.gpu_memory && backend_device() == Device::CPU)

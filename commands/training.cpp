@@ -73,6 +73,16 @@ double learning_rate(const TrainOptions& o, int64_t step) {
     return lr;
 }
 
+bool TrainSetup::packs() const {
+    return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
+}
+
+std::vector<TrainingSource> TrainSetup::sources() const {
+    std::vector<TrainingSource> all;
+    for (const TrainingData& d : data) all.emplace_back(d.train_files, d.train_packing.get(), d.weight);
+    return all;
+}
+
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {
     if (source.directory.empty()) return;
     const std::string ours = join_path(source.directory, "tokenizer.json"), theirs = data.tokenizer_path();
@@ -86,7 +96,7 @@ void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) 
 
 namespace {
 
-// A hash of the training tokens: a resumed run must use the same tokens.
+// A hash of the training tokens.
 std::string fingerprint(const TokenFiles& files) {
     std::string sample = std::to_string(files.size());
     const int64_t n = std::min<int64_t>(files.size(), 1 << 16);
@@ -102,6 +112,41 @@ std::string fingerprint(const TokenFiles& files) {
     char text[17];
     std::snprintf(text, sizeof text, "%016" PRIx64, name_hash(sample));
     return text;
+}
+
+// Of several directories the hashes with their shares: "0123456789abcdef:7,fedcba9876543210:3".
+std::string fingerprint(const std::vector<TrainingData>& data, const Mixture& mixture) {
+    if (data.size() == 1) return fingerprint(data[0].train_files);
+    std::string all;
+    for (size_t k = 0; k < data.size(); k++)
+        all += str(k ? "," : "", fingerprint(data[k].train_files), ":", mixture.share(k));
+    return all;
+}
+
+Mixture mixture_of(const std::vector<TrainingData>& data) {
+    std::vector<int64_t> weights;
+    for (const TrainingData& d : data) weights.push_back(d.weight);
+    return Mixture(weights);
+}
+
+// Opens the directories of --data. All must have one tokenizer.
+std::vector<TrainingData> open_training_data(const std::string& option) {
+    std::vector<TrainingData> all;
+    for (const DataShare& share : parse_data_shares("--data", option)) {
+        DataDirectory directory = open_data(share.path);
+        TokenFiles train_files = open_split(directory, true);
+        all.push_back({std::move(directory), share.weight, std::move(train_files)});
+        TrainingData& data = all.back();
+        if (!glob_files(data.directory.val_pattern()).empty())
+            data.val_files = std::make_unique<TokenFiles>(open_split(data.directory, false));
+        const DataDirectory &first = all[0].directory, &own = data.directory;
+        const std::string ours = first.tokenizer_path(), theirs = own.tokenizer_path();
+        const bool same_file = ours.empty() == theirs.empty() && (ours.empty() || read_file(ours) == read_file(theirs));
+        require(same_file && first.vocab_size == own.vocab_size && first.end_of_text == own.end_of_text,
+                "--data: ", own.path, " was made with another tokenizer than ", first.path,
+                "; make one of them again with TOKENIZER=", first.path);
+    }
+    return all;
 }
 
 // Sets `key = value` in the text of run.toml, in place of the line that is there.
@@ -134,8 +179,17 @@ void check_unchanged(TrainSetup& s) {
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);
     same("--total-batch-tokens", r.total_batch_tokens, s.o.total_batch_tokens);
-    same("the data's fingerprint", r.data, s.data_fingerprint);
-    same("--pack", r.pack, s.o.pack);
+    const std::string& last = r.data.back().fingerprint;
+    if (s.o.new_data.empty()) {
+        require(last == s.data_use.fingerprint, "--resume: ", s.o.data, " is not the data that ", r.checkpoint,
+                " was trained with (fingerprint ", s.data_use.fingerprint, ", it was ", last,
+                "); restore it, or go on with other data by --new-data");
+        same("--pack", r.pack, s.o.pack);
+    } else {
+        require(last != s.data_use.fingerprint, "--new-data: ", s.o.data, " is the data that ", r.checkpoint,
+                " was trained with; leave the option out");
+        check_same_tokenizer(s.tokenizer_data(), find_model(r.checkpoint));
+    }
     same("the model's shape", config_to_json(find_model(r.checkpoint).config, json::object()),
          config_to_json(s.source.config, json::object()));
 }
@@ -161,24 +215,50 @@ void set_default_rates(TrainSetup& s) {
     }
 }
 
-// Packs the examples of a split; null with --pack none.
-std::unique_ptr<Packing> pack_examples(const TrainOptions& o, const TokenFiles& files) {
-    if (o.pack == "none") return {};
-    return std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
+// Chooses --pack where it is not given, and packs the splits that have examples.
+void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
+    const auto has_examples = [](const TrainingData& data) { return data.train_files.has_examples(); };
+    const bool any_examples = std::any_of(all.begin(), all.end(), has_examples);
+    if (o.pack.empty()) o.pack = any_examples ? "examples" : "none";
+    require(o.pack == "none" || any_examples, "--pack examples: ", o.data,
+            " is text, without examples; make data from conversations, or leave the option out");
+    require(o.pack == "none" || !o.document_mask,
+            "--document-mask: packed examples do not see each other anyway; leave the option out");
+    const auto packed = [&](const TokenFiles& files) {
+        return o.pack == "none" || !files.has_examples()
+                   ? nullptr
+                   : std::make_unique<Packing>(files, o.seq_len, o.too_long == "skip");
+    };
+    for (TrainingData& data : all) {
+        data.train_packing = packed(data.train_files);
+        if (data.val_files) data.val_packing = packed(*data.val_files);
+        require(data.train_packing || data.train_files.size() > o.seq_len, data.train_files.pattern(), ": ",
+                data.train_files.size(), " tokens are fewer than one training sequence of ", o.seq_len,
+                " + 1; use more text or a shorter --seq-len");
+    }
+}
+
+// After the checkpoint was read: which data the run used until then, and uses from now on.
+void continue_data_history(TrainSetup& s) {
+    std::vector<DataUse>& uses = s.resume.data;
+    if (s.o.new_data.empty()) {
+        s.data_use.first_step = uses.back().first_step;
+        uses.pop_back();
+    } else {
+        s.data_use.first_step = s.resume.step;
+    }
 }
 
 }  // namespace
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
-    DataDirectory data = open_data(o.data);
-    TokenFiles train_files = open_split(data, true);
-    std::unique_ptr<TokenFiles> val_files;
-    if (!glob_files(data.val_pattern()).empty()) val_files = std::make_unique<TokenFiles>(open_split(data, false));
+    std::vector<TrainingData> all_data = open_training_data(o.data);
+    const DataDirectory& data = all_data[0].directory;
     ModelSource source = o.model.resolve(data.vocab_size);
     check_same_tokenizer(data, source);
     // A fresh model's special ids are those of the tokenizer that it will be saved with.
     if (source.directory.empty() && data.end_of_text >= 0) source.config.bos = source.config.eos = data.end_of_text;
-    require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", o.data,
+    require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", data.path,
             " does not say which token ends a document; leave the option out");
 
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
@@ -190,15 +270,8 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
-    if (o.pack.empty()) o.pack = train_files.has_examples() ? "examples" : "none";
-    require(o.pack == "none" || train_files.has_examples(), "--pack examples: ", o.data,
-            " is text, without examples; make data from conversations, or leave the option out");
-    require(o.pack == "none" || !o.document_mask,
-            "--document-mask: packed examples do not see each other anyway; leave the option out");
-    require(o.pack == "examples" || train_files.size() > o.seq_len, train_files.pattern(), ": ", train_files.size(),
-            " tokens are fewer than one training sequence of ", o.seq_len,
-            " + 1; use more text or a shorter --seq-len");
-    require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", o.data,
+    pack_examples(o, all_data);
+    require(!o.sample_every || !data.tokenizer_path().empty(), "--sample-every: ", data.path,
             " has no tokenizer.json, which printing text needs; leave the option out");
 
     require(!path_exists(o.out) || is_directory(o.out), "--out ", o.out, " is a file; name a directory");
@@ -207,22 +280,14 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(o.resume || checkpoints.empty(), "--out ", o.out,
             " already holds checkpoints; add --resume to continue, or name another directory");
 
-    TrainSetup s{std::move(o),
-                 std::move(data),
-                 std::move(train_files),
-                 std::move(val_files),
-                 {},
-                 {},
-                 std::move(source),
-                 {},
-                 "",
-                 1};
-    s.train_packing = pack_examples(s.o, s.train_files);
-    if (s.val_files && s.val_files->has_examples()) s.val_packing = pack_examples(s.o, *s.val_files);
-    s.data_fingerprint = fingerprint(s.train_files);
+    const DataUse use{0, o.data, fingerprint(all_data, mixture_of(all_data))};
+    TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use};
+    require(s.o.new_data.empty() || !checkpoints.empty(), "--new-data: ", s.o.out,
+            " has no checkpoint to go on from; start the run with --data");
     if (!checkpoints.empty()) {
         s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
         check_unchanged(s);
+        continue_data_history(s);
         const int64_t numbers = int64_t(s.resume.fp8_history.size());
         const int64_t expected = Fp8State(s.source.config, s.o.fp8).history_size();
         require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
@@ -237,6 +302,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             ": this run executes steps ", s.resume.step + 1, " to ", s.o.steps, "; name one of them");
     if (s.o.warmup < 0) s.o.warmup = s.o.steps / 20;
     set_toml(s.o.toml, "total-batch-tokens", std::to_string(s.o.total_batch_tokens));
+    set_toml(s.o.toml, "data", str('"', s.o.data, '"'));
     set_toml(s.o.toml, "pack", "\"" + s.o.pack + "\"");
     set_toml(s.o.toml, "dtype", str('"', s.o.model.dtype, '"'));
     set_toml(s.o.toml, "warmup", std::to_string(s.o.warmup));
@@ -244,14 +310,35 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     return s;
 }
 
-std::string describe_training_data(const TrainSetup& s, int64_t sequences, int64_t dropped_tokens) {
-    const std::string tokens = with_commas(s.train_files.size()) + " training tokens",
+namespace {
+
+std::string describe_source(const TrainingData& data, int64_t sequences, int64_t dropped_tokens) {
+    const std::string tokens = with_commas(data.train_files.size()) + " training tokens",
                       in_sequences = with_commas(sequences) + " training sequences";
-    if (!s.train_packing)
+    if (!data.train_packing)
         return str(tokens, " in ", in_sequences, " (", dropped_tokens, " tokens at the end left out)");
-    const Packing& p = *s.train_packing;
+    const Packing& p = *data.train_packing;
     char padding[16];
     std::snprintf(padding, sizeof padding, "%.1f%%", 100 * double(p.padding()) / double(sequences * p.seq_len()));
     return str(tokens, ": ", with_commas(p.num_examples()), " examples in ", in_sequences, " (", padding, " padding, ",
                with_commas(p.num_too_long()), " longer examples left out)");
+}
+
+}  // namespace
+
+std::string describe_training_data(const TrainSetup& s, const Loader& loader) {
+    std::string text;
+    const Mixture mixture = mixture_of(s.data);
+    const double samples = double(s.o.steps - s.data_use.first_step) * double(s.o.total_batch_tokens / s.o.seq_len);
+    for (size_t k = 0; k < s.data.size(); k++) {
+        const int64_t sequences = loader.num_training_sequences(k);
+        const double share = double(mixture.share(k)) / double(mixture.period());
+        char part[80];
+        std::snprintf(part, sizeof part, "%.4g%% of the samples, %.3g epochs: ", 100 * share,
+                      share * samples / double(sequences));
+        if (s.data.size() > 1) text += str(s.data[k].directory.path, ": ", part);
+        text += describe_source(s.data[k], sequences, loader.dropped_tokens(k));
+        if (k + 1 < s.data.size()) text += "\n";
+    }
+    return text;
 }

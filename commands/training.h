@@ -8,21 +8,32 @@
 
 #include "commands/commands.h"
 #include "commands/resume.h"
+#include "data/loader.h"
 #include "data/packing.h"
 #include "data/token_files.h"
 #include "runtime/device/target.h"
 
+// A directory of --data.
+struct TrainingData {
+    DataDirectory directory;
+    int64_t weight;  // of its samples among those of all directories
+    TokenFiles train_files;
+    std::unique_ptr<TokenFiles> val_files = {};                     // null: the data has no validation split
+    std::unique_ptr<Packing> train_packing = {}, val_packing = {};  // null: fixed training sequences
+};
+
 // The inputs of a run, checked before anything is allocated or written.
 struct TrainSetup {
-    TrainOptions o;  // with the defaults that depend on other options
-    DataDirectory data;
-    TokenFiles train_files;
-    std::unique_ptr<TokenFiles> val_files;                // null: the data has no validation split
-    std::unique_ptr<Packing> train_packing, val_packing;  // null: fixed training sequences
+    TrainOptions o;                  // with the defaults that depend on other options
+    std::vector<TrainingData> data;  // all of one tokenizer
     ModelSource source;
-    ResumePoint resume;
-    std::string data_fingerprint;
+    ResumePoint resume;  // its `data`: only what the run used before this data
+    DataUse data_use;    // this data, and the step that its first sample is in
     int64_t micro_steps = 1;
+
+    bool packs() const;  // whether a training split is packed
+    std::vector<TrainingSource> sources() const;
+    const DataDirectory& tokenizer_data() const { return data.front().directory; }
 };
 
 // Opens what the options name. Throws Error if the run cannot start: data or a model that cannot be read, a different
@@ -30,15 +41,15 @@ struct TrainSetup {
 // options changed.
 TrainSetup check_training(TrainOptions options, int64_t world);
 
-// For the line at the start of a run: the training tokens and the sequences that they make. dropped_tokens: of the
-// split, in no sequence.
-std::string describe_training_data(const TrainSetup& s, int64_t sequences, int64_t dropped_tokens);
+// For the line at the start of a run: the training tokens and the sequences that they make; of several directories a
+// line for each, with its share.
+std::string describe_training_data(const TrainSetup& s, const Loader& loader);
 
 // Throws Error if the model or a micro-step of so many tokens cannot be trained in fp8 on that device
 // (commands/fp8_options.cpp).
 void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype, int64_t tokens, const Target& target);
 
-// Throws Error if the data was made with another tokenizer than the checkpoint's.
+// Throws Error if the data was made with another tokenizer than the model's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
 
 // Advice: the options with which a run fits into the available bytes. Tries --zero-stage and --recompute first, then

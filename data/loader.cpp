@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "runtime/rng.h"
 
@@ -27,25 +28,21 @@ uint64_t permute(uint64_t key, uint64_t epoch, uint64_t i, uint64_t n) {
 
 namespace {
 
-// Sets cum_seqlens, positions and max_seqlen from the tokens. An attention sequence starts at every training sequence
-// and, if end_of_text ≥ 0, after every end_of_text.
-void find_sequences(Batch& batch, int64_t T, int32_t end_of_text) {
-    const int64_t N = int64_t(batch.tokens.size());
-    batch.positions.resize(size_t(N));
-    batch.cum_seqlens.assign(1, 0);
-    batch.max_seqlen = 0;
-    int64_t start = 0;
-    for (int64_t t = 0; t < N; t++) {
-        batch.positions[size_t(t)] = int32_t(t - start);
+// Adds the attention sequences of the training sequence of T tokens that begins at `begin`: one, or if end_of_text ≥ 0
+// one after each end_of_text, too.
+void find_sequences(Batch& batch, int64_t begin, int64_t T, int32_t end_of_text) {
+    int64_t start = begin;
+    for (int64_t t = begin; t < begin + T; t++) {
+        batch.positions.push_back(int32_t(t - start));
         const bool document_ends = end_of_text >= 0 && batch.tokens[size_t(t)] == end_of_text;
-        if (!document_ends && (t + 1) % T != 0) continue;
+        if (!document_ends && t + 1 < begin + T) continue;
         batch.max_seqlen = std::max(batch.max_seqlen, t + 1 - start);
         start = t + 1;
         batch.cum_seqlens.push_back(int32_t(start));
     }
 }
 
-// Makes the batch empty, for add_packed().
+// Makes the batch empty.
 void clear(Batch& batch) {
     for (std::vector<int32_t>* numbers : {&batch.tokens, &batch.targets, &batch.positions}) numbers->clear();
     batch.cum_seqlens.assign(1, 0);
@@ -80,10 +77,41 @@ void add_packed(Batch& batch, const TokenFiles& files, const Packing& packing, i
     if (room > 0) add(room);
 }
 
+// Adds the training sequence of T + 1 tokens from `begin` on.
+void add_cut(Batch& batch, const TokenFiles& files, int64_t begin, const LoaderOptions& o) {
+    const size_t at = batch.tokens.size(), T = size_t(o.T);
+    batch.tokens.resize(at + T);
+    batch.targets.resize(at + T);
+    int32_t* const tokens = batch.tokens.data() + at;
+    int32_t* const targets = batch.targets.data() + at;
+    files.read(begin, o.T, tokens, o.vocab_size);
+    std::copy(tokens + 1, tokens + T, targets);
+    files.read(begin + o.T, 1, targets + T - 1, o.vocab_size);
+    find_sequences(batch, int64_t(at), o.T, o.documents ? o.end_of_text : -1);
+    if (!files.masked()) return;
+    std::vector<uint8_t> mask(T);
+    files.read_mask(begin + 1, o.T, mask.data());
+    for (size_t t = 0; t < T; t++)
+        if (!mask[t]) targets[t] = Batch::NO_TARGET;
+}
+
 int64_t loss_tokens_of(const Packing& packing, int64_t sequence) {
     int64_t count = 0;
     for (const PackedExample& example : packing.of_sequence(sequence)) count += example.loss_tokens;
     return count;
+}
+
+int64_t loss_tokens_of(const TokenFiles& files, int64_t begin, int64_t T) {
+    if (!files.masked()) return T;
+    std::vector<uint8_t> mask(static_cast<size_t>(T));
+    files.read_mask(begin + 1, T, mask.data());
+    return std::count(mask.begin(), mask.end(), 1);
+}
+
+std::vector<int64_t> weights_of(const std::vector<TrainingSource>& sources) {
+    std::vector<int64_t> weights;
+    for (const TrainingSource& source : sources) weights.push_back(source.weight);
+    return weights;
 }
 
 void check_shape(int64_t B, int64_t T) {
@@ -95,8 +123,8 @@ void check_shape(int64_t B, int64_t T) {
 
 }  // namespace
 
-Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t first_step)
-    : files(files_), options(options_) {
+Loader::Loader(std::vector<TrainingSource> sources_, const LoaderOptions& options_, int64_t first_step)
+    : sources(std::move(sources_)), options(options_), mixture(weights_of(sources)) {
     const LoaderOptions& o = options;
     check_shape(o.B, o.T);
     require(o.micro_steps > 0 && o.world > 0 && 0 <= o.rank && o.rank < o.world && first_step >= 0, "loader: rank ",
@@ -109,18 +137,23 @@ Loader::Loader(const TokenFiles& files_, const LoaderOptions& options_, int64_t 
     require(!o.documents || o.end_of_text >= 0,
             "document boundaries need the end-of-text token, which is unknown; add a tokenizer.json or meta.json that "
             "names it to the data directory");
-    require(!o.packing || (o.packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
-            o.packing ? o.packing->seq_len() : 0, " tokens for sequences of ", o.T);
-    training_sequences = o.packing ? o.packing->num_sequences() : (files.size() - 1) / o.T;
-    require(training_sequences > 0, files.pattern(), ": ", files.size(),
-            " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
+    // With documents there can be as many attention sequences as tokens.
+    int64_t in_sequence = o.documents ? o.T : 1;
+    for (const TrainingSource& source : sources) {
+        const Packing* const packing = source.packing;
+        require(!packing || (packing->seq_len() == o.T && !o.documents), "loader: a packing of sequences of ",
+                packing ? packing->seq_len() : 0, " tokens for sequences of ", o.T);
+        training_sequences.push_back(packing ? packing->num_sequences() : (source.files->size() - 1) / o.T);
+        require(training_sequences.back() > 0, source.files->pattern(), ": ", source.files->size(),
+                " tokens are fewer than one training sequence of ", o.T, " + 1; use more text or a shorter --seq-len");
+        if (packing) in_sequence = std::max(in_sequence, packing->max_examples() + 1);
+    }
     first_micro_batch = first_step * o.micro_steps;
-    // All memory is allocated here, none in a step. With documents there can be as many attention sequences as tokens.
-    const int64_t most_sequences = o.packing ? o.B * (o.packing->max_examples() + 1) : o.documents ? o.B * o.T : o.B;
+    // All memory is allocated here, none in a step.
     for (Batch* batch : {&ready[0], &ready[1], &current}) {
         for (std::vector<int32_t>* numbers : {&batch->tokens, &batch->targets, &batch->positions})
             numbers->reserve(size_t(o.B * o.T));
-        batch->cum_seqlens.reserve(size_t(std::max(most_sequences, o.max_sequences)) + 1);
+        batch->cum_seqlens.reserve(size_t(std::max(o.B * in_sequence, o.max_sequences)) + 1);
     }
     worker = std::thread([this] { run(); });
 }
@@ -134,35 +167,35 @@ Loader::~Loader() {
     worker.join();
 }
 
-int64_t Loader::dropped_tokens() const {
-    return files.size() - 1 - training_sequences * options.T;
+int64_t Loader::dropped_tokens(size_t source) const {
+    return sources[source].files->size() - 1 - training_sequences[source] * options.T;
 }
 
-int64_t Loader::training_sequence_of_sample(uint64_t i) const {
-    const uint64_t n = uint64_t(training_sequences);
-    return int64_t(options.shuffle ? permute(options.seed, i / n, i % n, n) : i % n);
+Loader::Sample Loader::sample(uint64_t i) const {
+    const Mixture::Place place = mixture.place(i);
+    const uint64_t n = uint64_t(training_sequences[place.source]);
+    if (!options.shuffle) return {place.source, int64_t(place.index % n)};
+    const uint64_t key = options.seed + (uint64_t(place.source) << 32);  // sources of one size in orders of their own
+    return {place.source, int64_t(permute(key, place.index / n, place.index % n, n))};
 }
 
 void Loader::fill(Batch& batch, int64_t micro_batch) const {
     const int64_t B = options.B, T = options.T;
-    // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run.
-    const int64_t first_sample = (micro_batch * options.world + options.rank) * B;
-    if (options.packing) {
-        fill_packed(batch, first_sample);
-        return add_room(batch);
+    // Micro-batch a of step s starts at sample (s·micro_steps + a)·world·B of the run, with the rows of rank 0.
+    const int64_t first_sample = micro_batch * options.world * B;
+    clear(batch);
+    for (int64_t i = 0; i < options.world * B; i++) {
+        const bool own = i / B == options.rank;
+        const auto [source, sequence] = sample(uint64_t(first_sample + i));
+        const TokenFiles& files = *sources[source].files;
+        if (const Packing* packing = sources[source].packing) {
+            batch.loss_tokens += loss_tokens_of(*packing, sequence);
+            if (own) add_packed(batch, files, *packing, sequence, options.vocab_size);
+        } else {
+            batch.loss_tokens += loss_tokens_of(files, sequence * T, T);
+            if (own) add_cut(batch, files, sequence * T, options);
+        }
     }
-    batch.tokens.resize(size_t(B * T));
-    batch.targets.resize(size_t(B * T));
-    for (int64_t b = 0; b < B; b++) {
-        const int64_t begin = training_sequence_of_sample(uint64_t(first_sample + b)) * T;
-        int32_t* const tokens = batch.tokens.data() + b * T;
-        int32_t* const targets = batch.targets.data() + b * T;
-        files.read(begin, T, tokens, options.vocab_size);
-        std::copy(tokens + 1, tokens + T, targets);
-        files.read(begin + T, 1, targets + T - 1, options.vocab_size);
-    }
-    batch.loss_tokens = files.masked() ? apply_mask(batch.targets, first_sample) : options.world * B * T;
-    find_sequences(batch, T, options.documents ? options.end_of_text : -1);
     add_room(batch);
 }
 
@@ -173,31 +206,6 @@ void Loader::add_room(Batch& batch) const {
     if (!fits) return;
     batch.cum_seqlens.resize(size_t(options.max_sequences) + 1, batch.cum_seqlens.back());
     batch.max_seqlen = options.T;
-}
-
-void Loader::fill_packed(Batch& batch, int64_t first_sample) const {
-    const int64_t rank_begin = first_sample - options.rank * options.B;
-    clear(batch);
-    for (int64_t i = 0; i < options.world * options.B; i++) {
-        const int64_t sequence = training_sequence_of_sample(uint64_t(rank_begin + i));
-        batch.loss_tokens += loss_tokens_of(*options.packing, sequence);
-        if (i / options.B == options.rank) add_packed(batch, files, *options.packing, sequence, options.vocab_size);
-    }
-}
-
-int64_t Loader::apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const {
-    const int64_t B = options.B, T = options.T, rank_begin = first_sample - options.rank * B;
-    std::vector<uint8_t> mask(static_cast<size_t>(T));
-    int64_t loss_tokens = 0;
-    for (int64_t i = 0; i < options.world * B; i++) {
-        files.read_mask(training_sequence_of_sample(uint64_t(rank_begin + i)) * T + 1, T, mask.data());
-        loss_tokens += std::count(mask.begin(), mask.end(), 1);
-        const int64_t b = i - options.rank * B;
-        if (b < 0 || b >= B) continue;
-        for (int64_t t = 0; t < T; t++)
-            if (!mask[size_t(t)]) targets[size_t(b * T + t)] = Batch::NO_TARGET;
-    }
-    return loss_tokens;
 }
 
 void Loader::run() {
@@ -288,6 +296,7 @@ Batch EvalBatches::batch(int64_t b) const {
             if (!mask[size_t(k)]) batch.targets[size_t(k)] = Batch::NO_TARGET;
         batch.loss_tokens = std::count(mask.begin(), mask.end(), 1);
     }
-    find_sequences(batch, T, -1);
+    batch.cum_seqlens = {0};
+    for (int64_t row = 0; row < B; row++) find_sequences(batch, row * T, T, -1);
     return batch;
 }

@@ -6,6 +6,9 @@
 // cycle walking (Black, Rogaway 2002), O(1) memory. A step takes the next G = total_batch/T samples; micro-batch a of
 // rank r is samples [a·world·B + r·B, + B) of the step: ranks and micro-batches only slice the order.
 //
+// Of several data sets, a Mixture (data/mixture.h) says which one sample i comes from, and that it is the j-th of that
+// one; then π(seed, j div n, j mod n) of its n sequences is the sample.
+//
 // With a Packing (data/packing.h) a training sequence holds whole examples instead, and padding at its end.
 #pragma once
 
@@ -16,6 +19,7 @@
 #include <thread>
 #include <vector>
 
+#include "data/mixture.h"
 #include "data/packing.h"
 #include "data/token_files.h"
 
@@ -46,20 +50,27 @@ struct LoaderOptions {
     int64_t micro_steps = 1;  // micro-batches per step
     int64_t rank = 0, world = 1;
     uint64_t seed = 0;
-    bool shuffle = true;               // false: sample i is training sequence i mod n
-    bool documents = false;            // split training sequences at end-of-text tokens
-    int64_t max_sequences = 0;         // gives batches of up to so many attention sequences the same shape; 0: no batch
-    const Packing* packing = nullptr;  // of the files into sequences of T; must outlive the loader. Null: fixed cuts
-    int32_t end_of_text = -1;          // needed if documents
-    int64_t vocab_size = 0;            // tokens are checked against it
+    bool shuffle = true;        // false: sample i is training sequence i mod n
+    bool documents = false;     // split training sequences at end-of-text tokens
+    int64_t max_sequences = 0;  // gives batches of up to so many attention sequences the same shape; 0: no batch
+    int32_t end_of_text = -1;   // needed if documents
+    int64_t vocab_size = 0;     // tokens are checked against it
 };
 
-// Prepares the next batches on a separate thread. files must outlive the loader.
+// A data set of a run. What it points to must outlive the loader.
+struct TrainingSource {
+    const TokenFiles* files;
+    const Packing* packing;  // of the files into sequences of T; null: fixed cuts
+    int64_t weight;          // of its samples among those of all sources
+    TrainingSource(const TokenFiles& f, const Packing* p = nullptr, int64_t w = 1) : files(&f), packing(p), weight(w) {}
+};
+
+// Prepares the next batches on a separate thread.
 class Loader {
   public:
     // first_step: the step that the batches start with, from 0.
     // Errors: options out of range, fewer tokens than one training sequence. next() throws the errors of reading ahead.
-    Loader(const TokenFiles& files, const LoaderOptions& options, int64_t first_step);
+    Loader(std::vector<TrainingSource> sources, const LoaderOptions& options, int64_t first_step);
     ~Loader();
     Loader(const Loader&) = delete;
     Loader& operator=(const Loader&) = delete;
@@ -67,23 +78,26 @@ class Loader {
     // The next micro-batch; valid until the next call.
     const Batch& next();
 
-    int64_t num_training_sequences() const { return training_sequences; }
-    int64_t dropped_tokens() const;  // without packing: tokens of the split that are in no training sequence
-    // Index of the training sequence that sample i of the run reads.
-    int64_t training_sequence_of_sample(uint64_t i) const;
+    int64_t num_training_sequences(size_t source = 0) const { return training_sequences[source]; }
+    // Without packing: tokens of the split that are in no training sequence.
+    int64_t dropped_tokens(size_t source = 0) const;
+    // The training sequence that sample i of the run reads.
+    struct Sample {
+        size_t source;
+        int64_t sequence;
+    };
+    Sample sample(uint64_t i) const;
 
   private:
     void fill(Batch& batch, int64_t micro_batch) const;
-    void fill_packed(Batch& batch, int64_t first_sample) const;
     void add_room(Batch& batch) const;  // for max_sequences
-    // Sets the targets that the mask excludes to NO_TARGET. Returns the number of loss tokens of all ranks.
-    int64_t apply_mask(std::vector<int32_t>& targets, int64_t first_sample) const;
     void run();
 
-    const TokenFiles& files;
+    const std::vector<TrainingSource> sources;
     const LoaderOptions options;
-    int64_t training_sequences = 0;
-    int64_t first_micro_batch = 0;  // micro-batches are counted from the start of the run
+    const Mixture mixture;
+    std::vector<int64_t> training_sequences;  // of each source
+    int64_t first_micro_batch = 0;            // micro-batches are counted from the start of the run
 
     // run() fills ready[filled % 2], next() swaps ready[taken % 2] with current; 0 ≤ filled − taken ≤ 2. The two
     // counters say which thread owns a slot, so the mutex guards only the counters and the two flags.

@@ -684,6 +684,89 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual([line["step"] for line in log(other)], [line["step"] for line in log(self.base)])
         self.assertEqual(digests(os.path.join(other, "step_00000008")), digests(os.path.join(self.base, "step_00000008")))
 
+    def make_text_data(self, name, line, files=12):
+        """A data directory of another text, with byte tokens."""
+        text, data = os.path.join(self.top, name + "_text"), os.path.join(self.top, name)
+        os.mkdir(text)
+        for i in range(files):
+            with open(os.path.join(text, f"{i:02}.txt"), "w") as file:
+                file.writelines(line.format(i * 7 + j) for j in range(20))
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.2",
+                        "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return data
+
+    def test_mixed_data(self):
+        numbers = self.make_text_data("numbers", "{0} is a number.\n")
+        mixed = f"{self.data}:0.75,{numbers}:0.25"
+        args = ["--data", mixed, "--steps", 8, "--save-every", 4]
+        done = run(*self.train_args("mixed", *args))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stderr, rf"{self.data}: 75% of the samples, [\d.]+ epochs: [\d,]+ training tokens in \d+ training seq")
+        self.assertRegex(done.stderr, rf"{numbers}: 25% of the samples, ")
+        whole = os.path.join(self.top, "mixed")
+        self.assertIn(f'data="{mixed}"', text_of(os.path.join(whole, "run.toml")))
+        last = [line for line in log(whole) if "val_loss" in line][-1]
+        self.assertEqual(set(last), {"step", "val_loss", "val"})
+        self.assertEqual(set(last["val"]), {self.data, numbers})
+        for directory, score in last["val"].items():  # as the command scores each
+            alone = json.loads(run("eval", "--model", whole, "--data", directory, "--json").stdout)
+            self.assertAlmostEqual(alone["val_loss"], score["val_loss"], places=5)
+            self.assertAlmostEqual(alone["bits_per_byte"], score["bits_per_byte"], places=5)
+        mean = 0.75 * last["val"][self.data]["val_loss"] + 0.25 * last["val"][numbers]["val_loss"]
+        self.assertAlmostEqual(last["val_loss"], mean, places=9)
+        # Resumed to the same bits, with the options of run.toml; and in micro-steps of one sequence the same losses.
+        expected, expected_losses = digests(os.path.join(whole, "step_00000008")), losses(whole)
+        shutil.rmtree(os.path.join(whole, "step_00000008"))
+        self.assertEqual(run("train", "--resume", "--out", whole).returncode, 0)
+        self.assertEqual((digests(os.path.join(whole, "step_00000008")), losses(whole)), (expected, expected_losses))
+        micro = self.train("mixed_micro", *args, "--batch-size", 1, "--total-batch-tokens", 128)
+        for step, loss in expected_losses.items():
+            self.assertAlmostEqual(losses(micro)[step] / loss, 1, delta=2e-5)
+        # Other weights are other data. Weights that mean the same are not.
+        shutil.rmtree(os.path.join(whole, "step_00000008"))
+        self.refused(1, ["--resume: ", "is not the data that", "by --new-data"], "train", "--resume", "--out", whole,
+                     "--data", f"{self.data}:1,{numbers}:1")
+        same = run("train", "--resume", "--out", whole, "--data", f"{self.data}:3,{numbers}:1")
+        self.assertEqual((same.returncode, losses(whole)), (0, expected_losses), same.stderr)
+        for words, data in ((["was made with another tokenizer than"], f"{self.data}:1,{self.other_data}:1"),
+                            (["'" + numbers + "' is not a directory with its weight"], f"{self.data}:1,{numbers}")):
+            self.refused(2 if "weight" in words[0] else 1, words, *self.train_args("refused", "--data", data))
+
+    def test_new_data(self):
+        """A resumed run goes on with other data from its first sample on, and says so."""
+        other = self.make_text_data("letters", "letter {0}\n")
+        run_dir = self.copy_with_checkpoint("new_data", 4)
+        history = lambda step: json.loads(text_of(os.path.join(run_dir, f"step_{step:08}", "trainer.json")))["data_history"]
+        self.refused(1, ["is not the data that"], "train", "--resume", "--out", run_dir, "--data", other)
+        self.refused(1, ["--new-data: ", "is the data that", "leave the option out"], "train", "--resume", "--out", run_dir,
+                     "--new-data", self.data)
+        foreign = os.path.join(self.top, "foreign_letters")
+        shutil.copytree(other, foreign)
+        with open(os.path.join(foreign, "tokenizer.json"), "a") as file:
+            file.write("\n")
+        self.refused(1, ["was made with another tokenizer"], "train", "--resume", "--out", run_dir, "--new-data", foreign)
+        self.refused(2, ["--new-data is for --resume"], *self.train_args("nothing", "--new-data", other))
+        self.refused(2, ["--new-data takes the place of --data"], "train", "--resume", "--out", run_dir, "--data", other,
+                     "--new-data", other)
+        done = run("train", "--resume", "--out", run_dir, "--new-data", other, "--steps", 8, "--save-every", 2)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("with new data", done.stderr)
+        self.assertIn(f'data="{other}"', text_of(os.path.join(run_dir, "run.toml")))
+        self.assertNotIn("new-data", text_of(os.path.join(run_dir, "run.toml")))
+        self.assertEqual([(use["first_step"], use["data"]) for use in history(8)], [(0, self.data), (4, other)])
+        self.assertNotEqual(losses(run_dir)[8], losses(self.base)[8])
+        # It resumes to the same bits without consent to anything, and a second change is noted, too.
+        expected, expected_losses = digests(os.path.join(run_dir, "step_00000008")), losses(run_dir)
+        shutil.rmtree(os.path.join(run_dir, "step_00000008"))
+        self.assertEqual(run("train", "--resume", "--out", run_dir).returncode, 0)
+        self.assertEqual((digests(os.path.join(run_dir, "step_00000008")), losses(run_dir)), (expected, expected_losses))
+        back = run("train", "--resume", "--out", run_dir, "--new-data", self.data, "--steps", 9)
+        self.assertEqual(back.returncode, 0, back.stderr)
+        self.assertEqual([use["first_step"] for use in history(9)], [0, 4, 8])
+        # The steps on new data read what a new run from that checkpoint's weights reads.
+        fresh = self.train("fresh_data", "--model", os.path.join(self.base, "step_00000004"), "--data", other, "--steps", 1)
+        self.assertEqual(losses(fresh)[1], expected_losses[5])
+
     def test_resume_is_bit_exact_in_16_bits(self):
         if not cuda():
             self.skipTest("this backend computes in fp32")

@@ -160,7 +160,7 @@ TEST_F(LoaderTest, EachSequenceOncePerEpoch) {
     const int64_t T = 7, B = 3;
     const TokenFiles files =
         make_counting(7 * 26 + 1 + 4, 31);  // 26 sequences; sequences lie across shards; a tail of 4
-    Loader loader(files, options(B, T), 0);
+    Loader loader({files}, options(B, T), 0);
     EXPECT_EQ(loader.num_training_sequences(), 26);
     EXPECT_EQ(loader.dropped_tokens(), 4);
     std::vector<int64_t> order;
@@ -173,14 +173,14 @@ TEST_F(LoaderTest, EachSequenceOncePerEpoch) {
         epochs.insert(one);
     }
     EXPECT_EQ(epochs.size(), 4u);
-    for (size_t i = 0; i < order.size(); i++) EXPECT_EQ(order[i], loader.training_sequence_of_sample(i));
+    for (size_t i = 0; i < order.size(); i++) EXPECT_EQ(order[i], loader.sample(i).sequence);
 }
 
 TEST_F(LoaderTest, UnshuffledIsInOrder) {
     const TokenFiles files = make_counting(41);
     LoaderOptions o = options(3, 10);
     o.shuffle = false;
-    Loader loader(files, o, 0);
+    Loader loader({files}, o, 0);
     EXPECT_EQ(loader.dropped_tokens(), 0);
     EXPECT_EQ(take_sequences(loader, 3, 10), (std::vector<int64_t>{0, 1, 2}));
     EXPECT_EQ(take_sequences(loader, 3, 10), (std::vector<int64_t>{3, 0, 1}));
@@ -191,7 +191,7 @@ TEST_F(LoaderTest, RanksAndMicroStepsSliceTheSameBatch) {
     const TokenFiles files = make_counting(27 * T + 3);
     std::vector<int64_t> expected;
     {
-        Loader whole(files, options(G, T), 0);
+        Loader whole({files}, options(G, T), 0);
         for (int64_t s = 0; s < steps; s++)
             for (const int64_t w : take_sequences(whole, G, T)) expected.push_back(w);
     }
@@ -201,7 +201,8 @@ TEST_F(LoaderTest, RanksAndMicroStepsSliceTheSameBatch) {
             o.world = world;
             o.micro_steps = G / (world * B);
             std::vector<std::unique_ptr<Loader>> ranks;
-            for (o.rank = 0; o.rank < world; o.rank++) ranks.push_back(std::make_unique<Loader>(files, o, 0));
+            for (o.rank = 0; o.rank < world; o.rank++)
+                ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{files}, o, 0));
             std::vector<int64_t> order;
             for (int64_t micro = 0; micro < steps * o.micro_steps; micro++)
                 for (auto& rank : ranks)
@@ -218,9 +219,9 @@ TEST_F(LoaderTest, StartingAtAStepMatchesContinuing) {
     o.micro_steps = 3;
     o.world = 2;
     o.rank = 1;
-    Loader from_start(files, o, 0);
+    Loader from_start({files}, o, 0);
     for (int64_t step = 0; step < 12; step++) {
-        Loader resumed(files, o, step);
+        Loader resumed({files}, o, step);
         for (int64_t micro = 0; micro < 3; micro++) {
             const std::vector<int64_t> expected = take_sequences(from_start, 2, T);
             EXPECT_EQ(take_sequences(resumed, 2, T), expected) << "step " << step;
@@ -231,10 +232,56 @@ TEST_F(LoaderTest, StartingAtAStepMatchesContinuing) {
 TEST_F(LoaderTest, SeedsGiveDifferentOrders) {
     const TokenFiles files = make_counting(200 * 4 + 1);
     LoaderOptions o = options(50, 4);
-    Loader a(files, o, 0);
+    Loader a({files}, o, 0);
     o.seed = 43;
-    Loader b(files, o, 0);
+    Loader b({files}, o, 0);
     EXPECT_NE(take_sequences(a, 50, 4), take_sequences(b, 50, 4));
+}
+
+// Two data sets, 3 samples of the first for 2 of the second: exact counts, each sequence once an epoch of its own set,
+// and the same order for any ranks and first step.
+TEST_F(LoaderTest, MixesDataSetsInExactProportions) {
+    const int64_t T = 4, G = 10, steps = 9;
+    const TokenFiles a = make_counting(27 * T + 1);
+    std::vector<int32_t> others;
+    for (int32_t i = 0; i < 8 * T + 1; i++) others.push_back(1000 + i);
+    const std::string top = folder;
+    folder = top + "/b";
+    std::filesystem::create_directory(folder);
+    const TokenFiles b = make(others, 50);
+    folder = top;
+    const std::vector<TrainingSource> sources = {{a, nullptr, 6}, {b, nullptr, 4}};
+    const auto starts = [&](Loader& loader, int64_t B) {
+        const Batch& batch = loader.next();
+        std::vector<int32_t> found;
+        for (int64_t row = 0; row < B; row++) found.push_back(batch.tokens[size_t(row * T)]);
+        return found;
+    };
+    std::vector<std::vector<int32_t>> expected;
+    Loader whole(sources, options(G, T), 0);
+    EXPECT_EQ(whole.num_training_sequences(0), 27);
+    EXPECT_EQ(whole.num_training_sequences(1), 8);
+    std::vector<int32_t> of_b;
+    for (int64_t s = 0; s < steps; s++) {
+        expected.push_back(starts(whole, G));
+        EXPECT_EQ(std::count_if(expected.back().begin(), expected.back().end(), [](int32_t t) { return t < 1000; }), 6);
+        for (const int32_t t : expected.back())
+            if (t >= 1000) of_b.push_back(t);
+    }
+    for (size_t epoch = 0; epoch + 8 <= of_b.size(); epoch += 8)
+        EXPECT_EQ(std::set<int32_t>(of_b.begin() + int64_t(epoch), of_b.begin() + int64_t(epoch) + 8).size(), 8u);
+    for (const int64_t first : {0, 4}) {
+        LoaderOptions o = options(1, T);
+        o.world = 2, o.micro_steps = 5;
+        std::vector<std::unique_ptr<Loader>> ranks;
+        for (o.rank = 0; o.rank < 2; o.rank++) ranks.push_back(std::make_unique<Loader>(sources, o, first));
+        for (int64_t s = first; s < steps; s++) {
+            std::vector<int32_t> found;
+            for (int64_t micro = 0; micro < 5; micro++)
+                for (auto& rank : ranks) found.push_back(starts(*rank, 1)[0]);
+            EXPECT_EQ(found, expected[size_t(s)]) << "step " << s;
+        }
+    }
 }
 
 // The targets are those of the tokens that the mask says; what is left is counted over all ranks alike.
@@ -248,7 +295,7 @@ TEST_F(LoaderTest, MaskedTokensAreNotTargets) {
             LoaderOptions o = options(4 / world, 5);
             o.rank = rank;
             o.world = world;
-            Loader loader(files, o, 0), unmasked(plain, o, 0);
+            Loader loader({files}, o, 0), unmasked({plain}, o, 0);
             for (int64_t i = 0; i < 3; i++) {
                 const Batch& batch = loader.next();
                 const Batch& all = unmasked.next();
@@ -293,7 +340,7 @@ TEST_F(LoaderTest, DocumentsSplitSequences) {
     o.shuffle = false;
     o.documents = true;
     o.end_of_text = 0;
-    Loader loader(files, o, 0);
+    Loader loader({files}, o, 0);
     const Batch& batch = loader.next();
     EXPECT_EQ(batch.tokens, (std::vector<int32_t>{1, 2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8}));
     EXPECT_EQ(batch.targets, (std::vector<int32_t>{2, 0, 3, 0, 4, 5, 6, 7, 0, 0, 8, 9}));
@@ -305,10 +352,10 @@ TEST_F(LoaderTest, DocumentsSplitSequences) {
     LoaderOptions whole = o;
     whole.B = 2;
     whole.T = 5;
-    Loader other(files, whole, 0);
+    Loader other({files}, whole, 0);
     EXPECT_EQ(other.next().cum_seqlens, (std::vector<int32_t>{0, 3, 5, 10}));
     o.end_of_text = -1;
-    EXPECT_THROW(Loader(files, o, 0), Error);
+    EXPECT_THROW(Loader({files}, o, 0), Error);
 }
 
 // With room for sequences all batches have one shape, except those with more sequences.
@@ -320,7 +367,7 @@ TEST_F(LoaderTest, RoomForSequences) {
     o.end_of_text = 0;
     for (const int64_t room : {0, 6, 7, 9}) {
         o.max_sequences = room;
-        Loader loader(files, o, 0);
+        Loader loader({files}, o, 0);
         const Batch& batch = loader.next();
         std::vector<int32_t> expected{0, 3, 4, 5, 8, 10, 11, 12};
         const bool fits = room >= 7;
@@ -336,7 +383,7 @@ TEST_F(LoaderTest, ErrorsReachTheCaller) {
     LoaderOptions o = options(1, 10);
     o.shuffle = false;
     o.vocab_size = 35;  // token 35 is a target of sequence 3
-    Loader loader(files, o, 0);
+    Loader loader({files}, o, 0);
     for (int64_t w = 0; w < 3; w++) EXPECT_EQ(loader.next().tokens[0], w * 10);  // those before it are still good
     for (int again = 0; again < 2; again++) {
         try {
@@ -350,23 +397,23 @@ TEST_F(LoaderTest, ErrorsReachTheCaller) {
 
 TEST_F(LoaderTest, InvalidOptionsAreErrors) {
     const TokenFiles files = make_counting(10);
-    EXPECT_NO_THROW(Loader(files, options(1, 9), 0));
-    EXPECT_THROW(Loader(files, options(1, 10), 0), Error);  // 10 tokens make a sequence of 9 + 1
-    EXPECT_THROW(Loader(files, options(0, 5), 0), Error);
-    EXPECT_THROW(Loader(files, options(1, 0), 0), Error);
-    EXPECT_THROW(Loader(files, options(int64_t(1) << 62, 5), 0), Error);
-    EXPECT_THROW(Loader(files, options(1 << 16, 1 << 16), 0), Error);
-    EXPECT_THROW(Loader(files, options(1, 5), -1), Error);
-    EXPECT_THROW(Loader(files, options(2, 5), INT64_MAX / 2), Error);
+    EXPECT_NO_THROW(Loader({files}, options(1, 9), 0));
+    EXPECT_THROW(Loader({files}, options(1, 10), 0), Error);  // 10 tokens make a sequence of 9 + 1
+    EXPECT_THROW(Loader({files}, options(0, 5), 0), Error);
+    EXPECT_THROW(Loader({files}, options(1, 0), 0), Error);
+    EXPECT_THROW(Loader({files}, options(int64_t(1) << 62, 5), 0), Error);
+    EXPECT_THROW(Loader({files}, options(1 << 16, 1 << 16), 0), Error);
+    EXPECT_THROW(Loader({files}, options(1, 5), -1), Error);
+    EXPECT_THROW(Loader({files}, options(2, 5), INT64_MAX / 2), Error);
     LoaderOptions o = options(1, 5);
     o.world = 2;
     o.rank = 2;
-    EXPECT_THROW(Loader(files, o, 0), Error);
+    EXPECT_THROW(Loader({files}, o, 0), Error);
     o.rank = -1;
-    EXPECT_THROW(Loader(files, o, 0), Error);
+    EXPECT_THROW(Loader({files}, o, 0), Error);
     o = options(1, 5);
     o.micro_steps = 0;
-    EXPECT_THROW(Loader(files, o, 0), Error);
+    EXPECT_THROW(Loader({files}, o, 0), Error);
 }
 
 TEST_F(LoaderTest, EvaluationScoresEachTokenOnce) {

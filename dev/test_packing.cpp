@@ -71,7 +71,6 @@ LoaderOptions options(const Packing& packing, int64_t B) {
     o.B = B;
     o.T = packing.seq_len();
     o.seed = 42;
-    o.packing = &packing;
     o.vocab_size = 1 << 30;
     return o;
 }
@@ -163,7 +162,7 @@ TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
     const TokenFiles files = data.open();
     const Packing packing(files, 64, false);
     const int64_t n = packing.num_sequences();
-    Loader whole(files, options(packing, 4), 0);
+    Loader whole({{files, &packing}}, options(packing, 4), 0);
     EXPECT_EQ(whole.num_training_sequences(), n);
     std::vector<std::vector<int64_t>> micro_batches;
     std::map<int64_t, int64_t> count;
@@ -182,7 +181,7 @@ TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
     for (int64_t rank = 0; rank < 2; rank++) {
         LoaderOptions o = options(packing, 1);
         o.rank = rank, o.world = 2, o.micro_steps = 2;
-        ranks.push_back(std::make_unique<Loader>(files, o, first));
+        ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{{files, &packing}}, o, first));
     }
     for (int64_t step = first; step < first + 3; step++) {
         std::vector<int64_t> targets;

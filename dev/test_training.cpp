@@ -214,7 +214,7 @@ struct TrainingRun {
         all.insert(all.end(), args.begin(), args.end());
         trainer = std::make_unique<Trainer>(ctx, check_training(parse_train(all), 1));
         files = std::make_unique<TokenFiles>(dir.file("train_*.bin"));
-        loader = std::make_unique<Loader>(*files, trainer->loader_options(), 0);
+        loader = std::make_unique<Loader>(std::vector<TrainingSource>{*files}, trainer->loader_options(), 0);
     }
 
     void steps(int n) {

@@ -100,3 +100,13 @@ JsonKeys JsonKeys::keys_of(const char* key) const {
     if (!value(key).is_object()) wrong(key, "an object");
     return {path, value(key), str(inside, key, ".")};
 }
+
+std::vector<JsonKeys> JsonKeys::objects(const char* key) const {
+    const json list = value(key);
+    bool valid = list.is_array();
+    for (const json& item : list) valid = valid && item.is_object();
+    if (!valid) wrong(key, "an array of objects");
+    std::vector<JsonKeys> all;
+    for (const json& item : list) all.push_back({path, item, str(inside, key, ".")});
+    return all;
+}

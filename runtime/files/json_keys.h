@@ -20,8 +20,9 @@ struct JsonKeys {
     int64_t whole_number(const char* key, int64_t least, int64_t most = INT64_MAX) const;
     double number(const char* key, double least) const;
     std::string text(const char* key) const;
-    std::vector<float> numbers(const char* key) const;  // an array of numbers of at least 0
-    JsonKeys keys_of(const char* key) const;            // of an object in this one
+    std::vector<float> numbers(const char* key) const;     // an array of numbers of at least 0
+    JsonKeys keys_of(const char* key) const;               // of an object in this one
+    std::vector<JsonKeys> objects(const char* key) const;  // of the objects in an array
 
   private:
     nlohmann::json value(const char* key) const;
