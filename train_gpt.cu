@@ -942,15 +942,14 @@ namespace {
 
 // Samples the token that follows `tokens`, with the activation memory of the training run. There is no KV cache: the
 // whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token,
-// which is below `vocab`.
+// which is below `vocab`. key: of its random number, with the seed: the sequence and the position.
 int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
-                   int64_t vocab, uint64_t seed, int64_t step) {
+                   int64_t vocab, uint64_t seed, std::array<int64_t, 2> key) {
     const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
     const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(n), n));
     forward(ctx, model, acts, in);
     const Tensor logits = head_logits(ctx, model, acts, n - 1, n);
-    const int64_t key[2] = {0, step};
-    copy_to_device(acts.sample_key.data, key, sizeof key, ctx.stream);
+    copy_to_device(acts.sample_key.data, key.data(), sizeof key, ctx.stream);
     SamplingOptions sampling = TRAINING_SAMPLES;
     sampling.seed = seed;
     sample_tokens(acts.sample_id, logits, vocab, acts.sample_key.rows(0, 1), acts.sample_key.rows(1, 2), sampling, {},
@@ -1319,16 +1318,23 @@ bool Trainer::stopping() {
     return std::find(asked_to_stop.begin(), asked_to_stop.end(), 1) != asked_to_stop.end();
 }
 
-void Trainer::sample_text(Progress& progress) {
-    CompletionOptions options;
-    options.max_tokens = 64;
-    Completion completion(tokenizer.get(), options);
-    std::vector<int32_t> tokens = {start_token(model.config, tokenizer.get())};
+void Trainer::sample_text(RunLog& log, Progress& progress) {
     const int64_t vocab = sampled_vocab(model.config, tokenizer.get());
-    do {
-        tokens.push_back(next_token(ctx, model, acts, tokens, vocab, o.seed, int64_t(tokens.size()) - 1));
-    } while (!completion.add(tokens.back()));
-    progress.note(str("step ", step, "  sample: ", completion.text()));
+    ordered_json samples;
+    for (const SamplePrompts::Prompt& prompt : s.sample_prompts.prompts) {
+        Completion completion(tokenizer.get(), s.sample_prompts.completion);
+        std::vector<int32_t> tokens = prompt.tokens;
+        const auto sequence = int64_t(samples.size());
+        do {
+            tokens.push_back(
+                next_token(ctx, model, acts, tokens, vocab, o.seed, {sequence, int64_t(tokens.size()) - 1}));
+        } while (!completion.add(tokens.back()));
+        progress.note(prompt.text.empty()
+                          ? str("step ", step, "  sample: ", completion.text())
+                          : str("step ", step, "  prompt: ", prompt.text, "\n  response: ", completion.text()));
+        samples.push_back({{"prompt", prompt.text}, {"text", completion.text()}});
+    }
+    log.write({{"step", step}, {"samples", samples}});
 }
 
 namespace {
@@ -1428,7 +1434,7 @@ void Trainer::run() {
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
         }
         const bool last = step == o.steps, evaluating = has_val && (last || (o.eval_every && step % o.eval_every == 0)),
-                   sampling = tokenizer && o.sample_every && step % o.sample_every == 0,
+                   sampling = o.sample_every && step % o.sample_every == 0,
                    saving = last || (o.save_every && step % o.save_every == 0);
         // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
         // already done. Several ranks do not ask whether it is done: their answers could differ, but they must act
@@ -1438,7 +1444,7 @@ void Trainer::run() {
             finish_step(log, progress);
         }
         if (evaluating) evaluate_splits(log, progress);
-        if (sampling) sample_text(progress);
+        if (sampling) sample_text(log, progress);
         if (saving) save(last);
     }
     while (finished < queued) finish_step(log, progress);

@@ -40,7 +40,7 @@ class Trainer {
     void tell(const std::string& text) const;  // on stderr, by rank 0
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_splits(RunLog& log, Progress& progress);
-    void sample_text(Progress& progress);
+    void sample_text(RunLog& log, Progress& progress);
     void save(bool last);
 
     const Context& ctx;
@@ -48,7 +48,7 @@ class Trainer {
     std::unique_ptr<DirectoryLock> lock;
     const TrainOptions& o;
     const DType dtype;
-    std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so no text is sampled
+    std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so --sample-every is refused
     std::vector<int64_t> val_bytes;        // of the text of each validation split; 0: unknown, or there is none
 
     Model model;

@@ -112,6 +112,7 @@ struct TrainOptions {
     std::string optimizer_dtype = "fp32";
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
+    std::string sample_prompts;  // file; empty: samples without a prompt
     std::string save_dtype = "fp32", on_save_error = "continue";
     std::string pack;  // "examples" or "none"; empty: examples if the data has them
     std::string too_long = "error";
@@ -189,6 +190,7 @@ struct ConvertOptions {
 
 struct InfoOptions {
     std::string path;  // empty: show the build
+    int64_t show = 0;  // examples of a data directory to print
     bool json = false;
 };
 

@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
+#include "commands/show_examples.h"
 #include "data/splitter.h"
 #include "data/token_files.h"
 #include "data/tokenizer.h"
@@ -22,11 +23,16 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app(
         "Shows what a token file, a data directory, a model or a run contains. Without a path, shows the build.",
         "train_gpt info");
-    app.add_option("path", o.path,
+    app.add_option("path,--data", o.path,
                    "token file or model (.bin), data directory, model directory, run directory, .safetensors file, "
                    "tokenizer.json or preset");
+    app.add_option("--show", o.show,
+                   "print the first examples of a data directory, with the loss tokens in colour, or in brackets where "
+                   "stdout is not a terminal")
+        ->check(at_least(1));
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
+    if (o.show && o.path.empty()) throw UsageError("--show prints examples of a data directory; name one with --data");
     return o;
 }
 
@@ -140,6 +146,7 @@ void print(const ordered_json& value, const std::string& prefix) {
 }  // namespace
 
 void show_info(const InfoOptions& o) {
+    if (o.show) return show_examples(open_data(o.path), o.show, o.json);
     ordered_json info;
     if (o.path.empty()) {
         info = build_info();

@@ -174,6 +174,9 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--sample-every", o.sample_every, "steps between completions that are printed as a sample; 0: none")
         ->check(count)
         ->capture_default_str();
+    app->add_option("--sample-prompts", o.sample_prompts,
+                    "file of prompts, separated by lines of ---, that --sample-every answers; with data made by a chat "
+                    "template each is a user turn");
     app->add_option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end")
         ->check(count)
         ->capture_default_str();
@@ -246,7 +249,9 @@ TrainOptions parse_train(const Args& args) {
     check_optimizer_options(o);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
-    for (const std::string& path : {o.model.model, o.data, o.out}) {
+    if (!o.sample_prompts.empty() && !o.sample_every)
+        throw UsageError("--sample-prompts: says what to answer, but not when; add --sample-every N");
+    for (const std::string& path : {o.model.model, o.data, o.out, o.sample_prompts}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(
                 str("'", path, "' contains # \" ' \\ or a line break, which run.toml cannot hold; rename it"));

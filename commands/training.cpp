@@ -249,6 +249,14 @@ void continue_data_history(TrainSetup& s) {
     }
 }
 
+// The prompts are user turns if one of the data directories was made with a chat template.
+SamplePrompts sample_prompts(const TrainSetup& s) {
+    const auto chat = std::find_if(s.data.begin(), s.data.end(),
+                                   [](const TrainingData& data) { return data.directory.chat_template; });
+    return read_sample_prompts(s.o.sample_prompts, chat == s.data.end() ? s.tokenizer_data() : chat->directory,
+                               s.source, s.o.seq_len);
+}
+
 }  // namespace
 
 TrainSetup check_training(TrainOptions o, int64_t world) {
@@ -284,6 +292,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use};
     require(s.o.new_data.empty() || !checkpoints.empty(), "--new-data: ", s.o.out,
             " has no checkpoint to go on from; start the run with --data");
+    if (s.o.sample_every) s.sample_prompts = sample_prompts(s);
     if (!checkpoints.empty()) {
         s.resume = read_resume_point(join_path(s.o.out, checkpoints.back()));
         check_unchanged(s);

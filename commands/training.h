@@ -8,6 +8,7 @@
 
 #include "commands/commands.h"
 #include "commands/resume.h"
+#include "commands/sample_prompts.h"
 #include "data/loader.h"
 #include "data/packing.h"
 #include "data/token_files.h"
@@ -30,6 +31,7 @@ struct TrainSetup {
     ResumePoint resume;  // its `data`: only what the run used before this data
     DataUse data_use;    // this data, and the step that its first sample is in
     int64_t micro_steps = 1;
+    SamplePrompts sample_prompts = {};  // with --sample-every
 
     bool packs() const;  // whether a training split is packed
     std::vector<TrainingSource> sources() const;

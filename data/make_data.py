@@ -916,6 +916,8 @@ def make(options, directory):
                       "shards": writer.shards}
         if "conversations" in found:
             meta[side]["learnt_tokens"] = writer.loss_tokens
+    if "conversations" in found:
+        meta["chat_template"] = encoder.has_chat_template
     meta.update(lost_bytes=lost, source=options.text, val_source=options.val_text or [],
                 options={"vocab": options.vocab, "val": options.val, "shard_tokens": options.shard_tokens})
     write_whole(os.path.join(directory, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")

@@ -201,6 +201,7 @@ DataDirectory open_data(const std::string& path) {
     data.val_documents = val.whole_number("documents", 0);
     if (train.has("tokens")) data.train_tokens = train.whole_number("tokens", 0);
     if (val.has("tokens")) data.val_tokens = val.whole_number("tokens", 0);
+    if (meta.has("chat_template")) data.chat_template = meta.boolean("chat_template");
     const int64_t vocab_size = meta.whole_number("vocab_size", 1, std::numeric_limits<int32_t>::max());
     require(data.vocab_size == 0 || data.vocab_size == vocab_size, meta_path, ": vocab_size is ", vocab_size,
             " but tokenizer.json beside it has ", data.vocab_size,

@@ -55,6 +55,7 @@ struct DataDirectory {
     std::string path;
     int64_t vocab_size = 0;                          // of tokenizer.json; 0 if there is none
     int32_t end_of_text = -1;                        // -1: unknown
+    bool chat_template = false;                      // whether the tokenizer's chat template wrote the conversations
     int64_t train_bytes = 0, val_bytes = 0;          // bytes of text of each split; 0: unknown
     int64_t train_documents = 0, val_documents = 0;  // 0: unknown
     int64_t train_tokens = -1, val_tokens = -1;      // of meta.json; -1: unknown

@@ -1516,6 +1516,77 @@ class CommandsTest(unittest.TestCase):
         cut = run(*self.train_args("cut", *args, "--pack", "none", "--steps", 1))
         self.assertRegex(cut.stderr, r"training sequences \(\d+ tokens at the end left out\)")
 
+    def test_info_shows_examples_with_their_loss_tokens(self):
+        data = self.make_examples("shown", [("1 + 1 = ", "2"), ("[4] / 2 = ", "[2]"), ("3 = ", "3")], "--val", "0")
+        done = run("info", "--data", data, "--show", 2)
+        self.assertEqual(done.stdout, "--- example 1: 10 tokens, 2 of them loss tokens\n1 + 1 = [2<|endoftext|>]\n"
+                                      "--- example 2: 14 tokens, 4 of them loss tokens\n[4] / 2 = [[2]<|endoftext|>]\n", done.stderr)
+        lines = [json.loads(line) for line in run("info", data, "--show", 9, "--json").stdout.splitlines()]
+        self.assertEqual(len(lines), 3)
+        self.assertEqual(lines[0], {"tokens": 10, "loss_tokens": 2, "parts": [{"loss": False, "text": "1 + 1 = "},
+                                                                              {"loss": True, "text": "2<|endoftext|>"}]})
+        self.refused(1, ["is text, in which every token is a loss token"], "info", "--data", self.data, "--show", 1)
+        self.refused(2, ["--show", "--data"], "info", "--show", 1)
+        os.remove(os.path.join(data, "tokenizer.json"))
+        self.refused(1, ["no tokenizer.json"], "info", data, "--show", 1)
+
+    def test_sample_prompts(self):
+        """Answers to given prompts while training: on the screen and in the log, the same in each run."""
+        data = self.make_examples("asked", [(f"{i} = ", str(i)) for i in range(100)], "--val", "0")
+        prompts = os.path.join(self.top, "prompts.txt")
+        with open(prompts, "w") as file:
+            file.write("7 = \n---\nsecond\nline\n")
+        args = ["--data", data, "--seq-len", 48, "--batch-size", 2, "--steps", 4, "--sample-prompts", prompts]
+        done = run(*self.train_args("asked_run", *args, "--sample-every", 2))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for step in (2, 4):
+            self.assertIn(f"step {step}  prompt: 7 = \n  response: ", done.stderr)
+        self.assertIn("  prompt: second\nline\n  response: ", done.stderr)
+        lines = log(os.path.join(self.top, "asked_run"))
+        samples = [line["samples"] for line in lines if "samples" in line]
+        self.assertEqual([[sample["prompt"] for sample in entry] for entry in samples], [["7 = ", "second\nline"]] * 2)
+        self.assertNotEqual(samples[0][0]["text"], samples[0][1]["text"])
+        # Resumed: the prompts of run.toml, the same samples.
+        resumed = os.path.join(self.top, "asked_run")
+        self.assertEqual(run("train", "--resume", "--out", resumed, "--steps", 6).returncode, 0)
+        self.assertEqual([line["samples"] for line in log(resumed) if "samples" in line][:2], samples)
+        self.assertEqual([line["step"] for line in log(resumed) if "samples" in line], [2, 4, 6])
+        with open(prompts, "w") as file:
+            file.write("x" * 49)
+        self.refused(1, ["prompt 1 of", "has 49 tokens, more than --seq-len 48"], *self.train_args("nothing", *args, "--sample-every", 1))
+        self.refused(2, ["--sample-prompts", "add --sample-every"], *self.train_args("nothing", *args))
+        self.refused(1, [os.path.join(self.top, "missing")], *self.train_args("nothing", *args[:-1], os.path.join(self.top, "missing"), "--sample-every", 1))
+
+    def test_sample_prompts_are_user_turns_of_a_chat_template(self):
+        base = self.train("asked_base", "--steps", 1, "--vocab-size", 300)
+        model = os.path.join(self.top, "asked_model")
+        shutil.copytree(os.path.join(base, checkpoints(base)[-1]), model)
+        path = os.path.join(model, "tokenizer.json")
+        with open(path) as file:
+            tokenizer = json.load(file)
+        for number, mark in enumerate(("<|im_start|>", "<|im_end|>")):
+            tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 257 + number, "content": mark})
+        with open(path, "w") as file:
+            json.dump(tokenizer, file)
+        with open(os.path.join(model, "chat_template.jinja"), "w") as file:
+            file.write(CHAT_TEMPLATE)
+        source, data, prompts = (os.path.join(self.top, name) for name in ("turns.jsonl", "turns", "turns.txt"))
+        with open(source, "w") as file:
+            for i in range(8):
+                file.write(json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}) + "\n")
+        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", source, "--tokenizer", model, "--val", "0", "--out",
+                        data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with open(prompts, "w") as file:
+            file.write("Hi\n")
+        args = ["train", "--model", model, "--data", data, "--batch-size", 2, "--seq-len", 64, "--steps", 80, "--lr", "2e-2", "--warmup", 5,
+                "--sample-prompts", prompts, "--sample-every", 80, "--save-every", 0]
+        done = run(*args, "--out", os.path.join(self.top, "turns_run"))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # The template's prompt is what was trained on, so the model knows the response, and that it ends.
+        self.assertEqual(log(os.path.join(self.top, "turns_run"))[-1]["samples"], [{"prompt": "Hi", "text": "Yo"}], done.stderr)
+        os.remove(os.path.join(model, "chat_template.jinja"))
+        self.refused(1, ["was made with a chat template, but", "has none"], *args, "--out", os.path.join(self.top, "nothing"))
+
     def test_evaluation_of_packed_examples_is_that_of_each_alone(self):
         examples = [(f"{i:02} times {i * 7 % 30:02} is ", f"{i * (i * 7 % 30):04}") for i in range(60)]
         data = self.make_examples("alone", examples, "--val", "0.5")

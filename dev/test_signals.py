@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import termios
 import time
@@ -251,6 +252,15 @@ class SignalsTest(unittest.TestCase):
         missing = ["eval", "--model", "no\x1b[31msuch", "--data", self.data]
         self.assertIn(b"no\\x1b[31msuch: no such model", self.on_terminal(*missing))
         self.assertIn(b"no\x1b[31msuch: no such model", piped(*missing).stderr)
+
+    def test_loss_tokens_are_coloured_on_a_terminal(self):
+        source, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
+        with open(source, "w") as file:
+            file.write('{"prompt": "1 + 1 = ", "response": "2\\u001b[31m"}\n')
+        subprocess.run([sys.executable, os.path.join(commands.ROOT, "data", "make_data.py"), "--text", source, "--tokenizer", "byte", "--val", "0",
+                        "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        shown = self.on_terminal("info", "--data", data, "--show", 1)
+        self.assertIn(b"1 + 1 = \x1b[1;32m2\\x1b[31m<|endoftext|>\x1b[0m", shown)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,13 @@ std::string for_output(int descriptor, std::string_view text) {
     return isatty(descriptor) ? ControlEscaper()(text) : std::string(text);
 }
 
+void set_terminal_style(const char* sgr) {
+    if (!isatty(STDOUT_FILENO)) return;
+    std::cout.flush();  // what was written before keeps its style
+    std::printf("\033[%sm", sgr);
+    std::fflush(stdout);
+}
+
 // Stands before the stream's own buffer.
 class Console::Buffer : public std::streambuf {
   public:

@@ -21,6 +21,10 @@ class ControlEscaper {
 // `text` with control characters escaped if the descriptor is a terminal, else unchanged.
 std::string for_output(int descriptor, std::string_view text);
 
+// Sends an SGR sequence ("32": green, "0": off) to the terminal that stdout is; elsewhere nothing. The only control
+// characters that reach a terminal.
+void set_terminal_style(const char* sgr);
+
 // During its lifetime std::cout and std::cerr escape control characters on a terminal, and a failed write to std::cout
 // throws std::ios_base::failure. Standard streams that the process was started without are opened on /dev/null, because
 // the next file to be opened would take their descriptors; writing to them fails.

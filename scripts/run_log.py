@@ -20,7 +20,8 @@ def run_name(run):
 
 def read_log(run):
     """(training, validation): the log's lines as dicts, in order. A training line has finite numbers or none (a skipped step has no
-    loss); with "tokens" and "hours", which is what the run had trained on and taken by then, evaluations left out."""
+    loss); with "tokens" and "hours", which is what the run had trained on and taken by then, evaluations left out. Samples
+    are not returned."""
     path = log_path(run)
     training, validation = [], []
     tokens = hours = 0.0
@@ -31,6 +32,8 @@ def read_log(run):
                     entry = json.loads(line)
                     if not isinstance(entry["step"], int):
                         raise ValueError("step")
+                    if "samples" in entry:
+                        continue
                     if "val_loss" in entry:
                         validation.append({**entry, "tokens": tokens, "hours": hours})
                         continue

@@ -83,6 +83,11 @@ double JsonKeys::number(const char* key, double least) const {
     return number.get<double>();
 }
 
+bool JsonKeys::boolean(const char* key) const {
+    if (!value(key).is_boolean()) wrong(key, "true or false");
+    return value(key).get<bool>();
+}
+
 std::string JsonKeys::text(const char* key) const {
     if (!value(key).is_string()) wrong(key, "text");
     return value(key).get<std::string>();

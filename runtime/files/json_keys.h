@@ -19,6 +19,7 @@ struct JsonKeys {
     bool has(const char* key) const { return object.contains(key); }
     int64_t whole_number(const char* key, int64_t least, int64_t most = INT64_MAX) const;
     double number(const char* key, double least) const;
+    bool boolean(const char* key) const;
     std::string text(const char* key) const;
     std::vector<float> numbers(const char* key) const;     // an array of numbers of at least 0
     JsonKeys keys_of(const char* key) const;               // of an object in this one

@@ -54,7 +54,8 @@ void RunLog::follow_path() {
 void RunLog::write(const nlohmann::ordered_json& line) {
     if (path.empty()) return;
     follow_path();
-    const std::string text = line.dump() + "\n";
+    // A sample may hold bytes that are not UTF-8.
+    const std::string text = line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
     const off_t end = ::lseek(fd, 0, SEEK_END);
     for (size_t done = 0; done < text.size();) {
         const ssize_t n = ::write(fd, text.data() + done, text.size() - done);
