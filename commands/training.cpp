@@ -338,13 +338,13 @@ std::string describe_source(const TrainingData& data, int64_t sequences, int64_t
 std::string describe_training_data(const TrainSetup& s, const Loader& loader) {
     std::string text;
     const Mixture mixture = mixture_of(s.data);
-    const double samples = double(s.o.steps - s.data_use.first_step) * double(s.o.total_batch_tokens / s.o.seq_len);
+    const int64_t samples = (s.o.steps - s.data_use.first_step) * (s.o.total_batch_tokens / s.o.seq_len);
     for (size_t k = 0; k < s.data.size(); k++) {
         const int64_t sequences = loader.num_training_sequences(k);
         const double share = double(mixture.share(k)) / double(mixture.period());
         char part[80];
         std::snprintf(part, sizeof part, "%.4g%% of the samples, %.3g epochs: ", 100 * share,
-                      share * samples / double(sequences));
+                      share * double(samples) / double(sequences));
         if (s.data.size() > 1) text += str(s.data[k].directory.path, ": ", part);
         text += describe_source(s.data[k], sequences, loader.dropped_tokens(k));
         if (k + 1 < s.data.size()) text += "\n";
