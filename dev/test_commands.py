@@ -699,11 +699,11 @@ class CommandsTest(unittest.TestCase):
         numbers = self.make_text_data("numbers", "{0} is a number.\n")
         mixed = f"{self.data}:0.75,{numbers}:0.25"
         args = ["--data", mixed, "--steps", 8, "--save-every", 4]
-        done = run(*self.train_args("mixed", *args))
+        done = run(*self.train_args("mixed_data", *args))
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertRegex(done.stderr, rf"{self.data}: 75% of the samples, [\d.]+ epochs: [\d,]+ training tokens in \d+ training seq")
         self.assertRegex(done.stderr, rf"{numbers}: 25% of the samples, ")
-        whole = os.path.join(self.top, "mixed")
+        whole = os.path.join(self.top, "mixed_data")
         self.assertIn(f'data="{mixed}"', text_of(os.path.join(whole, "run.toml")))
         last = [line for line in log(whole) if "val_loss" in line][-1]
         self.assertEqual(set(last), {"step", "val_loss", "val"})
@@ -830,7 +830,7 @@ class CommandsTest(unittest.TestCase):
             done = run(*args, whole) if args == ["info"] else run(args[0], "--model", whole, *args[1:])
             self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("trainer.fp8.steps 8\n", done.stdout)
-        self.assertNotIn("history", done.stdout)
+        self.assertNotIn("fp8.history", done.stdout)
 
     def test_fp8_continues_a_run_of_the_model_s_dtype(self):
         if self.fp8_unavailable():
