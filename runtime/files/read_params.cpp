@@ -11,16 +11,16 @@ namespace {
 constexpr int64_t CHUNK = 1 << 17;  // elements: with its conversion 1 MiB at most, so it stays in a second-level cache
 constexpr int64_t BLOCK = 1 << 24;  // elements of a copy to a device: 64 MiB
 
-// Calls body(begin, end) on all cores for the chunks of [begin, end). Rethrows the first exception.
+// Calls body(begin, end) on all cores for the chunks of [begin, end), which begin and end at multiples of `chunk`.
+// Rethrows the first exception.
 template <typename Body>
 void for_chunks(int64_t begin, int64_t end, int64_t chunk, const Body& body) {
     std::exception_ptr error;
-    const int64_t chunks = (end - begin + chunk - 1) / chunk;
-#pragma omp parallel for schedule(dynamic) if (chunks > 1)
-    for (int64_t i = 0; i < chunks; i++) {
+    const int64_t first = begin / chunk, last = (end + chunk - 1) / chunk;
+#pragma omp parallel for schedule(dynamic) if (last - first > 1)
+    for (int64_t i = first; i < last; i++) {
         try {
-            const int64_t b = begin + i * chunk;
-            body(b, std::min(b + chunk, end));
+            body(std::max(i * chunk, begin), std::min((i + 1) * chunk, end));
         } catch (...) {
 #pragma omp critical(read_params_error)
             if (!error) error = std::current_exception();
@@ -29,9 +29,9 @@ void for_chunks(int64_t begin, int64_t end, int64_t chunk, const Body& body) {
     if (error) std::rethrow_exception(error);
 }
 
-// Elements [begin, end) of a tensor in the file's order, as fp32: a pointer to dst. raw: a buffer of this thread.
-const float* read_chunk(const StoredPart& part, int64_t begin, int64_t end, float* dst, std::vector<char>& raw,
-                        RangeChecksum* checksum) {
+// Elements [begin, end) of a tensor in the file's order, as fp32.
+void read_chunk(const StoredPart& part, int64_t begin, int64_t end, float* dst, RangeChecksum* checksum) {
+    thread_local std::vector<char> raw;
     const SafetensorsEntry& entry = *part.entry;
     const int64_t size = dtype_size(entry.dtype), n = end - begin;
     char* bytes = reinterpret_cast<char*>(dst);
@@ -50,7 +50,18 @@ const float* read_chunk(const StoredPart& part, int64_t begin, int64_t end, floa
         }
     }
     if (entry.dtype != DType::F32) convert_to_float(dst, bytes, entry.dtype, n);
-    return dst;
+}
+
+// Elements [begin, end) of a matrix [R, C] from its transpose.
+void transpose(float* dst, const float* from, int64_t R, int64_t C, int64_t begin, int64_t end) {
+    constexpr int64_t TILE = 16;  // a cache line of `from`; as many rows of dst are written side by side
+    for (int64_t i = begin; i < end;) {
+        const int64_t r = i / C, c = i - r * C, whole_rows = c ? 0 : std::min(TILE, (end - i) / C);
+        const int64_t rows = std::max<int64_t>(1, whole_rows), cols = std::min(C - c, end - i);
+        for (int64_t k = 0; k < cols; k++)
+            for (int64_t j = 0; j < rows; j++) dst[i - begin + j * C + k] = from[(c + k) * R + r + j];
+        i += whole_rows ? whole_rows * C : cols;
+    }
 }
 
 }  // namespace
@@ -73,23 +84,28 @@ ParamReader::Takers ParamReader::takers_of(const WeightArenas& arenas) {
 }
 
 void ParamReader::read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
-                       RangeChecksum* checksum) {
+                       RangeChecksum* checksum, const FindValues& find) {
     const int64_t first = std::max(begin, part.begin) - part.begin,
                   last = std::min(begin + count, part.begin + part.numel()) - part.begin;
-    if (part.transposed)
-        read_transposed(part, first, last, take, checksum);
-    else if (first < last)
-        read_straight(part, first, last, take, checksum);
+    if (part.transposed) return read_transposed(part, first, last, take, checksum, find);
+    deliver(
+        part, first, last, CHUNK, [&](float* dst, int64_t b, int64_t e) { read_chunk(part, b, e, dst, checksum); },
+        take, find);
 }
 
-// begin, end: elements of the part.
-void ParamReader::read_straight(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
-                                RangeChecksum* checksum) {
+template <typename Fill>
+void ParamReader::deliver(const StoredPart& part, int64_t begin, int64_t end, int64_t chunk, const Fill& fill,
+                          const TakeValues& take, const FindValues& find) {
     if (takers == Takers::AllThreads) {
-        for_chunks(begin, end, CHUNK, [&](int64_t b, int64_t e) {
-            thread_local std::vector<float> values(CHUNK);
-            thread_local std::vector<char> raw;
-            take(part.begin + b, e - b, read_chunk(part, b, e, values.data(), raw, checksum));
+        for_chunks(begin, end, chunk, [&](int64_t b, int64_t e) {
+            thread_local std::vector<float> values;
+            float* dst = find ? find(part.begin + b, e - b) : nullptr;
+            if (!dst) {
+                values.resize(size_t(e - b));
+                dst = values.data();
+            }
+            fill(dst, b, e);
+            take(part.begin + b, e - b, dst);
         });
         return;
     }
@@ -97,37 +113,26 @@ void ParamReader::read_straight(const StoredPart& part, int64_t begin, int64_t e
         const int64_t block_end = std::min(begin + BLOCK, end);
         copied[next].wait();
         float* const block = static_cast<float*>(blocks[next].get());
-        for_chunks(begin, block_end, CHUNK, [&](int64_t b, int64_t e) {
-            thread_local std::vector<char> raw;
-            read_chunk(part, b, e, block + (b - begin), raw, checksum);
-        });
+        for_chunks(begin, block_end, chunk, [&](int64_t b, int64_t e) { fill(block + (b - begin), b, e); });
         take(part.begin + begin, block_end - begin, block);
         copied[next].record(Stream{});
         next ^= 1;
     }
 }
 
-// Columns of the matrix are rows of the file. A block of columns is transposed in the cache.
+// Columns of the matrix are rows of the file, so the whole tensor is read first.
 void ParamReader::read_transposed(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
-                                  RangeChecksum* checksum) {
-    const int64_t R = part.rows, C = part.cols, columns = std::max<int64_t>(1, CHUNK / R);
+                                  RangeChecksum* checksum, const FindValues& find) {
+    const int64_t R = part.rows, C = part.cols;
     const bool wanted = begin < end;
     if (wanted) whole.resize(size_t(part.numel()));
-    for_chunks(0, C, columns, [&](int64_t c0, int64_t c1) {
-        const bool checked = checksum && c0 * R < checksum->end && c1 * R > checksum->begin;
-        if (!wanted && !checked) return;
-        thread_local std::vector<float> block;
-        thread_local std::vector<char> raw;
-        block.resize(size_t((c1 - c0) * R));
-        read_chunk(part, c0 * R, c1 * R, block.data(), raw, checksum);
-        if (!wanted) return;
-        constexpr int64_t TILE = 16;  // a cache line of the block; as many rows of the matrix are written side by side
-        for (int64_t r0 = 0; r0 < R; r0 += TILE)
-            for (int64_t c = c0; c < c1; c++)
-                for (int64_t r = r0; r < std::min(r0 + TILE, R); r++)
-                    whole[size_t(r * C + c)] = block[size_t((c - c0) * R + r)];
+    for_chunks(0, R * C, CHUNK, [&](int64_t b, int64_t e) {
+        if (wanted) return read_chunk(part, b, e, whole.data() + b, checksum);
+        thread_local std::vector<float> unused(CHUNK);
+        if (checksum && b < checksum->end && e > checksum->begin) read_chunk(part, b, e, unused.data(), checksum);
     });
-    if (!wanted) return;
-    if (takers == Takers::Caller) return take(part.begin + begin, end - begin, whole.data() + begin);
-    for_chunks(begin, end, CHUNK, [&](int64_t b, int64_t e) { take(part.begin + b, e - b, whole.data() + b); });
+    const int64_t rows = std::max<int64_t>(1, CHUNK / C);
+    deliver(
+        part, begin, end, rows * C, [&](float* dst, int64_t b, int64_t e) { transpose(dst, whole.data(), R, C, b, e); },
+        take, find);
 }

@@ -21,6 +21,10 @@ struct StoredPart {
 // Elements [begin, begin + count) of a parameter as fp32 values on the host.
 using TakeValues = std::function<void(int64_t begin, int64_t count, const float* values)>;
 
+// Where elements [begin, begin + count) of a parameter may be read to as fp32 values; null: into a buffer. The taker of
+// that memory gets it filled.
+using FindValues = std::function<float*(int64_t begin, int64_t count)>;
+
 // The CRC-32C of a range of a stored tensor, computed while it is read.
 struct RangeChecksum {
     int64_t begin = 0, end = 0;  // elements of the tensor in the file's order
@@ -40,18 +44,22 @@ class ParamReader {
     static Takers takers_of(const WeightArenas& arenas);
 
     // Calls take for the elements of [begin, begin + count) that the part holds. With a checksum it also reads that
-    // range, which must be in the part; if the part is not transposed it must be in [begin, begin + count).
+    // range, which must be in the part; if the part is not transposed it must be in [begin, begin + count). find is
+    // asked if all threads take.
     void read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
-              RangeChecksum* checksum = nullptr);
+              RangeChecksum* checksum = nullptr, const FindValues& find = {});
 
   private:
-    void read_straight(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
-                       RangeChecksum* checksum);
+    // Calls fill(dst, begin, end) on all cores for the chunks of [begin, end), elements of the part, and take for what
+    // is filled.
+    template <typename Fill>
+    void deliver(const StoredPart& part, int64_t begin, int64_t end, int64_t chunk, const Fill& fill,
+                 const TakeValues& take, const FindValues& find);
     void read_transposed(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
-                         RangeChecksum* checksum);
+                         RangeChecksum* checksum, const FindValues& find);
     const Takers takers;
     std::vector<HostMemory> blocks;  // two, while the device copies one the other is filled
     Event copied[2];
     size_t next = 0;
-    std::vector<float> whole;  // of a transposed part
+    std::vector<float> whole;  // a transposed part as it is in the file
 };

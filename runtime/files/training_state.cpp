@@ -229,7 +229,8 @@ void load_state(const std::string& checkpoint, const ParamTable& table, const Tr
         };
         RangeChecksum checked = checked_range(t, ranks);
         const auto [begin, count] = t.arenas->needed(*t.p, 0, t.p->padded_numel());
-        reader.read(t.part, begin, count, take, &checked);
+        reader.read(t.part, begin, count, take, &checked,
+                    [&](int64_t b, int64_t n) { return t.arenas->find(*t.p, b, n); });
         checksums.push_back(checked.value);
         const int64_t padding = std::max(begin, t.p->numel()), end = begin + count;
         if (padding < end) take(padding, end - padding, std::vector<float>(size_t(end - padding), 0.0f).data());

@@ -229,11 +229,13 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
         const DType dtype = p.fp32 ? DType::F32 : arenas.weights.data.dtype;
         for (const auto& [name, part] : weights.tensors(p)) {
             std::atomic<bool> finite = true;
-            reader.read(part, 0, p.numel(), [&, &tensor = name](int64_t begin, int64_t count, const float* values) {
+            const auto take = [&, &tensor = name](int64_t begin, int64_t count, const float* values) {
                 if (!all_finite(values, count)) finite = false;
                 check_range(values, count, dtype, directory, tensor);
                 arenas.store(p, values, begin, count);
-            });
+            };
+            reader.read(part, 0, p.numel(), take, nullptr,
+                        [&](int64_t begin, int64_t count) { return arenas.find(p, begin, count); });
             if (!finite) non_finite.add(name);
         }
         const std::vector<float> padding(size_t(p.padded_numel() - p.numel()), 0.0f);

@@ -218,6 +218,7 @@ void WeightArenas::store(const Param& p, const float* values, int64_t begin, int
         if (!span.count) return;
         const Tensor to = arena.elements(span);
         const float* from = values + (span.begin - begin);
+        if (from == to.data) return;
         const bool host = to.device == Device::CPU;
         if (host) return convert_from_float(to.data, to.dtype, from, span.count);
         if (to.dtype == DType::F32) return copy_to_device(to.data, from, size_t(span.count) * sizeof(float), Stream{});
@@ -227,6 +228,13 @@ void WeightArenas::store(const Param& p, const float* values, int64_t begin, int
     };
     put(weights);
     if (&exact(p) != &weights) put(exact(p));
+}
+
+float* WeightArenas::find(const Param& p, int64_t begin, int64_t n) const {
+    if (&exact(p) != &weights) return nullptr;
+    const ParamArena::Span span = weights.span(p, begin, n);
+    if (span.count < n || weights.data.device != Device::CPU || weights.data.dtype != DType::F32) return nullptr;
+    return static_cast<float*>(weights.elements(span).data);
 }
 
 const float* WeightArenas::fetch(const Param& p, std::vector<float>& buffer) const {

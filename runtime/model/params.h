@@ -142,8 +142,11 @@ struct WeightArenas {
     // (begin, count) of the smallest range that covers the held elements of [begin, begin + n) of a parameter.
     std::pair<int64_t, int64_t> needed(const Param& p, int64_t begin, int64_t n) const;
     // Stores elements [begin, begin + n) from fp32 values on the host; elements that the arenas do not hold are
-    // skipped. 16-bit weights are rounded to nearest. Copies use the device's default stream.
+    // skipped. 16-bit weights are rounded to nearest. values may be what find() returned. Copies use the device's
+    // default stream.
     void store(const Param& p, const float* values, int64_t begin, int64_t n) const;
+    // The only place of elements [begin, begin + n), if they all are in one fp32 arena on the host; else null.
+    float* find(const Param& p, int64_t begin, int64_t n) const;
     // The exact fp32 values of a whole parameter on the host: a pointer into the arena if possible, otherwise a copy in
     // buffer.
     const float* fetch(const Param& p, std::vector<float>& buffer) const;
