@@ -4,12 +4,14 @@
     scripts/plot_log.py runs/quickstart                      writes runs/quickstart/loss.png
     scripts/plot_log.py runs/a runs/b --output compare.png   several runs in one picture
     scripts/plot_log.py runs/a runs/b --x hours --show loss grad_norm tokens_per_s
+    scripts/plot_log.py runs/a runs/b --html                 also loss.html: one page with all panels, to zoom into
 
 Training values are drawn raw (faint) and smoothed; validation losses are dots. --x selects the x axis: steps, training
-tokens, or hours of training without evaluations. Without matplotlib it prints one line and draws nothing (exit status 3,
-so that callers can tell it from an error).
+tokens, or hours of training without evaluations. The page needs no network and no other file. Without matplotlib it
+prints one line and draws nothing (exit status 3, so that callers can tell it from an error).
 """
 import argparse
+import html
 import os
 import statistics
 import sys
@@ -19,11 +21,14 @@ from run_log import LogError, log_path, read_log, run_name, smoothed, smoothing_
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "mfu": "MFU", "ms": "ms per step"}
+SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character"}  # of evaluations
 X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours"}
+COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
-def table(runs, logs):
-    """Lines: what each run has come to. The loss is the mean over the last fiftieth of its steps, the rates are medians."""
+def summary(runs, logs):
+    """Rows of text, the first of them names: what each run has come to. The loss is the mean over the last fiftieth of
+    its steps, the rates are medians."""
     rows = [("run", "steps", "tokens", "hours", "loss", "best val_loss", "tokens/s", "mfu")]
     for run, (training, validation) in zip(runs, logs):
         steps, losses = values(training, "loss")
@@ -39,6 +44,10 @@ def table(runs, logs):
                      f"{best[0]:.4f} at {best[1]:,}" if best else "-",
                      f"{statistics.median(rates):,.0f}" if rates else "-",
                      f"{statistics.median(mfus):.3f}" if mfus else "-"))
+    return rows
+
+
+def table(rows):
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
                      for row in rows)
@@ -71,10 +80,59 @@ def draw(runs, logs, keys, x, output):
     plt.close(figure)
 
 
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font-family: sans-serif; margin: 1em auto; max-width: 1100px; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: 0.2em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }}
+td:first-child, th:first-child {{ text-align: left; }}
+</style></head><body><h1>{title}</h1>
+{table}
+{figure}
+</body></html>
+"""
+
+
+def page(runs, logs, x):
+    """The text of an HTML page: the table, and a panel for each of LABELS that the logs have numbers for."""
+    from plotly import graph_objects, subplots
+
+    keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs)]
+    keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
+    figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.12 / len(keys))
+    for row, key in enumerate(keys, 1):
+        for index, (run, (training, validation)) in enumerate(zip(runs, logs)):
+            line = {"color": COLOURS[index % len(COLOURS)], "width": 1.5}
+            options = {"legendgroup": str(index), "hovertemplate": "%{y:.5g} at %{x}"}
+            xs, ys = values(validation if key in SCORES else training, key, x)
+            if key not in SCORES and xs:
+                raw = {"line": {**line, "width": 0.7}, "opacity": 0.25, "name": f"{run_name(run)}: {key}, raw"}
+                figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, showlegend=False, **raw, **options), row, 1)
+                ys = smoothed(ys, smoothing_weight(len(ys)))
+            mode = "lines+markers" if key in SCORES else "lines"
+            figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, line=line, mode=mode, name=run_name(run),
+                                                     showlegend=row == 1, **options), row, 1)
+            xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
+            if xs:
+                figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, mode="lines+markers", line={**line, "dash": "dot"},
+                                                         name=f"{run_name(run)}: validation", **options), row, 1)
+        figure.update_yaxes(title_text=LABELS.get(key) or SCORES[key], row=row, col=1)
+    figure.update_xaxes(title_text=X_LABELS[x], row=len(keys), col=1)
+    figure.update_layout(height=320 * len(keys), template="simple_white", margin={"t": 20, "r": 10},
+                         legend={"traceorder": "normal"})
+    cells = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
+             for tag, row in zip(["th"] + ["td"] * len(runs), summary(runs, logs))]
+    return PAGE.format(title=html.escape(", ".join(map(run_name, runs))),
+                       table="<table>" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>",
+                       figure=figure.to_html(full_html=False, include_plotlyjs=True))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="run directories, or log.jsonl files")
     parser.add_argument("--output", help="the picture to write (default: loss.png in the first run's directory)")
+    parser.add_argument("--html", action="store_true",
+                        help="also write a page with all panels, beside the picture: loss.html")
     parser.add_argument("--x", choices=list(X_LABELS), default="step", help="what the curves run along (default %(default)s)")
     parser.add_argument("--show", nargs="+", choices=list(LABELS), default=["loss"], metavar="KEY",
                         help=f"a panel for each of: {', '.join(LABELS)} (default loss)")
@@ -83,8 +141,11 @@ def main():
 
     def show():
         logs = [read_log(run) for run in args.runs]
-        print(table(args.runs, logs))
+        print(table(summary(args.runs, logs)))
         draw(args.runs, logs, args.show, args.x, output)
+        if args.html:
+            with open(os.path.splitext(output)[0] + ".html", "w", encoding="utf-8") as file:
+                file.write(page(args.runs, logs, args.x))
 
     return plot_main("plot_log", output, show, LogError)
 

@@ -18,38 +18,65 @@ def run_name(run):
     return os.path.basename(path if os.path.isdir(path) else os.path.dirname(path))
 
 
+class RunLog:
+    """log.jsonl of a run, which may still be written. training, validation: its lines as dicts, in order. A training
+    line has finite numbers or none (a skipped step has no loss); with "tokens" and "hours", which is what the run had
+    trained on and taken by then, evaluations left out. Samples are not kept."""
+
+    def __init__(self, run):
+        self.path = log_path(run)
+        self.clear()
+
+    def clear(self):
+        self.training, self.validation = [], []
+        self.tokens = self.hours = 0.0
+        self.offset = self.lines = 0
+        self.file_id = None
+
+    def update(self):
+        """Reads the lines that are new; from the start of a log that was replaced, or cut back as a resumed run's."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                if self.file_id != (status.st_dev, status.st_ino) or status.st_size < self.offset:
+                    self.clear()
+                    self.file_id = status.st_dev, status.st_ino
+                file.seek(self.offset)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break  # not whole yet, or torn off by a crash
+                    self.offset += len(line)
+                    self.lines += 1
+                    self.add(line.decode("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"{self.path}: cannot be read ({error}); give a run directory that holds log.jsonl"
+            raise LogError(message) from None
+
+    def add(self, line):
+        try:
+            entry = json.loads(line)
+            if not isinstance(entry["step"], int):
+                raise ValueError("step")
+            if "samples" in entry:
+                return
+            if "ms" not in entry:
+                self.validation.append({**entry, "tokens": self.tokens, "hours": self.hours})
+                return
+            seconds = entry.get("ms", 0) / 1000
+            self.tokens += seconds * entry.get("tokens_per_s", 0)
+            self.hours += seconds / 3600
+            self.training.append({**entry, "tokens": self.tokens, "hours": self.hours})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise LogError(f"{self.path}:{self.lines}: not a log line: {line.strip()[:60]!r}") from None
+
+
 def read_log(run):
-    """(training, validation): the log's lines as dicts, in order. A training line has finite numbers or none (a skipped step has no
-    loss); with "tokens" and "hours", which is what the run had trained on and taken by then, evaluations left out. Samples
-    are not returned."""
-    path = log_path(run)
-    training, validation = [], []
-    tokens = hours = 0.0
-    try:
-        with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    entry = json.loads(line)
-                    if not isinstance(entry["step"], int):
-                        raise ValueError("step")
-                    if "samples" in entry:
-                        continue
-                    if "val_loss" in entry:
-                        validation.append({**entry, "tokens": tokens, "hours": hours})
-                        continue
-                    seconds = entry.get("ms", 0) / 1000
-                    tokens += seconds * entry.get("tokens_per_s", 0)
-                    hours += seconds / 3600
-                    training.append({**entry, "tokens": tokens, "hours": hours})
-                except (ValueError, KeyError, TypeError, AttributeError):
-                    if line.endswith("\n"):
-                        raise LogError(f"{path}:{number}: not a log line: {line.strip()[:60]!r}") from None
-                    # a last line torn off by a crash
-    except (OSError, UnicodeDecodeError) as error:
-        raise LogError(f"{path}: cannot be read ({error}); give a run directory that holds log.jsonl") from None
-    if not training and not validation:
-        raise LogError(f"{path}: holds no steps yet; train some first")
-    return training, validation
+    """(training, validation) of a RunLog with at least one line."""
+    log = RunLog(run)
+    log.update()
+    if not log.training and not log.validation:
+        raise LogError(f"{log.path}: holds no steps yet; train some first")
+    return log.training, log.validation
 
 
 def values(entries, key, x="step"):

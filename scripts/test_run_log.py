@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Tests of scripts/plot_log.py and scripts/log_to_tensorboard.py: conversion of a run's log, and errors of invalid logs."""
+"""Tests of the scripts that show runs, plot_log.py, watch.py and log_to_tensorboard.py, and errors of invalid logs."""
 import importlib.util
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -65,12 +66,76 @@ class PlotLogTest(RunLogTest):
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (0, os.path.join(run, "loss.png")))
         self.assertTrue(os.path.exists(os.path.join(run, "loss.png")))
 
+    @unittest.skipUnless(all(map(importlib.util.find_spec, ("matplotlib", "plotly"))), "plotly is not installed")
+    def test_page(self):
+        a = self.write_run("a", [*LOG, {"step": 5, "accuracy": 0.5, "accuracy_norm": 0.25}])
+        b = self.write_run("<b>", STEPS)
+        done = self.run_script("plot_log.py", a, b, "--html", "--output", os.path.join(self.top, "both.png"))
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        with open(os.path.join(self.top, "both.html"), encoding="utf-8") as file:
+            text = file.read()
+        self.assertIn("<tr><td>a</td><td>3</td>", text)
+        self.assertIn("<tr><td>&lt;b&gt;</td><td>3</td>", text)
+        body = text[text.rindex("Plotly.newPlot"):]
+        for label in ("loss (nats per token)", "learning rate", "gradient norm", "tokens per second", "MFU",
+                      "accuracy per character", "a: validation"):
+            self.assertIn(label, body)
+        # One page without other files or a network: plotly's script is inside, and no tag loads anything.
+        self.assertGreater(len(text), 1_000_000)
+        self.assertNotRegex(text, r"<(script|link|img)[^>]* (src|href)=")
+
     def test_invalid_logs_are_one_line_errors(self):
         self.expect_error(self.run_script("plot_log.py", self.top), "log.jsonl: cannot be read")
         self.expect_error(self.run_script("plot_log.py", self.write_run("empty", [])), "holds no steps yet")
         for name, line in (("text", "hello"), ("list", "[1]"), ("nostep", '{"loss": 1}'), ("textstep", '{"step": "1"}')):
             run = self.write_run(name, STEPS[:1], torn=line + "\n")
             self.expect_error(self.run_script("plot_log.py", run), f"log.jsonl:2: not a log line: {line!r}")
+
+
+@unittest.skipUnless(importlib.util.find_spec("rich"), "rich is not installed")
+class WatchTest(RunLogTest):
+    def test_shows_runs_beside_each_other(self):
+        a, b = self.write_run("first", LOG), self.write_run("second", STEPS[:1])
+        with open(os.path.join(a, "run.toml"), "w", encoding="utf-8") as file:
+            file.write('model="gpt2-tiny"\nsteps=1000\n')
+        done = subprocess.run([sys.executable, os.path.join(SCRIPTS, "watch.py"), a, b], check=False,
+                              capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        lines = done.stdout.splitlines()
+        self.assertRegex(lines[0], r"─ first ─+╮╭─+ second ─")
+        for words in (r"step +4 of 1,000 .*step +1 ", r"loss +3\.0000 .*loss +4\.0000",
+                      r"val_loss +3\.5000, best 3\.2500 at 2 ", r"lr +0\.001 .*lr +0\.001", r"tokens/s +2,500 ",
+                      r"MFU +62\.5%.*MFU +25\.0%", r"skipped +1 step ", r"ETA +29:53"):
+            self.assertTrue(any(re.search(words, line) for line in lines), (words, done.stdout))
+
+    def test_follows_a_log(self):
+        sys.path.insert(0, SCRIPTS)
+        from run_log import RunLog
+        run = self.write_run("a", STEPS[:1], torn='{"step": 2, "lo')
+        path, log = os.path.join(run, "log.jsonl"), RunLog(run)
+        log.update()
+        self.assertEqual([line["step"] for line in log.training], [1])
+        with open(path, "w", encoding="utf-8") as file:  # cut back, as a resumed run does
+            file.write(json.dumps(STEPS[0]) + "\n")
+        with open(path, "a", encoding="utf-8") as file:
+            log.update()
+            for line in (STEPS[1], EVALUATIONS[0]):
+                file.write(json.dumps(line) + "\n")
+        log.update()
+        self.assertEqual(([line["step"] for line in log.training], len(log.validation)), ([1, 2], 1))
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": 2, "samples": []}) + "\n")
+        log.update()
+        self.assertEqual((len(log.training), len(log.validation)), (2, 1))
+        os.replace(self.write_run("b", STEPS) + "/log.jsonl", path)  # another file
+        log.update()
+        self.assertEqual(([line["step"] for line in log.training], len(log.validation)), ([1, 2, 3], 0))
+
+    def test_errors_are_one_line(self):
+        done = self.run_script("watch.py", os.path.join(self.top, "nowhere"))
+        self.expect_error(done, "nowhere: no such file; give a run directory")
+        done = self.run_script("watch.py", self.write_run("bad", [], torn="hello\n"))
+        self.assertIn("not a log line", done.stdout)
 
 
 @unittest.skipUnless(importlib.util.find_spec("tensorboardX"), "tensorboardX is not installed")
