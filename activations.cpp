@@ -227,6 +227,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::dnormf, "dnormf", N_C, MODEL, HEAD, HEAD, TRAIN},
     {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
     {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
+    {&HeadActs::micro_step, "micro_step", ONE, DType::I64, START, UPDATE, TRAIN},
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
     {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},

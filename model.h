@@ -159,6 +159,7 @@ struct HeadActs {
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
+    Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16
     Tensor sample_id, sample_key;      // the sampled token; its keys of the random generator: sequence and position
 };
 
@@ -185,9 +186,9 @@ class Activations : public InputActs, public HeadActs {
     std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
 
-    // int32: token, target and position of each token, cum_seqlens and num_sequences. The scalars of a step use another
-    // slot.
-    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 2) * 4; }
+    // int32: token, target and position of each token, cum_seqlens and num_sequences; int64: the number of the next
+    // micro-step. The scalars of a step use another slot.
+    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 2) * 4 + 8; }
     static constexpr int STAGING_SLOTS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
@@ -256,7 +257,7 @@ struct Optimizer {
         return (moments(model) + second_moments(model)) * dtype_size(model.precision.moments);
     }
     void allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
-                  const ReduceOptions& reduce = {});
+                  const GradientOptions& gradients = {});
 };
 
 // Bytes that the update needs besides the arenas: RunShape::update_bytes.
@@ -281,8 +282,8 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
-ReduceOptions reduce_options(const ShardingOptions& options);
+GradientOptions gradient_options(const ShardingOptions& sharding, const std::string& dtype, uint64_t seed = 0);
 Fp8Options fp8_options(Fp8Options options, const Model& model);  // ZeRO stage 3 keeps no quantised weights
 MemoryPlan memory_plan(const Model& model);                      // the weights alone
-MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce = {});
+MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients = {});
 Snapshot snapshot_of(const Model& model);  // of its training state, not allocated

@@ -803,7 +803,7 @@ void block_backward_norm_after(const Context& ctx, const Model& model, Gradients
 void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
               float dloss, bool first_micro, bool last_micro) {
     const Range range(ctx.profiler, "backward");
-    grads.begin(first_micro, last_micro);
+    grads.begin(first_micro, last_micro, acts.micro_step);
     const bool accumulate = grads.accumulate();
     grads.open(model.fp32_group(), ctx.stream);
     grads.open(model.head_group(), ctx.stream);
@@ -853,15 +853,15 @@ int64_t Optimizer::second_moments(const Model& model) {
 }
 
 void Optimizer::allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
-                         const ReduceOptions& reduce) {
+                         const GradientOptions& gradients) {
     const ParamTable& table = model.table;
     const Sharding& sharding = model.sharding;
-    const int64_t grad_bytes = Gradients::memory(table, sharding, reduce).bytes(), n = moments(model);
+    const int64_t grad_bytes = Gradients::memory(table, sharding, gradients).bytes(), n = moments(model);
     const DType dtype = model.precision.moments;
     memory = Arena(grad_bytes + state_bytes(model), "gradients and optimizer");
     const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
     device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
-    grads.allocate(table, sharding, reduce, all.rows(0, grad_bytes), &ctx);
+    grads.allocate(table, sharding, gradients, all.rows(0, grad_bytes), &ctx);
     const Tensor first = memory.at(grad_bytes, dtype, {n}),
                  second = memory.at(grad_bytes + first.bytes(), dtype, {second_moments(model)});
     m = sharding.arena(first, sharding.splits_optimizer());
@@ -976,14 +976,14 @@ MemoryPlan memory_plan(const Model& model) {
     return plan;
 }
 
-MemoryPlan memory_plan(const Model& model, const Activations& acts, const ReduceOptions& reduce) {
+MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients) {
     const Target& target = acts.shape.target;
     MemoryPlan plan = memory_plan(model);
     plan.device = target.device;
     if (acts.shape.training) {
-        const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, reduce);
-        plan.add("gradients", grads.arena * 4);
-        plan.add("gradients in progress", grads.slots * 4 + grads.buffer_bytes);
+        const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, gradients);
+        plan.add("gradients", grads.arena);
+        plan.add("gradients in progress", grads.slots + grads.buffer);
         plan.add("optimizer (m, v)", Optimizer::state_bytes(model));
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
@@ -1004,8 +1004,8 @@ Snapshot snapshot_of(const Model& model) {
 // --------------------------------------------------------------------------------------------------------------------
 // The training loop.
 
-ReduceOptions reduce_options(const ShardingOptions& o) {
-    return {training_dtype(o.reduce_dtype), o.bucket_mib << 20};
+GradientOptions gradient_options(const ShardingOptions& o, const std::string& dtype, uint64_t seed) {
+    return {training_dtype(o.reduce_dtype), o.bucket_mib << 20, training_dtype(dtype), seed};
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
@@ -1068,7 +1068,8 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
     for (const TrainingData& data : s.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
-    MemoryPlan plan = memory_plan(model, acts, reduce_options(o.sharding));
+    const GradientOptions gradients = gradient_options(o.sharding, o.grad_dtype, o.seed);
+    MemoryPlan plan = memory_plan(model, acts, gradients);
     plan.limit = o.gpu_memory;
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
@@ -1076,7 +1077,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
             RunShape shape = acts.shape;
             shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
             shape.fp8 = fp8_options(o.fp8, other);
-            return memory_plan(other, Activations(model.config, shape), reduce_options(o.sharding)).total;
+            return memory_plan(other, Activations(model.config, shape), gradients).total;
         });
     });
     make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
@@ -1102,7 +1103,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     if (!peak_flops) peak_flops = measured_flops;
     model.allocate(ctx);
     acts.allocate(ctx);
-    optimizer.allocate(ctx, model, optimizer_options(o), reduce_options(o.sharding));
+    optimizer.allocate(ctx, model, optimizer_options(o), gradients);
     if (saves_meanwhile && no_snapshot.empty()) no_snapshot = checkpoints.allocate(snapshot_of(model));
     if (!no_snapshot.empty())
         tell("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
@@ -1229,6 +1230,10 @@ bool Trainer::queue_step(Loader& loader) {
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
         const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
+        if (optimizer.grads.rounds()) {
+            const int64_t number = step * s.micro_steps + micro;
+            acts.staging->put(acts.micro_step.data, &number, sizeof number, ctx.stream);
+        }
         micro_step(batch, micro == 0, micro + 1 == s.micro_steps);
         loss_tokens += batch.loss_tokens;
     }

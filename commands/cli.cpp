@@ -502,6 +502,15 @@ CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
         ->capture_default_str();
 }
 
+CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
+    return app
+        .add_option("--grad-dtype", dtype,
+                    "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded stochastically after "
+                    "each micro-step and saves 2 bytes per weight, less 4 per weight of two layers and the embedding")
+        ->check(CLI::IsMember({"fp32", "bf16"}))
+        ->capture_default_str();
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},

@@ -30,6 +30,7 @@ void add_launch_options(CLI::App& app, LaunchOptions& options);
 void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer);
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype);
+CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // --gpu-memory, an amount such as 24GiB.

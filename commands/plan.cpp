@@ -23,11 +23,13 @@ PlanOptions parse_plan(const Args& args) {
     app.add_option("--seq-len", o.seq_len, "tokens per sequence")->check(positive)->capture_default_str();
     auto* optimizer = add_optimizer_option(app, o.optimizer);
     auto* optimizer_dtype = add_optimizer_dtype_option(app, o.optimizer_dtype);
+    auto* grad_dtype = add_grad_dtype_option(app, o.grad_dtype);
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
-    of_training.insert(of_training.end(), {optimizer, optimizer_dtype, recompute, master_weights, nondeterministic});
+    of_training.insert(of_training.end(),
+                       {optimizer, optimizer_dtype, grad_dtype, recompute, master_weights, nondeterministic});
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")

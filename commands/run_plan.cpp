@@ -41,51 +41,57 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     shape.fp8 = fp8_options(o.fp8, run.model);
     shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
     run.acts = std::make_unique<Activations>(config, shape);
-    run.memory = memory_plan(run.model, *run.acts, reduce_options(o.sharding));
+    run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));
     // A run that saves checkpoints while it trains.
     if (training) run.memory.add_host("checkpoint snapshot", snapshot_of(run.model).bytes());
     return run;
 }
 
 // What `--fit` tries, the fastest first, for the batch size as given and then for its divisors. Less recomputation
-// comes first: it is what costs time. bf16 state takes less traffic than fp32, but its speed is not measured.
+// comes first: it is what costs time. bf16 moments and weights take less traffic than fp32, bf16 gradients more.
 struct FitStep {
     Recompute recompute;
-    bool bf16_moments, no_master_weights;
+    int state;           // how many of FIT_STATE are in use
     const char* reason;  // of its place; speeds of docs/experiments/memory.md
 };
-constexpr const char* NOT_MEASURED = "speed not measured";
+constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
+constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time";
 constexpr FitStep FIT_STEPS[] = {
-    {Recompute::None, false, false, "nothing is recomputed"},
-    {Recompute::Activation, false, false, "96% of the speed with GPT-2 124M on an H100"},
-    {Recompute::Norms, false, false, NOT_MEASURED},
-    {Recompute::None, true, false, NOT_MEASURED},
-    {Recompute::Activation, true, false, NOT_MEASURED},
-    {Recompute::Norms, true, false, NOT_MEASURED},
-    {Recompute::None, true, true, NOT_MEASURED},
-    {Recompute::Activation, true, true, NOT_MEASURED},
-    {Recompute::Norms, true, true, NOT_MEASURED},
-    {Recompute::Block, false, false, "up to a third more time"},
-    {Recompute::Block, true, false, "up to a third more time"},
-    {Recompute::Block, true, true, "up to a third more time"},
+    {Recompute::None, 0, "nothing is recomputed"},
+    {Recompute::Activation, 0, "96% of the speed with GPT-2 124M on an H100"},
+    {Recompute::Norms, 0, NOT_MEASURED},
+    {Recompute::None, 1, NOT_MEASURED},
+    {Recompute::Activation, 1, NOT_MEASURED},
+    {Recompute::Norms, 1, NOT_MEASURED},
+    {Recompute::None, 2, NOT_MEASURED},
+    {Recompute::Activation, 2, NOT_MEASURED},
+    {Recompute::Norms, 2, NOT_MEASURED},
+    {Recompute::None, 3, NOT_MEASURED},
+    {Recompute::Activation, 3, NOT_MEASURED},
+    {Recompute::Norms, 3, NOT_MEASURED},
+    {Recompute::Block, 0, THIRD},
+    {Recompute::Block, 1, THIRD},
+    {Recompute::Block, 2, THIRD},
+    {Recompute::Block, 3, THIRD},
 };
 
 // The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
-// does not exist.
+// change nothing.
 bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string& options) {
-    const bool bf16_moments = o.optimizer_dtype == "bf16", fp32_weights = o.model.type() == DType::F32;
-    const bool no_master = !o.master_weights;
-    if (step.recompute < o.recompute || (bf16_moments && !step.bf16_moments) ||
-        (no_master && !step.no_master_weights) || (fp32_weights && step.no_master_weights))
-        return false;
+    if (step.recompute < o.recompute) return false;
     static const char* const levels[] = {"none", "activation", "norms", "block"};
     if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
     if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);
-    if (step.bf16_moments && !bf16_moments) options += " --optimizer-dtype bf16";
-    if (step.no_master_weights && !no_master) options += " --master-weights off";
+    const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
+                          o.grad_dtype == "bf16"};
+    if (step.state > 0 && given[step.state - 1]) return false;  // the step before it is the same
+    for (int i = 0; i < step.state; i++)
+        if (!given[i]) options += FIT_STATE[i];
     if (!options.empty()) options.erase(0, 1);
-    o.batch_size = batch_size, o.recompute = step.recompute, o.master_weights = !step.no_master_weights;
-    if (step.bf16_moments) o.optimizer_dtype = "bf16";
+    o.batch_size = batch_size, o.recompute = step.recompute;
+    if (step.state > 0) o.optimizer_dtype = "bf16";
+    if (step.state > 1) o.master_weights = false;
+    if (step.state > 2) o.grad_dtype = "bf16";
     return true;
 }
 

@@ -15,6 +15,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     const CLI::Validator rate = number_in(0.0, 1e6);
     add_optimizer_option(app, o.optimizer);
     add_optimizer_dtype_option(app, o.optimizer_dtype);
+    add_grad_dtype_option(app, o.grad_dtype);
     app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4, with --optimizer muon 0.02")->check(rate);
     const std::string other = "; default: --lr, with --optimizer muon ";
     app.add_option("--embedding-lr", o.embedding_lr,

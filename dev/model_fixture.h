@@ -66,7 +66,8 @@ struct Driver {
     Optimizer optimizer;
 
     Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true,
-           const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW)
+           const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW,
+           const GradientOptions& gradients = {})
         : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices),
           acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
@@ -75,7 +76,7 @@ struct Driver {
             if (e.dtype != DType::I32 && e.name != "rope_table")
                 device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
         }
-        optimizer.allocate(ctx, model, options);
+        optimizer.allocate(ctx, model, options, gradients);
         for (const Param& p : model.table.params) {
             device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
         }
@@ -148,7 +149,7 @@ struct Driver {
         return read_scalars(ctx, acts).loss;
     }
 
-    std::vector<float> grads() const { return fetch<float>(optimizer.grads.arena.data); }
+    std::vector<float> grads() const { return fetch_floats(ctx, optimizer.grads.arena.data); }
     // The most exact ones, in the layout of the arenas.
     std::vector<float> params() const {
         std::vector<float> arena(size_t(model.table.total), 0.0f), buffer;

@@ -216,14 +216,15 @@ struct Updated {
 };
 // Moments of the given dtype, from the same bf16 numbers. v is packed without the gaps of `segments`, 3 elements later.
 Updated update_moments(DType dtype, int64_t n, std::vector<AdamWSegment> segments, uint64_t seed, int64_t t,
-                       const std::vector<double>& m0, const std::vector<double>& v0) {
+                       const std::vector<double>& m0, const std::vector<double>& v0, DType grad_dtype = DType::F32) {
     int64_t end = 3;
     std::vector<double> packed(size_t(n) + 3, 0.25);
     for (AdamWSegment& s : segments) {
         s.v_begin = end;
         for (int64_t i = s.begin; i < s.end; i++) packed[size_t(end++)] = v0[size_t(i)];
     }
-    const TestArray params = TestArray::random({n}, 1, 0.02), grads = TestArray::random({n}, 4, 1e-2),
+    const std::vector<double> g = TestArray::random(DType::BF16, {n}, 4, 1e-2).values();
+    const TestArray params = TestArray::random({n}, 1, 0.02), grads = TestArray::of(grad_dtype, g, {n}),
                     m = TestArray::of(dtype, m0, {n}), v = TestArray::of(dtype, packed, {n + 3});
     AdamWOptions options;
     options.seed = seed;
@@ -252,6 +253,19 @@ std::vector<AdamWSegment> with_keys(int64_t n) {
 }
 
 }  // namespace
+
+// Gradients in bf16 count as the numbers that they are.
+TEST(AdamW, GradientsInBf16GiveTheSameBits) {
+    const int64_t n = 10007;
+    const std::vector<double> m0 = bf16_moments(n, false), v0 = bf16_moments(n, true);
+    for (const DType moments : {DType::F32, DType::BF16}) {
+        const Updated exact = update_moments(moments, n, with_keys(n), 5, 7, m0, v0),
+                      got = update_moments(moments, n, with_keys(n), 5, 7, m0, v0, DType::BF16);
+        expect_same_bits("params", got.params, exact.params);
+        expect_same_bits("m", got.m, exact.m);
+        expect_same_bits("v", got.v, exact.v);
+    }
+}
 
 // Bitwise: the parameters are those of fp32 moments, and the moments are the fp32 ones rounded with their noise.
 TEST(AdamW, MomentsInBf16AreTheRoundedFp32Ones) {
@@ -577,7 +591,7 @@ TEST(AdamW, InvalidArgumentsAreErrors) {
     };
     expect_error([&] { update(a, {}, b, &good, 1); }, "adamw_update: m is fp32 [9], expected fp32 [10]");
     expect_error([&] { adamw_update(a, Tensor{}, a, a, Tensor{}, &good, 1, options, scalars, Stream{}); },
-                 "adamw_update: grads is fp32 [], expected fp32 [n]");
+                 "adamw_update: grads is fp32 [], expected fp32 or bf16 [n]");
     expect_error([&] { adamw_update(a, Tensor{}, a, a, a, &good, 1, options, a, Stream{}); },
                  str("adamw_update: scalars is fp32 [10], expected uint8 [", sizeof(StepScalars), "]"));
     expect_error([&] { update(a, {}, a, &outside, 1); },

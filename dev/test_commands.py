@@ -537,6 +537,23 @@ class CommandsTest(unittest.TestCase):
             if optimizer == "adamw":
                 self.assertEqual(plans[1], weights)
 
+    def test_gradients_in_bf16(self):
+        """Resumed runs repeat the bits of the run that was not stopped: the rounding is keyed by the number of the micro-step."""
+        for optimizer in ("adamw", "muon"):
+            args = ["--optimizer", optimizer, "--grad-dtype", "bf16", "--save-every", 4, "--total-batch-tokens", 256]
+            whole = self.train(f"bf16_gradients_{optimizer}", "--steps", 8, *args)
+            exact = self.train(f"fp32_gradients_{optimizer}", "--steps", 8, *args[:2], *args[4:])
+            self.assertNotEqual(losses(whole), losses(exact))
+            for got, expected in zip(losses(whole), losses(exact)):
+                self.assertAlmostEqual(got, expected, delta=1e-2)
+            files = {file: digest(os.path.join(whole, "step_00000008", file)) for file in ("model.safetensors", "state.safetensors")}
+            shutil.rmtree(os.path.join(whole, "step_00000008"))
+            done = run("train", "--resume", "--out", whole)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual({file: digest(os.path.join(whole, "step_00000008", file)) for file in files}, files)
+            done = run("train", "--resume", "--out", whole, "--steps", 10, "--grad-dtype", "fp32")
+            self.assertEqual(done.returncode, 0, done.stderr)
+
     def test_dtype_auto(self):
         chosen = "bf16" if cuda() else "fp32"  # tests run on GPUs from sm_80 on
         out = os.path.join(self.top, "auto")

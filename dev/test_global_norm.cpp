@@ -57,6 +57,13 @@ TEST(StepControl, NormMatchesFloat64) {
         }
 }
 
+TEST(StepControl, NormOfGradientsInBf16) {
+    for (const int64_t n : {1, 1023, 1025, 100003}) {
+        const TestArray grads = TestArray::random(DType::BF16, {n}, 1);
+        expect_rounded(control(grads, 6, 0.5, fresh(0)).grad_norm, reference::global_norm(grads.data(), n));
+    }
+}
+
 TEST(StepControl, ClipsOnlyAboveTheGivenNorm) {
     const TestArray grads = TestArray::of({3, 4}, {2});  // norm 5
     EXPECT_EQ(control(grads, 1, 1, fresh(2.5f)).grad_scale, 0.5f);
@@ -148,7 +155,7 @@ TEST(StepControl, InvalidArgumentsAreErrors) {
     expect_error([&] { step_control(scalars, sum, 1, 1, Stream{}); },
                  "step_control: sums is fp64 [1], expected fp64 [ranks, 2]");
     expect_error([&] { sum_squares(sum, sum, false, scratch, Stream{}); },
-                 "sum_squares: grads is fp64 [1], expected fp32 [1]");
+                 "sum_squares: grads is fp64 [1], expected fp32 or bf16 [n]");
     expect_error([&] { sum_squares(sum, grads, false, short_bytes, Stream{}); },
                  str("sum_squares: scratch is uint8 [3], expected uint8 [", sum_squares_scratch(40000), "] or more"));
     expect_error([&] { sum_losses(grads, grads, false, Stream{}); },

@@ -4,7 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "dev/small_table.h"
+#include "dev/stochastic_rounding.h"
 #include "dev/world.h"
 #include "runtime/device/arena.h"
 
@@ -53,10 +56,10 @@ struct RankGradients {
     const Context& ctx = LaunchedWorld::context();
     const Sharding sharding;
     const ParamTable table;
-    Arena memory;
+    Arena memory, number{sizeof(int64_t), "number of the micro-step"};
     Gradients grads;
 
-    RankGradients(int64_t stage, const ReduceOptions& options)
+    RankGradients(int64_t stage, const GradientOptions& options)
         : sharding{stage, ctx.rank, ctx.world},
           table(table_of(ctx.world, false)),
           memory(Gradients::memory(table, sharding, options).bytes(), "gradients") {
@@ -72,7 +75,7 @@ struct RankGradients {
             std::vector<float> values(size_t(p.padded_numel()));
             if (grads.accumulate()) copy_to_host(values.data(), t.data, values.size() * sizeof(float), ctx.stream);
             for (size_t i = 0; i < values.size(); i++)
-                values[i] = (grads.accumulate() ? values[i] : 0) + gradient(ctx.rank, micro_step, int64_t(i));
+                values[i] = (grads.accumulate() ? values[i] : 0) + value(ctx.rank, micro_step, int64_t(i));
             copy_to_device(t.data, values.data(), values.size() * sizeof(float), ctx.stream);
         }
     }
@@ -80,7 +83,10 @@ struct RankGradients {
     void step(int micro_steps) {
         const int fp32 = table.num_groups() - 1;
         for (int micro = 0; micro < micro_steps; micro++) {
-            grads.begin(micro == 0, micro + 1 == micro_steps);
+            const int64_t micro_step = FIRST_MICRO_STEP + micro;
+            const Tensor on_device = number.at(0, DType::I64, {1});
+            copy_to_device(on_device.data, &micro_step, sizeof micro_step, ctx.stream);
+            grads.begin(micro == 0, micro + 1 == micro_steps, on_device);
             grads.open(fp32, ctx.stream);
             for (int g = fp32 - 1; g >= 0; g--) {
                 grads.open(g, ctx.stream);
@@ -105,17 +111,23 @@ struct RankGradients {
         return sum;
     }
     std::vector<float> fetch(const Tensor& t) const {
-        std::vector<float> values(size_t(t.numel()));
-        copy_to_host(values.data(), t.data, values.size() * sizeof(float), ctx.stream);
-        return values;
+        synchronize(ctx.stream);
+        std::vector<float> buffer;
+        const float* values = fetch_values(t, buffer);
+        return {values, values + t.numel()};
     }
+
+    static constexpr int64_t FIRST_MICRO_STEP = 1000;
+    std::function<float(int64_t rank, int micro_step, int64_t i)> value = gradient;
 };
 
 TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
     for (const int64_t stage : {0, 1, 2, 3}) {
-        for (const DType dtype : {DType::F32, DType::BF16}) {
+        const std::pair<DType, DType> dtypes[] = {
+            {DType::F32, DType::F32}, {DType::BF16, DType::F32}, {DType::F32, DType::BF16}, {DType::BF16, DType::BF16}};
+        for (const auto& [dtype, kept] : dtypes) {
             for (const int64_t bucket_bytes : {0, 8192}) {
-                RankGradients r(stage, {dtype, bucket_bytes});
+                RankGradients r(stage, {dtype, bucket_bytes, kept});
                 for (const int micro_steps :
                      {1, 3, 2}) {  // the second and third step start with the gradients of the first
                     r.step(micro_steps);
@@ -125,8 +137,8 @@ TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
                         const std::vector<float> part(whole.begin() + n * r.ctx.rank,
                                                       whole.begin() + n * (r.ctx.rank + 1));
                         EXPECT_EQ(r.fetch(r.grads.own(g, g + 1)), part)
-                            << "group " << g << ", stage " << stage << ", " << dtype_name(dtype) << ", " << micro_steps
-                            << " micro-steps";
+                            << "group " << g << ", stage " << stage << ", " << dtype_name(dtype) << ", kept in "
+                            << dtype_name(kept) << ", " << micro_steps << " micro-steps";
                     }
                 }
             }
@@ -136,10 +148,57 @@ TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
 
 // In stage 0 every rank has the full sum.
 TEST(Gradients, StageZeroSumsWholeGroups) {
-    RankGradients r(0, {});
-    r.step(2);
-    for (int g = 0; g < r.table.num_groups(); g++)
-        EXPECT_EQ(r.fetch(r.grads.arena.groups(r.table, g, g + 1)), r.expected(g, 2)) << "group " << g;
+    for (const DType kept : {DType::F32, DType::BF16}) {
+        RankGradients r(0, {DType::F32, 0, kept});
+        r.step(2);
+        for (int g = 0; g < r.table.num_groups(); g++)
+            EXPECT_EQ(r.fetch(r.grads.arena.groups(r.table, g, g + 1)), r.expected(g, 2)) << "group " << g;
+    }
+}
+
+// What is rounded when, to the bit. The numbers need more than 8 bits, and their sums are exact in fp32.
+TEST(Gradients, SumsInBf16AreRoundedAfterEachMicroStep) {
+    const auto fine = [](int64_t rank, int micro_step, int64_t i) {
+        return float(rank + 1) / 64 + float(i % 7 * (micro_step + 1)) + float(i % 1000) / 4096;
+    };
+    const uint64_t seed = 99;
+    const int micro_steps = 3;
+    for (const int64_t stage : {0, 1, 2, 3}) {
+        RankGradients r(stage, {DType::F32, 0, DType::BF16, seed});
+        r.value = fine;
+        r.step(micro_steps);
+        for (const Param& p : r.table.params) {
+            const uint64_t key = name_hash(str("gradients of group ", p.group));
+            const auto rounded_in = [&](int micro, double sum, int64_t i) {
+                const int64_t t = RankGradients::FIRST_MICRO_STEP + micro;
+                return round_by(sum, noise_of(seed, t, key, p.offset - p.group_begin + i));
+            };
+            const auto expected = [&](int64_t i) {
+                double sum = 0;  // of all ranks
+                if (stage >= 2) {
+                    for (int micro = 0; micro < micro_steps; micro++) {
+                        for (int64_t rank = 0; rank < r.ctx.world; rank++) sum += fine(rank, micro, i);
+                        sum = rounded_in(micro, sum, i);
+                    }
+                    return sum;
+                }
+                for (int64_t rank = 0; rank < r.ctx.world; rank++) {
+                    double own = 0;
+                    for (int micro = 0; micro + 1 < micro_steps; micro++)
+                        own = rounded_in(micro, own + fine(rank, micro, i), i);
+                    sum += own + fine(rank, micro_steps - 1, i);
+                }
+                return rounded_in(micro_steps - 1, sum, i);
+            };
+            const ParamArena& arena = r.grads.arena;
+            ParamArena::Span span = arena.span(p, 0, p.numel());
+            if (stage == 1) span = owned_span(p, r.ctx.rank, r.ctx.world);  // elsewhere is no sum
+            if (!span.count) continue;
+            const std::vector<float> got = r.fetch(arena.elements(arena.span(p, span.begin, span.count)));
+            for (int64_t i = 0; i < span.count; i++)
+                ASSERT_EQ(got[size_t(i)], expected(span.begin + i)) << p.name << " " << i << ", stage " << stage;
+        }
+    }
 }
 
 // Kernels accumulate from the second micro-step on, unless each micro-step is reduced separately.
@@ -150,23 +209,32 @@ TEST(Gradients, LaterMicroStepsAccumulate) {
         EXPECT_FALSE(r.grads.accumulate());
         r.grads.begin(false, true);
         EXPECT_EQ(r.grads.accumulate(), stage < 2 || r.ctx.world == 1);
+        RankGradients rounded(stage, {DType::F32, 0, DType::BF16});
+        rounded.grads.begin(false, true);
+        EXPECT_FALSE(rounded.grads.accumulate());
     }
 }
 
 TEST(Gradients, MemoryMatchesTheStage) {
     const ParamTable table = table_of(4, false);
-    const auto memory = [&](int64_t stage, DType dtype) { return Gradients::memory(table, {stage, 0, 4}, {dtype, 0}); };
+    const auto memory = [&](int64_t stage, DType dtype, DType kept = DType::F32) {
+        return Gradients::memory(table, {stage, 0, 4}, {dtype, 0, kept});
+    };
     for (const int64_t stage : {0, 1}) {
-        EXPECT_EQ(memory(stage, DType::F32).arena, table.total);
+        EXPECT_EQ(memory(stage, DType::F32).arena, table.total * 4);
         EXPECT_EQ(memory(stage, DType::F32).slots, 0);
     }
     for (const int64_t stage : {2, 3}) {
-        EXPECT_EQ(memory(stage, DType::F32).arena, table.total / 4);
+        EXPECT_EQ(memory(stage, DType::F32).arena, table.total);
         EXPECT_GT(memory(stage, DType::F32).slots, 0);
-        EXPECT_LT(memory(stage, DType::F32).slots, table.total);
+        EXPECT_LT(memory(stage, DType::F32).slots, table.total * 4);
     }
-    EXPECT_EQ(memory(0, DType::F32).buffer_bytes, 0);
-    EXPECT_GT(memory(0, DType::BF16).buffer_bytes, 0);
+    for (const int64_t stage : {0, 1, 2, 3}) {
+        EXPECT_EQ(memory(stage, DType::F32, DType::BF16).arena * 2, memory(stage, DType::F32).arena);
+        EXPECT_EQ(memory(stage, DType::F32, DType::BF16).slots, memory(2, DType::F32).slots);
+    }
+    EXPECT_EQ(memory(0, DType::F32).buffer, 0);
+    EXPECT_GT(memory(0, DType::BF16).buffer, 0);
 }
 
 }  // namespace

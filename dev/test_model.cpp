@@ -311,6 +311,30 @@ TEST_P(ModelVariants, MicroStepsSumToTheFullBatch) {
     EXPECT_LE(rms(difference(x, y)), (amplifies ? 1e-5 : 1e-6) * rms(x));
 }
 
+// The sum of micro-steps in bf16 is at most a unit per rounding, 2⁻⁷ of the largest sum on the way, from the exact one;
+// 2⁻¹⁴⁹ is where fp32 ends. After one micro-step it is a neighbour of the gradient itself. docs/numerics.md.
+TEST_P(ModelVariants, GradientsInBf16AreRoundedSums) {
+    Driver rounding(driver.model.config, driver.acts.shape, true, Driver::default_options(), OptimizerType::AdamW,
+                    {DType::F32, 0, DType::BF16});
+    rounding.randomise(3);
+    const std::vector<Batch> parts = split(batch, B, T);
+    driver.randomise(3);
+    for (const auto& batches : {std::vector<Batch>{batch}, parts}) {
+        driver.gradients(batches);
+        rounding.gradients(batches);
+        const std::vector<float> exact = driver.grads(), got = rounding.grads();
+        ASSERT_EQ(got.size(), exact.size());
+        if (batches.size() == 1) {
+            for (size_t i = 0; i < got.size(); i++)
+                ASSERT_LT(std::fabs(got[i] - exact[i]), 0x1p-7 * std::fabs(exact[i]) + 0x1p-149) << i;
+            continue;
+        }
+        const std::vector<double> x(exact.begin(), exact.end()), y(got.begin(), got.end());
+        EXPECT_LE(rms(difference(x, y)), 0x1p-7 * rms(x));
+        EXPECT_GT(rms(difference(x, y)), 0x1p-11 * rms(x));
+    }
+}
+
 // The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and each half
 // takes one.
 TEST(Head, ChunksSumToTheWhole) {

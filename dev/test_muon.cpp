@@ -188,6 +188,24 @@ TEST(Muon, MomentumInBf16IsTheRoundedFp32One) {
     }
 }
 
+// Gradients in bf16 count as the numbers that they are.
+TEST(Muon, GradientsInBf16GiveTheSameBits) {
+    const int64_t n = 20011;
+    const std::vector<double> g = TestArray::random(DType::BF16, {n}, 3).values();
+    const std::vector<MuonSegment> segments = {segment_of(3, 9000, 0), segment_of(9001, n, 9000)};
+    for (const DType moment : {DType::F32, DType::BF16}) {
+        const auto run = [&](DType dtype) {
+            const TestArray m = TestArray::random(moment, {n}, 2), updates = TestArray::of(std::vector<double>(n), {n});
+            momentum(updates, m, TestArray::of(dtype, g, {n}), segments, make_scalars(NAN, 0.95f, 0.7f, false));
+            return std::make_pair(m.fetch(), updates.fetch());
+        };
+        const auto [m, u] = run(DType::BF16);
+        const auto [m_exact, u_exact] = run(DType::F32);
+        expect_same_bits("m", m, m_exact);
+        expect_same_bits("updates", u, u_exact);
+    }
+}
+
 TEST(Muon, BitsDoNotDependOnThreads) {
     const int64_t n = 50001;
     const TestArray grads = TestArray::random({n}, 1);
@@ -626,7 +644,7 @@ TEST(Muon, InvalidArgumentsAreErrors) {
     nowhere[0].fp32_begin = -1;
     expect_error([&] { momentum(a, b, a, good, scalars); }, "muon_momentum: m is fp32 [9], expected fp32 [10]");
     expect_error([&] { momentum(a, a, Tensor{}, good, scalars); },
-                 "muon_momentum: grads is fp32 [], expected fp32 [n]");
+                 "muon_momentum: grads is fp32 [], expected fp32 or bf16 [n]");
     expect_error([&] { momentum(Tensor{}, a, a, good, scalars); },
                  str("muon_momentum: updates is fp32 [], expected ", dtypes, " [any size]"));
     expect_error([&] { momentum(a, a, a, outside, scalars); },

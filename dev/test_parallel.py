@@ -238,6 +238,19 @@ class ParallelTest(unittest.TestCase):
             elsewhere = self.resumed(runs[1], 1, f"bf16_{optimizer}_alone", "--zero-stage", 0)
             self.expect_same_numbers(elsewhere, runs[1], f"{optimizer} resumed on one rank", 1e-3)
 
+    def test_gradients_in_bf16(self):
+        """Sums over ranks are in fp32 and rounded once: with one micro-step all stages have the same bits. With more, stages 2 and 3
+        round the sum over all ranks after each."""
+        args = ["--grad-dtype", "bf16", "--kv-heads", 2]
+        runs = self.train_all(*((2, *args, "--zero-stage", stage) for stage in STAGES), model="llama-tiny")
+        self.expect_same_bits(runs, "gradients in bf16")
+        args += ["--batch-size", 1]
+        runs = self.train_all(*((2, *args, "--zero-stage", stage) for stage in STAGES), model="llama-tiny")
+        self.expect_same_bits(runs[:2], "gradients in bf16, several micro-steps")
+        self.expect_same_bits(runs[2:], "gradients in bf16, several micro-steps")
+        resumed = self.resumed(runs[1], 2, "bf16_gradients", "--zero-stage", 0, batch_size=1)
+        self.expect_same_bits([runs[1], resumed], "gradients in bf16, resumed")
+
     def test_masked_tokens_do_not_count(self):
         """The ranks have different numbers of targets, some none. The loss is the mean over the targets of all ranks."""
         data = os.path.join(self.top, "masked")
@@ -299,11 +312,11 @@ class ParallelTest(unittest.TestCase):
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
-    def resumed(self, source, ranks, name, *args, last=10):
+    def resumed(self, source, ranks, name, *args, last=10, batch_size=None):
         target = os.path.join(self.top, name)
         shutil.copytree(source, target)
         shutil.rmtree(os.path.join(target, f"step_{last:08}"))
-        done = run(ranks, "--resume", "--out", target, "--batch-size", 8 // ranks, *args)
+        done = run(ranks, "--resume", "--out", target, "--batch-size", batch_size or 8 // ranks, *args)
         self.assertEqual(done.returncode, 0, done.stderr)
         return target
 

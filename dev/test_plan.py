@@ -138,6 +138,19 @@ class PlanTest(unittest.TestCase):
         self.assertIn("\n  as given: ", plan(arguments, "--gpu", "4090", "--fit"))
         self.assertEqual(run("plan", "--model", "gpt2-tiny", "--fit", "--inference").returncode, 2)
 
+    def test_gradients_in_bf16(self):
+        arguments = ("--model llama-8B --batch-size 1 --seq-len 2048 --gpu-memory 80GiB --dtype bf16 --optimizer-dtype bf16 "
+                     "--master-weights off")
+        whole, half = (json.loads(plan(arguments, "--json", "--grad-dtype", dtype)) for dtype in ("fp32", "bf16"))
+        self.assertEqual(2 * half["bytes"]["gradients"], whole["bytes"]["gradients"])
+        state = sum(half["bytes"][line] for line in ("weights", "gradients", "optimizer (m, v)"))
+        self.assertAlmostEqual(state / whole["weights"], 8, delta=0.01)
+        # fp32 slots: two layers, and the embedding or the head.
+        hidden, ffn, kv, vocab = 4096, 14336, 1024, 128256
+        layer = 2 * hidden * (hidden + kv) + 3 * hidden * ffn
+        self.assertAlmostEqual(half["bytes"]["gradients in progress"] / (4 * (2 * layer + hidden * vocab)), 1, delta=0.001)
+        self.assertNotIn("gradients in progress", whole["bytes"])
+
     def test_refusals(self):
         for arguments, words in ((["--gpu", "H100"], "fits several GPUs: H100 80GB HBM3, "), (["--gpu", "MI300X"], "is not in the table of GPUs: ")):
             refused = run("plan", "--model", "gpt2-tiny", *arguments)

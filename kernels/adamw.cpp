@@ -60,16 +60,16 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
     const double step_size = s.lr / (1 - std::pow(beta1, double(s.t)));
 
     float* p = params.as<float>();
-    const float* g = grads.as<float>();
     parallel_segments(n, segments, num_segments, [&](const AdamWSegment& segment, int64_t begin, int64_t end) {
         Factors mine = f;
         mine.step_size = float(step_size * segment.lr_scale);
         mine.decay = s.lr * segment.lr_scale * segment.weight_decay;
         const int64_t to_v = segment.v_begin < 0 ? 0 : segment.v_begin - segment.begin;
-        for_rounding_chunks(m.dtype, begin, end, [&](int64_t i, int64_t last) {
-            float m_buffer[ROUNDING_CHUNK], v_buffer[ROUNDING_CHUNK];
-            const MomentValues mi(m, i, last - i, m_buffer), vi(v, i + to_v, last - i, v_buffer);
-            update(p + i + segment.fp32_begin - segment.begin, mi.values(), vi.values(), g + i, last - i, mine);
+        for_rounding_chunks(m, grads, begin, end, [&](int64_t i, int64_t last) {
+            float m_buffer[ROUNDING_CHUNK], v_buffer[ROUNDING_CHUNK], g_buffer[ROUNDING_CHUNK];
+            const int64_t count = last - i;
+            const FloatValues mi(m, i, count, m_buffer), vi(v, i + to_v, count, v_buffer), g(grads, i, count, g_buffer);
+            update(p + i + segment.fp32_begin - segment.begin, mi.values(), vi.values(), g.values(), count, mine);
             mi.store(options.seed, uint64_t(s.t), segment, i, Rounded::M);
             vi.store(options.seed, uint64_t(s.t), segment, i, Rounded::V);
         });

@@ -27,16 +27,16 @@ struct AdamWDeviceSegment : DeviceSegment {
         : DeviceSegment(s), to_v(s.v_begin < 0 ? 0 : s.v_begin - s.begin) {}
 };
 
-// M: float or bf16.
-template <typename M>
-struct Moments {
+// M, G: float or bf16.
+template <typename M, typename G>
+struct MomentArenas {
     M *m, *v;
-    const float* grads;
+    const G* grads;
 };
 
-template <int W, typename T, typename M>
-__device__ __forceinline__ void update(const ParamArenas<T>& params, const Moments<M>& a, int64_t i, const Factors& f,
-                                       const AdamWDeviceSegment& segment) {
+template <int W, typename T, typename M, typename G>
+__device__ __forceinline__ void update(const ParamArenas<T>& params, const MomentArenas<M, G>& a, int64_t i,
+                                       const Factors& f, const AdamWDeviceSegment& segment) {
     const float decay = f.lr * segment.lr_scale * segment.weight_decay, step_size = f.step_size * segment.lr_scale;
     const Floats<W> g = load_floats<W>(a.grads + i);
     M* const to_v = a.v + i + segment.to_v;
@@ -55,9 +55,9 @@ __device__ __forceinline__ void update(const ParamArenas<T>& params, const Momen
     params.template store<W>(i, segment, p);
 }
 
-template <int W, typename T, typename M>
+template <int W, typename T, typename M, typename G>
 __global__ void __launch_bounds__(UPDATE_THREADS)
-    adamw_kernel(ParamArenas<T> params, Moments<M> moments, const StepScalars* scalars, AdamWOptions options,
+    adamw_kernel(ParamArenas<T> params, MomentArenas<M, G> moments, const StepScalars* scalars, AdamWOptions options,
                  const __grid_constant__ SegmentTable<AdamWDeviceSegment> segments) {
     if (scalars->skip) return;
     __shared__ Factors shared;
@@ -97,10 +97,13 @@ void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor gra
         const ParamArenas<T> arenas{params.as<float>(), params_T ? params_T.as<T>() : nullptr};
         dispatch_fp32_or_bf16(m.dtype, [&](auto moment_zero) {
             using M = decltype(moment_zero);
-            const Moments<M> moments{m.as<M>(), v.as<M>(), grads.as<float>()};
-            dispatch_width<float>(aligned, [&](auto width) {
-                launch_segments<adamw_kernel<decltype(width)::value, T, M>, AdamWDeviceSegment>(
-                    op, segments, num_segments, stream, arenas, moments, step_scalars, options);
+            dispatch_fp32_or_bf16(grads.dtype, [&](auto gradient_zero) {
+                using G = decltype(gradient_zero);
+                const MomentArenas<M, G> moments{m.as<M>(), v.as<M>(), grads.as<G>()};
+                dispatch_width<float>(aligned, [&](auto width) {
+                    launch_segments<adamw_kernel<decltype(width)::value, T, M, G>, AdamWDeviceSegment>(
+                        op, segments, num_segments, stream, arenas, moments, step_scalars, options);
+                });
             });
         });
     });

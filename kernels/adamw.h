@@ -25,8 +25,8 @@ struct AdamWOptions {
     uint64_t seed = 0;  // for stochastic rounding
 };
 
-// grads [n] fp32, m [n] fp32 or bf16: whole arenas. v [any size] of m's dtype, which may pack the segments. params [any
-// size] fp32, or null if no segment is in it. params_T [n] bf16 or fp16, or null. segments: on the host, ascending in
-// all of them. t ≥ 1 is checked on the CPU.
+// grads [n] fp32 or bf16, m [n] fp32 or bf16: whole arenas. v [any size] of m's dtype, which may pack the segments.
+// params [any size] fp32, or null if no segment is in it. params_T [n] bf16 or fp16, or null. segments: on the host,
+// ascending in all of them. t ≥ 1 is checked on the CPU.
 void adamw_update(Tensor params, Tensor params_T, Tensor m, Tensor v, Tensor grads, const AdamWSegment* segments,
                   int64_t num_segments, const AdamWOptions& options, Tensor scalars, Stream stream);

@@ -4,6 +4,7 @@
 
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/global_norm_check.h"
+#include "runtime/device/convert.h"
 
 namespace {
 
@@ -26,6 +27,20 @@ MULTIARCH double sum_of_squares(const float* x, int64_t n) {
     return (((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))) + rest;
 }
 
+// Of grads[begin, end).
+double block_squares(const Tensor& grads, int64_t begin, int64_t end) {
+    if (grads.dtype == DType::F32) return sum_of_squares(grads.as<float>() + begin, end - begin);
+    constexpr int64_t CHUNK = 1024;  // stays in a first-level cache
+    float values[CHUNK];
+    double sum = 0;
+    for (; begin < end; begin += CHUNK) {
+        const int64_t n = std::min(CHUNK, end - begin);
+        convert_to_float(values, grads.as<bf16>() + begin, DType::BF16, n);
+        sum += sum_of_squares(values, n);
+    }
+    return sum;
+}
+
 }  // namespace
 
 void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
@@ -43,11 +58,10 @@ void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream) {
 
 void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream) {
     const int64_t n = check_sum_squares(sum, grads, scratch);
-    const float* g = grads.as<float>();
     double* partial = reinterpret_cast<double*>(scratch.as<uint8_t>());
 #pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
     for (int64_t b = 0; b < sum_squares_blocks(n, Device::CPU); b++)
-        partial[b] = sum_of_squares(g + b * SUM_SQUARES_BLOCK, std::min(SUM_SQUARES_BLOCK, n - b * SUM_SQUARES_BLOCK));
+        partial[b] = block_squares(grads, b * SUM_SQUARES_BLOCK, std::min((b + 1) * SUM_SQUARES_BLOCK, n));
     double whole = 0;
     for (int64_t b = 0; b < sum_squares_blocks(n, Device::CPU); b++) whole += partial[b];
     double& total = *sum.as<double>();

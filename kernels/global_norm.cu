@@ -7,9 +7,9 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// Σ x² in fp64, where squares of fp32 are exact and neither overflow nor underflow.
-template <int W>
-__global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, const float* x, int64_t n) {
+// Σ x² in fp64, where squares of fp32 are exact and neither overflow nor underflow. T: float or bf16.
+template <int W, typename T>
+__global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, const T* x, int64_t n) {
     constexpr int UNROLL = 4;
     const int64_t vectors = n / W, stride = int64_t(gridDim.x) * THREADS;
     double sum[UNROLL] = {};
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(THREADS) sum_squares_kernel(double* partials, 
     }
     for (; i < vectors; i += stride) add(sum[0], load_floats<W>(x + i * W));
     if (blockIdx.x == 0 && threadIdx.x < n - vectors * W) {
-        const double rest = x[vectors * W + threadIdx.x];
+        const double rest = as_float(x[vectors * W + threadIdx.x]);
         sum[1] += rest * rest;
     }
     const double total = block_sum_fp64<THREADS>((sum[0] + sum[1]) + (sum[2] + sum[3]));
@@ -90,9 +90,12 @@ void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stre
     const int64_t n = check_sum_squares(sum, grads, scratch), blocks = sum_squares_blocks(n, Device::CUDA);
     double* partials = reinterpret_cast<double*>(scratch.as<uint8_t>());
     if (blocks > 0) {
-        dispatch_width<float>(rows_aligned({grads}), [&](auto width) {
-            sum_squares_kernel<decltype(width)::value>
-                <<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(partials, grads.as<float>(), n);
+        dispatch_fp32_or_bf16(grads.dtype, [&](auto zero) {
+            using T = decltype(zero);
+            dispatch_width<float>(rows_aligned({grads}), [&](auto width) {
+                sum_squares_kernel<decltype(width)::value>
+                    <<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(partials, grads.as<T>(), n);
+            });
         });
         check_launch(op, stream);
     }

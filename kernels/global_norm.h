@@ -31,8 +31,8 @@ enum StepSum { SUM_SQUARES, SUM_LOSS, NUM_STEP_SUMS };
 // Sum of losses [n] fp32 into *loss_sum (F64, one element), in a fixed order. accumulate: add, else overwrite.
 void sum_losses(Tensor loss_sum, Tensor losses, bool accumulate, Stream stream);
 
-// Σ grad² of grads [n] fp32 into *sum (F64, one element), in one pass. accumulate: add, else overwrite. scratch:
-// sum_squares_scratch bytes (U8).
+// Σ grad² of grads [n] fp32 or bf16 into *sum (F64, one element), in one pass. accumulate: add, else overwrite.
+// scratch: sum_squares_scratch bytes (U8).
 void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stream stream);
 int64_t sum_squares_scratch(int64_t n);
 

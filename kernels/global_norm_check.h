@@ -17,10 +17,10 @@ inline int64_t sum_squares_blocks(int64_t n, Device device) {
 // Returns the number of gradients.
 inline int64_t check_sum_squares(const Tensor& sum, const Tensor& grads, const Tensor& scratch) {
     const char* op = "sum_squares";
-    require(grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
-            ", expected fp32 [n]");
+    require(grads.rank == 1 && (grads.dtype == DType::F32 || grads.dtype == DType::BF16), op, ": grads is ",
+            dtype_name(grads.dtype), " ", shape_string(grads), ", expected fp32 or bf16 [n]");
     check_tensor(op, "sum", sum, DType::F64, {1});
-    check_tensor(op, "grads", grads, DType::F32, {grads.shape[0]});
+    check_tensor(op, "grads", grads, grads.dtype, {grads.shape[0]});
     check_scratch(op, scratch, sum_squares_scratch(grads.shape[0]));
     return grads.shape[0];
 }

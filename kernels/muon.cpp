@@ -43,12 +43,12 @@ void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* se
     const StepScalars& s = step_scalars(scalars);
     if (s.skip) return;
     float* u = updates.as<float>();
-    const float *g = grads.as<float>(), one_minus_mu = float(1 - double(s.momentum));
+    const float one_minus_mu = float(1 - double(s.momentum));
     parallel_segments(n, segments, num_segments, [&](const MuonSegment& segment, int64_t begin, int64_t end) {
-        for_rounding_chunks(m.dtype, begin, end, [&](int64_t i, int64_t last) {
-            float buffer[ROUNDING_CHUNK];
-            const MomentValues mi(m, i, last - i, buffer);
-            momentum(u + segment.update_begin + (i - segment.begin), mi.values(), g + i, last - i, s.momentum,
+        for_rounding_chunks(m, grads, begin, end, [&](int64_t i, int64_t last) {
+            float m_buffer[ROUNDING_CHUNK], g_buffer[ROUNDING_CHUNK];
+            const FloatValues mi(m, i, last - i, m_buffer), g(grads, i, last - i, g_buffer);
+            momentum(u + segment.update_begin + (i - segment.begin), mi.values(), g.values(), last - i, s.momentum,
                      one_minus_mu, s.grad_scale);
             mi.store(seed, uint64_t(s.t), segment, i, Rounded::M);
         });

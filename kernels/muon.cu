@@ -19,9 +19,9 @@ struct DeviceMuonSegment : DeviceSegment {
         : DeviceSegment(s), to_update(s.update_begin - s.begin), shape_scale(s.shape_scale) {}
 };
 
-template <int W, typename U, typename M>
+template <int W, typename U, typename M, typename G>
 __global__ void __launch_bounds__(UPDATE_THREADS)
-    momentum_kernel(U* updates, M* m, const float* grads, const StepScalars* scalars, uint64_t seed,
+    momentum_kernel(U* updates, M* m, const G* grads, const StepScalars* scalars, uint64_t seed,
                     const __grid_constant__ SegmentTable<DeviceMuonSegment> segments) {
     if (scalars->skip) return;
     const float mu = scalars->momentum, one_minus_mu = float(1 - double(mu)), grad_scale = scalars->grad_scale;
@@ -125,10 +125,13 @@ void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* se
         using U = decltype(zero);
         dispatch_fp32_or_bf16(m.dtype, [&](auto moment_zero) {
             using M = decltype(moment_zero);
-            dispatch_width<float>(rows_aligned({updates, m, grads}), [&](auto width) {
-                launch_segments<momentum_kernel<decltype(width)::value, U, M>, DeviceMuonSegment>(
-                    op, segments, num_segments, stream, updates.as<U>(), m.as<M>(), grads.as<float>(), step_scalars,
-                    seed);
+            dispatch_fp32_or_bf16(grads.dtype, [&](auto gradient_zero) {
+                using G = decltype(gradient_zero);
+                dispatch_width<float>(rows_aligned({updates, m, grads}), [&](auto width) {
+                    launch_segments<momentum_kernel<decltype(width)::value, U, M, G>, DeviceMuonSegment>(
+                        op, segments, num_segments, stream, updates.as<U>(), m.as<M>(), grads.as<G>(), step_scalars,
+                        seed);
+                });
             });
         });
     });

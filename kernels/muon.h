@@ -32,9 +32,9 @@ struct MuonSegment : ParamSegment {
     float shape_scale = 1;     // √max(1, rows/columns), or 0.2·√max(rows, columns)
 };
 
-// updates [any size] fp32 or bf16 (on the CPU fp32): u of each segment; other elements stay unchanged. grads [n] fp32,
-// m [n] fp32 or bf16: whole arenas. segments: on the host, ascending in the arenas. Their weight_decay, fp32_begin,
-// lr_scale and shape_scale are not used. seed: of the rounding of a bf16 m.
+// updates [any size] fp32 or bf16 (on the CPU fp32): u of each segment; other elements stay unchanged. grads [n] fp32
+// or bf16, m [n] fp32 or bf16: whole arenas. segments: on the host, ascending in the arenas. Their weight_decay,
+// fp32_begin, lr_scale and shape_scale are not used. seed: of the rounding of a bf16 m.
 void muon_momentum(Tensor updates, Tensor m, Tensor grads, const MuonSegment* segments, int64_t num_segments,
                    uint64_t seed, Tensor scalars, Stream stream);
 

@@ -7,9 +7,10 @@
 
 // Returns n, the number of elements of the arenas.
 inline int64_t check_update_grads(const char* op, const Tensor& grads) {
-    require(grads && grads.rank == 1, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
-            ", expected fp32 [n]");
-    check_tensor(op, "grads", grads, DType::F32, {grads.shape[0]});
+    const bool known = grads.dtype == DType::F32 || grads.dtype == DType::BF16;
+    require(grads && grads.rank == 1 && known, op, ": grads is ", dtype_name(grads.dtype), " ", shape_string(grads),
+            ", expected fp32 or bf16 [n]");
+    check_tensor(op, "grads", grads, grads.dtype, {grads.shape[0]});
     return grads.shape[0];
 }
 

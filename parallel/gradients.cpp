@@ -3,8 +3,9 @@
 #include <algorithm>
 
 #include "kernels/accumulate.h"
+#include "runtime/rng.h"
 
-std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
+std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const GradientOptions& options) {
     const int groups = table.num_groups(), others = table.fp32_total ? groups - 1 : groups;
     std::vector<Bucket> buckets;
     bool full = true;  // the previous bucket has reached its minimum size
@@ -16,45 +17,46 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
             buckets.back().first = g;
         const Bucket& b = buckets.back();
         const int64_t begin = table.group_begin[size_t(b.first)], end = table.group_begin[size_t(b.last)];
-        full = sharding.splits_gradients() || (end - begin) * 4 >= options.bucket_bytes;
+        full = options.uses_slots(sharding) || (end - begin) * 4 >= options.bucket_bytes;
     }
     if (others < groups) buckets.push_back({others, groups});
     return buckets;
 }
 
-Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options) {
+Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options) {
     Memory m;
-    m.arena = table.total / sharding.parts(sharding.splits_gradients());
-    if (sharding.splits_gradients()) m.slots = GroupSlots(table, LAYER_SLOTS, true).total();
-    if (sharding.world == 1 || options.dtype == DType::F32) return m;
+    m.arena = table.total / sharding.parts(sharding.splits_gradients()) * dtype_size(options.kept);
+    if (options.uses_slots(sharding)) m.slots = GroupSlots(table, LAYER_SLOTS, true).total() * dtype_size(DType::F32);
+    if (sharding.world == 1 || options.reduce == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
         const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
-        m.buffer_bytes = std::max(m.buffer_bytes, n * dtype_size(options.dtype));
+        m.buffer = std::max(m.buffer, n * dtype_size(options.reduce));
     }
     return m;
 }
 
-void Gradients::allocate(const ParamTable& t, const Sharding& s, const ReduceOptions& options, Tensor bytes,
+void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientOptions& gradient_options, Tensor bytes,
                          const Context* context) {
-    table = &t, sharding = s, dtype = options.dtype, ctx = context;
+    table = &t, sharding = s, options = gradient_options, ctx = context;
     const Memory m = memory(t, s, options);
     int64_t at = 0;
-    const auto part = [&](DType type, int64_t n) {
-        const Tensor where = bytes.rows(at, at + n * dtype_size(type));
-        at += where.shape[0];
-        return make_tensor(where.data, type, where.device, {n});
+    const auto part = [&](DType type, int64_t size) {
+        const Tensor where = bytes.rows(at, at + size);
+        at += size;
+        return make_tensor(where.data, type, where.device, {size / dtype_size(type)});
     };
-    arena = s.arena(part(DType::F32, m.arena), s.splits_gradients());
-    if (s.splits_gradients()) {
+    arena = s.arena(part(options.kept, m.arena), s.splits_gradients());
+    if (options.uses_slots(s)) {
         slots = GroupSlots(t, LAYER_SLOTS, true);
         arena.views = slots.views(t, part(DType::F32, m.slots));
         state = std::vector<Slot>(size_t(slots.num_slots()));
     }
-    if (m.buffer_bytes) buffer = part(dtype, m.buffer_bytes / dtype_size(dtype));
+    if (m.buffer) buffer = part(options.reduce, m.buffer);
+    for (int g = 0; g < t.num_groups(); g++) keys.push_back(name_hash(str("gradients of group ", g)));
     if (s.world > 1) buckets = make_buckets(t, s, options);
     for (const Bucket& b : buckets)
         names.push_back((s.stage ? "reduce_scatter of " : "all_reduce of ") +
-                        t.describe_groups(b.first, b.last, dtype));
+                        t.describe_groups(b.first, b.last, options.reduce));
 }
 
 Tensor Gradients::own(int first_group, int last_group) const {
@@ -62,13 +64,13 @@ Tensor Gradients::own(int first_group, int last_group) const {
     return sharding.splits_gradients() ? groups : sharding.own(groups);
 }
 
-void Gradients::begin(bool first_micro_step, bool last_micro_step) {
-    first = first_micro_step, last = last_micro_step, reducing = false;
+void Gradients::begin(bool first_micro_step, bool last_micro_step, Tensor number) {
+    first = first_micro_step, last = last_micro_step, micro_step = number, reducing = false;
     for (Slot& slot : state) slot.used = false;
 }
 
 void Gradients::open(int group, Stream stream) {
-    if (!sharding.splits_gradients()) return;
+    if (state.empty()) return;
     const Slot& slot = state[size_t(slots.slot(group))];
     if (slot.used) {
         const Range range(ctx->profiler, "wait for a slot");
@@ -89,9 +91,18 @@ void Gradients::open(int group, Stream stream) {
 }
 
 void Gradients::close(int group, Stream stream) {
-    if (!last && !sharding.splits_gradients()) return;
+    if (sharding.world == 1 || (!last && !sharding.splits_gradients())) {
+        if (state.empty() || !table->group_size(group)) return;
+        return keep(group, arena.groups(*table, group, group + 1), arena.views[size_t(group)], 0, !first, stream);
+    }
     for (size_t i = 0; i < buckets.size(); i++)
         if (buckets[i].first == group) reduce(buckets[i], names[i].c_str(), stream);
+}
+
+// sum = gradient or sum += gradient, elements of a group from first_element on.
+void Gradients::keep(int group, Tensor sum, Tensor gradient, int64_t first_element, bool add, Stream stream) const {
+    if (options.kept == DType::F32) return ::accumulate(sum, gradient, add, stream);
+    accumulate_stochastic(sum, gradient, add, {options.seed, keys[size_t(group)], first_element, micro_step}, stream);
 }
 
 // Reduces in place where possible: the whole gradient is not needed after its part of the sum is there.
@@ -102,9 +113,11 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     complete.make_wait(side);
     reducing = true;
     const Range range(ctx->profiler, name, side);
-    const bool split = sharding.splits_gradients();
-    Tensor whole = split ? arena.views[size_t(b.first)] : arena.groups(*table, b.first, b.last);
+    const bool in_slot = !state.empty(), split = sharding.splits_gradients();
+    const Tensor sums = arena.groups(*table, b.first, b.last);  // the rank's part of them if split
+    Tensor whole = in_slot ? arena.views[size_t(b.first)] : sums;
     const Tensor fp32 = whole;
+    if (in_slot && !split && !first) ::accumulate(fp32, sums, true, side);
     if (buffer) {
         whole = buffer.rows(0, fp32.shape[0]);
         ::accumulate(whole, fp32, false, side);
@@ -112,14 +125,12 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     if (sharding.stage == 0) {
         comm->all_reduce(whole, side);
         if (buffer) ::accumulate(fp32, whole, false, side);
-    } else if (split) {
-        const Tensor part = arena.groups(*table, b.first, b.last);
-        const bool direct = first && !buffer;  // no intermediate copy
+        if (in_slot) keep(b.first, sums, fp32, 0, false, side);
+    } else if (in_slot) {
+        const Tensor part = split ? sums : sharding.own(sums);
+        const bool direct = first && !buffer && options.kept == DType::F32;  // no intermediate copy
         comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
-        if (!direct) ::accumulate(part, sharding.own(whole), !first, side);
-        Slot& slot = state[size_t(slots.slot(b.first))];
-        slot.free.record(side);
-        slot.used = true;
+        if (!direct) keep(b.first, part, sharding.own(whole), sharding.rank * part.shape[0], split && !first, side);
     } else {
         const int64_t begin = table->group_begin[size_t(b.first)];
         const auto group = [&](const Tensor& bucket, int g) {
@@ -132,6 +143,10 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
         for (int g = b.first; buffer && g < b.last; g++)
             ::accumulate(sharding.own(group(fp32, g)), sharding.own(group(whole, g)), false, side);
     }
+    if (!in_slot) return;
+    Slot& slot = state[size_t(slots.slot(b.first))];
+    slot.free.record(side);
+    slot.used = true;
 }
 
 void Gradients::end(Stream stream) {

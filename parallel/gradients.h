@@ -8,8 +8,13 @@
 //   stages 2, 3  reduce-scatter in every micro-step, from a shared slot that holds the whole group to the rank's part
 //
 // In stages 0 and 1 groups are merged into buckets of a minimum size, because small messages do not use the network's
-// bandwidth (Li et al. 2020, "PyTorch distributed", section 3.2). With ReduceOptions::dtype BF16 a bucket is rounded to
-// bf16, reduced in it and converted back to fp32.
+// bandwidth (Li et al. 2020, "PyTorch distributed", section 3.2). With GradientOptions::reduce BF16 a bucket is rounded
+// to bf16, reduced in it and converted back to fp32.
+//
+// With GradientOptions::kept BF16 the arena holds bf16, in all stages. The backward pass writes a group's gradient of
+// one micro-step in fp32 into a slot; close() adds it to the arena's bf16 in fp32 and rounds the sum stochastically
+// (kernels/accumulate.h). Stages 0 and 1 add the arena to the slot in the last micro-step, reduce it there in fp32, and
+// round once. docs/numerics.md has the error.
 #pragma once
 
 #include <string>
@@ -18,9 +23,14 @@
 #include "parallel/sharding.h"
 #include "runtime/context.h"
 
-struct ReduceOptions {
-    DType dtype = DType::F32;                  // F32 or BF16
+struct GradientOptions {
+    DType reduce = DType::F32;                 // in which ranks exchange them: F32 or BF16
     int64_t bucket_bytes = int64_t(32) << 20;  // of fp32 gradients
+    DType kept = DType::F32;                   // in which sums of micro-steps are kept: F32 or BF16
+    uint64_t seed = 0;                         // of the rounding to BF16
+
+    // Whether the backward pass writes into slots for whole groups.
+    bool uses_slots(const Sharding& sharding) const { return sharding.splits_gradients() || kept != DType::F32; }
 };
 
 // Groups [first, last). The backward pass completes group `first` last.
@@ -29,23 +39,23 @@ struct Bucket {
 };
 // The buckets in the order in which the backward pass completes them: from the head down to the embedding, then the
 // fp32 group.
-std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options);
+std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& sharding, const GradientOptions& options);
 
 class Gradients {
   public:
     static constexpr int LAYER_SLOTS = 2;  // one layer's gradients are computed while another's are reduced
 
-    // Memory requirement: fp32 elements of the arena, fp32 elements of the slots for whole groups (stages 2 and 3), and
-    // bytes of the bf16 buffer.
+    // Memory requirement in bytes: of the arena, of the fp32 slots for whole groups, and of the bf16 buffer for what is
+    // exchanged.
     struct Memory {
-        int64_t arena = 0, slots = 0, buffer_bytes = 0;
-        int64_t bytes() const { return (arena + slots) * 4 + buffer_bytes; }
+        int64_t arena = 0, slots = 0, buffer = 0;
+        int64_t bytes() const { return arena + slots + buffer; }
     };
-    static Memory memory(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options);
+    static Memory memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options);
 
     Gradients() = default;
-    // memory: Memory::bytes() of U8. ctx: null if nothing will be reduced.
-    void allocate(const ParamTable& table, const Sharding& sharding, const ReduceOptions& options, Tensor memory,
+    // bytes: Memory::bytes() of U8. ctx: null if nothing will be reduced.
+    void allocate(const ParamTable& table, const Sharding& sharding, const GradientOptions& options, Tensor bytes,
                   const Context* ctx);
 
     ParamArena arena;  // whole, or this rank's parts
@@ -53,34 +63,39 @@ class Gradients {
     // This rank's part of groups [first, last), which holds the step's sum after end(); with one rank the whole groups.
     Tensor own(int first, int last) const;
 
+    bool rounds() const { return options.kept != DType::F32; }
+
     // Starts a micro-step. The first of a step overwrites gradients, the others accumulate; the last completes the
-    // sums.
-    void begin(bool first, bool last);
+    // sums. micro_step: [1] int64 on the device, its number in the run, which keys the rounding to bf16; else null.
+    void begin(bool first, bool last, Tensor micro_step = {});
     void open(int group, Stream stream);   // before the group's gradient is written
     void close(int group, Stream stream);  // after its last write
     void end(Stream stream);               // later work on the stream sees the sums
 
-    // Whether kernels accumulate into existing gradients. In stages 2 and 3 each micro-step is reduced separately.
-    bool accumulate() const { return !first && !sharding.splits_gradients(); }
+    // Whether kernels accumulate into existing gradients. A slot holds those of one micro-step.
+    bool accumulate() const { return !first && state.empty(); }
 
   private:
     void reduce(const Bucket& bucket, const char* name, Stream stream);
+    void keep(int group, Tensor sum, Tensor gradient, int64_t first_element, bool add, Stream stream) const;
 
     const ParamTable* table = nullptr;
     Sharding sharding;
-    DType dtype = DType::F32;
+    GradientOptions options;
     const Context* ctx = nullptr;
     GroupSlots slots;
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the reductions, in a profile
-    Tensor buffer;                   // a bucket in dtype
+    std::vector<uint64_t> keys;      // of the groups' noise
+    Tensor buffer;                   // a bucket in the dtype of the exchange
     bool first = true, last = true;
+    Tensor micro_step;
     bool reducing = false;  // a reduction began in this micro-step
     struct Slot {
         Event free;  // its group is reduced
         bool used = false;
     };
-    std::vector<Slot> state;  // by slot
+    std::vector<Slot> state;  // by slot; empty: the backward pass writes into the arena
     Event complete;           // a bucket's gradients are computed
     Event summed;             // the last reduction has ended
 };

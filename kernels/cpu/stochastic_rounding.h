@@ -1,5 +1,5 @@
-// Moments in bf16 on the CPU: read as fp32 and rounded stochastically (kernels/stochastic_rounding.h). Not for .cu
-// files.
+// Moments and gradients in bf16 on the CPU: read as fp32 and rounded stochastically (kernels/stochastic_rounding.h).
+// Not for .cu files.
 #pragma once
 
 #include "kernels/param_update.h"
@@ -25,16 +25,17 @@ inline void round_stochastically(bf16* out, const float* values, int64_t n, uint
     }
 }
 
-// A moment of a segment's elements from index i of the arena on, as fp32 values while an update changes them: a bf16
-// moment in a buffer. at: the index of the first in the moment's own tensor.
-class MomentValues {
+// Elements [at, at + n) of a moment or a gradient as fp32 values while an update uses them: those of a bf16 tensor in a
+// buffer, from which store() rounds a moment that the update changed. It belongs to a segment; i is the index of its
+// first element in the arena.
+class FloatValues {
   public:
-    MomentValues(const Tensor& moment, int64_t at, int64_t n, float* buffer) : size(n) {
-        if (moment.dtype == DType::F32) {
-            data = moment.as<float>() + at;
+    FloatValues(const Tensor& tensor, int64_t at, int64_t n, float* buffer) : size(n) {
+        if (tensor.dtype == DType::F32) {
+            data = tensor.as<float>() + at;
             return;
         }
-        stored = moment.as<bf16>() + at, data = buffer;
+        stored = tensor.as<bf16>() + at, data = buffer;
         for (int64_t k = 0; k < n; k++) buffer[k] = to_float(stored[k]);
     }
     float* values() const { return data; }
@@ -48,9 +49,11 @@ class MomentValues {
     bf16* stored = nullptr;
 };
 
-// Calls body(begin, end) for the parts of [begin, end) whose moments fit into buffers; fp32 moments need none.
+// Calls body(begin, end) for the parts of [begin, end) whose values fit into buffers; fp32 moments and gradients need
+// none.
 template <typename Body>
-void for_rounding_chunks(DType dtype, int64_t begin, int64_t end, Body body) {
-    const int64_t chunk = dtype == DType::F32 ? end - begin : ROUNDING_CHUNK;
+void for_rounding_chunks(const Tensor& m, const Tensor& grads, int64_t begin, int64_t end, Body body) {
+    const bool fp32 = m.dtype == DType::F32 && grads.dtype == DType::F32;
+    const int64_t chunk = fp32 ? end - begin : ROUNDING_CHUNK;
     for (; begin < end; begin += chunk) body(begin, std::min(begin + chunk, end));
 }

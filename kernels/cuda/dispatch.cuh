@@ -23,6 +23,15 @@ void dispatch_dtype(const char* op, DType dtype, F f) {
     }
 }
 
+// The same for fp32 and bf16. The caller has checked the dtype.
+template <typename F>
+void dispatch_fp32_or_bf16(DType dtype, F f) {
+    if (dtype == DType::F32)
+        f(float{});
+    else
+        f(bf16{});
+}
+
 // Calls f(std::integral_constant<int, W>): W is the full width of T, or 1 where the operands do not allow it.
 template <typename T, typename F>
 void dispatch_width(bool full, F f) {

@@ -75,15 +75,6 @@ void launch_segments(const char* op, const HostSegment* segments, int64_t num_se
     }
 }
 
-// Calls f(float{}) or f(bf16{}).
-template <typename F>
-void dispatch_fp32_or_bf16(DType dtype, F f) {
-    if (dtype == DType::F32)
-        f(float{});
-    else
-        f(bf16{});
-}
-
 // Calls update(width, i, segment) for all elements of all segments, in vectors of W at index i of the arenas where
 // vectors(segment) allows it, else one by one: `width` is an integral_constant. W is 4 or 1. The arenas must be aligned
 // for W.

@@ -142,7 +142,7 @@ Tensor ParamArena::groups(const ParamTable& table, int first, int last) const {
 
 Tensor ParamArena::tensor(const Param& p) const {
     require(starts.empty(), "parameter ", p.name, ": a packed arena has no whole tensors");
-    if (parts == 1) return part_of(p, data, p.offset - origin);
+    if (parts == 1 && views.empty()) return part_of(p, data, p.offset - origin);
     require(size_t(p.group) < views.size(), "parameter ", p.name, ": only a part of it is here");
     return part_of(p, views[size_t(p.group)], p.offset - p.group_begin);
 }

@@ -94,7 +94,8 @@ struct ParamArena {
     Tensor data;                  // [total / parts], less origin
     int64_t part = 0, parts = 1;  // the owner's rank, the number of owners
     int64_t origin = 0;           // the offset of data in the layout, > 0 for an arena of the last group alone
-    std::vector<Tensor> views;    // if parts > 1: whole groups while kernels use them, else null
+    // Whole groups while kernels use them, where they are not data itself: if parts > 1, or in another dtype.
+    std::vector<Tensor> views;
     // A packed arena holds only some parameters: by Param::index, the offset in data of the held part, -1: not in this
     // arena; then the size of the arena. Empty: data has the table's layout.
     std::vector<int64_t> starts;
