@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,6 +13,7 @@
 
 #include "commands/commands.h"
 #include "data/loader.h"
+#include "data/multiple_choice.h"
 #include "fp8_state.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
@@ -275,9 +277,16 @@ StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);
 
 // The loss of a split, or of its first `limit` tokens (0: all). Each rank takes its share of the batches. packing: of
-// the split's examples (null: fixed sequences). split_bytes: bytes of the split's text (0: unknown).
+// the split's examples (null: fixed sequences). split_bytes: bytes of the split's text (0: unknown). before_batch:
+// called before each batch.
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes);
+                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
+                    const std::function<void()>& before_batch = {});
+// The nats of each choice's ending (data/multiple_choice.h). Each rank takes its share of the passes; all get the same
+// result.
+std::vector<double> choice_nats(const Context& ctx, const Model& model, const Activations& acts,
+                                const std::vector<Choice>& choices, const Tokenizer& tokenizer,
+                                const std::function<void()>& before_batch = {});
 
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.

@@ -929,13 +929,45 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 // Evaluation and sampling during training.
 
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes) {
+                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
+                    const std::function<void()>& before_batch) {
     const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit, packing};
     return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
+        if (before_batch) before_batch();
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
         evaluate_loss(ctx, model, acts, in, accumulate);
     });
+}
+
+std::vector<double> choice_nats(const Context& ctx, const Model& model, const Activations& acts,
+                                const std::vector<Choice>& choices, const Tokenizer& tokenizer,
+                                const std::function<void()>& before_batch) {
+    int64_t passes = 0;
+    const auto run = [&](const Batch& batch) {
+        if (before_batch) before_batch();
+        const Input in = upload(ctx, acts, batch);
+        forward(ctx, model, acts, in);
+        evaluate_loss(ctx, model, acts, in, false);
+        std::vector<float> losses(batch.tokens.size());
+        ctx.wait_for_stream("evaluation");
+        copy_to_host(losses.data(), acts.losses.data, losses.size() * sizeof(float), ctx.stream);
+        return losses;
+    };
+    Batch last;  // with ZeRO stage 3 all ranks gather weights together, so they run equally many passes
+    const auto own_losses = [&](const Batch& batch) {
+        last = batch;
+        return passes++ % ctx.world == ctx.rank ? run(batch) : std::vector<float>(batch.tokens.size(), 0);
+    };
+    const std::vector<double> own = score_choices(
+        choices,
+        {tokenizer.start_of_text(), start_token(model.config, &tokenizer), acts.shape.B, acts.shape.T, own_losses});
+    const int64_t in_last_round = passes % ctx.world;
+    if (in_last_round && ctx.rank >= in_last_round) run(last);
+    std::vector<double> all(own.size() * size_t(ctx.world)), nats(own.size(), 0);
+    ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof(double));
+    for (size_t i = 0; i < all.size(); i++) nats[i % nats.size()] += all[i];  // all but one rank's are 0
+    return nats;
 }
 
 namespace {
@@ -1063,14 +1095,18 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
             {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer),
       acts(s.source.config, run_shape(o, model)),
       checkpoints(ctx, model.table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
-      asked_to_stop(static_cast<size_t>(ctx.world)) {
+      asked_to_stop(static_cast<size_t>(ctx.world)),
+      watchdog(o.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
+               str(" (--step-timeout); 'train --resume --out ", o.out, "' continues from the last checkpoint")) {
     const std::string tokenizer_path = s.tokenizer_data().tokenizer_path();
     if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+    if (!s.questions.empty()) choices = make_choices(s.questions, *tokenizer, s.source.config.vocab_size);
     for (const TrainingData& data : s.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
     const GradientOptions gradients = gradient_options(o.sharding, o.grad_dtype, o.seed);
     MemoryPlan plan = memory_plan(model, acts, gradients);
     plan.limit = o.gpu_memory;
+    planned_bytes = plan.total;
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
             const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);
@@ -1127,6 +1163,8 @@ void Trainer::start() {
         load_state(s.resume.checkpoint, model.table, {model.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = s.resume.step;
         scalars.t = s.resume.adam_steps;
+        scalars.norm_count = s.resume.norm_count;
+        std::copy(s.resume.grad_norms.begin(), s.resume.grad_norms.end(), scalars.norms);
     } else if (!s.source.directory.empty()) {
         tell(load_weights(s.source.directory, model.table, model.arenas));
     } else {
@@ -1222,14 +1260,17 @@ bool Trainer::queue_step(Loader& loader) {
     settings.lr = static_cast<float>(learning_rate(o, step));
     settings.grad_clip = static_cast<float>(o.grad_clip);
     settings.momentum = static_cast<float>(momentum(o, step));
+    settings.spike_factor = static_cast<float>(o.spike_factor);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     int64_t loss_tokens = 0;
     for (int64_t micro = 0; micro < s.micro_steps; micro++) {
         if (stopping()) return false;
+        watchdog.phase("reading training data", step + 1);
         if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
             one_batch.push_back(loader.next());
         const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
+        watchdog.phase("forward and backward", step + 1);
         if (optimizer.grads.rounds()) {
             const int64_t number = step * s.micro_steps + micro;
             acts.staging->put(acts.micro_step.data, &number, sizeof number, ctx.stream);
@@ -1240,6 +1281,7 @@ bool Trainer::queue_step(Loader& loader) {
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
     // the number of loss tokens. A step whose tokens are all masked has none.
     const double count = double(std::max<int64_t>(loss_tokens, 1));
+    watchdog.phase("update", step + 1);
     update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     if (acts.fp8) copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, QueuedStep::FP8_BYTES, ctx.stream);
@@ -1254,21 +1296,32 @@ bool Trainer::queue_step(Loader& loader) {
 // Waits for the oldest queued step and reports it.
 void Trainer::finish_step(RunLog& log, Progress& progress) {
     const QueuedStep& q = queue[finished++ % 2];
+    watchdog.phase("waiting for the device", q.step);
     ctx.wait(q.end);
     const StepScalars& r = *q.scalars();
     const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
     const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, o.seq_len);
-    ordered_json line = {{"step", q.step},           {"loss", r.loss}, {"lr", r.lr},
-                         {"grad_norm", r.grad_norm}, {"ms", ms},       {"tokens_per_s", tokens_per_s},
-                         {"mfu", flops / peak_flops}};
+    ordered_json line = {{"step", q.step},
+                         {"loss", r.loss},
+                         {"lr", r.lr},
+                         {"grad_norm", r.grad_norm},
+                         {"ms", ms},
+                         {"tokens_per_s", tokens_per_s},
+                         {"mfu", flops / peak_flops},
+                         {"memory", planned_bytes}};
     if (o.measure_peak) line["of_measured"] = flops / measured_flops;
-    if (r.skip) line["skipped"] = true;
+    if (r.skip) {
+        line["skipped"] = true;
+        if (r.skip == SKIP_SPIKE) line["spike"] = true;
+        line["skips"] = q.step - r.t;  // since step 1
+    }
     if (acts.fp8) {
         const auto fraction = [&](Fp8Count c) {
             return double(q.fp8_counts()[c]) / double(q.fp8_counts()[FP8_ELEMENTS]);
         };
         line["fp8_saturated"] = fraction(FP8_SATURATED), line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
+    watchdog.phase("writing log.jsonl", q.step);
     log.write(line);
     char text[160];
     std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
@@ -1277,22 +1330,31 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
 
     skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
     if (skips_in_a_row == o.max_skips) checkpoints.wait();
-    if (r.skip) progress.note(str("step ", q.step, ": the loss or the gradient is not finite; update skipped"));
-    require(skips_in_a_row < o.max_skips, "stopped at step ", q.step, ": loss or gradient not finite ", skips_in_a_row,
+    const bool spike = r.skip == SKIP_SPIKE;
+    if (r.skip)
+        progress.note(str("step ", q.step,
+                          spike ? str(": the gradient norm ", r.grad_norm, " is a spike")
+                                : ": the loss or the gradient is not finite",
+                          "; update skipped, ", q.step - r.t, " so far"));
+    require(skips_in_a_row < o.max_skips, "stopped at step ", q.step, ": ",
+            spike ? "the gradient norm was a spike or" : "loss or gradient", " not finite ", skips_in_a_row,
             " times in a row; the weights are those of step ", q.step - skips_in_a_row,
-            "; lower --lr or raise --warmup, and start from the last checkpoint");
+            "; lower --lr or raise --warmup", spike ? " or --spike-factor" : "",
+            ", and start from the last checkpoint");
 }
 
-// Of several directories val_loss is the mean of their losses by their weights; the log and the line name each.
+// The validation splits, and the questions of --eval-multiple-choice. Of several directories val_loss is the mean of
+// their losses by their weights; the log and the line name each.
 void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
+    const auto progressing = [this] { watchdog.phase("evaluating", step); };
     double sum = 0, weights = 0;
-    ordered_json line = {{"step", step}, {"val_loss", 0}}, by_directory;
+    ordered_json line = {{"step", step}}, by_directory;
     std::string text;
     for (size_t k = 0; k < s.data.size(); k++) {
         const TrainingData& data = s.data[k];
         if (!data.val_files) continue;
         const Evaluation e = evaluate(ctx, model, acts, *data.val_files, data.val_packing.get(),
-                                      data.directory.end_of_text, o.eval_tokens, val_bytes[k]);
+                                      data.directory.end_of_text, o.eval_tokens, val_bytes[k], progressing);
         sum += double(data.weight) * e.loss();
         weights += double(data.weight);
         ordered_json& entry = s.data.size() > 1 ? by_directory[data.directory.path] : line;
@@ -1303,12 +1365,21 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
         if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
         text += s.data.size() > 1 ? str("\n  ", data.directory.path, part) : part;
     }
-    line["val_loss"] = val_loss = sum / weights;
-    if (s.data.size() > 1) {
+    if (weights > 0) line["val_loss"] = val_loss = sum / weights;
+    if (weights > 0 && s.data.size() > 1) {
         line["val"] = by_directory;
         char mean[48];
         std::snprintf(mean, sizeof mean, "  val_loss %.4f", val_loss);
         text = mean + text;
+    }
+    if (!choices.empty()) {
+        const ChoiceAccuracy result =
+            choice_accuracy(s.questions, choices, choice_nats(ctx, model, acts, choices, *tokenizer, progressing));
+        line["accuracy"] = result.accuracy;
+        line["accuracy_norm"] = result.by_character;
+        char part[64];
+        std::snprintf(part, sizeof part, "  accuracy %.4f  accuracy_norm %.4f", result.accuracy, result.by_character);
+        text += part;
     }
     log.write(line);
     progress.note(str("step ", step, text));
@@ -1331,6 +1402,7 @@ void Trainer::sample_text(RunLog& log, Progress& progress) {
         std::vector<int32_t> tokens = prompt.tokens;
         const auto sequence = int64_t(samples.size());
         do {
+            watchdog.phase("sampling", step);
             tokens.push_back(
                 next_token(ctx, model, acts, tokens, vocab, o.seed, {sequence, int64_t(tokens.size()) - 1}));
         } while (!completion.add(tokens.back()));
@@ -1360,12 +1432,16 @@ ordered_json data_history(const TrainSetup& s) {
 void Trainer::save(bool last) {
     if (saved_step == step && !(last && checkpoints.failed())) return;
     saved_step = step;
+    watchdog.phase("saving a checkpoint", step);
     ctx.wait_for_stream("a checkpoint");
-    const int64_t adam_steps = read_scalars(ctx, acts).t;
+    const StepScalars scalars = read_scalars(ctx, acts);
+    const int64_t adam_steps = scalars.t;
     ordered_json rates;
     for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(o)[g];
     nlohmann::json trainer = {{"step", step},
                               {"adam_steps", adam_steps},
+                              {"norm_count", scalars.norm_count},
+                              {"grad_norms", scalars.norms},
                               {"samples", step * (o.total_batch_tokens / o.seq_len)},
                               {"seed", o.seed},
                               {"seq_len", o.seq_len},
@@ -1428,8 +1504,6 @@ void Trainer::run() {
         str(step ? str("resumed from ", s.resume.checkpoint, o.new_data.empty() ? "" : " with new data", "; ") : "",
             describe_training_data(s, loader), s.data.size() > 1 ? "\n" : ", ", with_commas(o.total_batch_tokens),
             s.data.size() > 1 ? " tokens" : "", " a step"));
-    const bool has_val =
-        std::any_of(s.data.begin(), s.data.end(), [](const auto& d) { return d.val_files != nullptr; });
     while (step < o.steps) {
         if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
         if (!queue_step(loader)) break;
@@ -1438,7 +1512,8 @@ void Trainer::run() {
             ctx.profiler.stop();
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
         }
-        const bool last = step == o.steps, evaluating = has_val && (last || (o.eval_every && step % o.eval_every == 0)),
+        const bool last = step == o.steps,
+                   evaluating = s.evaluates() && (last || (o.eval_every && step % o.eval_every == 0)),
                    sampling = o.sample_every && step % o.sample_every == 0,
                    saving = last || (o.save_every && step % o.save_every == 0);
         // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
@@ -1454,6 +1529,7 @@ void Trainer::run() {
     }
     while (finished < queued) finish_step(log, progress);
     progress.finish();
+    watchdog.phase("waiting for a checkpoint", step);
     checkpoints.wait();
     save(true);
     if (step < o.steps) progress.note(str("stopped at step ", step, "; 'train --resume --out ", o.out, "' continues"));

@@ -8,6 +8,7 @@
 #include "model.h"
 #include "parallel/checkpoint.h"
 #include "runtime/files/log.h"
+#include "runtime/watchdog.h"
 
 class Trainer {
   public:
@@ -57,12 +58,15 @@ class Trainer {
     CheckpointSaver checkpoints;
     int64_t step = 0, saved_step = -1;
     double val_loss = NAN;            // of this step; NAN: not evaluated
+    std::vector<Choice> choices;      // of the questions of --eval-multiple-choice
     std::vector<Batch> one_batch;     // for --overfit-one-batch
     Graph graphs[2][2];               // of micro-steps: [first of its step][last of its step, with several ranks]
     std::vector<char> asked_to_stop;  // by rank, for stopping()
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
+    int64_t planned_bytes = 0;  // of the memory plan
+    Watchdog watchdog;
     double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};
 };

@@ -107,14 +107,15 @@ struct TrainOptions {
     double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
     int64_t warmup = -1;  // -1: a twentieth of the steps
-    double weight_decay = 0.1, grad_clip = 1, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
+    double weight_decay = 0.1, grad_clip = 1, spike_factor = 0, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
     MuonFlags muon;
     std::string optimizer_dtype = "fp32", grad_dtype = "fp32";
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string sample_prompts;  // file; empty: samples without a prompt
-    std::string save_dtype = "fp32", on_save_error = "continue";
-    std::string pack;  // "examples" or "none"; empty: examples if the data has them
+    std::string save_dtype = "fp32", on_save_error = "continue", eval_multiple_choice;
+    double step_timeout = 0;  // seconds; 0: none
+    std::string pack;         // "examples" or "none"; empty: examples if the data has them
     std::string too_long = "error";
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;

@@ -2,6 +2,7 @@
 
 #include <filesystem>
 
+#include "kernels/global_norm.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
@@ -35,6 +36,12 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.data = read_data_uses(keys);
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
     if (keys.has("pack")) r.pack = keys.text("pack");
+    if (keys.has("grad_norms")) {
+        r.norm_count = keys.whole_number("norm_count", 0);
+        r.grad_norms = keys.numbers("grad_norms");
+        require(r.grad_norms.size() == GRAD_NORM_WINDOW, path, ": key 'grad_norms' has ", r.grad_norms.size(),
+                " numbers, expected ", GRAD_NORM_WINDOW);
+    }
     if (keys.has("fp8")) {
         const JsonKeys fp8 = keys.keys_of("fp8");
         r.fp8_steps = fp8.whole_number("steps", 0);

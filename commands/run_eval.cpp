@@ -36,19 +36,10 @@ void run_multiple_choice(const EvalOptions& o) {
         if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     }
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const auto losses = [&](const Batch& batch) {
-        const Input in = upload(ctx, m.acts, batch);
-        forward(ctx, m.model, m.acts, in);
-        evaluate_loss(ctx, m.model, m.acts, in, false);
-        std::vector<float> of_tokens = fetch_floats(ctx, m.acts.losses.rows(0, in.n));
-        for (const float loss : of_tokens)
-            require(std::isfinite(loss), source.name, ": the loss of a token is ", loss, NOT_FINITE);
-        return of_tokens;
-    };
-    const ChoiceScorer scorer{tokenizer.start_of_text(), start_token(source.config, &tokenizer), o.batch_size, T,
-                              losses};
-    const ChoiceAccuracy result = choice_accuracy(questions, choices, score_choices(choices, scorer));
-    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_byte}, {"count", questions.size()}},
+    const ChoiceAccuracy result =
+        choice_accuracy(questions, choices, choice_nats(ctx, m.model, m.acts, choices, tokenizer));
+    require(std::isfinite(result.accuracy), source.name, ": the loss of an ending is not finite", NOT_FINITE);
+    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_character}, {"count", questions.size()}},
                  o.json);
 }
 

@@ -48,6 +48,12 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--grad-clip", o.grad_clip, "clip the global gradient norm to this; 0: off")
         ->check(rate)
         ->capture_default_str();
+    app.add_option(
+           "--spike-factor", o.spike_factor,
+           "skip the update of a step whose gradient norm is more than this times the median of the last 63; 0: "
+           "never")
+        ->check(rate)
+        ->capture_default_str();
     app.add_option("--beta1", o.beta1, "AdamW's decay rate of the first moment")
         ->check(number_in(0.0, 0.9999999))
         ->capture_default_str();
@@ -172,6 +178,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--eval-tokens", o.eval_tokens, "validation tokens per evaluation; 0: the whole split")
         ->check(count)
         ->capture_default_str();
+    app->add_option("--eval-multiple-choice", o.eval_multiple_choice,
+                    "file of questions, as for eval --multiple-choice, to answer at each evaluation");
     app->add_option("--sample-every", o.sample_every, "steps between completions that are printed as a sample; 0: none")
         ->check(count)
         ->capture_default_str();
@@ -194,8 +202,14 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"continue", "stop"}))
         ->capture_default_str();
     app->add_option("--max-skips", o.max_skips,
-                    "stop after this many consecutive steps whose loss or gradient is not finite")
+                    "stop after this many consecutive skipped steps (loss or gradient not finite, or a spike)")
         ->check(positive)
+        ->capture_default_str();
+    app->add_option(
+           "--step-timeout", o.step_timeout,
+           "end the run if a step, a batch of an evaluation or a checkpoint takes more than so many seconds; 0: "
+           "never")
+        ->check(number_in(0.0, 1e9))
         ->capture_default_str();
     app->add_flag("--resume", o.resume,
                   "continue from the newest checkpoint in --out, with its options unless others are given")
@@ -252,7 +266,7 @@ TrainOptions parse_train(const Args& args) {
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)
         throw UsageError("--sample-prompts: says what to answer, but not when; add --sample-every N");
-    for (const std::string& path : {o.model.model, o.data, o.out, o.sample_prompts}) {
+    for (const std::string& path : {o.model.model, o.data, o.out, o.sample_prompts, o.eval_multiple_choice}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(
                 str("'", path, "' contains # \" ' \\ or a line break, which run.toml cannot hold; rename it"));

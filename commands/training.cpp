@@ -73,6 +73,11 @@ double learning_rate(const TrainOptions& o, int64_t step) {
     return lr;
 }
 
+bool TrainSetup::evaluates() const {
+    return !questions.empty() ||
+           std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.val_files != nullptr; });
+}
+
 bool TrainSetup::packs() const {
     return std::any_of(data.begin(), data.end(), [](const TrainingData& d) { return d.train_packing != nullptr; });
 }
@@ -289,7 +294,12 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " already holds checkpoints; add --resume to continue, or name another directory");
 
     const DataUse use{0, o.data, fingerprint(all_data, mixture_of(all_data))};
-    TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use};
+    TrainSetup s{std::move(o), std::move(all_data), std::move(source), {}, use, {}};
+    if (!s.o.eval_multiple_choice.empty()) {
+        require(!s.tokenizer_data().tokenizer_path().empty(), "--eval-multiple-choice: ", s.tokenizer_data().path,
+                " has no tokenizer.json, which questions need; leave the option out");
+        s.questions = read_questions(s.o.eval_multiple_choice);
+    }
     require(s.o.new_data.empty() || !checkpoints.empty(), "--new-data: ", s.o.out,
             " has no checkpoint to go on from; start the run with --data");
     if (s.o.sample_every) s.sample_prompts = sample_prompts(s);

@@ -10,6 +10,7 @@
 #include "commands/resume.h"
 #include "commands/sample_prompts.h"
 #include "data/loader.h"
+#include "data/multiple_choice.h"
 #include "data/packing.h"
 #include "data/token_files.h"
 #include "runtime/device/target.h"
@@ -28,12 +29,14 @@ struct TrainSetup {
     TrainOptions o;                  // with the defaults that depend on other options
     std::vector<TrainingData> data;  // all of one tokenizer
     ModelSource source;
-    ResumePoint resume;  // its `data`: only what the run used before this data
-    DataUse data_use;    // this data, and the step that its first sample is in
+    ResumePoint resume;               // its `data`: only what the run used before this data
+    DataUse data_use;                 // this data, and the step that its first sample is in
+    std::vector<Question> questions;  // of --eval-multiple-choice
     int64_t micro_steps = 1;
     SamplePrompts sample_prompts = {};  // with --sample-every
 
-    bool packs() const;  // whether a training split is packed
+    bool evaluates() const;  // whether there is a validation split or a question
+    bool packs() const;      // whether a training split is packed
     std::vector<TrainingSource> sources() const;
     const DataDirectory& tokenizer_data() const { return data.front().directory; }
 };

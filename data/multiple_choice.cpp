@@ -1,6 +1,7 @@
 #include "data/multiple_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "runtime/error.h"
@@ -49,8 +50,9 @@ Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const
     const std::string rest = (spaced ? "" : " ") + ending;
     Choice c;
     c.tokens = tokenizer.encode(context + rest);
-    c.first = std::min(int64_t(tokenizer.encode(context).size()), int64_t(c.tokens.size()) - 1);
-    c.bytes = int64_t(rest.size());
+    const std::string stripped = context.substr(0, context.find_last_not_of(" \t\r\n\v\f") + 1);
+    c.first = std::min(int64_t(tokenizer.encode(stripped).size()), int64_t(c.tokens.size()) - 1);
+    c.characters = std::count_if(ending.begin(), ending.end(), [](char byte) { return (byte & 0xC0) != 0x80; });
     return c;
 }
 
@@ -102,19 +104,21 @@ std::vector<double> score_choices(const std::vector<Choice>& choices, const Choi
 
 ChoiceAccuracy choice_accuracy(const std::vector<Question>& questions, const std::vector<Choice>& choices,
                                const std::vector<double>& nats) {
-    int64_t right = 0, right_by_byte = 0;
+    for (const double n : nats)
+        if (!std::isfinite(n)) return {NAN, NAN};
+    int64_t right = 0, right_by_character = 0;
     size_t at = 0;
     for (const Question& q : questions) {
-        size_t best = 0, best_by_byte = 0;
-        const auto by_byte = [&](size_t e) { return nats[at + e] / double(choices[at + e].bytes); };
+        size_t best = 0, best_by_character = 0;
+        const auto by_character = [&](size_t e) { return nats[at + e] / double(choices[at + e].characters); };
         for (size_t e = 1; e < q.endings.size(); e++) {
             if (nats[at + e] < nats[at + best]) best = e;
-            if (by_byte(e) < by_byte(best_by_byte)) best_by_byte = e;
+            if (by_character(e) < by_character(best_by_character)) best_by_character = e;
         }
         right += best == q.label;
-        right_by_byte += best_by_byte == q.label;
+        right_by_character += best_by_character == q.label;
         at += q.endings.size();
     }
     const double count = double(questions.size());
-    return {double(right) / count, double(right_by_byte) / count};
+    return {double(right) / count, double(right_by_character) / count};
 }

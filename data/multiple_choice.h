@@ -20,12 +20,12 @@ struct Question {
 std::vector<Question> read_questions(const std::string& path);
 
 // One ending to score: the tokens of "context ending", with a space between them unless there is one. The tokens from
-// `first` on belong to the ending. As in EleutherAI's evaluation harness the whole text is tokenized at once, and the
-// ending starts where the context's own tokens would end.
+// `first` on belong to the ending. As in EleutherAI's lm-evaluation-harness the whole text is tokenized at once, and
+// the ending starts where the tokens of the context without white space at its end would end.
 struct Choice {
     std::vector<int32_t> tokens;
     int64_t first = 0;
-    int64_t bytes = 0;  // of the ending, with that space
+    int64_t characters = 0;  // of the ending, without that space
 };
 Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const std::string& ending);
 // Every ending of every question, in order. Throws Error where a token is beyond the model's vocabulary.
@@ -44,9 +44,10 @@ struct ChoiceScorer {
 // Nats of each choice's ending. Packs the choices into as few passes as possible.
 std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer);
 
-// The fraction of questions whose correct ending is the most likely one, in total and per byte of the ending.
+// The fraction of questions whose correct ending is the most likely one, in total and per character of the ending: acc
+// and acc_norm of lm-evaluation-harness. NaN if a loss is not finite.
 struct ChoiceAccuracy {
-    double accuracy = 0, by_byte = 0;
+    double accuracy = 0, by_character = 0;
 };
 // choices and nats: of each ending of each question, in order.
 ChoiceAccuracy choice_accuracy(const std::vector<Question>& questions, const std::vector<Choice>& choices,

@@ -3,6 +3,7 @@
 //
 //   CRASH_SHIM_MODE=kill     a write writes its first half; then SIGKILL ends the process
 //   CRASH_SHIM_MODE=enospc   the call fails with "No space left on device"; a write writes its first half first
+//   CRASH_SHIM_MODE=hang     the call does not return, as on a file system whose server has gone
 //
 //   CRASH_SHIM_DIR   the directory, an absolute path without links; without it nothing is counted
 //   CRASH_SHIM_AT    n, from 1; with 0, or an n that is never reached, the process runs as usual
@@ -46,14 +47,14 @@ static int is_due(void) {
     return __atomic_add_fetch(&calls, 1, __ATOMIC_SEQ_CST) == (at ? atol(at) : 0);
 }
 
-// Kills the process, or sets errno and returns -1 as the failing call does.
+// Kills the process or hangs, or sets errno and returns -1 as the failing call does.
 static int fail(void) {
     const char* mode = getenv("CRASH_SHIM_MODE");
     if (mode && strcmp(mode, "enospc") == 0) {
         errno = ENOSPC;
         return -1;
     }
-    kill(getpid(), SIGKILL);
+    if (!mode || strcmp(mode, "hang") != 0) kill(getpid(), SIGKILL);
     for (;;) pause();
 }
 

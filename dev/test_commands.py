@@ -136,7 +136,7 @@ class CommandsTest(unittest.TestCase):
         lines = log(self.base)
         steps = [line for line in lines if "loss" in line]
         self.assertEqual([line["step"] for line in steps], list(range(1, 9)))
-        self.assertEqual(set(steps[0]), {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu"})
+        self.assertEqual(set(steps[0]), {"step", "loss", "lr", "grad_norm", "ms", "tokens_per_s", "mfu", "memory"})
         evals = [line for line in lines if "val_loss" in line]
         self.assertEqual([line["step"] for line in evals], [4, 8])
         self.assertEqual(set(evals[0]), {"step", "val_loss", "bits_per_byte"})
@@ -350,6 +350,16 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(small, result)
         both = run("eval", "--model", self.base, "--multiple-choice", path, "--data", self.data)
         self.assertEqual(both.returncode, 2)
+        # During training: at each evaluation, with the result of the command.
+        trained = self.train("questions", "--steps", 8, "--eval-multiple-choice", path)
+        lines = [line for line in log(trained) if "accuracy" in line]
+        self.assertEqual([(line["step"], "val_loss" in line) for line in lines], [(4, True), (8, True)])
+        alone = json.loads(run("eval", "--model", trained, "--multiple-choice", path, "--json").stdout)
+        for score in ("accuracy", "accuracy_norm"):
+            self.assertEqual(lines[-1][score], alone[score])
+        self.assertEqual(losses(trained), losses(self.base))  # questions change nothing
+        missing = os.path.join(self.top, "no_questions")
+        self.refused(1, ["no_questions: "], *self.train_args("refused", "--eval-multiple-choice", missing))
         with open(path, "a") as file:
             file.write("{}\n")
         broken = run("eval", "--model", self.base, "--multiple-choice", path)
@@ -1345,6 +1355,48 @@ class CommandsTest(unittest.TestCase):
         lines = log(os.path.join(self.top, "diverges"))
         self.assertTrue(all(line.get("skipped") for line in lines[-3:]))
         self.assertLess(len(lines), 200)
+
+    def test_spikes_are_skipped(self):
+        """Far below the median every step is a spike: the log counts them, and --max-skips ends the run."""
+        args = ["--steps", 70, "--schedule", "constant", "--eval-every", 0, "--batch-size", 1, "--spike-factor", 1e-3]
+        done = run(*self.train_args("spikes", *args, "--max-skips", 4, "--save-every", 65))
+        self.assertEqual((done.returncode, done.stderr.count("is a spike; update skipped")), (1, 4), done.stderr)
+        self.assertIn("stopped at step 67: the gradient norm was a spike or not finite 4 times in a row", done.stderr)
+        lines = log(os.path.join(self.top, "spikes"))
+        self.assertEqual([line["step"] for line in lines if line.get("skipped")], [64, 65, 66, 67])
+        self.assertEqual([(line["spike"], line["skips"]) for line in lines[-4:]], [(True, n) for n in range(1, 5)])
+        # The norms are in the checkpoint: the resumed run judges its first step, and the count goes on.
+        done = run("train", "--resume", "--out", os.path.join(self.top, "spikes"), "--max-skips", 100, "--steps", 68)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        lines = log(os.path.join(self.top, "spikes"))
+        self.assertEqual([line["skips"] for line in lines if line.get("spike")], [1, 2, 3, 4, 5])
+        trainer = json.loads(text_of(os.path.join(self.top, "spikes", "step_00000068", "trainer.json")))
+        self.assertEqual((trainer["step"], trainer["adam_steps"], trainer["norm_count"]), (68, 63, 68))
+        # Without the option, and with one that nothing exceeds, the steps are the same.
+        plain, high = self.train("no_spikes", *args[:8]), self.train("high_factor", *args[:8], "--spike-factor", 1e6)
+        self.assertEqual(losses(plain), losses(high))
+
+    def test_step_timeout(self):
+        """A process that hangs ends with one line that names the phase. Here the file system hangs."""
+        if sanitized():
+            self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
+        out = os.path.join(self.top, "hangs")
+        env = {"LD_PRELOAD": SHIM, "CRASH_SHIM_DIR": out, "CRASH_SHIM_MODE": "hang"}
+        phases = set()
+        for call in (6, 8, 12):
+            shutil.rmtree(out, ignore_errors=True)
+            args = self.train_args("hangs", "--steps", 4, "--save-every", 2, "--eval-every", 0, "--step-timeout", 4)
+            done = run(*args, env={**env, "CRASH_SHIM_AT": str(call)})
+            self.assertEqual(done.returncode, 1, (call, done.stderr))
+            last = done.stderr.splitlines()[-1]
+            found = re.fullmatch(r"train_gpt: train: no progress for 4 s in step (\d) \(([a-z. ]+)\) "
+                                 rf"\(--step-timeout\); 'train --resume --out {out}' continues from the last "
+                                 "checkpoint", last)
+            self.assertTrue(found, (call, last))
+            phases.add(found.group(2))
+        self.assertEqual(phases, {"writing log.jsonl", "saving a checkpoint"})
+        shutil.rmtree(out)
+        self.assertEqual(run(*self.train_args("hangs", "--steps", 2, "--step-timeout", 60)).returncode, 0)
 
     # ---- bad input ---------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ StepScalars control(const TestArray& grads, double loss_sum, double loss_scale, 
 
 StepScalars fresh(float grad_clip, int64_t t = 0) {
     const float unset = std::numeric_limits<float>::quiet_NaN();
-    return {3e-4f, grad_clip, 0.95f, unset, unset, unset, -1, t};
+    return {3e-4f, grad_clip, 0.95f, 0, unset, unset, unset, -1, t, 0, {}};
 }
 
 // The sum runs in double: what is left is rounding the result to fp32.
@@ -104,6 +104,38 @@ TEST(StepControl, NonFiniteStepsAreSkippedAndNotCounted) {
     // A norm beyond fp32 is not finite either.
     EXPECT_EQ(control(TestArray::of({3e38, 3e38}, {2}), 1, 1, fresh(1)).skip, 1);
     EXPECT_EQ(control(TestArray::of({3e38}, {1}), 1, 1, fresh(1, 41)).t, 42);
+}
+
+// A norm above spike_factor times the median of the last GRAD_NORM_WINDOW norms is skipped, as soon as there are so
+// many.
+TEST(StepControl, SpikesAreSkipped) {
+    const auto step = [](StepScalars& s, double norm) {
+        s = control(TestArray::of({norm}, {1}), 1, 1, s);
+        return s.skip;
+    };
+    StepScalars s = fresh(1);
+    s.spike_factor = 3;
+    for (int i = 0; i < GRAD_NORM_WINDOW; i++) {
+        SCOPED_TRACE(i);
+        EXPECT_EQ(step(s, i == 7 ? 1000 : 1 + i % 2), SKIP_NONE);  // not judged yet
+        EXPECT_EQ(s.norm_count, i + 1);
+    }
+    EXPECT_EQ(s.t, GRAD_NORM_WINDOW);
+    // 32 times 1, 30 times 2, once 1000: the median is 1.
+    EXPECT_EQ(step(s, 3.001), SKIP_SPIKE);
+    EXPECT_EQ(s.t, GRAD_NORM_WINDOW);
+    EXPECT_EQ(s.norms[0], 3.001f);  // replaces a 1: 31 times 1, 30 times 2: the median is 2
+    EXPECT_EQ(step(s, 5.9), SKIP_NONE);
+    EXPECT_EQ(step(s, NAN), SKIP_NOT_FINITE);
+    EXPECT_EQ(s.norm_count, GRAD_NORM_WINDOW + 2);  // NaN is not counted
+    EXPECT_EQ(s.t, GRAD_NORM_WINDOW + 1);
+    EXPECT_EQ(step(s, 6.1), SKIP_SPIKE);
+    // A new level is accepted after half a window.
+    int skipped = 0;
+    while (step(s, 20) == SKIP_SPIKE && skipped < 100) skipped++;
+    EXPECT_EQ(skipped, GRAD_NORM_WINDOW / 2 + 1);  // then most of the window is at that level
+    s.spike_factor = 0;
+    EXPECT_EQ(step(s, 1e9), SKIP_NONE);
 }
 
 TEST(StepControl, IsDeterministic) {

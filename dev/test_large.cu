@@ -409,7 +409,7 @@ TEST(Large, AdamW) {
     LargeArray params(DType::F32, {n}), m(DType::F32, {n}), v(DType::F32, {n}), grads(DType::F32, {n});
     const LargeArray params_T(DType::BF16, {n});
     params.fill(1, 0.02f), m.fill(2, 1e-3f), v.fill(3, 1e-5f, true), grads.fill(4, 1e-2f);
-    const StepScalars s = {1e-3f, 1, 0, 2, 3, 0.7f, 0, 10};
+    const StepScalars s = {1e-3f, 1, 0, 0, 2, 3, 0.7f, 0, 10, 0, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     const AdamWOptions options;
     const AdamWSegment segments[] = {{0, LIMIT - 300, 0.1f, 0}, {LIMIT - 300, n, 0, LIMIT - 300}};
@@ -438,7 +438,7 @@ TEST(Large, Muon) {
     LargeArray params(DType::F32, {n}), m(DType::F32, {n}), grads(DType::F32, {n});
     const LargeArray params_T(DType::BF16, {n}), updates(DType::BF16, {n + 4});
     params.fill(1, 0.02f), m.fill(2, 1e-3f), grads.fill(4, 1e-2f);
-    const StepScalars s = {1e-2f, 1, 0.95f, 2, 3, 0.7f, 0, 10};
+    const StepScalars s = {1e-2f, 1, 0.95f, 0, 2, 3, 0.7f, 0, 10, 0, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     MuonSegment segment;
     segment.begin = 0, segment.end = n, segment.fp32_begin = 0, segment.update_begin = 4, segment.weight_decay = 0.1f;

@@ -57,7 +57,9 @@ TEST(Questions, EndingsAreTokenizedAfterTheContext) {
     const Choice c = make_choice(bytes, "The sea", "is blue");
     EXPECT_EQ(bytes.decode(c.tokens), "The sea is blue");
     EXPECT_EQ(c.first, 7);
-    EXPECT_EQ(c.bytes, 8);
+    EXPECT_EQ(c.characters, 7);
+    EXPECT_EQ(make_choice(bytes, "Il", "été").characters, 3);
+    EXPECT_EQ(make_choice(bytes, "Answer:\n", "x").first, 7);  // white space at the context's end is the ending's
     EXPECT_EQ(bytes.decode(make_choice(bytes, "The sea ", "is blue").tokens), "The sea is blue");
     EXPECT_EQ(bytes.decode(make_choice(bytes, "The sea", " is blue").tokens), "The sea is blue");
     EXPECT_EQ(make_choice(bytes, "", "x").first, 0);
@@ -103,8 +105,9 @@ TEST(Questions, AccuracyCountsTheMostLikelyEnding) {
     questions[1].endings = {"a", "b", "c"}, questions[1].label = 2;
     const std::vector<Choice> choices = {{{}, 0, 1}, {{}, 0, 4}, {{}, 0, 1}, {{}, 0, 1}, {{}, 0, 1}};
     const ChoiceAccuracy a = choice_accuracy(questions, choices, {2, 3, 5, 5, 4});
-    EXPECT_EQ(a.accuracy, 0.5);  // by the whole ending the first question goes to "a", by the byte to "b"
-    EXPECT_EQ(a.by_byte, 1);
+    EXPECT_EQ(a.accuracy, 0.5);  // by the whole ending the first question goes to "a", by the character to "b"
+    EXPECT_EQ(a.by_character, 1);
+    EXPECT_TRUE(std::isnan(choice_accuracy(questions, choices, {2, 3, 5, NAN, 4}).accuracy));
 }
 
 }  // namespace

@@ -287,6 +287,22 @@ class ParallelTest(unittest.TestCase):
             alone, parted = self.train_all((1, *args), (COUNTS[-1], *args, "--zero-stage", 3))
             self.expect_same_numbers(parted, alone, f"evaluation of {tokens} tokens")
 
+    def test_questions_are_shared_among_ranks(self):
+        path = os.path.join(self.top, "questions.jsonl")
+        words = "the sea is blue and ships sail over it while gulls cry".split()
+        with open(path, "w", encoding="utf-8") as file:
+            for i in range(len(words)):
+                endings = [f"{words[i - 1]} {words[i - j]}" for j in (2, 3, 4, 5)[:2 + i % 3]]
+                file.write(json.dumps({"ctx": words[i], "endings": endings, "label": i % 2}) + "\n")
+        for batch_size in (1, 2):  # numbers of passes that the ranks do not divide alike
+            args = ["--batch-size", batch_size, "--eval-multiple-choice", path]
+            alone, *runs = self.train_all((1, *args), *((ranks, *args, "--zero-stage", stage)
+                                                        for ranks in COUNTS for stage in (0, 3)))
+            expected = [line["accuracy"] for line in log(alone) if "accuracy" in line]
+            self.assertEqual(len(expected), 2)
+            for got in runs:
+                self.assertEqual([line["accuracy"] for line in log(got) if "accuracy" in line], expected)
+
     def test_samples_and_profile_are_printed_once(self):
         args = ["--steps", 2, "--batch-size", 2, "--save-every", 0, "--sample-every", 1, "--profile", 2, "--reduce-bucket-mib", 0]
         texts = []

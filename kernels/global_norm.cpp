@@ -68,6 +68,13 @@ void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stre
     total = accumulate ? total + whole : whole;
 }
 
+static float median_norm(const StepScalars& s) {
+    float sorted[GRAD_NORM_WINDOW];
+    std::copy(s.norms, s.norms + GRAD_NORM_WINDOW, sorted);
+    std::nth_element(sorted, sorted + GRAD_NORM_WINDOW / 2, sorted + GRAD_NORM_WINDOW);
+    return sorted[GRAD_NORM_WINDOW / 2];
+}
+
 void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_unit, Stream) {
     const int64_t ranks = check_step_control(scalars, sums, grad_unit);
     double sum[NUM_STEP_SUMS] = {};
@@ -79,6 +86,9 @@ void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_un
     s.loss = float(sum[SUM_LOSS] * loss_scale);
     s.grad_norm = float(grad_unit * norm);
     s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
-    s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm));
+    const bool judged = s.spike_factor > 0 && s.norm_count >= GRAD_NORM_WINDOW;
+    const bool spike = judged && s.grad_norm > s.spike_factor * median_norm(s);
+    s.skip = !(std::isfinite(s.loss) && std::isfinite(s.grad_norm)) ? SKIP_NOT_FINITE : spike ? SKIP_SPIKE : SKIP_NONE;
+    if (std::isfinite(s.grad_norm)) s.norms[s.norm_count++ % GRAD_NORM_WINDOW] = s.grad_norm;
     if (!s.skip) s.t++;
 }

@@ -43,22 +43,44 @@ __global__ void __launch_bounds__(THREADS)
     if (threadIdx.x == 0) *sum = accumulate ? *sum + total : total;
 }
 
-// Runs as one thread.
-__global__ void control_kernel(StepScalars* scalars, const double* sums, int64_t ranks, double loss_scale,
-                               double grad_unit) {
+constexpr int CONTROL_THREADS = 64;
+static_assert(CONTROL_THREADS >= GRAD_NORM_WINDOW, "a thread for each norm");
+
+// The median of the window of norms, in all threads: the norm that GRAD_NORM_WINDOW / 2 others come before in the order
+// of (norm, index). Once in a block.
+__device__ float median_norm(const StepScalars* scalars) {
+    __shared__ float norms[GRAD_NORM_WINDOW], median;
+    const int i = int(threadIdx.x);
+    if (i < GRAD_NORM_WINDOW) norms[i] = scalars->norms[i];
+    __syncthreads();
+    int before = 0;
+    for (int j = 0; j < GRAD_NORM_WINDOW && i < GRAD_NORM_WINDOW; j++)
+        before += norms[j] < norms[i] || (norms[j] == norms[i] && j < i);
+    if (i < GRAD_NORM_WINDOW && before == GRAD_NORM_WINDOW / 2) median = norms[i];
+    __syncthreads();
+    return median;
+}
+
+// Runs as one block, of which the first thread writes.
+__global__ void __launch_bounds__(CONTROL_THREADS)
+    control_kernel(StepScalars* scalars, const double* sums, int64_t ranks, double loss_scale, double grad_unit) {
+    const bool judged = scalars->spike_factor > 0 && scalars->norm_count >= GRAD_NORM_WINDOW;
+    const float median = judged ? median_norm(scalars) : 0;
+    if (threadIdx.x > 0) return;
     double sum[NUM_STEP_SUMS] = {};
     for (int64_t r = 0; r < ranks; r++) {
 #pragma unroll
         for (int i = 0; i < NUM_STEP_SUMS; i++) sum[i] += sums[r * NUM_STEP_SUMS + i];
     }
-    StepScalars s = *scalars;
+    StepScalars& s = *scalars;
     const double norm = sqrt(sum[SUM_SQUARES]);
     s.loss = float(sum[SUM_LOSS] * loss_scale);
     s.grad_norm = float(grad_unit * norm);
     s.grad_scale = float(s.grad_clip > 0 && s.grad_norm > s.grad_clip ? s.grad_clip / norm : grad_unit);
-    s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm));
+    const bool spike = judged && s.grad_norm > s.spike_factor * median;
+    s.skip = !(isfinite(s.loss) && isfinite(s.grad_norm)) ? SKIP_NOT_FINITE : spike ? SKIP_SPIKE : SKIP_NONE;
+    if (isfinite(s.grad_norm)) s.norms[s.norm_count++ % GRAD_NORM_WINDOW] = s.grad_norm;
     if (!s.skip) s.t++;
-    *scalars = s;
 }
 
 constexpr int LOSS_THREADS = 1024;
@@ -105,7 +127,7 @@ void sum_squares(Tensor sum, Tensor grads, bool accumulate, Tensor scratch, Stre
 
 void step_control(Tensor scalars, Tensor sums, double loss_scale, double grad_unit, Stream stream) {
     const int64_t ranks = check_step_control(scalars, sums, grad_unit);
-    control_kernel<<<1, 1, 0, cuda_stream(stream)>>>(reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()),
-                                                     sums.as<double>(), ranks, loss_scale, grad_unit);
+    control_kernel<<<1, CONTROL_THREADS, 0, cuda_stream(stream)>>>(
+        reinterpret_cast<StepScalars*>(scalars.as<uint8_t>()), sums.as<double>(), ranks, loss_scale, grad_unit);
     check_launch("step_control", stream);
 }

@@ -4,9 +4,15 @@
 #include <cuda_runtime.h>
 
 #include "runtime/device/device.h"
+#include "runtime/device/gpu_fault.h"
 #include "runtime/error.h"
 
-// Throws DeviceError naming the operation and CUDA's error.
+static_assert(cudaErrorECCUncorrectable == 214 && cudaErrorNvlinkUncorrectable == 220 &&
+                  cudaErrorHardwareStackError == 714 && cudaErrorSystemNotReady == 802 &&
+                  cudaErrorExternalDevice == 911 && cudaErrorUnknown == 999,
+              "gpu_fault.cpp has these numbers");
+
+// Throws DeviceError naming the operation and CUDA's error, or the GPU if that is broken.
 inline void cuda_check(cudaError_t status, const char* operation) {
     if (status == cudaSuccess) return;
     if (status == cudaErrorNoDevice || status == cudaErrorInsufficientDriver)
@@ -15,6 +21,8 @@ inline void cuda_check(cudaError_t status, const char* operation) {
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorUnsupportedPtxVersion)
         throw DeviceError(str(operation, ": this program was not built for this GPU (", cudaGetErrorString(status),
                               "); build it here, or name the architecture: `make BACKEND=cuda ARCH=80`"));
+    const std::string fault = gpu_fault(int(status));
+    if (!fault.empty()) throw DeviceError(str(operation, ": ", fault));
     throw DeviceError(str(operation, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ")"));
 }
 

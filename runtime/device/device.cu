@@ -2,6 +2,7 @@
 
 #include <cuda_profiler_api.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <map>
@@ -34,6 +35,15 @@ int device_attribute(cudaDeviceAttr attribute) {
     cuda_check(cudaGetDevice(&device), "device_attribute");
     cuda_check(cudaDeviceGetAttribute(&value, attribute, device), "device_attribute");
     return value;
+}
+
+void note_this_gpu() {
+    int device = 0;
+    char bus[32] = "", host[256] = "";
+    cuda_check(cudaGetDevice(&device), "create_stream");
+    cuda_check(cudaDeviceGetPCIBusId(bus, int(sizeof bus), device), "create_stream");
+    gethostname(host, sizeof host - 1);
+    note_gpu(str("GPU ", device, " (", properties("create_stream").name, ", ", bus, ") of host ", host));
 }
 
 cudaEvent_t cuda_event(void* handle) {
@@ -117,6 +127,8 @@ void use_device(int64_t index) {
 
 // A blocking stream: it keeps its order with the default stream, Stream{}.
 Stream create_stream() {
+    static const bool noted = (note_this_gpu(), true);
+    (void)noted;
     cudaStream_t handle = nullptr;
     cuda_check(cudaStreamCreate(&handle), "create_stream");
     return {handle, nullptr};
