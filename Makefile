@@ -245,18 +245,18 @@ release:  ## the CUDA driver for all architectures of ARCH=all, in build/cuda-re
 train: all $(PYTHON) $(DATA_LIB)  ## the quick start: data, training into runs/quickstart, evaluation, loss curve, a sample
 	@GPUS="$(GPUS)" scripts/run_quickstart.sh $(DRIVER)
 
-data: $(PYTHON) $(DATA_LIB)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05]
+data: $(PYTHON) $(DATA_LIB)  ## tokenise the quick start's corpus, CORPUS=linux, or your own: TEXT=file|folder [VAL_TEXT=file|folder] [NAME=] [TOKENIZER=byte|bpe|gpt2|DIR] [VOCAB=4096] [VAL=0.05] [EXT=.c,.h]
 ifdef CORPUS
 	@$(if $(filter-out linux,$(CORPUS)),echo "CORPUS=$(CORPUS) is unknown: it is linux$(COMMA) or give TEXT=file|folder." >&2; exit 1)
-	@$(if $(TEXT)$(VAL_TEXT)$(VAL),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT and VAL." >&2; exit 1)
+	@$(if $(TEXT)$(VAL_TEXT)$(VAL)$(EXT),echo "CORPUS=linux has its own text: leave out TEXT$(COMMA) VAL_TEXT$(COMMA) VAL and EXT." >&2; exit 1)
 	@if [ -e "data/tokens/$(or $(NAME),linux)/meta.json" ]; then echo "data/tokens/$(or $(NAME),linux) exists already (remove it, or give another NAME)"; \
 	    else $(PYTHON) scripts/fetch_linux.py && $(PYTHON) data/make_data.py --name "$(or $(NAME),linux)" --text data/text/linux/train \
 	    --val-text data/text/linux/val --tokenizer "$(or $(TOKENIZER),bpe)" --vocab $(or $(VOCAB),32768); fi
 else ifdef TEXT
 	@$(PYTHON) data/make_data.py --text "$(TEXT)" $(if $(NAME),--name "$(NAME)") $(if $(TOKENIZER),--tokenizer "$(TOKENIZER)") \
-	    $(if $(VOCAB),--vocab $(VOCAB)) $(if $(VAL),--val $(VAL)) $(if $(VAL_TEXT),--val-text "$(VAL_TEXT)")
+	    $(if $(VOCAB),--vocab $(VOCAB)) $(if $(VAL),--val $(VAL)) $(if $(VAL_TEXT),--val-text "$(VAL_TEXT)") $(if $(EXT),--ext "$(EXT)")
 else
-	@$(if $(VAL_TEXT)$(NAME)$(TOKENIZER)$(VOCAB)$(VAL),echo "VAL_TEXT$(COMMA) NAME$(COMMA) TOKENIZER$(COMMA) VOCAB and VAL need TEXT=file|folder." >&2; exit 1)
+	@$(if $(VAL_TEXT)$(NAME)$(TOKENIZER)$(VOCAB)$(VAL)$(EXT),echo "VAL_TEXT$(COMMA) NAME$(COMMA) TOKENIZER$(COMMA) VOCAB$(COMMA) VAL and EXT need TEXT=file|folder." >&2; exit 1)
 	@$(PYTHON) data/quickstart.py
 endif
 

@@ -15,7 +15,9 @@ import shutil
 import signal
 import sys
 
-from make_data import Conversation, DataError, Pool, documents, find_files, first_line, naming, plan, unpack
+from errors import DataError, first_line, naming
+from process_pool import Pool
+from text_input import Conversation, documents, find_files, plan, unpack
 
 BLOCK = 16 << 20  # also the size of xz's dictionary
 # Preset 6 makes files a fifth smaller in seven times the time.

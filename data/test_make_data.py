@@ -2,6 +2,8 @@
 """Tests of make_data.py: the tokens encode the whole text, the splits do not overlap, and each error is one line."""
 import array
 import contextlib
+import fcntl
+import glob
 import gzip
 import importlib.util
 import io
@@ -13,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import unittest
@@ -21,9 +24,11 @@ from unittest import mock
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 import make_data  # noqa: E402
+import text_input  # noqa: E402
 
 HAVE_TOKENIZERS = importlib.util.find_spec("tokenizers") is not None
 HAVE_PYARROW = importlib.util.find_spec("pyarrow") is not None
+needs_numpy = unittest.skipUnless(importlib.util.find_spec("numpy"), "the Python package numpy is missing")
 needs_tokenizers = unittest.skipUnless(HAVE_TOKENIZERS, "the Python package tokenizers is missing")
 
 
@@ -133,6 +138,176 @@ class DataTest(unittest.TestCase):
 
 
 class ByteTokens(DataTest):
+    def test_endings_of_text_files(self):
+        for name in ("a.c", "b.H", "c.rst", "d.txt", "e.py"):
+            self.write(name, name.encode())
+        self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0", "--ext", ".c,.h,.rst")
+        self.assertEqual(self.documents("train"), [b"a.c", b"b.H", b"c.rst", b"d.txt"])
+        self.refused("name the endings of other text files by --ext", "--text", self.path("in", "e.py"))
+        for wrong in ("c", "", ".c,", ".jsonl", ".tar.gz", ".c;.h"):
+            self.refused("is not the ending of a text file", "--text", self.path("in"), "--ext", wrong, status=2)
+
+    def write_tar(self, name, mode, members):
+        path = self.path("in", name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with tarfile.open(path, mode) as archive:
+            for member, data in members:
+                info = tarfile.TarInfo(member)
+                if data is None:
+                    info.type = tarfile.DIRTYPE
+                else:
+                    info.size = len(data)
+                archive.addfile(info, data and io.BytesIO(data))
+        return path
+
+    def test_archives(self):
+        long = b"".join(b"line %d\n" % i for i in range(3000))
+        members = [("top", None), ("top/a.txt", b"text"), ("top/b.c", b"int x;"), ("top/c.png", b"picture"),
+                   ("top/empty.md", b""), ("top/" + "x" * 150 + ".md", long), ("top/b.jsonl", b'{"text": "line"}\n')]
+        expected = [b"text", b"int x;", long]
+        for name, mode in (("a.tar", "w"), ("a.tar.gz", "w:gz"), ("a.tgz", "w:gz"), ("a.tar.xz", "w:xz")):
+            path = self.write_tar(name, mode, members)
+            with mock.patch.multiple(text_input, INPUT_CHUNK=8192, PACKAGE_CHUNK=512):
+                meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--ext", ".c", "--jobs", "1")
+            self.assertEqual(self.documents("train"), expected, name)
+            self.assertEqual(meta["left_out"], {"empty": 1, "files of other kinds in archives": 2})
+            self.assertFalse(os.path.exists(os.path.join(self.out, "input")))
+        # Each document of an archive is on one side of the split; the only one of an archive is split as a file is.
+        whole = self.write_tar("b.tar", "w", [(f"{i}.txt", b"document %d" % i) for i in range(200)])
+        self.make("--text", whole, "--tokenizer", "byte", "--val", "0.1")
+        self.assertEqual(sorted(self.documents("train") + self.documents("val")),
+                         sorted(b"document %d" % i for i in range(200)))
+        self.make("--text", self.write_tar("c.tar", "w", [("a.txt", long)]), "--tokenizer", "byte", "--val", "0.1")
+        self.assertEqual(b"".join(self.documents("train") + self.documents("val")), long)
+        with open(whole, "rb") as f:
+            data = f.read()
+        for name, content in (("cut.tar", data[:5000]), ("no.tar", b"x" * 2000)):
+            self.refused(f"{name}: not a readable .tar archive", "--text", self.write(name, content))
+        self.refused("no.tar.gz: damaged", "--text", self.write("no.tar.gz", b"x" * 2000), "--tokenizer", "byte")
+
+    def test_lengths(self):
+        texts = ["x" * n for n in range(1, 41)]
+        self.write_jsonl("a.jsonl", texts)
+        self.write("b.txt", b"x" * 5)
+        self.write("c.txt", b"y" * 30)
+        limits = ["--min-bytes", "10", "--max-bytes", "35"]
+        meta = self.make("--text", self.path("in"), "--tokenizer", "byte", "--val", "0", *limits)
+        self.assertEqual(self.documents("train"), [t.encode() for t in texts[9:35]] + [b"y" * 30])
+        self.assertEqual(meta["left_out"], {"shorter than 10 bytes": 10, "longer than 35 bytes": 5})
+        # The only one that is left is split, and its parts may be shorter.
+        self.make("--text", self.path("in", "b.txt"), self.path("in", "c.txt"), "--tokenizer", "byte", *limits)
+        self.assertEqual(b"".join(self.documents("train") + self.documents("val")), b"y" * 30)
+
+    @needs_numpy
+    def test_duplicates(self):
+        long = b"".join(b"line %d\n" % i for i in range(3000))
+        self.write_jsonl("a.jsonl", [f"text {i % 40}" for i in range(100)])
+        self.write("b.txt", b"text 7")
+        self.write("c.txt", long)
+        self.write("d.txt", long[:-1] + b"!")
+        self.write("e.txt", long)
+        arguments = ("--text", self.path("in"), "--tokenizer", "byte", "--val", "0.2")
+        kept = sorted([b"text %d" % i for i in range(40)] + [long, long[:-1] + b"!"])
+        meta = self.make(*arguments, "--drop-duplicates")
+        self.assertEqual(sorted(self.documents("train") + self.documents("val")), kept)
+        self.assertEqual(meta["left_out"], {"duplicates": 62})
+        whole = self.contents()
+        with mock.patch.object(text_input, "INPUT_CHUNK", 8192), mock.patch.object(text_input, "PACKAGE_CHUNK", 512):
+            self.make(*arguments, "--drop-duplicates", "--jobs", "2")
+        self.assertEqual(self.contents(), whole)
+        meta = self.make(*arguments)
+        self.assertEqual(meta["train"]["documents"] + meta["val"]["documents"], 104)
+        # Conversations are duplicates if all their turns are.
+        lines = [{"prompt": "a", "response": r} for r in "xyx"] + [{"prompt": "ax", "response": "x"}]
+        path = self.write("conversations.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
+        self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--drop-duplicates")
+        self.assertEqual(self.documents("train"), [b"ax", b"ay", b"axx"])
+
+    def test_goes_on_after_an_interruption(self):
+        """From the last note, whatever was written after it; to the same files as at once."""
+        lines = b"".join(json.dumps({"prompt": f"{i} ", "response": "is " + "x" * (i % 90)}).encode() + b"\n"
+                         for i in range(4000))
+        path = self.write("a.jsonl.gz", gzip.compress(lines))
+        self.write("empty.txt", b"")
+        arguments = ["--text", self.path("in"), "--tokenizer", "byte", "--shard-tokens", "30000", "--jobs", "1"]
+        temporary, encode_task = os.path.join(os.path.dirname(self.out), ".set.tmp"), make_data.encode_task
+
+        def run(interrupted_after=None, seconds=0):
+            done = 0
+
+            def counted(task):
+                nonlocal done
+                done += 1
+                if done == interrupted_after:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return encode_task(task)
+
+            with mock.patch.multiple(make_data, encode_task=counted, NOTE_SECONDS=seconds), \
+                    mock.patch.object(text_input, "INPUT_CHUNK", 8192):
+                return (*self.run_main(*arguments), done)
+
+        status, err, tasks = run()
+        self.assertEqual((status, err), (0, ""))
+        whole = self.contents()
+        self.assertGreater(tasks, 20)
+        shutil.rmtree(self.out)
+        went_on = 0
+        for after in (1, 5, 8, 2, 3):
+            status, err, _ = run(after)
+            self.assertEqual((status, err.splitlines()[-1]),
+                             (143, "make_data: interrupted; the same command goes on from there"))
+            self.assertEqual("make_data: going on after" in err, went_on > 0)
+            went_on += after - 1
+            self.assertFalse(os.path.exists(self.out))
+            for kind in ("bin", "mask"):  # tokens after the note
+                for last in sorted(glob.glob(os.path.join(temporary, f"train_*.{kind}")))[-1:]:
+                    with open(last, "ab") as f:
+                        f.write(b"later")
+        status, err, done = run()
+        self.assertEqual((status, done), (0, tasks - went_on), err)
+        self.assertEqual(self.contents(), whole)
+        # With other options or input it starts anew.
+        shutil.rmtree(self.out)
+        for change in (lambda: arguments.extend(["--val", "0.06"]), lambda: os.utime(path, (1, 1))):
+            self.assertEqual(run(8)[0], 143)
+            change()
+            status, err, done = run()
+            self.assertEqual((status, err, done), (0, "make_data: what was interrupted had other options or input; "
+                                                      "starting anew\n", tasks))
+        # Without a note there is nothing to go on from.
+        self.write("a.jsonl.gz", b"")
+        os.remove(path)
+        self.write("a.jsonl", lines)
+        before = self.contents()
+        self.assertEqual(run(8, seconds=60)[:2], (143, "make_data: interrupted; nothing was written\n"))
+        self.assertEqual(self.contents(), before)
+
+    def test_two_processes(self):
+        path = self.write("a.txt", b"text\n" * 100)
+        temporary = os.path.join(os.path.dirname(self.out), ".set.tmp")
+        os.makedirs(temporary)
+        lock = os.open(temporary, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        self.refused("another make_data writes it", "--text", path, "--tokenizer", "byte")
+        os.close(lock)
+        self.make("--text", path, "--tokenizer", "byte")
+        self.assertFalse(os.path.exists(temporary))
+
+    def test_summary(self):
+        path = self.write_jsonl("a.jsonl", ["", *(f"document {i}" for i in range(2000))])
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            self.assertEqual(make_data.main(["--text", path, "--tokenizer", "byte", "--out", self.out]), 0)
+        lines = out.getvalue().splitlines()
+        self.assertTrue(lines[0].endswith("set: 1 file, vocabulary of 257 (byte)"), lines)
+        self.assertEqual(lines[1].split(), ["documents", "bytes", "tokens", "bytes", "per", "token"])
+        rows = [line.replace(",", "").split() for line in lines[2:4]]
+        self.assertEqual(sum(int(row[1]) for row in rows), 2000)
+        for name, documents, size, tokens, ratio in rows:
+            self.assertEqual((int(tokens), name), (int(size) + int(documents), "train" if name == "train" else "val"))
+            self.assertAlmostEqual(float(ratio), int(size) / int(tokens), places=3)
+        self.assertEqual(lines[4:], ["left out           1  empty"])
+
     def test_files_come_back_byte_by_byte(self):
         texts = {"a.txt": bytes(range(256)) * 3, "b.md": b"# x\r\n\r\n", "d.txt": b"\xff\xfe\x00",
                  "deep/er/c.txt": "ü\u0301 \U0001F600".encode()}
@@ -216,7 +391,7 @@ class ByteTokens(DataTest):
             self.write(f"many/{i}.md", b"# %d\n" % i)
         self.make("--text", self.path("in"), "--tokenizer", "byte")
         whole = self.contents()
-        with mock.patch.object(make_data, "INPUT_CHUNK", 8192), mock.patch.object(make_data, "PACKAGE_CHUNK", 512):
+        with mock.patch.object(text_input, "INPUT_CHUNK", 8192), mock.patch.object(text_input, "PACKAGE_CHUNK", 512):
             self.make("--text", self.path("in"), "--tokenizer", "byte", "--jobs", "2")
         self.assertEqual(self.contents(), whole)
 
@@ -230,9 +405,8 @@ class ByteTokens(DataTest):
         pairs = [("1+1=", "2"), ("", "no prompt"), ("only a prompt", ""), ("\u00fc?", " \u00fc!")]
         lines = [{"prompt": p, "response": r, "id": 1} for p, r in pairs]
         path = self.write("a.jsonl", "".join(json.dumps(line) + "\n" for line in lines).encode())
-        status, err = self.run_main("--text", path, "--tokenizer", "byte", "--val", "0")
-        self.assertEqual((status, err), (0, "make_data: 1 conversations have no response, so they were left out\n"))
         meta = self.make("--text", path, "--tokenizer", "byte", "--val", "0")
+        self.assertEqual(meta["left_out"], {"conversations without a response": 1})
         self.assertEqual(self.documents("train"), [b"1+1=2", b"no prompt", "\u00fc? \u00fc!".encode()])
         # 2: the first token of an example, which nothing predicts.
         self.assertEqual(self.flags("train"), [2, 0, 0, 0, 1, 1] + [2] + [1] * 9 + [2, 0, 0] + [1] * 5)
@@ -297,7 +471,7 @@ class ByteTokens(DataTest):
                  "bad.jsonl:3: a message holds the special token <|endoftext|> as text; remove it")):
             path = self.write("bad.jsonl", good + b"\n" + line + b"\n" + good)
             self.refused(part, "--text", path, "--tokenizer", "byte", "--val", "0")
-            with mock.patch.object(make_data, "INPUT_CHUNK", 8):
+            with mock.patch.object(text_input, "INPUT_CHUNK", 8):
                 self.refused(part, "--text", path, "--tokenizer", "byte", "--val", "0", "--jobs", "1")
         # A compressed file is named, not its copy.
         packed = self.write("bad.jsonl.gz", gzip.compress(good + b'{"prompt": "x"}\n'))
@@ -404,7 +578,7 @@ class ByteTokens(DataTest):
         byte = ("--tokenizer", "byte")
         self.refused("no such file", "--text", self.path("none"), *byte)
         os.makedirs(self.path("nothing"))
-        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .parquet files", "--text", self.path("nothing"), *byte)
+        self.refused("no .txt, .md, .jsonl, .jsonl.gz, .jsonl.zst, .jsonl.xz, .parquet, .tar, ", "--text", self.path("nothing"), *byte)
         self.refused("every file is empty", "--text", self.write("empty.txt", b""), *byte)
         self.refused("the input has no text", "--text", self.write("empty.jsonl", b'{"text": ""}\n\n'), *byte)
         self.refused("no text is left", "--text", self.write("empty.jsonl", b'{"text": ""}\n'), *byte, "--val", "0")
@@ -457,6 +631,17 @@ class OtherTokenizers(DataTest):
         first = self.contents()
         self.make("--text", path, "--vocab", "400", "--val", "0.1")
         self.assertEqual(self.contents(), first)
+
+    def test_vocabulary_of_a_sample(self):
+        self.write_jsonl("a.jsonl", [self.TEXT[i * 100:i * 100 + 100] for i in range(1000)])
+        with mock.patch.object(make_data, "BPE_TEXT", 40000), mock.patch.object(text_input, "INPUT_CHUNK", 8192):
+            status, err = self.run_main("--text", self.path("in"), "--vocab", "300", "--val", "0.1")
+        self.assertEqual(status, 0, err)
+        self.assertRegex(err, r"^make_data: the vocabulary is learnt from a sample of 0 of 0 MB: one of every 4 blocks ")
+        with open(os.path.join(self.out, "meta.json"), encoding="utf-8") as f:
+            sample = json.load(f)["vocabulary_sample"]
+        self.assertEqual(sample["of"], os.path.getsize(self.path("in", "a.jsonl")))
+        self.assertTrue(30000 < sample["bytes"] <= 50000, sample)
 
     def test_bpe_learns_from_training_text_only(self):
         train = self.write("train.txt", b"one two three four five six\n" * 50)

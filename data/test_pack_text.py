@@ -15,6 +15,7 @@ from unittest import mock
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, HERE)
 import make_data  # noqa: E402
+import text_input  # noqa: E402
 import pack_text  # noqa: E402
 
 
@@ -119,7 +120,7 @@ class PackTest(unittest.TestCase):
         pair = {"prompt": "Why?", "response": "é\n"}
         self.write("a.jsonl", json.dumps(pair) + "\n")
         self.write("b.txt", "long text\n" * 2000)
-        with mock.patch.object(make_data, "INPUT_CHUNK", 8192), mock.patch.object(make_data, "PACKAGE_CHUNK", 1024):
+        with mock.patch.object(text_input, "INPUT_CHUNK", 8192), mock.patch.object(text_input, "PACKAGE_CHUNK", 1024):
             path, = self.pack("--jobs", 1)
         with lzma.open(path, "rt", encoding="utf-8") as lines:
             self.assertEqual([json.loads(line) for line in lines], [pair, {"text": "long text\n" * 2000}])

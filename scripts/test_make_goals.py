@@ -87,7 +87,8 @@ class MakeGoalsTest(unittest.TestCase):
         self.assertIn('data/make_data.py --text "book.txt" --name "book"', done.stdout)
 
     def test_data_with_validation_text(self):
-        done = self.make("-n", "data", "TEXT=a", "VAL_TEXT=b")
+        done = self.make("-n", "data", "TEXT=a", "VAL_TEXT=b", "EXT=.c,.h")
+        self.assertIn('--ext ".c,.h"', done.stdout)
         self.assertIn('data/make_data.py --text "a"', done.stdout)
         self.assertIn('--val-text "b"', done.stdout)
 
@@ -98,7 +99,7 @@ class MakeGoalsTest(unittest.TestCase):
         self.assertIn('--name "set" --text data/text/linux/train', done.stdout)
         self.assertIn('--val-text data/text/linux/val --tokenizer "bpe" --vocab 300', done.stdout)
         for options, message in ((["CORPUS=pile"], "CORPUS=pile is unknown: it is linux, or give TEXT=file|folder.\n"),
-                                 (["CORPUS=linux", "TEXT=a"], "leave out TEXT, VAL_TEXT and VAL.\n")):
+                                 (["CORPUS=linux", "TEXT=a"], "leave out TEXT, VAL_TEXT, VAL and EXT.\n")):
             done = self.make("data", *options)
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(message, done.stdout)
@@ -116,7 +117,7 @@ class MakeGoalsTest(unittest.TestCase):
         for option in "VAL_TEXT=a", "NAME=book", "TOKENIZER=byte", "VOCAB=300", "VAL=0.1":
             done = self.make("data", option)
             self.assertEqual(done.returncode, 2, done.stdout)
-            self.assertIn("VAL_TEXT, NAME, TOKENIZER, VOCAB and VAL need TEXT=file|folder.\n", done.stdout)
+            self.assertIn("VAL_TEXT, NAME, TOKENIZER, VOCAB, VAL and EXT need TEXT=file|folder.\n", done.stdout)
 
 
 if __name__ == "__main__":
