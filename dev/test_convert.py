@@ -4,6 +4,7 @@
 The .bin files are written here from the fixtures' weights, by the formats' definitions and not by the driver; what llama2.c
 would compute from its file is computed here too, in float64, with RoPE on neighbouring channels as it has it.
 """
+import glob
 import json
 import os
 import shutil
@@ -186,8 +187,13 @@ class ConvertTest(unittest.TestCase):
         info = self.info(self.path("v5.bin"))
         self.assertEqual((info["kind"], info["format"], info["dtype"], info["config"]["n_layer"]), ("model", "llm.c v5", "bf16", 3))
         # And back: the files are the same to the byte.
+        dead = subprocess.Popen(["true"])
+        dead.wait()
+        self.write(f".tmp-back.bin-{dead.pid}", b"of a convert that was killed")
+        self.write(f".tmp-back.bin-{os.getpid()}", b"of one that runs")
         for name, options in (("v3", []), ("v5", ["--dtype", "bf16"])):
             self.convert(fixture, self.path("back.bin"), *options)
+            self.assertEqual(glob.glob(self.path(".tmp-*")), [self.path(f".tmp-back.bin-{os.getpid()}")])
             with open(self.path("back.bin"), "rb") as a, open(self.path(name + ".bin"), "rb") as b:
                 self.assertEqual(a.read(), b.read())
             os.remove(self.path("back.bin"))

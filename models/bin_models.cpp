@@ -12,6 +12,7 @@
 
 #include "models/llama_block.h"
 #include "runtime/device/convert.h"
+#include "runtime/files/checkpoint.h"
 
 namespace {
 
@@ -269,7 +270,7 @@ void write_llmc_model(const std::string& path, const ModelConfig& c, const Param
     require(dtype == DType::F32 || dtype == DType::BF16, path, ": llm.c's format holds fp32 or bf16, not ",
             dtype_name(dtype));
     require(!path_exists(path), path, ": exists already; choose another name or remove it");
-    const std::string temporary = str(path, ".tmp-", ::getpid());
+    const std::string temporary = temporary_path(path);
     try {
         FileWriter out(temporary, path);
         int32_t header[256] = {LLMC_MAGIC, dtype == DType::F32 ? 3 : 5};

@@ -106,16 +106,20 @@ std::string resume_remedy(const std::string& checkpoint) {
 
 // Directories.
 
-AtomicDirectory::AtomicDirectory(const std::string& path) : final_path(path) {
-    while (final_path.size() > 1 && final_path.back() == '/') final_path.pop_back();
-    require(!path_exists(final_path), final_path, ": exists already; choose another name or remove it");
-    const std::string parent = parent_of(final_path), name = std::filesystem::path(final_path).filename().string();
+std::string temporary_path(const std::string& path) {
+    const std::string parent = parent_of(path), name = std::filesystem::path(path).filename().string();
     const std::string prefix = temporary_prefix(name);
     for (const std::string& entry : list_directory(parent)) {
         const bool leftover = starts_with(entry, prefix) && !process_lives(entry.substr(prefix.size()));
         if (leftover) remove_tree(join_path(parent, entry));
     }
-    temporary = join_path(parent, prefix + std::to_string(::getpid()));
+    return join_path(parent, prefix + std::to_string(::getpid()));
+}
+
+AtomicDirectory::AtomicDirectory(const std::string& path) : final_path(path) {
+    while (final_path.size() > 1 && final_path.back() == '/') final_path.pop_back();
+    require(!path_exists(final_path), final_path, ": exists already; choose another name or remove it");
+    temporary = temporary_path(final_path);
     const bool made = ::mkdir(temporary.c_str(), 0777) == 0;
     if (!made) throw_system_error(temporary, "create the directory", errno);
 }

@@ -24,12 +24,15 @@ int64_t checkpoint_step(const std::string& name);
 // to start again if there is no earlier one.
 std::string resume_remedy(const std::string& checkpoint);
 
+// ".tmp-<name>-<process id>" beside path: where this process writes what is then renamed to path. Removes those of dead
+// processes.
+std::string temporary_path(const std::string& path);
+
 // A directory that is created atomically. Files are written into path(); commit() flushes them and the directory,
 // renames it to its final name and flushes the parent. The destructor removes an uncommitted directory.
 class AtomicDirectory {
   public:
-    // path must not exist, its parent must. The temporary directory is ".tmp-<name>-<process id>" in the same parent;
-    // those of dead processes are removed first.
+    // path must not exist, its parent must.
     explicit AtomicDirectory(const std::string& path);
     ~AtomicDirectory();
     AtomicDirectory(const AtomicDirectory&) = delete;
