@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """sweep.py: combinations, seeds of the best one, interruption and going on, errors."""
+import glob
 import json
 import os
 import subprocess
@@ -78,8 +79,11 @@ class SweepTest(unittest.TestCase):
 
     def test_goes_on_after_its_time(self):
         text = FILE.format(data=self.root, steps=4000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")
-        stopped = self.sweep(text, "--minutes", "0.01", "--arms", "adamw")
-        self.assertEqual(stopped.returncode, 3, stopped.stderr)
+        for minutes in ("0.01", "0.02", "0.05", "0.1", "0.2"):  # until the run has come to its first step
+            stopped = self.sweep(text, "--minutes", minutes, "--arms", "adamw")
+            self.assertEqual(stopped.returncode, 3, stopped.stderr)
+            if glob.glob(os.path.join(self.root, "runs", "*", "*", "*", "step_*")):
+                break
         done = self.sweep(text, "--arms", "adamw")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("--resume", done.stderr)
