@@ -158,11 +158,11 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 
 # ---- rules ------------------------------------------------------------------------------------------------------------
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
-$(BUILD)/flags: TEXT = $(COMPILE) $(PREPROCESS) $(CPPFLAGS) $(COMPILE_CU) $(LIBS) $(LDLIBS) $(shell $(CXX) --version | head -n1)
-$(BUILD)/sources: TEXT = $(OBJECTS)
+$(BUILD)/flags: STAMP = $(COMPILE) $(PREPROCESS) $(CPPFLAGS) $(COMPILE_CU) $(LIBS) $(LDLIBS) $(shell $(CXX) --version | head -n1)
+$(BUILD)/sources: STAMP = $(OBJECTS)
 $(BUILD)/flags $(BUILD)/sources: FORCE
 	@mkdir -p $(@D)
-	@echo '$(TEXT)' | cmp -s - $@ || echo '$(TEXT)' > $@
+	@echo '$(STAMP)' | cmp -s - $@ || echo '$(STAMP)' > $@
 
 $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	@mkdir -p $(@D)

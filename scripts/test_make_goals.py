@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import tempfile
 import unittest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -103,6 +104,18 @@ class MakeGoalsTest(unittest.TestCase):
             done = self.make("data", *options)
             self.assertEqual(done.returncode, 2, done.stdout)
             self.assertIn(message, done.stdout)
+
+    def test_text_does_not_recompile(self):
+        """The stamps of flags and sources do not depend on the variables of `make data`."""
+        with tempfile.TemporaryDirectory() as build:
+            stamps = [os.path.join(build, name) for name in ("flags", "sources")]
+            contents = []
+            for variables in ([], ["TEXT=book.txt", "NAME=book", "VOCAB=300"]):
+                done = self.make("BACKEND=cpu", f"BUILD={build}", *variables, *stamps)
+                self.assertEqual(done.returncode, 0, done.stdout)
+                contents.append([open(stamp, encoding="utf-8").read() for stamp in stamps])
+            self.assertEqual(*contents)
+            self.assertIn("-std=c++17", contents[0][0])
 
     def test_another_pcre2(self):
         done = self.make("-n", "BACKEND=cpu", "BUILD=build/none", "PCRE2=/opt/pcre2", "train_gpt")

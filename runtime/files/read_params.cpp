@@ -15,6 +15,7 @@ constexpr int64_t BLOCK = 1 << 24;  // elements of a copy to a device: 64 MiB
 // Rethrows the first exception.
 template <typename Body>
 void for_chunks(int64_t begin, int64_t end, int64_t chunk, const Body& body) {
+    if (begin >= end) return;
     std::exception_ptr error;
     const int64_t first = begin / chunk, last = (end + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic) if (last - first > 1)
