@@ -1166,7 +1166,7 @@ void Trainer::start() {
         scalars.norm_count = s.resume.norm_count;
         std::copy(s.resume.grad_norms.begin(), s.resume.grad_norms.end(), scalars.norms);
     } else if (!s.source.directory.empty()) {
-        tell(load_weights(s.source.directory, model.table, model.arenas));
+        tell(load_weights(s.source, model.table, model.arenas));
     } else {
         initialise_weights(model.table, model.arenas, o.seed, ctx.stream);
     }

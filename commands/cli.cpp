@@ -309,9 +309,16 @@ CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::str
         ->check(CLI::Validator(check, ""));
 }
 
+void add_base_option(CLI::App& app, std::string& base) {
+    app.add_option("--base", base, "model directory that a LoRA adapter belongs to; default: the one that it names");
+}
+
 void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     const CLI::Validator size = at_least(1);
-    app.add_option("--model", o.model, "preset, model directory in Hugging Face layout, or run directory")->required();
+    app.add_option("--model", o.model,
+                   "preset, model directory in Hugging Face layout, run directory, or LoRA adapter of peft")
+        ->required();
+    add_base_option(app, o.base);
     std::vector<std::string> dtypes = {"fp32", "bf16", "fp16"};
     std::string dtype_help = "dtype of weights and activations; fp16 is for inference only";
     if (training) {
@@ -640,7 +647,7 @@ void ModelOptions::set_windows(ModelConfig& c) const {
 }
 
 ModelSource ModelOptions::resolve(int64_t data_vocab) const {
-    ModelSource source = find_model(model);
+    ModelSource source = find_model(model, base);
     ModelConfig& c = source.config;
     require(dtype == "fp32" || for_gpu || backend_device() != Device::CPU, "--dtype ", dtype,
             ": the CPU backend supports fp32 only; use --dtype fp32");

@@ -19,6 +19,8 @@ CLI::Validator number_in(double low, double high);
 // Checks attention types and turns them into letters, as ModelConfig::attention holds them: "linear,softmax" → "LS".
 CLI::Validator attention_types();
 
+// --base, for commands that read a model.
+void add_base_option(CLI::App& app, std::string& base);
 // training: --dtype auto exists and is the default.
 void add_model_options(CLI::App& app, ModelOptions& options, bool training = false);
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);

@@ -35,6 +35,7 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands);
 // overridden.
 struct ModelOptions {
     std::string model;
+    std::string base;  // of an adapter; empty: the one that it names
     std::string dtype = "fp32";
     bool auto_dtype = false;  // dtype was chosen by --dtype auto
     bool for_gpu = false;     // plan --gpu: a dtype that this backend does not support
@@ -187,6 +188,8 @@ struct PlanOptions {
 struct ConvertOptions {
     std::string source, target, tokenizer;
     std::string dtype;  // empty: that of the source; in a .bin fp32
+    std::string base;   // of an adapter
+    bool merge = false;
 };
 
 struct InfoOptions {

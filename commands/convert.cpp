@@ -5,6 +5,7 @@
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
 #include "models/bin_models.h"
+#include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
 
@@ -25,17 +26,21 @@ struct Source {
     ParamTable table;
 };
 
-Source open_source(const std::string& path, const TableOf& table_of) {
+Source open_source(const ConvertOptions& o, const TableOf& table_of) {
+    const std::string& path = o.source;
+    require(o.merge == LoraAdapter::is_adapter(path), path,
+            o.merge ? ": is not an adapter, so there is nothing to merge; leave --merge out"
+                    : ": is an adapter; add --merge to write its base with the adapter added");
     if (path_exists(path) && !is_directory(path)) {
         const BinModel file(path);
         ParamTable table = table_of(file.config());
         return {file.config(), json::object(), "", file.weights(table), std::move(table)};
     }
-    const ModelSource model = find_model(path);
+    const ModelSource model = find_model(path, o.base);
     require(!model.directory.empty(), path,
             ": a preset has no weights; name a model directory, a run directory or a .bin file");
     ParamTable table = table_of(model.config);
-    WeightSource weights = open_weight_source(model.directory, table);
+    WeightSource weights = open_weight_source(model, table);
     return {model.config, model.original_config, model.directory, std::move(weights), std::move(table)};
 }
 
@@ -49,7 +54,8 @@ ConvertOptions parse_convert(const Args& args) {
     ConvertOptions o;
     CLI::App app(
         "Converts a model to a directory in Hugging Face layout, or to llm.c's .bin format if DST ends in .bin.\n"
-        "SRC is a model directory, a run directory, or a .bin file of llm.c (v3, v5) or llama2.c (v0, v1).",
+        "SRC is a model directory, a run directory, or a .bin file of llm.c (v3, v5) or llama2.c (v0, v1).\n"
+        "With --merge it is a LoRA adapter.",
         "train_gpt convert");
     app.add_option("SRC", o.source, "model to read")->required();
     app.add_option("DST", o.target, "directory or .bin file to write; must not exist")->required();
@@ -59,7 +65,11 @@ ConvertOptions parse_convert(const Args& args) {
            "--dtype", o.dtype,
            "dtype of the stored weights; default: of each tensor as in SRC (fp64: fp32), or fp32 in a .bin file")
         ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+    app.add_flag("--merge", o.merge, "SRC is a LoRA adapter of peft: write its base with the adapter added");
+    add_base_option(app, o.base);
     parse(app, args);
+    if (!o.merge && !o.base.empty())
+        throw UsageError("--base is the model that --merge adds an adapter to; add --merge");
     if (is_bin(o.target) && !o.tokenizer.empty())
         throw UsageError("--tokenizer: llm.c's .bin format holds no tokenizer; leave the option out");
     if (is_bin(o.target) && o.dtype == "fp16")
@@ -68,7 +78,7 @@ ConvertOptions parse_convert(const Args& args) {
 }
 
 void convert_model(const ConvertOptions& o, const TableOf& table_of) {
-    Source source = open_source(o.source, table_of);
+    Source source = open_source(o, table_of);
     NonFiniteTensors non_finite;
     source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {

@@ -20,7 +20,7 @@ LoadedModel::LoadedModel(const Context& ctx, const ModelSource& from, const RunS
     require(!source.directory.empty(), "--model ", source.name, NO_WEIGHTS);
     memory_plan(model, acts).check([](int64_t) { return SMALLER_INFERENCE; });
     model.allocate(ctx);
-    std::cerr << load_weights(source.directory, model.table, model.arenas);
+    std::cerr << load_weights(source, model.table, model.arenas);
     acts.allocate(ctx);
 }
 
@@ -33,7 +33,7 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
     if (random_weights)
         initialise_weights(model.table, model.arenas, options.sampling.seed, ctx.stream);
     else
-        std::cerr << load_weights(source.directory, model.table, model.arenas);
+        std::cerr << load_weights(source, model.table, model.arenas);
     load_matmul_cache(ctx.stream);
     engine.allocate(inference_weights(model));
     store_matmul_cache(ctx.stream);

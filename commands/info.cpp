@@ -10,12 +10,14 @@
 #include "kernels/matmul.h"
 #include "models/bin_models.h"
 #include "models/family.h"
+#include "models/lora_adapter.h"
 #include "runtime/communication/comm.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/files/safetensors.h"
 
+using nlohmann::json;
 using nlohmann::ordered_json;
 
 InfoOptions parse_info(const Args& args) {
@@ -23,9 +25,10 @@ InfoOptions parse_info(const Args& args) {
     CLI::App app(
         "Shows what a token file, a data directory, a model or a run contains. Without a path, shows the build.",
         "train_gpt info");
-    app.add_option("path,--data", o.path,
-                   "token file or model (.bin), data directory, model directory, run directory, .safetensors file, "
-                   "tokenizer.json or preset");
+    app.add_option(
+        "path,--data", o.path,
+        "token file or model (.bin), data directory, model directory, run directory, LoRA adapter, .safetensors file, "
+        "tokenizer.json or preset");
     app.add_option("--show", o.show,
                    "print the first examples of a data directory, with the loss tokens in colour, or in brackets where "
                    "stdout is not a terminal")
@@ -120,6 +123,11 @@ ordered_json file_info(const std::string& path) {
     return info;
 }
 
+ordered_json adapter_info(const std::string& path) {
+    const json config = read_json(join_path(path, LoraAdapter::CONFIG));
+    return {{"kind", "adapter"}, {"config", ordered_json::parse(config.dump())}};
+}
+
 ordered_json model_info(const std::string& path) {
     const ModelSource source = find_model(path);
     ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
@@ -161,6 +169,8 @@ void show_info(const InfoOptions& o) {
         }
     } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
         info = data_info(o.path);
+    } else if (LoraAdapter::is_adapter(o.path)) {
+        info = adapter_info(o.path);
     } else {
         info = model_info(o.path);
     }

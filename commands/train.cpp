@@ -266,7 +266,8 @@ TrainOptions parse_train(const Args& args) {
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)
         throw UsageError("--sample-prompts: says what to answer, but not when; add --sample-every N");
-    for (const std::string& path : {o.model.model, o.data, o.out, o.sample_prompts, o.eval_multiple_choice}) {
+    for (const std::string& path :
+         {o.model.model, o.model.base, o.data, o.out, o.sample_prompts, o.eval_multiple_choice}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
             throw UsageError(
                 str("'", path, "' contains # \" ' \\ or a line break, which run.toml cannot hold; rename it"));

@@ -1,13 +1,40 @@
 #include "models/model_source.h"
 
+#include <memory>
 #include <set>
 
 #include "models/family.h"
+#include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 
 using nlohmann::json;
 
-ModelSource find_model(const std::string& name) {
+namespace {
+
+ModelSource find_base(const std::string& adapter, const std::string& given) {
+    const std::string base = given.empty() ? LoraAdapter::base_of(adapter) : given;
+    if (given.empty())
+        require(is_directory(base), adapter, ": its base, '", base, "', is not a directory here; name it with --base");
+    require(!LoraAdapter::is_adapter(base), "--base ", base, ": is an adapter; name a model directory");
+    ModelSource source = find_model(base);
+    require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
+    source.name = source.adapter = adapter;
+    return source;
+}
+
+AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
+    if (source.adapter.empty()) return {};
+    const auto adapter = std::make_shared<const LoraAdapter>(source.adapter, table);
+    return [adapter](const Param& p, int64_t begin, int64_t count, float* values) {
+        adapter->add_to(p, begin, count, values);
+    };
+}
+
+}  // namespace
+
+ModelSource find_model(const std::string& name, const std::string& base) {
+    if (LoraAdapter::is_adapter(name)) return find_base(name, base);
+    require(base.empty(), "--base ", base, ": ", name, " is not an adapter; leave the option out");
     ModelSource source;
     source.name = name;
     source.original_config = json::object();
@@ -28,6 +55,14 @@ ModelSource find_model(const std::string& name) {
     source.original_config = read_json(config_path);
     source.config = config_from_json(source.original_config, config_path);
     return source;
+}
+
+std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas) {
+    return load_weights(source.directory, table, arenas, adapter_of(source, table));
+}
+
+WeightSource open_weight_source(const ModelSource& source, const ParamTable& table) {
+    return open_weight_source(source.directory, table, adapter_of(source, table));
 }
 
 void save_model_files(const std::string& directory, const ModelConfig& config, const json& original_config,

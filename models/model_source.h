@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "runtime/files/checkpoint.h"
+#include "runtime/files/weights.h"
 #include "runtime/model/model_config.h"
 
 // A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).
@@ -16,8 +17,15 @@ struct ModelSource {
     std::string directory;  // model directory; empty for a preset
     ModelConfig config;
     nlohmann::json original_config;  // contents of config.json, {} for a preset
+    std::string adapter;             // directory of a LoRA adapter that is added to the weights; empty: none
 };
-ModelSource find_model(const std::string& name);
+// An adapter (models/lora_adapter.h) is its base with the adapter added. base: the base's directory, or empty for the
+// one that the adapter names.
+ModelSource find_model(const std::string& name, const std::string& base = "");
+
+// load_weights() and open_weight_source() of the model's directory, with the adapter added while weights are read.
+std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);
+WeightSource open_weight_source(const ModelSource& source, const ParamTable& table);
 
 // Writes the files of a model directory other than the weights: config.json, and tokenizer.json, tokenizer_config.json,
 // generation_config.json, special_tokens_map.json and chat_template.* copied from the `carry_from` directories (the

@@ -18,8 +18,8 @@ struct StoredPart {
     int64_t numel() const { return rows * cols; }
 };
 
-// Elements [begin, begin + count) of a parameter as fp32 values on the host.
-using TakeValues = std::function<void(int64_t begin, int64_t count, const float* values)>;
+// Elements [begin, begin + count) of a parameter as fp32 values on the host, which the taker may change.
+using TakeValues = std::function<void(int64_t begin, int64_t count, float* values)>;
 
 // Where elements [begin, begin + count) of a parameter may be read to as fp32 values; null: into a buffer. The taker of
 // that memory gets it filled.

@@ -21,6 +21,13 @@ std::string shape_string(const std::vector<int64_t>& shape) {
     return text + "]";
 }
 
+std::string bare_name(const std::string& name) {
+    for (const char* prefix : {"transformer.", "model."}) {
+        if (name.compare(0, std::strlen(prefix), prefix) == 0) return name.substr(std::strlen(prefix));
+    }
+    return name;
+}
+
 void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where) {
     require(arenas.fits(table), where, ": the arena is ", dtype_name(arenas.weights.data.dtype), " ",
             shape_string(arenas.weights.data), ", expected fp32 [", table.total,
@@ -32,20 +39,8 @@ namespace {
 constexpr const char* WEIGHTS = "model.safetensors";
 constexpr const char* WEIGHTS_INDEX = "model.safetensors.index.json";
 
-bool starts_with(const std::string& text, const std::string& start) {
-    return text.compare(0, start.size(), start) == 0;
-}
-
 bool ends_with(const std::string& text, const std::string& end) {
     return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
-// A tensor name without its optional prefix.
-std::string bare_name(const std::string& name) {
-    for (const char* prefix : {"transformer.", "model."}) {
-        if (starts_with(name, prefix)) return name.substr(std::strlen(prefix));
-    }
-    return name;
 }
 
 // Tensors that old versions of transformers saved though they hold no weights: causal masks and RoPE frequencies.
@@ -200,15 +195,16 @@ std::vector<StoredWeights::Tensor> StoredWeights::tensors(const Param& p) const 
     return all;
 }
 
-WeightSource open_weight_source(const std::string& directory, const ParamTable& table) {
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table, const AdjustValues& adjust) {
     const auto weights = std::make_shared<const StoredWeights>(directory, table);
     const auto reader = std::make_shared<ParamReader>(ParamReader::Takers::AllThreads);
-    const auto fetch = [weights, reader](const Param& p, std::vector<float>& buffer) {
+    const auto fetch = [weights, reader, adjust](const Param& p, std::vector<float>& buffer) {
         buffer.assign(size_t(p.padded_numel()), 0.0f);
         const auto take = [&](int64_t begin, int64_t count, const float* values) {
             std::copy_n(values, count, buffer.begin() + begin);
         };
         for (const auto& [name, part] : weights->tensors(p)) reader->read(part, 0, p.numel(), take);
+        if (adjust) adjust(p, 0, p.numel(), buffer.data());
         return static_cast<const float*>(buffer.data());
     };
     const auto dtype = [weights](const Param& p, const SourceTensor& tensor) {
@@ -220,7 +216,8 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
     return {fetch, dtype};
 }
 
-std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas) {
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
+                         const AdjustValues& adjust) {
     check_arenas(table, arenas, directory);
     const StoredWeights weights(directory, table);  // checks everything before the first copy
     ParamReader reader(ParamReader::takers_of(arenas));
@@ -229,7 +226,8 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
         const DType dtype = p.fp32 ? DType::F32 : arenas.weights.data.dtype;
         for (const auto& [name, part] : weights.tensors(p)) {
             std::atomic<bool> finite = true;
-            const auto take = [&, &tensor = name](int64_t begin, int64_t count, const float* values) {
+            const auto take = [&, &tensor = name](int64_t begin, int64_t count, float* values) {
+                if (adjust) adjust(p, begin, count, values);
                 if (!all_finite(values, count)) finite = false;
                 check_range(values, count, dtype, directory, tensor);
                 arenas.store(p, values, begin, count);

@@ -44,14 +44,19 @@ class StoredWeights {
     bool own_names = false;
 };
 
+// Changes elements [begin, begin + count) of a parameter, in memory order, when they have been read. Called from
+// several threads.
+using AdjustValues = std::function<void(const Param& p, int64_t begin, int64_t count, float* values)>;
+
 // Opens a directory's weights.
-WeightSource open_weight_source(const std::string& directory, const ParamTable& table);
+WeightSource open_weight_source(const std::string& directory, const ParamTable& table, const AdjustValues& adjust = {});
 
 // Fills the arenas, on host or device, from a directory's weights, with the checks of StoredWeights. Padding rows are
 // set to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
 // infinite is an Error that names the tensor. Returns a warning that names the tensors with values that are not finite,
 // for stderr; empty if there are none.
-std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas);
+std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
+                         const AdjustValues& adjust = {});
 
 // Whether a directory has a file of weights, or an index of shards.
 bool holds_weights(const std::string& directory);
@@ -68,4 +73,6 @@ void write_weights(SafetensorsWriter& writer, FileWriter::Open how, const ParamT
 
 // "arena is bf16 [7], expected ..." unless the arenas fit the table.
 void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where);
+// A tensor's name without its optional prefix, "transformer." or "model.".
+std::string bare_name(const std::string& name);
 std::string shape_string(const std::vector<int64_t>& shape);  // "[3, 4]"

@@ -1,0 +1,39 @@
+// LoRA adapters in the format of peft: adapter_config.json and adapter_model.safetensors.
+//
+// An adapter changes matrices W [out, in] of a base model to W + s·B·A with A [r, in] and B [out, r], where s =
+// alpha/r, or alpha/√r with use_rslora (Hu et al. 2021, "LoRA"; Kalajdzievski 2023, "A Rank Stabilization Scaling
+// Factor for Fine-Tuning with LoRA"). It names matrices as the base's files do, so it reaches the parts of a fused
+// parameter too.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/model/params.h"
+
+class LoraAdapter {
+  public:
+    static constexpr const char* CONFIG = "adapter_config.json";
+    // Whether a directory holds an adapter instead of a model.
+    static bool is_adapter(const std::string& directory);
+    // base_model_name_or_path of adapter_config.json, which may name a repository of the hub; empty: none.
+    static std::string base_of(const std::string& directory);
+
+    // table: the base's. Throws Error, naming the key or tensor, for another kind of adapter (DoRA, rank_pattern,
+    // modules_to_save, biases, ...), and for a matrix that the base does not have, or not in this shape.
+    LoraAdapter(const std::string& directory, const ParamTable& table);
+
+    // Adds s·B·A to elements [begin, begin + count) of a parameter, in memory order.
+    void add_to(const Param& p, int64_t begin, int64_t count, float* values) const;
+
+  private:
+    struct Update {
+        int64_t row, rows;        // of the parameter
+        std::vector<float> a, b;  // A; s·B
+    };
+    void read_tensors(const std::string& path, const ParamTable& table, double scale);
+
+    int64_t rank = 0;
+    std::map<size_t, std::vector<Update>> updates;  // by Param::index
+};
