@@ -48,20 +48,27 @@ struct Precision {
     DType moments = DType::F32;
 };
 
+// What lies in pinned host memory. The optimizer's kernels read and write it there.
+struct Offload {
+    bool optimizer = false, master = false;  // m and v; master weights
+    static MemoryPlace place(bool offloaded) { return offloaded ? MemoryPlace::Host : MemoryPlace::Device; }
+};
+
 struct Model {
     ModelConfig config;
     ParamTable table;
     Precision precision;
     Sharding sharding;
-    Arena memory;         // of all weights
-    WeightArenas arenas;  // views of it
+    Offload offload;
+    Arena memory, master_memory;  // of all weights but the master weights; of those
+    WeightArenas arenas;          // views of them
     // ZeRO stage 3, else empty and null: the slots for gathered groups, and what gathers them.
     GroupSlots slots;
     std::unique_ptr<WeightGatherer> gatherer;
 
     // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
-          OptimizerType hidden_matrices = OptimizerType::AdamW);
+          OptimizerType hidden_matrices = OptimizerType::AdamW, Offload to_host = {});
     void allocate(const Context& ctx);
 
     // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
@@ -242,7 +249,7 @@ struct OptimizerOptions {
 // Gradients and the optimizer state in Precision::moments: m (AdamW's first moment, Muon's momentum) in an arena with
 // the layout of the weights; AdamW's second moment v, which has no elements for the matrices that Muon updates.
 struct Optimizer {
-    Arena memory;
+    Arena gradient_memory, state_memory;
     Gradients grads;
     ParamArena m, v;
     std::vector<UpdateSlice> slices;
@@ -293,6 +300,7 @@ std::vector<double> choice_nats(const Context& ctx, const Model& model, const Ac
 
 GradientOptions gradient_options(const ShardingOptions& sharding, const std::string& dtype, uint64_t seed = 0);
 Fp8Options fp8_options(Fp8Options options, const Model& model);  // ZeRO stage 3 keeps no quantised weights
-MemoryPlan memory_plan(const Model& model);                      // the weights alone
+Offload offload_options(const std::string& what);                // of --offload
+MemoryPlan memory_plan(const Model& model, const Target& target = this_target());  // the weights alone
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients = {});
 Snapshot snapshot_of(const Model& model);  // of its training state, not allocated

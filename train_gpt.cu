@@ -164,16 +164,20 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     return table;
 }
 
-Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices)
+Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
+             Offload to_host)
     : config(model_config),
       table(parameter_table(config, ranks.world, hidden_matrices)),
       precision(p),
-      sharding(ranks) {
+      sharding(ranks),
+      offload(to_host) {
     if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
 }
 
 void Model::allocate(const Context& ctx) {
-    memory = Arena(bytes(), "weights");
+    const int64_t exact = master() * 4;
+    memory = Arena(bytes() - exact, "weights");
+    master_memory = Arena(exact, "master weights", Offload::place(offload.master));
     int64_t at = 0;
     const auto part = [&](DType dtype, int64_t n) {
         const Tensor t = memory.at(at, dtype, {n});
@@ -182,7 +186,8 @@ void Model::allocate(const Context& ctx) {
     };
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
     if (gathered()) arenas.weights.views = slots.views(table, part(precision.dtype, gathered()));
-    if (master()) arenas.master = sharding.arena(part(DType::F32, master()), sharding.splits_optimizer());
+    if (master())
+        arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
     if (fp32()) arenas.fp32 = part(DType::F32, fp32());
     arenas.fp32.origin = table.total - table.fp32_total;
     if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, slots);
@@ -858,12 +863,14 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     const Sharding& sharding = model.sharding;
     const int64_t grad_bytes = Gradients::memory(table, sharding, gradients).bytes(), n = moments(model);
     const DType dtype = model.precision.moments;
-    memory = Arena(grad_bytes + state_bytes(model), "gradients and optimizer");
-    const Tensor all = memory.at(0, DType::U8, {memory.bytes()});
-    device_fill(all.data, 0, static_cast<size_t>(all.bytes()), ctx.stream);
-    grads.allocate(table, sharding, gradients, all.rows(0, grad_bytes), &ctx);
-    const Tensor first = memory.at(grad_bytes, dtype, {n}),
-                 second = memory.at(grad_bytes + first.bytes(), dtype, {second_moments(model)});
+    gradient_memory = Arena(grad_bytes, "gradients");
+    state_memory = Arena(state_bytes(model), "optimizer", Offload::place(model.offload.optimizer));
+    const Tensor gradient_bytes = gradient_memory.at(0, DType::U8, {grad_bytes}),
+                 first = state_memory.at(0, dtype, {n}),
+                 second = state_memory.at(first.bytes(), dtype, {second_moments(model)});
+    for (const Tensor& t : {gradient_bytes, first, second})
+        device_fill(t.data, 0, static_cast<size_t>(t.bytes()), ctx.stream);
+    grads.allocate(table, sharding, gradients, gradient_bytes, &ctx);
     m = sharding.arena(first, sharding.splits_optimizer());
     v = sharding.arena(second, sharding.splits_optimizer());
     if (table.uses(OptimizerType::Muon)) v.starts = second_moment_starts(table, v.part, v.parts);
@@ -998,25 +1005,25 @@ int32_t next_token(const Context& ctx, const Model& model, const Activations& ac
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
-MemoryPlan memory_plan(const Model& model) {
+MemoryPlan memory_plan(const Model& model, const Target& target) {
     const int64_t size = dtype_size(model.precision.dtype);
     MemoryPlan plan;
+    plan.device = target.device;
     plan.add("weights", model.kept() * size);
     plan.add("gathered weights", model.gathered() * size);
-    plan.add("master weights", model.master() * 4);
+    plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
     return plan;
 }
 
 MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients) {
     const Target& target = acts.shape.target;
-    MemoryPlan plan = memory_plan(model);
-    plan.device = target.device;
+    MemoryPlan plan = memory_plan(model, target);
     if (acts.shape.training) {
         const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, gradients);
         plan.add("gradients", grads.arena);
         plan.add("gradients in progress", grads.slots + grads.buffer);
-        plan.add("optimizer (m, v)", Optimizer::state_bytes(model));
+        plan.add("optimizer (m, v)", Optimizer::state_bytes(model), Offload::place(model.offload.optimizer));
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
@@ -1038,6 +1045,11 @@ Snapshot snapshot_of(const Model& model) {
 
 GradientOptions gradient_options(const ShardingOptions& o, const std::string& dtype, uint64_t seed) {
     return {training_dtype(o.reduce_dtype), o.bucket_mib << 20, training_dtype(dtype), seed};
+}
+
+Offload offload_options(const std::string& what) {
+    const auto has = [&](const char* state) { return what.find(state) != std::string::npos; };
+    return {has("optimizer"), has("master")};
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
@@ -1092,7 +1104,8 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       o(s.o),
       dtype(o.model.type()),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
-            {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer),
+            {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
+            offload_options(o.offload)),
       acts(s.source.config, run_shape(o, model)),
       checkpoints(ctx, model.table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
@@ -1109,19 +1122,24 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     planned_bytes = plan.total;
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
-            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer);
+            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer, model.offload);
             RunShape shape = acts.shape;
             shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
             shape.fp8 = fp8_options(o.fp8, other);
             return memory_plan(other, Activations(model.config, shape), gradients).total;
         });
     });
+    if (!plan.host_lines.empty()) {
+        const std::string missing = checkpoints.lacks_memory(plan.host_total());
+        require(missing.empty(), "--offload ", o.offload, ": ", missing,
+                "; offload less, use --optimizer-dtype bf16, or free memory of the host");
+    }
     make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
     claim_run_directory(ctx, o.out, lock);
     const bool saves_meanwhile = o.save_every && o.save_every < o.steps;
     const int64_t snapshot_bytes = saves_meanwhile ? snapshot_of(model).bytes() : 0;
     std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
-    if (no_snapshot.empty()) plan.add_host("checkpoint snapshot", snapshot_bytes);
+    if (no_snapshot.empty()) plan.add("checkpoint snapshot", snapshot_bytes, MemoryPlace::Host);
     tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
              o.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
              device_description(), ", ", matmul_library(), "\n",

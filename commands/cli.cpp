@@ -518,6 +518,16 @@ CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
         ->capture_default_str();
 }
 
+CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
+    return app
+        .add_option(
+            "--offload", offload,
+            "state that lies in pinned memory of the host, where the update reads and writes it: the optimizer's "
+            "moments, or master weights, or both; no effect on the CPU")
+        ->check(CLI::IsMember({"none", "optimizer", "master", "optimizer,master"}))
+        ->capture_default_str();
+}
+
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute) {
     static const std::map<std::string, Recompute> levels = {{"none", Recompute::None},
                                                             {"activation", Recompute::Activation},
@@ -560,7 +570,7 @@ CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long) {
         ->capture_default_str();
 }
 
-void choose_training_dtype(ModelOptions& model, bool master_weights, const Target& target) {
+void choose_training_dtype(ModelOptions& model, bool master_weights, const std::string& offload, const Target& target) {
     if (model.dtype == "auto") {
         model.dtype = target.device == Device::CUDA && target.sm >= 80 ? "bf16" : "fp32";
         model.auto_dtype = true;
@@ -568,6 +578,10 @@ void choose_training_dtype(ModelOptions& model, bool master_weights, const Targe
     if (model.type() == DType::F16) throw UsageError("--dtype fp16 is for inference only; train with --dtype bf16");
     if (!master_weights && model.type() == DType::F32)
         throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
+    if (offload.find("master") != std::string::npos && (!master_weights || model.type() == DType::F32))
+        throw UsageError(str("--offload ", offload, ": there are no master weights with ",
+                             master_weights ? "--dtype fp32" : "--master-weights off", "; use --offload ",
+                             offload == "master" ? "none" : "optimizer"));
 }
 
 DType ModelOptions::type() const {

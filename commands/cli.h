@@ -33,6 +33,7 @@ void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer);
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype);
+CLI::Option* add_offload_option(CLI::App& app, std::string& offload);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
 // --gpu-memory, an amount such as 24GiB.
@@ -40,8 +41,9 @@ CLI::Option* add_gpu_memory_option(CLI::App& app, int64_t& bytes, const std::str
 CLI::Option* add_nondeterministic_option(CLI::App& app, bool& nondeterministic);
 // For commands that pack examples.
 CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long);
-// Resolves --dtype auto for a device. Throws UsageError for a dtype that training does not support.
-void choose_training_dtype(ModelOptions& model, bool master_weights, const Target& target);
+// Resolves --dtype auto for a device. Throws UsageError for a dtype that training does not support, and for --offload
+// of master weights that the run does not have.
+void choose_training_dtype(ModelOptions& model, bool master_weights, const std::string& offload, const Target& target);
 // --matmul-dtype and --fp8-*.
 std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& options);
 // An option that is on or off.

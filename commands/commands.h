@@ -110,7 +110,7 @@ struct TrainOptions {
     int64_t warmup = -1;  // -1: a twentieth of the steps
     double weight_decay = 0.1, grad_clip = 1, spike_factor = 0, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
     MuonFlags muon;
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32";
+    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
     Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string sample_prompts;  // file; empty: samples without a prompt
@@ -173,7 +173,7 @@ struct LogitsOptions {
 struct PlanOptions {
     ModelOptions model;
     OptimizerType optimizer = OptimizerType::AdamW;
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32";
+    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
     Fp8Options fp8;

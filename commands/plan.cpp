@@ -24,12 +24,13 @@ PlanOptions parse_plan(const Args& args) {
     auto* optimizer = add_optimizer_option(app, o.optimizer);
     auto* optimizer_dtype = add_optimizer_dtype_option(app, o.optimizer_dtype);
     auto* grad_dtype = add_grad_dtype_option(app, o.grad_dtype);
+    auto* offload = add_offload_option(app, o.offload);
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
     of_training.insert(of_training.end(),
-                       {optimizer, optimizer_dtype, grad_dtype, recompute, master_weights, nondeterministic});
+                       {optimizer, optimizer_dtype, grad_dtype, offload, recompute, master_weights, nondeterministic});
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
@@ -56,7 +57,7 @@ PlanOptions parse_plan(const Args& args) {
     o.model.for_gpu = !o.gpu.empty() || o.gpu_memory;
     const Gpu* const gpu = planned_gpu(o);
     if (!o.inference && !o.generate)
-        choose_training_dtype(o.model, o.master_weights, gpu ? gpu->target() : this_target());
+        choose_training_dtype(o.model, o.master_weights, o.offload, gpu ? gpu->target() : this_target());
     else if (o.model.dtype == "auto")
         o.model.dtype = "fp32";  // the default of commands that don't train
     return o;

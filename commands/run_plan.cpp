@@ -29,7 +29,7 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     const DType dtype = o.model.type();
     const bool master = dtype != DType::F32 && training && o.master_weights;
     PlannedRun run{Model(config, {o.sharding.zero_stage, 0, o.world},
-                         {dtype, master, training_dtype(o.optimizer_dtype)}, o.optimizer),
+                         {dtype, master, training_dtype(o.optimizer_dtype)}, o.optimizer, offload_options(o.offload)),
                    {},
                    {}};
     RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
@@ -43,7 +43,7 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));
     // A run that saves checkpoints while it trains.
-    if (training) run.memory.add_host("checkpoint snapshot", snapshot_of(run.model).bytes());
+    if (training) run.memory.add("checkpoint snapshot", snapshot_of(run.model).bytes(), MemoryPlace::Host);
     return run;
 }
 
@@ -78,7 +78,7 @@ constexpr FitStep FIT_STEPS[] = {
 // The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
 // change nothing.
 bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string& options) {
-    if (step.recompute < o.recompute) return false;
+    if (step.recompute < o.recompute || (step.state > 1 && offload_options(o.offload).master)) return false;
     static const char* const levels[] = {"none", "activation", "norms", "block"};
     if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
     if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);

@@ -16,6 +16,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     add_optimizer_option(app, o.optimizer);
     add_optimizer_dtype_option(app, o.optimizer_dtype);
     add_grad_dtype_option(app, o.grad_dtype);
+    add_offload_option(app, o.offload);
     app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4, with --optimizer muon 0.02")->check(rate);
     const std::string other = "; default: --lr, with --optimizer muon ";
     app.add_option("--embedding-lr", o.embedding_lr,
@@ -260,7 +261,7 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     if (!o.new_data.empty()) o.data = o.new_data;
-    choose_training_dtype(o.model, o.master_weights, device_count() ? this_target() : Target{});
+    choose_training_dtype(o.model, o.master_weights, o.offload, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");

@@ -67,8 +67,8 @@ struct Driver {
 
     Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true,
            const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW,
-           const GradientOptions& gradients = {})
-        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices),
+           const GradientOptions& gradients = {}, Offload offload = {})
+        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices, offload),
           acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
         acts.allocate(ctx);

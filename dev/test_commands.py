@@ -564,6 +564,24 @@ class CommandsTest(unittest.TestCase):
             done = run("train", "--resume", "--out", whole, "--steps", 10, "--grad-dtype", "fp32")
             self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_offload(self):
+        """Where the state lies changes no bit, neither of a run nor of one that goes on elsewhere."""
+        dtype, everything = ("bf16", "optimizer,master") if cuda() else ("fp32", "optimizer")  # the CPU has no master weights
+        for optimizer in ("adamw", "muon"):
+            args = ["--optimizer", optimizer, "--dtype", dtype, "--save-every", 4, "--total-batch-tokens", 256, "--steps", 8]
+            found = [digests(os.path.join(self.train(f"offload_{what}_{optimizer}", *args, "--offload", what), "step_00000008"))
+                     for what in ("none", everything)]
+            self.assertEqual(*found)
+            out = os.path.join(self.top, f"offload_{everything}_{optimizer}")
+            for what in (everything, "optimizer", "none"):
+                shutil.rmtree(os.path.join(out, "step_00000008"))
+                done = run("train", "--resume", "--out", out, "--offload", what)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertEqual(digests(os.path.join(out, "step_00000008")), found[0])
+        refused = run(*self.train_args("offload_fp32", "--offload", "master"))
+        self.assertEqual((refused.returncode, refused.stderr.count("\n")), (2, 1))
+        self.assertIn("--offload master: there are no master weights with --dtype fp32; use --offload none", refused.stderr)
+
     def test_dtype_auto(self):
         chosen = "bf16" if cuda() else "fp32"  # tests run on GPUs from sm_80 on
         out = os.path.join(self.top, "auto")

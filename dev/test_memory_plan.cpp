@@ -12,7 +12,7 @@ TEST(MemoryPlan, SizesStandInOneColumn) {
     const std::string longest = "the copy of the weights and moments for a checkpoint";
     MemoryPlan plan;
     plan.add("weights", 1 << 20);
-    plan.add_host(longest, 3 << 20);
+    plan.add(longest, 3 << 20, MemoryPlace::Host);
     std::istringstream text(plan.text(5 << 20));
     size_t lines = 0, column = std::string::npos;
     for (std::string line; std::getline(text, line); lines++) {

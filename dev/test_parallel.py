@@ -251,6 +251,13 @@ class ParallelTest(unittest.TestCase):
         resumed = self.resumed(runs[1], 2, "bf16_gradients", "--zero-stage", 0, batch_size=1)
         self.expect_same_bits([runs[1], resumed], "gradients in bf16, resumed")
 
+    def test_offload(self):
+        dtype, everything = ("bf16", "optimizer,master") if CUDA else ("fp32", "optimizer")  # the CPU has no master weights
+        args = ["--dtype", dtype, "--optimizer", "muon", "--kv-heads", 2]
+        for stage in (0, 1, 3):
+            runs = self.train_all(*((2, *args, "--zero-stage", stage, "--offload", what) for what in ("none", everything)), model="llama-tiny")
+            self.expect_same_bits(runs, f"stage {stage}, offloaded")
+
     def test_masked_tokens_do_not_count(self):
         """The ranks have different numbers of targets, some none. The loss is the mean over the targets of all ranks."""
         data = os.path.join(self.top, "masked")

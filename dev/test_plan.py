@@ -151,7 +151,31 @@ class PlanTest(unittest.TestCase):
         self.assertAlmostEqual(half["bytes"]["gradients in progress"] / (4 * (2 * layer + hidden * vocab)), 1, delta=0.001)
         self.assertNotIn("gradients in progress", whole["bytes"])
 
+    def test_offload(self):
+        arguments = "--model llama-8B --batch-size 1 --seq-len 2048 --gpu-memory 80GiB --dtype bf16 --json --offload"
+        plans = {what: json.loads(plan(arguments, what)) for what in ("none", "optimizer", "master", "optimizer,master")}
+        kept = plans["none"]
+        for what, lines in (("optimizer", ["optimizer (m, v)"]), ("master", ["master weights"]), ("optimizer,master", ["optimizer (m, v)", "master weights"])):
+            offloaded = plans[what]
+            for line in lines:
+                self.assertEqual(offloaded["host_bytes"][line], kept["bytes"][line])
+                self.assertNotIn(line, offloaded["bytes"])
+                self.assertNotIn(line, kept["host_bytes"])
+            self.assertEqual(offloaded["total_bytes"], kept["total_bytes"] - sum(kept["bytes"][line] for line in lines))
+        if json.loads(run("info", "--json").stdout)["backend"] == "cpu":  # there it changes nothing
+            self.assertEqual(*(plan("--model gpt2-tiny --offload", what) for what in ("none", "optimizer")))
+
+    def test_offload_and_fit(self):
+        fit = json.loads(plan("--model llama-1B --batch-size 4 --seq-len 2048 --gpu-memory 14GiB --dtype bf16 --json --fit --offload master"))
+        self.assertFalse([t for t in fit["fit"]["tried"] if "master" in t["options"]])
+
     def test_refusals(self):
+        for arguments, words in ((["--dtype", "fp32"], "--offload optimizer,master: there are no master weights with --dtype fp32; use --offload optimizer"),
+                                 (["--dtype", "bf16", "--master-weights", "off"], "there are no master weights with --master-weights off"),
+                                 (["--inference"], "--offload")):
+            refused = run("plan", "--model", "gpt2-tiny", "--offload", "optimizer,master", *arguments)
+            self.assertEqual(refused.returncode, 2)
+            self.assertIn(words, refused.stderr)
         for arguments, words in ((["--gpu", "H100"], "fits several GPUs: H100 80GB HBM3, "), (["--gpu", "MI300X"], "is not in the table of GPUs: ")):
             refused = run("plan", "--model", "gpt2-tiny", *arguments)
             self.assertEqual((refused.returncode, refused.stderr.count("\n")), (1, 1))

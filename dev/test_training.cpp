@@ -175,6 +175,28 @@ TEST(Update, MuonStepMatchesReference) {
     }
 }
 
+// Where the state lies changes no bit. On the CPU there are no master weights.
+TEST(Update, OffloadedStateHasTheSameBits) {
+    const DType dtype = backend_device() == Device::CPU ? DType::F32 : DType::BF16;
+    const Batch batch = random_batch(base_config(), 2, 11, 5);
+    for (const OptimizerType optimizer : {OptimizerType::AdamW, OptimizerType::Muon}) {
+        for (const Offload offload : {Offload{true, false}, Offload{false, true}, Offload{true, true}}) {
+            const auto trained = [&](Offload chosen) {
+                Driver driver(base_config(), training_shape(2, 11, dtype), true, Driver::default_options(), optimizer,
+                              {}, chosen);
+                driver.randomise(3);
+                for (int i = 0; i < 3; i++) driver.step(batch, 1e-2);
+                std::vector<std::vector<float>> state = {driver.params()};
+                for (const ParamArena* arena : {&driver.optimizer.m, &driver.optimizer.v})
+                    state.push_back(fetch<float>(arena->data));
+                return state;
+            };
+            const auto expected = trained({}), got = trained(offload);
+            for (size_t i = 0; i < expected.size(); i++) EXPECT_TRUE(same_bits(got[i], expected[i])) << i;
+        }
+    }
+}
+
 // AdamW's second moment has no memory for the matrices of Muon, and the workspace no more than a few rounds.
 TEST(Update, MemoryOfMuon) {
     ModelConfig config;
@@ -230,22 +252,25 @@ TEST(Training, MemoryMatchesThePlan) {
         Recompute level;
         OptimizerType optimizer;
         bool fp8;
+        const char* offload = "none";
     };
     const Run runs[] = {{Recompute::None, OptimizerType::AdamW, false},
                         {Recompute::Block, OptimizerType::AdamW, false},
                         {Recompute::Block, OptimizerType::Muon, false},
-                        {Recompute::None, OptimizerType::AdamW, true}};
-    for (const auto& [level, optimizer, fp8] : runs) {
+                        {Recompute::None, OptimizerType::AdamW, true},
+                        {Recompute::None, OptimizerType::AdamW, false, "optimizer,master"}};
+    for (const auto& [level, optimizer, fp8, offload] : runs) {
         if (fp8 && !matmul_fp8_unavailable().empty()) continue;
         const int64_t before = device_memory_available();
         TrainingRun run({"--model", "gpt2-124M", "--dtype", "bf16", "--batch-size", "8", "--seq-len", "1024",
                          "--recompute", level == Recompute::None ? "none" : "block", "--optimizer",
-                         OPTIMIZER_NAMES[size_t(optimizer)], "--matmul-dtype", fp8 ? "fp8" : "model"});
+                         OPTIMIZER_NAMES[size_t(optimizer)], "--matmul-dtype", fp8 ? "fp8" : "model", "--offload",
+                         offload});
         run.steps(3);
         const double used = double(before - device_memory_available());
         ModelConfig config;
         ASSERT_TRUE(preset("gpt2-124M", config));
-        const Model model(config, {}, {DType::BF16, true}, optimizer);
+        const Model model(config, {}, {DType::BF16, true}, optimizer, offload_options(offload));
         RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
         shape.recompute = level;
         shape.gelu_epilogue = GeluEpilogue::Both;

@@ -5,25 +5,29 @@
 #include <numeric>
 #include <utility>
 
-Arena::Arena(int64_t bytes, const char* what) : size(bytes) {
+Arena::Arena(int64_t bytes, const char* what, MemoryPlace where) : size(bytes), place(where) {
     if (bytes == 0) return;
+    const bool host = place == MemoryPlace::Host;
     try {
-        base = static_cast<char*>(device_alloc(static_cast<size_t>(bytes)));
+        base = static_cast<char*>((host ? host_alloc : device_alloc)(static_cast<size_t>(bytes)));
     } catch (const Error& e) {
         throw Error(str("no memory for the ", what, " (", bytes / double(1 << 30), " GiB): ", e.what(),
-                        "; lower --batch-size or --seq-len, or use --recompute block"));
+                        host ? "; leave --offload out, or use --optimizer-dtype bf16"
+                             : "; lower --batch-size or --seq-len, or use --recompute block"));
     }
 }
 
 Arena::~Arena() {
-    if (base) device_free(base);
+    if (base) (place == MemoryPlace::Host ? host_free : device_free)(base);
 }
 
-Arena::Arena(Arena&& other) noexcept : base(std::exchange(other.base, nullptr)), size(std::exchange(other.size, 0)) {}
+Arena::Arena(Arena&& other) noexcept
+    : base(std::exchange(other.base, nullptr)), size(std::exchange(other.size, 0)), place(other.place) {}
 
 Arena& Arena::operator=(Arena&& other) noexcept {
     std::swap(base, other.base);
     std::swap(size, other.size);
+    std::swap(place, other.place);
     return *this;
 }
 

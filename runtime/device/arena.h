@@ -12,11 +12,15 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-// One block of device memory. Throws Error if the allocation fails.
+// Where an arena lies. Host: in pinned memory of the host, which kernels and copies reach over PCIe at the same
+// address. On the CPU both are the same.
+enum class MemoryPlace { Device, Host };
+
+// One block of memory for kernels. Throws Error if the allocation fails.
 class Arena {
   public:
     Arena() = default;
-    Arena(int64_t bytes, const char* what);
+    Arena(int64_t bytes, const char* what, MemoryPlace where = MemoryPlace::Device);
     ~Arena();
     Arena(Arena&& other) noexcept;
     Arena& operator=(Arena&& other) noexcept;
@@ -35,6 +39,7 @@ class Arena {
   private:
     char* base = nullptr;
     int64_t size = 0;
+    MemoryPlace place = MemoryPlace::Device;
 };
 
 class ArenaPlan {

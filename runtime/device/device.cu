@@ -214,25 +214,26 @@ void host_free(void* data) {
     if (data && !pinned_blocks().free(data)) cudaFreeHost(data);
 }
 
+// cudaMemcpyDefault: what kernels use may lie in pinned host memory (MemoryPlace).
 void copy_to_device(void* device, const void* host, size_t bytes, Stream stream) {
     if (bytes == 0) return;
-    cuda_check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda_stream(stream)), "copy_to_device");
+    cuda_check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyDefault, cuda_stream(stream)), "copy_to_device");
 }
 
 void copy_to_host(void* host, const void* device, size_t bytes, Stream stream) {
     if (bytes == 0) return;
-    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host");
+    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDefault, cuda_stream(stream)), "copy_to_host");
     cuda_check(cudaStreamSynchronize(cuda_stream(stream)), "copy_to_host");
 }
 
 void copy_to_host_async(void* host, const void* device, size_t bytes, Stream stream) {
     if (bytes == 0) return;
-    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda_stream(stream)), "copy_to_host_async");
+    cuda_check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDefault, cuda_stream(stream)), "copy_to_host_async");
 }
 
 void device_copy(void* to, const void* from, size_t bytes, Stream stream) {
     if (bytes == 0) return;
-    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, cuda_stream(stream)), "device_copy");
+    cuda_check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, cuda_stream(stream)), "device_copy");
 }
 
 void device_fill(void* device, int byte, size_t bytes, Stream stream) {

@@ -5,15 +5,11 @@
 #include "runtime/error.h"
 #include "runtime/files/log.h"
 
-void MemoryPlan::add(const std::string& what, int64_t bytes) {
+void MemoryPlan::add(const std::string& what, int64_t bytes, MemoryPlace place) {
     if (!bytes) return;
-    lines.emplace_back(what, bytes);
-    total += bytes;
-}
-
-void MemoryPlan::add_host(const std::string& what, int64_t bytes) {
-    if (device == Device::CPU) return add(what, bytes);
-    if (bytes) host_lines.emplace_back(what, bytes);
+    const bool host = place == MemoryPlace::Host && device != Device::CPU;
+    (host ? host_lines : lines).emplace_back(what, bytes);
+    if (!host) total += bytes;
 }
 
 int64_t MemoryPlan::host_total() const {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/device/device.h"
+#include "runtime/device/arena.h"
 
 struct MemoryPlan {
     std::vector<std::pair<std::string, int64_t>> lines;  // name, bytes
@@ -16,9 +16,8 @@ struct MemoryPlan {
     int64_t limit = 0;                 // what a run may take of a GPU, its context included; 0: all
     std::vector<std::pair<std::string, int64_t>> host_lines;  // memory of the host beside a GPU, not in total
 
-    void add(const std::string& what, int64_t bytes);  // ignored if bytes is 0
-
-    void add_host(const std::string& what, int64_t bytes);  // on the CPU the same as add()
+    // Ignored if bytes is 0. On the CPU all places are the same.
+    void add(const std::string& what, int64_t bytes, MemoryPlace place = MemoryPlace::Device);
     // The bytes of the host's memory. On the CPU that is total.
     int64_t host_total() const;
 
