@@ -45,12 +45,12 @@ int64_t Fp8State::lay_out(const Arena* arena, int64_t world) {
         t = arena ? arena->at(at, dtype, shape) : make_tensor(nullptr, dtype, backend_device(), shape);
         at += (t.bytes() + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
     };
-    add(scales, DType::F32, {2 * slots, 2});
+    add(scales, DType::F32, {2 * slots, FP8_SCALE_FLOATS});
     add(amaxes, DType::F32, {world, 2 * slots});
     add(past_amaxes, DType::F32, {FP8_HISTORY, 2 * slots});
     add(records, DType::I64, {2 * slots, NUM_FP8_COUNTS});
     add(totals, DType::I64, {NUM_FP8_COUNTS});
-    add(weight_scales, DType::F32, {slots, 2});
+    add(weight_scales, DType::F32, {slots, FP8_SCALE_FLOATS});
     add(weight_amaxes, DType::F32, {slots});
     return at;
 }
@@ -104,16 +104,21 @@ std::pair<Tensor, Tensor> Fp8State::kept(Slot slot, int64_t l) const {
             weights.at(at + outputs * inputs, DType::U8, {inputs, outputs})};
 }
 
-void Fp8State::quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
+void Fp8State::scale_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
     const int64_t i = index(slot, l);
     const Fp8Slot record{row(weight_scales, i), weight_amaxes.rows(i, i + 1), {}};
     device_fill(record.amax.data, 0, sizeof(float), stream);
     fp8_quantise({Fp8Format::E4M3, record, {}, {}}, from, stream);
     fp8_set_scale(record, Fp8Format::E4M3, 0, stream);
-    fp8_quantise({Fp8Format::E4M3, {record.scale, {}, {}}, rows, columns}, from, stream);
 }
 
-void Fp8State::keep_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
+void Fp8State::quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
+    fp8_quantise({Fp8Format::E4M3, {row(weight_scales, index(slot, l)), {}, {}}, rows, columns}, from, stream);
+}
+
+void Fp8State::update_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
+    scale_weight(slot, l, from, stream);
+    if (!options.keep_weights) return;
     const auto [rows, columns] = kept(slot, l);
     quantise_weight(slot, l, from, rows, columns, stream);
 }
@@ -128,6 +133,7 @@ Fp8Matrix Fp8State::weight(Slot slot, int64_t l, bool transposed, Tensor from, T
         codes = make_tensor(scratch.data, DType::U8, scratch.device, {inputs, outputs});
         quantise_weight(slot, l, from, {}, codes, stream);
     } else {
+        if (!options.whole_weights) scale_weight(slot, l, from, stream);
         codes = make_tensor(scratch.data, DType::U8, scratch.device, {outputs, inputs});
         quantise_weight(slot, l, from, codes, {}, stream);
     }
@@ -158,14 +164,14 @@ std::vector<float> Fp8State::history(Stream stream) const {
 }
 
 void Fp8State::restore(const std::vector<float>& host, int64_t steps, Stream stream) {
-    std::vector<float> host_scales;
+    std::vector<float> host_scales(size_t(2 * slots * FP8_SCALE_FLOATS));
     for (int64_t i = 0; i < 2 * slots; i++) {
         float largest = 0;
         for (int64_t step = 0; step < FP8_HISTORY; step++)
             largest = std::max(largest, host[size_t(step * 2 * slots + i)]);
         const Fp8Operand operand = i < slots ? Fp8Operand::Input : Fp8Operand::Gradient;
-        const int e = fp8_scale_exponent(largest, format(operand), FP8_MARGIN);
-        host_scales.insert(host_scales.end(), {power_of_two(e), power_of_two(-e)});
+        fp8_store_scale(&host_scales[size_t(i * FP8_SCALE_FLOATS)],
+                        fp8_scale_exponent(largest, format(operand), FP8_MARGIN));
     }
     copy_to_device(past_amaxes.data, host.data(), host.size() * sizeof(float), stream);
     copy_to_device(scales.data, host_scales.data(), host_scales.size() * sizeof(float), stream);

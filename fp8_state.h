@@ -9,8 +9,8 @@
 //             of the step so far.
 //   current   from the amax of the tensor itself, which a pass before the quantisation computes.
 //
-// Weights are scaled by their own amax. They are quantised after each update and kept, in both orientations (2 bytes a
-// weight), or quantised at each use.
+// Weights are scaled by their own amax: after each update, or in ZeRO stage 3 when a forward pass has gathered them.
+// They are quantised after each update and kept, in both orientations (2 bytes a weight), or quantised at each use.
 #pragma once
 
 #include <vector>
@@ -65,11 +65,11 @@ class Fp8State {
         return {codes, format(operand), record_of(operand, slot, l).scale};
     }
 
-    // The weight of a linear layer, or transposed [inputs, outputs]. If weights are not kept it is quantised from
-    // `from` into scratch (U8).
+    // The weight of a linear layer; the backward pass takes it transposed [inputs, outputs], after the forward pass of
+    // the same micro-step. If weights are not kept it is quantised from `from` into scratch (U8).
     Fp8Matrix weight(Slot slot, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const;
-    // Quantises a weight that is kept.
-    void keep_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
+    // The new scale of a weight, and its codes if they are kept.
+    void update_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
 
     // Forgets the amaxes and the counts: before the first micro-step of a step.
     void begin_step(Stream stream) const;
@@ -100,15 +100,17 @@ class Fp8State {
     int64_t layer_weight_bytes() const;
     int64_t index(Slot slot, int64_t l) const;
     Fp8Slot record_of(Fp8Operand operand, Slot slot, int64_t l) const;
+    void scale_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
     void quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
     std::pair<Tensor, Tensor> kept(Slot slot, int64_t l) const;
 
     const ModelConfig config;
     int64_t slots;  // S, of one operand: those of the inputs come first
     Arena state, weights;
-    Tensor scales, amaxes, own_amaxes, past_amaxes;  // [2·S, 2], [ranks, 2·S], this rank's row, [FP8_HISTORY, 2·S]
-    Tensor records, totals;                          // [2·S, NUM_FP8_COUNTS], [NUM_FP8_COUNTS]
-    Tensor weight_scales, weight_amaxes;             // [S, 2], [S]
+    Tensor scales, amaxes, own_amaxes,
+        past_amaxes;         // [2·S, FP8_SCALE_FLOATS], [ranks, 2·S], this rank's row, [FP8_HISTORY, 2·S]
+    Tensor records, totals;  // [2·S, NUM_FP8_COUNTS], [NUM_FP8_COUNTS]
+    Tensor weight_scales, weight_amaxes;  // [S, FP8_SCALE_FLOATS], [S]
     int64_t steps_recorded = 0;
     bool held = false;
 };

@@ -915,11 +915,11 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
 }
 
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts) {
-    if (!acts.fp8 || !acts.shape.fp8.keep_weights) return;
+    if (!acts.fp8 || !acts.shape.fp8.whole_weights) return;
     const Range range(ctx.profiler, "quantise");
     for (int64_t l = 0; l < model.config.layers; l++)
         for (const Slot slot : LINEAR_LAYERS)
-            if (acts.uses_fp8(l)) acts.fp8->keep_weight(slot, l, model.weight(slot, l), ctx.stream);
+            if (acts.uses_fp8(l)) acts.fp8->update_weight(slot, l, model.weight(slot, l), ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -1053,7 +1053,8 @@ Offload offload_options(const std::string& what) {
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
-    options.keep_weights &= !model.sharding.splits_weights();
+    options.whole_weights = !model.sharding.splits_weights();
+    options.keep_weights &= options.whole_weights;
     return options;
 }
 

@@ -74,8 +74,9 @@ enum class GeluEpilogue : uint8_t { Off, Backward, Both };
 struct Fp8Options {
     bool on = false;
     Fp8Format gradients = Fp8Format::E5M2;
-    bool delayed = true;       // scaling
-    bool keep_weights = true;  // quantised, from one update to the next
+    bool delayed = true;        // scaling
+    bool keep_weights = true;   // quantised, from one update to the next
+    bool whole_weights = true;  // each rank has all weights between updates; not in ZeRO stage 3
     int64_t skip_first = 0, skip_last = 0;
 
     bool in_layer(int64_t l, int64_t layers) const { return on && l >= skip_first && l < layers - skip_last; }

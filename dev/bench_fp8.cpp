@@ -7,7 +7,7 @@
 namespace {
 
 struct Target {
-    BenchArray scale = BenchArray({2}, 0, 1), amax = BenchArray({1}, 0), rows, columns;
+    BenchArray scale = BenchArray({FP8_SCALE_FLOATS}, 0, 1), amax = BenchArray({1}, 0), rows, columns;
     int64_t N, C;
     Target(int64_t n, int64_t c) : rows(BenchArray::bytes(n * c)), columns(BenchArray::bytes(n * c)), N(n), C(c) {}
     Fp8Output out(Fp8Format f) const {

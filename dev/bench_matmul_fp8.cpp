@@ -27,7 +27,8 @@ void run(benchmark::State& state, Fp8Format format, DType to, bool fast) {
     const int64_t M = state.range(0), N = state.range(1), K = state.range(2);
     const std::string unavailable = matmul_fp8_unavailable();
     if (!unavailable.empty()) return skip_bench(state, unavailable);
-    const BenchArray a = BenchArray::bytes(M * K), b = BenchArray::bytes(N * K), scale({2}, 0, 1), out(to, {M, N});
+    const BenchArray a = BenchArray::bytes(M * K), b = BenchArray::bytes(N * K), scale({FP8_SCALE_FLOATS}, 0, 1),
+                     out(to, {M, N});
     const BenchArray scratch = BenchArray::bytes(matmul_fp8_scratch(M, N, K));
     // Random codes: with zeros the GPU would draw less power and run faster than with real data.
     std::vector<uint8_t> codes(size_t(std::max(M, N) * K));

@@ -292,7 +292,7 @@ const ModelVariant MODEL_VARIANTS[] = {
          c.norm = Norm::RMSNorm, c.layers = 1, c.set_attention("S"), c.norm_after = c.embedding_norm = true;
      }},
     {"qk_norm_of_all_heads_layernorm",
-     [](ModelConfig& c) { c.positions = Positions::RoPE, c.kv_heads = 1, c.qk_norm = QkNorm::AllHeads; }},
+     [](ModelConfig& c) { c.positions = Positions::RoPE, c.kv_heads = 2, c.qk_norm = QkNorm::AllHeads; }},
     // Biases of q, k and v alone (Qwen2); a layer without RoPE (SmolLM3).
     {"qwen2",
      [](ModelConfig& c) {

@@ -91,7 +91,7 @@ struct Quantised {
     Quantised(Fp8Format f, int64_t n, int64_t c, float factor)
         : N(n),
           C(c),
-          scale(TestArray::of({factor, 1 / factor}, {2})),
+          scale(TestArray::of({1 / factor, factor, 0, 0}, {FP8_SCALE_FLOATS})),
           row_codes(TestArray::bytes(std::vector<uint8_t>(size_t(n * (c + 16)), UNWRITTEN).data(), n * (c + 16))),
           column_codes(TestArray::bytes(std::vector<uint8_t>(size_t(c * n), UNWRITTEN).data(), c * n)),
           out{f,
@@ -118,7 +118,7 @@ struct Quantised {
 
 // Expects the codes of x [N, C], both orientations, amax and counts.
 void expect_quantised(const Quantised& q, const std::vector<double>& x) {
-    const float factor = float(q.scale.values()[0]), largest = fp8_max(q.out.format);
+    const float factor = float(q.scale.values()[FP8_SCALE]), largest = fp8_max(q.out.format);
     const std::vector<uint8_t> rows = q.rows(), columns = fetch_codes(q.column_codes);
     std::vector<int64_t> counts = {q.N * q.C, 0, 0};
     double amax = 0;
@@ -322,15 +322,16 @@ TEST(Fp8, BitsDoNotDependOnThreads) {
 
 TEST(Fp8Scales, OfATensor) {
     for (const auto& [amax, scale] : {std::pair<double, double>{3, 64}, {3.5, 64}, {3.51, 32}, {0, 1}, {INFINITY, 1}}) {
-        const TestArray s = TestArray::poisoned({2}), a = TestArray::of({amax}, {1});
+        const TestArray s = TestArray::poisoned({FP8_SCALE_FLOATS}), a = TestArray::of({amax}, {1});
         fp8_set_scale({s, a, {}}, Fp8Format::E4M3, 1, Stream{});
-        EXPECT_EQ(s.fetch(), (std::vector<double>{scale, 1 / scale})) << amax;
+        EXPECT_EQ(s.fetch(), (std::vector<double>{1 / scale, scale, 0, 0})) << amax;
     }
 }
 
 // Slot 0 grows and shrinks, slot 1 is once not finite, slot 2 is zero.
 TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
-    const TestArray scales = TestArray::poisoned({3, 2}), history = TestArray::of(std::vector<double>(9), {3, 3});
+    const TestArray scales = TestArray::poisoned({3, FP8_SCALE_FLOATS}),
+                    history = TestArray::of(std::vector<double>(9), {3, 3});
     const double steps[][3] = {{1, 4, 0}, {7, INFINITY, 0}, {2, 2, 0}, {2, NAN, 0}, {2, 1, 0}};
     const double largest[][3] = {{1, 4, 0}, {7, 4, 0}, {7, 4, 0}, {7, 4, 0}, {2, 4, 0}};
     for (size_t i = 0; i < std::size(steps); i++) {
@@ -341,8 +342,10 @@ TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
         for (size_t s = 0; s < 3; s++) {
             const double scale =
                 largest[i][s] > 0 ? power_of_two(fp8_scale_exponent(float(largest[i][s]), Fp8Format::E5M2, 1)) : 1;
-            EXPECT_EQ(scales.fetch()[2 * s], scale) << "step " << i << " slot " << s;
-            EXPECT_EQ(scales.fetch()[2 * s + 1], 1 / scale) << "step " << i << " slot " << s;
+            const std::vector<double> all = scales.fetch();
+            const double* stored = &all[FP8_SCALE_FLOATS * s];
+            EXPECT_EQ(stored[FP8_SCALE], scale) << "step " << i << " slot " << s;
+            EXPECT_EQ(stored[FP8_INVERSE_SCALE], 1 / scale) << "step " << i << " slot " << s;
         }
     }
     EXPECT_EQ(history.fetch(), (std::vector<double>{2, 1, 0, 2, 2, 0, 2, 4, 0}));

@@ -31,8 +31,10 @@ Operand operand(Fp8Format f, int64_t rows, int64_t K, float factor, uint64_t see
             code = fp8_encode(float(normal01(seed, uint64_t(n), uint64_t(k))) * 16, f);
             values.push_back(double(fp8_decode(code, f)) / factor);
         }
-    Operand x{
-        TestArray::bytes(codes.data(), int64_t(codes.size())), TestArray::of({factor, 1 / factor}, {2}), values, {}};
+    Operand x{TestArray::bytes(codes.data(), int64_t(codes.size())),
+              TestArray::of({1 / factor, factor, 0, 0}, {FP8_SCALE_FLOATS}),
+              values,
+              {}};
     const Tensor all = make_tensor(x.codes.tensor().data, DType::U8, backend_device(), {rows, K + gap});
     x.matrix = {all.columns(0, K), f, x.scale};
     return x;
@@ -119,7 +121,8 @@ TEST(MatmulFp8, KeepsNaN) {
         const Operand b = operand(Fp8Format::E4M3, N, K, 1, 2, 0);
         std::vector<uint8_t> codes(size_t(M * K), fp8_encode(1, f));
         codes[size_t(3 * K + 5)] = fp8_encode(std::numeric_limits<float>::infinity(), f);
-        const TestArray bytes = TestArray::bytes(codes.data(), M * K), scale = TestArray::of({1, 1}, {2});
+        const TestArray bytes = TestArray::bytes(codes.data(), M * K),
+                        scale = TestArray::of({1, 1, 0, 0}, {FP8_SCALE_FLOATS});
         const Fp8Matrix a{make_tensor(bytes.tensor().data, DType::U8, backend_device(), {M, K}), f, scale};
         const TestArray out = TestArray::poisoned({M, N});
         const TestArray scratch = TestArray::scratch(std::max<int64_t>(1, matmul_fp8_scratch(M, N, K)));

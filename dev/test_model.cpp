@@ -38,11 +38,16 @@ TEST_P(Fixtures, LogitsAndLoss) {
 // a bias sums dy over the tokens and the weights sum dy times inputs, here a norm's output with an RMS of about 1. So
 // the weights' gradient has the size that the bias's would have without cancellation, and rounding errors have this
 // size.
+// The gradients of q and k pass through dS = P∘(dP − Σ P·dP), a difference of numbers of the size that v's gradient
+// has: an error of one unit of the dtype relative to v's. In OLMo2's fixture q's and k's are 4% to 9% of v's, and
+// PyTorch in bf16 errs there by up to 9%.
 TEST_P(Fixtures, Gradients) {
     driver.gradients({batch});
     const std::vector<float> grads = driver.grads();
     size_t compared = 0;
     std::map<std::pair<int64_t, int64_t>, double> qkv_sizes;  // of the weights' gradient, by layer and first row
+    std::vector<double> v_gradient;  // of the layer's weights; they come before all that uses it
+    const double unit = dtype == DType::F32 ? 0x1p-24 : 0x1p-8;
     for (const Param& p : driver.model.table.params) {
         std::vector<double> got(grads.begin() + p.offset, grads.begin() + p.offset + p.numel()), ref(got.size(), NAN);
         for (const SourceTensor& source : p.sources) {
@@ -59,7 +64,9 @@ TEST_P(Fixtures, Gradients) {
         // q, k and v are compared one by one, gate and up too, also where the file holds them in one source.
         std::vector<std::pair<int64_t, int64_t>> parts = {{0, p.rows}};
         const int64_t Q = f.config.heads * f.config.head_size, K = f.config.kv_heads * f.config.head_size;
-        if (p.slot == QKV_W || p.slot == QKV_B) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
+        const bool qkv = p.slot == QKV_W || p.slot == QKV_B;
+        if (qkv) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
+        if (p.slot == QKV_W) v_gradient.assign(ref.begin() + (Q + K) * p.row_size(), ref.end());
         if (f.config.mlp == Mlp::SwiGLU && (p.slot == FC_W || p.slot == FC_B))
             parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
         for (const auto& [begin, end] : parts) {
@@ -69,8 +76,10 @@ TEST_P(Fixtures, Gradients) {
             double size = rms(rows(ref));
             if (p.slot == QKV_W) qkv_sizes[{p.layer, begin}] = size;
             if (p.slot == QKV_B) size = std::max(size, qkv_sizes.at({p.layer, begin}));
-            EXPECT_LE(rms(difference(rows(got), rows(ref))), bounds(dtype).gradients * size)
-                << p.name << " rows " << begin << " to " << end;
+            double limit = bounds(dtype).gradients * size;
+            const bool qk = p.slot == QNORM_W || p.slot == KNORM_W || (qkv && begin < Q + K);
+            if (qk) limit += unit * rms(v_gradient);
+            EXPECT_LE(rms(difference(rows(got), rows(ref))), limit) << p.name << " rows " << begin << " to " << end;
         }
     }
     size_t in_file = 0;

@@ -24,7 +24,7 @@ struct Records {
 // Row n0 + i of y, whose columns are [0, C), for i < rows. y_stride: of y's rows.
 void quantise_rows(const Fp8Output& out, Records& total, const float* y, int64_t y_stride, int64_t n0, int64_t rows,
                    int64_t C) {
-    const float scale = out.slot.scale.as<float>()[0], largest = fp8_max(out.format);
+    const float scale = out.slot.scale.as<float>()[FP8_SCALE], largest = fp8_max(out.format);
     uint8_t* const r = out.rows ? out.rows.as<uint8_t>() + n0 * row_stride(out.rows) : nullptr;
     uint8_t* const c = out.columns ? out.columns.as<uint8_t>() + n0 : nullptr;
     const int64_t rs = out.rows ? row_stride(out.rows) : 0, cs = out.columns ? row_stride(out.columns) : 0;
@@ -103,20 +103,11 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
     });
 }
 
-namespace {
-
-void store_scale(float* scale, float amax, Fp8Format format, int margin) {
-    const int e = fp8_scale_exponent(amax, format, margin);
-    scale[0] = power_of_two(e), scale[1] = power_of_two(-e);
-}
-
-}  // namespace
-
 void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream) {
     const char* op = "fp8_set_scale";
     check_fp8_slot(op, slot);
     require(bool(slot.amax), op, ": amax is missing");
-    store_scale(slot.scale.as<float>(), *slot.amax.as<float>(), format, margin);
+    fp8_store_scale(slot.scale.as<float>(), fp8_scale_exponent(*slot.amax.as<float>(), format, margin));
 }
 
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream) {
@@ -135,7 +126,7 @@ void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format f
         }
         float largest = 0;
         for (int64_t i = 0; i < H; i++) largest = std::max(largest, h[i * stride + s]);
-        store_scale(scales.as<float>() + 2 * s, largest, format, margin);
+        fp8_store_scale(scales.as<float>() + FP8_SCALE_FLOATS * s, fp8_scale_exponent(largest, format, margin));
     }
 }
 

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(THREADS) quantise_kernel(Arguments<INPUTS> a, 
     const RowItem at = row_item(blockIdx.x, ceil_div(a.C, TILE_COLUMNS));
     const int quad = threadIdx.x / GROUPS, group = threadIdx.x % GROUPS;
     const int64_t n0 = at.row * TILE_ROWS, c0 = at.item * TILE_COLUMNS, n = n0 + quad * ROWS, c = c0 + group * W;
-    const float scale = *a.scale;
+    const float scale = a.scale[FP8_SCALE];
     // Elements beyond the matrix are 0, and so is their y.
     Pack<T, W> x[ROWS][INPUTS] = {};
 #pragma unroll
@@ -249,13 +249,8 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
 
 namespace {
 
-__device__ void store_scale(float* scale, float amax, Fp8Format format, int margin) {
-    const int e = fp8_scale_exponent(amax, format, margin);
-    scale[0] = power_of_two(e), scale[1] = power_of_two(-e);
-}
-
 __global__ void set_scale_kernel(float* scale, const float* amax, Fp8Format format, int margin) {
-    store_scale(scale, *amax, format, margin);
+    fp8_store_scale(scale, fp8_scale_exponent(*amax, format, margin));
 }
 
 // One thread for each slot.
@@ -274,7 +269,7 @@ __global__ void update_scales_kernel(float* scales, float* history, int64_t hist
         if (finite) history[i * history_stride + s] = older;
     }
     if (finite) history[s] = newest;
-    store_scale(scales + 2 * s, largest, format, margin);
+    fp8_store_scale(scales + FP8_SCALE_FLOATS * s, fp8_scale_exponent(largest, format, margin));
 }
 
 // One thread for each sum.

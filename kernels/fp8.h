@@ -19,7 +19,7 @@
 
 // The scale of a tensor and what is recorded of it, on the device.
 struct Fp8Slot {
-    Tensor scale;   // [2] fp32: the scale and its inverse
+    Tensor scale;   // [FP8_SCALE_FLOATS] fp32
     Tensor amax;    // [1] fp32, not finite if a y was not; null: not recorded
     Tensor counts;  // [NUM_FP8_COUNTS] int64, added to; null: not recorded
 };
@@ -50,8 +50,8 @@ void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream str
 // Delayed scaling (Micikevicius et al. 2022, section 3.1): the scales of the next step from the largest amax of the
 // last H steps and of all ranks.
 //
-// scales [S, 2], history [H, S] fp32, the newest step first; amaxes [ranks, S] fp32. An amax that is not finite leaves
-// the slot's history as it is. A slot whose history is all zero gets the scale 1.
+// scales [S, FP8_SCALE_FLOATS], history [H, S] fp32, the newest step first; amaxes [ranks, S] fp32. An amax that is not
+// finite leaves the slot's history as it is. A slot whose history is all zero gets the scale 1.
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream stream);
 
 // totals [NUM_FP8_COUNTS] = the sums over the slots of counts [S, NUM_FP8_COUNTS] int64.

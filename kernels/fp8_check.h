@@ -5,7 +5,7 @@
 #include "kernels/fp8.h"
 
 inline void check_fp8_slot(const char* op, const Fp8Slot& slot) {
-    check_tensor(op, "scale", slot.scale, DType::F32, {2});
+    check_tensor(op, "scale", slot.scale, DType::F32, {FP8_SCALE_FLOATS});
     check_tensor(op, "amax", slot.amax, DType::F32, {1}, Given::Optional);
     check_tensor(op, "counts", slot.counts, DType::I64, {NUM_FP8_COUNTS}, Given::Optional);
 }
@@ -26,9 +26,10 @@ inline int64_t check_fp8_activation(const char* op, Activation f, const Tensor& 
 }
 
 inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor& history, const Tensor& amaxes) {
-    require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [slots, 2]");
+    require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [slots, ", int(FP8_SCALE_FLOATS),
+            "]");
     const int64_t S = scales.shape[0];
-    check_matrix(op, "scales", scales, S, 2);
+    check_matrix(op, "scales", scales, S, FP8_SCALE_FLOATS);
     check_matrix(op, "history", history);
     check_matrix(op, "history", history, history.shape[0], S);
     check_matrix(op, "amaxes", amaxes);

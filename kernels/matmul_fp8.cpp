@@ -13,7 +13,7 @@ namespace {
 void decode(const Tensor& out, const Fp8Matrix& x, int64_t begin, int64_t end) {
     std::array<float, 256> values;
     for (int code = 0; code < 256; code++)
-        values[size_t(code)] = fp8_decode(uint8_t(code), x.format) * x.scale.as<float>()[1];
+        values[size_t(code)] = fp8_decode(uint8_t(code), x.format) * x.scale.as<float>()[FP8_INVERSE_SCALE];
     const int64_t K = x.codes.shape[1], stride = row_stride(x.codes);
     const uint8_t* codes = x.codes.as<uint8_t>() + begin * stride;
     float* to = out.as<float>();

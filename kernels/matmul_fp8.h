@@ -24,7 +24,7 @@
 struct Fp8Matrix {
     Tensor codes;  // [rows, K] U8, contiguous rows
     Fp8Format format = Fp8Format::E4M3;
-    Tensor scale;  // [2] fp32: the scale and its inverse, on the device
+    Tensor scale;  // [FP8_SCALE_FLOATS] fp32, on a GPU aligned to 16 bytes
 };
 
 // out [M, N]: fp32, on a GPU also bf16; a [M, K], b [N, K]; bias [N] of out's dtype or null, on a GPU with bf16 only.

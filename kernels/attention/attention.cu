@@ -16,7 +16,7 @@ Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const T
     a.q = heads_of<T>(q), a.k = heads_of<T>(k), a.v = heads_of<T>(v), a.out = heads_of<T>(out);
     a.lse = lse.as<float>(), a.lse_stride = lse.stride[0];
     a.cum_q = sequences.cum_q.as<int32_t>(), a.cum_k = sequences.cum_k.as<int32_t>();
-    a.count = sequences.count.as<int32_t>();
+    if (sequences.count) a.count = sequences.count.as<int32_t>();
     a.causal = sequences.causal;
     // A window longer than every sequence has no effect. Clamped, so that sums with it fit an int.
     a.window = int(std::min(sequences.window, std::max(sequences.max_q, sequences.max_k)));

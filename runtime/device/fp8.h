@@ -32,6 +32,16 @@ HOST_DEVICE inline float power_of_two(int e) {
     return x;
 }
 
+// A scale on the device: FP8_SCALE_FLOATS numbers. The inverse is the first, since cuBLASLt reads its factors only at
+// addresses that are multiples of 16 bytes.
+enum Fp8ScaleNumber { FP8_INVERSE_SCALE, FP8_SCALE, FP8_SCALE_FLOATS = 4 };
+
+// The scale 2ᵉ.
+HOST_DEVICE inline void fp8_store_scale(float* to, int e) {
+    to[FP8_INVERSE_SCALE] = power_of_two(-e), to[FP8_SCALE] = power_of_two(e);
+    for (int i = 2; i < FP8_SCALE_FLOATS; i++) to[i] = 0;
+}
+
 // Rounds to nearest even. Beyond the largest number: that number (saturation). NaN and ±∞ become NaN, so that a tensor
 // that is not finite stays one. The same codes as the GPU's conversion with saturation, except for ±∞.
 inline uint8_t fp8_encode(float x, Fp8Format f) {
