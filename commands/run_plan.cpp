@@ -12,8 +12,8 @@ namespace {
 // What is in use before a run, and a remark on it. A context that was not measured is taken to be an H100's.
 std::pair<int64_t, std::string> in_use_on(const Gpu* gpu) {
     if (!gpu) return {device_bytes_in_use(), ""};
-    if (gpu->context_mib) return {gpu->context_mib << 20, ""};
-    return {find_gpu("H100 80GB HBM3").context_mib << 20,
+    if (gpu->context_mib > 0) return {int64_t(gpu->context_mib * 0x1p20), ""};
+    return {int64_t(find_gpu("H100 80GB HBM3").context_mib * 0x1p20),
             str("  the CUDA context was not measured on ", gpu->name, "; that of an H100 is planned\n")};
 }
 

@@ -9,6 +9,7 @@
 import glob
 import json
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -45,7 +46,7 @@ def plan(arguments, *more):
 
 class PlanTest(unittest.TestCase):
     def test_fixtures(self):
-        paths = sorted(glob.glob(os.path.join(FIXTURES, "*.json")))
+        paths = sorted(set(glob.glob(os.path.join(FIXTURES, "*.json"))) - set(glob.glob(os.path.join(FIXTURES, "*.runs.json"))))
         if not paths:
             self.skipTest("no plans of a GPU are recorded (dev/test_plan.py --record on one)")
         for path in paths:
@@ -54,6 +55,23 @@ class PlanTest(unittest.TestCase):
             for arguments, printed in recorded["plans"].items():
                 with self.subTest(gpu=recorded["gpu"], arguments=arguments):
                     self.assertEqual(plan(arguments, "--gpu", recorded["gpu"]), printed)
+
+    # What training printed on a GPU, and the most memory that nvidia-smi saw in use there.
+    def test_runs_on_gpus(self):
+        paths = glob.glob(os.path.join(FIXTURES, "*.runs.json"))
+        self.assertTrue(paths)
+        for path in paths:
+            with open(path) as file:
+                recorded = json.load(file)
+            for measured in recorded["runs"]:
+                with self.subTest(gpu=recorded["gpu"], arguments=measured["arguments"]):
+                    printed = plan(measured["arguments"], "--gpu", recorded["gpu"])
+                    lines = dict(re.findall(r"^  (\S.*?)  +(\S+ \S+)$", printed, re.MULTILINE))
+                    for name, value in measured["printed"].items():
+                        self.assertEqual(lines.get(name), value, name)
+                    whole = json.loads(plan(measured["arguments"], "--gpu", recorded["gpu"], "--json"))
+                    mib = (whole["total_bytes"] + whole["in_use_before"]) / 2**20
+                    self.assertLess(abs(mib / measured["peak_mib"] - 1), 0.02, f"planned {mib:.0f} MiB, used {measured['peak_mib']}")
 
     # On a GPU of the table: the plan for its name is the plan for it. Other programs may use it.
     def test_this_gpu(self):

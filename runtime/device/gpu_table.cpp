@@ -17,7 +17,7 @@ constexpr Gpu GPUS[] = {
     // NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A.
     {"GeForce RTX 5090", 209.5, 104.8, 170, 120, 32},
     // Hopper: H100, H200 and GH200 datasheets. The SXM boards' HBM3 or HBM3e tells them from the PCIe and NVL cards.
-    {"H100 80GB HBM3", 989.4, 66.9, 132, 90, 80, 527},
+    {"H100 80GB HBM3", 989.4, 66.9, 132, 90, 80, 526.8125},
     {"H100 PCIe", 756, 51, 114, 90, 80},
     {"H100 NVL", 835.5, 60, 132, 90, 94},
     {"H200", 989.4, 66.9, 132, 90, 141},

@@ -12,9 +12,9 @@ struct Gpu {
     double tensor_tflops;  // bf16 and fp16, fp32 accumulation, no sparsity
     double fp32_tflops;    // multiply-adds outside of tensor cores
     int64_t sms;
-    int sm;                   // compute capability times ten
-    double gib;               // memory
-    int64_t context_mib = 0;  // memory of a CUDA context; 0: not measured
+    int sm;                  // compute capability times ten
+    double gib;              // memory
+    double context_mib = 0;  // memory of a CUDA context; 0: not measured
 
     Target target() const;
 };
