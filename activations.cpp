@@ -88,7 +88,8 @@ enum Dims {
     UPDATE_BYTES,
     FP8_ROWS,     // N x the widest operand of a linear layer
     FP8_COLUMNS,  // N x the widest output
-    FP8_WEIGHT    // the largest weight
+    FP8_WEIGHT,   // the largest weight
+    N_LORA        // columns of the adapters' A·x
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
@@ -110,7 +111,8 @@ enum When : unsigned {
     FP8 = 8192,           // they are in fp8
     NORM1_READ = 16384,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
     NORM1_CODES = 32768,  // it does not
-    FP8_WEIGHTS = 65536   // fp8, and quantised weights are not kept
+    FP8_WEIGHTS = 65536,  // fp8, and quantised weights are not kept
+    LORA = 131072         // adapters are trained
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -232,6 +234,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
     {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
+    {&HeadActs::low_rank, "low_rank", N_LORA, MODEL, START, UPDATE, LORA},
     {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
 };
 
@@ -361,6 +364,8 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {N * largest_linear(c, [](LinearSizes s) { return s.outputs; })};
         case FP8_WEIGHT:
             return {largest_linear(c, [](LinearSizes s) { return s.outputs * s.inputs; })};
+        case N_LORA:
+            return {N, shape.lora_width};
     }
     return {};
 }
@@ -372,7 +377,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights ? HEAD_NORM : 0u) |
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
-           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u);
+           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (shape.lora_width ? LORA : 0u);
 }
 
 // Those that hold for a layer.
@@ -385,14 +390,15 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
 }
 
 // Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
-// it, and fp8 quantises the output of GELU itself. Only 16-bit softmax attention has a faster backward pass that is not
-// deterministic.
+// it, fp8 quantises the output of GELU itself, and adapters are added before GELU. Only 16-bit softmax attention has a
+// faster backward pass that is not deterministic.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;
-    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on) shape.gelu_epilogue = GeluEpilogue::Off;
+    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on || shape.lora_width)
+        shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
 

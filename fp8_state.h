@@ -26,9 +26,7 @@
 constexpr int64_t FP8_HISTORY = 16;  // steps
 constexpr int FP8_MARGIN = 1;
 
-// The slots of the weights [outputs, inputs] of a block's linear layers, and their sizes.
-constexpr Slot LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
-constexpr int64_t NUM_LINEAR_LAYERS = 4;
+// The sizes of a block's linear layers (LINEAR_LAYERS).
 struct LinearSizes {
     int64_t outputs, inputs;
 };

@@ -19,6 +19,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
 #include "kernels/global_norm.h"
+#include "models/lora.h"
 #include "parallel/evaluation.h"
 #include "parallel/muon.h"
 #include "parallel/snapshot.h"
@@ -65,11 +66,20 @@ struct Model {
     // ZeRO stage 3, else empty and null: the slots for gathered groups, and what gathers them.
     GroupSlots slots;
     std::unique_ptr<WeightGatherer> gatherer;
+    // LoRA: the adapters, which are trained instead of the weights, and their parameters as a model of its own. They
+    // are small, so every rank holds them whole in all ZeRO stages. Else null.
+    std::unique_ptr<LoraTable> lora;
+    std::unique_ptr<Model> adapters;
 
     // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
-          OptimizerType hidden_matrices = OptimizerType::AdamW, Offload to_host = {});
+          OptimizerType hidden_matrices = OptimizerType::AdamW, Offload to_host = {},
+          const LoraOptions& lora_options = {});
     void allocate(const Context& ctx);
+
+    // What has gradients and an optimizer state.
+    Model& trained() { return adapters ? *adapters : *this; }
+    const Model& trained() const { return adapters ? *adapters : *this; }
 
     // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
     // parameters that stay fp32, where they have an arena of their own.
@@ -79,13 +89,13 @@ struct Model {
     int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
     int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
 
-    // Null where this model has no such parameter.
-    Tensor weight(Slot slot, int64_t layer = -1) const {
+    // Null where this model has no such parameter; of frozen parameters there is no gradient.
+    Tensor weight(int slot, int64_t layer = -1) const {
         const Param* p = table.find(slot, static_cast<int>(layer));
         return p ? arenas.tensor(*p) : Tensor{};
     }
-    Tensor gradient(const Gradients& grads, Slot slot, int64_t layer = -1) const {
-        const Param* p = table.find(slot, static_cast<int>(layer));
+    Tensor gradient(const Gradients& grads, int slot, int64_t layer = -1) const {
+        const Param* p = table.frozen ? nullptr : table.find(slot, static_cast<int>(layer));
         return p ? grads.tensor(*p) : Tensor{};
     }
     Slot head() const { return config.tied ? WTE : HEAD_W; }
@@ -98,6 +108,9 @@ struct Model {
     GatheredGroup use(const Context& ctx, int group, int next = -1) const {
         return GatheredGroup(gatherer.get(), group, next, ctx.stream);
     }
+
+  private:
+    Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p);
 };
 
 // FLOP per token of a training step, for MFU.
@@ -117,6 +130,7 @@ struct RunShape {
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
     Fp8Options fp8;             // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
+    int64_t lora_width = 0;     // LoraTable::width of the adapters in training; 0: none
     bool deterministic = true;  // false: attention's backward pass may add in any order
     Target target = this_target();
 
@@ -166,6 +180,7 @@ struct HeadActs {
     Tensor scratch, forward_scratch;   // bytes
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand [N, C], and of a gradient [C, N]
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
+    Tensor low_rank;                   // LoRA: s·A·x of a linear layer's adapters, then its gradient
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16

@@ -36,6 +36,7 @@
 #include "kernels/softcap.h"
 #include "kernels/swiglu.h"
 #include "models/family.h"
+#include "models/lora_adapter.h"
 #include "models/model_source.h"
 #include "parallel/checkpoint.h"
 #include "runtime/device/gpu_table.h"
@@ -164,14 +165,21 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     return table;
 }
 
-Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
-             Offload to_host)
-    : config(model_config),
-      table(parameter_table(config, ranks.world, hidden_matrices)),
-      precision(p),
-      sharding(ranks),
-      offload(to_host) {
+Model::Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p)
+    : config(model_config), table(std::move(params)), precision(p), sharding(ranks) {
     if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
+}
+
+Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
+             Offload to_host, const LoraOptions& lora_options)
+    : Model(model_config, parameter_table(model_config, ranks.world, hidden_matrices), ranks, p) {
+    offload = to_host;
+    if (!lora_options.on()) return;
+    table.frozen = true;
+    precision.master = false;
+    lora = std::make_unique<LoraTable>(table, lora_options, ranks.world);
+    const Sharding whole{std::min<int64_t>(ranks.stage, 2), ranks.rank, ranks.world};
+    adapters.reset(new Model(config, lora->params, whole, p));
 }
 
 void Model::allocate(const Context& ctx) {
@@ -191,11 +199,12 @@ void Model::allocate(const Context& ctx) {
     if (fp32()) arenas.fp32 = part(DType::F32, fp32());
     arenas.fp32.origin = table.total - table.fp32_total;
     if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, slots);
+    if (adapters) adapters->allocate(ctx);
 }
 
-// 6 FLOP per weight of a matmul (2 forward, 4 backward), plus attention's two matmuls: the causal half of [T, T] for
-// softmax, of which a window w < T leaves T·w − w²/2; the recurrent form for linear attention (k vᵀ is added to a
-// state, the state is multiplied by q).
+// 6 FLOP per weight of a matmul (2 forward, 4 backward; a frozen weight has no gradient: 2 backward), plus attention's
+// two matmuls: the causal half of [T, T] for softmax, of which a window w < T leaves T·w − w²/2; the recurrent form for
+// linear attention (k vᵀ is added to a state, the state is multiplied by q).
 double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
@@ -203,6 +212,8 @@ double flop_per_token(const Model& model, int64_t T) {
         const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
         if (p.cols > 0 && !lookup_only) weights += double(p.numel());
     }
+    const double of_weights =
+        model.adapters ? 4 * weights + 6 * double(model.adapters->table.num_weights()) : 6 * weights;
     double attention = 0;
     for (int64_t l = 0; l < c.layers; l++) {
         const double w = double(c.window(l)), keys = w > 0 && w < double(T) ? w * (2 - w / double(T)) : double(T);
@@ -211,7 +222,7 @@ double flop_per_token(const Model& model, int64_t T) {
         else
             attention += double((c.heads + c.kv_heads) * c.head_size * c.head_size);
     }
-    return 6 * (weights + attention);
+    return of_weights + 6 * attention;
 }
 
 // --------------------------------------------------------------------------------------------------------------------
@@ -338,13 +349,60 @@ void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int6
                    [&](const Fp8Output& out) { fp8_quantise(out, inp, ctx.stream); });
 }
 
+// The adapters of a linear layer; a null: it has none.
+struct LoraLayer {
+    Tensor a, b;
+    const std::vector<LoraPart>* parts = nullptr;
+};
+LoraLayer lora_layer(const Model& model, Slot slot, int64_t l) {
+    if (!model.adapters) return {};
+    const auto parts = model.lora->parts.find({int(slot), l});
+    if (parts == model.lora->parts.end()) return {};
+    return {model.adapters->weight(lora_a(slot), l), model.adapters->weight(lora_b(slot), l), &parts->second};
+}
+
+// Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
+template <typename F>
+void for_each_part(const LoraLayer& lora, F f) {
+    const int64_t R = lora.b.shape[1];
+    int64_t a = 0, b = 0;
+    for (const LoraPart& part : *lora.parts) {
+        f(std::pair(b, b + part.rows), std::pair(part.row, part.row + part.rows), std::pair(a, a + R));
+        a += R, b += part.rows;
+    }
+}
+
+// s·A·inp of all adapters of a layer, [n, parts·R].
+Tensor lora_low_rank(const Context& ctx, const Model& model, const Activations& acts, const LoraLayer& lora,
+                     Tensor inp) {
+    const Tensor out = acts.low_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
+    matmul(out, inp, lora.a, false, true, false, ctx.stream, static_cast<float>(model.lora->options.scale()));
+    return out;
+}
+
+// out += s·B·A·inp.
+void lora_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
+                  Tensor inp) {
+    const LoraLayer lora = lora_layer(model, slot, l);
+    if (!lora.a) return;
+    const Range range(ctx.profiler, "lora");
+    const Tensor low_rank = lora_low_rank(ctx, model, acts, lora, inp);
+    for_each_part(lora, [&](auto b, auto rows, auto a) {
+        matmul_forward_add(out.columns(rows.first, rows.second), low_rank.columns(a.first, a.second),
+                           lora.b.rows(b.first, b.second), {}, ctx.stream);
+    });
+}
+
 // out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
 // quantised already. Accumulation may be fast: the operands' rounding is the larger error (docs/low_precision.md).
 void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
                     Tensor inp, Tensor columns = {}, Pass pass = Pass::First) {
     const Range range(ctx.profiler, linear_name(slot));
     const Tensor weight = model.weight(slot, l), bias = model.weight(bias_of(slot), l);
-    if (!acts.uses_fp8(l)) return matmul_forward(out, inp, weight, bias, ctx.stream);
+    if (!acts.uses_fp8(l)) {
+        matmul_forward(out, inp, weight, bias, ctx.stream);
+        return lora_forward(ctx, model, acts, slot, l, out, inp);
+    }
     if (inp) quantise_input(ctx, acts, slot, l, inp, true, columns, pass);
     const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
     matmul_fp8(out, acts.fp8->matrix(Fp8Operand::Input, slot, l, rows),
@@ -582,8 +640,9 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
                                            model.config.vocab_size, dloss, model.config.logit_softcap, ctx.stream);
         }
         const Range range(ctx.profiler, "head");
-        matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, acts.normf.rows(begin, end),
-                               accumulate || begin > 0, ctx.stream);
+        if (!model.table.frozen)
+            matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, acts.normf.rows(begin, end),
+                                   accumulate || begin > 0, ctx.stream);
         matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
     }
 }
@@ -620,6 +679,7 @@ Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int6
 // The gradients of a linear layer's weight and bias.
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate) {
+    if (model.table.frozen) return;
     const Range range(ctx.profiler, linear_name(slot));
     matmul_backward_weight(model.gradient(grads, slot, l), bias_gradient(model, grads, slot, l), dout, inp, accumulate,
                            ctx.stream);
@@ -646,7 +706,28 @@ void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients
                acts.forward_scratch, ctx.stream);
 }
 
-// The gradients of a linear layer's weight, bias and input. fp8: inp_t replaces inp. adds: to dinp; not in fp8.
+// LoRA: with h = s·A·inp, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp += dh·A. h is computed again, and dh
+// takes its place.
+void lora_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
+                   int64_t l, Tensor dinp, Tensor dout, Tensor inp, bool accumulate) {
+    const LoraLayer lora = lora_layer(model, slot, l);
+    if (!lora.a) return;
+    const Range range(ctx.profiler, "lora");
+    const Tensor low_rank = lora_low_rank(ctx, model, acts, lora, inp),
+                 da = model.adapters->gradient(grads, lora_a(slot), l),
+                 db = model.adapters->gradient(grads, lora_b(slot), l);
+    for_each_part(lora, [&](auto b, auto rows, auto a) {
+        const Tensor d = dout.columns(rows.first, rows.second), h = low_rank.columns(a.first, a.second);
+        matmul_backward_weight(db.rows(b.first, b.second), {}, d, h, accumulate, ctx.stream);
+        matmul(h, d, lora.b.rows(b.first, b.second), false, false, false, ctx.stream,
+               static_cast<float>(model.lora->options.scale()));
+    });
+    matmul_backward_weight(da, {}, low_rank, inp, accumulate, ctx.stream);
+    matmul_backward_input(dinp, low_rank, lora.a, true, ctx.stream);
+}
+
+// The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t replaces inp. adds: to
+// dinp; not in fp8.
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
                      int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate,
                      bool adds = false) {
@@ -659,8 +740,11 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
     }
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
-    const Range range(ctx.profiler, linear_name(slot));
-    matmul_backward_input(dinp, dout, model.weight(slot, l), adds, ctx.stream);
+    {
+        const Range range(ctx.profiler, linear_name(slot));
+        matmul_backward_input(dinp, dout, model.weight(slot, l), adds, ctx.stream);
+    }
+    lora_backward(ctx, model, grads, acts, slot, l, dinp, dout, inp, accumulate);
 }
 
 // Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
@@ -746,8 +830,9 @@ void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gra
     const Range range(ctx.profiler, "gate");
     const Tensor dx = a.ddecay_gate.columns(0, model.config.kv_heads);
     decay_gate_backward(dx, a.dlog_decay, a.log_decay, ctx.stream);
-    matmul_backward_weight(model.gradient(grads, DECAY_GATE_W, l), model.gradient(grads, DECAY_GATE_B, l), dx,
-                           qkv_input(a), accumulate, ctx.stream);
+    if (!model.table.frozen)
+        matmul_backward_weight(model.gradient(grads, DECAY_GATE_W, l), model.gradient(grads, DECAY_GATE_B, l), dx,
+                               qkv_input(a), accumulate, ctx.stream);
     matmul_backward_input(dinp, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
 }
 
@@ -810,11 +895,14 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
     const Range range(ctx.profiler, "backward");
     grads.begin(first_micro, last_micro, acts.micro_step);
     const bool accumulate = grads.accumulate();
-    grads.open(model.fp32_group(), ctx.stream);
-    grads.open(model.head_group(), ctx.stream);
+    const bool frozen = model.table.frozen;  // then only the layers' adapters have gradients
+    if (!frozen) {
+        grads.open(model.fp32_group(), ctx.stream);
+        grads.open(model.head_group(), ctx.stream);
+    }
     head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
     sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), !first_micro, ctx.stream);
-    if (!model.config.tied) grads.close(model.head_group(), ctx.stream);
+    if (!model.config.tied && !frozen) grads.close(model.head_group(), ctx.stream);
     const Tensor dx = acts.dx.rows(0, in.n);
     const int64_t last = model.config.layers - 1;
     grads.open(model.layer_group(last), ctx.stream);
@@ -829,6 +917,7 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
         (norm_after ? block_backward_norm_after : block_backward)(ctx, model, grads, l, a, acts, in, dx, accumulate);
         grads.close(model.layer_group(l), ctx.stream);
     }
+    if (frozen) return grads.end(ctx.stream);
     if (!model.config.tied) grads.open(0, ctx.stream);
     if (model.config.embedding_norm) {
         norm_backward(ctx, model, grads, EMBEDNORM_W, -1, embedding_norm(acts, dx), {dx, dx, {}, false}, acts.scratch,
@@ -857,8 +946,9 @@ int64_t Optimizer::second_moments(const Model& model) {
     return largest;
 }
 
-void Optimizer::allocate(const Context& ctx, const Model& model, const OptimizerOptions& optimizer_options,
+void Optimizer::allocate(const Context& ctx, const Model& whole, const OptimizerOptions& optimizer_options,
                          const GradientOptions& gradients) {
+    const Model& model = whole.trained();
     const ParamTable& table = model.table;
     const Sharding& sharding = model.sharding;
     const int64_t grad_bytes = Gradients::memory(table, sharding, gradients).bytes(), n = moments(model);
@@ -880,7 +970,8 @@ void Optimizer::allocate(const Context& ctx, const Model& model, const Optimizer
     muon = Muon(table, sharding, slices, m, options.rates, model.precision.dtype, options.muon);
 }
 
-int64_t update_workspace_bytes(const Model& model, int64_t round_bytes, const Target& target) {
+int64_t update_workspace_bytes(const Model& whole, int64_t round_bytes, const Target& target) {
+    const Model& model = whole.trained();
     return muon_workspace(model.table, model.sharding, model.precision.dtype, round_bytes, target).bytes();
 }
 
@@ -902,10 +993,10 @@ void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activa
         optimizer.updated[i].record(ctx.stream);
         optimizer.updated[i].make_wait(ctx.side);
         const Range gathering(ctx.profiler, "all_gather of updated weights", ctx.side);
-        ctx.comm->all_gather(p.gathered, model.sharding.own(p.gathered), ctx.side);
+        ctx.comm->all_gather(p.gathered, model.trained().sharding.own(p.gathered), ctx.side);
         optimizer.updated[i].record(ctx.side);
     }
-    if (model.sharding.splits_optimizer()) {
+    if (model.trained().sharding.splits_optimizer()) {
         const Range waiting(ctx.profiler, "wait for weights");
         for (size_t i = 0; i < slices.size(); i++)
             if (slices[i].gathered) optimizer.updated[i].make_wait(ctx.stream);
@@ -1013,6 +1104,7 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     plan.add("gathered weights", model.gathered() * size);
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
+    if (model.adapters) plan.add("adapters", model.adapters->bytes());
     return plan;
 }
 
@@ -1020,10 +1112,11 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
     const Target& target = acts.shape.target;
     MemoryPlan plan = memory_plan(model, target);
     if (acts.shape.training) {
-        const Gradients::Memory grads = Gradients::memory(model.table, model.sharding, gradients);
+        const Model& trained = model.trained();
+        const Gradients::Memory grads = Gradients::memory(trained.table, trained.sharding, gradients);
         plan.add("gradients", grads.arena);
         plan.add("gradients in progress", grads.slots + grads.buffer);
-        plan.add("optimizer (m, v)", Optimizer::state_bytes(model), Offload::place(model.offload.optimizer));
+        plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
@@ -1035,7 +1128,8 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
     return plan;
 }
 
-Snapshot snapshot_of(const Model& model) {
+Snapshot snapshot_of(const Model& whole) {
+    const Model& model = whole.trained();
     const DType exact = model.master() ? DType::F32 : model.precision.dtype;
     return {model.table, exact, model.precision.moments, model.sharding.rank, model.sharding.world};
 }
@@ -1066,6 +1160,7 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
+    if (model.lora) shape.lora_width = model.lora->width;
     return shape;
 }
 
@@ -1106,9 +1201,9 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       dtype(o.model.type()),
       model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
             {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
-            offload_options(o.offload)),
+            offload_options(o.offload), o.lora),
       acts(s.source.config, run_shape(o, model)),
-      checkpoints(ctx, model.table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
+      checkpoints(ctx, model.trained().table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
       watchdog(o.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
                str(" (--step-timeout); 'train --resume --out ", o.out, "' continues from the last checkpoint")) {
@@ -1117,13 +1212,18 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     if (!s.questions.empty()) choices = make_choices(s.questions, *tokenizer, s.source.config.vocab_size);
     for (const TrainingData& data : s.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
+    if (model.adapters) {
+        if (!s.resume.checkpoint.empty()) LoraAdapter::check_base(s.resume.checkpoint, s.source.directory, model.table);
+        base_fingerprint = LoraAdapter::fingerprint(s.source.directory, model.table);
+    }
     const GradientOptions gradients = gradient_options(o.sharding, o.grad_dtype, o.seed);
     MemoryPlan plan = memory_plan(model, acts, gradients);
     plan.limit = o.gpu_memory;
     planned_bytes = plan.total;
     plan.check([&](int64_t available) {
         return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
-            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer, model.offload);
+            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer, model.offload,
+                              o.lora);
             RunShape shape = acts.shape;
             shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
             shape.fp8 = fp8_options(o.fp8, other);
@@ -1147,6 +1247,9 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
              ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
              plan.text(ctx.in_use_before)));
     if (acts.fp8) tell(fp8_warning(model.config));
+    if (model.adapters)
+        tell(str("LoRA adapters of ", model.lora->options.description(), ": ",
+                 with_commas(model.adapters->table.num_weights()), " weights are trained\n"));
     peak_flops = dense_peak_flops(device_name(), dtype);
     // Before the arenas are allocated, because it allocates memory of its own.
     if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);
@@ -1178,16 +1281,18 @@ Trainer::~Trainer() {
 
 void Trainer::start() {
     StepScalars scalars{};
+    Model& trained = model.trained();
+    if (model.adapters) tell(load_weights(s.source, model.table, model.arenas));
     if (!s.resume.checkpoint.empty()) {
-        load_state(s.resume.checkpoint, model.table, {model.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
+        load_state(s.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = s.resume.step;
         scalars.t = s.resume.adam_steps;
         scalars.norm_count = s.resume.norm_count;
         std::copy(s.resume.grad_norms.begin(), s.resume.grad_norms.end(), scalars.norms);
-    } else if (!s.source.directory.empty()) {
+    } else if (!s.source.directory.empty() && !model.adapters) {
         tell(load_weights(s.source, model.table, model.arenas));
     } else {
-        initialise_weights(model.table, model.arenas, o.seed, ctx.stream);
+        initialise_weights(trained.table, trained.arenas, o.seed, ctx.stream);
     }
     if (acts.fp8 && !s.resume.fp8_history.empty())
         acts.fp8->restore(s.resume.fp8_history, s.resume.fp8_steps, ctx.stream);
@@ -1471,18 +1576,24 @@ void Trainer::save(bool last) {
                               {"dtype", dtype_name(dtype)},
                               {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
                               {"optimizer_dtype", o.optimizer_dtype},
+                              {"lora", o.lora.description()},
                               {"learning_rates", rates},
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
+    SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
+    if (model.adapters) metadata[LoraAdapter::FINGERPRINT] = base_fingerprint;
     const auto small_files = [this, trainer](const std::string& directory) {
-        save_model_files(directory, model.config, s.source.original_config,
-                         {s.source.directory, s.tokenizer_data().path});
+        if (model.adapters)
+            LoraAdapter::write_config(directory, model.lora->options, s.source.directory, model.table);
+        else
+            save_model_files(directory, model.config, s.source.original_config,
+                             {s.source.directory, s.tokenizer_data().path});
         write_json(join_path(directory, "trainer.json"), trainer);
     };
     // In the files of tensors too, so that a file of another checkpoint is noticed.
-    checkpoints.save({step, {{"step", str(step)}, {"adam_steps", str(adam_steps)}}, small_files},
-                     {model.arenas, optimizer.m, optimizer.v}, last);
+    const TrainingArenas arenas = {model.trained().arenas, optimizer.m, optimizer.v};
+    checkpoints.save({step, std::move(metadata), small_files}, arenas, last);
 }
 
 // The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "models/lora.h"
 #include "models/model_source.h"
 #include "runtime/communication/launch.h"
 #include "runtime/device/fp8.h"
@@ -124,6 +125,7 @@ struct TrainOptions {
     bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     Fp8Options fp8;
+    LoraOptions lora;
     LaunchOptions launch;
     ShardingOptions sharding;
     int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
@@ -178,6 +180,7 @@ struct PlanOptions {
     int64_t batch_size = 4, seq_len = 256;
     Recompute recompute = Recompute::None;
     Fp8Options fp8;
+    LoraOptions lora;
     ShardingOptions sharding;
     int64_t world = 1;
     std::string gpu;         // a part of its name; empty: this program's device

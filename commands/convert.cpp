@@ -28,7 +28,7 @@ struct Source {
 
 Source open_source(const ConvertOptions& o, const TableOf& table_of) {
     const std::string& path = o.source;
-    require(o.merge == LoraAdapter::is_adapter(path), path,
+    require(o.merge == !find_adapter(path).empty(), path,
             o.merge ? ": is not an adapter, so there is nothing to merge; leave --merge out"
                     : ": is an adapter; add --merge to write its base with the adapter added");
     if (path_exists(path) && !is_directory(path)) {

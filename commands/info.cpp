@@ -123,21 +123,28 @@ ordered_json file_info(const std::string& path) {
     return info;
 }
 
-ordered_json adapter_info(const std::string& path) {
-    const json config = read_json(join_path(path, LoraAdapter::CONFIG));
-    return {{"kind", "adapter"}, {"config", ordered_json::parse(config.dump())}};
+// trainer.json of a checkpoint, and the checkpoints if it is that of a run.
+void add_trainer(ordered_json& info, const std::string& directory, const std::string& path) {
+    const std::string trainer = join_path(directory, "trainer.json");
+    if (path_exists(trainer)) {
+        ordered_json& keys = info["trainer"] = ordered_json::parse(read_json(trainer).dump());
+        if (keys.contains("fp8")) keys["fp8"].erase("history");  // thousands of numbers
+    }
+    if (directory != path) info["checkpoints"] = list_checkpoints(path);
+}
+
+ordered_json adapter_info(const std::string& path, const std::string& directory) {
+    const json config = read_json(join_path(directory, ADAPTER_CONFIG));
+    ordered_json info = {{"kind", "adapter"}, {"config", ordered_json::parse(config.dump())}};
+    add_trainer(info, directory, path);
+    return info;
 }
 
 ordered_json model_info(const std::string& path) {
     const ModelSource source = find_model(path);
     ordered_json info = {{"kind", "model"}, {"directory", source.directory}};
     info["config"] = config_object(source.config);
-    const std::string trainer = join_path(source.directory, "trainer.json");
-    if (path_exists(trainer)) {
-        ordered_json& keys = info["trainer"] = ordered_json::parse(read_json(trainer).dump());
-        if (keys.contains("fp8")) keys["fp8"].erase("history");  // thousands of numbers
-    }
-    if (source.directory != path) info["checkpoints"] = list_checkpoints(path);
+    add_trainer(info, source.directory, path);
     info["tokenizer"] = path_exists(join_path(source.directory, "tokenizer.json"));
     return info;
 }
@@ -169,8 +176,8 @@ void show_info(const InfoOptions& o) {
         }
     } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
         info = data_info(o.path);
-    } else if (LoraAdapter::is_adapter(o.path)) {
-        info = adapter_info(o.path);
+    } else if (const std::string adapter = find_adapter(o.path); !adapter.empty()) {
+        info = adapter_info(o.path, adapter);
     } else {
         info = model_info(o.path);
     }

@@ -29,8 +29,8 @@ PlanOptions parse_plan(const Args& args) {
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
-    of_training.insert(of_training.end(),
-                       {optimizer, optimizer_dtype, grad_dtype, offload, recompute, master_weights, nondeterministic});
+    of_training.insert(of_training.end(), {add_lora_options(app, o.lora), optimizer, optimizer_dtype, grad_dtype,
+                                           offload, recompute, master_weights, nondeterministic});
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
@@ -60,6 +60,7 @@ PlanOptions parse_plan(const Args& args) {
         choose_training_dtype(o.model, o.master_weights, o.offload, gpu ? gpu->target() : this_target());
     else if (o.model.dtype == "auto")
         o.model.dtype = "fp32";  // the default of commands that don't train
+    check_lora_options(o.lora, o.optimizer, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights);
     return o;
 }
 

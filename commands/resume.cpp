@@ -7,6 +7,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
+#include "runtime/files/weights.h"
 
 namespace {
 
@@ -35,6 +36,7 @@ ResumePoint read_trainer_json(const std::string& checkpoint, const std::string& 
     r.total_batch_tokens = keys.whole_number("total_batch_tokens", 1);
     r.data = read_data_uses(keys);
     if (keys.has("gemm")) r.gemm = keys.text("gemm");
+    if (keys.has("lora")) r.lora = keys.text("lora");
     if (keys.has("pack")) r.pack = keys.text("pack");
     if (keys.has("grad_norms")) {
         r.norm_count = keys.whole_number("norm_count", 0);
@@ -82,7 +84,8 @@ bool needs_exported_weights(const SafetensorsFile& state) {
 ResumePoint read_resume_point(const std::string& checkpoint) {
     const std::string trainer = join_path(checkpoint, "trainer.json"),
                       state = join_path(checkpoint, "state.safetensors"),
-                      weights = join_path(checkpoint, "model.safetensors");
+                      adapter = join_path(checkpoint, ADAPTER_WEIGHTS),
+                      weights = path_exists(adapter) ? adapter : join_path(checkpoint, "model.safetensors");
     // A file that cannot be opened is no reason to remove its checkpoint.
     for (const std::string& path : {trainer, state}) FileReader readable(path);
     try {

@@ -27,6 +27,7 @@ struct ResumePoint {
     std::vector<float> fp8_history;   // the amaxes of the last steps (fp8_state.h); empty: the run was not in fp8
     int64_t fp8_steps = 0;            // that the history holds
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
+    std::string lora = "none";        // LoraOptions::description(); older files do not have it
     std::string pack = "none";        // "examples" or "none"; older files do not name it
     std::optional<std::array<double, NUM_RATE_GROUPS>> learning_rates;  // peaks; older files do not name them
 };

@@ -55,7 +55,8 @@ void run_eval(const Args& args) {
     const ModelSource source = o.model.resolve(0);
     check_same_tokenizer(data, source);
     int64_t T = o.seq_len;
-    if (!T && !source.directory.empty()) T = trained_seq_len(source.directory);
+    if (!T && !source.directory.empty())
+        T = trained_seq_len(source.adapter.empty() ? source.directory : source.adapter);
     if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
     std::unique_ptr<Packing> packing;
     if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");

@@ -28,10 +28,11 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     const bool training = !o.inference && !o.generate;
     const DType dtype = o.model.type();
     const bool master = dtype != DType::F32 && training && o.master_weights;
-    PlannedRun run{Model(config, {o.sharding.zero_stage, 0, o.world},
-                         {dtype, master, training_dtype(o.optimizer_dtype)}, o.optimizer, offload_options(o.offload)),
-                   {},
-                   {}};
+    PlannedRun run{
+        Model(config, {o.sharding.zero_stage, 0, o.world}, {dtype, master, training_dtype(o.optimizer_dtype)},
+              o.optimizer, offload_options(o.offload), o.lora),
+        {},
+        {}};
     RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
     shape.training = training;
     shape.recompute = o.recompute;
@@ -39,6 +40,7 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     shape.deterministic = !o.nondeterministic;
     shape.target = target;
     shape.fp8 = fp8_options(o.fp8, run.model);
+    if (run.model.lora) shape.lora_width = run.model.lora->width;
     shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));
@@ -78,7 +80,8 @@ constexpr FitStep FIT_STEPS[] = {
 // The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
 // change nothing.
 bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string& options) {
-    if (step.recompute < o.recompute || (step.state > 1 && offload_options(o.offload).master)) return false;
+    if (step.recompute < o.recompute || (step.state > 1 && (offload_options(o.offload).master || o.lora.on())))
+        return false;
     static const char* const levels[] = {"none", "activation", "norms", "block"};
     if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
     if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);
@@ -151,7 +154,7 @@ void run_plan(const Args& args) {
     std::vector<PlannedGroup> groups;
     for (size_t g = 0; training && g < NUM_RATE_GROUPS; g++) {
         PlannedGroup group{RATE_GROUP_NAMES[g]};
-        for (const Param& p : model.table.params)
+        for (const Param& p : model.trained().table.params)
             if (size_t(p.rate_group) == g) group.weights += p.numel(), group.optimizer = p.optimizer;
         if (group.weights) groups.push_back(group);
     }

@@ -106,6 +106,11 @@ void check_optimizer_options(const TrainOptions& o) {
     for (const auto& [name, given] : of_muon)
         if (given && o.optimizer != OptimizerType::Muon)
             throw UsageError(str(name, " is an option of --optimizer muon; add that or leave it out"));
+    const std::pair<const char*, bool> of_frozen[] = {{"--embedding-lr", o.embedding_lr.has_value()},
+                                                      {"--head-lr", o.head_lr.has_value()},
+                                                      {"--vector-lr", o.vector_lr.has_value()}};
+    for (const auto& [name, given] : of_frozen)
+        if (given && o.lora.on()) throw UsageError(str(name, " is for weights that --lora-rank freezes; leave it out"));
     const RateGroupValues rates = learning_rates(o);
     if (rates[0] == 0 && std::any_of(rates.begin(), rates.end(), [](double r) { return r > 0; }))
         throw UsageError("--lr 0: the other learning rates are scaled with it; give it a positive value");
@@ -154,6 +159,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"both", "backward", "off"}))
         ->default_str("both");
     add_fp8_options(*app, o.fp8);
+    add_lora_options(*app, o.lora);
     add_nondeterministic_option(*app, o.nondeterministic);
     add_gpu_memory_option(*app, o.gpu_memory,
                           "take at most this much of the GPU's memory, its context included, as in 24GiB");
@@ -263,6 +269,7 @@ TrainOptions parse_train(const Args& args) {
     if (!o.new_data.empty()) o.data = o.new_data;
     choose_training_dtype(o.model, o.master_weights, o.offload, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
+    check_lora_options(o.lora, o.optimizer, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)

@@ -180,6 +180,7 @@ void check_unchanged(TrainSetup& s) {
         require(stored == now, "--resume: ", what, " was ", stored, " when ", r.checkpoint,
                 " was written and cannot change; start a new run in another --out");
     };
+    same("the LoRA adapters: --lora-rank, --lora-alpha, --lora-targets or --rslora", r.lora, s.o.lora.description());
     same("--optimizer", r.optimizer, std::string(OPTIMIZER_NAMES[size_t(s.o.optimizer)]));
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);
@@ -193,10 +194,21 @@ void check_unchanged(TrainSetup& s) {
     } else {
         require(last != s.data_use.fingerprint, "--new-data: ", s.o.data, " is the data that ", r.checkpoint,
                 " was trained with; leave the option out");
-        check_same_tokenizer(s.tokenizer_data(), find_model(r.checkpoint));
+        if (!s.o.lora.on()) check_same_tokenizer(s.tokenizer_data(), find_model(r.checkpoint));
     }
+    if (s.o.lora.on()) return;  // the checkpoint holds adapters alone; the base is recognised by its fingerprint
     same("the model's shape", config_to_json(find_model(r.checkpoint).config, json::object()),
          config_to_json(s.source.config, json::object()));
+}
+
+// The base of adapters: a checkpoint records its path.
+void check_lora(const LoraOptions& lora, const ModelSource& source) {
+    if (!lora.on()) return;
+    require(!source.directory.empty(), "--lora-rank: ", source.name,
+            " is a preset without weights; name a model directory as --model");
+    require(source.adapter.empty(), "--lora-rank: ", source.name,
+            " is an adapter itself; write a model with it by 'train_gpt convert ", source.name,
+            " DIR --merge' and name that");
 }
 
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
@@ -275,6 +287,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
             " does not say which token ends a document; leave the option out");
 
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
+    check_lora(o.lora, source);
 
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");

@@ -67,8 +67,8 @@ struct Driver {
 
     Driver(const ModelConfig& config, const RunShape& shape, bool master_weights = true,
            const OptimizerOptions& options = default_options(), OptimizerType hidden_matrices = OptimizerType::AdamW,
-           const GradientOptions& gradients = {}, Offload offload = {})
-        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices, offload),
+           const GradientOptions& gradients = {}, Offload offload = {}, const LoraOptions& lora = {})
+        : model(config, {}, {shape.dtype, shape.dtype != DType::F32 && master_weights}, hidden_matrices, offload, lora),
           acts(config, with_workspace(shape, model)) {
         model.allocate(ctx);
         acts.allocate(ctx);
@@ -77,7 +77,7 @@ struct Driver {
                 device_fill(acts.at(e).data, 0xFF, size_t(acts.at(e).bytes()), {});
         }
         optimizer.allocate(ctx, model, options, gradients);
-        for (const Param& p : model.table.params) {
+        for (const Param& p : model.trained().table.params) {
             device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
         }
         write_scalars(ctx, acts, StepScalars{});
@@ -91,6 +91,7 @@ struct Driver {
     }
     static RunShape with_workspace(RunShape shape, const Model& model) {
         shape.update_bytes = update_workspace_bytes(model);
+        if (model.lora) shape.lora_width = model.lora->width;
         return shape;
     }
 
@@ -98,6 +99,10 @@ struct Driver {
     // 1. A model in 16 bits gets smaller weights, as trained ones are, so that rounding errors don't grow from layer to
     // layer until they exceed bounds().
     void randomise(uint64_t seed) {
+        randomise(model, seed);
+        if (model.adapters) randomise(*model.adapters, seed);
+    }
+    static void randomise(const Model& model, uint64_t seed) {
         for (const Param& p : model.table.params) {
             std::vector<float> values(size_t(p.padded_numel()), 0.0f);
             const double std = !p.cols ? 0.2 : model.precision.dtype == DType::F32 ? 0.15 : 0.05;
@@ -152,9 +157,10 @@ struct Driver {
     std::vector<float> grads() const { return fetch_floats(ctx, optimizer.grads.arena.data); }
     // The most exact ones, in the layout of the arenas.
     std::vector<float> params() const {
-        std::vector<float> arena(size_t(model.table.total), 0.0f), buffer;
-        for (const Param& p : model.table.params)
-            std::copy_n(model.arenas.fetch(p, buffer), p.padded_numel(), arena.begin() + p.offset);
+        const Model& trained = model.trained();
+        std::vector<float> arena(size_t(trained.table.total), 0.0f), buffer;
+        for (const Param& p : trained.table.params)
+            std::copy_n(trained.arenas.fetch(p, buffer), p.padded_numel(), arena.begin() + p.offset);
         return arena;
     }
 

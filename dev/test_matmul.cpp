@@ -218,6 +218,21 @@ TEST(GemmBlocked, BitsDoNotDependOnThreads) {
 }
 #endif
 
+// alpha scales the product and not what out holds. Powers of two are exact.
+TEST_P(MatmulDTypes, LibraryMatmulScalesTheProduct) {
+    const DType T = activation();
+    const TestArray a = TestArray::random(T, {50, 30}, 1), b = TestArray::random(T, {70, 30}, 2);
+    std::vector<double> quarter;
+    for (const double x : a.values()) quarter.push_back(-0.25 * x);
+    const TestArray scaled = TestArray::of(T, quarter, {50, 30});
+    for (const bool accumulate : {false, true}) {
+        const TestArray x = TestArray::random(T, {50, 70}, 3), y = TestArray::random(T, {50, 70}, 3);
+        matmul(x, a, b, false, true, accumulate, stream(), -0.25f);
+        matmul(y, scaled, b, false, true, accumulate, stream());
+        expect_same_bits("matmul", x.fetch(), y.fetch());
+    }
+}
+
 TEST_P(MatmulDTypes, LibraryMatmulIsDeterministic) {
     const DType T = activation();
     const TestArray a = TestArray::random(T, {150, 300}, 1), b = TestArray::random(T, {300, 170}, 2);

@@ -112,6 +112,12 @@ void check_backward(const Problem& p, bool in_place, bool accumulate) {
     expect_close("dinp", p.channels(dinp.fetch()), ref.dinp.value, ref.dinp.mag, p.z.HS, p.z.HS, p.T);
     expect_rest_untouched(p, dinp.values(), dinp.fetch());
     if (!p.weighted) return expect_same_bits("dweight", dq.values(), dq.fetch());
+    if (!in_place) {  // frozen weights have no gradients
+        const TestArray frozen = TestArray::random(p.T, {p.z.N, p.ld}, 5);
+        qk_norm_backward(p.heads(frozen), {}, p.heads(dout), kept_heads, rstd, p.weights(), p.positions_or_null(),
+                         p.table_or_null(), p.z.NH, scratch, accumulate, Stream{});
+        expect_same_bits("dinp", frozen.fetch(), dinp.fetch());
+    }
     expect_close("dweight.q", dq.fetch(), ref.dweight_q.value, ref.dweight_q.mag, p.z.N * p.z.NH, p.z.HS);
     expect_close("dweight.k", dk.fetch(), ref.dweight_k.value, ref.dweight_k.mag, p.z.N * p.z.NKV, p.z.HS);
 }

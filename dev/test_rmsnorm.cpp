@@ -136,6 +136,30 @@ TEST_P(RMSNorm, BackwardIsDeterministic) {
     });
 }
 
+// A frozen weight has no gradient; that of the input, and of a bias before the norm, keep their bits.
+TEST_P(RMSNorm, BackwardWithoutTheWeightsGradient) {
+    const DType T = activation();
+    const int64_t N = 40;
+    for (const int64_t C : {37, 768, 9000}) {
+        const TestArray inp = TestArray::random(T, {N, C}, 1), dout = TestArray::random(T, {N, C}, 2),
+                        weight = TestArray::random({C}, 3), rstd = TestArray::random({N}, 5, 0.1, 1);
+        const TestArray scratch = TestArray::scratch(rmsnorm_backward_scratch(N, C)),
+                        dweight = TestArray::poisoned({C});
+        for (const bool sum : {false, true}) {
+            std::vector<std::vector<double>> dinps, sums;
+            for (const Tensor& gradient : {dweight.tensor(), Tensor{}}) {
+                const TestArray dinp = TestArray::poisoned(T, {N, C}), dsum = TestArray::poisoned({C});
+                rmsnorm_backward(dinp, gradient, sum ? dsum.tensor() : Tensor{}, dout, {}, inp, weight, rstd, scratch,
+                                 false, Stream{});
+                dinps.push_back(dinp.fetch());
+                sums.push_back(dsum.fetch());
+            }
+            expect_same_bits("dinp", dinps[0], dinps[1]);
+            expect_same_bits("dsum", sums[0], sums[1]);
+        }
+    }
+}
+
 // The norm after the embedding works in place, and its gradient over that of its output: the same bits.
 TEST_P(RMSNorm, InPlace) {
     const DType T = activation();

@@ -106,7 +106,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, 
     check_matrix(op, "inp", inp);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C);
-    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
     check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
     check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C);
@@ -125,7 +125,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, 
         backward_row(dx[n], partial, partial + C, sum ? partial + 2 * C : nullptr, g[n], dr[n], x[n], w, m[n], rs[n],
                      C);
     });
-    norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
+    if (dweight) norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
     if (dbias) norm_partials_sum(dbias.as<float>(), partials, N, width, C, C, accumulate);
     if (dsum) norm_partials_sum(dsum.as<float>(), partials, N, width, 2 * C, C, accumulate);
 }

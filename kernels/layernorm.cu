@@ -37,7 +37,7 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, 
     check_matrix(op, "inp", inp, dtype);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
-    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
     check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
     check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C, Given::Required, dtype);

@@ -27,8 +27,8 @@
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
                        Tensor bias, float eps, Stream stream);
 
-// dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dbias, dsum [C] (dbias and dsum
-// may be null); dout [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; mean, rstd [N].
+// dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dbias, dsum [C] (null: not
+// computed); dout [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; mean, rstd [N].
 // scratch: layernorm_backward_scratch bytes (U8). accumulate: add to dweight, dbias and dsum, else overwrite.
 void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, Tensor dout, Tensor dresidual,
                         Tensor inp, Tensor weight, Tensor mean, Tensor rstd, Tensor scratch, bool accumulate,

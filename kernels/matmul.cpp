@@ -160,7 +160,7 @@ void backward_input(const char* op, const Tensor& dinp, const Tensor& dout, cons
 
 }  // namespace
 
-void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream) {
+void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream, float alpha) {
     const char* op = "matmul";
     check_matrix(op, "out", out);
     check_matrix(op, "a", a);
@@ -174,7 +174,7 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
         check_matrix(op, "b", b, N, K);
     else
         check_matrix(op, "b", b, K, N);
-    multiply(op, out, a, b, transpose_a, transpose_b, accumulate);
+    multiply(op, out, a, b, transpose_a, transpose_b, accumulate, alpha);
 }
 
 void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,

@@ -59,9 +59,9 @@ void run_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, 
     blas_multiply(op, key, plan, operands, stream);
 }
 
-// out = op(a)·op(b) (+ out if accumulate) (+ bias). The caller has checked shapes. bias is null or of a's dtype.
+// out = alpha·op(a)·op(b) (+ out if accumulate) (+ bias). The caller has checked shapes. bias is null or of a's dtype.
 void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
-              bool accumulate, const Tensor& bias, Stream stream) {
+              bool accumulate, const Tensor& bias, Stream stream, float alpha = 1) {
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
     if (M == 0 || N == 0) return;
     if (K == 0) {  // an empty sum; the library rejects empty operands
@@ -72,9 +72,10 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
         }
         return;
     }
-    const auto [key, operands] = make_gemm(out, a, b, transpose_a, transpose_b, accumulate,
-                                           bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, Tensor{});
-    run_gemm(op, key, operands, stream);
+    Gemm gemm = make_gemm(out, a, b, transpose_a, transpose_b, accumulate,
+                          bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, Tensor{});
+    gemm.operands.alpha = alpha;
+    run_gemm(op, gemm.key, gemm.operands, stream);
 }
 
 // The library requires rows of aux to be multiples of 16 bytes. Where the rows of another matrix are not, it uses a
@@ -233,7 +234,8 @@ DType check_backward_input(const char* op, const Tensor& dinp, const Tensor& dou
 
 }  // namespace
 
-void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream) {
+void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream,
+            float alpha) {
     const char* op = "matmul";
     const DType dtype = check_activation_dtype(op, "a", a);
     check_matrix(op, "a", a, dtype);
@@ -248,7 +250,7 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
         check_matrix(op, "b", b, N, K, Given::Required, dtype);
     else
         check_matrix(op, "b", b, K, N, Given::Required, dtype);
-    multiply(op, out, a, b, transpose_a, transpose_b, accumulate, Tensor{}, stream);
+    multiply(op, out, a, b, transpose_a, transpose_b, accumulate, Tensor{}, stream, alpha);
 }
 
 void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,

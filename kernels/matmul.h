@@ -21,9 +21,10 @@
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
-// out [M, N] = op(a)·op(b), added to out if accumulate. op(x) is x or, if transpose_x, its transpose; op(a) is [M, K],
-// op(b) is [K, N].
-void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream);
+// out [M, N] = alpha·op(a)·op(b), added to out if accumulate. op(x) is x or, if transpose_x, its transpose; op(a) is
+// [M, K], op(b) is [K, N].
+void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream stream,
+            float alpha = 1);
 
 // out[i] = alpha·op(a[i])·op(b[i]) + beta·add[i] for the matrices of a batch. out, add [batch, M, N]; op(a[i]) is
 // [M, K], op(b[i]) is [K, N]; contiguous, of one dtype. add is not read if beta is 0, and may be out; out must not

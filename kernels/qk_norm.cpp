@@ -118,6 +118,7 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
     }
     float* partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
     norm_partials(partials, z.N, 2 * z.HS, [=](int64_t n, float* p) { token(n, p, p + z.HS); });
+    if (!dweight.q) return;
     norm_partials_sum(dweight.q.as<float>(), partials, z.N, 2 * z.HS, 0, z.HS, accumulate);
     norm_partials_sum(dweight.k.as<float>(), partials, z.N, 2 * z.HS, z.HS, z.HS, accumulate);
 }

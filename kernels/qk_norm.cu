@@ -378,7 +378,7 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
                     <<<grid_of(grid), THREADS, 0, cuda_stream(stream)>>>(a);
             });
         });
-        if (!weight.q) return;
+        if (!dweight.q) return;
         const auto sum = [&](const Tensor& to, int64_t first, int64_t count) {
             norm_detail::sum_partials_kernel<<<grid_of(ceil_div(z.HS, norm_detail::SUM_COLUMNS)),
                                                dim3(norm_detail::SUM_COLUMNS, norm_detail::SUM_SLICES), 0,

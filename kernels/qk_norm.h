@@ -37,8 +37,8 @@ void qk_norm_forward(Tensor out, Tensor rstd, Tensor inp, QkWeights weight, Tens
                      float eps, Stream stream);
 
 // dinp, dout [N, H, HS] T, may be the same memory; kept [N, H, HS] T: inp of the forward pass, without weights its out;
-// dweight: null without weights. scratch: qk_norm_backward_scratch bytes (U8), without weights none. accumulate: add to
-// dweight, else overwrite.
+// dweight: null without weights, or not computed. scratch: qk_norm_backward_scratch bytes (U8), without weights none.
+// accumulate: add to dweight, else overwrite.
 void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, Tensor rstd, QkWeights weight,
                       Tensor positions, Tensor table, int64_t NH, Tensor scratch, bool accumulate, Stream stream);
 int64_t qk_norm_backward_scratch(int64_t N, int64_t NH, int64_t NKV, int64_t HS);

@@ -26,7 +26,7 @@ void qk_norm_all_heads_forward(Tensor out, QkRstd rstd, Tensor inp, QkWeights we
                                int64_t H, float eps, Stream stream);
 
 // d: on entry the gradient of out, on return that of inp. inp, rstd: of the forward pass. scratch:
-// qk_norm_all_heads_backward_scratch bytes (U8). accumulate: add to dweight, else overwrite.
+// qk_norm_all_heads_backward_scratch bytes (U8). dweight: null: not computed. accumulate: add to it, else overwrite.
 void qk_norm_all_heads_backward(Tensor d, QkWeights dweight, Tensor inp, QkRstd rstd, QkWeights weight,
                                 Tensor positions, Tensor table, int64_t H, Tensor scratch, bool accumulate,
                                 Stream stream);

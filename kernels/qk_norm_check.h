@@ -44,8 +44,10 @@ inline QkNormSizes check_qk_norm_backward(const char* op, DType dtype, const Ten
     check_tensor(op, "dinp", dinp, dtype, {z.N, z.H, z.HS});
     check_tensor(op, "kept", kept, dtype, {z.N, z.H, z.HS});
     if (!weight.q) return z;
-    check_tensor(op, "dweight.q", dweight.q, DType::F32, {z.HS});
-    check_tensor(op, "dweight.k", dweight.k, DType::F32, {z.HS});
+    require(bool(dweight.q) == bool(dweight.k), op, ": dweight.", dweight.q ? "k" : "q",
+            " is missing; give both gradients or none");
+    check_tensor(op, "dweight.q", dweight.q, DType::F32, {z.HS}, Given::Optional);
+    check_tensor(op, "dweight.k", dweight.k, DType::F32, {z.HS}, Given::Optional);
     check_scratch(op, scratch, qk_norm_backward_scratch(z.N, NH, z.H - NH, z.HS));
     return z;
 }

@@ -117,7 +117,7 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Ten
     check_matrix(op, "inp", inp);
     const int64_t N = inp.shape[0], C = inp.shape[1];
     check_matrix(op, "dinp", dinp, N, C);
-    check_tensor(op, "dweight", dweight, DType::F32, {C});
+    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
     check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
     check_matrix(op, "dout", dout, N, C);
     check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
@@ -133,6 +133,6 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Ten
     norm_partials(partials, N, width, [=](int64_t n, float* partial) {
         backward_row(dx[n], partial, sum ? partial + C : nullptr, g[n], dr[n], x[n], w, rs[n], C);
     });
-    norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
+    if (dweight) norm_partials_sum(dweight.as<float>(), partials, N, width, 0, C, accumulate);
     if (dsum) norm_partials_sum(dsum.as<float>(), partials, N, width, C, C, accumulate);
 }

@@ -34,8 +34,8 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 // weight [C].
 void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps, Stream stream);
 
-// dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dsum [C] (dsum may be null); dout
-// [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch:
+// dinp [N, C] T (overwritten; may be the same memory as dresidual or dout); dweight, dsum [C] (null: not computed);
+// dout [N, C] T; dresidual [N, C] T or null; inp [N, C] T is the x of the forward pass; rstd [N]. scratch:
 // rmsnorm_backward_scratch bytes (U8). accumulate: add to dweight and dsum, else overwrite.
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream);

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "runtime/device/convert.h"
+#include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
@@ -14,8 +17,6 @@
 using nlohmann::json;
 
 namespace {
-
-constexpr const char* TENSORS = "adapter_model.safetensors";
 
 // Keys of adapter_config.json that are read here, or that do not change what a trained adapter computes. All others
 // must be null, false or empty, as peft writes them for a plain adapter.
@@ -52,7 +53,7 @@ bool is_plain(const json& value) {
 }
 
 JsonKeys read_config(const std::string& directory) {
-    const std::string path = join_path(directory, LoraAdapter::CONFIG);
+    const std::string path = join_path(directory, ADAPTER_CONFIG);
     return {path, read_json(path)};
 }
 
@@ -85,18 +86,19 @@ std::pair<std::string, char> parse_name(const std::string& name) {
     return {name.substr(start.size(), cut - start.size()), which};
 }
 
-std::vector<float> read_values(const SafetensorsFile& file, const SafetensorsEntry& entry) {
-    std::vector<char> bytes(size_t(entry.numel() * dtype_size(entry.dtype)));
-    file.read(entry, 0, entry.numel(), bytes.data());
-    std::vector<float> values(size_t(entry.numel()));
-    convert_to_float(values.data(), bytes.data(), entry.dtype, entry.numel());
+// The first n values of a tensor.
+std::vector<float> read_values(const SafetensorsFile& file, const SafetensorsEntry& entry, int64_t n) {
+    std::vector<char> bytes(size_t(n * dtype_size(entry.dtype)));
+    file.read(entry, 0, n, bytes.data());
+    std::vector<float> values(static_cast<size_t>(n));
+    convert_to_float(values.data(), bytes.data(), entry.dtype, n);
     return values;
 }
 
 }  // namespace
 
 bool LoraAdapter::is_adapter(const std::string& directory) {
-    return path_exists(join_path(directory, CONFIG)) && !path_exists(join_path(directory, "config.json"));
+    return path_exists(join_path(directory, ADAPTER_CONFIG)) && !path_exists(join_path(directory, "config.json"));
 }
 
 std::string LoraAdapter::base_of(const std::string& directory) {
@@ -105,13 +107,64 @@ std::string LoraAdapter::base_of(const std::string& directory) {
     return named ? config.text("base_model_name_or_path") : "";
 }
 
+void LoraAdapter::write_config(const std::string& directory, const LoraOptions& lora, const std::string& base,
+                               const ParamTable& table) {
+    bool transposed = false;  // GPT-2's Conv1D
+    for (const Param& p : table.params)
+        for (const SourceTensor& source : p.sources) transposed |= source.transposed;
+    const bool whole = lora.alpha == std::floor(lora.alpha);
+    const json alpha = whole ? json(int64_t(lora.alpha)) : json(lora.alpha);
+    write_json(join_path(directory, ADAPTER_CONFIG),
+               {{"peft_type", "LORA"},
+                {"task_type", "CAUSAL_LM"},
+                {"base_model_name_or_path", std::filesystem::absolute(base).lexically_normal().string()},
+                {"r", lora.rank},
+                {"lora_alpha", alpha},
+                {"lora_dropout", 0.0},
+                {"use_rslora", lora.rank_stabilized},
+                {"target_modules", lora.targets},
+                {"fan_in_fan_out", transposed},
+                {"bias", "none"},
+                {"inference_mode", true}});
+}
+
+std::string LoraAdapter::fingerprint(const std::string& base, const ParamTable& table) {
+    constexpr int64_t SAMPLE = 1 << 14;  // values of a tensor
+    const StoredWeights weights(base, table);
+    std::string sample;
+    uint32_t crc = 0;
+    for (const Param& p : table.params) {
+        for (const auto& [name, part] : weights.tensors(p)) {
+            const SafetensorsEntry& entry = *part.entry;
+            const std::vector<float> values = read_values(*part.file, entry, std::min(SAMPLE, entry.numel()));
+            sample.assign(reinterpret_cast<const char*>(&crc), sizeof crc);
+            sample += bare_name(name) + shape_string(entry.shape);
+            sample.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(float));
+            crc = crc32c(sample.data(), int64_t(sample.size()));
+        }
+    }
+    char text[9];
+    std::snprintf(text, sizeof text, "%08x", crc);
+    return text;
+}
+
+void LoraAdapter::check_base(const std::string& directory, const std::string& base, const ParamTable& table) {
+    const SafetensorsFile file(join_path(directory, ADAPTER_WEIGHTS));
+    const auto recorded = file.metadata().find(FINGERPRINT);
+    if (recorded == file.metadata().end()) return;
+    const std::string own = fingerprint(base, table);
+    require(recorded->second == own, base, " is not the base that the adapter in ", directory,
+            " was trained on (fingerprint ", own, ", it was ", recorded->second,
+            "); name that with --base, or to train as --model");
+}
+
 LoraAdapter::LoraAdapter(const std::string& directory, const ParamTable& table) {
     const JsonKeys config = read_config(directory);
     check_config(config);
     rank = config.whole_number("r", 1, 1 << 20);
     const double alpha = config.number("lora_alpha", 0);
     const bool root = config.has("use_rslora") && config.boolean("use_rslora");
-    read_tensors(join_path(directory, TENSORS), table, alpha / (root ? std::sqrt(double(rank)) : double(rank)));
+    read_tensors(join_path(directory, ADAPTER_WEIGHTS), table, alpha / (root ? std::sqrt(double(rank)) : double(rank)));
 }
 
 void LoraAdapter::read_tensors(const std::string& path, const ParamTable& table, double scale) {
@@ -148,7 +201,8 @@ void LoraAdapter::read_tensors(const std::string& path, const ParamTable& table,
     for (const auto& [name, m] : matrices) {
         require(!m.a == !m.b, path, ": ", name, " has only one of lora_A and lora_B; the file is damaged");
         if (!m.a) continue;
-        Update update{m.source->row, m.source->rows, read_values(file, *m.a), read_values(file, *m.b)};
+        Update update{m.source->row, m.source->rows, read_values(file, *m.a, m.a->numel()),
+                      read_values(file, *m.b, m.b->numel())};
         for (float& b : update.b) b = float(scale * double(b));
         updates[m.param->index].push_back(std::move(update));
     }

@@ -10,15 +10,27 @@
 #include <string>
 #include <vector>
 
+#include "models/lora.h"
 #include "runtime/model/params.h"
 
 class LoraAdapter {
   public:
-    static constexpr const char* CONFIG = "adapter_config.json";
     // Whether a directory holds an adapter instead of a model.
     static bool is_adapter(const std::string& directory);
     // base_model_name_or_path of adapter_config.json, which may name a repository of the hub; empty: none.
     static std::string base_of(const std::string& directory);
+
+    // Writes adapter_config.json of trained adapters. base: the base's directory, of which the absolute path is
+    // recorded; table: its parameters.
+    static void write_config(const std::string& directory, const LoraOptions& lora, const std::string& base,
+                             const ParamTable& table);
+
+    // Of a base: CRC-32C, as eight hexadecimal digits, of the name, the shape and the first 16384 values, as fp32, of
+    // each tensor in the table's order.
+    static std::string fingerprint(const std::string& base, const ParamTable& table);
+    static constexpr const char* FINGERPRINT = "base_fingerprint";  // its key in the metadata of an adapter's tensors
+    // Throws Error if the adapter in a directory was trained here on another base. Adapters of peft do not say.
+    static void check_base(const std::string& directory, const std::string& base, const ParamTable& table);
 
     // table: the base's. Throws Error, naming the key or tensor, for another kind of adapter (DoRA, rank_pattern,
     // modules_to_save, biases, ...), and for a matrix that the base does not have, or not in this shape.

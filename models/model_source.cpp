@@ -11,20 +11,21 @@ using nlohmann::json;
 
 namespace {
 
-ModelSource find_base(const std::string& adapter, const std::string& given) {
+ModelSource find_base(const std::string& name, const std::string& adapter, const std::string& given) {
     const std::string base = given.empty() ? LoraAdapter::base_of(adapter) : given;
     if (given.empty())
         require(is_directory(base), adapter, ": its base, '", base, "', is not a directory here; name it with --base");
-    require(!LoraAdapter::is_adapter(base), "--base ", base, ": is an adapter; name a model directory");
+    require(find_adapter(base).empty(), "--base ", base, ": is an adapter; name a model directory");
     ModelSource source = find_model(base);
     require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
-    source.name = source.adapter = adapter;
+    source.name = name, source.adapter = adapter;
     return source;
 }
 
 AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
     if (source.adapter.empty()) return {};
     const auto adapter = std::make_shared<const LoraAdapter>(source.adapter, table);
+    LoraAdapter::check_base(source.adapter, source.directory, table);
     return [adapter](const Param& p, int64_t begin, int64_t count, float* values) {
         adapter->add_to(p, begin, count, values);
     };
@@ -32,8 +33,18 @@ AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
 
 }  // namespace
 
+std::string find_adapter(const std::string& name) {
+    if (LoraAdapter::is_adapter(name)) return name;
+    ModelConfig config;
+    if (preset(name, config) || !is_directory(name) || path_exists(join_path(name, "config.json"))) return "";
+    const std::vector<std::string> checkpoints = list_checkpoints(name);
+    const std::string newest = checkpoints.empty() ? "" : join_path(name, checkpoints.back());
+    return !newest.empty() && LoraAdapter::is_adapter(newest) ? newest : "";
+}
+
 ModelSource find_model(const std::string& name, const std::string& base) {
-    if (LoraAdapter::is_adapter(name)) return find_base(name, base);
+    const std::string adapter = find_adapter(name);
+    if (!adapter.empty()) return find_base(name, adapter, base);
     require(base.empty(), "--base ", base, ": ", name, " is not an adapter; leave the option out");
     ModelSource source;
     source.name = name;

@@ -19,9 +19,13 @@ struct ModelSource {
     nlohmann::json original_config;  // contents of config.json, {} for a preset
     std::string adapter;             // directory of a LoRA adapter that is added to the weights; empty: none
 };
-// An adapter (models/lora_adapter.h) is its base with the adapter added. base: the base's directory, or empty for the
-// one that the adapter names.
+// An adapter (models/lora_adapter.h), or a run that trained one, is its base with the adapter added. base: the base's
+// directory, or empty for the one that the adapter names.
 ModelSource find_model(const std::string& name, const std::string& base = "");
+
+// The directory of the adapter that a model's name means: itself, or the newest checkpoint of a run that trained one.
+// Empty: it is no adapter.
+std::string find_adapter(const std::string& name);
 
 // load_weights() and open_weight_source() of the model's directory, with the adapter added while weights are read.
 std::string load_weights(const ModelSource& source, const ParamTable& table, const WeightArenas& arenas);

@@ -5,6 +5,9 @@
     make data TEXT=questions.jsonl NAME=qa TOKENIZER=models/SmolLM2-135M-Instruct
     scripts/compare_finetune.py --model models/SmolLM2-135M-Instruct --data data/tokens/qa --out runs/finetune
 
+With --lora-rank it trains adapters, on PyTorch's side with peft from our initial ones, and compares the final adapters
+too. --fixture FILE writes PyTorch's losses and adapters (dev/fixtures/lora_training).
+
 Needs torch and transformers (4 or 5). Both sides use the AdamW, clipping, learning rates, order of samples and loss
 mask that `train_gpt train` documents. If the data holds conversations, this script packs them itself (best-fit
 decreasing, as data/packing.h says), and PyTorch computes each example of a batch alone. It checks that every step's loss is within
@@ -20,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import numpy as np
 
@@ -92,10 +96,32 @@ def run(*command, capture=False):
     return done.stdout
 
 
+def lora_options(args):
+    if not args.lora_rank:
+        return []
+    options = ["--lora-rank", args.lora_rank, "--lora-alpha", args.lora_alpha, "--lora-targets", args.lora_targets]
+    return options + ["--rslora"] * args.rslora
+
+
 def train_ours(args):
-    run(args.driver, "train", "--model", args.model, "--data", args.data, "--out", args.out, "--steps", args.steps, "--batch-size",
-        args.batch_size, "--seq-len", args.seq_len, "--lr", args.lr, "--final-lr", FINAL_LR, "--warmup", args.warmup, "--weight-decay",
-        args.weight_decay, "--grad-clip", 1, "--beta1", BETAS[0], "--beta2", BETAS[1], "--seed", args.seed, "--eval-every", 0, "--save-every", 0)
+    run(args.driver, "train", "--model", args.model, "--data", args.data, "--out", args.out, "--steps", args.steps,
+        "--batch-size", args.batch_size, "--seq-len", args.seq_len, "--lr", args.lr, "--final-lr", FINAL_LR,
+        "--warmup", args.warmup, "--weight-decay", args.weight_decay, "--grad-clip", 1, "--beta1", BETAS[0],
+        "--beta2", BETAS[1], "--seed", args.seed, "--eval-every", 0, "--save-every", 0, *lora_options(args))
+
+
+def newest_checkpoint(folder):
+    return sorted(glob.glob(os.path.join(folder, "step_*")))[-1]
+
+
+def with_adapters(args, model):
+    """peft's model with the adapters that our run starts from: those of a step with a learning rate of 0."""
+    import peft
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "run")
+        run(args.driver, "train", "--model", args.model, "--data", args.data, "--out", out, "--steps", 1,
+            "--batch-size", 1, "--seq-len", args.seq_len, "--lr", 0, "--seed", args.seed, *lora_options(args))
+        return peft.PeftModel.from_pretrained(model, newest_checkpoint(out), is_trainable=True)
 
 
 def train_torch(args):
@@ -105,10 +131,13 @@ def train_torch(args):
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa")
+    if args.lora_rank:
+        model = with_adapters(args, model)
     model.train()
-    optimizer = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
-                                   {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}],
-                                  lr=args.lr, betas=BETAS, eps=EPS)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=args.lr, betas=BETAS, eps=EPS)
     losses = []
     for step, batch in enumerate(batches(args)):
         for group in optimizer.param_groups:
@@ -119,12 +148,18 @@ def train_torch(args):
             part = F.cross_entropy(logits, torch.from_numpy(y), ignore_index=-100, reduction="sum") / count
             part.backward()
             loss += part.detach()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         print(f"torch step {step + 1}  loss {losses[-1]:.6f}", file=sys.stderr, flush=True)
-    return np.array(losses)
+    adapters = {name: x.float().numpy() for name, x in peft_state(model).items()} if args.lora_rank else {}
+    return np.array(losses), adapters
+
+
+def peft_state(model):
+    import peft
+    return peft.get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
 def val_loss(args, model):
@@ -136,9 +171,22 @@ def check(what, good):
     return good
 
 
+def compare_adapters(args, checkpoint, losses, theirs):
+    from safetensors.numpy import load_file, save_file
+    if args.fixture:
+        save_file({"losses": losses, **theirs}, args.fixture)
+    ours = load_file(os.path.join(checkpoint, "adapter_model.safetensors"))
+    good = check("the adapters have peft's names", set(ours) == set(theirs))
+    worst = max(np.sqrt(np.mean((ours[name] - x) ** 2) / np.mean(x ** 2)) for name, x in theirs.items())
+    good &= check(f"final adapters within {args.adapter_bar} (largest RMS of a difference {worst:.1e})",
+                  worst <= args.adapter_bar)
+    before, after = val_loss(args, args.model), val_loss(args, args.out)
+    return good & check(f"validation loss falls ({before:.4f} to {after:.4f})", after < before)
+
+
 def compare(args):
     train_ours(args)
-    ours, theirs = losses_of(args.out, args.steps), train_torch(args)
+    ours, (theirs, adapters) = losses_of(args.out, args.steps), train_torch(args)
     if ours is None:
         raise CurvesError(f"{args.out}/log.jsonl does not hold the losses of steps 1 to {args.steps}; name an --out of its own")
     print(f"\n{'step':>4} {'ours':>11} {'PyTorch':>11} {'difference':>11}")
@@ -149,7 +197,9 @@ def compare(args):
     fall = float(theirs[0] - theirs[-1])
     good &= check(f"PyTorch's loss falls by at least {args.fall} ({fall:.2f})", fall >= args.fall)
 
-    checkpoint = sorted(glob.glob(os.path.join(args.out, "step_*")))[-1]
+    checkpoint = newest_checkpoint(args.out)
+    if args.lora_rank:
+        return good & compare_adapters(args, checkpoint, theirs, adapters)
     compared = subprocess.run([sys.executable, os.path.join(os.path.dirname(os.path.abspath(__file__)), "compare_hf.py"), checkpoint, "--driver",
                                args.driver], stdout=subprocess.PIPE, text=True)
     good &= check("transformers loads the result and computes the same", compared.returncode == 0)
@@ -175,6 +225,13 @@ def main():
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--bar", type=float, default=1e-4, help="largest difference of a step's loss (default %(default)s)")
     parser.add_argument("--fall", type=float, default=0, help="how far PyTorch's loss must fall (default %(default)s)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters; needs peft")
+    parser.add_argument("--lora-alpha", type=float, default=16)
+    parser.add_argument("--lora-targets", default="all-linear")
+    parser.add_argument("--rslora", action="store_true")
+    parser.add_argument("--adapter-bar", type=float, default=1e-4,
+                        help="largest RMS of the difference of a final adapter, of its own RMS (default %(default)s)")
+    parser.add_argument("--fixture", help="with --lora-rank: a .safetensors file to write")
     args = parser.parse_args()
     return peer_main("compare_finetune", lambda: 0 if compare(args) else 1, CurvesError, "it needs torch and transformers")
 

@@ -414,6 +414,7 @@ void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOut
         backward_any_kernel<CENTRED, SUM><<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(a);
     }
     check_launch(op, stream);
+    if (!sums.data[0] && !sums.data[1] && !sums.data[2]) return;
     const dim3 grid(unsigned(ceil_div(a.C, SUM_COLUMNS)), 1 + CENTRED + SUM);
     sum_partials_kernel<<<grid, dim3(SUM_COLUMNS, SUM_SLICES), 0, cuda_stream(stream)>>>(sums, a.partials, blocks, a.C,
                                                                                          accumulate);
@@ -422,7 +423,7 @@ void launch_backward(const char* op, const BackwardArguments<T>& a, const SumOut
 
 }  // namespace norm_detail
 
-// dbias and dsum may be null: not computed.
+// dweight, dbias and dsum may be null: not computed.
 template <bool CENTRED, typename T>
 void launch_norm_backward(const char* op, const norm_detail::BackwardArguments<T>& a, float* dweight, float* dbias,
                           float* dsum, bool accumulate, bool aligned, Stream stream) {

@@ -67,10 +67,10 @@ void rename_directory(const std::string& from, const std::string& to) {
 }
 
 bool is_complete(const std::string& directory) {
-    for (const char* name : {"config.json", "state.safetensors", "trainer.json"}) {
-        if (!path_exists(join_path(directory, name))) return false;
-    }
-    return holds_weights(directory);
+    const auto has = [&](const char* name) { return path_exists(join_path(directory, name)); };
+    const bool adapter = has(ADAPTER_CONFIG) && has(ADAPTER_WEIGHTS);
+    return has("state.safetensors") && has("trainer.json") &&
+           (adapter || (has("config.json") && holds_weights(directory)));
 }
 
 }  // namespace

@@ -14,8 +14,8 @@
 
 #include "runtime/files/json_keys.h"
 
-// Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json, weights,
-// state.safetensors and trainer.json are all present. Other entries are skipped.
+// Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json and weights, or
+// the two files of a LoRA adapter, state.safetensors and trainer.json are all present. Other entries are skipped.
 std::vector<std::string> list_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);

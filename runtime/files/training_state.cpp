@@ -47,10 +47,6 @@ std::vector<int64_t> param_shape(const Param& p) {
     return p.cols ? std::vector<int64_t>{p.rows, p.cols} : std::vector<int64_t>{p.rows};
 }
 
-std::string weights_path(const std::string& checkpoint) {
-    return join_path(checkpoint, "model.safetensors");
-}
-
 std::string state_path(const std::string& checkpoint) {
     return join_path(checkpoint, "state.safetensors");
 }
@@ -63,7 +59,7 @@ StateWriter::StateWriter(const std::string& directory, const ParamTable& params,
       arenas(from),
       export_dtype(exported),
       ranks(all),
-      weights(weights_path(directory), SafetensorsWriter::Checksums::Yes, metadata),
+      weights(join_path(directory, params.file), SafetensorsWriter::Checksums::Yes, metadata),
       state(state_path(directory), SafetensorsWriter::Checksums::Yes, metadata) {}
 
 void StateWriter::write() {

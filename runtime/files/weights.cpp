@@ -71,14 +71,14 @@ struct WeightFiles {
     }
 };
 
-WeightFiles open_weights(const std::string& directory) {
+WeightFiles open_weights(const std::string& directory, const std::string& weights_file) {
     WeightFiles weights;
-    const std::string single = join_path(directory, WEIGHTS), index = join_path(directory, WEIGHTS_INDEX);
+    const std::string single = join_path(directory, weights_file), index = join_path(directory, WEIGHTS_INDEX);
     if (path_exists(single)) {
         weights.add(single);
         return weights;
     }
-    require(path_exists(index), directory, ": holds neither ", WEIGHTS, " nor ", WEIGHTS_INDEX,
+    require(path_exists(index), directory, ": holds neither ", weights_file, " nor ", WEIGHTS_INDEX,
             "; save the model in safetensors format");
     const json content = read_json(index);
     const bool has_map = content.contains("weight_map") && content["weight_map"].is_object();
@@ -151,7 +151,7 @@ bool holds_weights(const std::string& directory) {
 struct StoredWeights::Files : WeightFiles {};
 
 StoredWeights::StoredWeights(const std::string& directory, const ParamTable& table)
-    : files(std::make_shared<const Files>(Files{open_weights(directory)})) {
+    : files(std::make_shared<const Files>(Files{open_weights(directory, table.file)})) {
     // Earlier versions saved a LLaMA whose heads do not divide the channels as "train_gpt", under the table's own
     // names.
     const bool any = !table.params.empty() && !table.params[0].sources.empty();

@@ -23,11 +23,11 @@ struct WeightSource {
     StoredDType dtype;
 };
 
-// A directory's weights, checked against a table: every source tensor is present with its shape. Other tensors are an
-// Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) and a tied model's lm_head.weight
-// that equals the token embedding, the table's first parameter. (If they differ it is an Error, because transformers 4
-// uses the embedding and transformers 5 the head.) Names may lack the family's prefix ("transformer." / "model.");
-// dtypes are fp32, bf16, fp16 and fp64.
+// A directory's weights (ParamTable::file), checked against a table: every source tensor is present with its shape.
+// Other tensors are an Error, except known buffers (GPT-2's attn.bias, attn.masked_bias, rotary inv_freq) and a tied
+// model's lm_head.weight that equals the token embedding, the table's first parameter. (If they differ it is an Error,
+// because transformers 4 uses the embedding and transformers 5 the head.) Names may lack the family's prefix
+// ("transformer." / "model."); dtypes are fp32, bf16, fp16 and fp64.
 class StoredWeights {
   public:
     StoredWeights(const std::string& directory, const ParamTable& table);
@@ -60,6 +60,10 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
 
 // Whether a directory has a file of weights, or an index of shards.
 bool holds_weights(const std::string& directory);
+
+// The files of a LoRA adapter (models/lora_adapter.h).
+constexpr const char* ADAPTER_CONFIG = "adapter_config.json";
+constexpr const char* ADAPTER_WEIGHTS = "adapter_model.safetensors";
 
 // Writes model.safetensors at path, tensor by tensor. dtype: F32, BF16 or F16, of each tensor. Throws Error naming the
 // tensor for a finite value that the dtype would make infinite. Not atomic: callers write into an AtomicDirectory.

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "runtime/normal.h"
+#include "runtime/rng.h"
 
 namespace {
 
@@ -10,6 +11,15 @@ constexpr int64_t BLOCK = 1 << 22;  // elements of a copy to a device: 16 MiB
 
 // Elements [begin, begin + n) of a parameter.
 void initial_values(float* out, const Param& p, uint64_t seed, int64_t begin, int64_t n) {
+    if (p.init_bound > 0) {
+        const uint64_t key = name_hash(p.name);
+#pragma omp parallel for schedule(static)
+        for (int64_t i = 0; i < n; i++) {
+            const Philox4 r = philox(seed, uint64_t(begin + i), key);
+            out[i] = float((2 * uniform01(r.v[0], r.v[1]) - 1) * double(p.init_bound));
+        }
+        return;
+    }
     if (p.init_std <= 0) {
         for (int64_t i = 0; i < n; i++) out[i] = p.init_value + p.init_step * static_cast<float>(begin + i);
         return;

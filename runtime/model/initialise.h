@@ -4,6 +4,6 @@
 #include "runtime/device/device.h"
 #include "runtime/model/params.h"
 
-// Initialises the arenas from the table's init_std, init_value and init_step. A weight depends only on (seed, parameter
-// name, index), not on dtype, rank or host. Copies use the device's default stream.
+// Initialises the arenas from the table's init_std, init_value, init_step and init_bound. A weight depends only on
+// (seed, parameter name, index), not on dtype, rank or host. Copies use the device's default stream.
 void initialise_weights(const ParamTable& table, const WeightArenas& arenas, uint64_t seed, Stream stream);

@@ -43,7 +43,8 @@ struct Param {
     bool decay;           // weight decay applies (matrices only)
     bool fp32;            // stays fp32 in a 16-bit model (weights and biases of norms, biases of gates)
     std::vector<SourceTensor> sources;
-    float init_step = 0;  // the constant's increment from row to row
+    float init_step = 0;   // the constant's increment from row to row
+    float init_bound = 0;  // uniform in ±init_bound instead of init_std and init_value; 0: not
     RateGroup rate_group = RateGroup::Vectors;
     OptimizerType optimizer = OptimizerType::AdamW;
     std::vector<int64_t> part_rows = {};  // hidden matrices: rows of each matrix of a fused tensor (q, k, v; gate, up)
@@ -58,10 +59,12 @@ struct Param {
 };
 
 struct ParamTable {
-    std::vector<Param> params;         // in arena order
-    std::vector<int64_t> group_begin;  // elements; group g is [group_begin[g], group_begin[g + 1])
-    int64_t total = 0;                 // elements of a whole arena, padding included
-    int64_t fp32_total = 0;            // elements of the last group if its parameters stay fp32, else 0
+    bool frozen = false;                     // its parameters are not trained: no gradients, moments or master weights
+    std::string file = "model.safetensors";  // that holds them in a model directory
+    std::vector<Param> params;               // in arena order
+    std::vector<int64_t> group_begin;        // elements; group g is [group_begin[g], group_begin[g + 1])
+    int64_t total = 0;                       // elements of a whole arena, padding included
+    int64_t fp32_total = 0;                  // elements of the last group if its parameters stay fp32, else 0
 
     int num_groups() const { return int(group_begin.size()) - 1; }
     int64_t group_size(int g) const { return group_begin[size_t(g) + 1] - group_begin[size_t(g)]; }

@@ -35,6 +35,10 @@ enum Slot {
     HEAD_B  // also of a tied head
 };
 
+// The weights [outputs, inputs] of a block's linear layers.
+constexpr Slot LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
+constexpr int NUM_LINEAR_LAYERS = 4;
+
 constexpr Slot bias_of(Slot weight) {
     return static_cast<Slot>(weight + 1);
 }

@@ -1,0 +1,35 @@
+// The options of LoRA adapters.
+#include "commands/cli.h"
+
+CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
+    const std::string group = "LoRA adapters (docs/finetuning.md)";
+    CLI::Option* const rank =
+        app.add_option("--lora-rank", o.rank, "train adapters of this rank; the model's own weights are frozen")
+            ->check(at_least(1))
+            ->check(number_in(1, 65536))
+            ->group(group);
+    app.add_option("--lora-alpha", o.alpha, "adapters are scaled by this / rank; default: 16")
+        ->check(number_in(1e-6, 1e6))
+        ->needs(rank)
+        ->group(group);
+    app.add_option("--lora-targets", o.targets,
+                   "matrices that get an adapter, by their names in the model's files, as in q_proj,v_proj; default: "
+                   "all-linear, every matrix of the blocks")
+        ->delimiter(',')
+        ->needs(rank)
+        ->group(group);
+    app.add_flag("--rslora", o.rank_stabilized, "scale adapters by --lora-alpha / √rank")->group(group);
+    return rank;
+}
+
+void check_lora_options(const LoraOptions& o, OptimizerType optimizer, const Fp8Options& fp8,
+                        const std::string& offload, bool fp32_weights) {
+    if (!o.on() && o.rank_stabilized) throw UsageError("--rslora is an option of LoRA adapters; add --lora-rank");
+    if (!o.on()) return;
+    if (optimizer == OptimizerType::Muon)
+        throw UsageError("--lora-rank: adapters are trained by AdamW; leave out --optimizer muon");
+    if (fp8.on) throw UsageError("--lora-rank: adapters need matmuls in --dtype; leave out --matmul-dtype fp8");
+    if (offload != "none")
+        throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload));
+    if (!fp32_weights) throw UsageError("--lora-rank: adapters are kept in fp32; leave out --master-weights off");
+}

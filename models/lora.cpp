@@ -1,0 +1,117 @@
+#include "models/lora.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "runtime/files/weights.h"
+
+namespace {
+
+constexpr const char* ALL_LINEAR = "all-linear";
+
+std::string joined(const std::vector<std::string>& names) {
+    std::string all;
+    for (const std::string& name : names) all += (all.empty() ? "" : ",") + name;
+    return all;
+}
+
+// "model.layers.0.self_attn.q_proj.weight" without ".weight".
+std::string module_of(const SourceTensor& source) {
+    const std::string& name = source.name;
+    return name.substr(0, name.rfind('.'));
+}
+
+std::string last_part(const std::string& module) {
+    return module.substr(module.rfind('.') + 1);
+}
+
+// peft's rule: the name, or the end of it behind a point.
+bool is_target(const std::string& module, const std::string& target) {
+    if (module == target) return true;
+    const std::string end = "." + target;
+    return module.size() > end.size() && module.compare(module.size() - end.size(), end.size(), end) == 0;
+}
+
+bool is_linear_layer(const Param& p) {
+    return std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), p.slot) != std::end(LINEAR_LAYERS);
+}
+
+// The matrices of the blocks' linear layers by the last part of their names, in the order of the table.
+std::vector<std::string> linear_names(const ParamTable& base) {
+    std::vector<std::string> names;
+    for (const Param& p : base.params)
+        for (const SourceTensor& source : p.sources) {
+            const std::string name = last_part(module_of(source));
+            if (is_linear_layer(p) && std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
+        }
+    return names;
+}
+
+std::vector<std::string> resolved_targets(const ParamTable& base, const std::vector<std::string>& targets) {
+    const std::vector<std::string> all = linear_names(base);
+    if (targets == std::vector<std::string>{ALL_LINEAR}) return all;
+    for (const std::string& target : targets) {
+        const bool found = std::any_of(base.params.begin(), base.params.end(), [&](const Param& p) {
+            return is_linear_layer(p) && std::any_of(p.sources.begin(), p.sources.end(), [&](const SourceTensor& s) {
+                       return is_target(module_of(s), target);
+                   });
+        });
+        require(found, "--lora-targets ", target, ": the model's blocks have no such linear layer; they have ",
+                joined(all), ", or give ", ALL_LINEAR);
+    }
+    return targets;
+}
+
+Param matrix(const Param& base, int slot, const char* half, int64_t rows, int64_t cols) {
+    Param p{};
+    p.slot = slot, p.layer = base.layer, p.group = base.group;
+    p.name = str(base.name.substr(0, base.name.rfind('.')), ".", half);
+    p.rows = p.padded_rows = rows, p.cols = cols;
+    p.decay = true;
+    p.rate_group = RateGroup::HiddenMatrices;
+    return p;
+}
+
+}  // namespace
+
+double LoraOptions::scale() const {
+    return alpha / (rank_stabilized ? std::sqrt(double(rank)) : double(rank));
+}
+
+std::string LoraOptions::description() const {
+    return on() ? str("rank ", rank, ", alpha ", alpha, rank_stabilized ? " (rsLoRA)" : "", ", targets ",
+                      joined(targets))
+                : "none";
+}
+
+LoraTable::LoraTable(const ParamTable& base, LoraOptions lora, int64_t world) : options(std::move(lora)) {
+    options.targets = resolved_targets(base, options.targets);
+    const int64_t R = options.rank;
+    for (const Param& p : base.params) {
+        if (!is_linear_layer(p)) continue;
+        std::vector<LoraPart> own;
+        std::vector<SourceTensor> a_sources, b_sources;
+        int64_t b_rows = 0;
+        for (const SourceTensor& source : p.sources) {
+            const std::string module = module_of(source), name = "base_model.model." + module;
+            const auto& targets = options.targets;
+            if (std::none_of(targets.begin(), targets.end(), [&](const auto& t) { return is_target(module, t); }))
+                continue;
+            a_sources.push_back({name + ".lora_A.weight", int64_t(own.size()) * R, R, false});
+            b_sources.push_back({name + ".lora_B.weight", b_rows, source.rows, false});
+            own.push_back({source.row, source.rows});
+            b_rows += source.rows;
+        }
+        if (own.empty()) continue;
+        Param a = matrix(p, lora_a(Slot(p.slot)), "lora_A", int64_t(own.size()) * R, p.cols),
+              b = matrix(p, lora_b(Slot(p.slot)), "lora_B", b_rows, R);
+        a.init_bound = float(1 / std::sqrt(double(p.cols)));
+        a.sources = std::move(a_sources), b.sources = std::move(b_sources);
+        width = std::max(width, a.rows);
+        params.params.push_back(std::move(a));
+        params.params.push_back(std::move(b));
+        parts[{p.slot, p.layer}] = std::move(own);
+    }
+    params.file = ADAPTER_WEIGHTS;
+    params.layout(world);
+}

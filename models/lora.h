@@ -1,0 +1,53 @@
+// LoRA training: low-rank adapters of a frozen model (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language
+// Models").
+//
+//   y = W·x + s·B·A·x      A [R, in], B [out, R];  s = alpha/R, or alpha/√R (rsLoRA: Kalajdzievski 2023, "A Rank
+//                          Stabilization Scaling Factor for Fine-Tuning with LoRA")
+//
+// An adapter belongs to a matrix of the base's files, as in peft: q, k and v of a fused parameter have one each. A is
+// uniform in ±1/√in (peft: Kaiming with a = √5), B zero, so training starts from the base.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "runtime/model/params.h"
+#include "runtime/model/slots.h"
+
+struct LoraOptions {
+    int64_t rank = 0;  // R; 0: no adapters
+    double alpha = 16;
+    bool rank_stabilized = false;                       // rsLoRA
+    std::vector<std::string> targets = {"all-linear"};  // names of matrices, or of modules that end in them
+
+    bool on() const { return rank > 0; }
+    double scale() const;             // s
+    std::string description() const;  // "rank 16, alpha 32, targets q_proj,v_proj"
+};
+
+// The rows of a parameter that one adapter changes.
+struct LoraPart {
+    int64_t row, rows;
+};
+
+// What an adapter's table has instead of Slot: A and B of the parameter in a slot.
+constexpr int lora_a(Slot weight) {
+    return 2 * weight;
+}
+constexpr int lora_b(Slot weight) {
+    return 2 * weight + 1;
+}
+
+// Adapters of a base model.
+struct LoraTable {
+    // Per layer and linear layer with a target: A [parts·R, in] and B [sum of the parts' rows, R], the parts one after
+    // the other. Sources are peft's names. The groups are the base's layer groups.
+    ParamTable params;
+    std::map<std::pair<int, int64_t>, std::vector<LoraPart>> parts;  // by slot and layer of the base's parameter
+    LoraOptions options;                                             // with the targets that "all-linear" stands for
+    int64_t width = 0;                                               // the most rows of an A
+
+    // Throws Error for a target that no linear layer of the blocks has.
+    LoraTable(const ParamTable& base, LoraOptions lora, int64_t world);
+};
