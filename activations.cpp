@@ -89,7 +89,8 @@ enum Dims {
     FP8_ROWS,     // N x the widest operand of a linear layer
     FP8_COLUMNS,  // N x the widest output
     FP8_WEIGHT,   // the largest weight
-    N_LORA        // columns of the adapters' A·x
+    N_LORA,       // columns of the adapters' A·x
+    NF4_WEIGHT    // the largest weight in NF4
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
@@ -112,7 +113,8 @@ enum When : unsigned {
     NORM1_READ = 16384,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
     NORM1_CODES = 32768,  // it does not
     FP8_WEIGHTS = 65536,  // fp8, and quantised weights are not kept
-    LORA = 131072         // adapters are trained
+    LORA = 131072,        // adapters are trained
+    NF4 = 262144          // of a base in NF4
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -235,6 +237,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
     {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
     {&HeadActs::low_rank, "low_rank", N_LORA, MODEL, START, UPDATE, LORA},
+    {&HeadActs::base_weight, "base_weight", NF4_WEIGHT, MODEL, START, UPDATE, NF4},
     {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
 };
 
@@ -366,6 +369,8 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {largest_linear(c, [](LinearSizes s) { return s.outputs * s.inputs; })};
         case N_LORA:
             return {N, shape.lora_width};
+        case NF4_WEIGHT:
+            return {shape.nf4_weight};
     }
     return {};
 }
@@ -377,7 +382,8 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights ? HEAD_NORM : 0u) |
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
-           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (shape.lora_width ? LORA : 0u);
+           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (shape.lora_width ? LORA : 0u) |
+           (shape.nf4_weight ? NF4 : 0u);
 }
 
 // Those that hold for a layer.

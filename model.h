@@ -31,6 +31,7 @@
 #include "runtime/device/staging.h"
 #include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
+#include "runtime/model/nf4_base.h"
 #include "runtime/model/params.h"
 #include "runtime/model/slots.h"
 
@@ -70,6 +71,8 @@ struct Model {
     // are small, so every rank holds them whole in all ZeRO stages. Else null.
     std::unique_ptr<LoraTable> lora;
     std::unique_ptr<Model> adapters;
+    // QLoRA: the weights of the blocks' linear layers, which the arenas then do not hold. Else null.
+    std::unique_ptr<Nf4Base> nf4;
 
     // Builds the table only; allocate() gets the memory. hidden_matrices: the optimizer of hidden matrices.
     Model(const ModelConfig& model_config, const Sharding& ranks, Precision p = {},
@@ -83,7 +86,9 @@ struct Model {
 
     // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
     // parameters that stay fp32, where they have an arena of their own.
-    int64_t kept() const { return table.total / sharding.parts(sharding.splits_weights()); }
+    int64_t kept() const {
+        return nf4 ? Nf4Base::other_starts(table).back() : table.total / sharding.parts(sharding.splits_weights());
+    }
     int64_t gathered() const { return slots.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
     int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
@@ -131,6 +136,7 @@ struct RunShape {
     Fp8Options fp8;             // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
     int64_t lora_width = 0;     // LoraTable::width of the adapters in training; 0: none
+    int64_t nf4_weight = 0;     // QLoRA: elements of the largest weight in NF4; 0: none
     bool deterministic = true;  // false: attention's backward pass may add in any order
     Target target = this_target();
 
@@ -181,6 +187,7 @@ struct HeadActs {
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand [N, C], and of a gradient [C, N]
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
     Tensor low_rank;                   // LoRA: s·A·x of a linear layer's adapters, then its gradient
+    Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16

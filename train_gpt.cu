@@ -178,6 +178,7 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
     table.frozen = true;
     precision.master = false;
     lora = std::make_unique<LoraTable>(table, lora_options, ranks.world);
+    if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
     const Sharding whole{std::min<int64_t>(ranks.stage, 2), ranks.rank, ranks.world};
     adapters.reset(new Model(config, lora->params, whole, p));
 }
@@ -193,6 +194,7 @@ void Model::allocate(const Context& ctx) {
         return t;
     };
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
+    if (nf4) arenas.weights.starts = Nf4Base::other_starts(table), nf4->allocate();
     if (gathered()) arenas.weights.views = slots.views(table, part(precision.dtype, gathered()));
     if (master())
         arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
@@ -393,12 +395,19 @@ void lora_forward(const Context& ctx, const Model& model, const Activations& act
     });
 }
 
+// The weight of a linear layer as its matmul reads it.
+Tensor linear_weight(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l) {
+    if (!model.nf4) return model.weight(slot, l);
+    const Range range(ctx.profiler, "dequantise");
+    return model.nf4->weight(*model.table.find(slot, static_cast<int>(l)), acts.base_weight, ctx.stream);
+}
+
 // out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
 // quantised already. Accumulation may be fast: the operands' rounding is the larger error (docs/low_precision.md).
 void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
                     Tensor inp, Tensor columns = {}, Pass pass = Pass::First) {
     const Range range(ctx.profiler, linear_name(slot));
-    const Tensor weight = model.weight(slot, l), bias = model.weight(bias_of(slot), l);
+    const Tensor weight = linear_weight(ctx, model, acts, slot, l), bias = model.weight(bias_of(slot), l);
     if (!acts.uses_fp8(l)) {
         matmul_forward(out, inp, weight, bias, ctx.stream);
         return lora_forward(ctx, model, acts, slot, l, out, inp);
@@ -742,7 +751,7 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
     {
         const Range range(ctx.profiler, linear_name(slot));
-        matmul_backward_input(dinp, dout, model.weight(slot, l), adds, ctx.stream);
+        matmul_backward_input(dinp, dout, linear_weight(ctx, model, acts, slot, l), adds, ctx.stream);
     }
     lora_backward(ctx, model, grads, acts, slot, l, dinp, dout, inp, accumulate);
 }
@@ -1104,6 +1113,7 @@ MemoryPlan memory_plan(const Model& model, const Target& target) {
     plan.add("gathered weights", model.gathered() * size);
     plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
     plan.add("fp32 weights", model.fp32() * 4);
+    if (model.nf4) plan.add("NF4 weights", model.nf4->bytes());
     if (model.adapters) plan.add("adapters", model.adapters->bytes());
     return plan;
 }
@@ -1161,6 +1171,7 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
     if (model.lora) shape.lora_width = model.lora->width;
+    if (model.nf4) shape.nf4_weight = model.nf4->largest();
     return shape;
 }
 
@@ -1279,10 +1290,19 @@ Trainer::~Trainer() {
     }
 }
 
+// QLoRA: reads the matrices that load_weights() leaves out.
+void quantise_base(const ModelSource& source, const Model& model) {
+    const WeightSource weights = open_weight_source(source, model.table);
+    std::vector<float> buffer;
+    for (const Param& p : model.table.params)
+        if (Nf4Base::quantises(p)) model.nf4->store(p, weights.fetch(p, buffer));
+}
+
 void Trainer::start() {
     StepScalars scalars{};
     Model& trained = model.trained();
     if (model.adapters) tell(load_weights(s.source, model.table, model.arenas));
+    if (model.nf4) quantise_base(s.source, model);
     if (!s.resume.checkpoint.empty()) {
         load_state(s.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
         step = saved_step = s.resume.step;

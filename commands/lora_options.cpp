@@ -19,12 +19,14 @@ CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
         ->needs(rank)
         ->group(group);
     app.add_flag("--rslora", o.rank_stabilized, "scale adapters by --lora-alpha / √rank")->group(group);
+    app.add_flag("--qlora", o.nf4, "keep the frozen matrices of the blocks in 4 bits (NF4)")->group(group);
     return rank;
 }
 
 void check_lora_options(const LoraOptions& o, OptimizerType optimizer, const Fp8Options& fp8,
-                        const std::string& offload, bool fp32_weights) {
-    if (!o.on() && o.rank_stabilized) throw UsageError("--rslora is an option of LoRA adapters; add --lora-rank");
+                        const std::string& offload, bool fp32_weights, int64_t zero_stage) {
+    for (const auto& [given, name] : {std::pair(o.rank_stabilized, "--rslora"), {o.nf4, "--qlora"}})
+        if (!o.on() && given) throw UsageError(str(name, " is an option of LoRA adapters; add --lora-rank"));
     if (!o.on()) return;
     if (optimizer == OptimizerType::Muon)
         throw UsageError("--lora-rank: adapters are trained by AdamW; leave out --optimizer muon");
@@ -32,4 +34,6 @@ void check_lora_options(const LoraOptions& o, OptimizerType optimizer, const Fp8
     if (offload != "none")
         throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload));
     if (!fp32_weights) throw UsageError("--lora-rank: adapters are kept in fp32; leave out --master-weights off");
+    if (o.nf4 && zero_stage == 3)
+        throw UsageError("--qlora: every rank keeps the whole base; use --zero-stage 0, 1 or 2");
 }

@@ -269,7 +269,8 @@ TrainOptions parse_train(const Args& args) {
     if (!o.new_data.empty()) o.data = o.new_data;
     choose_training_dtype(o.model, o.master_weights, o.offload, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
-    check_lora_options(o.lora, o.optimizer, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights);
+    check_lora_options(o.lora, o.optimizer, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
+                       o.sharding.zero_stage);
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)

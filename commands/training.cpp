@@ -22,8 +22,8 @@ std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
         if (bytes <= available) advice = str(options, " fits: it needs ", human_bytes(bytes));
         return bytes <= available;
     };
-    const int64_t own = o.sharding.zero_stage;
-    for (int64_t stage = own + 1; world > 1 && stage <= 3; stage++)
+    const int64_t own = o.sharding.zero_stage, last = o.lora.nf4 ? 2 : 3;
+    for (int64_t stage = own + 1; world > 1 && stage <= last; stage++)
         if (fits(stage, o.batch_size, o.recompute, str("--zero-stage ", stage))) return advice;
     const std::pair<Recompute, const char*> levels[] = {{Recompute::Activation, "--recompute activation"},
                                                         {Recompute::Norms, "--recompute norms"},

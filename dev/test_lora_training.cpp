@@ -26,11 +26,10 @@ std::vector<float> fetch_param(const Model& model, const Param& p) {
     return {values, values + p.numel()};
 }
 
-// The weights of the base, padding rows included.
-void copy_base(const Driver& to, const Driver& from) {
+// All weights of a model, padding rows included.
+void copy_weights(const Model& to, const Model& from) {
     std::vector<float> buffer;
-    for (const Param& p : from.model.table.params)
-        to.model.arenas.store(p, from.model.arenas.fetch(p, buffer), 0, p.padded_numel());
+    for (const Param& p : from.table.params) to.arenas.store(p, from.arenas.fetch(p, buffer), 0, p.padded_numel());
 }
 
 // Calls f(p, A, B, part, first row of A, first row of B) for each adapter of a model. p: the base's parameter.
@@ -52,7 +51,7 @@ void for_each_adapter(const Model& model, F f) {
 
 // The model with its adapters merged, without rounding except to fp32.
 void merge(const Driver& lora, const Driver& merged) {
-    copy_base(merged, lora);
+    copy_weights(merged.model, lora.model);
     const double s = lora.model.lora->options.scale();
     for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
                                      int64_t a_row, int64_t b_row) {
@@ -127,6 +126,35 @@ std::vector<AdapterGradients> adapter_gradients(const Driver& lora, const refere
         all.push_back(std::move(g));
     });
     return all;
+}
+
+// Sizes that NF4 can hold.
+ModelConfig qlora_config(bool llama) {
+    ModelConfig c = base_config();
+    c.channels = 64, c.head_size = 16, c.ffn = 128;
+    if (!llama) return c;
+    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.qkv_bias = c.proj_bias = c.mlp_bias = false;
+    return c;
+}
+
+// The weights of `from` into a model with a base in NF4; and what NF4 made of them back into `from`.
+void quantise_base(Driver& to, Driver& from) {
+    copy_weights(*to.model.adapters, *from.model.adapters);
+    for (const Param& p : from.model.table.params) {
+        std::vector<float> values(size_t(p.padded_numel()), 0.0f), buffer;
+        const float* const exact = from.model.arenas.fetch(p, buffer);
+        std::copy_n(exact, values.size(), values.begin());
+        to.model.arenas.store(p, values.data(), 0, p.padded_numel());
+        if (!Nf4Base::quantises(p)) continue;
+        to.model.nf4->store(p, values.data());
+        const TestArray out = TestArray::poisoned({p.numel()});
+        to.model.nf4->weight(p, out, to.ctx.stream);
+        synchronize(to.ctx.stream);
+        const std::vector<double> moved = out.fetch();
+        std::copy(moved.begin(), moved.end(), values.begin());
+        from.model.arenas.store(p, values.data(), 0, p.numel());
+    }
 }
 
 class LoraVariant : public ModelVariantTest {};
@@ -249,7 +277,7 @@ TEST(Lora, PartsOfFusedParameters) {
         const std::vector<float> got = lora.grads();
         EXPECT_GT(rms({got.begin(), got.end()}), 0);
         Driver all = lora_driver(config, training_shape(B, T), options());
-        copy_base(all, lora);
+        copy_weights(all.model, lora.model);
         device_fill(all.model.adapters->arenas.weights.data.data, 0,
                     size_t(all.model.adapters->arenas.weights.data.bytes()), {});
         const auto copy = [&](const Driver& to, const Driver& from, auto put) {
@@ -348,3 +376,42 @@ TEST(Lora, MemoryOfTheFrozenBase) {
 }
 
 }  // namespace
+
+// QLoRA is LoRA on the base that NF4 makes of the weights: the same bits, in every level of recomputation.
+TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
+    constexpr int64_t B = 2, T = 8;
+    for (const bool llama : {true, false}) {
+        const ModelConfig config = qlora_config(llama);
+        const Batch batch = random_batch(config, B, T, 5);
+        LoraOptions lora = options(), qlora = options();
+        qlora.nf4 = true;
+        for (const DType dtype : dtypes())
+            for (const Recompute level : {Recompute::None, Recompute::Norms, Recompute::Block}) {
+                SCOPED_TRACE(str(llama ? "llama " : "gpt2 ", dtype_name(dtype), " recompute ", int(level)));
+                RunShape shape = training_shape(B, T, dtype);
+                shape.recompute = level;
+                Driver whole = lora_driver(config, shape, lora), quantised = lora_driver(config, shape, qlora);
+                EXPECT_LT(quantised.model.bytes() + quantised.model.nf4->bytes(), whole.model.bytes());
+                whole.randomise(3);
+                const std::vector<double> before = whole.logits(batch);
+                quantise_base(quantised, whole);
+                const std::vector<double> expected = whole.logits(batch);
+                EXPECT_GT(max_abs(difference(before, expected)), 1e-3 * max_abs(before));
+                expect_same_bits("logits", quantised.logits(batch), expected);
+                for (int step = 0; step < 2; step++)
+                    EXPECT_EQ(quantised.step(batch, 1e-2), whole.step(batch, 1e-2)) << step;
+                for (const Param& p : whole.model.adapters->table.params)
+                    EXPECT_EQ(fetch_param(*quantised.model.adapters, p), fetch_param(*whole.model.adapters, p))
+                        << p.name;
+            }
+    }
+}
+
+TEST(Qlora, NeedsRowsOfWholeBlocks) {
+    LoraOptions qlora = options();
+    qlora.nf4 = true;
+    ModelConfig config = qlora_config(true);
+    config.ffn = 120;
+    expect_error([&] { const Driver d = lora_driver(config, training_shape(1, 8), qlora); },
+                 "layers.0.fcproj.weight: has 120 inputs; NF4 needs a multiple of 64; leave out --qlora");
+}

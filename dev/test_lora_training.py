@@ -31,7 +31,7 @@ CASES = {"llama": ("llama", ["--lora-rank", 2, "--lora-alpha", 6, "--rslora"], 1
 STEPS, BATCH, SEQ_LEN = 20, 4, 64
 
 
-def make_base(path, family, seed=1):
+def make_base(path, family, seed=1, C=C, FFN=FFN):
     """A random model of a family: a directory in Hugging Face layout."""
     rng = np.random.default_rng(seed)
     tensors = {}
@@ -281,6 +281,25 @@ class LoraTraining(unittest.TestCase):
                      self.path("x.npy"))
         np.testing.assert_array_equal(self.logits(out, "--base", self.base()), logits)
 
+    def test_qlora(self):
+        """A base in NF4 (dev/test_lora_training.cpp has the same bits as its dequantised weights)."""
+        base = self.path("base")
+        make_base(base, "llama", C=64, FFN=128)
+        dense = self.train("dense", base=base)
+        whole = self.train("whole", "--qlora", base=base)
+        self.assertGreater(distance(tensors_of(newest(whole)), tensors_of(newest(dense))), 1e-3)
+        self.assertLess(losses(whole)[-1], losses(whole)[0] - 1)
+        self.train("half", "--qlora", "--steps", 3, "--schedule", "constant", base=base)
+        half = self.resume("half", "--steps", 6)
+        constant = self.train("constant", "--qlora", "--schedule", "constant", base=base)
+        np.testing.assert_array_equal(losses(half), losses(constant))
+        self.same_state(half, constant)
+        self.same_state(self.train("block", "--qlora", "--recompute", "block", base=base), whole)
+        # The checkpoint is an adapter like any other: its base is read whole.
+        self.assertEqual(self.logits(whole, "--base", base).shape[-1], VOCAB)
+        self.refused(["the LoRA adapters", "cannot change"], "train", "--resume", "--out", dense, "--steps", 8, "--qlora")
+        self.refused(["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
+
     def test_resume_keeps_the_adapters(self):
         out = self.train("run", "--steps", 2)
         for args in (("--lora-rank", 3), ("--lora-alpha", 3), ("--lora-targets", "q_proj"), ("--rslora",)):
@@ -291,10 +310,11 @@ class LoraTraining(unittest.TestCase):
                             (("--matmul-dtype", "fp8"), ["--lora-rank", "fp8"]),
                             (("--offload", "optimizer"), ["--lora-rank", "--offload optimizer"]),
                             (("--embedding-lr", 1e-3), ["--embedding-lr", "--lora-rank"]),
+                            (("--qlora", "--zero-stage", 3), ["--qlora", "--zero-stage 0, 1 or 2"]),
                             (("--head-lr", 1e-3), ["--head-lr"]), (("--vector-lr", 1e-3), ["--vector-lr"]),
                             (("--lora-alpha", 0), ["--lora-alpha"])):
             self.refused(words, "train", *self.options("run", *args), status=2)
-        for args in (("--rslora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
+        for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
             self.refused(["--lora-rank"], "train", *self.options("run", *args, lora=()), status=2)
         self.refused(["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
                      *self.options("run", "--lora-targets", "q_proj,lm_head"))
@@ -306,10 +326,14 @@ class LoraTraining(unittest.TestCase):
     def test_plan(self):
         plans = [json.loads(run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--recompute",
                                 "block", "--gpu", "H100 80GB", "--dtype", "bf16", "--json", *args).stdout)
-                 for args in ((), ("--lora-rank", 16))]
+                 for args in ((), ("--lora-rank", 16), ("--lora-rank", 16, "--qlora"))]
         self.assertEqual(plans[0]["bytes"]["weights"], plans[1]["bytes"]["weights"])
         self.assertEqual(plans[1]["parameters"], {"hidden_matrices": {"weights": 41943040, "optimizer": "adamw"}})
         self.assertLess(plans[1]["total_bytes"] + plans[1]["in_use_before"], 20e9)
+        self.assertLess(plans[2]["total_bytes"] + plans[2]["in_use_before"], 9.5e9)
+        matrices = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
+        self.assertEqual(plans[1]["bytes"]["weights"] - plans[2]["bytes"]["weights"], 2 * matrices)
+        self.assertAlmostEqual(8 * plans[2]["bytes"]["NF4 weights"] / matrices, 4.127, delta=1e-3)
         # What --fit proposes is what train takes: adapters have no --master-weights off.
         for gib in range(17, 30):
             done = run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--gpu-memory", f"{gib}GiB",

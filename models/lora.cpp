@@ -80,7 +80,7 @@ double LoraOptions::scale() const {
 
 std::string LoraOptions::description() const {
     return on() ? str("rank ", rank, ", alpha ", alpha, rank_stabilized ? " (rsLoRA)" : "", ", targets ",
-                      joined(targets))
+                      joined(targets), nf4 ? ", base in NF4" : "")
                 : "none";
 }
 

@@ -19,6 +19,7 @@ struct LoraOptions {
     int64_t rank = 0;  // R; 0: no adapters
     double alpha = 16;
     bool rank_stabilized = false;                       // rsLoRA
+    bool nf4 = false;                                   // QLoRA: the base's linear layers in NF4
     std::vector<std::string> targets = {"all-linear"};  // names of matrices, or of modules that end in them
 
     bool on() const { return rank > 0; }

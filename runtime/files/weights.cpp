@@ -223,6 +223,7 @@ std::string load_weights(const std::string& directory, const ParamTable& table, 
     ParamReader reader(ParamReader::takers_of(arenas));
     NonFiniteTensors non_finite;
     for (const Param& p : table.params) {
+        if (!arenas.weights.holds(p)) continue;
         const DType dtype = p.fp32 ? DType::F32 : arenas.weights.data.dtype;
         for (const auto& [name, part] : weights.tensors(p)) {
             std::atomic<bool> finite = true;

@@ -53,8 +53,8 @@ WeightSource open_weight_source(const std::string& directory, const ParamTable& 
 
 // Fills the arenas, on host or device, from a directory's weights, with the checks of StoredWeights. Padding rows are
 // set to zero. After an Error of these checks the arenas are unchanged. A finite value that 16-bit arenas would make
-// infinite is an Error that names the tensor. Returns a warning that names the tensors with values that are not finite,
-// for stderr; empty if there are none.
+// infinite is an Error that names the tensor. Parameters that a packed arena does not hold are not read. Returns a
+// warning that names the tensors with values that are not finite, for stderr; empty if there are none.
 std::string load_weights(const std::string& directory, const ParamTable& table, const WeightArenas& arenas,
                          const AdjustValues& adjust = {});
 

@@ -141,7 +141,9 @@ Tensor ParamArena::groups(const ParamTable& table, int first, int last) const {
 }
 
 Tensor ParamArena::tensor(const Param& p) const {
-    require(starts.empty(), "parameter ", p.name, ": a packed arena has no whole tensors");
+    require(holds(p) && (starts.empty() || parts == 1), "parameter ", p.name,
+            ": a packed arena does not hold it whole");
+    if (!starts.empty()) return part_of(p, data, starts[p.index]);
     if (parts == 1 && views.empty()) return part_of(p, data, p.offset - origin);
     require(size_t(p.group) < views.size(), "parameter ", p.name, ": only a part of it is here");
     return part_of(p, views[size_t(p.group)], p.offset - p.group_begin);
@@ -176,17 +178,21 @@ ParamArena::Span owned_span(const Param& p, int64_t part, int64_t parts) {
     return arena_of(part, parts).span(p, 0, p.numel());
 }
 
-std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts) {
-    const ParamArena held = arena_of(part, parts);
+std::vector<int64_t> packed_starts(const ParamTable& table, int64_t part, int64_t parts,
+                                   const std::function<bool(const Param&)>& held) {
+    const ParamArena arena = arena_of(part, parts);
     std::vector<int64_t> starts;
     int64_t end = 0;
     for (const Param& p : table.params) {
-        const bool has_one = p.optimizer == OptimizerType::AdamW;
-        starts.push_back(has_one ? end : -1);
-        if (has_one) end = round_up(end + held.span(p, 0, p.padded_numel()).count, ALIGNMENT);
+        starts.push_back(held(p) ? end : -1);
+        if (held(p)) end = round_up(end + arena.span(p, 0, p.padded_numel()).count, ALIGNMENT);
     }
     starts.push_back(end);
     return starts;
+}
+
+std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts) {
+    return packed_starts(table, part, parts, [](const Param& p) { return p.optimizer == OptimizerType::AdamW; });
 }
 
 Tensor WeightArenas::tensor(const Param& p) const {

@@ -7,6 +7,7 @@
 // splits evenly over the ranks. An arena holds either whole groups or one rank's part of every group.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -109,6 +110,7 @@ struct ParamArena {
     explicit operator bool() const { return bool(data); }
     // The held elements of groups [first, last): [n].
     Tensor groups(const ParamTable& table, int first, int last) const;
+    bool holds(const Param& p) const { return starts.empty() || starts[p.index] >= 0; }
     // The whole parameter as kernels use it: [padded_rows, cols] or [padded_rows].
     Tensor tensor(const Param& p) const;
     // The held part of a parameter's elements [begin, begin + n).
@@ -125,8 +127,11 @@ struct ParamArena {
 // The elements of a parameter, without padding, that one of `parts` ranks owns.
 ParamArena::Span owned_span(const Param& p, int64_t part, int64_t parts);
 
-// ParamArena::starts of Adam's second moment: only the parameters that AdamW updates have one. Each held part begins at
-// a multiple of 128 elements.
+// ParamArena::starts of an arena of the parameters that `held` accepts. Each held part begins at a multiple of 128
+// elements.
+std::vector<int64_t> packed_starts(const ParamTable& table, int64_t part, int64_t parts,
+                                   const std::function<bool(const Param&)>& held);
+// Of Adam's second moment: only the parameters that AdamW updates have one.
 std::vector<int64_t> second_moment_starts(const ParamTable& table, int64_t part, int64_t parts);
 
 // The memory behind a model's parameters.

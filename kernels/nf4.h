@@ -1,0 +1,38 @@
+// NF4: the frozen weights of a model in 4 bits (Dettmers et al. 2023, "QLoRA", section 3), as bitsandbytes stores them.
+//
+//   w[i] = NF4_VALUES[code[i]] · absmax[i / 64]
+//   absmax[b] = nf4_absmax_values()[absmax code[b]] · group_absmax[b / 256] + mean, rounded once
+//
+// The 16 values are quantiles of the normal distribution, scaled to [-1, 1]. A block of 64 weights is divided by its
+// largest magnitude. These magnitudes are stored in 8 bits themselves ("double quantisation"): less their mean, divided
+// by the largest of a group of 256. 4.13 bits a weight in all.
+// Throws Error on a wrong shape or dtype, on a number of weights that is not a multiple of 64, and nf4_quantise() on
+// weights that are not finite.
+#pragma once
+
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+
+constexpr int64_t NF4_BLOCK = 64, NF4_GROUP = 256;
+
+// n weights.
+struct Nf4Weights {
+    Tensor codes;         // [n / 2] U8; of two weights the first in the high four bits
+    Tensor absmax_codes;  // [n / 64] U8
+    Tensor group_absmax;  // [⌈n / 64 / 256⌉] fp32
+    Tensor mean;          // [1] fp32
+};
+
+constexpr int64_t nf4_blocks(int64_t n) {
+    return n / NF4_BLOCK;
+}
+constexpr int64_t nf4_groups(int64_t n) {
+    return (nf4_blocks(n) + NF4_GROUP - 1) / NF4_GROUP;
+}
+
+// Quantises inp [n] fp32. All tensors are in host memory, on every backend: weights are quantised once, when they are
+// read. On all threads.
+void nf4_quantise(const Nf4Weights& out, Tensor inp);
+
+// out [n] fp32, on a GPU also bf16: the weights, rounded once.
+void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream);

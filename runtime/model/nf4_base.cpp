@@ -1,0 +1,77 @@
+#include "runtime/model/nf4_base.h"
+
+#include <algorithm>
+
+#include "runtime/model/slots.h"
+
+namespace {
+
+constexpr int64_t round_up(int64_t bytes) {
+    return (bytes + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
+}
+
+// The bytes of n weights, and where the tensors of Nf4Weights begin.
+struct Layout {
+    int64_t absmax_codes, group_absmax, mean, bytes;
+    explicit Layout(int64_t n)
+        : absmax_codes(round_up(n / 2)),
+          group_absmax(absmax_codes + round_up(nf4_blocks(n))),
+          mean(group_absmax + round_up(4 * nf4_groups(n))),
+          bytes(mean + ArenaPlan::ALIGNMENT) {}
+};
+
+}  // namespace
+
+bool Nf4Base::quantises(const Param& p) {
+    return std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), p.slot) != std::end(LINEAR_LAYERS);
+}
+
+std::vector<int64_t> Nf4Base::other_starts(const ParamTable& table) {
+    return packed_starts(table, 0, 1, [](const Param& p) { return !quantises(p); });
+}
+
+Nf4Base::Nf4Base(const ParamTable& table) {
+    for (const Param& p : table.params) {
+        if (!quantises(p)) continue;
+        require(p.cols % NF4_BLOCK == 0, p.name, ": has ", p.cols, " inputs; NF4 needs a multiple of ", NF4_BLOCK,
+                "; leave out --qlora");
+        for (const SourceTensor& source : p.sources) {
+            matrices[p.index].push_back({source.row, source.rows, end});
+            end += Layout(source.rows * p.cols).bytes;
+        }
+        largest_weight = std::max(largest_weight, p.numel());
+    }
+}
+
+Nf4Weights Nf4Base::tensors(int64_t n, int64_t offset) const {
+    const Layout at(n);
+    return {memory.at(offset, DType::U8, {n / 2}), memory.at(offset + at.absmax_codes, DType::U8, {nf4_blocks(n)}),
+            memory.at(offset + at.group_absmax, DType::F32, {nf4_groups(n)}),
+            memory.at(offset + at.mean, DType::F32, {1})};
+}
+
+void Nf4Base::store(const Param& p, const float* values) const {
+    for (const Matrix& m : matrices.at(p.index)) {
+        const int64_t n = m.rows * p.cols;
+        std::vector<uint8_t> codes(size_t(n / 2)), absmax_codes(size_t(nf4_blocks(n)));
+        std::vector<float> group_absmax(size_t(nf4_groups(n)));
+        float mean = 0;
+        const Nf4Weights host = {host_tensor(codes.data(), {n / 2}), host_tensor(absmax_codes.data(), {nf4_blocks(n)}),
+                                 host_tensor(group_absmax.data(), {nf4_groups(n)}), host_tensor(&mean, {1})};
+        nf4_quantise(host, host_tensor(values + m.row * p.cols, {n}));
+        const Nf4Weights to = tensors(n, m.offset);
+        for (const auto& [device, from] : {std::pair(to.codes, host.codes),
+                                           {to.absmax_codes, host.absmax_codes},
+                                           {to.group_absmax, host.group_absmax},
+                                           {to.mean, host.mean}})
+            copy_to_device(device.data, from.data, size_t(from.bytes()), Stream{});
+    }
+}
+
+Tensor Nf4Base::weight(const Param& p, Tensor to, Stream stream) const {
+    for (const Matrix& m : matrices.at(p.index)) {
+        const int64_t begin = m.row * p.cols, n = m.rows * p.cols;
+        nf4_dequantise(to.rows(begin, begin + n), tensors(n, m.offset), stream);
+    }
+    return make_tensor(to.data, to.dtype, to.device, {p.rows, p.cols});
+}

@@ -1,0 +1,41 @@
+// QLoRA: the weights of the blocks' linear layers of a frozen model in NF4 (kernels/nf4.h), on the device. Each matrix
+// of the model's files is quantised by itself; its blocks of 64 run along its inputs.
+//
+// Throws Error on a matrix whose number of inputs is not a multiple of 64.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "kernels/nf4.h"
+#include "runtime/device/arena.h"
+#include "runtime/model/params.h"
+
+class Nf4Base {
+  public:
+    explicit Nf4Base(const ParamTable& table);
+    static bool quantises(const Param& p);
+
+    // ParamArena::starts of an arena of all other parameters.
+    static std::vector<int64_t> other_starts(const ParamTable& table);
+
+    int64_t bytes() const { return end; }
+    int64_t largest() const { return largest_weight; }  // elements
+    void allocate() { memory = Arena(end, "NF4 weights"); }
+
+    // Quantises a parameter from fp32 values on the host, in memory order.
+    void store(const Param& p, const float* values) const;
+    // The parameter's values in `to` [numel] fp32 or bf16, as [rows, cols].
+    Tensor weight(const Param& p, Tensor to, Stream stream) const;
+
+  private:
+    // Rows [row, row + rows) of a parameter, and where their codes are.
+    struct Matrix {
+        int64_t row, rows, offset;
+    };
+    Nf4Weights tensors(int64_t n, int64_t offset) const;
+
+    std::map<size_t, std::vector<Matrix>> matrices;  // by Param::index
+    int64_t end = 0, largest_weight = 0;
+    Arena memory;
+};
