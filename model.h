@@ -256,7 +256,9 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 // The logits of rows [begin, end) of normf, in the logits buffer; with the softcap, if the model has one.
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
 // After forward(): sums the losses of the batch into loss_sum.
-void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate);
+// look: called with each chunk of logits and its first row, before the next one takes its place.
+void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
+                   const std::function<void(int64_t begin, Tensor logits)>& look = {});
 // After forward(): computes the head and the loss, adds the loss to acts.loss_sum, and computes every gradient. dloss
 // is the gradient of each token's loss. first_micro, last_micro: whether this is the step's first or last micro-step.
 void backward(const Context& ctx, const Model& model, Gradients& grads, const Activations& acts, const Input& in,
@@ -311,11 +313,11 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                     const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
                     const std::function<void()>& before_batch = {});
-// The nats of each choice's ending (data/multiple_choice.h). Each rank takes its share of the passes; all get the same
-// result.
-std::vector<double> choice_nats(const Context& ctx, const Model& model, const Activations& acts,
-                                const std::vector<Choice>& choices, const Tokenizer& tokenizer,
-                                const std::function<void()>& before_batch = {});
+// The model's results on questions (data/multiple_choice.h). choices: make_choices() of them. Each rank takes its share
+// of the passes; all get the same results.
+QuestionResults answer_questions(const Context& ctx, const Model& model, const Activations& acts,
+                                 const std::vector<Question>& questions, const std::vector<Choice>& choices,
+                                 const Tokenizer& tokenizer, const std::function<void()>& before_batch = {});
 
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.

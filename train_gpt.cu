@@ -39,6 +39,7 @@
 #include "models/lora_adapter.h"
 #include "models/model_source.h"
 #include "parallel/checkpoint.h"
+#include "runtime/device/convert.h"
 #include "runtime/device/gpu_table.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
@@ -615,13 +616,15 @@ Tensor head_logits(const Context& ctx, const Model& model, const Activations& ac
     return logits;
 }
 
-void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate) {
+void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
+                   const std::function<void(int64_t begin, Tensor logits)>& look) {
     const int64_t chunk = acts.logits.shape[0];
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
         const Tensor logits = head_forward(ctx, model, acts, begin, end);
         cross_entropy_forward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
                               model.config.vocab_size, model.config.logit_softcap, ctx.stream);
+        if (look) look(begin, logits);
     }
     sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
 }
@@ -1047,34 +1050,60 @@ Evaluation evaluate(const Context& ctx, const Model& model, const Activations& a
     });
 }
 
-std::vector<double> choice_nats(const Context& ctx, const Model& model, const Activations& acts,
-                                const std::vector<Choice>& choices, const Tokenizer& tokenizer,
-                                const std::function<void()>& before_batch) {
+namespace {
+
+// The token with the largest logit [1, vocabulary].
+int32_t most_likely(const Context& ctx, const ModelConfig& config, const Tensor& logits) {
+    std::vector<char> row(size_t(logits.bytes()));
+    std::vector<float> values(size_t(logits.numel()));
+    ctx.wait_for_stream("evaluation");
+    copy_to_host(row.data(), logits.data, row.size(), ctx.stream);
+    convert_to_float(values.data(), row.data(), logits.dtype, logits.numel());
+    return int32_t(std::max_element(values.begin(), values.begin() + config.vocab_size) - values.begin());
+}
+
+}  // namespace
+
+QuestionResults answer_questions(const Context& ctx, const Model& model, const Activations& acts,
+                                 const std::vector<Question>& questions, const std::vector<Choice>& choices,
+                                 const Tokenizer& tokenizer, const std::function<void()>& before_batch) {
     int64_t passes = 0;
     const auto run = [&](const Batch& batch) {
         if (before_batch) before_batch();
         const Input in = upload(ctx, acts, batch);
         forward(ctx, model, acts, in);
-        evaluate_loss(ctx, model, acts, in, false);
-        std::vector<float> losses(batch.tokens.size());
+        ChoiceScorer::TokenScores scores{std::vector<float>(batch.tokens.size()),
+                                         std::vector<bool>(batch.tokens.size(), false)};
+        evaluate_loss(ctx, model, acts, in, false, [&](int64_t begin, Tensor logits) {
+            for (int64_t i = 0; ask_for_last_words(questions) && i < logits.shape[0]; i++) {
+                const int32_t target = batch.targets[size_t(begin + i)];
+                if (target != Batch::NO_TARGET)
+                    scores.missed[size_t(begin + i)] = most_likely(ctx, model.config, logits.rows(i, i + 1)) != target;
+            }
+        });
         ctx.wait_for_stream("evaluation");
-        copy_to_host(losses.data(), acts.losses.data, losses.size() * sizeof(float), ctx.stream);
-        return losses;
+        copy_to_host(scores.losses.data(), acts.losses.data, scores.losses.size() * sizeof(float), ctx.stream);
+        return scores;
     };
     Batch last;  // with ZeRO stage 3 all ranks gather weights together, so they run equally many passes
-    const auto own_losses = [&](const Batch& batch) {
+    const auto own_scores = [&](const Batch& batch) {
         last = batch;
-        return passes++ % ctx.world == ctx.rank ? run(batch) : std::vector<float>(batch.tokens.size(), 0);
+        return passes++ % ctx.world == ctx.rank
+                   ? run(batch)
+                   : ChoiceScorer::TokenScores{std::vector<float>(batch.tokens.size()), {}};
     };
-    const std::vector<double> own = score_choices(
+    const std::vector<EndingScore> own = score_choices(
         choices,
-        {tokenizer.start_of_text(), start_token(model.config, &tokenizer), acts.shape.B, acts.shape.T, own_losses});
+        {tokenizer.start_of_text(), start_token(model.config, &tokenizer), acts.shape.B, acts.shape.T, own_scores});
     const int64_t in_last_round = passes % ctx.world;
     if (in_last_round && ctx.rank >= in_last_round) run(last);
-    std::vector<double> all(own.size() * size_t(ctx.world)), nats(own.size(), 0);
-    ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof(double));
-    for (size_t i = 0; i < all.size(); i++) nats[i % nats.size()] += all[i];  // all but one rank's are 0
-    return nats;
+    std::vector<EndingScore> all(own.size() * size_t(ctx.world)), scores(own.size());
+    ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof(EndingScore));
+    for (size_t i = 0; i < all.size(); i++) {  // all but one rank's are 0
+        scores[i % scores.size()].nats += all[i].nats;
+        scores[i % scores.size()].missed += all[i].missed;
+    }
+    return question_results(questions, choices, scores);
 }
 
 namespace {
@@ -1517,13 +1546,13 @@ void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
         text = mean + text;
     }
     if (!choices.empty()) {
-        const ChoiceAccuracy result =
-            choice_accuracy(s.questions, choices, choice_nats(ctx, model, acts, choices, *tokenizer, progressing));
-        line["accuracy"] = result.accuracy;
-        line["accuracy_norm"] = result.by_character;
-        char part[64];
-        std::snprintf(part, sizeof part, "  accuracy %.4f  accuracy_norm %.4f", result.accuracy, result.by_character);
-        text += part;
+        for (const auto& [name, value] :
+             answer_questions(ctx, model, acts, s.questions, choices, *tokenizer, progressing)) {
+            line[name] = value;
+            char part[64];
+            std::snprintf(part, sizeof part, "  %s %.4f", name.c_str(), value);
+            text += part;
+        }
     }
     log.write(line);
     progress.note(str("step ", step, text));

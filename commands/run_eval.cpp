@@ -36,11 +36,13 @@ void run_multiple_choice(const EvalOptions& o) {
         if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
     }
     const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
-    const ChoiceAccuracy result =
-        choice_accuracy(questions, choices, choice_nats(ctx, m.model, m.acts, choices, tokenizer));
-    require(std::isfinite(result.accuracy), source.name, ": the loss of an ending is not finite", NOT_FINITE);
-    print_result({{"accuracy", result.accuracy}, {"accuracy_norm", result.by_character}, {"count", questions.size()}},
-                 o.json);
+    nlohmann::ordered_json result;
+    for (const auto& [name, value] : answer_questions(ctx, m.model, m.acts, questions, choices, tokenizer)) {
+        require(std::isfinite(value), source.name, ": the loss of an ending is not finite", NOT_FINITE);
+        result[name] = value;
+    }
+    result["count"] = questions.size();
+    print_result(result, o.json);
 }
 
 }  // namespace

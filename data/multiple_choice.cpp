@@ -22,8 +22,10 @@ std::vector<Question> read_questions(const std::string& path) {
         number++;
         if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
         const json q = json::parse(line, no_deeper, false);
+        const bool one = q.is_object() && q.value("endings", json()).is_array() && q["endings"].size() == 1;
         const bool shaped = q.is_object() && q.value("ctx", json()).is_string() &&
-                            q.value("endings", json()).is_array() && q.value("label", json()).is_number_integer();
+                            q.value("endings", json()).is_array() &&
+                            (q.value("label", json()).is_number_integer() || (one && !q.contains("label")));
         require(shaped, path, ": line ", number,
                 ": expected {\"ctx\": text, \"endings\": [text, ...], \"label\": number}");
         Question question;
@@ -33,9 +35,12 @@ std::vector<Question> read_questions(const std::string& path) {
                     ": an ending is not a string, or is empty");
             question.endings.push_back(e);
         }
-        const int64_t label = q["label"];
-        require(question.endings.size() >= 2, path, ": line ", number, ": ", question.endings.size(),
-                " endings; there must be two or more");
+        const int64_t label = q.value("label", int64_t(0));
+        require(!question.endings.empty(), path, ": line ", number, ": there is no ending");
+        require(questions.empty() || one == ask_for_last_words(questions), path, ": line ", number, ": ",
+                question.endings.size(), " endings, in the first line ",
+                questions.empty() ? 0 : questions[0].endings.size(),
+                "; put questions and texts with a last word into files of their own");
         require(label >= 0 && label < int64_t(question.endings.size()), path, ": line ", number, ": label ", label,
                 " is not the index of one of the ", question.endings.size(), " endings");
         question.label = size_t(label);
@@ -45,11 +50,13 @@ std::vector<Question> read_questions(const std::string& path) {
     return questions;
 }
 
+bool ask_for_last_words(const std::vector<Question>& questions) {
+    return !questions.empty() && questions[0].endings.size() == 1;
+}
+
 Choice make_choice(const Tokenizer& tokenizer, const std::string& context, const std::string& ending) {
-    const bool spaced = context.empty() || context.back() == ' ' || ending[0] == ' ';
-    const std::string rest = (spaced ? "" : " ") + ending;
     Choice c;
-    c.tokens = tokenizer.encode(context + rest);
+    c.tokens = tokenizer.encode(context + " " + ending);
     const std::string stripped = context.substr(0, context.find_last_not_of(" \t\r\n\v\f") + 1);
     c.first = std::min(int64_t(tokenizer.encode(stripped).size()), int64_t(c.tokens.size()) - 1);
     c.characters = std::count_if(ending.begin(), ending.end(), [](char byte) { return (byte & 0xC0) != 0x80; });
@@ -72,8 +79,8 @@ std::vector<Choice> make_choices(const std::vector<Question>& questions, const T
     return choices;
 }
 
-std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer) {
-    std::vector<double> nats(choices.size(), 0);
+std::vector<EndingScore> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer) {
+    std::vector<EndingScore> scores(choices.size());
     for (size_t begin = 0, end; begin < choices.size(); begin = end) {
         Batch batch;
         batch.cum_seqlens = {0};
@@ -96,29 +103,36 @@ std::vector<double> score_choices(const std::vector<Choice>& choices, const Choi
             batch.cum_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
             batch.max_seqlen = std::max(batch.max_seqlen, n);
         }
-        const std::vector<float> losses = scorer.losses(batch);
-        for (size_t i = 0; i < owner.size(); i++) nats[owner[i]] += double(losses[i]);
+        const ChoiceScorer::TokenScores of_tokens = scorer.scores(batch);
+        for (size_t i = 0; i < owner.size(); i++) {
+            scores[owner[i]].nats += double(of_tokens.losses[i]);
+            if (!of_tokens.missed.empty()) scores[owner[i]].missed += of_tokens.missed[i];
+        }
     }
-    return nats;
+    return scores;
 }
 
-ChoiceAccuracy choice_accuracy(const std::vector<Question>& questions, const std::vector<Choice>& choices,
-                               const std::vector<double>& nats) {
-    for (const double n : nats)
-        if (!std::isfinite(n)) return {NAN, NAN};
-    int64_t right = 0, right_by_character = 0;
+QuestionResults question_results(const std::vector<Question>& questions, const std::vector<Choice>& choices,
+                                 const std::vector<EndingScore>& scores) {
+    const double count = double(questions.size());
+    double right = 0, right_by_character = 0, nats = 0;
+    for (const EndingScore& s : scores) nats += s.nats;
+    if (!std::isfinite(nats)) right = right_by_character = NAN;
+    if (ask_for_last_words(questions)) {
+        for (const EndingScore& s : scores) right += s.missed == 0;
+        return {{"accuracy", right / count}, {"perplexity", std::exp(nats / count)}};
+    }
     size_t at = 0;
     for (const Question& q : questions) {
         size_t best = 0, best_by_character = 0;
-        const auto by_character = [&](size_t e) { return nats[at + e] / double(choices[at + e].characters); };
+        const auto by_character = [&](size_t e) { return scores[at + e].nats / double(choices[at + e].characters); };
         for (size_t e = 1; e < q.endings.size(); e++) {
-            if (nats[at + e] < nats[at + best]) best = e;
+            if (scores[at + e].nats < scores[at + best].nats) best = e;
             if (by_character(e) < by_character(best_by_character)) best_by_character = e;
         }
         right += best == q.label;
         right_by_character += best_by_character == q.label;
         at += q.endings.size();
     }
-    const double count = double(questions.size());
-    return {double(right) / count, double(right_by_character) / count};
+    return {{"accuracy", right / count}, {"accuracy_norm", right_by_character / count}};
 }

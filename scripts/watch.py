@@ -71,9 +71,10 @@ def facts(log, steps, now):
         rows.append(("val_loss", f"{scores[-1]:.4f}, best {scores[best]:.4f} at {steps_of[best]:,}"))
     else:
         rows.append(("val_loss", "-"))  # so that the rows of runs side by side are level
-    _, accuracies = values(log.validation, "accuracy_norm")
-    if accuracies:
-        rows.append(("accuracy_norm", f"{accuracies[-1]:.4f}"))
+    for score in ("accuracy_norm", "perplexity"):
+        _, scores = values(log.validation, score)
+        if scores:
+            rows.append((score, f"{scores[-1]:.4f}"))
     rows += [("lr", f"{last['lr']:.3g}"), ("grad_norm", f"{norms[-1]:.3g}" if norms else "-"),
              ("tokens/s", f"{median['tokens_per_s']:,.0f}" if median["tokens_per_s"] else "-"),
              ("MFU", f"{median['mfu']:.1%}" if median["mfu"] else "-"),
