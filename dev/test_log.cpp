@@ -4,8 +4,10 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <csignal>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "dev/temp_dir.h"
 #include "runtime/files/files.h"
@@ -38,6 +40,19 @@ TEST_F(LogTest, DeletedIsWrittenAgain) {
         EXPECT_EQ(read_file(path), lines(1, 3) + lines(4, 4 * round + 3));
     }
     EXPECT_EQ(notes, std::vector<std::string>{path + " was gone; it is written again"});  // said once
+}
+
+// Whenever the file goes away, also while it is written again, the next line brings all back.
+TEST_F(LogTest, DeletedAgainAndAgain) {
+    std::atomic<bool> stop = false;
+    std::thread remover([&] {
+        while (!stop) ::unlink(path.c_str());
+    });
+    write(1, 2000);
+    stop = true;
+    remover.join();
+    write(2001, 2001);
+    EXPECT_EQ(read_file(path), lines(1, 2001));
 }
 
 TEST_F(LogTest, MovedAwayIsWrittenAgain) {

@@ -26,16 +26,17 @@ RunLog::RunLog(const std::string& log_path, int64_t last_step, std::function<voi
         }
         if (kept.size() != old.size()) write_file(path, kept);
     }
-    open();
+    fd = open();
 }
 
 RunLog::~RunLog() {
     if (fd >= 0) ::close(fd);
 }
 
-void RunLog::open() {
-    fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
-    if (fd < 0) throw_system_error(path, "open", errno);
+int RunLog::open() const {
+    const int opened = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+    if (opened < 0) throw_system_error(path, "open", errno);
+    return opened;
 }
 
 void RunLog::follow_path() {
@@ -43,9 +44,11 @@ void RunLog::follow_path() {
     const bool exists = ::stat(path.c_str(), &named) == 0;
     if (::fstat(fd, &ours) != 0) throw_system_error(path, "read", errno);
     if (exists && ours.st_ino == named.st_ino && ours.st_dev == named.st_dev) return;
-    if (!exists) write_file(path, read_file(str("/proc/self/fd/", fd)));  // the lines so far are still in the open file
-    ::close(std::exchange(fd, -1));
-    open();
+    // The lines so far are still in the open file. The new one gets them when it is open, so that they are not lost if
+    // it is removed at once, too.
+    const std::string lines = exists ? "" : read_file(str("/proc/self/fd/", fd));
+    ::close(std::exchange(fd, open()));
+    append(lines);
     if (note)
         note(path + (exists ? " was replaced; the log continues in the new file" : " was gone; it is written again"));
     note = {};
@@ -55,7 +58,10 @@ void RunLog::write(const nlohmann::ordered_json& line) {
     if (path.empty()) return;
     follow_path();
     // A sample may hold bytes that are not UTF-8.
-    const std::string text = line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+    append(line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+}
+
+void RunLog::append(const std::string& text) {
     const off_t end = ::lseek(fd, 0, SEEK_END);
     for (size_t done = 0; done < text.size();) {
         const ssize_t n = ::write(fd, text.data() + done, text.size() - done);

@@ -21,7 +21,8 @@ class RunLog {
     void write(const nlohmann::ordered_json& line);
 
   private:
-    void open();
+    int open() const;
+    void append(const std::string& text);
     void follow_path();  // opens the file again if path no longer names the one that is open
     const std::string path;
     std::function<void(const std::string&)> note;  // empty after the first call
