@@ -142,6 +142,8 @@ struct RunShape {
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
 };
+// What the activations need to know of the model's adapters and of a base in NF4.
+void set_adapters(RunShape& shape, const Model& model);
 RunShape inference_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 

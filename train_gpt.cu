@@ -1199,9 +1199,13 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
+    set_adapters(shape, model);
+    return shape;
+}
+
+void set_adapters(RunShape& shape, const Model& model) {
     if (model.lora) shape.lora_width = model.lora->width;
     if (model.nf4) shape.nf4_weight = model.nf4->largest();
-    return shape;
 }
 
 // A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/performance.md). Narrower models are

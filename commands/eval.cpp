@@ -6,7 +6,7 @@ EvalOptions parse_eval(const Args& args) {
         "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
         "bits_per_byte. With --multiple-choice, scores multiple-choice questions and prints accuracy, accuracy_norm "
         "(by "
-        "log-probability per character) and count, or of texts with one ending accuracy, perplexity and count.",
+        "log-probability per character) and count, or of passages with one ending accuracy, perplexity and count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);

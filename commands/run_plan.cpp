@@ -40,8 +40,7 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     shape.deterministic = !o.nondeterministic;
     shape.target = target;
     shape.fp8 = fp8_options(o.fp8, run.model);
-    if (run.model.lora) shape.lora_width = run.model.lora->width;
-    if (run.model.nf4) shape.nf4_weight = run.model.nf4->largest();
+    set_adapters(shape, run.model);
     shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));

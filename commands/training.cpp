@@ -180,7 +180,8 @@ void check_unchanged(TrainSetup& s) {
         require(stored == now, "--resume: ", what, " was ", stored, " when ", r.checkpoint,
                 " was written and cannot change; start a new run in another --out");
     };
-    same("the LoRA adapters: --lora-rank, --lora-alpha, --lora-targets or --rslora", r.lora, s.o.lora.description());
+    same("the LoRA adapters: --lora-rank, --lora-alpha, --lora-targets, --rslora or --qlora", r.lora,
+         s.o.lora.description());
     same("--optimizer", r.optimizer, std::string(OPTIMIZER_NAMES[size_t(s.o.optimizer)]));
     same("--seed", r.seed, int64_t(s.o.seed));
     same("--seq-len", r.seq_len, s.o.seq_len);

@@ -1,5 +1,5 @@
-// Multiple-choice questions, one JSON object per line: {"ctx": text, "endings": [text, …], "label": i}. Texts whose
-// last word is asked for (LAMBADA: Paperno et al. 2016) have one ending and need no label.
+// Multiple-choice questions, one JSON object per line: {"ctx": text, "endings": [text, …], "label": i}. Passages
+// whose last word is asked for (LAMBADA: Paperno et al. 2016) have one ending and need no label.
 #pragma once
 
 #include <cstdint>

@@ -91,8 +91,7 @@ struct Driver {
     }
     static RunShape with_workspace(RunShape shape, const Model& model) {
         shape.update_bytes = update_workspace_bytes(model);
-        if (model.lora) shape.lora_width = model.lora->width;
-        if (model.nf4) shape.nf4_weight = model.nf4->largest();
+        set_adapters(shape, model);
         return shape;
     }
 
