@@ -89,8 +89,12 @@ enum Dims {
     FP8_ROWS,     // N x the widest operand of a linear layer
     FP8_COLUMNS,  // N x the widest output
     FP8_WEIGHT,   // the largest weight
-    N_LORA,       // columns of the adapters' A·x
-    NF4_WEIGHT    // the largest weight in NF4
+    N_LORA,       // columns of the adapters' A·x: the most; of each of LINEAR_LAYERS
+    N_LORA_QKV,
+    N_LORA_PROJ,
+    N_LORA_FC,
+    N_LORA_FCPROJ,
+    NF4_WEIGHT  // the largest weight in NF4
 };
 
 // Conditions for a tensor to exist, as bits; all that are set must hold.
@@ -179,6 +183,11 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
     {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH},
     {&A::act_t,        "act.fp8",     FFN_N,  CODES, ACT,         UNREAD,     FCPROJ,    ACTIVATION, FP8},
+    // Kept, because they are small: N·R values of an adapter.
+    {&A::lora_qkv,     "lora_qkv",    N_LORA_QKV,    MODEL, QKV,    QKV,    QKV,    KEPT, LORA},
+    {&A::lora_proj,    "lora_proj",   N_LORA_PROJ,   MODEL, PROJ,   PROJ,   PROJ,   KEPT, LORA},
+    {&A::lora_fc,      "lora_fc",     N_LORA_FC,     MODEL, FC,     FC,     FC,     KEPT, LORA},
+    {&A::lora_fcproj,  "lora_fcproj", N_LORA_FCPROJ, MODEL, FCPROJ, FCPROJ, FCPROJ, KEPT, LORA},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       NORM_BEFORE},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, FCPROJ,    BLOCK,      NORM_AFTER},
     {&A::rstd2,        "rstd2",       N_1,    FP32,  NEXT_NORM1,  NEXT_NORM1, FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
@@ -236,7 +245,7 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
     {&HeadActs::fp8_weight, "fp8_weight", FP8_WEIGHT, CODES, START, UPDATE, FP8_WEIGHTS},
-    {&HeadActs::low_rank, "low_rank", N_LORA, MODEL, START, UPDATE, LORA},
+    {&HeadActs::dlow_rank, "dlow_rank", N_LORA, MODEL, HEAD, UPDATE, TRAIN | LORA},
     {&HeadActs::base_weight, "base_weight", NF4_WEIGHT, MODEL, START, UPDATE, NF4},
     {&HeadActs::update_workspace, "update_workspace", UPDATE_BYTES, DType::U8, UPDATE, UPDATE, TRAIN},
 };
@@ -308,6 +317,10 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
          sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
 
+int64_t widest_adapter(const RunShape& shape) {
+    return *std::max_element(shape.lora_widths.begin(), shape.lora_widths.end());
+}
+
 std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
     switch (dims) {
@@ -368,7 +381,12 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
         case FP8_WEIGHT:
             return {largest_linear(c, [](LinearSizes s) { return s.outputs * s.inputs; })};
         case N_LORA:
-            return {N, shape.lora_width};
+            return {N, widest_adapter(shape)};
+        case N_LORA_QKV:
+        case N_LORA_PROJ:
+        case N_LORA_FC:
+        case N_LORA_FCPROJ:
+            return {N, shape.lora_widths[size_t(dims - N_LORA_QKV)]};
         case NF4_WEIGHT:
             return {shape.nf4_weight};
     }
@@ -382,7 +400,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::Plain || c.qk_norm == QkNorm::Weights ? HEAD_NORM : 0u) |
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
-           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (shape.lora_width ? LORA : 0u) |
+           (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
            (shape.nf4_weight ? NF4 : 0u);
 }
 
@@ -403,7 +421,7 @@ RunShape effective(const ModelConfig& c, RunShape shape) {
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;
-    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on || shape.lora_width)
+    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on || widest_adapter(shape))
         shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
 }
@@ -448,11 +466,11 @@ void Activations::plan_layer(int64_t l) {
     const Timeline time{config.layers};
     const unsigned holds = conditions(config, shape, l);
     for (const BlockRow& row : BLOCK_ACTIVATIONS) {
-        if (row.when & ~holds) continue;
+        const std::vector<int64_t> dims = sizes(row.dims, config, shape);
+        if ((row.when & ~holds) || dims.back() == 0) continue;  // 0: a linear layer without adapters
         Tensor *f = &(forward[size_t(l)].*row.field), *b = &(backward[size_t(l)].*row.field);
         const std::string name = str("layers.", l, ".", row.name);
         const DType dtype = row.dtype.value_or(shape.dtype);
-        const std::vector<int64_t> dims = sizes(row.dims, config, shape);
         const bool recomputed = shape.training && row.recomputed != KEPT && shape.recompute >= row.recomputed;
         const bool in_backward = shape.training && row.last_backward != NONE;
         const int64_t first = time.forward(l, row.first);

@@ -83,8 +83,7 @@ void Fp8State::allocate(const Context& ctx) {
 }
 
 int64_t Fp8State::index(Slot slot, int64_t l) const {
-    const auto at = std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), slot);
-    return l * NUM_LINEAR_LAYERS + (at - std::begin(LINEAR_LAYERS));
+    return l * NUM_LINEAR_LAYERS + linear_layer_index(slot);
 }
 
 Fp8Slot Fp8State::record_of(Fp8Operand operand, Slot slot, int64_t l) const {

@@ -133,11 +133,11 @@ struct RunShape {
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
-    Fp8Options fp8;             // the linear layers of the blocks whose operands are quantised
-    int64_t update_bytes = 0;   // update_workspace_bytes() of the model in training
-    int64_t lora_width = 0;     // LoraTable::width of the adapters in training; 0: none
-    int64_t nf4_weight = 0;     // QLoRA: elements of the largest weight in NF4; 0: none
-    bool deterministic = true;  // false: attention's backward pass may add in any order
+    Fp8Options fp8;            // the linear layers of the blocks whose operands are quantised
+    int64_t update_bytes = 0;  // update_workspace_bytes() of the model in training
+    std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
+    int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
+    bool deterministic = true;                             // false: attention's backward pass may add in any order
     Target target = this_target();
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
@@ -167,6 +167,7 @@ struct LayerActs {
     // fp8: the quantised inputs of linear layers [C, N], for their weights' gradients. The activation function's output
     // exists only so (act is null), and in its rows (HeadActs::fp8_rows).
     Tensor norm1_t, att_t, norm2_t, act_t;
+    Tensor lora_qkv, lora_proj, lora_fc, lora_fcproj;  // LoRA: s·A·x of each linear layer's adapters
     Tensor fcproj;  // what the MLP adds to the residual stream, or norm2 reads if it comes after
     Tensor dfcproj, dact, dnorm2, dproj, datt, dqkv, dnorm1;  // gradients
 };
@@ -188,7 +189,7 @@ struct HeadActs {
     Tensor scratch, forward_scratch;   // bytes
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand [N, C], and of a gradient [C, N]
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
-    Tensor low_rank;                   // LoRA: s·A·x of a linear layer's adapters, then its gradient
+    Tensor dlow_rank;                  // LoRA: the gradient of a linear layer's A·x
     Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars

@@ -178,7 +178,7 @@ Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p
     if (!lora_options.on()) return;
     table.frozen = true;
     precision.master = false;
-    lora = std::make_unique<LoraTable>(table, lora_options, ranks.world);
+    lora = std::make_unique<LoraTable>(table, lora_options, ranks.world, hidden_matrices);
     if (lora_options.nf4) nf4 = std::make_unique<Nf4Base>(table);
     const Sharding whole{std::min<int64_t>(ranks.stage, 2), ranks.rank, ranks.world};
     adapters.reset(new Model(config, lora->params, whole, p));
@@ -356,12 +356,19 @@ void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int6
 struct LoraLayer {
     Tensor a, b;
     const std::vector<LoraPart>* parts = nullptr;
+    Tensor low_rank;  // s·A·inp of all adapters, [n, parts·R]: the forward pass keeps it
+    float scale = 0;  // s
 };
-LoraLayer lora_layer(const Model& model, Slot slot, int64_t l) {
+Tensor low_rank_of(const LayerActs& a, Slot slot) {
+    return slot == QKV_W ? a.lora_qkv : slot == PROJ_W ? a.lora_proj : slot == FC_W ? a.lora_fc : a.lora_fcproj;
+}
+LoraLayer lora_layer(const Model& model, const Activations& acts, Slot slot, int64_t l, int64_t n) {
     if (!model.adapters) return {};
     const auto parts = model.lora->parts.find({int(slot), l});
     if (parts == model.lora->parts.end()) return {};
-    return {model.adapters->weight(lora_a(slot), l), model.adapters->weight(lora_b(slot), l), &parts->second};
+    const Tensor a = model.adapters->weight(lora_a(slot), l), b = model.adapters->weight(lora_b(slot), l);
+    const Tensor low_rank = low_rank_of(acts.forward[size_t(l)], slot).rows(0, n).columns(0, a.shape[0]);
+    return {a, b, &parts->second, low_rank, static_cast<float>(model.lora->options.scale())};
 }
 
 // Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
@@ -375,24 +382,14 @@ void for_each_part(const LoraLayer& lora, F f) {
     }
 }
 
-// s·A·inp of all adapters of a layer, [n, parts·R].
-Tensor lora_low_rank(const Context& ctx, const Model& model, const Activations& acts, const LoraLayer& lora,
-                     Tensor inp) {
-    const Tensor out = acts.low_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
-    matmul(out, inp, lora.a, false, true, false, ctx.stream, static_cast<float>(model.lora->options.scale()));
-    return out;
-}
-
-// out += s·B·A·inp.
-void lora_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
-                  Tensor inp) {
-    const LoraLayer lora = lora_layer(model, slot, l);
-    if (!lora.a) return;
+// s·B·A·inp, added to out or written to it.
+void lora_forward(const Context& ctx, const LoraLayer& lora, Tensor out, Tensor inp, bool adds, Pass pass) {
     const Range range(ctx.profiler, "lora");
-    const Tensor low_rank = lora_low_rank(ctx, model, acts, lora, inp);
+    if (pass == Pass::First) matmul(lora.low_rank, inp, lora.a, false, true, false, ctx.stream, lora.scale);
     for_each_part(lora, [&](auto b, auto rows, auto a) {
-        matmul_forward_add(out.columns(rows.first, rows.second), low_rank.columns(a.first, a.second),
-                           lora.b.rows(b.first, b.second), {}, ctx.stream);
+        (adds ? matmul_forward_add : matmul_forward)(out.columns(rows.first, rows.second),
+                                                     lora.low_rank.columns(a.first, a.second),
+                                                     lora.b.rows(b.first, b.second), {}, ctx.stream);
     });
 }
 
@@ -410,8 +407,14 @@ void linear_forward(const Context& ctx, const Model& model, const Activations& a
     const Range range(ctx.profiler, linear_name(slot));
     const Tensor weight = linear_weight(ctx, model, acts, slot, l), bias = model.weight(bias_of(slot), l);
     if (!acts.uses_fp8(l)) {
-        matmul_forward(out, inp, weight, bias, ctx.stream);
-        return lora_forward(ctx, model, acts, slot, l, out, inp);
+        // Adapters that reach all of out write it, and the matmul with the weight adds to it: that hides the read in
+        // its epilogue, where a thin matmul would wait for it.
+        const LoraLayer lora = lora_layer(model, acts, slot, l, out.shape[0]);
+        const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
+        if (writes) lora_forward(ctx, lora, out, inp, false, pass);
+        (writes ? matmul_forward_add : matmul_forward)(out, inp, weight, bias, ctx.stream);
+        if (lora.a && !writes) lora_forward(ctx, lora, out, inp, true, pass);
+        return;
     }
     if (inp) quantise_input(ctx, acts, slot, l, inp, true, columns, pass);
     const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
@@ -718,28 +721,27 @@ void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients
                acts.forward_scratch, ctx.stream);
 }
 
-// LoRA: with h = s·A·inp, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp += dh·A. h is computed again, and dh
-// takes its place.
-void lora_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
-                   int64_t l, Tensor dinp, Tensor dout, Tensor inp, bool accumulate) {
-    const LoraLayer lora = lora_layer(model, slot, l);
-    if (!lora.a) return;
+// LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. adds: to
+// dinp, which may be null.
+void lora_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
+                   const LoraLayer& lora, Slot slot, int64_t l, Tensor dinp, Tensor dout, Tensor inp, bool accumulate,
+                   bool adds) {
     const Range range(ctx.profiler, "lora");
-    const Tensor low_rank = lora_low_rank(ctx, model, acts, lora, inp),
-                 da = model.adapters->gradient(grads, lora_a(slot), l),
-                 db = model.adapters->gradient(grads, lora_b(slot), l);
+    const Tensor da = model.adapters->gradient(grads, lora_a(slot), l),
+                 db = model.adapters->gradient(grads, lora_b(slot), l),
+                 dlow_rank = acts.dlow_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
     for_each_part(lora, [&](auto b, auto rows, auto a) {
-        const Tensor d = dout.columns(rows.first, rows.second), h = low_rank.columns(a.first, a.second);
+        const Tensor d = dout.columns(rows.first, rows.second), h = lora.low_rank.columns(a.first, a.second);
         matmul_backward_weight(db.rows(b.first, b.second), {}, d, h, accumulate, ctx.stream);
-        matmul(h, d, lora.b.rows(b.first, b.second), false, false, false, ctx.stream,
-               static_cast<float>(model.lora->options.scale()));
+        matmul(dlow_rank.columns(a.first, a.second), d, lora.b.rows(b.first, b.second), false, false, false, ctx.stream,
+               lora.scale);
     });
-    matmul_backward_weight(da, {}, low_rank, inp, accumulate, ctx.stream);
-    matmul_backward_input(dinp, low_rank, lora.a, true, ctx.stream);
+    matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, ctx.stream);
+    if (dinp) matmul_backward_input(dinp, dlow_rank, lora.a, adds, ctx.stream);
 }
 
 // The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t replaces inp. adds: to
-// dinp; not in fp8.
+// dinp; not in fp8. dinp may be null where the weight is frozen. Adapters write dinp first, as in linear_forward().
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
                      int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate,
                      bool adds = false) {
@@ -752,11 +754,11 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
     }
     weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
-    {
-        const Range range(ctx.profiler, linear_name(slot));
-        matmul_backward_input(dinp, dout, linear_weight(ctx, model, acts, slot, l), adds, ctx.stream);
-    }
-    lora_backward(ctx, model, grads, acts, slot, l, dinp, dout, inp, accumulate);
+    const LoraLayer lora = lora_layer(model, acts, slot, l, inp.shape[0]);
+    if (lora.a) lora_backward(ctx, model, grads, acts, lora, slot, l, dinp, dout, inp, accumulate, adds);
+    if (!dinp) return;
+    const Range range(ctx.profiler, linear_name(slot));
+    matmul_backward_input(dinp, dout, linear_weight(ctx, model, acts, slot, l), adds || lora.a, ctx.stream);
 }
 
 // Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
@@ -799,7 +801,7 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     if (level >= Recompute::Norms && !norm_after) norm_forward(ctx, model, NORM1_W, l, norm1(a));
     if (level == Recompute::Block) {
         block_forward(ctx, model, l, a, acts, in, Pass::Again);
-        if (norm_after) linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
+        if (norm_after) linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act, {}, Pass::Again);
         return;
     }
     if (level >= Recompute::Norms && a.qk) qk_forward(ctx, model, acts, in, l, a);
@@ -864,6 +866,11 @@ void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& 
     linear_backward(ctx, model, grads, acts, FC_W, l, dinp, dfc, fc_input(a), {}, accumulate, adds);
 }
 
+// Whether a block's input needs a gradient: nothing below the first block is trained where the base is frozen.
+bool passes_gradient_on(const Model& model, int64_t l) {
+    return l > 0 || !model.table.frozen;
+}
+
 // The attention half, from the gradient of proj's output to that of the QKV projection's input, dinp. adds: to dinp.
 void attention_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
                              const LayerActs& a, const Activations& acts, const Input& in, Tensor dinp, Tensor dout,
@@ -872,17 +879,19 @@ void attention_half_backward(const Context& ctx, const Model& model, const Gradi
     linear_backward(ctx, model, grads, acts, PROJ_W, l, a.datt, dout, a.att, a.att_t, accumulate);
     layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
     qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
+    if (!passes_gradient_on(model, l)) dinp = {};
     linear_backward(ctx, model, grads, acts, QKV_W, l, dinp, a.dqkv, qkv_input(a), a.norm1_t, accumulate, adds);
-    layer_decay_gate_backward(ctx, model, grads, l, a, dinp, accumulate);
+    if (dinp) layer_decay_gate_backward(ctx, model, grads, l, a, dinp, accumulate);
 }
 
-// dx: on entry the gradient of the block's output, on return that of its input.
+// dx: on entry the gradient of the block's output, on return that of its input, if it needs one.
 void block_backward(const Context& ctx, const Model& model, Gradients& grads, int64_t l, const LayerActs& a,
                     const Activations& acts, const Input& in, Tensor dx, bool accumulate) {
     mlp_half_backward(ctx, model, grads, l, a, acts, a.dnorm2, dx, false, accumulate);
     norm_backward(ctx, model, grads, NORM2_W, l, norm2(a), {dx, a.dnorm2, model.gradient(grads, PROJ_B, l)},
                   acts.scratch, accumulate);
     attention_half_backward(ctx, model, grads, l, a, acts, in, a.dnorm1, dx, false, accumulate);
+    if (!passes_gradient_on(model, l)) return;
     if (l) grads.open(model.layer_group(l - 1), ctx.stream);  // norm1's backward writes that layer's FCPROJ_B gradient
     const Tensor dbias_before = l ? model.gradient(grads, FCPROJ_B, l - 1) : Tensor{};
     norm_backward(ctx, model, grads, NORM1_W, l, norm1(a), {dx, a.dnorm1, dbias_before}, acts.scratch, accumulate);
@@ -1204,7 +1213,7 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
 }
 
 void set_adapters(RunShape& shape, const Model& model) {
-    if (model.lora) shape.lora_width = model.lora->width;
+    if (model.lora) shape.lora_widths = model.lora->widths;
     if (model.nf4) shape.nf4_weight = model.nf4->largest();
 }
 
@@ -1257,8 +1266,9 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     for (const TrainingData& data : s.data)
         val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
     if (model.adapters) {
-        if (!s.resume.checkpoint.empty()) LoraAdapter::check_base(s.resume.checkpoint, s.source.directory, model.table);
-        base_fingerprint = LoraAdapter::fingerprint(s.source.directory, model.table);
+        if (!s.resume.checkpoint.empty())
+            LoraAdapter::check_base(s.resume.checkpoint, s.source.directory, model.config, model.table);
+        base_record = LoraAdapter::base_record(s.source.directory, model.config, model.table);
     }
     const GradientOptions gradients = gradient_options(o.sharding, o.grad_dtype, o.seed);
     MemoryPlan plan = memory_plan(model, acts, gradients);
@@ -1635,7 +1645,7 @@ void Trainer::save(bool last) {
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
     SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
-    if (model.adapters) metadata[LoraAdapter::FINGERPRINT] = base_fingerprint;
+    metadata.insert(base_record.begin(), base_record.end());
     const auto small_files = [this, trainer](const std::string& directory) {
         if (model.adapters)
             LoraAdapter::write_config(directory, model.lora->options, s.source.directory, model.table);

@@ -65,8 +65,8 @@ class Trainer {
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started
     int64_t skips_in_a_row = 0;
-    int64_t planned_bytes = 0;     // of the memory plan
-    std::string base_fingerprint;  // of the weights that LoRA adapters are trained on
+    int64_t planned_bytes = 0;                       // of the memory plan
+    std::map<std::string, std::string> base_record;  // LoRA: of the model that adapters are trained on
     Watchdog watchdog;
     double peak_flops = 0, measured_flops = 0;  // MFU's denominator; the FLOP/s of a matmul measured at the start
     const AbortOnFailure abort_on_failure{ctx};

@@ -49,7 +49,7 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& options);
 // --lora-*, --rslora and --qlora; returns --lora-rank. What adapters do not go together with is a UsageError;
 // fp32_weights: the run keeps weights in fp32.
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& options);
-void check_lora_options(const LoraOptions& lora, OptimizerType optimizer, const Fp8Options& fp8,
-                        const std::string& offload, bool fp32_weights, int64_t zero_stage);
+void check_lora_options(const LoraOptions& lora, const Fp8Options& fp8, const std::string& offload, bool fp32_weights,
+                        int64_t zero_stage);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);

@@ -23,13 +23,11 @@ CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
     return rank;
 }
 
-void check_lora_options(const LoraOptions& o, OptimizerType optimizer, const Fp8Options& fp8,
-                        const std::string& offload, bool fp32_weights, int64_t zero_stage) {
+void check_lora_options(const LoraOptions& o, const Fp8Options& fp8, const std::string& offload, bool fp32_weights,
+                        int64_t zero_stage) {
     for (const auto& [given, name] : {std::pair(o.rank_stabilized, "--rslora"), {o.nf4, "--qlora"}})
         if (!o.on() && given) throw UsageError(str(name, " is an option of LoRA adapters; add --lora-rank"));
     if (!o.on()) return;
-    if (optimizer == OptimizerType::Muon)
-        throw UsageError("--lora-rank: adapters are trained by AdamW; leave out --optimizer muon");
     if (fp8.on) throw UsageError("--lora-rank: adapters need matmuls in --dtype; leave out --matmul-dtype fp8");
     if (offload != "none")
         throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload));

@@ -60,7 +60,7 @@ PlanOptions parse_plan(const Args& args) {
         choose_training_dtype(o.model, o.master_weights, o.offload, gpu ? gpu->target() : this_target());
     else if (o.model.dtype == "auto")
         o.model.dtype = "fp32";  // the default of commands that don't train
-    check_lora_options(o.lora, o.optimizer, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
+    check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
     return o;
 }

@@ -214,14 +214,16 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
-// than those that start with 0.02. All four are the best of a sweep (docs/learning.md). A resumed run
-// keeps its rates.
+// than those that start with 0.02. All four are the best of a sweep (docs/learning.md). Adapters, which all are hidden
+// matrices, learn better with a smaller rate (docs/finetuning.md). A resumed run keeps its rates.
 void set_default_rates(TrainSetup& s) {
     if (s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale()) {
+        const double hidden = s.o.lora.on() ? 5e-3 : 0.02;
         const double embeddings = s.source.config.init == Init::FanIn ? 0.1 : 5e-3;
-        const RateGroupValues rates = s.resume.learning_rates.value_or(RateGroupValues{0.02, embeddings, 5e-3, 1e-2});
+        const RateGroupValues rates = s.resume.learning_rates.value_or(RateGroupValues{hidden, embeddings, 5e-3, 1e-2});
         std::optional<double>* const options[] = {&s.o.lr, &s.o.embedding_lr, &s.o.head_lr, &s.o.vector_lr};
-        for (size_t g = 0; g < NUM_RATE_GROUPS; g++)
+        const size_t trained = s.o.lora.on() ? 1 : NUM_RATE_GROUPS;
+        for (size_t g = 0; g < trained; g++)
             if (!*options[g]) *options[g] = rates[g];
     }
     const RateGroupValues rates = learning_rates(s.o);

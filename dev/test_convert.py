@@ -22,9 +22,9 @@ MODELS = os.path.join(ROOT, "dev", "fixtures", "models")
 DTYPES = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8", "I32": "<i4"}
 
 
-def run(*args):
+def run(*args, cwd=None):
     return subprocess.run([DRIVER, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          errors="replace", timeout=120)
+                          errors="replace", timeout=120, cwd=cwd)
 
 
 def read_safetensors(path):

@@ -302,6 +302,62 @@ TEST(Lora, PartsOfFusedParameters) {
     }
 }
 
+// The backward pass ends where the first block's input is: adapters there have their gradients, and those of the last
+// block alone keep theirs beside frozen blocks.
+TEST(Lora, AdaptersOfOneLayer) {
+    constexpr int64_t B = 2, T = 11;
+    for (const auto& [name, matrix] : {std::pair("llama", "self_attn.q_proj"), {"olmo2", "qkv"}}) {
+        const ModelConfig config = variant(name);
+        const Batch batch = random_batch(config, B, T, 5);
+        for (const char* layer : {"layers.0.", "layers.1."}) {
+            SCOPED_TRACE(str(name, " ", layer));
+            const std::string target = str(layer, matrix);
+            Driver lora = lora_driver(config, training_shape(B, T), options({target})),
+                   merged(config, training_shape(B, T));
+            lora.randomise(3);
+            merge(lora, merged);
+            const std::vector<double> expected = merged.logits(batch);
+            EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), 1e-5 * max_abs(expected));
+            lora.gradients({batch});
+            const std::vector<AdapterGradients> all = adapter_gradients(lora, merged_gradients(merged, batch, B, T));
+            ASSERT_EQ(all.size(), 1u);
+            EXPECT_LE(relative_rms(all[0].a, all[0].expected_a), 2e-5);
+            EXPECT_LE(relative_rms(all[0].b, all[0].expected_b), 2e-5);
+        }
+    }
+}
+
+// To Muon A and B of each adapter are matrices of their own, with no second moment.
+TEST(Lora, MuonUpdatesEachAdapter) {
+    constexpr double LR = 0.01;
+    const ModelConfig config = variant("llama");
+    const Batch batch = random_batch(config, 2, 11, 5);
+    OptimizerOptions muon = Driver::default_options();
+    muon.rates = {GroupRate{1, 0}};
+    Driver d(config, training_shape(2, 11), true, muon, OptimizerType::Muon, {}, {}, options());
+    d.randomise(3);
+    const Model& adapters = *d.model.adapters;
+    EXPECT_EQ(Optimizer::second_moments(adapters), 0);
+    std::vector<std::vector<float>> before;
+    for (const Param& p : adapters.table.params) before.push_back(fetch_param(adapters, p));
+    const double loss = d.step(batch, LR);
+    for (const Param& p : adapters.table.params) {
+        const std::vector<float> after = fetch_param(adapters, p);
+        for (const SourceTensor& matrix : p.sources) {
+            // The update of r x c is lr·scale·U·Vᵀ of full rank: its squares sum to lr²·scale²·min(r, c).
+            const int64_t begin = matrix.row * p.cols, n = matrix.rows * p.cols;
+            double sum = 0;
+            for (int64_t i = begin; i < begin + n; i++)
+                sum += std::pow(double(after[size_t(i)]) - before[p.index][size_t(i)], 2);
+            const double scale = shape_scale(MuonScale::Spectral, matrix.rows, p.cols);
+            EXPECT_NEAR(std::sqrt(sum / double(std::min(matrix.rows, p.cols))) / (LR * scale), 1, 1e-3) << matrix.name;
+        }
+    }
+    double last = loss;
+    for (int step = 0; step < 10; step++) last = d.step(batch, LR);
+    EXPECT_LT(last, loss);
+}
+
 TEST(Lora, TableHasTheNamesOfPeft) {
     const ParamTable base = parameter_table(variant("llama"), 1);
     const LoraTable lora(base, options({"v_proj", "down_proj"}), 1);
@@ -312,7 +368,7 @@ TEST(Lora, TableHasTheNamesOfPeft) {
     EXPECT_EQ(names[1], layer + "self_attn.v_proj.lora_B.weight");
     EXPECT_EQ(names[2], layer + "mlp.down_proj.lora_A.weight");
     EXPECT_EQ(lora.params.file, "adapter_model.safetensors");
-    EXPECT_EQ(lora.width, 3);
+    EXPECT_EQ(lora.widths, (std::array<int64_t, NUM_LINEAR_LAYERS>{3, 0, 0, 3}));
     const LoraTable first(base, options({"layers.0.self_attn.q_proj"}), 1);
     EXPECT_EQ(tensor_names(first.params), (std::vector<std::string>{layer + "self_attn.q_proj.lora_A.weight",
                                                                     layer + "self_attn.q_proj.lora_B.weight"}));
@@ -361,7 +417,7 @@ TEST(Lora, MemoryOfTheFrozenBase) {
     const int64_t base = model.table.total, own = model.adapters->table.total;
     EXPECT_EQ(model.adapters->table.num_weights(), 41943040);  // what peft counts
     RunShape shape = training_shape(1, 2048, DType::BF16);
-    shape.recompute = Recompute::Block, shape.lora_width = model.lora->width;
+    shape.recompute = Recompute::Block, shape.lora_widths = model.lora->widths;
     const MemoryPlan plan = memory_plan(model, Activations(config, shape));
     const auto line = [&](const std::string& name) {
         for (const auto& [what, bytes] : plan.lines)

@@ -5,6 +5,7 @@ dev/fixtures/lora_training has peft's losses and adapters of 20 steps; scripts/m
 from the bases and data of this file.
 """
 import glob
+import itertools
 import json
 import os
 import shutil
@@ -231,6 +232,34 @@ class LoraTraining(unittest.TestCase):
                 np.testing.assert_array_equal(losses(half), losses(whole))
                 self.same_state(half, whole)
 
+    def test_muon(self):
+        """Muon moves adapters: resumed and recomputed bits, files without second moments, and the memory of a plan."""
+        args = ("--optimizer", "muon", "--schedule", "constant")
+        whole = self.train("whole", *args)
+        self.assertLess(losses(whole)[-1], losses(whole)[0] - 1)
+        state = tensors_of(newest(whole), "state.safetensors")
+        self.assertEqual({name.split("/")[0] for name in state}, {"m"})
+        self.assertGreater(distance(tensors_of(newest(whole)), tensors_of(newest(self.train("adamw")))), 1e-2)
+        self.train("half", "--steps", 3, *args)
+        half = self.resume("half", "--steps", 6)
+        np.testing.assert_array_equal(losses(half), losses(whole))
+        self.same_state(half, whole)
+        self.same_state(self.train("block", "--recompute", "block", *args), whole)
+        self.assertEqual(self.logits(whole).shape[-1], VOCAB)
+        # Without --lr: the rate of Muon for the only weights that are trained.
+        default = self.train("default", "--steps", 1, *args[:2], "--lr", 0.005)
+        command = self.options("own", "--steps", 1, *args[:2])
+        at = command.index("--lr")
+        self.assertEqual(run("train", *command[:at], *command[at + 2:]).returncode, 0)
+        self.same_state(self.path("own"), default)
+        self.resume("own", "--steps", 2)
+        plans = [json.loads(run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--recompute",
+                                "block", "--gpu", "H100 80GB", "--dtype", "bf16", "--json", "--lora-rank", 16,
+                                "--optimizer", optimizer).stdout) for optimizer in ("adamw", "muon")]
+        moments = [plan["bytes"]["optimizer (m, v)"] for plan in plans]
+        self.assertEqual(moments[0], 2 * moments[1])
+        self.assertEqual(plans[1]["parameters"], {"hidden_matrices": {"weights": 41943040, "optimizer": "muon"}})
+
     def test_recomputation_has_the_same_bits(self):
         whole = self.train("none")
         for level in ("activation", "norms", "block"):
@@ -238,16 +267,19 @@ class LoraTraining(unittest.TestCase):
 
     @unittest.skipIf(mpi.why_not(parallel.DRIVER), mpi.why_not(parallel.DRIVER))
     def test_ranks(self):
-        """Sums over ranks are in another order: a few roundings of fp32, which AdamW's normalisation amplifies."""
+        """Sums over ranks are in another order: a few roundings of fp32, which the optimizers amplify."""
         total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
-        whole = self.train("one", *total)
-        for stage in range(4):
-            with self.subTest(stage=stage):
-                out = self.path(f"stage{stage}")
-                done = parallel.run(2, *self.options(f"stage{stage}", "--steps", 3, "--zero-stage", stage, *total))
+        muon = (*total, "--optimizer", "muon", "--muon-coefficients", "simple")
+        wholes = self.train("one", *total), self.train("one_muon", *muon)
+        for stage, optimizer in itertools.product(range(4), range(2)):
+            with self.subTest(stage=stage, muon=optimizer):
+                whole, name = wholes[optimizer], f"stage{stage}{optimizer}"
+                out = self.path(name)
+                done = parallel.run(2, *self.options(name, "--steps", 3, "--zero-stage", stage,
+                                                     *(muon if optimizer else total)))
                 self.assertEqual(done.returncode, 0, done.stderr)
                 # To the end on one rank, and from there on two.
-                self.resume(f"stage{stage}", "--steps", 5, "--zero-stage", 0)
+                self.resume(name, "--steps", 5, "--zero-stage", 0)
                 done = parallel.run(2, "--resume", "--out", out, "--steps", 6, "--zero-stage", stage)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 np.testing.assert_allclose(losses(out), losses(whole), rtol=0, atol=2e-6)
@@ -273,6 +305,23 @@ class LoraTraining(unittest.TestCase):
         write_safetensors(os.path.join(moved, "model.safetensors"), tensors)
         self.refused([moved, "is not the base"], "logits", "--model", out, "--base", moved, "--tokens", "1", "--output",
                      self.path("x.npy"))
+        # So is a key of config.json that changes what the model computes, and no other.
+        changed = self.path("changed")
+        shutil.copytree(self.base(), changed)
+        config = read_json(changed, "config.json")
+        for change, words in (({"rope_theta": 20000.0}, ["'rope_theta' is 20000.0", "with 10000.0", "--base"]),
+                              ({"rms_norm_eps": 1e-6}, ["'rms_norm_eps' is 1e-06", "with 1e-05"]),
+                              ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["'rope_scaling'", "null"]),
+                              ({"num_attention_heads": 2, "num_key_value_heads": 1}, ["'head_dim' is 16"]),
+                              ({"bos_token_id": 3, "max_position_embeddings": 256, "_name_or_path": "x"}, None)):
+            with open(os.path.join(changed, "config.json"), "w", encoding="utf-8") as file:
+                json.dump({**config, **change}, file)
+            if words is None:
+                np.testing.assert_array_equal(self.logits(out, "--base", changed), logits)
+                continue
+            self.refused(["config.json", *words], "logits", "--model", out, "--base", changed, "--tokens", "1",
+                         "--output", self.path("x.npy"))
+            self.refused(words, "train", "--resume", "--out", out, "--steps", 4, "--model", changed)
         config = read_json(newest(out), "adapter_config.json")
         config["base_model_name_or_path"] = self.path("gone")
         with open(os.path.join(newest(out), "adapter_config.json"), "w", encoding="utf-8") as file:
@@ -280,6 +329,27 @@ class LoraTraining(unittest.TestCase):
         self.refused([self.path("gone"), "--base"], "logits", "--model", out, "--tokens", "1", "--output",
                      self.path("x.npy"))
         np.testing.assert_array_equal(self.logits(out, "--base", self.base()), logits)
+
+    def test_the_base_by_a_relative_path(self):
+        """A run finds the weights and the tokenizer of its base from any directory."""
+        base, relative = os.path.join(self.shared, "llama"), os.path.join("..", os.path.basename(self.shared), "llama")
+        inside = self.path("inside")
+        os.mkdir(inside)
+        tokenizer = os.path.join(self.shared, "with_tokenizer")
+        shutil.copytree(base, tokenizer)
+        shutil.copy(os.path.join(self.data, "tokenizer.json"), tokenizer)
+        for name in (relative, os.path.join(relative, "..", "with_tokenizer")):
+            out = self.path(os.path.basename(name))
+            done = run("train", *self.options(out, "--steps", 1, base=name), cwd=self.top)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            named = read_json(newest(out), "adapter_config.json")["base_model_name_or_path"]
+            self.assertEqual(os.path.realpath(named), os.path.realpath(os.path.join(self.top, name)))
+            done = run("sample", "--model", out, "--prompt", "1 + 1 =", "--max-tokens", 4, cwd=inside)
+            if name == relative:  # neither the adapter nor its base has a tokenizer
+                self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+                self.assertIn("/llama has no tokenizer.json", done.stderr)
+            else:
+                self.assertEqual((done.returncode, done.stdout[:7]), (0, "1 + 1 ="), done.stderr)
 
     def test_qlora(self):
         """A base in NF4 (dev/test_lora_training.cpp has the same bits as its dequantised weights)."""
@@ -306,7 +376,7 @@ class LoraTraining(unittest.TestCase):
             self.refused(["the LoRA adapters", "cannot change"], "train", "--resume", "--out", out, "--steps", 4, *args)
 
     def test_refusals(self):
-        for args, words in ((("--optimizer", "muon"), ["--lora-rank", "--optimizer muon"]),
+        for args, words in ((("--optimizer", "muon", "--adam-weight-decay", 0.1), ["--adam-weight-decay", "freezes"]),
                             (("--matmul-dtype", "fp8"), ["--lora-rank", "fp8"]),
                             (("--offload", "optimizer"), ["--lora-rank", "--offload optimizer"]),
                             (("--embedding-lr", 1e-3), ["--embedding-lr", "--lora-rank"]),

@@ -33,7 +33,7 @@ bool is_target(const std::string& module, const std::string& target) {
 }
 
 bool is_linear_layer(const Param& p) {
-    return std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), p.slot) != std::end(LINEAR_LAYERS);
+    return linear_layer_index(p.slot) >= 0;
 }
 
 // The matrices of the blocks' linear layers by the last part of their names, in the order of the table.
@@ -62,8 +62,14 @@ std::vector<std::string> resolved_targets(const ParamTable& base, const std::vec
     return targets;
 }
 
-Param matrix(const Param& base, int slot, const char* half, int64_t rows, int64_t cols) {
+// A or B of a parameter's adapters.
+Param matrices(const Param& base, int slot, const char* half, const std::vector<SourceTensor>& sources, int64_t cols,
+               OptimizerType optimizer) {
     Param p{};
+    p.sources = sources;
+    p.optimizer = optimizer;
+    for (const SourceTensor& source : sources) p.part_rows.push_back(source.rows);
+    const int64_t rows = sources.back().row + sources.back().rows;
     p.slot = slot, p.layer = base.layer, p.group = base.group;
     p.name = str(base.name.substr(0, base.name.rfind('.')), ".", half);
     p.rows = p.padded_rows = rows, p.cols = cols;
@@ -84,7 +90,8 @@ std::string LoraOptions::description() const {
                 : "none";
 }
 
-LoraTable::LoraTable(const ParamTable& base, LoraOptions lora, int64_t world) : options(std::move(lora)) {
+LoraTable::LoraTable(const ParamTable& base, LoraOptions lora, int64_t world, OptimizerType optimizer)
+    : options(std::move(lora)) {
     options.targets = resolved_targets(base, options.targets);
     const int64_t R = options.rank;
     for (const Param& p : base.params) {
@@ -103,10 +110,10 @@ LoraTable::LoraTable(const ParamTable& base, LoraOptions lora, int64_t world) : 
             b_rows += source.rows;
         }
         if (own.empty()) continue;
-        Param a = matrix(p, lora_a(Slot(p.slot)), "lora_A", int64_t(own.size()) * R, p.cols),
-              b = matrix(p, lora_b(Slot(p.slot)), "lora_B", b_rows, R);
+        Param a = matrices(p, lora_a(Slot(p.slot)), "lora_A", a_sources, p.cols, optimizer),
+              b = matrices(p, lora_b(Slot(p.slot)), "lora_B", b_sources, R, optimizer);
         a.init_bound = float(1 / std::sqrt(double(p.cols)));
-        a.sources = std::move(a_sources), b.sources = std::move(b_sources);
+        int64_t& width = widths[size_t(linear_layer_index(p.slot))];
         width = std::max(width, a.rows);
         params.params.push_back(std::move(a));
         params.params.push_back(std::move(b));

@@ -8,6 +8,7 @@
 // uniform in ±1/√in (peft: Kaiming with a = √5), B zero, so training starts from the base.
 #pragma once
 
+#include <array>
 #include <map>
 #include <string>
 #include <vector>
@@ -47,8 +48,9 @@ struct LoraTable {
     ParamTable params;
     std::map<std::pair<int, int64_t>, std::vector<LoraPart>> parts;  // by slot and layer of the base's parameter
     LoraOptions options;                                             // with the targets that "all-linear" stands for
-    int64_t width = 0;                                               // the most rows of an A
+    std::array<int64_t, NUM_LINEAR_LAYERS> widths{};                 // the most rows of an A of each linear layer
 
-    // Throws Error for a target that no linear layer of the blocks has.
-    LoraTable(const ParamTable& base, LoraOptions lora, int64_t world);
+    // optimizer: of all adapters. To Muon each adapter's A and B are matrices of their own. Throws Error for a target
+    // that no linear layer of the blocks has.
+    LoraTable(const ParamTable& base, LoraOptions lora, int64_t world, OptimizerType optimizer = OptimizerType::AdamW);
 };

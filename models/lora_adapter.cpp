@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "models/family.h"
 #include "runtime/device/convert.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
@@ -72,6 +73,17 @@ void check_config(const JsonKeys& config) {
         refuse("init_lora_weights", "the adapter does not belong to the base as it was published");
     for (const auto& [key, value] : config.object.items())
         if (!KNOWN_KEYS.count(key) && !is_plain(value)) refuse(key, "not supported");
+}
+
+// What an adapter's metadata records of its base.
+constexpr const char *FINGERPRINT = "base_fingerprint", *CONFIG = "base_config";
+
+// config.json without what changes no logits of a model of given weights.
+json computing_keys(const ModelConfig& config) {
+    json keys = config_to_json(config, json::object());
+    for (const char* key : {"architectures", "initializer_range", "bos_token_id", "eos_token_id"}) keys.erase(key);
+    if (config.rope_scaling.kind != RopeScaling::Kind::Dynamic) keys.erase("max_position_embeddings");
+    return keys;
 }
 
 // "base_model.model.<matrix>.lora_A.weight": the matrix, and 'A' or 'B'; 0 for another name.
@@ -148,14 +160,35 @@ std::string LoraAdapter::fingerprint(const std::string& base, const ParamTable& 
     return text;
 }
 
-void LoraAdapter::check_base(const std::string& directory, const std::string& base, const ParamTable& table) {
+std::map<std::string, std::string> LoraAdapter::base_record(const std::string& base, const ModelConfig& config,
+                                                            const ParamTable& table) {
+    return {{FINGERPRINT, fingerprint(base, table)}, {CONFIG, computing_keys(config).dump()}};
+}
+
+void LoraAdapter::check_base(const std::string& directory, const std::string& base, const ModelConfig& config,
+                             const ParamTable& table) {
     const SafetensorsFile file(join_path(directory, ADAPTER_WEIGHTS));
-    const auto recorded = file.metadata().find(FINGERPRINT);
-    if (recorded == file.metadata().end()) return;
-    const std::string own = fingerprint(base, table);
-    require(recorded->second == own, base, " is not the base that the adapter in ", directory,
-            " was trained on (fingerprint ", own, ", it was ", recorded->second,
-            "); name that with --base, or to train as --model");
+    const auto recorded = [&](const char* key) {
+        const auto found = file.metadata().find(key);
+        return found == file.metadata().end() ? "" : found->second;
+    };
+    if (const std::string old = recorded(FINGERPRINT); !old.empty()) {
+        const std::string own = fingerprint(base, table);
+        require(old == own, base, " is not the base that the adapter in ", directory, " was trained on (fingerprint ",
+                own, ", it was ", old, "); name that with --base, or to train as --model");
+    }
+    const json old = json::parse(recorded(CONFIG), nullptr, false), own = computing_keys(config);
+    if (!old.is_object()) return;  // of older versions
+    json keys = own;
+    keys.update(old);
+    for (const auto& item : keys.items()) {
+        const auto text = [&](const json& from) {
+            return from.contains(item.key()) ? from[item.key()].dump() : "absent";
+        };
+        require(text(own) == text(old), join_path(base, "config.json"), ": key '", item.key(), "' is ", text(own),
+                "; the adapter in ", directory, " was trained with ", text(old),
+                "; restore it, or name the adapter's base with --base, or to train as --model");
+    }
 }
 
 LoraAdapter::LoraAdapter(const std::string& directory, const ParamTable& table) {

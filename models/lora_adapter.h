@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "models/lora.h"
+#include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
 
 class LoraAdapter {
@@ -28,9 +29,13 @@ class LoraAdapter {
     // Of a base: CRC-32C, as eight hexadecimal digits, of the name, the shape and the first 16384 values, as fp32, of
     // each tensor in the table's order.
     static std::string fingerprint(const std::string& base, const ParamTable& table);
-    static constexpr const char* FINGERPRINT = "base_fingerprint";  // its key in the metadata of an adapter's tensors
+    // What the metadata of an adapter's tensors records of its base: the fingerprint, and as JSON the keys of
+    // config.json that change what the model computes.
+    static std::map<std::string, std::string> base_record(const std::string& base, const ModelConfig& config,
+                                                          const ParamTable& table);
     // Throws Error if the adapter in a directory was trained here on another base. Adapters of peft do not say.
-    static void check_base(const std::string& directory, const std::string& base, const ParamTable& table);
+    static void check_base(const std::string& directory, const std::string& base, const ModelConfig& config,
+                           const ParamTable& table);
 
     // table: the base's. Throws Error, naming the key or tensor, for another kind of adapter (DoRA, rank_pattern,
     // modules_to_save, biases, ...), and for a matrix that the base does not have, or not in this shape.

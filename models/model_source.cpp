@@ -25,7 +25,7 @@ ModelSource find_base(const std::string& name, const std::string& adapter, const
 AdjustValues adapter_of(const ModelSource& source, const ParamTable& table) {
     if (source.adapter.empty()) return {};
     const auto adapter = std::make_shared<const LoraAdapter>(source.adapter, table);
-    LoraAdapter::check_base(source.adapter, source.directory, table);
+    LoraAdapter::check_base(source.adapter, source.directory, source.config, table);
     return [adapter](const Param& p, int64_t begin, int64_t count, float* values) {
         adapter->add_to(p, begin, count, values);
     };

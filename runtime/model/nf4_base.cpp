@@ -23,7 +23,7 @@ struct Layout {
 }  // namespace
 
 bool Nf4Base::quantises(const Param& p) {
-    return std::find(std::begin(LINEAR_LAYERS), std::end(LINEAR_LAYERS), p.slot) != std::end(LINEAR_LAYERS);
+    return linear_layer_index(p.slot) >= 0;
 }
 
 std::vector<int64_t> Nf4Base::other_starts(const ParamTable& table) {

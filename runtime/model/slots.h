@@ -39,6 +39,13 @@ enum Slot {
 constexpr Slot LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
 constexpr int NUM_LINEAR_LAYERS = 4;
 
+// The position of a slot in LINEAR_LAYERS; -1: it is no such weight.
+constexpr int linear_layer_index(int slot) {
+    for (int i = 0; i < NUM_LINEAR_LAYERS; i++)
+        if (LINEAR_LAYERS[i] == slot) return i;
+    return -1;
+}
+
 constexpr Slot bias_of(Slot weight) {
     return static_cast<Slot>(weight + 1);
 }
