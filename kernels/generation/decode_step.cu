@@ -18,17 +18,17 @@
 //   HEAD         residual ─▶ normf ─▶ matmul ─▶ logits [N, Vp]
 //
 // Resources (sm_90a, CUDA 13.0; 288 threads, one block per SM). An attention task has 1 query head if NKV = NH, else up
-// to 4. The limit is 168 registers: with 9 warps one of the SM's four schedulers holds three, which share its 16,384
+// to 2. The limit is 168 registers: with 9 warps one of the SM's four schedulers holds three, which share its 16,384
 // registers.
 //
 //   sequences (NB)               1             2             4             8
-//   query heads of a task     1      4      1      4      1      4      1      4
-//   bf16: registers          141    168    157    168    161    168    168    168
-//         bytes of stack       0     24      0     24      0     88      0     96
-//         static KiB         3.6    3.9    5.8    5.9    9.9   10.1   18.3   18.4
-//   fp32: registers          141    158    149    165    161    168    168    168   (nothing spilled)
-//   extended bf16: registers 152    168    163    168    168    168    168    168
-//         bytes of stack       0     80      0     96      8    184      8    176
+//   query heads of a task     1      2      1      2      1      2      1      2
+//   bf16: registers          141    167    157    168    161    168    168    168
+//         bytes of stack       0      0      0      0      0     16      0      0
+//         static KiB         3.6    3.8    5.8    5.8    9.9   10.0   18.3   18.3
+//   fp32: registers          141    152    149    160    161    168    168    168   (nothing spilled)
+//   extended bf16: registers 154    168    163    168    168    168    168    168
+//         bytes of stack       0      0      0     16      8     72      8     80
 //
 // The extended kernel (is_extended in decode_step_plan.cuh) serves the options that GPT-2 and LLaMA lack. It is an
 // instance of its own, so that theirs keep their registers: QK-norm where a warp receives a head, before RoPE; the norm
@@ -36,7 +36,7 @@
 // from layer to layer, which thread 0 finds one layer ahead.
 //
 // Dynamic shared memory takes the rest of the SM's 227 KiB: GPT-2 124M 216 KiB with 17 stages of 12 KiB, a LLaMA of 1B
-// 192 KiB with 5 stages of 32 KiB (one sequence, bf16).
+// 187 KiB with 5 stages of 32 KiB (one sequence, bf16).
 #include "kernels/generation/decode_step.h"
 
 #include "kernels/cuda/activation.cuh"

@@ -18,7 +18,7 @@ constexpr int64_t MIN_STAGE_BYTES = 12 << 10;
 constexpr int MAX_STAGE_ROWS = 8;                            // so that at least four lanes of a warp share a row
 constexpr int STAGES_AT_ONCE = 3;                            // stages whose rows a warp multiplies side by side
 constexpr int CHUNK_ROWS = STAGES_AT_ONCE * MAX_STAGE_ROWS;  // rows between two barriers
-constexpr int QUERY_TILE = 4;                                // query heads of an attention task with NKV < NH
+constexpr int QUERY_TILE = 2;                                // query heads of an attention task with NKV < NH
 constexpr int64_t SPLIT_KEYS = 128;                          // keys of a KV split
 
 // The matrices, in model order. Each layer has the first four.

@@ -140,7 +140,7 @@ template <int HEADS, int NB, bool EXTENDED, typename T>
 struct Attention {
     using Task = TaskOf<EXTENDED>;
     static constexpr int W = FULL_WIDTH<T>;
-    static constexpr int ROUNDS = HEADS == 1 ? 4 : 2;  // keys that a lane holds at a time
+    static constexpr int ROUNDS = 4;  // keys that a lane holds at a time
     using Kv = KvRegisters<ROUNDS, Task, T>;
 
     // The online softmax of a lane's keys and channels: maximum, Σ exp(S − maximum), Σ exp(S − maximum)·v.

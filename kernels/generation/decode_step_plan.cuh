@@ -6,9 +6,9 @@
 //                              GPT-2 124M: C 768, 12 heads of 64, FFN 3072   LLaMA 1B: C 2048, 32 heads on 8, FFN 8192
 //   units of a block (most)    QKV 9, PROJ 3, FC 12, FCPROJ 3, HEAD 191      QKV 12, PROJ 8, FC 32, FCPROJ 8, HEAD 486
 //   units of a stage           4, 4, 4, 1, 4                                 4, 4, 2, 1, 4
-//   activations, attention     11.6 KiB of shared memory                     31.6 KiB
+//   activations, attention     11.6 KiB of shared memory                     26.9 KiB
 //   ring                       17 stages, 204 KiB                            5 stages, 160 KiB
-//   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 8 splits = 64 tasks
+//   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 2 tiles · 8 splits = 128
 #pragma once
 
 #include "kernels/generation/decode_step.cuh"
