@@ -9,24 +9,12 @@
 // and K and an optional bias, is checked against the float64 oracle, and is timed without a bias on random numbers.
 //
 // Read the rungs from top to bottom: each keeps the gains of the previous rung.
-#include "kernels/matmul.h"
-
-#include "dev/ladder/device_run.cuh"
-#include "dev/ladder/ladder.h"
+#include "dev/ladder/linear_layer.cuh"
 #include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/warp_tile.cuh"
-#include "runtime/device/blas_stream.h"
 
 namespace {
-
-template <typename T>
-struct LinearArguments {
-    T* out;
-    const T *inp, *weight;
-    const T* bias;  // may be null
-    int64_t M, N, K;
-};
 
 // The block's tile of out: its first row and column.
 struct Tile {
@@ -411,25 +399,9 @@ void pipelined(const LinearArguments<bf16>& p, Stream stream) {
         dispatch_aligned(p, [&](auto aligned) { launch<Small>(pipelined_kernel<Small, aligned>, p, stream); });
 }
 
-// --- cuBLASLt
-
-template <typename T>
-void library(const LinearArguments<T>& p, Stream stream) {
-    const auto tensor = [](const T* data, std::initializer_list<int64_t> shape) {
-        return make_tensor(const_cast<T*>(data), dtype_of<T>(), Device::CUDA, shape);
-    };
-    matmul_forward(tensor(p.out, {p.M, p.N}), tensor(p.inp, {p.M, p.K}), tensor(p.weight, {p.N, p.K}),
-                   tensor(p.bias, {p.N}), stream);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-
-template <typename T>
-struct Rung {
-    const char* name;
-    void (*multiply)(const LinearArguments<T>& p, Stream stream);
-    const char* why;
-};
+// Multiples of nothing, of a vector only, smaller and larger than the tiles.
+const std::vector<std::array<int64_t, 3>> SIZES = {{1, 1, 1},      {3, 5, 7},      {131, 257, 67},
+                                                   {200, 130, 72}, {128, 256, 64}, {129, 24, 1000}};
 
 const std::vector<Rung<float>> FP32_RUNGS = {
     {"naive", naive,
@@ -463,98 +435,12 @@ const std::vector<Rung<bf16>> BF16_RUNGS = {
     {"mma.sync, pipelined", pipelined,
      "64 x 64 sums for each warp, so shared memory is read less often for the same multiply-adds. Tiles are "
      "copied two steps ahead, and ldmatrix loads operands one mma.sync ahead, so the tensor cores wait less. "
-     "Closing the rest of the gap needs wgmma, which only Hopper has."},
+     "Closing the rest of the gap needs wgmma, which only Hopper has: the ladder gemm_hopper."},
     {"cuBLASLt", library<bf16>,
      "What matmul_forward() uses. On Hopper its kernels use wgmma: a warpgroup multiplies operands in shared memory, "
      "and "
      "TMA copies the tiles. The limit here."},
 };
-
-template <typename T>
-void run(const Rung<T>& rung, const LinearArguments<T>& p, Stream stream) {
-    rung.multiply(p, stream);
-    check_launch(rung.name, stream);
-}
-
-template <typename T>
-struct Problem {
-    int64_t M, N, K;
-    DeviceArray<T> inp, weight, bias, out;
-    Problem(int64_t M_, int64_t N_, int64_t K_, Stream stream)
-        : M(M_),
-          N(N_),
-          K(K_),
-          inp(DeviceArray<T>::random(M * K, 1, 1, 0, stream)),
-          weight(DeviceArray<T>::random(N * K, 2, 1, 0, stream)),
-          bias(DeviceArray<T>::random(N, 3, 10, 0, stream)),
-          out(M * N, stream) {}
-
-    LinearArguments<T> arguments(bool with_bias) const {
-        return {out.data(), inp.data(), weight.data(), with_bias ? bias.data() : nullptr, M, N, K};
-    }
-    reference::Value expected(int64_t m, int64_t n, bool with_bias) const {
-        reference::Value v = reference::dot(&inp.values()[size_t(m * K)], 1, &weight.values()[size_t(n * K)], 1, K);
-        if (with_bias) v.add(bias.values()[size_t(n)]);
-        return v;
-    }
-
-    // Runs the rung on a poisoned output. Compares all outputs if there are few, else samples: the first and last rows
-    // and columns, both sides of tile edges, and random ones.
-    bool correct(const Rung<T>& rung, bool with_bias, Stream stream) {
-        out.poison(stream);
-        run(rung, arguments(with_bias), stream);
-        const std::vector<T> got = out.fetch(stream);
-        ErrorBound bound(dtype_of<T>(), K);
-        const auto compare = [&](int64_t m, int64_t n) {
-            bound.add(DeviceArray<T>::widen(got[size_t(m * N + n)]), expected(m, n, with_bias));
-        };
-        if (M * N <= (1 << 16)) {
-            for (int64_t m = 0; m < M; m++)
-                for (int64_t n = 0; n < N; n++) compare(m, n);
-        } else {
-            const auto edge = [](uint32_t random, int64_t size) {  // 0, 31, 32, 63, 64, …, size - 1
-                const int64_t i = (random % (size / 32 + 1)) * 32 - (random >> 31);
-                return std::clamp<int64_t>(i, 0, size - 1);
-            };
-            for (uint64_t s = 0; s < 8192; s++) {
-                const Philox4 r = philox(4, s, 0);
-                int64_t m = r.v[0] % M, n = r.v[1] % N;
-                if (s % 8 == 0) m = r.v[2] % 2 ? M - 1 : 0;
-                if (s % 8 == 1) n = r.v[2] % 2 ? N - 1 : 0;
-                if (s % 8 == 2 || s % 8 == 4) m = edge(r.v[2], M);
-                if (s % 8 == 3 || s % 8 == 4) n = edge(r.v[3], N);
-                compare(m, n);
-            }
-        }
-        return bound.holds() && out.guard_intact(stream);
-    }
-};
-
-template <typename T>
-LadderTable climb(const std::vector<Rung<T>>& rungs, int64_t size, Stream stream) {
-    // Sizes that are multiples of nothing, of a vector only, smaller and larger than the tiles.
-    std::vector<Problem<T>> small;
-    const int64_t sizes[][3] = {{1, 1, 1}, {3, 5, 7}, {131, 257, 67}, {200, 130, 72}, {128, 256, 64}, {129, 24, 1000}};
-    for (const auto& s : sizes) small.emplace_back(s[0], s[1], s[2], stream);
-    Problem<T> large(size, size, size, stream);
-    ColdTimer timer(stream);
-
-    LadderTable table;
-    table.title = str("matmul ", dtype_name(dtype_of<T>()));
-    table.unit = "TFLOP/s", table.unit_size = 1e12, table.limit_name = "cuBLASLt";
-    for (const Rung<T>& rung : rungs) {
-        matmul_tuning(true, stream);  // the limit is the fastest algorithm of the library
-        bool correct = large.correct(rung, false, stream);
-        matmul_tuning(false, stream);
-        for (Problem<T>& problem : small)
-            for (const bool with_bias : {false, true}) correct = problem.correct(rung, with_bias, stream) && correct;
-        const double ms = timer.median_ms([&] { run(rung, large.arguments(false), stream); });
-        const double flops = 2.0 * double(size) * double(size) * double(size);
-        table.rows.push_back({rung.name, ms, flops / (ms * 1e-3), 0, correct, rung.why});
-    }
-    for (LadderTable::Row& row : table.rows) row.limit = table.rows.back().rate;
-    return table;
-}
 
 }  // namespace
 
@@ -564,8 +450,8 @@ int main(int argc, char** argv) {
         const Stream stream = create_blas_stream();
         std::printf("out[%lld, %lld] = inp[M, K]·weight[N, K]ᵀ, M = N = K, on %s. %s\n\n", (long long)options.size,
                     (long long)options.size, device_description().c_str(), matmul_library());
-        const std::vector<LadderTable> tables = {climb(FP32_RUNGS, options.size, stream),
-                                                 climb(BF16_RUNGS, options.size, stream)};
+        const std::vector<LadderTable> tables = {climb(FP32_RUNGS, SIZES, true, options.size, stream),
+                                                 climb(BF16_RUNGS, SIZES, true, options.size, stream)};
         destroy_stream(stream);
         for (const LadderTable& table : tables) table.print();
         for (const LadderTable& table : tables) table.explain();

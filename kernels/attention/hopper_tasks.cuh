@@ -44,11 +44,6 @@ struct Task {
     Sequence seq;
 };
 
-// The same in all lanes, so that the compiler keeps it, and what is computed from it, in uniform registers.
-__device__ __forceinline__ int uniform(int x) {
-    return __shfl_sync(ALL_LANES, x, 0);
-}
-
 // Tasks on their way from the producer warp, which is one task ahead, to the consumers.
 struct TaskRing {
     static constexpr int STAGES = 2;

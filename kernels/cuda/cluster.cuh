@@ -27,6 +27,11 @@ __device__ __forceinline__ uint32_t map_shared_rank(const void* p, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p)), "r"(rank));
     return address;
 }
+// Arrives at the mbarrier at `address` of a block of the cluster. Orders no memory accesses of this thread for the
+// other block: that would be a fence of the whole GPU.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
 // Stores x at `address` in the shared memory of a block of the cluster. The mbarrier of the same block at `mbarrier`
 // counts the bytes; waiting for it makes them visible. Only for clusters of two blocks or more.
 __device__ __forceinline__ void st_async(uint32_t address, const float2& x, uint32_t mbarrier) {

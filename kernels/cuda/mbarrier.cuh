@@ -53,6 +53,11 @@ struct RingPosition {
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    __device__ __forceinline__ void advance(int stages) {
+        stage += stages;
+        parity ^= stage / STAGES & 1;
+        stage %= STAGES;
+    }
 };
 
 // The mbarriers of a ring: the producer fills a stage and completes `full`, each consumer warp arrives at `empty`.

@@ -19,6 +19,18 @@ __device__ __forceinline__ void tma_load(void* panel, const CUtensorMap* map, in
         : "memory");
 }
 
+// The same load into the same place in each block of the cluster whose bit is set in `blocks`; in each, the mbarrier in
+// the place of b counts the bytes.
+__device__ __forceinline__ void tma_load_multicast(void* panel, const CUtensorMap* map, int column, int head, int token,
+                                                   Mbarrier* b, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%2, "
+        "%3, %4}], [%5], %6;" ::"r"(shared_address(panel)),
+        "l"(map), "r"(column), "r"(head), "r"(token), "r"(shared_address(b)), "h"(blocks)
+        : "memory");
+}
+
 // Stores a panel to a box; rows and columns outside the tensor are dropped.
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, int column, int head, int token, const void* panel) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
@@ -29,9 +41,10 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, int column, in
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until this thread's stores have read shared memory.
+// Waits until all but the last PENDING groups of this thread's stores have read shared memory.
+template <int PENDING = 0>
 __device__ __forceinline__ void tma_store_wait() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 // Loads consecutive bytes; both addresses and the length are multiples of 16. Called by one thread; the mbarrier counts
