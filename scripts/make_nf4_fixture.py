@@ -27,16 +27,21 @@ def weights():
     return numpy.ldexp(((h >> numpy.uint32(22)).astype(numpy.float32) - 512) / 512, exponent).astype(numpy.float32)
 
 
+def nearest_absmax_codes(w, state):
+    """The 8-bit codes of the blocks' maxima. On the CPU bitsandbytes' own (state.absmax) come from a table that misses
+    the nearest value now and then."""
+    maxima = w.reshape(-1, BLOCK).abs().amax(1) - state.offset
+    groups = state.state2.absmax.repeat_interleave(GROUP)[:len(maxima)]
+    return (maxima * (1 / groups)).unsqueeze(1).sub(state.state2.code).abs().argmin(1).to(torch.uint8)
+
+
 def main():
     w = torch.from_numpy(weights())
     codes, state = quantiser.quantize_4bit(w, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     assert state.state2.blocksize == GROUP
-    # On the CPU bitsandbytes looks the 8-bit codes up in a table that misses the nearest one now and then.
-    maxima = w.view(BLOCKS, BLOCK).abs().amax(1) - state.offset
-    groups = state.state2.absmax.repeat_interleave(GROUP)[:BLOCKS]
-    nearest = (maxima * (1 / groups)).unsqueeze(1).sub(state.state2.code).abs().argmin(1)
+    nearest = nearest_absmax_codes(w, state)
     print(f"{int((nearest != state.absmax).sum())} of {BLOCKS} 8-bit codes are not the nearest")
-    content = {"codes": codes.flatten().numpy().tobytes().hex(), "absmax_codes": nearest.to(torch.uint8).numpy().tobytes().hex(),
+    content = {"codes": codes.flatten().numpy().tobytes().hex(), "absmax_codes": nearest.numpy().tobytes().hex(),
                "group_absmax": state.state2.absmax.tolist(), "mean": state.offset.item(),
                "absmax_values": state.state2.code.tolist(),
                "dequantised_sum": math.fsum(quantiser.dequantize_4bit(codes, state).flatten().tolist())}
