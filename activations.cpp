@@ -118,7 +118,9 @@ enum When : unsigned {
     NORM1_CODES = 32768,  // it does not
     FP8_WEIGHTS = 65536,  // fp8, and quantised weights are not kept
     LORA = 131072,        // adapters are trained
-    NF4 = 262144          // of a base in NF4
+    NF4 = 262144,         // of a base in NF4
+    ACT_READ = 524288,    // the backward pass reads act, kept or recomputed
+    ACT_AGAIN = 1048576   // SwiGLU's backward pass computes it again, in the place of dact
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -181,7 +183,8 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::norm2_t,      "norm2.fp8",   C_N,    CODES, FC,          UNREAD,     FC,        NORMS,      FP8},
     // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
-    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH | ACT_READ},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     NONE,      KEPT,       HIGH | ACT_AGAIN},
     {&A::act_t,        "act.fp8",     FFN_N,  CODES, ACT,         UNREAD,     FCPROJ,    ACTIVATION, FP8},
     // Kept, because they are small: N·R values of an adapter.
     {&A::lora_qkv,     "lora_qkv",    N_LORA_QKV,    MODEL, QKV,    QKV,    QKV,    KEPT, LORA},
@@ -191,7 +194,7 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       NORM_BEFORE},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, FCPROJ,    BLOCK,      NORM_AFTER},
     {&A::rstd2,        "rstd2",       N_1,    FP32,  NEXT_NORM1,  NEXT_NORM1, FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
-    {&A::dfcproj,      "dfcproj",     N_C,    MODEL, FCPROJ,      NONE,       FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
+    {&A::dfcproj,      "dfcproj",     N_C,    MODEL, FCPROJ,      NONE,       ACT,       KEPT,       TRAIN | NORM_AFTER},
     {&A::dact,         "dact",        N_FFN,  MODEL, FCPROJ,      NONE,       FC,        KEPT,       TRAIN},
     {&A::dnorm2,       "dnorm2",      N_C,    MODEL, FC,          NONE,       NORM2,     KEPT,       TRAIN | NORM_BEFORE},
     {&A::dproj,        "dproj",       N_C,    MODEL, NORM2,       NONE,       PROJ,      KEPT,       TRAIN | NORM_AFTER},
@@ -404,13 +407,22 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (shape.nf4_weight ? NF4 : 0u);
 }
 
+// Whether SwiGLU's backward pass computes its output again. Recomputed in a pass of its own, that output would cost
+// reading fc once more, and memory. But adapters and fp8 read it before, and so does a norm after the MLP that is
+// recomputed.
+bool computes_act_again(const ModelConfig& c, const RunShape& shape, bool fp8) {
+    const bool norm_reads_it = c.norm_after && shape.recompute == Recompute::Block;
+    return shape.training && shape.recompute >= Recompute::Activation && c.mlp == Mlp::SwiGLU && !fp8 &&
+           !widest_adapter(shape) && !norm_reads_it;
+}
+
 // Those that hold for a layer.
 unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
     const AttentionType type = c.attention_type(l);
     const bool fp8 = shape.fp8.in_layer(l, c.layers), gated = type == AttentionType::GatedLinear;
     return (conditions(c, shape) & ~unsigned(FP8)) | (fp8 ? FP8 : HIGH) | (fp8 && !gated ? NORM1_CODES : NORM1_READ) |
            (type == AttentionType::Softmax ? SOFTMAX : 0u) | (type == AttentionType::Linear ? LINEAR : 0u) |
-           (gated ? GATED : 0u);
+           (gated ? GATED : 0u) | (computes_act_again(c, shape, fp8) ? ACT_AGAIN : ACT_READ);
 }
 
 // Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
@@ -421,6 +433,7 @@ RunShape effective(const ModelConfig& c, RunShape shape) {
     if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;
+    shape.offload_inputs &= shape.training && c.layers > 1;
     if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on || widest_adapter(shape))
         shape.gelu_epilogue = GeluEpilogue::Off;
     return shape;
@@ -475,7 +488,10 @@ void Activations::plan_layer(int64_t l) {
         const bool in_backward = shape.training && row.last_backward != NONE;
         const int64_t first = time.forward(l, row.first);
         const int64_t last_backward = in_backward ? time.backward(l, row.last_backward) : time.recompute(l);
-        if (row.last_forward == NONE) {
+        if (row.field == &A::res1 && in_host_memory(l)) {  // until the copies have ended, and from when they begin
+            add({f}, name, dtype, dims, first, time.forward(l, FCPROJ));
+            add({b}, name + " (fetched)", dtype, dims, time.recompute(l + 1), last_backward);
+        } else if (row.last_forward == NONE) {
             add({b}, name, dtype, dims, time.backward(l, row.first), last_backward);
         } else if (row.last_forward == UNREAD && recomputed) {
             add({b}, name + " (recomputed)", dtype, dims, time.recompute(l), last_backward);
@@ -494,6 +510,7 @@ void Activations::allocate(const Context& ctx) {
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     loss_sum = sum(ctx.rank, SUM_LOSS);
     if (fp8) fp8->allocate(ctx);
+    if (shape.offload_inputs) host_inputs = std::make_unique<BlockInputs>(ctx, config.layers - 1, input_bytes());
     if (rope_table) {
         std::vector<float> host(static_cast<size_t>(rope_table.numel()));
         ::rope_table(host_tensor(host.data(), {shape.T, config.rotary_channels() / 2, 2}), config.rope_theta,

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_inputs.h"
 #include "commands/commands.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
@@ -50,9 +51,12 @@ struct Precision {
     DType moments = DType::F32;
 };
 
-// What lies in pinned host memory. The optimizer's kernels read and write it there.
+// What lies in pinned host memory: m and v; master weights; the inputs of blocks (block_inputs.h). The optimizer's
+// kernels read and write their state there.
 struct Offload {
-    bool optimizer = false, master = false;  // m and v; master weights
+    bool optimizer = false, master = false, activations = false;
+    // On the CPU all memory is the host's, so nothing is copied.
+    bool moves_inputs(const Target& target) const { return activations && target.device != Device::CPU; }
     static MemoryPlace place(bool offloaded) { return offloaded ? MemoryPlace::Host : MemoryPlace::Device; }
 };
 
@@ -137,7 +141,8 @@ struct RunShape {
     int64_t update_bytes = 0;  // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
-    bool deterministic = true;                             // false: attention's backward pass may add in any order
+    bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
+    bool deterministic = true;    // false: attention's backward pass may add in any order
     Target target = this_target();
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
@@ -219,6 +224,13 @@ class Activations : public InputActs, public HeadActs {
     Tensor loss_sum;                           // SUM_LOSS of this rank's row of sums
     std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
+
+    std::unique_ptr<BlockInputs> host_inputs;  // where they wait for the backward pass; null: on the device
+
+    // Whether the layer's res1 waits in host memory (RunShape::offload_inputs), the bytes of one, and of all.
+    bool in_host_memory(int64_t l) const { return shape.offload_inputs && l + 1 < config.layers; }
+    int64_t input_bytes() const { return shape.B * shape.T * config.channels * dtype_size(shape.dtype); }
+    int64_t host_bytes() const { return shape.offload_inputs ? (config.layers - 1) * input_bytes() : 0; }
 
     // int32: token, target and position of each token, cum_seqlens and num_sequences; int64: the number of the next
     // micro-step. The scalars of a step use another slot.

@@ -435,6 +435,7 @@ void mlp_forward(const Context& ctx, const Model& model, const Activations& acts
         return quantise_input(ctx, acts, FCPROJ_W, l, a.fc.shape[0], pass == Pass::First, a.act_t, pass,
                               [&](const Fp8Output& out) { fp8_activation_forward(out, f, a.fc, ctx.stream); });
     }
+    if (!a.act) return;  // mlp_half_backward() computes it again
     switch (model.config.mlp) {
         case Mlp::GELU:
             return gelu_forward(a.act, a.fc, ctx.stream);
@@ -587,8 +588,10 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
         }
         const GatheredGroup weights =
             model.use(ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
+        if (acts.in_host_memory(l)) acts.host_inputs->store(l, a.res1);
         block_forward(ctx, model, l, a, acts, in, Pass::First);
         linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
+        if (acts.in_host_memory(l)) acts.host_inputs->wait();  // then res1 may be overwritten
         previous = a;
     }
     const NormActs last = final_norm(acts, in.n);
@@ -761,7 +764,8 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
     matmul_backward_input(dinp, dout, linear_weight(ctx, model, acts, slot, l), adds || lora.a, ctx.stream);
 }
 
-// Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU).
+// Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU). Then
+// act, if the forward pass did not keep it, overwrites dact.
 Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
     const Range range(ctx.profiler, "activation");
     switch (model.config.mlp) {
@@ -772,7 +776,7 @@ Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) 
             relu2_backward(a.dact, a.dact, a.fc, ctx.stream);
             return a.dact;
         case Mlp::SwiGLU:
-            swiglu_backward(a.fc, a.dact, a.fc, ctx.stream);
+            swiglu_backward(a.fc, a.act ? Tensor{} : a.dact, a.dact, a.fc, ctx.stream);
             return a.fc;
     }
     return {};
@@ -858,6 +862,13 @@ void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& 
         weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, accumulate);
         const Range range(ctx.profiler, "fcproj");
         matmul_backward_input_gelu(a.dact, dout, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
+    } else if (!a.act && !acts.uses_fp8(l)) {
+        {
+            const Range range(ctx.profiler, "fcproj");
+            matmul_backward_input(a.dact, dout, model.weight(FCPROJ_W, l), false, ctx.stream);
+        }
+        dfc = mlp_backward(ctx, model, a);
+        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, accumulate);  // act is in its place now
     } else {
         linear_backward(ctx, model, grads, acts, FCPROJ_W, l, a.dact, dout, a.act, a.act_t, accumulate);
         if (acts.uses_fp8(l)) return fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
@@ -934,6 +945,9 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
     for (int64_t l = last; l >= 0; l--) {
         const LayerActs a = first_tokens(acts.backward[static_cast<size_t>(l)], in.n);
         const GatheredGroup weights = model.use(ctx, model.layer_group(l), l ? model.layer_group(l - 1) : -1);
+        if (acts.in_host_memory(l)) acts.host_inputs->wait();
+        if (l && acts.in_host_memory(l - 1))
+            acts.host_inputs->fetch(l - 1, acts.backward[static_cast<size_t>(l - 1)].res1.rows(0, in.n));
         recompute(ctx, model, l, a, acts, in);
         (norm_after ? block_backward_norm_after : block_backward)(ctx, model, grads, l, a, acts, in, dx, accumulate);
         grads.close(model.layer_group(l), ctx.stream);
@@ -1168,6 +1182,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
     plan.add("activations", acts.plan.bytes());
+    plan.add("block inputs", acts.host_bytes(), MemoryPlace::Host);
     if (acts.fp8) {
         plan.add("fp8 weights", acts.fp8->weight_bytes());
         plan.add("fp8 scales", acts.fp8->scale_bytes(model.sharding.world));
@@ -1191,7 +1206,7 @@ GradientOptions gradient_options(const ShardingOptions& o, const std::string& dt
 
 Offload offload_options(const std::string& what) {
     const auto has = [&](const char* state) { return what.find(state) != std::string::npos; };
-    return {has("optimizer"), has("master")};
+    return {has("optimizer"), has("master"), has("activations")};
 }
 
 Fp8Options fp8_options(Fp8Options options, const Model& model) {
@@ -1208,6 +1223,7 @@ RunShape run_shape(const TrainOptions& o, const Model& model) {
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
+    shape.offload_inputs = model.offload.moves_inputs(shape.target);
     set_adapters(shape, model);
     return shape;
 }

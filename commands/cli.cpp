@@ -4,6 +4,7 @@
 #include <csignal>
 #include <iostream>
 #include <new>
+#include <set>
 #include <sstream>
 
 #include "runtime/console.h"
@@ -518,13 +519,26 @@ CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
         ->capture_default_str();
 }
 
+// Some of what can be offloaded, each at most once, or none.
+CLI::Validator offload_set() {
+    const auto check = [](const std::string& value) -> std::string {
+        std::set<std::string> left = {"optimizer", "master", "activations"};
+        std::istringstream list(value + ",");
+        for (std::string what; value != "none" && std::getline(list, what, ',');)
+            if (!left.erase(what)) return str("'", value, "' is not none, nor a set of optimizer, master, activations");
+        return "";
+    };
+    return CLI::Validator(check, "");
+}
+
 CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
     return app
         .add_option(
             "--offload", offload,
-            "state that lies in pinned memory of the host, where the update reads and writes it: the optimizer's "
-            "moments, or master weights, or both; no effect on the CPU")
-        ->check(CLI::IsMember({"none", "optimizer", "master", "optimizer,master"}))
+            "what lies in pinned memory of the host, as in optimizer,activations: the optimizer's moments; master "
+            "weights (master); the inputs of blocks from the forward to the backward pass (activations), which is all "
+            "that --recompute block keeps; or none. No effect on the CPU")
+        ->check(offload_set())
         ->capture_default_str();
 }
 
@@ -580,8 +594,7 @@ void choose_training_dtype(ModelOptions& model, bool master_weights, const std::
         throw UsageError("--master-weights off needs 16-bit weights; add --dtype bf16");
     if (offload.find("master") != std::string::npos && (!master_weights || model.type() == DType::F32))
         throw UsageError(str("--offload ", offload, ": there are no master weights with ",
-                             master_weights ? "--dtype fp32" : "--master-weights off", "; use --offload ",
-                             offload == "master" ? "none" : "optimizer"));
+                             master_weights ? "--dtype fp32" : "--master-weights off", "; leave master out"));
 }
 
 DType ModelOptions::type() const {

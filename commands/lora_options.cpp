@@ -29,8 +29,9 @@ void check_lora_options(const LoraOptions& o, const Fp8Options& fp8, const std::
         if (!o.on() && given) throw UsageError(str(name, " is an option of LoRA adapters; add --lora-rank"));
     if (!o.on()) return;
     if (fp8.on) throw UsageError("--lora-rank: adapters need matmuls in --dtype; leave out --matmul-dtype fp8");
-    if (offload != "none")
-        throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload));
+    if (offload != "none" && offload != "activations")
+        throw UsageError(str("--lora-rank: the state of adapters is small; leave out --offload ", offload,
+                             ", or offload activations"));
     if (!fp32_weights) throw UsageError("--lora-rank: adapters are kept in fp32; leave out --master-weights off");
     if (o.nf4 && zero_stage == 3)
         throw UsageError("--qlora: every rank keeps the whole base; use --zero-stage 0, 1 or 2");

@@ -40,6 +40,7 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
     shape.deterministic = !o.nondeterministic;
     shape.target = target;
     shape.fp8 = fp8_options(o.fp8, run.model);
+    shape.offload_inputs = run.model.offload.moves_inputs(target);
     set_adapters(shape, run.model);
     shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
     run.acts = std::make_unique<Activations>(config, shape);
@@ -50,11 +51,13 @@ PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Targe
 }
 
 // What `--fit` tries, the fastest first, for the batch size as given and then for its divisors. Less recomputation
-// comes first: it is what costs time. bf16 moments and weights take less traffic than fp32, bf16 gradients more.
+// comes first: it is what costs time. bf16 moments and weights take less traffic than fp32, bf16 gradients more. Copies
+// of the blocks' inputs come last: they are hidden at best.
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
     const char* reason;  // of its place; speeds of docs/experiments/memory.md
+    bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
 constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time";
@@ -75,13 +78,18 @@ constexpr FitStep FIT_STEPS[] = {
     {Recompute::Block, 1, THIRD},
     {Recompute::Block, 2, THIRD},
     {Recompute::Block, 3, THIRD},
+    {Recompute::Block, 0, THIRD, true},
+    {Recompute::Block, 1, THIRD, true},
+    {Recompute::Block, 2, THIRD, true},
+    {Recompute::Block, 3, THIRD, true},
 };
 
 // The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
 // change nothing.
-bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string& options) {
-    if (step.recompute < o.recompute || (step.state > 1 && (offload_options(o.offload).master || o.lora.on())))
-        return false;
+bool apply(const FitStep& step, int64_t batch_size, const Target& target, PlanOptions& o, std::string& options) {
+    const Offload offload = offload_options(o.offload);
+    if (step.recompute < o.recompute || (step.state > 1 && (offload.master || o.lora.on()))) return false;
+    if (step.offload_inputs && (offload.activations || target.device == Device::CPU)) return false;
     static const char* const levels[] = {"none", "activation", "norms", "block"};
     if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
     if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);
@@ -90,6 +98,10 @@ bool apply(const FitStep& step, int64_t batch_size, PlanOptions& o, std::string&
     if (step.state > 0 && given[step.state - 1]) return false;  // the step before it is the same
     for (int i = 0; i < step.state; i++)
         if (!given[i]) options += FIT_STATE[i];
+    if (step.offload_inputs) {
+        o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
+        options += " --offload " + o.offload;
+    }
     if (!options.empty()) options.erase(0, 1);
     o.batch_size = batch_size, o.recompute = step.recompute;
     if (step.state > 0) o.optimizer_dtype = "bf16";
@@ -106,7 +118,7 @@ FitReport fit(PlanOptions& o, const ModelConfig& config, const Target& target, i
         for (const FitStep& step : FIT_STEPS) {
             PlanOptions tried = o;
             std::string options;
-            if (!apply(step, batch_size, tried, options)) continue;
+            if (!apply(step, batch_size, target, tried, options)) continue;
             const int64_t bytes = plan_run(tried, config, target).memory.total;
             report.tried.push_back({options, step.reason, bytes});
             if (bytes > available) continue;

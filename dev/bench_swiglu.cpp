@@ -15,7 +15,7 @@ void forward(benchmark::State& state, DType T) {
 void backward(benchmark::State& state, DType T) {
     const int64_t N = state.range(0), I = state.range(1);
     const BenchArray gate_up(T, {N, 2 * I}), dout(T, {N, I});
-    run_bench(state, [&] { swiglu_backward(gate_up, dout, gate_up, Stream{}); });
+    run_bench(state, [&] { swiglu_backward(gate_up, {}, dout, gate_up, Stream{}); });
     report_bytes(state, 2 * gate_up.bytes() + dout.bytes());
 }
 

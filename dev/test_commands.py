@@ -592,21 +592,22 @@ class CommandsTest(unittest.TestCase):
 
     def test_offload(self):
         """Where the state lies changes no bit, neither of a run nor of one that goes on elsewhere."""
-        dtype, everything = ("bf16", "optimizer,master") if cuda() else ("fp32", "optimizer")  # the CPU has no master weights
+        dtype, everything = ("bf16", "optimizer,master,activations") if cuda() else ("fp32", "optimizer,activations")  # the CPU has no master weights
         for optimizer in ("adamw", "muon"):
-            args = ["--optimizer", optimizer, "--dtype", dtype, "--save-every", 4, "--total-batch-tokens", 256, "--steps", 8]
+            args = ["--optimizer", optimizer, "--dtype", dtype, "--save-every", 4, "--total-batch-tokens", 256, "--steps", 8,
+                    "--recompute", "block"]
             found = [digests(os.path.join(self.train(f"offload_{what}_{optimizer}", *args, "--offload", what), "step_00000008"))
                      for what in ("none", everything)]
             self.assertEqual(*found)
             out = os.path.join(self.top, f"offload_{everything}_{optimizer}")
-            for what in (everything, "optimizer", "none"):
+            for what in (everything, "optimizer", "activations", "none"):
                 shutil.rmtree(os.path.join(out, "step_00000008"))
                 done = run("train", "--resume", "--out", out, "--offload", what)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertEqual(digests(os.path.join(out, "step_00000008")), found[0])
         refused = run(*self.train_args("offload_fp32", "--offload", "master"))
         self.assertEqual((refused.returncode, refused.stderr.count("\n")), (2, 1))
-        self.assertIn("--offload master: there are no master weights with --dtype fp32; use --offload none", refused.stderr)
+        self.assertIn("--offload master: there are no master weights with --dtype fp32; leave master out", refused.stderr)
 
     def test_dtype_auto(self):
         chosen = "bf16" if cuda() else "fp32"  # tests run on GPUs from sm_80 on

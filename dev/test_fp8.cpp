@@ -291,7 +291,7 @@ TEST(Fp8, ActivationBackwardIsThatOfTwoKernels) {
                 const TestArray inp = TestArray::random(T, {N, C}, 1, 2), dout = TestArray::random(T, {N, I}, 2);
                 const TestArray dinp = TestArray::poisoned(T, {N, C}), stored = TestArray::poisoned(T, {N, C});
                 if (i == 0) gelu_backward(dinp, dout, inp, Stream{});
-                if (i == 1) swiglu_backward(dinp, dout, inp, Stream{});
+                if (i == 1) swiglu_backward(dinp, {}, dout, inp, Stream{});
                 if (i == 2) relu2_backward(dinp, dout, inp, Stream{});
                 const Quantised q(f, N, C, 16), with_dinp(f, N, C, 16), in_place(f, N, C, 16);
                 fp8_activation_backward(q.out, {}, activation_of(i), dout, inp, Stream{});

@@ -225,7 +225,7 @@ TEST(Large, SwiGLU) {
         forward.add(out.fetch(row * I, I), reference::swiglu_forward(gate_up.filled(row * 2 * I, 2 * I).data(), 1, I));
     forward.expect("swiglu_forward", 1, I, DType::BF16);
     out.fill(2, 1);  // serves as dout
-    swiglu_backward(dgate_up, out, gate_up, Stream{});
+    swiglu_backward(dgate_up, {}, out, gate_up, Stream{});
     for (const int64_t row : sampled_rows(N, 2 * I, 8))
         backward.add(
             dgate_up.fetch(row * 2 * I, 2 * I),

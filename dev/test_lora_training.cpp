@@ -201,16 +201,18 @@ TEST_P(LoraVariant, StepsChangeTheAdaptersAlone) {
     EXPECT_TRUE(same_bits(fetch_floats(lora.ctx, lora.model.arenas.weights.data), base));
 }
 
-TEST_P(LoraVariant, RecomputationChangesNoBit) {
+TEST_P(LoraVariant, RecomputationAndOffloadChangeNoBit) {
     std::vector<float> expected;
     for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
-        RunShape shape = training_shape(B, T);
-        shape.recompute = level;
-        Driver lora = lora_driver(config(), shape, options());
-        lora.randomise(3);
-        lora.gradients({batch});
-        if (expected.empty()) expected = lora.grads();
-        EXPECT_TRUE(same_bits(lora.grads(), expected)) << "level " << int(level);
+        for (const bool offload : {false, true}) {
+            RunShape shape = training_shape(B, T);
+            shape.recompute = level, shape.offload_inputs = offload;
+            Driver lora = lora_driver(config(), shape, options());
+            lora.randomise(3);
+            lora.gradients({batch});
+            if (expected.empty()) expected = lora.grads();
+            EXPECT_TRUE(same_bits(lora.grads(), expected)) << "level " << int(level) << " offload " << offload;
+        }
     }
 }
 

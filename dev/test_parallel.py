@@ -252,8 +252,8 @@ class ParallelTest(unittest.TestCase):
         self.expect_same_bits([runs[1], resumed], "gradients in bf16, resumed")
 
     def test_offload(self):
-        dtype, everything = ("bf16", "optimizer,master") if CUDA else ("fp32", "optimizer")  # the CPU has no master weights
-        args = ["--dtype", dtype, "--optimizer", "muon", "--kv-heads", 2]
+        dtype, everything = ("bf16", "optimizer,master,activations") if CUDA else ("fp32", "optimizer,activations")  # the CPU has no master weights
+        args = ["--dtype", dtype, "--optimizer", "muon", "--kv-heads", 2, "--recompute", "block"]
         for stage in (0, 1, 3):
             runs = self.train_all(*((2, *args, "--zero-stage", stage, "--offload", what) for what in ("none", everything)), model="llama-tiny")
             self.expect_same_bits(runs, f"stage {stage}, offloaded")

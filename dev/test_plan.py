@@ -181,14 +181,32 @@ class PlanTest(unittest.TestCase):
                 self.assertNotIn(line, kept["host_bytes"])
             self.assertEqual(offloaded["total_bytes"], kept["total_bytes"] - sum(kept["bytes"][line] for line in lines))
         if json.loads(run("info", "--json").stdout)["backend"] == "cpu":  # there it changes nothing
-            self.assertEqual(*(plan("--model gpt2-tiny --offload", what) for what in ("none", "optimizer")))
+            self.assertEqual(*(plan("--model gpt2-tiny --recompute block --offload", what) for what in ("none", "optimizer,activations")))
+
+    def test_offloaded_activations(self):
+        """With --recompute block the inputs of all blocks but the last go to the host, and two to three stay at a time."""
+        arguments = "--model llama-8B --batch-size 4 --seq-len 2048 --gpu-memory 80GiB --dtype bf16 --recompute block --json --offload"
+        kept, moved, all_moved = (json.loads(plan(arguments, what)) for what in ("none", "activations", "activations,optimizer"))
+        layers, one = 32, 4 * 2048 * 4096 * 2
+        self.assertEqual(moved["host_bytes"]["block inputs"], (layers - 1) * one)
+        self.assertNotIn("block inputs", kept["host_bytes"])
+        saved = kept["total_bytes"] - moved["total_bytes"]
+        self.assertEqual(saved, kept["bytes"]["activations"] - moved["bytes"]["activations"])
+        self.assertTrue((layers - 3) * one <= saved < layers * one, saved / one)
+        self.assertIn("optimizer (m, v)", all_moved["host_bytes"])
+        self.assertEqual(all_moved["host_bytes"]["block inputs"], moved["host_bytes"]["block inputs"])
 
     def test_offload_and_fit(self):
         fit = json.loads(plan("--model llama-1B --batch-size 4 --seq-len 2048 --gpu-memory 14GiB --dtype bf16 --json --fit --offload master"))
-        self.assertFalse([t for t in fit["fit"]["tried"] if "master" in t["options"]])
+        self.assertFalse([t for t in fit["fit"]["tried"] if "--master-weights" in t["options"]])
+        arguments = "--model llama-8B --dtype bf16 --batch-size 16 --seq-len 4096 --master-weights off --optimizer-dtype bf16 --json --fit"
+        fit = json.loads(plan(arguments, "--gpu-memory", "78GiB"))
+        self.assertEqual(fit["fit"]["options"], "--recompute block --grad-dtype bf16 --offload activations")
+        first = next(i for i, tried in enumerate(fit["fit"]["tried"]) if "activations" in tried["options"])
+        self.assertTrue(all("--recompute block" in tried["options"] for tried in fit["fit"]["tried"][first - 1:]))
 
     def test_refusals(self):
-        for arguments, words in ((["--dtype", "fp32"], "--offload optimizer,master: there are no master weights with --dtype fp32; use --offload optimizer"),
+        for arguments, words in ((["--dtype", "fp32"], "--offload optimizer,master: there are no master weights with --dtype fp32; leave master out"),
                                  (["--dtype", "bf16", "--master-weights", "off"], "there are no master weights with --master-weights off"),
                                  (["--inference"], "--offload")):
             refused = run("plan", "--model", "gpt2-tiny", "--offload", "optimizer,master", *arguments)

@@ -1,4 +1,5 @@
-// SwiGLU and its gradients against the oracle: both tails of the gate; in place; rows with gaps.
+// SwiGLU and its gradients against the oracle: both tails of the gate; in place; rows with gaps; the forward pass again
+// behind the gradients.
 #include "kernels/swiglu.h"
 
 #include "dev/reference.h"
@@ -23,14 +24,21 @@ void check(DType T, int64_t N, int64_t I, int64_t gap, double scale) {
     expect_close("out", take_columns(out.fetch(), ld, I), ref.value, ref.mag, 1, I, T);
     expect_gaps_untouched("out", out.fetch(), ld, I);
 
-    swiglu_backward(dgate_up.tensor().columns(0, 2 * I), dout.tensor().columns(0, I), packed, Stream{});
+    const TestArray again = TestArray::poisoned(T, {N, ld});
+    swiglu_backward(dgate_up.tensor().columns(0, 2 * I), again.tensor().columns(0, I), dout.tensor().columns(0, I),
+                    packed, Stream{});
     ref = reference::swiglu_backward(d.data(), x.data(), N, I);
     const std::vector<double> got = take_columns(dgate_up.fetch(), ld2, 2 * I);
     expect_close("dgate_up", got, ref.value, ref.mag, 1, I, T);  // rows: gate and up each for itself
     expect_gaps_untouched("dgate_up", dgate_up.fetch(), ld2, 2 * I);
+    const std::vector<double> forward = take_columns(out.fetch(), ld, I);
+    expect_same_bits("out again", forward, take_columns(again.fetch(), ld, I));
+    expect_gaps_untouched("out again", again.fetch(), ld, I);
 
-    swiglu_backward(packed, dout.tensor().columns(0, I), packed, Stream{});
+    const Tensor in_place = dout.tensor().columns(0, I);
+    swiglu_backward(packed, in_place, in_place, packed, Stream{});
     expect_same_bits("in place", got, take_columns(gate_up.fetch(), ld2, 2 * I));
+    expect_same_bits("out in place of dout", forward, take_columns(dout.fetch(), ld, I));
 }
 
 }  // namespace
@@ -53,7 +61,7 @@ TEST_P(SwiGLU, AccurateAtEveryMagnitude) {
                     ones = TestArray::of(T, std::vector<double>(gates.size(), 1.0), {n, 1});
     const TestArray out = TestArray::poisoned(T, {n, 1}), dgate_up = TestArray::poisoned(T, {n, 2});
     swiglu_forward(out, gate_up, Stream{});
-    swiglu_backward(dgate_up, ones, gate_up, Stream{});
+    swiglu_backward(dgate_up, {}, ones, gate_up, Stream{});
     reference::Values ref = reference::swiglu_forward(gate_up.data(), n, 1);
     expect_close("out", out.fetch(), ref.value, ref.mag, 1, 1, T);
     ref = reference::swiglu_backward(ones.data(), gate_up.data(), n, 1);
@@ -65,7 +73,7 @@ TEST_P(SwiGLU, BitsDoNotDependOnThreads) {
                     dout = TestArray::random(activation(), {67, 401}, 2);
     expect_deterministic("swiglu", [&] {
         const TestArray dgate_up = TestArray::poisoned(activation(), {67, 802});
-        swiglu_backward(dgate_up, dout, gate_up, Stream{});
+        swiglu_backward(dgate_up, {}, dout, gate_up, Stream{});
         return dgate_up.fetch();
     });
 }
@@ -77,6 +85,9 @@ TEST(SwiGLUArguments, InvalidArgumentsAreErrors) {
     expect_error([&] { swiglu_forward(a, b, Stream{}); },
                  "swiglu_forward: gate_up is fp32 [2, 17], expected fp32 [2, 16]");
     expect_error([&] { swiglu_forward(a, Tensor{}, Stream{}); }, "swiglu_forward: gate_up is missing");
-    expect_error([&] { swiglu_backward(b, a, b, Stream{}); },
+    expect_error([&] { swiglu_backward(b, {}, a, b, Stream{}); },
                  "swiglu_backward: dgate_up is fp32 [2, 17], expected fp32 [2, 16]");
+    const TestArray c = TestArray::random({2, 16}, 3), narrow = TestArray::random({2, 7}, 4);
+    expect_error([&] { swiglu_backward(c, narrow, a, c, Stream{}); },
+                 "swiglu_backward: out is fp32 [2, 7], expected fp32 [2, 8]");
 }

@@ -180,10 +180,12 @@ TEST(Update, OffloadedStateHasTheSameBits) {
     const DType dtype = backend_device() == Device::CPU ? DType::F32 : DType::BF16;
     const Batch batch = random_batch(base_config(), 2, 11, 5);
     for (const OptimizerType optimizer : {OptimizerType::AdamW, OptimizerType::Muon}) {
-        for (const Offload offload : {Offload{true, false}, Offload{false, true}, Offload{true, true}}) {
+        for (const Offload offload :
+             {Offload{true, false, false}, Offload{false, true, false}, Offload{true, true, true}}) {
             const auto trained = [&](Offload chosen) {
-                Driver driver(base_config(), training_shape(2, 11, dtype), true, Driver::default_options(), optimizer,
-                              {}, chosen);
+                RunShape shape = training_shape(2, 11, dtype);
+                shape.offload_inputs = chosen.activations;
+                Driver driver(base_config(), shape, true, Driver::default_options(), optimizer, {}, chosen);
                 driver.randomise(3);
                 for (int i = 0; i < 3; i++) driver.step(batch, 1e-2);
                 std::vector<std::vector<float>> state = {driver.params()};
@@ -258,7 +260,8 @@ TEST(Training, MemoryMatchesThePlan) {
                         {Recompute::Block, OptimizerType::AdamW, false},
                         {Recompute::Block, OptimizerType::Muon, false},
                         {Recompute::None, OptimizerType::AdamW, true},
-                        {Recompute::None, OptimizerType::AdamW, false, "optimizer,master"}};
+                        {Recompute::None, OptimizerType::AdamW, false, "optimizer,master"},
+                        {Recompute::Block, OptimizerType::AdamW, false, "optimizer,master,activations"}};
     for (const auto& [level, optimizer, fp8, offload] : runs) {
         if (fp8 && !matmul_fp8_unavailable().empty()) continue;
         const int64_t before = device_memory_available();
@@ -275,6 +278,7 @@ TEST(Training, MemoryMatchesThePlan) {
         shape.recompute = level;
         shape.gelu_epilogue = GeluEpilogue::Both;
         shape.fp8.on = fp8;
+        shape.offload_inputs = model.offload.moves_inputs(shape.target);
         const Activations acts(config, shape);
         EXPECT_NEAR(double(memory_plan(model, acts).total) / used, 1, 0.02) << "used " << used / (1 << 20) << " MiB";
     }

@@ -98,7 +98,7 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
         const Tensor d = dout.rows(n0, n0 + rows), x = inp.rows(n0, n0 + rows);
         if (f == Activation::GELU) gelu_backward(y, d, x, stream);
         if (f == Activation::ReLU2) relu2_backward(y, d, x, stream);
-        if (f == Activation::SwiGLU) swiglu_backward(y, d, x, stream);
+        if (f == Activation::SwiGLU) swiglu_backward(y, {}, d, x, stream);
         return y;
     });
 }

@@ -22,7 +22,8 @@ MULTIARCH void forward_row(float* out, const float* gate, const float* up, int64
     });
 }
 
-MULTIARCH void backward_row(float* dgate, float* dup, const float* dout, const float* gate, const float* up,
+// out: null, or it receives the forward pass.
+MULTIARCH void backward_row(float* dgate, float* dup, float* out, const float* dout, const float* gate, const float* up,
                             int64_t n) {
     for_each_vector(n, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
         const vec16 g = vec_load_lanes(gate + i, lanes), u = vec_load_lanes(up + i, lanes);
@@ -30,6 +31,7 @@ MULTIARCH void backward_row(float* dgate, float* dup, const float* dout, const f
         const Sigmoid s = sigmoid(g);
         vec_store_lanes(dgate + i, d * u * s.value * (1.0f + g * s.complement), lanes);
         vec_store_lanes(dup + i, d * g * s.value, lanes);
+        if (out) vec_store_lanes(out + i, g * s.value * u, lanes);
     });
 }
 
@@ -49,18 +51,20 @@ void swiglu_forward(Tensor out, Tensor gate_up, Stream) {
     });
 }
 
-void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream) {
+void swiglu_backward(Tensor dgate_up, Tensor out, Tensor dout, Tensor gate_up, Stream) {
     const char* op = "swiglu_backward";
     check_matrix(op, "dout", dout);
     const int64_t N = dout.shape[0], I = dout.shape[1];
     check_matrix(op, "dgate_up", dgate_up, N, 2 * I);
+    check_matrix(op, "out", out, N, I, Given::Optional);
     check_matrix(op, "gate_up", gate_up, N, 2 * I);
-    float* dgu = dgate_up.as<float>();
+    float *dgu = dgate_up.as<float>(), *o = out.as<float>();
     const float *g = dout.as<float>(), *gu = gate_up.as<float>();
-    const int64_t sd = row_stride(dgate_up), sg = row_stride(dout), su = row_stride(gate_up);
+    const int64_t sd = row_stride(dgate_up), so = row_stride(out), sg = row_stride(dout), su = row_stride(gate_up);
     parallel_chunks(N, I, false, [=](int64_t row, int64_t begin, int64_t end) {
         const float* gate = gu + row * su + begin;
         float* dgate = dgu + row * sd + begin;
-        backward_row(dgate, dgate + I, g + row * sg + begin, gate, gate + I, end - begin);
+        backward_row(dgate, dgate + I, o ? o + row * so + begin : nullptr, g + row * sg + begin, gate, gate + I,
+                     end - begin);
     });
 }

@@ -14,5 +14,7 @@
 // out [N, I] T; gate_up [N, 2·I] T.
 void swiglu_forward(Tensor out, Tensor gate_up, Stream stream);
 
-// dgate_up [N, 2·I] T (overwritten; may be the same memory as gate_up); dout [N, I] T; gate_up [N, 2·I] T.
-void swiglu_backward(Tensor dgate_up, Tensor dout, Tensor gate_up, Stream stream);
+// dgate_up [N, 2·I] T (overwritten; may be the same memory as gate_up); out [N, I] T receives the bits of
+// swiglu_forward, for a pass that did not keep them (null: not computed; may be the same memory as dout); dout [N, I]
+// T; gate_up [N, 2·I] T.
+void swiglu_backward(Tensor dgate_up, Tensor out, Tensor dout, Tensor gate_up, Stream stream);

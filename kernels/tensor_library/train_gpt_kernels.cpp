@@ -390,7 +390,7 @@ int tgk_swiglu_forward(tgk_context* context, const tgk_tensor* out, const tgk_te
 int tgk_swiglu_backward(tgk_context* context, const tgk_tensor* dgate_up, const tgk_tensor* dout,
                         const tgk_tensor* gate_up) {
     return call("tgk_swiglu_backward", context, 1, {dgate_up, dout, gate_up},
-                [&](Tensors& t, tgk_context& c) { swiglu_backward(t[0], t[1], t[2], c.stream); });
+                [&](Tensors& t, tgk_context& c) { swiglu_backward(t[0], {}, t[1], t[2], c.stream); });
 }
 
 int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_tensor* m, const tgk_tensor* v,

@@ -12,7 +12,7 @@ Arena::Arena(int64_t bytes, const char* what, MemoryPlace where) : size(bytes), 
         base = static_cast<char*>((host ? host_alloc : device_alloc)(static_cast<size_t>(bytes)));
     } catch (const Error& e) {
         throw Error(str("no memory for the ", what, " (", bytes / double(1 << 30), " GiB): ", e.what(),
-                        host ? "; leave --offload out, or use --optimizer-dtype bf16"
+                        host ? "; leave out --offload, or some of it"
                              : "; lower --batch-size or --seq-len, or use --recompute block"));
     }
 }
