@@ -73,6 +73,17 @@ std::vector<double> decoded(const HostNf4& h) {
 
 }  // namespace
 
+// A weight of SmolLM2-135M whose quotient is the rounded middle of two values. bitsandbytes takes the smaller.
+TEST(Nf4, TheMiddleOfTwoValuesIsTheSmaller) {
+    std::vector<float> w(size_t(NF4_BLOCK), 0.0f);
+    w[0] = 0x1.0e04p-1f, w[1] = -0x1.6eep-3f;
+    const int code = HostNf4(w).codes[0] & 15;
+    EXPECT_EQ(code, 3);
+    const float quotient = w[1] * (1 / w[0]);
+    EXPECT_EQ(quotient, (NF4_VALUES[3] + NF4_VALUES[4]) / 2);
+    EXPECT_LT(NF4_VALUES[4] - quotient, quotient - NF4_VALUES[3]);  // not the nearer one in fp32
+}
+
 TEST(Nf4, HasTheCodesOfBitsandbytes) {
     const nlohmann::json fixture = read_json("dev/fixtures/nf4.json");
     const HostNf4 got(fixture_weights(300 * NF4_BLOCK));

@@ -32,7 +32,8 @@ def nearest_absmax_codes(w, state):
     the nearest value now and then."""
     maxima = w.reshape(-1, BLOCK).abs().amax(1) - state.offset
     groups = state.state2.absmax.repeat_interleave(GROUP)[:len(maxima)]
-    return (maxima * (1 / groups)).unsqueeze(1).sub(state.state2.code).abs().argmin(1).to(torch.uint8)
+    values = state.state2.code
+    return torch.bucketize(maxima * (1 / groups), (values[1:] + values[:-1]) / 2).to(torch.uint8)
 
 
 def main():
