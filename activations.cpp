@@ -221,6 +221,7 @@ constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::tokens, "tokens", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::targets, "targets", N_1, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::positions, "positions", N_1, DType::I32, START, UPDATE, ALWAYS},
+    {&InputActs::loss_rows, "loss_rows", N_1, DType::I32, START, UPDATE, TRAIN},
     {&InputActs::cum_seqlens, "cum_seqlens", SEQUENCE_ENDS, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::num_sequences, "num_sequences", ONE, DType::I32, START, UPDATE, ALWAYS},
     {&InputActs::rope_table, "rope_table", ANGLES, FP32, START, UPDATE, ROPE},

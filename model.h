@@ -180,6 +180,7 @@ struct LayerActs {
 // Memory for the inputs of a micro-step. upload() fills it; Input holds the views of a batch.
 struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
+    Tensor loss_rows;                   // [N] int32; a batch uses its first entries
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
     Tensor num_sequences;               // [1] int32; of a batch with room for more
     Tensor rope_table;                  // [T, R/2, 2]
@@ -225,16 +226,16 @@ class Activations : public InputActs, public HeadActs {
     std::unique_ptr<Fp8State> fp8;             // null: all matmuls are in the model's dtype
     std::unique_ptr<Staging> staging;          // pinned memory that inputs are copied through
 
-    std::unique_ptr<BlockInputs> host_inputs;  // where they wait for the backward pass; null: on the device
+    std::unique_ptr<BlockInputs> host_inputs;  // the blocks' inputs in host memory; null: they stay on the device
 
     // Whether the layer's res1 waits in host memory (RunShape::offload_inputs), the bytes of one, and of all.
     bool in_host_memory(int64_t l) const { return shape.offload_inputs && l + 1 < config.layers; }
     int64_t input_bytes() const { return shape.B * shape.T * config.channels * dtype_size(shape.dtype); }
     int64_t host_bytes() const { return shape.offload_inputs ? (config.layers - 1) * input_bytes() : 0; }
 
-    // int32: token, target and position of each token, cum_seqlens and num_sequences; int64: the number of the next
-    // micro-step. The scalars of a step use another slot.
-    int64_t staging_bytes() const { return (4 * shape.B * shape.T + 2) * 4 + 8; }
+    // int32: token, target, position and loss row of each token, cum_seqlens and num_sequences; int64: the number of
+    // the next micro-step. The scalars of a step use another slot.
+    int64_t staging_bytes() const { return (5 * shape.B * shape.T + 2) * 4 + 8; }
     static constexpr int STAGING_SLOTS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
@@ -259,11 +260,16 @@ class Activations : public InputActs, public HeadActs {
 
 // The tokens of a pass, on the device.
 struct Input {
-    int64_t n;                          // tokens
-    Tensor tokens, targets, positions;  // [n]
+    int64_t n;                 // tokens
+    Tensor tokens, positions;  // [n]
+    Tensor targets;            // [n], or as many as loss_rows
+    Tensor loss_rows;          // the tokens that backward() computes the head of, then −1; null: all
     AttentionSequences sequences;
+
+    int64_t head_tokens() const { return loss_rows ? loss_rows.shape[0] : n; }
 };
-Input upload(const Context& ctx, const Activations& acts, const Batch& batch);
+// loss_tokens_only: for backward(), which then computes the head only of tokens with a target.
+Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only = false);
 Batch single_sequence(const int32_t* tokens, int64_t n);
 
 // Tokens to the final norm's output (acts.normf).

@@ -23,6 +23,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/fp8.h"
+#include "kernels/gather_rows.h"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
@@ -231,7 +232,24 @@ double flop_per_token(const Model& model, int64_t T) {
 // --------------------------------------------------------------------------------------------------------------------
 // Forward.
 
-Input upload(const Context& ctx, const Activations& acts, const Batch& batch) {
+namespace {
+
+// The rows of the tokens with a target. On a GPU whole chunks of the head, filled up with −1, so that a recorded
+// micro-step fits every batch with as many chunks. Empty: no chunk can be left out.
+std::vector<int32_t> find_loss_rows(const Activations& acts, const std::vector<int32_t>& targets) {
+    std::vector<int32_t> rows;
+    for (size_t n = 0; n < targets.size(); n++)
+        if (targets[n] != Batch::NO_TARGET) rows.push_back(static_cast<int32_t>(n));
+    const size_t unit = acts.logits.device == Device::CPU ? 1 : size_t(acts.logits.shape[0]);
+    const size_t size = std::max<size_t>((rows.size() + unit - 1) / unit, 1) * unit;
+    if (size >= targets.size()) return {};
+    rows.resize(size, -1);
+    return rows;
+}
+
+}  // namespace
+
+Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bool loss_tokens_only) {
     const int64_t n = static_cast<int64_t>(batch.tokens.size()), S = static_cast<int64_t>(batch.cum_seqlens.size());
     auto put = [&](Tensor planned, const std::vector<int32_t>& host) {
         const Tensor t = planned.rows(0, static_cast<int64_t>(host.size()));
@@ -239,8 +257,16 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch) {
         return t;
     };
     acts.staging->next();
-    Input in{n, put(acts.tokens, batch.tokens), {}, put(acts.positions, batch.positions), {}};
-    if (!batch.targets.empty()) in.targets = put(acts.targets, batch.targets);
+    Input in{n, put(acts.tokens, batch.tokens), put(acts.positions, batch.positions), {}, {}, {}};
+    std::vector<int32_t> rows;
+    if (loss_tokens_only) rows = find_loss_rows(acts, batch.targets);
+    if (!rows.empty()) {
+        in.loss_rows = put(acts.loss_rows, rows);
+        for (int32_t& row : rows) row = row < 0 ? Batch::NO_TARGET : batch.targets[size_t(row)];
+        in.targets = put(acts.targets, rows);
+    } else if (!batch.targets.empty()) {
+        in.targets = put(acts.targets, batch.targets);
+    }
     in.sequences.cum_q = in.sequences.cum_k = put(acts.cum_seqlens, batch.cum_seqlens);
     in.sequences.max_q = in.sequences.max_k = batch.max_seqlen;
     if (batch.num_sequences > 0) {
@@ -606,18 +632,18 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 namespace {
 
 // The head's output before the softcap, which cross_entropy applies itself.
-Tensor head_forward(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
+Tensor head_forward(const Context& ctx, const Model& model, const Activations& acts, Tensor inp) {
     const Range range(ctx.profiler, "head");
     const GatheredGroup weights = model.use(ctx, model.head_group());
-    const Tensor out = acts.logits.rows(0, end - begin);
-    matmul_forward(out, acts.normf.rows(begin, end), model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
+    const Tensor out = acts.logits.rows(0, inp.shape[0]);
+    matmul_forward(out, inp, model.weight(model.head()), model.weight(HEAD_B), ctx.stream);
     return out;
 }
 
 }  // namespace
 
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
-    const Tensor logits = head_forward(ctx, model, acts, begin, end);
+    const Tensor logits = head_forward(ctx, model, acts, acts.normf.rows(begin, end));
     softcap_forward(logits, model.config.logit_softcap, ctx.stream);
     return logits;
 }
@@ -627,7 +653,7 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
     const int64_t chunk = acts.logits.shape[0];
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
-        const Tensor logits = head_forward(ctx, model, acts, begin, end);
+        const Tensor logits = head_forward(ctx, model, acts, acts.normf.rows(begin, end));
         cross_entropy_forward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
                               model.config.vocab_size, model.config.logit_softcap, ctx.stream);
         if (look) look(begin, logits);
@@ -643,15 +669,19 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 namespace {
 
 // The head, chunk by chunk of tokens: logits, losses, the gradient of the logits (which overwrites them), the head's
-// weight gradient and dnormf.
+// weight gradient and dnormf. Tokens without a target would only multiply zeros. Where they are left out, the rows of
+// the others are gathered in dnormf's memory, and their gradients come back in normf's.
 void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
                            const Input& in, float dloss, bool accumulate) {
     const int64_t chunk = acts.logits.shape[0];
     const GatheredGroup weights = model.use(ctx, model.head_group());
     const Tensor weight = model.weight(model.head()), dweight = model.gradient(grads, model.head());
-    for (int64_t begin = 0; begin < in.n; begin += chunk) {
-        const int64_t end = std::min(begin + chunk, in.n);
-        const Tensor logits = head_forward(ctx, model, acts, begin, end);
+    const int64_t n = in.head_tokens();
+    const Tensor inp = in.loss_rows ? acts.dnormf : acts.normf, dinp = in.loss_rows ? acts.normf : acts.dnormf;
+    if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, ctx.stream);
+    for (int64_t begin = 0; begin < n; begin += chunk) {
+        const int64_t end = std::min(begin + chunk, n);
+        const Tensor logits = head_forward(ctx, model, acts, inp.rows(begin, end));
         {
             const Range range(ctx.profiler, "cross_entropy");
             cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
@@ -659,10 +689,11 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
         }
         const Range range(ctx.profiler, "head");
         if (!model.table.frozen)
-            matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, acts.normf.rows(begin, end),
+            matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, inp.rows(begin, end),
                                    accumulate || begin > 0, ctx.stream);
-        matmul_backward_input(acts.dnormf.rows(begin, end), logits, weight, false, ctx.stream);
+        matmul_backward_input(dinp.rows(begin, end), logits, weight, false, ctx.stream);
     }
+    if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, ctx.stream);
 }
 
 struct NormGradients {
@@ -933,7 +964,7 @@ void backward(const Context& ctx, const Model& model, Gradients& grads, const Ac
         grads.open(model.head_group(), ctx.stream);
     }
     head_forward_backward(ctx, model, grads, acts, in, dloss, accumulate);
-    sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), !first_micro, ctx.stream);
+    sum_losses(acts.loss_sum, acts.losses.rows(0, in.head_tokens()), !first_micro, ctx.stream);
     if (!model.config.tied && !frozen) grads.close(model.head_group(), ctx.stream);
     const Tensor dx = acts.dx.rows(0, in.n);
     const int64_t last = model.config.layers - 1;
@@ -1436,7 +1467,7 @@ void Trainer::adopt_checkpoint_choices() {
 
 // Forward and backward over one batch. The first of a step overwrites the gradients, the others add to them.
 void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay) {
-    const Input in = upload(ctx, acts, batch);
+    const Input in = upload(ctx, acts, batch, true);
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
         forward(ctx, model, acts, in);
@@ -1449,7 +1480,7 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
-        graphs[first][last && ctx.world > 1].run(ctx.stream, work);
+        graphs[first][last && ctx.world > 1][in.head_tokens()].run(ctx.stream, work);
 }
 
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by

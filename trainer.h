@@ -57,10 +57,11 @@ class Trainer {
     Optimizer optimizer;
     CheckpointSaver checkpoints;
     int64_t step = 0, saved_step = -1;
-    double val_loss = NAN;            // of this step; NAN: not evaluated
-    std::vector<Choice> choices;      // of the questions of --eval-multiple-choice
-    std::vector<Batch> one_batch;     // for --overfit-one-batch
-    Graph graphs[2][2];               // of micro-steps: [first of its step][last of its step, with several ranks]
+    double val_loss = NAN;         // of this step; NAN: not evaluated
+    std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
+    std::vector<Batch> one_batch;  // for --overfit-one-batch
+    // Of micro-steps: [first of its step][last of its step, with several ranks], by the tokens that pass the head.
+    std::map<int64_t, Graph> graphs[2][2];
     std::vector<char> asked_to_stop;  // by rank, for stopping()
     QueuedStep queue[2];
     int64_t queued = 0, finished = 0;  // number of steps, since the process started

@@ -134,7 +134,7 @@ struct Driver {
         quantise_weights(ctx, model, acts);
         if (acts.fp8) acts.fp8->begin_step(ctx.stream);
         for (size_t i = 0; i < batches.size(); i++) {
-            const Input in = upload(ctx, acts, batches[i]);
+            const Input in = upload(ctx, acts, batches[i], loss_tokens_only);
             forward(ctx, model, acts, in);
             backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(counted)), i == 0);
         }
@@ -163,6 +163,8 @@ struct Driver {
             std::copy_n(trained.arenas.fetch(p, buffer), p.padded_numel(), arena.begin() + p.offset);
         return arena;
     }
+
+    bool loss_tokens_only = false;  // what gradients() uploads
 
   private:
     double mean_scale = 0;

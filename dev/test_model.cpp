@@ -385,16 +385,21 @@ TEST_P(ModelVariants, GradientsInBf16AreRoundedSums) {
     }
 }
 
-// The head works on chunks of tokens. With this vocabulary 70 tokens (on a GPU 1,040) take two chunks, and each half
-// takes one.
-TEST(Head, ChunksSumToTheWhole) {
-    const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
+// With this vocabulary the head takes 70 tokens (on a GPU 1,040) in two chunks.
+ModelConfig large_vocabulary(int64_t T) {
     ModelConfig config = base_config();
     config.layers = config.heads = config.kv_heads = 1;
     config.set_attention("S");
     config.channels = config.head_size = config.ffn = 4;
     config.max_positions = T;
     config.vocab_size = (1 << 18) - 100;
+    return config;
+}
+
+// Each half takes one chunk.
+TEST(Head, ChunksSumToTheWhole) {
+    const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
+    const ModelConfig config = large_vocabulary(T);
     Driver whole(config, training_shape(B, T)), halves(config, training_shape(1, T));
     ASSERT_LT(whole.acts.logits.shape[0], B * T);
     ASSERT_EQ(halves.acts.logits.shape[0], T);
@@ -405,6 +410,27 @@ TEST(Head, ChunksSumToTheWhole) {
     EXPECT_NEAR(halves.gradients(split(batch, B, T)), loss, 1e-6 * loss);
     const std::vector<float> g = whole.grads(), h = halves.grads();
     const std::vector<double> x(g.begin(), g.end()), y(h.begin(), h.end());
+    EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
+}
+
+// Two chunks of tokens, few of which have a target: these fit into one chunk.
+TEST(Head, LossTokensAloneTakeFewerChunks) {
+    const int64_t B = 2, T = backend_device() == Device::CPU ? 35 : 520;
+    Driver driver(large_vocabulary(T), training_shape(B, T));
+    driver.randomise(3);
+    Batch batch = random_batch(driver.model.config, B, T, 5);
+    for (size_t n = 0; n < batch.targets.size(); n++)
+        if (n % 7 != 6) batch.targets[n] = Batch::NO_TARGET;
+    const double loss = driver.gradients({batch});
+    const std::vector<float> all = driver.grads();
+    driver.loss_tokens_only = true;
+    const Input in = upload(driver.ctx, driver.acts, batch, true);
+    EXPECT_EQ(in.head_tokens(), backend_device() == Device::CPU ? 10 : driver.acts.logits.shape[0]);
+    EXPECT_EQ(in.targets.shape[0], in.head_tokens());
+    EXPECT_EQ(upload(driver.ctx, driver.acts, batch).head_tokens(), B * T);
+    EXPECT_NEAR(driver.gradients({batch}), loss, 1e-6 * loss);
+    const std::vector<float> some = driver.grads();
+    const std::vector<double> x(all.begin(), all.end()), y(some.begin(), some.end());
     EXPECT_LE(rms(difference(x, y)), 1e-6 * rms(x));
 }
 
@@ -466,6 +492,28 @@ TEST_P(ModelVariants, PackedExamplesHaveTheGradientsOfSeparateOnes) {
     const bool amplifies = c.layers_of(AttentionType::GatedLinear) > 0 || c.qk_norm != QkNorm::Off;
     EXPECT_GT(rms(y), 0);
     EXPECT_LE(rms(difference(x, y)), (amplifies ? 1e-5 : 1e-6) * rms(y));
+}
+
+// Leaving out tokens without a target changes the gradients only by the order of sums (the bounds of
+// MicroStepsSumToTheFullBatch). Without a single target they are zero.
+TEST_P(ModelVariants, HeadOfLossTokensOnly) {
+    const Batch packed = packed_examples(batch);
+    const double loss = driver.gradients({packed});
+    const std::vector<float> all = driver.grads();
+    driver.loss_tokens_only = true;
+    const double loss_alone = driver.gradients({packed});
+    EXPECT_NEAR(loss_alone, loss, 1e-6 * loss);
+    const std::vector<float> some = driver.grads();
+    const std::vector<double> x(all.begin(), all.end()), y(some.begin(), some.end());
+    const ModelConfig& c = driver.model.config;
+    const bool amplifies = c.layers_of(AttentionType::GatedLinear) > 0 || c.qk_norm != QkNorm::Off;
+    EXPECT_LE(rms(difference(x, y)), (amplifies ? 1e-5 : 1e-6) * rms(x));
+    Batch none = batch;
+    none.targets.assign(none.targets.size(), Batch::NO_TARGET);
+    EXPECT_EQ(driver.gradients({packed, none}), loss_alone);
+    EXPECT_TRUE(same_bits(driver.grads(), some));
+    driver.gradients({none});
+    for (const float g : driver.grads()) ASSERT_EQ(g, 0);
 }
 
 // Packed batches with room for more sequences are replayed by one graph, with the bits of ordinary steps.
