@@ -50,16 +50,16 @@ class ParamReader {
               RangeChecksum* checksum = nullptr, const FindValues& find = {});
 
   private:
-    // Calls fill(dst, begin, end) on all cores for the chunks of [begin, end), elements of the part, and take for what
-    // is filled.
+    // For blocks of [begin, end), elements of the part: calls fill(block, begin, end) and take for what is filled.
     template <typename Fill>
-    void deliver(const StoredPart& part, int64_t begin, int64_t end, int64_t chunk, const Fill& fill,
-                 const TakeValues& take, const FindValues& find);
+    void deliver_blocks(const StoredPart& part, int64_t begin, int64_t end, const Fill& fill, const TakeValues& take);
+    void read_in_order(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
+                       RangeChecksum* checksum, const FindValues& find);
     void read_transposed(const StoredPart& part, int64_t begin, int64_t end, const TakeValues& take,
                          RangeChecksum* checksum, const FindValues& find);
     const Takers takers;
     std::vector<HostMemory> blocks;  // two, while the device copies one the other is filled
     Event copied[2];
     size_t next = 0;
-    std::vector<float> whole;  // a transposed part as it is in the file
+    std::vector<float> buffer;  // of a transposed part, where find does not say where they may lie
 };
