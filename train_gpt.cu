@@ -16,6 +16,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "commands/fit.h"
 #include "commands/matmul_cache.h"
 #include "commands/run.h"
 #include "infer/generate.h"
@@ -1246,17 +1247,44 @@ Fp8Options fp8_options(Fp8Options options, const Model& model) {
     return options;
 }
 
-RunShape run_shape(const TrainOptions& o, const Model& model) {
+Model model_of(const RunOptions& o, const ModelConfig& config, int64_t rank, int64_t world) {
+    const DType dtype = o.model.type();
+    return Model(config, {o.sharding.zero_stage, rank, world},
+                 {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
+                 offload_options(o.offload), o.lora);
+}
+
+RunShape run_shape(const RunOptions& o, const Model& model, const Target& target) {
     RunShape shape = training_shape(o.batch_size, o.seq_len, o.model.type());
+    shape.target = target;
     shape.recompute = o.recompute;
     shape.world = model.sharding.world;
-    shape.update_bytes = update_workspace_bytes(model);
+    shape.update_bytes = update_workspace_bytes(model, MUON_ROUND_BYTES, target);
     if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
-    shape.offload_inputs = model.offload.moves_inputs(shape.target);
+    shape.offload_inputs = model.offload.moves_inputs(target);
     set_adapters(shape, model);
     return shape;
+}
+
+MemoryPlan memory_plan(const RunOptions& o, const ModelConfig& config, int64_t rank, int64_t world,
+                       const Target& target) {
+    const Model model = model_of(o, config, rank, world);
+    const Activations acts(config, run_shape(o, model, target));
+    return memory_plan(model, acts, gradient_options(o.sharding, o.grad_dtype));
+}
+
+// Advice for a run that does not fit: options with which it does.
+std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
+    RunOptions fitting = o;
+    const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+        return memory_plan(tried, config, ctx.rank, ctx.world).total;
+    });
+    if (!fit.found()) return fit.remedy();
+    const std::string same_step =
+        fitting.batch_size < o.batch_size ? str(" --total-batch-tokens ", o.total_batch_tokens) : "";
+    return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes));
 }
 
 void set_adapters(RunShape& shape, const Model& model) {
@@ -1299,9 +1327,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
       lock(std::move(held)),
       o(s.o),
       dtype(o.model.type()),
-      model(s.source.config, {o.sharding.zero_stage, ctx.rank, ctx.world},
-            {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
-            offload_options(o.offload), o.lora),
+      model(model_of(o, s.source.config, ctx.rank, ctx.world)),
       acts(s.source.config, run_shape(o, model)),
       checkpoints(ctx, model.trained().table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
       asked_to_stop(static_cast<size_t>(ctx.world)),
@@ -1321,16 +1347,7 @@ Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<Direc
     MemoryPlan plan = memory_plan(model, acts, gradients);
     plan.limit = o.gpu_memory;
     planned_bytes = plan.total;
-    plan.check([&](int64_t available) {
-        return what_fits(o, ctx.world, available, [&](int64_t stage, int64_t B, Recompute level) {
-            const Model other(model.config, {stage, ctx.rank, ctx.world}, model.precision, o.optimizer, model.offload,
-                              o.lora);
-            RunShape shape = acts.shape;
-            shape.B = B, shape.recompute = level, shape.update_bytes = update_workspace_bytes(other);
-            shape.fp8 = fp8_options(o.fp8, other);
-            return memory_plan(other, Activations(model.config, shape), gradients).total;
-        });
-    });
+    plan.check([&](int64_t available) { return what_fits(o, model.config, ctx, available); });
     if (!plan.host_lines.empty()) {
         const std::string missing = checkpoints.lacks_memory(plan.host_total());
         require(missing.empty(), "--offload ", o.offload, ": ", missing,

@@ -100,20 +100,31 @@ struct MuonFlags {
     bool rms_scale() const { return scale == "rms"; }
 };
 
-struct TrainOptions {
+// What determines the memory of a training run, besides the number of ranks: `train` and `plan` have these options.
+struct RunOptions {
     ModelOptions model;
+    int64_t batch_size = 4, seq_len = 256;
+    OptimizerType optimizer = OptimizerType::AdamW;  // of hidden matrices
+    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
+    Recompute recompute = Recompute::None;
+    GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
+    bool master_weights = true, nondeterministic = false;
+    Fp8Options fp8;
+    LoraOptions lora;
+    ShardingOptions sharding;
+    int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
+};
+
+struct TrainOptions : RunOptions {
     std::string data, new_data, out;  // data: of --new-data where that is given
-    int64_t steps = 1000, batch_size = 4, seq_len = 256;
+    int64_t steps = 1000;
     int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
-    OptimizerType optimizer = OptimizerType::AdamW;              // of hidden matrices
     std::optional<double> lr, embedding_lr, head_lr, vector_lr;  // learning_rates() has the defaults
     double final_lr = 0.1, decay_fraction = 0.2;
     Schedule schedule = Schedule::Cosine;
     int64_t warmup = -1;  // -1: a twentieth of the steps
     double weight_decay = 0.1, grad_clip = 1, spike_factor = 0, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
     MuonFlags muon;
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
-    Recompute recompute = Recompute::None;
     int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
     std::string sample_prompts;  // file; empty: samples without a prompt
     std::string save_dtype = "fp32", on_save_error = "continue", eval_multiple_choice;
@@ -122,15 +133,10 @@ struct TrainOptions {
     std::string too_long = "error";
     uint64_t seed = 42;
     bool document_mask = false, overfit_one_batch = false, resume = false;
-    bool master_weights = true, gemm_tune = true, measure_peak = false, nondeterministic = false;
-    GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
-    Fp8Options fp8;
-    LoraOptions lora;
+    bool gemm_tune = true, measure_peak = false;
     LaunchOptions launch;
-    ShardingOptions sharding;
-    int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
-    int64_t profile = 0;     // the step to profile; 0: none
-    std::string toml;        // every option, as `--config` reads it
+    int64_t profile = 0;  // the step to profile; 0: none
+    std::string toml;     // every option, as `--config` reads it
 };
 
 struct EvalOptions {
@@ -173,20 +179,10 @@ struct LogitsOptions {
     std::string output, dump;
 };
 
-struct PlanOptions {
-    ModelOptions model;
-    OptimizerType optimizer = OptimizerType::AdamW;
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
-    int64_t batch_size = 4, seq_len = 256;
-    Recompute recompute = Recompute::None;
-    Fp8Options fp8;
-    LoraOptions lora;
-    ShardingOptions sharding;
+struct PlanOptions : RunOptions {
     int64_t world = 1;
-    std::string gpu;         // a part of its name; empty: this program's device
-    int64_t gpu_memory = 0;  // bytes that a run may take; 0: all
-    bool inference = false, generate = false, json = false, verbose = false, fit = false, master_weights = true,
-         nondeterministic = false;
+    std::string gpu;  // a part of its name; empty: this program's device
+    bool inference = false, generate = false, json = false, verbose = false, fit = false;
 };
 
 struct ConvertOptions {

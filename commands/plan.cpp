@@ -71,7 +71,7 @@ void show_json(const PlanReport& r) {
     json result = {{"weights", r.weights}, {"flop_per_token", r.flop_per_token}, {"total_bytes", r.memory.total}};
     if (r.memory.limit) result["fits"] = r.fits();
     if (!r.fit.tried.empty()) {
-        result["fit"] = {{"options", r.fit.options}, {"available_bytes", r.fit.available}};
+        result["fit"] = {{"options", r.fit.tried.back().options}, {"available_bytes", r.fit.available}};
         for (const auto& [options, reason, bytes] : r.fit.tried)
             result["fit"]["tried"].push_back({{"options", options}, {"reason", reason}, {"total_bytes", bytes}});
     }

@@ -1,7 +1,7 @@
 // The output of `plan`.
 #pragma once
 
-#include "commands/commands.h"
+#include "commands/fit.h"
 #include "runtime/device/arena.h"
 #include "runtime/device/gpu_table.h"
 #include "runtime/device/memory_plan.h"
@@ -17,17 +17,6 @@ struct PlannedGroup {
     OptimizerType optimizer = OptimizerType::AdamW;
 };
 
-// What `--fit` found: the options to add, and everything that it tried.
-struct FitReport {
-    struct Try {
-        std::string options, reason;
-        int64_t bytes;
-    };
-    std::string options;
-    std::vector<Try> tried;  // the last one fits; empty without --fit
-    int64_t available = 0;   // bytes
-};
-
 struct PlanReport {
     std::string name, description;  // of the model
     int64_t weights;
@@ -40,7 +29,7 @@ struct PlanReport {
     std::vector<PlannedGroup> groups;  // of training
     std::vector<int64_t> stages;       // with several ranks: bytes that each rank needs, by --zero-stage; else empty
     std::vector<ArenaPlan::Entry> activations;  // text output lists the largest, or with --verbose all
-    FitReport fit;
+    FitReport fit;                              // nothing was tried without --fit
 
     bool fits() const;  // into MemoryPlan::limit
 };

@@ -24,113 +24,18 @@ struct PlannedRun {
     MemoryPlan memory;
 };
 
-PlannedRun plan_run(const PlanOptions& o, const ModelConfig& config, const Target& target) {
+PlannedRun plan_run(PlanOptions o, const ModelConfig& config, const Target& target) {
     const bool training = !o.inference && !o.generate;
-    const DType dtype = o.model.type();
-    const bool master = dtype != DType::F32 && training && o.master_weights;
-    PlannedRun run{
-        Model(config, {o.sharding.zero_stage, 0, o.world}, {dtype, master, training_dtype(o.optimizer_dtype)},
-              o.optimizer, offload_options(o.offload), o.lora),
-        {},
-        {}};
-    RunShape shape = inference_shape(o.batch_size, o.seq_len, dtype);
-    shape.training = training;
-    shape.recompute = o.recompute;
-    shape.world = o.world;
-    shape.deterministic = !o.nondeterministic;
+    if (!training) o.master_weights = false;
+    PlannedRun run{model_of(o, config, 0, o.world), {}, {}};
+    RunShape shape =
+        training ? run_shape(o, run.model, target) : inference_shape(o.batch_size, o.seq_len, o.model.type());
     shape.target = target;
-    shape.fp8 = fp8_options(o.fp8, run.model);
-    shape.offload_inputs = run.model.offload.moves_inputs(target);
-    set_adapters(shape, run.model);
-    shape.update_bytes = training ? update_workspace_bytes(run.model, MUON_ROUND_BYTES, target) : 0;
     run.acts = std::make_unique<Activations>(config, shape);
     run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));
     // A run that saves checkpoints while it trains.
     if (training) run.memory.add("checkpoint snapshot", snapshot_of(run.model).bytes(), MemoryPlace::Host);
     return run;
-}
-
-// What `--fit` tries, the fastest first, for the batch size as given and then for its divisors. Less recomputation
-// comes first: it is what costs time. bf16 moments and weights take less traffic than fp32, bf16 gradients more. Copies
-// of the blocks' inputs come last: they are hidden at best.
-struct FitStep {
-    Recompute recompute;
-    int state;           // how many of FIT_STATE are in use
-    const char* reason;  // of its place; speeds of docs/experiments/memory.md
-    bool offload_inputs = false;
-};
-constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
-constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time";
-constexpr FitStep FIT_STEPS[] = {
-    {Recompute::None, 0, "nothing is recomputed"},
-    {Recompute::Activation, 0, "96% of the speed with GPT-2 124M on an H100"},
-    {Recompute::Norms, 0, NOT_MEASURED},
-    {Recompute::None, 1, NOT_MEASURED},
-    {Recompute::Activation, 1, NOT_MEASURED},
-    {Recompute::Norms, 1, NOT_MEASURED},
-    {Recompute::None, 2, NOT_MEASURED},
-    {Recompute::Activation, 2, NOT_MEASURED},
-    {Recompute::Norms, 2, NOT_MEASURED},
-    {Recompute::None, 3, NOT_MEASURED},
-    {Recompute::Activation, 3, NOT_MEASURED},
-    {Recompute::Norms, 3, NOT_MEASURED},
-    {Recompute::Block, 0, THIRD},
-    {Recompute::Block, 1, THIRD},
-    {Recompute::Block, 2, THIRD},
-    {Recompute::Block, 3, THIRD},
-    {Recompute::Block, 0, THIRD, true},
-    {Recompute::Block, 1, THIRD, true},
-    {Recompute::Block, 2, THIRD, true},
-    {Recompute::Block, 3, THIRD, true},
-};
-
-// The options of a step, as they are written; "" if nothing changes. False: it would undo an option that is given, or
-// change nothing.
-bool apply(const FitStep& step, int64_t batch_size, const Target& target, PlanOptions& o, std::string& options) {
-    const Offload offload = offload_options(o.offload);
-    if (step.recompute < o.recompute || (step.state > 1 && (offload.master || o.lora.on()))) return false;
-    if (step.offload_inputs && (offload.activations || target.device == Device::CPU)) return false;
-    static const char* const levels[] = {"none", "activation", "norms", "block"};
-    if (batch_size < o.batch_size) options += str(" --batch-size ", batch_size);
-    if (step.recompute > o.recompute) options += str(" --recompute ", levels[size_t(step.recompute)]);
-    const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
-                          o.grad_dtype == "bf16"};
-    if (step.state > 0 && given[step.state - 1]) return false;  // the step before it is the same
-    for (int i = 0; i < step.state; i++)
-        if (!given[i]) options += FIT_STATE[i];
-    if (step.offload_inputs) {
-        o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
-        options += " --offload " + o.offload;
-    }
-    if (!options.empty()) options.erase(0, 1);
-    o.batch_size = batch_size, o.recompute = step.recompute;
-    if (step.state > 0) o.optimizer_dtype = "bf16";
-    if (step.state > 1) o.master_weights = false;
-    if (step.state > 2) o.grad_dtype = "bf16";
-    return true;
-}
-
-// Changes the options to the first ones that fit into `available` bytes. Throws Error if none do.
-FitReport fit(PlanOptions& o, const ModelConfig& config, const Target& target, int64_t available) {
-    FitReport report{"", {}, available};
-    for (int64_t batch_size = o.batch_size; batch_size >= 1; batch_size--) {
-        if (o.batch_size % batch_size) continue;
-        for (const FitStep& step : FIT_STEPS) {
-            PlanOptions tried = o;
-            std::string options;
-            if (!apply(step, batch_size, target, tried, options)) continue;
-            const int64_t bytes = plan_run(tried, config, target).memory.total;
-            report.tried.push_back({options, step.reason, bytes});
-            if (bytes > available) continue;
-            o = tried, report.options = options;
-            return report;
-        }
-    }
-    const int64_t least = std::min_element(report.tried.begin(), report.tried.end(), [](const auto& a, const auto& b) {
-                              return a.bytes < b.bytes;
-                          })->bytes;
-    throw Error(str("--fit: nothing fits into ", human_bytes(available), "; the least is ", human_bytes(least),
-                    "; lower --seq-len, use a smaller model, or more processes (--world, --zero-stage)"));
 }
 
 }  // namespace
@@ -148,7 +53,11 @@ void run_plan(const Args& args) {
         // Drivers report up to 2% less memory than a GPU's name says.
         const int64_t all =
             gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
-        fitted = fit(o, source.config, target, (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before);
+        const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
+        fitted = find_fit(o, o.world, target, available, [&](const RunOptions& tried) {
+            return memory_plan(tried, source.config, 0, o.world, target).total;
+        });
+        require(fitted.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fitted.remedy());
     }
     const PlannedRun run = plan_run(o, source.config, target);
     const Model& model = run.model;

@@ -14,33 +14,6 @@
 
 using nlohmann::json;
 
-std::string what_fits(const TrainOptions& o, int64_t world, int64_t available,
-                      const std::function<int64_t(int64_t stage, int64_t B, Recompute level)>& needed) {
-    std::string advice;
-    const auto fits = [&](int64_t stage, int64_t B, Recompute level, const std::string& options) {
-        const int64_t bytes = needed(stage, B, level);
-        if (bytes <= available) advice = str(options, " fits: it needs ", human_bytes(bytes));
-        return bytes <= available;
-    };
-    const int64_t own = o.sharding.zero_stage, last = o.lora.nf4 ? 2 : 3;
-    for (int64_t stage = own + 1; world > 1 && stage <= last; stage++)
-        if (fits(stage, o.batch_size, o.recompute, str("--zero-stage ", stage))) return advice;
-    const std::pair<Recompute, const char*> levels[] = {{Recompute::Activation, "--recompute activation"},
-                                                        {Recompute::Norms, "--recompute norms"},
-                                                        {Recompute::Block, "--recompute block"}};
-    for (const auto& [level, option] : levels)
-        if (level > o.recompute && fits(own, o.batch_size, level, option)) return advice;
-    const std::pair<Recompute, const char*> kept = {o.recompute, ""}, most = {Recompute::Block, " --recompute block"};
-    for (const auto& [level, option] : {kept, most}) {
-        for (int64_t B = o.batch_size - 1; B >= 1; B--) {
-            const std::string batch = str("--batch-size ", B, " --total-batch-tokens ", o.total_batch_tokens, option);
-            if (o.batch_size % B == 0 && fits(own, B, level, batch)) return advice;
-        }
-        if (o.recompute == Recompute::Block) break;
-    }
-    return "even --batch-size 1 --recompute block does not fit; lower --seq-len or use a smaller model";
-}
-
 RateGroupValues learning_rates(const TrainOptions& o) {
     const double lr = o.lr.value_or(6e-4);
     return {lr, o.embedding_lr.value_or(lr), o.head_lr.value_or(lr), o.vector_lr.value_or(lr)};

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <functional>
 #include <memory>
 
 #include "commands/commands.h"
@@ -56,11 +55,6 @@ void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype
 
 // Throws Error if the data was made with another tokenizer than the model's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
-
-// Advice: the options with which a run fits into the available bytes. Tries --zero-stage and --recompute first, then
-// smaller micro-steps. needed: bytes that a run with these options needs.
-std::string what_fits(const TrainOptions& options, int64_t world, int64_t available,
-                      const std::function<int64_t(int64_t stage, int64_t B, Recompute level)>& needed);
 
 // The peak learning rate of each rate group (runtime/model/params.h).
 using RateGroupValues = std::array<double, NUM_RATE_GROUPS>;

@@ -1367,6 +1367,30 @@ class CommandsTest(unittest.TestCase):
         finally:
             subprocess.run(["umount", out], check=True)
 
+    def test_the_error_of_too_little_memory_names_options_that_fit(self):
+        if cuda():
+            self.skipTest("dev/test_backends.py has the GPU's")
+        model = ["--model", "gpt2-124M", "--vocab-size", 257, "--seq-len", 1024]
+        with open("/proc/meminfo") as f:
+            memory = int(re.search(r"MemTotal: *(\d+)", f.read()).group(1)) << 10
+        needed = json.loads(run("plan", *model, "--batch-size", 64, "--json").stdout)["total_bytes"]
+        batch_size = 64 * (1 << math.ceil(math.log2(max(2, 16 * memory / needed))))  # a smaller batch must fit, recomputation alone must not
+        for given in ([], ["--optimizer-dtype", "bf16", "--recompute", "block"]):
+            done = run("train", *model, "--data", self.data, "--out", os.path.join(self.top, "too_large"), "--batch-size", batch_size, *given)
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+            said = re.search(r"this run needs .*iB \(weights .*activations .* and .* are free; (--.*) fits: it needs ([\d.]+) GiB\n", done.stderr)
+            self.assertIsNotNone(said, done.stderr)
+            options = said.group(1).split()
+            changed = dict(zip(options[::2], options[1::2]))
+            self.assertEqual(changed.pop("--total-batch-tokens"), str(batch_size * 1024))
+            self.assertLess(int(changed["--batch-size"]), batch_size)
+            for option in given[::2]:
+                changed.setdefault(option, given[given.index(option) + 1])
+            plan = json.loads(run("plan", *model, *[word for pair in changed.items() for word in pair], "--json").stdout)
+            needs = (plan["total_bytes"] - plan["bytes"]["checkpoint snapshot"]) / 2**30  # this run saves at its end only
+            self.assertAlmostEqual(needs, float(said.group(2)), delta=0.006)
+            self.assertFalse(os.path.exists(os.path.join(self.top, "too_large")))
+
     def test_too_little_memory_for_a_snapshot(self):
         """The run says so and waits for each save; its checkpoints are the same."""
         if cuda() or sanitized():

@@ -1,0 +1,102 @@
+#include "commands/fit.h"
+
+#include <algorithm>
+
+#include "runtime/error.h"
+#include "runtime/files/log.h"
+
+namespace {
+
+// What is tried for each batch size. Less recomputation comes first: it is what costs time. bf16 moments and weights
+// take less traffic than fp32, bf16 gradients more. Copies of the blocks' inputs come last: they are hidden at best.
+struct FitStep {
+    Recompute recompute;
+    int state;           // how many of FIT_STATE are in use
+    const char* reason;  // of its place; speeds of docs/experiments/memory.md
+    bool offload_inputs = false;
+};
+constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
+constexpr const char *NOT_MEASURED = "speed not measured", *THIRD = "up to a third more time";
+constexpr FitStep FIT_STEPS[] = {
+    {Recompute::None, 0, "nothing is recomputed"},
+    {Recompute::Activation, 0, "96% of the speed with GPT-2 124M on an H100"},
+    {Recompute::Norms, 0, NOT_MEASURED},
+    {Recompute::None, 1, NOT_MEASURED},
+    {Recompute::Activation, 1, NOT_MEASURED},
+    {Recompute::Norms, 1, NOT_MEASURED},
+    {Recompute::None, 2, NOT_MEASURED},
+    {Recompute::Activation, 2, NOT_MEASURED},
+    {Recompute::Norms, 2, NOT_MEASURED},
+    {Recompute::None, 3, NOT_MEASURED},
+    {Recompute::Activation, 3, NOT_MEASURED},
+    {Recompute::Norms, 3, NOT_MEASURED},
+    {Recompute::Block, 0, THIRD},
+    {Recompute::Block, 1, THIRD},
+    {Recompute::Block, 2, THIRD},
+    {Recompute::Block, 3, THIRD},
+    {Recompute::Block, 0, THIRD, true},
+    {Recompute::Block, 1, THIRD, true},
+    {Recompute::Block, 2, THIRD, true},
+    {Recompute::Block, 3, THIRD, true},
+};
+
+// Whether --offload (a list) names this.
+bool offloads(const RunOptions& o, const char* what) {
+    return o.offload.find(what) != std::string::npos;
+}
+
+// Applies a step to the options and appends what it changes, as it is written. False: it would undo an option that is
+// given, or change nothing.
+bool apply(const FitStep& step, const Target& target, RunOptions& o, std::string& changes) {
+    if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return false;
+    if (step.offload_inputs && (offloads(o, "activations") || target.device == Device::CPU)) return false;
+    const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
+                          o.grad_dtype == "bf16"};
+    if (step.state > 0 && given[step.state - 1]) return false;  // the step before it is the same
+    static const char* const levels[] = {"none", "activation", "norms", "block"};
+    if (step.recompute > o.recompute) changes += str(" --recompute ", levels[size_t(step.recompute)]);
+    for (int i = 0; i < step.state; i++)
+        if (!given[i]) changes += FIT_STATE[i];
+    if (step.offload_inputs) {
+        o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
+        changes += " --offload " + o.offload;
+    }
+    o.recompute = step.recompute;
+    if (step.state > 0) o.optimizer_dtype = "bf16";
+    if (step.state > 1) o.master_weights = false;
+    if (step.state > 2) o.grad_dtype = "bf16";
+    return true;
+}
+
+}  // namespace
+
+FitReport find_fit(RunOptions& o, int64_t world, const Target& target, int64_t available,
+                   const std::function<int64_t(const RunOptions&)>& bytes) {
+    FitReport report{{}, available};
+    const int64_t last_stage = world == 1 ? o.sharding.zero_stage : o.lora.nf4 ? 2 : 3;
+    for (int64_t batch_size = o.batch_size; batch_size >= 1; batch_size--) {
+        if (o.batch_size % batch_size) continue;
+        for (const FitStep& step : FIT_STEPS) {
+            for (int64_t stage = o.sharding.zero_stage; stage <= last_stage; stage++) {
+                RunOptions tried = o;
+                std::string changes;
+                if (batch_size < o.batch_size) changes += str(" --batch-size ", batch_size);
+                if (stage > o.sharding.zero_stage) changes += str(" --zero-stage ", stage);
+                if (!apply(step, target, tried, changes)) continue;
+                tried.batch_size = batch_size, tried.sharding.zero_stage = stage;
+                report.tried.push_back({changes.empty() ? "" : changes.substr(1), step.reason, bytes(tried)});
+                if (!report.found()) continue;
+                o = tried;
+                return report;
+            }
+        }
+    }
+    return report;
+}
+
+std::string FitReport::remedy() const {
+    const Try& least =
+        *std::min_element(tried.begin(), tried.end(), [](const Try& a, const Try& b) { return a.bytes < b.bytes; });
+    return str("the least is ", human_bytes(least.bytes), least.options.empty() ? "" : ", with ", least.options,
+               "; lower --seq-len, use a smaller model, or more processes with --zero-stage");
+}

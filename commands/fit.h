@@ -1,0 +1,26 @@
+// The search for options with which a run fits into memory: of `plan --fit`, and of the error of a run that does not
+// fit. It computes plans only and allocates nothing.
+#pragma once
+
+#include "commands/commands.h"
+#include "runtime/device/target.h"
+
+// What the search found, and everything that it tried.
+struct FitReport {
+    struct Try {
+        std::string options, reason;  // the options to add, "" for those given; why it has its place
+        int64_t bytes;
+    };
+    std::vector<Try> tried;  // the fastest first; if one fits, it is the last
+    int64_t available = 0;   // bytes
+
+    bool found() const { return !tried.empty() && tried.back().bytes <= available; }
+    // For the error if nothing was found: the least that was tried, and what else helps.
+    std::string remedy() const;
+};
+
+// Changes the options to the first ones that fit into `available` bytes, or leaves them. Options that are given stay:
+// of recomputation, state and offload there can only be more. world: ranks; with several it tries --zero-stage, too.
+// bytes: those that a run with such options needs.
+FitReport find_fit(RunOptions& options, int64_t world, const Target& target, int64_t available,
+                   const std::function<int64_t(const RunOptions&)>& bytes);

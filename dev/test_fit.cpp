@@ -1,0 +1,110 @@
+// The search for options that fit into memory (commands/fit.h), with made-up memory plans.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "commands/fit.h"
+
+namespace {
+
+Target gpu_target() {
+    Target target;
+    target.device = Device::CUDA;
+    return target;
+}
+
+RunOptions bf16_run(int64_t batch_size = 6) {
+    RunOptions o;
+    o.model.dtype = "bf16";
+    o.batch_size = batch_size;
+    return o;
+}
+
+// 100 bytes a sequence and 1,000 for the state. Each saving takes off a different power of two.
+int64_t bytes_of(const RunOptions& o) {
+    int64_t bytes = 1000 + 100 * o.batch_size - 100 * o.sharding.zero_stage;
+    bytes -= 4 * int64_t(o.recompute) + 16 * (o.optimizer_dtype == "bf16") + 32 * !o.master_weights;
+    return bytes - 64 * (o.grad_dtype == "bf16") - 128 * (o.offload != "none");
+}
+
+TEST(Fit, TakesTheFirstThatFits) {
+    const RunOptions given = bf16_run();
+    const std::string all_bf16 = "--optimizer-dtype bf16 --master-weights off --grad-dtype bf16";
+    const std::pair<int64_t, std::string> cases[] = {
+        {1600, ""},
+        {1599, "--recompute activation"},
+        {1595, "--recompute norms"},
+        {1591, "--optimizer-dtype bf16"},
+        {1583, "--recompute activation --optimizer-dtype bf16"},
+        {1575, "--optimizer-dtype bf16 --master-weights off"},
+        {1500, all_bf16},
+        {1479, "--recompute block " + all_bf16},
+        {1475, "--recompute block --offload activations"},
+        {1459, "--recompute block --optimizer-dtype bf16 --offload activations"},
+        {1347, "--batch-size 3"},
+        {1299, "--batch-size 3 --recompute activation"},
+    };
+    for (const auto& [available, options] : cases) {
+        RunOptions o = given;
+        const FitReport fit = find_fit(o, 1, gpu_target(), available, bytes_of);
+        ASSERT_TRUE(fit.found()) << available;
+        EXPECT_EQ(fit.tried.back().options, options) << available;
+        EXPECT_EQ(fit.tried.back().bytes, bytes_of(o)) << available;
+        EXPECT_LE(bytes_of(o), available);
+        for (size_t i = 0; i + 1 < fit.tried.size(); i++) EXPECT_GT(fit.tried[i].bytes, available);
+    }
+}
+
+TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
+    RunOptions o = bf16_run();
+    o.recompute = Recompute::Norms, o.optimizer_dtype = "bf16", o.offload = "optimizer", o.sharding.zero_stage = 1;
+    const RunOptions given = o;
+    const FitReport fit = find_fit(o, 4, gpu_target(), 0, [&](const RunOptions& tried) {
+        EXPECT_GE(tried.recompute, given.recompute);
+        EXPECT_EQ(tried.optimizer_dtype, "bf16");
+        EXPECT_EQ(tried.offload.find("optimizer"), 0U) << tried.offload;
+        EXPECT_GE(tried.sharding.zero_stage, 1);
+        EXPECT_LE(tried.batch_size, 6);
+        EXPECT_EQ(given.batch_size % tried.batch_size, 0);
+        return bytes_of(tried);
+    });
+    EXPECT_FALSE(fit.found());
+    EXPECT_EQ(bytes_of(o), bytes_of(given));
+    std::set<std::string> names;
+    std::set<int64_t> stages;
+    for (const FitReport::Try& t : fit.tried) {
+        EXPECT_TRUE(names.insert(t.options).second) << t.options;
+        const size_t stage = t.options.find("--zero-stage ");
+        stages.insert(stage == std::string::npos ? 1 : t.options[stage + 13] - '0');
+    }
+    EXPECT_EQ(stages, (std::set<int64_t>{1, 2, 3}));
+    EXPECT_TRUE(
+        names.count("--batch-size 2 --zero-stage 3 --recompute block --master-weights off --grad-dtype bf16 "
+                    "--offload optimizer,activations"));
+    EXPECT_EQ(fit.remedy().find("the least is "), 0U) << fit.remedy();
+    EXPECT_NE(fit.remedy().find(", with --batch-size 1 --zero-stage 3 "), std::string::npos) << fit.remedy();
+}
+
+TEST(Fit, LeavesOutWhatHasNoEffect) {
+    const auto tried_words = [](RunOptions o, int64_t world, const Target& target) {
+        std::string all;
+        for (const FitReport::Try& t : find_fit(o, world, target, 0, bytes_of).tried) all += t.options + "\n";
+        return all;
+    };
+    const auto has = [](const std::string& all, const char* word) { return all.find(word) != std::string::npos; };
+    RunOptions fp32 = bf16_run(1);
+    fp32.model.dtype = "fp32";
+    const std::string on_cpu = tried_words(fp32, 1, Target{});
+    EXPECT_TRUE(has(on_cpu, "--grad-dtype bf16"));
+    for (const char* word : {"--master-weights", "--offload", "--zero-stage", "--batch-size"})
+        EXPECT_FALSE(has(on_cpu, word)) << on_cpu;
+    RunOptions adapters = bf16_run();
+    adapters.lora.rank = 8;
+    const std::string of_lora = tried_words(adapters, 2, gpu_target());
+    EXPECT_TRUE(has(of_lora, "--optimizer-dtype bf16") && has(of_lora, "--zero-stage 3"));
+    EXPECT_FALSE(has(of_lora, "--grad-dtype") || has(of_lora, "--master-weights")) << of_lora;
+    adapters.lora.nf4 = true;  // QLoRA has no stage 3
+    EXPECT_FALSE(has(tried_words(adapters, 2, gpu_target()), "--zero-stage 3"));
+}
+
+}  // namespace
