@@ -130,8 +130,8 @@ else ifeq ($(BACKEND),cpu)
   COMPILE_CU := $(COMPILE) -x c++
   ONEDNN ?= $(shell echo '__has_include(<oneapi/dnnl/dnnl.h>)' | $(CXX) -std=c++17 -E -P -x c++ - 2>/dev/null)
   ifneq ($(filter 1 yes,$(ONEDNN)),)
-    PREPROCESS += -DUSE_ONEDNN
-    LIBS += -ldnnl
+    ONEDNN_FLAGS := -DUSE_ONEDNN
+    ONEDNN_LIBS := -ldnnl
   else ifneq ($(BUILDING),)
     $(info Building without oneDNN: matmuls use the built-in GEMM, which is slower (`make deps` installs oneDNN).)
   endif
@@ -145,7 +145,8 @@ else
   $(error BACKEND is cpu or cuda, not $(BACKEND))
 endif
 # What moves bytes between processes: of runtime/communication/comm_*, which define the same, the one whose library is here. Only that
-# file and the linker need to know, so that nothing else recompiles when a library appears.
+# file and the linker need to know, so that nothing else recompiles when a library appears. oneDNN likewise: only kernels/matmul.cpp
+# calls it.
 SOURCES := $(filter-out runtime/communication/comm_%,$(SOURCES)) $(wildcard runtime/communication/comm_$(TRANSPORT).c*)
 
 OBJECTS := $(SOURCES:%=$(BUILD)/%.o)
@@ -161,7 +162,8 @@ DATA_LIB_SOURCES := $(filter data/jinja/%,$(SOURCES)) $(addprefix data/,$(addsuf
 # The stamps change only when their text does: another flag, compiler or library recompiles, a removed source re-archives.
 $(BUILD)/flags: STAMP = $(COMPILE) $(PREPROCESS) $(CPPFLAGS) $(COMPILE_CU) $(LIBS) $(LDLIBS) $(shell $(CXX) --version | head -n1)
 $(BUILD)/sources: STAMP = $(OBJECTS)
-$(BUILD)/flags $(BUILD)/sources: FORCE
+$(BUILD)/onednn: STAMP = $(ONEDNN_FLAGS)
+$(BUILD)/flags $(BUILD)/sources $(BUILD)/onednn: FORCE
 	@mkdir -p $(@D)
 	@echo '$(STAMP)' | cmp -s - $@ || echo '$(STAMP)' > $@
 
@@ -170,6 +172,8 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
+$(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
+$(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/dev/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
@@ -182,7 +186,7 @@ $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
 $(LIB): $(OBJECTS) $(BUILD)/sources
 	$(Q)rm -f $@ && ar rcs $@ $(OBJECTS)
 
-LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
+LINK = $(if $(V),,@echo "  link    $@" &&) $(COMPILE) $(filter %.o %.a,$^) -o $@ $(LIBS) $(ONEDNN_LIBS) $(if $(TRANSPORT_LIBS),-Wl$(COMMA)--as-needed $(TRANSPORT_LIBS)) $(LDLIBS)
 
 $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
 	$(LINK)
@@ -195,6 +199,7 @@ $(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) ke
 
 $(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) -pthread
 $(DATA_LIB): private TRANSPORT_LIBS :=
+$(DATA_LIB): private ONEDNN_LIBS :=
 $(DATA_LIB): $(DATA_LIB_SOURCES:%=$(BUILD)/%.o) data/data_library.map
 	$(LINK) -shared -Wl,--version-script=data/data_library.map
 
@@ -280,9 +285,9 @@ TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(O
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
 endif
-# Python is no sanitized program; the C interface's own test is.
+# Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too.
 ifneq ($(SANITIZE),)
-  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(TEST_SCRIPTS))
+  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(filter dev/% $(shell grep -lw -e TRAIN_GPT -e test_commands scripts/test_*.py),$(TEST_SCRIPTS)))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so

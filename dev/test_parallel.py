@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import struct
 import subprocess
 import tempfile
@@ -406,12 +407,13 @@ class ParallelTest(unittest.TestCase):
             args = ["--steps", 6, "--batch-size", 1, "--total-batch-tokens", 2 * 32 * 40, "--zero-stage", stage, "--save-every", 0]
             whole, name, delays, stops = self.train(2, *args), f"left_out{stage}", random.Random(stage), 0
             start = command(2, *self.args(name, "gpt2-tiny", 2, *args))
+            step_s = statistics.median(step["ms"] for step in log(whole) if "ms" in step) / 1000
             while True:
                 with subprocess.Popen(start, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENVIRONMENT,
                                       text=True) as process:
                     self.addCleanup(process.kill)
                     self.assertTrue(any("training tokens in" in line for line in process.stderr))  # from here on it catches signals
-                    time.sleep(delays.uniform(0, 0.1 * stops))
+                    time.sleep(delays.uniform(0, stops * step_s))
                     rank = process_of_rank(stops % 2, process.pid)
                     if rank:
                         os.kill(rank, signal.SIGTERM)
