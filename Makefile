@@ -306,7 +306,9 @@ ifeq ($(BACKEND),cuda)
     TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_KERNELS_LIB=$(CPU_BUILD)/$(notdir $(KERNEL_LIB)) TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
              $(filter-out dev/test_backends.py dev/test_no_gpu.py,$(filter dev/%,$(TEST_SCRIPTS)))
   endif
+  ifneq ($(or $(TEST_CPU_TOO),$(filter dev/test_backends.py,$(TEST_SCRIPTS))),)
 test-binaries: test-binaries-cpu
+  endif
 test-binaries-cpu:
 	@$(MAKE) --no-print-directory BACKEND=cpu BUILD=$(CPU_BUILD) $(if $(TEST_CPU_TOO),test-binaries,$(CPU_BUILD)/train_gpt)
 endif
