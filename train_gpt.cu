@@ -1268,18 +1268,13 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     return shape;
 }
 
-MemoryPlan memory_plan(const RunOptions& o, const ModelConfig& config, int64_t rank, int64_t world,
-                       const Target& target) {
-    const Model model = model_of(o, config, rank, world);
-    const Activations acts(config, run_shape(o, model, target));
-    return memory_plan(model, acts, gradient_options(o.sharding, o.grad_dtype));
-}
-
 // Advice for a run that does not fit: options with which it does.
 std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
     RunOptions fitting = o;
     const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
-        return memory_plan(tried, config, ctx.rank, ctx.world).total;
+        const Model model = model_of(tried, config, ctx.rank, ctx.world);
+        const Activations acts(config, run_shape(tried, model));
+        return memory_plan(model, acts, gradient_options(tried.sharding, tried.grad_dtype)).total;
     });
     if (!fit.found()) return fit.remedy();
     const std::string same_step =

@@ -55,7 +55,9 @@ void run_plan(const Args& args) {
             gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
         const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
         fitted = find_fit(o, o.world, target, available, [&](const RunOptions& tried) {
-            return memory_plan(tried, source.config, 0, o.world, target).total;
+            PlanOptions other = o;
+            static_cast<RunOptions&>(other) = tried;
+            return plan_run(other, source.config, target).memory.total;
         });
         require(fitted.found(), "--fit: nothing fits into ", human_bytes(available), "; ", fitted.remedy());
     }

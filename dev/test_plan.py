@@ -145,6 +145,12 @@ class PlanTest(unittest.TestCase):
         kept = json.loads(plan(text, "--gpu-memory", "2800MiB", "--fit", "--json", "--recompute", "norms", "--master-weights", "off"))
         self.assertFalse([t for t in kept["fit"]["tried"] if "recompute activation" in t["options"] or "master" in t["options"]])
 
+    def test_fit_plans_what_plan_plans(self):
+        """On a CPU the copy for checkpoints counts, too."""
+        fit = json.loads(plan("--model gpt2-124M --batch-size 4 --seq-len 64 --fit --json"))
+        self.assertEqual(fit["fit"]["tried"][-1]["total_bytes"], fit["total_bytes"])
+        self.assertEqual(fit["total_bytes"], sum(fit["bytes"].values()))
+
     def test_fit_text_and_refusals(self):
         none = run("plan", "--model", "llama-8B", "--gpu-memory", "24GiB", "--fit")
         self.assertEqual((none.returncode, none.stderr.count("\n")), (1, 1))
