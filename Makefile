@@ -89,11 +89,10 @@ TOKENIZER_LIBS := $(PCRE2_LIBS) -lutf8proc
 LIBS := $(TOKENIZER_LIBS) -pthread -ldl
 
 # In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
-MODULES := kernels kernels/* runtime runtime/* models parallel data data/jinja infer commands
+MODULES := driver kernels kernels/* runtime runtime/* models parallel data data/jinja infer commands
 # The library is everything but main(), which only the driver links.
 MAIN := commands/main.cpp
-SOURCES := train_gpt.cu activations.cpp block_inputs.cpp fp8_state.cpp \
-           $(filter-out $(MAIN),$(wildcard $(MODULES:%=%/*.cpp)))
+SOURCES := train_gpt.cu $(filter-out $(MAIN),$(wildcard $(MODULES:%=%/*.cpp)))
 source = $(1).cpp
 ifeq ($(BACKEND),cuda)
   $(if $(SANITIZE),$(error SANITIZE=$(SANITIZE) is for BACKEND=cpu; compute-sanitizer checks kernels))

@@ -1,7 +1,8 @@
 // The model: its parameters, its activations, and the functions of a training step.
 //
-// train_gpt.cu defines what is declared here; activations.cpp defines RunShape's helpers and Activations. Commands and
-// tests include this header; trainer.h declares the training loop.
+// train_gpt.cu defines the model and the step; in driver/, activations.cpp defines RunShape's helpers and Activations,
+// evaluation.cpp the evaluations, planning.cpp what turns options into a model and its memory plan. Commands and tests
+// include this header. driver/trainer.h declares the training loop.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,11 @@
 #include <utility>
 #include <vector>
 
-#include "block_inputs.h"
 #include "commands/commands.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
-#include "fp8_state.h"
+#include "driver/block_inputs.h"
+#include "driver/fp8_state.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
@@ -51,8 +52,8 @@ struct Precision {
     DType moments = DType::F32;
 };
 
-// What lies in pinned host memory: m and v; master weights; the inputs of blocks (block_inputs.h). The optimizer's
-// kernels read and write their state there.
+// What lies in pinned host memory: m and v; master weights; the inputs of blocks (driver/block_inputs.h). The
+// optimizer's kernels read and write their state there.
 struct Offload {
     bool optimizer = false, master = false, activations = false;
     // On the CPU all memory is the host's, so nothing is copied.
@@ -152,7 +153,7 @@ void set_adapters(RunShape& shape, const Model& model);
 RunShape inference_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 
-// The activations of one layer. BLOCK_ACTIVATIONS (activations.cpp) has their shapes and lifetimes.
+// The activations of one layer. BLOCK_ACTIVATIONS (driver/activations.cpp) has their shapes and lifetimes.
 struct LayerActs {
     Tensor res1;                    // the residual stream as the block reads it
     Tensor mean1, rstd1, norm1;     // norm1: its output, if it comes before attention
@@ -323,7 +324,7 @@ int64_t update_workspace_bytes(const Model& model, int64_t round_bytes = MUON_RO
 // that mean: 1/(dloss · loss tokens).
 void update(const Context& ctx, Model& model, Optimizer& optimizer, const Activations& acts, double scale,
             double grad_unit = 1);
-// fp8: quantises the weights that are kept (fp8_state.h): after they were loaded; update() does it itself.
+// fp8: quantises the weights that are kept (driver/fp8_state.h): after they were loaded; update() does it itself.
 void quantise_weights(const Context& ctx, const Model& model, const Activations& acts);
 StepScalars read_scalars(const Context& ctx, const Activations& acts);
 void write_scalars(const Context& ctx, const Activations& acts, const StepScalars& s);

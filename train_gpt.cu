@@ -2,35 +2,29 @@
 //
 // This file is the model and the training step, from top to bottom in the order in which data flows:
 //
-//     parameter table → forward → loss → backward → update → evaluation → memory plan → training loop
+//     parameter table → forward → loss → backward → update → training loop
 //
-// model.h declares the model and the step, trainer.h the training loop; activations.cpp plans the memory of the
-// activations. This file contains no kernels: it calls the launchers of kernels/. g++ compiles it for the CPU and nvcc
-// for the GPU; the Makefile decides which definitions of the launchers are linked.
+// model.h declares the model and the step. driver/ holds the parts with a file of their own: linear layers with
+// adapters or in fp8, the memory plan of activations, evaluation, and what a run does between its steps. This file
+// contains no kernels: it calls the launchers of kernels/. g++ compiles it for the CPU and nvcc for the GPU; the
+// Makefile decides which definitions of the launchers are linked.
 #include <algorithm>
-#include <cinttypes>
 #include <cmath>
 #include <cstddef>
-#include <cstdio>
 #include <iostream>
-#include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "commands/fit.h"
-#include "commands/matmul_cache.h"
 #include "commands/run.h"
-#include "infer/generate.h"
-#include "infer/prompts.h"
+#include "driver/linear_layer.h"
+#include "driver/trainer.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
-#include "kernels/fp8.h"
 #include "kernels/gather_rows.h"
 #include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
-#include "kernels/matmul_fp8.h"
 #include "kernels/qk_norm_all_heads.h"
 #include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
@@ -38,19 +32,9 @@
 #include "kernels/softcap.h"
 #include "kernels/swiglu.h"
 #include "models/family.h"
-#include "models/lora_adapter.h"
-#include "models/model_source.h"
-#include "parallel/checkpoint.h"
-#include "runtime/device/convert.h"
-#include "runtime/device/gpu_table.h"
-#include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/model/heads.h"
-#include "runtime/model/initialise.h"
 #include "runtime/signals.h"
-#include "trainer.h"
-
-using nlohmann::ordered_json;
 
 // --------------------------------------------------------------------------------------------------------------------
 // The parameter table: the only list of the model's tensors.
@@ -207,29 +191,6 @@ void Model::allocate(const Context& ctx) {
     if (adapters) adapters->allocate(ctx);
 }
 
-// 6 FLOP per weight of a matmul (2 forward, 4 backward; a frozen weight has no gradient: 2 backward), plus attention's
-// two matmuls: the causal half of [T, T] for softmax, of which a window w < T leaves T·w − w²/2; the recurrent form for
-// linear attention (k vᵀ is added to a state, the state is multiplied by q).
-double flop_per_token(const Model& model, int64_t T) {
-    const ModelConfig& c = model.config;
-    double weights = 0;
-    for (const Param& p : model.table.params) {
-        const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
-        if (p.cols > 0 && !lookup_only) weights += double(p.numel());
-    }
-    const double of_weights =
-        model.adapters ? 4 * weights + 6 * double(model.adapters->table.num_weights()) : 6 * weights;
-    double attention = 0;
-    for (int64_t l = 0; l < c.layers; l++) {
-        const double w = double(c.window(l)), keys = w > 0 && w < double(T) ? w * (2 - w / double(T)) : double(T);
-        if (c.attention_type(l) == AttentionType::Softmax)
-            attention += keys * double(c.heads * c.head_size);
-        else
-            attention += double((c.heads + c.kv_heads) * c.head_size * c.head_size);
-    }
-    return of_weights + 6 * attention;
-}
-
 // --------------------------------------------------------------------------------------------------------------------
 // Forward.
 
@@ -348,106 +309,6 @@ void norm_after_forward(const Context& ctx, const Model& model, Slot slot, int64
     const Range range(ctx.profiler, "norm");
     rmsnorm_add_forward(a.out, a.rstd, a.inp, stream, model.weight(slot, layer),
                         static_cast<float>(model.config.norm_eps), ctx.stream);
-}
-
-// The name of a linear layer in a profile.
-const char* linear_name(Slot weight) {
-    return weight == QKV_W ? "qkv" : weight == PROJ_W ? "proj" : weight == FC_W ? "fc" : "fcproj";
-}
-
-// Whether the forward pass runs for the first time, or what it did not keep is computed again.
-enum class Pass : uint8_t { First, Again };
-
-// Scratch as a matrix of fp8 codes.
-Tensor code_matrix(const Tensor& scratch, int64_t rows, int64_t columns) {
-    return make_tensor(scratch.data, scratch.dtype, scratch.device, {rows, columns});
-}
-
-// Quantises the input of a linear layer: its rows into acts.fp8_rows (`rows`: the matmul follows), and its columns for
-// the backward pass where they are given.
-template <typename Produce>
-void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, int64_t n, bool rows,
-                    Tensor columns, Pass pass, Produce produce) {
-    const Range range(ctx.profiler, "quantise");
-    const Tensor codes = rows ? code_matrix(acts.fp8_rows, n, linear_layer_sizes(acts.config, slot).inputs) : Tensor{};
-    acts.fp8->quantise(Fp8Operand::Input, slot, l, codes, columns, pass == Pass::Again, ctx.stream, produce);
-}
-
-void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, Tensor inp, bool rows,
-                    Tensor columns, Pass pass) {
-    quantise_input(ctx, acts, slot, l, inp.shape[0], rows, columns, pass,
-                   [&](const Fp8Output& out) { fp8_quantise(out, inp, ctx.stream); });
-}
-
-// The adapters of a linear layer; a null: it has none.
-struct LoraLayer {
-    Tensor a, b;
-    const std::vector<LoraPart>* parts = nullptr;
-    Tensor low_rank;  // s·A·inp of all adapters, [n, parts·R]: the forward pass keeps it
-    float scale = 0;  // s
-};
-Tensor low_rank_of(const LayerActs& a, Slot slot) {
-    return slot == QKV_W ? a.lora_qkv : slot == PROJ_W ? a.lora_proj : slot == FC_W ? a.lora_fc : a.lora_fcproj;
-}
-LoraLayer lora_layer(const Model& model, const Activations& acts, Slot slot, int64_t l, int64_t n) {
-    if (!model.adapters) return {};
-    const auto parts = model.lora->parts.find({int(slot), l});
-    if (parts == model.lora->parts.end()) return {};
-    const Tensor a = model.adapters->weight(lora_a(slot), l), b = model.adapters->weight(lora_b(slot), l);
-    const Tensor low_rank = low_rank_of(acts.forward[size_t(l)], slot).rows(0, n).columns(0, a.shape[0]);
-    return {a, b, &parts->second, low_rank, static_cast<float>(model.lora->options.scale())};
-}
-
-// Calls f(rows of B, rows of the layer's output, rows of A) for each adapter: their ranges begin, end.
-template <typename F>
-void for_each_part(const LoraLayer& lora, F f) {
-    const int64_t R = lora.b.shape[1];
-    int64_t a = 0, b = 0;
-    for (const LoraPart& part : *lora.parts) {
-        f(std::pair(b, b + part.rows), std::pair(part.row, part.row + part.rows), std::pair(a, a + R));
-        a += R, b += part.rows;
-    }
-}
-
-// s·B·A·inp, added to out or written to it.
-void lora_forward(const Context& ctx, const LoraLayer& lora, Tensor out, Tensor inp, bool adds, Pass pass) {
-    const Range range(ctx.profiler, "lora");
-    if (pass == Pass::First) matmul(lora.low_rank, inp, lora.a, false, true, false, ctx.stream, lora.scale);
-    for_each_part(lora, [&](auto b, auto rows, auto a) {
-        (adds ? matmul_forward_add : matmul_forward)(out.columns(rows.first, rows.second),
-                                                     lora.low_rank.columns(a.first, a.second),
-                                                     lora.b.rows(b.first, b.second), {}, ctx.stream);
-    });
-}
-
-// The weight of a linear layer as its matmul reads it.
-Tensor linear_weight(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l) {
-    if (!model.nf4) return model.weight(slot, l);
-    const Range range(ctx.profiler, "dequantise");
-    return model.nf4->weight(*model.table.find(slot, static_cast<int>(l)), acts.base_weight, ctx.stream);
-}
-
-// out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
-// quantised already. Accumulation may be fast: the operands' rounding is the larger error (docs/low_precision.md).
-void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
-                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First) {
-    const Range range(ctx.profiler, linear_name(slot));
-    const Tensor weight = linear_weight(ctx, model, acts, slot, l), bias = model.weight(bias_of(slot), l);
-    if (!acts.uses_fp8(l)) {
-        // Adapters that reach all of out write it, and the matmul with the weight adds to it: that hides the read in
-        // its epilogue, where a thin matmul would wait for it.
-        const LoraLayer lora = lora_layer(model, acts, slot, l, out.shape[0]);
-        const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
-        if (writes) lora_forward(ctx, lora, out, inp, false, pass);
-        (writes ? matmul_forward_add : matmul_forward)(out, inp, weight, bias, ctx.stream);
-        if (lora.a && !writes) lora_forward(ctx, lora, out, inp, true, pass);
-        return;
-    }
-    if (inp) quantise_input(ctx, acts, slot, l, inp, true, columns, pass);
-    const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
-    matmul_fp8(out, acts.fp8->matrix(Fp8Operand::Input, slot, l, rows),
-               acts.fp8->weight(slot, l, false, weight, acts.fp8_weight, ctx.stream), bias, false, true,
-               acts.forward_scratch, ctx.stream);
 }
 
 Activation activation_of(Mlp mlp) {
@@ -718,82 +579,6 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
         rmsnorm_backward(d.dx, dweight, d.dbias_before, d.dout, dresidual, a.inp, weight, a.rstd, scratch, accumulate,
                          ctx.stream);
     }
-}
-
-// The gradient of a linear layer's bias, where it has one. Those of proj and fcproj are null here: the backward pass of
-// the norm that follows them, at once or behind the addition, computes them (NormGradients::dbias_before).
-Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l) {
-    return slot == PROJ_W || slot == FCPROJ_W ? Tensor{} : model.gradient(grads, bias_of(slot), l);
-}
-
-// The gradients of a linear layer's weight and bias.
-void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
-                     Tensor inp, bool accumulate) {
-    if (model.table.frozen) return;
-    const Range range(ctx.profiler, linear_name(slot));
-    matmul_backward_weight(model.gradient(grads, slot, l), bias_gradient(model, grads, slot, l), dout, inp, accumulate,
-                           ctx.stream);
-}
-
-// fp8: the gradients of a linear layer's weight and input. inp_t: the input's codes [C, N]; produce: what quantises the
-// gradient of the output. Sums of gradients are in full fp32.
-template <typename Produce>
-void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
-                         Slot slot, int64_t l, Tensor dinp, Tensor inp_t, bool accumulate, Produce produce) {
-    const Tensor weight = model.weight(slot, l);
-    const int64_t n = dinp.shape[0], OC = weight.shape[0];
-    const Tensor rows = code_matrix(acts.fp8_rows, n, OC), columns = code_matrix(acts.fp8_columns, OC, n);
-    {
-        const Range range(ctx.profiler, "quantise");
-        acts.fp8->quantise(Fp8Operand::Gradient, slot, l, rows, columns, false, ctx.stream, produce);
-    }
-    const Range range(ctx.profiler, linear_name(slot));
-    matmul_fp8(model.gradient(grads, slot, l), acts.fp8->matrix(Fp8Operand::Gradient, slot, l, columns),
-               acts.fp8->matrix(Fp8Operand::Input, slot, l, inp_t), {}, accumulate, false, acts.forward_scratch,
-               ctx.stream);
-    matmul_fp8(dinp, acts.fp8->matrix(Fp8Operand::Gradient, slot, l, rows),
-               acts.fp8->weight(slot, l, true, weight, acts.fp8_weight, ctx.stream), {}, false, false,
-               acts.forward_scratch, ctx.stream);
-}
-
-// LoRA: with h = s·A·inp of the forward pass, dB = doutᵀ·h; with dh = s·dout·B, dA = dhᵀ·inp and dinp = dh·A. adds: to
-// dinp, which may be null.
-void lora_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
-                   const LoraLayer& lora, Slot slot, int64_t l, Tensor dinp, Tensor dout, Tensor inp, bool accumulate,
-                   bool adds) {
-    const Range range(ctx.profiler, "lora");
-    const Tensor da = model.adapters->gradient(grads, lora_a(slot), l),
-                 db = model.adapters->gradient(grads, lora_b(slot), l),
-                 dlow_rank = acts.dlow_rank.rows(0, inp.shape[0]).columns(0, lora.a.shape[0]);
-    for_each_part(lora, [&](auto b, auto rows, auto a) {
-        const Tensor d = dout.columns(rows.first, rows.second), h = lora.low_rank.columns(a.first, a.second);
-        matmul_backward_weight(db.rows(b.first, b.second), {}, d, h, accumulate, ctx.stream);
-        matmul(dlow_rank.columns(a.first, a.second), d, lora.b.rows(b.first, b.second), false, false, false, ctx.stream,
-               lora.scale);
-    });
-    matmul_backward_weight(da, {}, dlow_rank, inp, accumulate, ctx.stream);
-    if (dinp) matmul_backward_input(dinp, dlow_rank, lora.a, adds, ctx.stream);
-}
-
-// The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t replaces inp. adds: to
-// dinp; not in fp8. dinp may be null where the weight is frozen. Adapters write dinp first, as in linear_forward().
-void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
-                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate,
-                     bool adds = false) {
-    if (acts.uses_fp8(l)) {
-        if (const Tensor dbias = bias_gradient(model, grads, slot, l)) {
-            const Range range(ctx.profiler, linear_name(slot));
-            matmul_backward_bias(dbias, dout, accumulate, ctx.stream);
-        }
-        return fp8_linear_backward(ctx, model, grads, acts, slot, l, dinp, inp_t, accumulate,
-                                   [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
-    }
-    weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
-    const LoraLayer lora = lora_layer(model, acts, slot, l, inp.shape[0]);
-    if (lora.a) lora_backward(ctx, model, grads, acts, lora, slot, l, dinp, dout, inp, accumulate, adds);
-    if (!dinp) return;
-    const Range range(ctx.profiler, linear_name(slot));
-    matmul_backward_input(dinp, dout, linear_weight(ctx, model, acts, slot, l), adds || lora.a, ctx.stream);
 }
 
 // Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU). Then
@@ -1091,391 +876,7 @@ void write_scalars(const Context& ctx, const Activations& acts, const StepScalar
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// Evaluation and sampling during training.
-
-Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
-                    const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,
-                    const std::function<void()>& before_batch) {
-    const EvalBatches batches{files, acts.shape.B, acts.shape.T, model.config.vocab_size, end_of_text, limit, packing};
-    return evaluate(ctx, batches, split_bytes, acts.loss_sum, [&](const Batch& batch, bool accumulate) {
-        if (before_batch) before_batch();
-        const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
-        evaluate_loss(ctx, model, acts, in, accumulate);
-    });
-}
-
-namespace {
-
-// The token with the largest logit [1, vocabulary].
-int32_t most_likely(const Context& ctx, const ModelConfig& config, const Tensor& logits) {
-    std::vector<char> row(size_t(logits.bytes()));
-    std::vector<float> values(size_t(logits.numel()));
-    ctx.wait_for_stream("evaluation");
-    copy_to_host(row.data(), logits.data, row.size(), ctx.stream);
-    convert_to_float(values.data(), row.data(), logits.dtype, logits.numel());
-    return int32_t(std::max_element(values.begin(), values.begin() + config.vocab_size) - values.begin());
-}
-
-}  // namespace
-
-QuestionResults answer_questions(const Context& ctx, const Model& model, const Activations& acts,
-                                 const std::vector<Question>& questions, const std::vector<Choice>& choices,
-                                 const Tokenizer& tokenizer, const std::function<void()>& before_batch) {
-    int64_t passes = 0;
-    const auto run = [&](const Batch& batch) {
-        if (before_batch) before_batch();
-        const Input in = upload(ctx, acts, batch);
-        forward(ctx, model, acts, in);
-        ChoiceScorer::TokenScores scores{std::vector<float>(batch.tokens.size()),
-                                         std::vector<bool>(batch.tokens.size(), false)};
-        evaluate_loss(ctx, model, acts, in, false, [&](int64_t begin, Tensor logits) {
-            for (int64_t i = 0; ask_for_last_words(questions) && i < logits.shape[0]; i++) {
-                const int32_t target = batch.targets[size_t(begin + i)];
-                if (target != Batch::NO_TARGET)
-                    scores.missed[size_t(begin + i)] = most_likely(ctx, model.config, logits.rows(i, i + 1)) != target;
-            }
-        });
-        ctx.wait_for_stream("evaluation");
-        copy_to_host(scores.losses.data(), acts.losses.data, scores.losses.size() * sizeof(float), ctx.stream);
-        return scores;
-    };
-    Batch last;  // with ZeRO stage 3 all ranks gather weights together, so they run equally many passes
-    const auto own_scores = [&](const Batch& batch) {
-        last = batch;
-        return passes++ % ctx.world == ctx.rank
-                   ? run(batch)
-                   : ChoiceScorer::TokenScores{std::vector<float>(batch.tokens.size()), {}};
-    };
-    const std::vector<EndingScore> own = score_choices(
-        choices,
-        {tokenizer.start_of_text(), start_token(model.config, &tokenizer), acts.shape.B, acts.shape.T, own_scores});
-    const int64_t in_last_round = passes % ctx.world;
-    if (in_last_round && ctx.rank >= in_last_round) run(last);
-    std::vector<EndingScore> all(own.size() * size_t(ctx.world)), scores(own.size());
-    ctx.comm->all_gather_host(all.data(), own.data(), own.size() * sizeof(EndingScore));
-    for (size_t i = 0; i < all.size(); i++) {  // all but one rank's are 0
-        scores[i % scores.size()].nats += all[i].nats;
-        scores[i % scores.size()].missed += all[i].missed;
-    }
-    return question_results(questions, choices, scores);
-}
-
-namespace {
-
-// Samples the token that follows `tokens`, with the activation memory of the training run. There is no KV cache: the
-// whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token,
-// which is below `vocab`. key: of its random number, with the seed: the sequence and the position.
-int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
-                   int64_t vocab, uint64_t seed, std::array<int64_t, 2> key) {
-    const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
-    const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(n), n));
-    forward(ctx, model, acts, in);
-    const Tensor logits = head_logits(ctx, model, acts, n - 1, n);
-    copy_to_device(acts.sample_key.data, key.data(), sizeof key, ctx.stream);
-    SamplingOptions sampling = TRAINING_SAMPLES;
-    sampling.seed = seed;
-    sample_tokens(acts.sample_id, logits, vocab, acts.sample_key.rows(0, 1), acts.sample_key.rows(1, 2), sampling, {},
-                  acts.scratch, ctx.stream);
-    ctx.wait_for_stream("sampling");
-    int32_t id;
-    copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
-    ctx.comm->broadcast_host(id, 0);
-    return id;
-}
-
-}  // namespace
-
-// --------------------------------------------------------------------------------------------------------------------
-// The memory plan, printed before anything is allocated.
-
-MemoryPlan memory_plan(const Model& model, const Target& target) {
-    const int64_t size = dtype_size(model.precision.dtype);
-    MemoryPlan plan;
-    plan.device = target.device;
-    plan.add("weights", model.kept() * size);
-    plan.add("gathered weights", model.gathered() * size);
-    plan.add("master weights", model.master() * 4, Offload::place(model.offload.master));
-    plan.add("fp32 weights", model.fp32() * 4);
-    if (model.nf4) plan.add("NF4 weights", model.nf4->bytes());
-    if (model.adapters) plan.add("adapters", model.adapters->bytes());
-    return plan;
-}
-
-MemoryPlan memory_plan(const Model& model, const Activations& acts, const GradientOptions& gradients) {
-    const Target& target = acts.shape.target;
-    MemoryPlan plan = memory_plan(model, target);
-    if (acts.shape.training) {
-        const Model& trained = model.trained();
-        const Gradients::Memory grads = Gradients::memory(trained.table, trained.sharding, gradients);
-        plan.add("gradients", grads.arena);
-        plan.add("gradients in progress", grads.slots + grads.buffer);
-        plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
-        if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
-    }
-    plan.add("activations", acts.plan.bytes());
-    plan.add("block inputs", acts.host_bytes(), MemoryPlace::Host);
-    if (acts.fp8) {
-        plan.add("fp8 weights", acts.fp8->weight_bytes());
-        plan.add("fp8 scales", acts.fp8->scale_bytes(model.sharding.world));
-    }
-    plan.add("program and libraries", target.overhead_bytes());
-    return plan;
-}
-
-Snapshot snapshot_of(const Model& whole) {
-    const Model& model = whole.trained();
-    const DType exact = model.master() ? DType::F32 : model.precision.dtype;
-    return {model.table, exact, model.precision.moments, model.sharding.rank, model.sharding.world};
-}
-
-// --------------------------------------------------------------------------------------------------------------------
 // The training loop.
-
-GradientOptions gradient_options(const ShardingOptions& o, const std::string& dtype, uint64_t seed) {
-    return {training_dtype(o.reduce_dtype), o.bucket_mib << 20, training_dtype(dtype), seed};
-}
-
-Offload offload_options(const std::string& what) {
-    const auto has = [&](const char* state) { return what.find(state) != std::string::npos; };
-    return {has("optimizer"), has("master"), has("activations")};
-}
-
-Fp8Options fp8_options(Fp8Options options, const Model& model) {
-    options.whole_weights = !model.sharding.splits_weights();
-    options.keep_weights &= options.whole_weights;
-    return options;
-}
-
-Model model_of(const RunOptions& o, const ModelConfig& config, int64_t rank, int64_t world) {
-    const DType dtype = o.model.type();
-    return Model(config, {o.sharding.zero_stage, rank, world},
-                 {dtype, dtype != DType::F32 && o.master_weights, training_dtype(o.optimizer_dtype)}, o.optimizer,
-                 offload_options(o.offload), o.lora);
-}
-
-RunShape run_shape(const RunOptions& o, const Model& model, const Target& target) {
-    RunShape shape = training_shape(o.batch_size, o.seq_len, o.model.type());
-    shape.target = target;
-    shape.recompute = o.recompute;
-    shape.world = model.sharding.world;
-    shape.update_bytes = update_workspace_bytes(model, MUON_ROUND_BYTES, target);
-    if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
-    shape.deterministic = !o.nondeterministic;
-    shape.fp8 = fp8_options(o.fp8, model);
-    shape.offload_inputs = model.offload.moves_inputs(target);
-    set_adapters(shape, model);
-    return shape;
-}
-
-// Advice for a run that does not fit: options with which it does.
-std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
-    RunOptions fitting = o;
-    const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
-        const Model model = model_of(tried, config, ctx.rank, ctx.world);
-        const Activations acts(config, run_shape(tried, model));
-        return memory_plan(model, acts, gradient_options(tried.sharding, tried.grad_dtype)).total;
-    });
-    if (!fit.found()) return fit.remedy();
-    const std::string same_step =
-        fitting.batch_size < o.batch_size ? str(" --total-batch-tokens ", o.total_batch_tokens) : "";
-    return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes));
-}
-
-void set_adapters(RunShape& shape, const Model& model) {
-    if (model.lora) shape.lora_widths = model.lora->widths;
-    if (model.nf4) shape.nf4_weight = model.nf4->largest();
-}
-
-// A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/performance.md). Narrower models are
-// not measured: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·(C + OC) bytes at 2.5 TB/s;
-// their three matmuls save 40% of 6·N·C·OC FLOP at 650 TFLOP/s, so fp8 loses below C·OC/(C + OC) = 430.
-std::string fp8_warning(const ModelConfig& c) {
-    if (backend_device() == Device::CPU) return "fp8 is emulated on the CPU: it is slower than fp32\n";
-    if (c.channels >= 768) return "";
-    return str("--matmul-dtype fp8 is hardly faster, or slower, with ", c.channels,
-               " channels: quantisation takes what the matmuls save\n");
-}
-
-OptimizerOptions optimizer_options(const TrainOptions& o) {
-    OptimizerOptions options;
-    options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
-    const RateGroupValues rates = learning_rates(o);
-    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
-        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
-        options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
-    }
-    options.muon.newton_schulz =
-        newton_schulz_coefficients(o.muon.coefficients_or_default(), int(o.muon.iterations.value_or(0)));
-    options.muon.scale = o.muon.rms_scale() ? MuonScale::RMS : MuonScale::Spectral;
-    options.muon.seed = o.seed;
-    return options;
-}
-
-void Trainer::tell(const std::string& text) const {
-    if (ctx.rank == 0) std::cerr << text;
-}
-
-Trainer::Trainer(const Context& context, TrainSetup setup, std::unique_ptr<DirectoryLock> held)
-    : ctx(context),
-      s(std::move(setup)),
-      lock(std::move(held)),
-      o(s.o),
-      dtype(o.model.type()),
-      model(model_of(o, s.source.config, ctx.rank, ctx.world)),
-      acts(s.source.config, run_shape(o, model)),
-      checkpoints(ctx, model.trained().table, {o.out, o.keep, training_dtype(o.save_dtype), o.on_save_error == "stop"}),
-      asked_to_stop(static_cast<size_t>(ctx.world)),
-      watchdog(o.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
-               str(" (--step-timeout); 'train --resume --out ", o.out, "' continues from the last checkpoint")) {
-    const std::string tokenizer_path = s.tokenizer_data().tokenizer_path();
-    if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
-    if (!s.questions.empty()) choices = make_choices(s.questions, *tokenizer, s.source.config.vocab_size);
-    for (const TrainingData& data : s.data)
-        val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
-    if (model.adapters) {
-        if (!s.resume.checkpoint.empty())
-            LoraAdapter::check_base(s.resume.checkpoint, s.source.directory, model.config, model.table);
-        base_record = LoraAdapter::base_record(s.source.directory, model.config, model.table);
-    }
-    const GradientOptions gradients = gradient_options(o.sharding, o.grad_dtype, o.seed);
-    MemoryPlan plan = memory_plan(model, acts, gradients);
-    plan.limit = o.gpu_memory;
-    planned_bytes = plan.total;
-    plan.check([&](int64_t available) { return what_fits(o, model.config, ctx, available); });
-    if (!plan.host_lines.empty()) {
-        const std::string missing = checkpoints.lacks_memory(plan.host_total());
-        require(missing.empty(), "--offload ", o.offload, ": ", missing,
-                "; offload less, use --optimizer-dtype bf16, or free memory of the host");
-    }
-    make_directories(o.out);  // before the plan is printed: if this fails, only the error is printed
-    claim_run_directory(ctx, o.out, lock);
-    const bool saves_meanwhile = o.save_every && o.save_every < o.steps;
-    const int64_t snapshot_bytes = saves_meanwhile ? snapshot_of(model).bytes() : 0;
-    std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
-    if (no_snapshot.empty()) plan.add("checkpoint snapshot", snapshot_bytes, MemoryPlace::Host);
-    tell(str(s.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
-             o.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
-             device_description(), ", ", matmul_library(), "\n",
-             ctx.world > 1 ? str(ctx.world, " ranks, ZeRO stage ", o.sharding.zero_stage, "\n") : "", "memory plan\n",
-             plan.text(ctx.in_use_before)));
-    if (acts.fp8) tell(fp8_warning(model.config));
-    if (model.adapters)
-        tell(str("LoRA adapters of ", model.lora->options.description(), ": ",
-                 with_commas(model.adapters->table.num_weights()), " weights are trained\n"));
-    peak_flops = dense_peak_flops(device_name(), dtype);
-    // Before the arenas are allocated, because it allocates memory of its own.
-    if (o.measure_peak || !peak_flops) measured_flops = measured_peak_flops(ctx.stream, dtype);
-    tell(str("MFU is a fraction of ", with_commas(std::llround((peak_flops ? peak_flops : measured_flops) / 1e9)),
-             " GFLOP/s", ctx.world > 1 ? " of each rank, " : ", ",
-             peak_flops ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
-                        : str("a matmul in ", dtype_name(dtype), " measured now"),
-             "\n"));
-    if (!peak_flops) peak_flops = measured_flops;
-    model.allocate(ctx);
-    acts.allocate(ctx);
-    optimizer.allocate(ctx, model, optimizer_options(o), gradients);
-    if (saves_meanwhile && no_snapshot.empty()) no_snapshot = checkpoints.allocate(snapshot_of(model));
-    if (!no_snapshot.empty())
-        tell("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
-    start();
-    warm_up();
-    if (ctx.rank == 0) write_file(join_path(o.out, "run.toml"), o.toml);
-}
-
-// Waits for the device, which may still run a step and write its scalars.
-Trainer::~Trainer() {
-    if (abort_on_failure.failed()) return;
-    try {
-        synchronize(ctx.stream);
-    } catch (const Error&) {  // a destructor cannot report it
-    }
-}
-
-// QLoRA: reads the matrices that load_weights() leaves out.
-void quantise_base(const ModelSource& source, const Model& model) {
-    const WeightSource weights = open_weight_source(source, model.table);
-    std::vector<float> buffer;
-    for (const Param& p : model.table.params)
-        if (Nf4Base::quantises(p)) model.nf4->store(p, weights.fetch(p, buffer));
-}
-
-void Trainer::start() {
-    StepScalars scalars{};
-    Model& trained = model.trained();
-    if (model.adapters) tell(load_weights(s.source, model.table, model.arenas));
-    if (model.nf4) quantise_base(s.source, model);
-    if (!s.resume.checkpoint.empty()) {
-        load_state(s.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
-        step = saved_step = s.resume.step;
-        scalars.t = s.resume.adam_steps;
-        scalars.norm_count = s.resume.norm_count;
-        std::copy(s.resume.grad_norms.begin(), s.resume.grad_norms.end(), scalars.norms);
-    } else if (!s.source.directory.empty() && !model.adapters) {
-        tell(load_weights(s.source, model.table, model.arenas));
-    } else {
-        initialise_weights(trained.table, trained.arenas, o.seed, ctx.stream);
-    }
-    if (acts.fp8 && !s.resume.fp8_history.empty())
-        acts.fp8->restore(s.resume.fp8_history, s.resume.fp8_steps, ctx.stream);
-    quantise_weights(ctx, model, acts);
-    write_scalars(ctx, acts, scalars);
-}
-
-// Chooses the GEMM algorithms and records the graphs, so that all steps run the same kernels. It runs micro-steps on
-// token 0; the first step overwrites everything that they compute.
-void Trainer::warm_up() {
-    if (!graphs_replay()) return;
-    if (acts.fp8) acts.fp8->hold_scales(true);  // a graph repeats what follows the calibration
-    if (o.gemm_tune) load_matmul_cache(ctx.stream);
-    adopt_checkpoint_choices();
-    matmul_tuning(o.gemm_tune && ctx.rank == 0, ctx.stream);
-    Batch batch;
-    const size_t N = static_cast<size_t>(o.batch_size * o.seq_len);
-    batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
-    for (int64_t b = 0; b <= o.batch_size; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * o.seq_len));
-    batch.max_seqlen = o.seq_len;
-    if (const int64_t room = max_sequences()) {
-        batch.num_sequences = o.batch_size;
-        batch.cum_seqlens.resize(size_t(room) + 1, batch.cum_seqlens.back());
-    }
-    const auto micro_steps = [&](bool replay) {
-        for (int64_t micro = 0; micro < s.micro_steps; micro++) {
-            const bool first = micro == 0, last = micro + 1 == s.micro_steps;
-            if (first || last || micro == 1) micro_step(batch, first, last, replay);
-        }
-    };
-    if (ctx.world > 1) {  // all ranks take rank 0's algorithms before graphs are recorded
-        micro_steps(false);
-        optimizer.muon.warm_up(ctx, acts.update_workspace);
-        ctx.wait_for_stream("warm-up");
-        std::string chosen = matmul_choices(ctx.stream, true);
-        ctx.comm->broadcast_host(chosen, 0);
-        matmul_use_choices(chosen, ctx.stream, true);
-    }
-    micro_steps(true);
-    optimizer.muon.warm_up(ctx, acts.update_workspace);
-    matmul_tuning(false, ctx.stream);
-    if (o.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
-    if (acts.fp8) acts.fp8->hold_scales(false);
-    ctx.wait_for_stream("warm-up");
-}
-
-// A resumed run uses the algorithms that its checkpoint names, so that it computes the same bits.
-void Trainer::adopt_checkpoint_choices() {
-    bool adopted;
-    try {
-        adopted = matmul_use_choices(s.resume.gemm, ctx.stream, true);
-    } catch (const Error&) {
-        throw Error(str(join_path(s.resume.checkpoint, "trainer.json"),
-                        ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
-    }
-    if (!adopted) {
-        tell(
-            "the checkpoint's matmul algorithms were chosen on another GPU or library: choosing again, so results may "
-            "differ in the last digits\n");
-    }
-}
 
 // Forward and backward over one batch. The first of a step overwrites the gradients, the others add to them.
 void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay) {
@@ -1483,12 +884,12 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     auto work = [&] {
         if (acts.fp8 && first) acts.fp8->begin_step(ctx.stream);
         forward(ctx, model, acts, in);
-        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(o.total_batch_tokens)), first,
-                 last);
+        backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(options.total_batch_tokens)),
+                 first, last);
     };
     // Documents and examples that do not have the shape of all batches change the kernels' grids. A profiler cannot
     // time the parts of a graph. And calibration runs kernels that later steps do not.
-    const bool has_own_shape = (o.document_mask || s.packs()) && batch.num_sequences == 0;
+    const bool has_own_shape = (options.document_mask || setup.packs()) && batch.num_sequences == 0;
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
@@ -1503,32 +904,32 @@ bool Trainer::queue_step(Loader& loader) {
     QueuedStep& q = queue[queued % 2];
     q.begin.record(ctx.stream);
     StepScalars settings{};
-    settings.lr = static_cast<float>(learning_rate(o, step));
-    settings.grad_clip = static_cast<float>(o.grad_clip);
-    settings.momentum = static_cast<float>(momentum(o, step));
-    settings.spike_factor = static_cast<float>(o.spike_factor);
+    settings.lr = static_cast<float>(learning_rate(options, step));
+    settings.grad_clip = static_cast<float>(options.grad_clip);
+    settings.momentum = static_cast<float>(momentum(options, step));
+    settings.spike_factor = static_cast<float>(options.spike_factor);
     acts.staging->next();
     acts.staging->put(acts.scalars.data, &settings, offsetof(StepScalars, loss), ctx.stream);
     int64_t loss_tokens = 0;
-    for (int64_t micro = 0; micro < s.micro_steps; micro++) {
+    for (int64_t micro = 0; micro < setup.micro_steps; micro++) {
         if (stopping()) return false;
         watchdog.phase("reading training data", step + 1);
-        if (o.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < s.micro_steps)
+        if (options.overfit_one_batch && static_cast<int64_t>(one_batch.size()) < setup.micro_steps)
             one_batch.push_back(loader.next());
-        const Batch& batch = o.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
+        const Batch& batch = options.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
         watchdog.phase("forward and backward", step + 1);
         if (optimizer.grads.rounds()) {
-            const int64_t number = step * s.micro_steps + micro;
+            const int64_t number = step * setup.micro_steps + micro;
             acts.staging->put(acts.micro_step.data, &number, sizeof number, ctx.stream);
         }
-        micro_step(batch, micro == 0, micro + 1 == s.micro_steps);
+        micro_step(batch, micro == 0, micro + 1 == setup.micro_steps);
         loss_tokens += batch.loss_tokens;
     }
     // The gradients were divided by total_batch_tokens, a constant that graphs can record; grad_unit corrects them to
     // the number of loss tokens. A step whose tokens are all masked has none.
     const double count = double(std::max<int64_t>(loss_tokens, 1));
     watchdog.phase("update", step + 1);
-    update(ctx, model, optimizer, acts, 1 / count, double(o.total_batch_tokens) / count);
+    update(ctx, model, optimizer, acts, 1 / count, double(options.total_batch_tokens) / count);
     copy_to_host_async(q.scalars(), acts.scalars.data, sizeof(StepScalars), ctx.stream);
     if (acts.fp8) copy_to_host_async(q.fp8_counts(), acts.fp8->counts().data, QueuedStep::FP8_BYTES, ctx.stream);
     q.end.record(ctx.stream);
@@ -1537,98 +938,6 @@ bool Trainer::queue_step(Loader& loader) {
     queued++;
     val_loss = NAN;
     return true;
-}
-
-// Waits for the oldest queued step and reports it.
-void Trainer::finish_step(RunLog& log, Progress& progress) {
-    const QueuedStep& q = queue[finished++ % 2];
-    watchdog.phase("waiting for the device", q.step);
-    ctx.wait(q.end);
-    const StepScalars& r = *q.scalars();
-    const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(o.total_batch_tokens) / ms * 1e3;
-    const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, o.seq_len);
-    ordered_json line = {{"step", q.step},
-                         {"loss", r.loss},
-                         {"lr", r.lr},
-                         {"grad_norm", r.grad_norm},
-                         {"ms", ms},
-                         {"tokens_per_s", tokens_per_s},
-                         {"mfu", flops / peak_flops},
-                         {"memory", planned_bytes}};
-    if (o.measure_peak) line["of_measured"] = flops / measured_flops;
-    if (r.skip) {
-        line["skipped"] = true;
-        if (r.skip == SKIP_SPIKE) line["spike"] = true;
-        line["skips"] = q.step - r.t;  // since step 1
-    }
-    if (acts.fp8) {
-        const auto fraction = [&](Fp8Count c) {
-            return double(q.fp8_counts()[c]) / double(q.fp8_counts()[FP8_ELEMENTS]);
-        };
-        line["fp8_saturated"] = fraction(FP8_SATURATED), line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
-    }
-    watchdog.phase("writing log.jsonl", q.step);
-    log.write(line);
-    char text[160];
-    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
-                  tokens_per_s);
-    progress.step(q.step, text);
-
-    skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
-    if (skips_in_a_row == o.max_skips) checkpoints.wait();
-    const bool spike = r.skip == SKIP_SPIKE;
-    if (r.skip)
-        progress.note(str("step ", q.step,
-                          spike ? str(": the gradient norm ", r.grad_norm, " is a spike")
-                                : ": the loss or the gradient is not finite",
-                          "; update skipped, ", q.step - r.t, " so far"));
-    require(skips_in_a_row < o.max_skips, "stopped at step ", q.step, ": ",
-            spike ? "the gradient norm was a spike or" : "loss or gradient", " not finite ", skips_in_a_row,
-            " times in a row; the weights are those of step ", q.step - skips_in_a_row,
-            "; lower --lr or raise --warmup", spike ? " or --spike-factor" : "",
-            ", and start from the last checkpoint");
-}
-
-// The validation splits, and the questions of --eval-multiple-choice. Of several directories val_loss is the mean of
-// their losses by their weights; the log and the line name each.
-void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
-    const auto progressing = [this] { watchdog.phase("evaluating", step); };
-    double sum = 0, weights = 0;
-    ordered_json line = {{"step", step}}, by_directory;
-    std::string text;
-    for (size_t k = 0; k < s.data.size(); k++) {
-        const TrainingData& data = s.data[k];
-        if (!data.val_files) continue;
-        const Evaluation e = evaluate(ctx, model, acts, *data.val_files, data.val_packing.get(),
-                                      data.directory.end_of_text, o.eval_tokens, val_bytes[k], progressing);
-        sum += double(data.weight) * e.loss();
-        weights += double(data.weight);
-        ordered_json& entry = s.data.size() > 1 ? by_directory[data.directory.path] : line;
-        entry["val_loss"] = e.loss();
-        entry["bits_per_byte"] = e.bits_per_byte();
-        char part[128];
-        int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
-        if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
-        text += s.data.size() > 1 ? str("\n  ", data.directory.path, part) : part;
-    }
-    if (weights > 0) line["val_loss"] = val_loss = sum / weights;
-    if (weights > 0 && s.data.size() > 1) {
-        line["val"] = by_directory;
-        char mean[48];
-        std::snprintf(mean, sizeof mean, "  val_loss %.4f", val_loss);
-        text = mean + text;
-    }
-    if (!choices.empty()) {
-        for (const auto& [name, value] :
-             answer_questions(ctx, model, acts, s.questions, choices, *tokenizer, progressing)) {
-            line[name] = value;
-            char part[64];
-            std::snprintf(part, sizeof part, "  %s %.4f", name.c_str(), value);
-            text += part;
-        }
-    }
-    log.write(line);
-    progress.note(str("step ", step, text));
 }
 
 // Whether any rank was asked to stop. Every rank asks before each micro-step and gets the same answer, so all leave out
@@ -1640,134 +949,32 @@ bool Trainer::stopping() {
     return std::find(asked_to_stop.begin(), asked_to_stop.end(), 1) != asked_to_stop.end();
 }
 
-void Trainer::sample_text(RunLog& log, Progress& progress) {
-    const int64_t vocab = sampled_vocab(model.config, tokenizer.get());
-    ordered_json samples;
-    for (const SamplePrompts::Prompt& prompt : s.sample_prompts.prompts) {
-        Completion completion(tokenizer.get(), s.sample_prompts.completion);
-        std::vector<int32_t> tokens = prompt.tokens;
-        const auto sequence = int64_t(samples.size());
-        do {
-            watchdog.phase("sampling", step);
-            tokens.push_back(
-                next_token(ctx, model, acts, tokens, vocab, o.seed, {sequence, int64_t(tokens.size()) - 1}));
-        } while (!completion.add(tokens.back()));
-        progress.note(prompt.text.empty()
-                          ? str("step ", step, "  sample: ", completion.text())
-                          : str("step ", step, "  prompt: ", prompt.text, "\n  response: ", completion.text()));
-        samples.push_back({{"prompt", prompt.text}, {"text", completion.text()}});
-    }
-    log.write({{"step", step}, {"samples", samples}});
-}
-
-namespace {
-
-// For trainer.json: all data that the run has used, the last one since its first_step.
-ordered_json data_history(const TrainSetup& s) {
-    std::vector<DataUse> uses = s.resume.data;
-    uses.push_back(s.data_use);
-    ordered_json history = ordered_json::array();
-    for (const DataUse& use : uses)
-        history.push_back({{"first_step", use.first_step}, {"data", use.data}, {"fingerprint", use.fingerprint}});
-    return history;
-}
-
-}  // namespace
-
-// Starts a checkpoint of this step, or with `last` writes it.
-void Trainer::save(bool last) {
-    if (saved_step == step && !(last && checkpoints.failed())) return;
-    saved_step = step;
-    watchdog.phase("saving a checkpoint", step);
-    ctx.wait_for_stream("a checkpoint");
-    const StepScalars scalars = read_scalars(ctx, acts);
-    const int64_t adam_steps = scalars.t;
-    ordered_json rates;
-    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(o)[g];
-    nlohmann::json trainer = {{"step", step},
-                              {"adam_steps", adam_steps},
-                              {"norm_count", scalars.norm_count},
-                              {"grad_norms", scalars.norms},
-                              {"samples", step * (o.total_batch_tokens / o.seq_len)},
-                              {"seed", o.seed},
-                              {"seq_len", o.seq_len},
-                              {"total_batch_tokens", o.total_batch_tokens},
-                              {"data", s.data_use.fingerprint},
-                              {"data_history", data_history(s)},
-                              {"pack", o.pack},
-                              {"dtype", dtype_name(dtype)},
-                              {"optimizer", OPTIMIZER_NAMES[size_t(o.optimizer)]},
-                              {"optimizer_dtype", o.optimizer_dtype},
-                              {"lora", o.lora.description()},
-                              {"learning_rates", rates},
-                              {"gemm", matmul_choices(ctx.stream, true)},
-                              {"val_loss", val_loss}};
-    if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
-    SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
-    metadata.insert(base_record.begin(), base_record.end());
-    const auto small_files = [this, trainer](const std::string& directory) {
-        if (model.adapters)
-            LoraAdapter::write_config(directory, model.lora->options, s.source.directory, model.table);
-        else
-            save_model_files(directory, model.config, s.source.original_config,
-                             {s.source.directory, s.tokenizer_data().path});
-        write_json(join_path(directory, "trainer.json"), trainer);
-    };
-    // In the files of tensors too, so that a file of another checkpoint is noticed.
-    const TrainingArenas arenas = {model.trained().arenas, optimizer.m, optimizer.v};
-    checkpoints.save({step, std::move(metadata), small_files}, arenas, last);
-}
-
-// The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training
-// sequence. Documents of fewer than 16 tokens on average are rare: micro-steps that hold more are queued kernel by
-// kernel.
-int64_t Trainer::max_sequences() const {
-    if (!graphs_replay() || model.config.has_linear_attention()) return 0;
-    int64_t in_sequence = o.document_mask ? o.seq_len / 16 : -1;
-    for (const TrainingData& data : s.data)
-        if (data.train_packing) in_sequence = std::max(in_sequence, data.train_packing->max_examples());
-    return o.batch_size * std::min(in_sequence + 1, o.seq_len);
-}
-
-LoaderOptions Trainer::loader_options() const {
-    LoaderOptions options;
-    options.B = o.batch_size;
-    options.T = o.seq_len;
-    options.micro_steps = s.micro_steps;
-    options.rank = ctx.rank;
-    options.world = ctx.world;
-    options.seed = o.seed;
-    options.documents = o.document_mask;
-    options.max_sequences = max_sequences();
-    options.end_of_text = s.tokenizer_data().end_of_text;
-    options.vocab_size = model.config.vocab_size;
-    return options;
-}
-
 void Trainer::run() {
     catch_stop_signals();
-    Progress progress(o.steps, step, ctx.rank == 0);
+    Progress progress(options.steps, step, ctx.rank == 0);
     checkpoints.note = [&](const std::string& line) { progress.note(line); };
-    RunLog log(ctx.rank == 0 ? join_path(o.out, "log.jsonl") : "", step,
+    RunLog log(ctx.rank == 0 ? join_path(options.out, "log.jsonl") : "", step,
                [&](const std::string& line) { progress.note(line); });
-    const int64_t first_batch = o.overfit_one_batch ? 0 : step - s.data_use.first_step;  // resumed, the same one batch
-    Loader loader(s.sources(), loader_options(), first_batch);
+    const int64_t first_batch =
+        options.overfit_one_batch ? 0 : step - setup.data_use.first_step;  // resumed, the same one batch
+    Loader loader(setup.sources(), loader_options(), first_batch);
     progress.note(
-        str(step ? str("resumed from ", s.resume.checkpoint, o.new_data.empty() ? "" : " with new data", "; ") : "",
-            describe_training_data(s, loader), s.data.size() > 1 ? "\n" : ", ", with_commas(o.total_batch_tokens),
-            s.data.size() > 1 ? " tokens" : "", " a step"));
-    while (step < o.steps) {
-        if (step + 1 == o.profile) ctx.profiler.start(ctx.stream);
+        str(step ? str("resumed from ", setup.resume.checkpoint, options.new_data.empty() ? "" : " with new data", "; ")
+                 : "",
+            describe_training_data(setup, loader), setup.data.size() > 1 ? "\n" : ", ",
+            with_commas(options.total_batch_tokens), setup.data.size() > 1 ? " tokens" : "", " a step"));
+    while (step < options.steps) {
+        if (step + 1 == options.profile) ctx.profiler.start(ctx.stream);
         if (!queue_step(loader)) break;
         checkpoints.poll();
         if (ctx.profiler.on()) {
             ctx.profiler.stop();
             progress.note(str("profile of step ", step, "\n", ctx.profiler.report()));
         }
-        const bool last = step == o.steps,
-                   evaluating = s.evaluates() && (last || (o.eval_every && step % o.eval_every == 0)),
-                   sampling = o.sample_every && step % o.sample_every == 0,
-                   saving = last || (o.save_every && step % o.save_every == 0);
+        const bool last = step == options.steps,
+                   evaluating = setup.evaluates() && (last || (options.eval_every && step % options.eval_every == 0)),
+                   sampling = options.sample_every && step % options.sample_every == 0,
+                   saving = last || (options.save_every && step % options.save_every == 0);
         // Finishes the previous step. Finishes this one too if evaluation, sampling or saving follows, or if it is
         // already done. Several ranks do not ask whether it is done: their answers could differ, but they must act
         // alike.
@@ -1784,7 +991,8 @@ void Trainer::run() {
     watchdog.phase("waiting for a checkpoint", step);
     checkpoints.wait();
     save(true);
-    if (step < o.steps) progress.note(str("stopped at step ", step, "; 'train --resume --out ", o.out, "' continues"));
+    if (step < options.steps)
+        progress.note(str("stopped at step ", step, "; 'train --resume --out ", options.out, "' continues"));
 }
 
 // --------------------------------------------------------------------------------------------------------------------

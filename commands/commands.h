@@ -71,7 +71,7 @@ enum class Recompute : uint8_t { None, Activation, Norms, Block };
 // Where GELU is fused into the matmuls around it (16-bit training): its gradient only, or both passes.
 enum class GeluEpilogue : uint8_t { Off, Backward, Both };
 
-// Which matmuls of training are in fp8, and how their operands are scaled (fp8_state.h).
+// Which matmuls of training are in fp8, and how their operands are scaled (driver/fp8_state.h).
 struct Fp8Options {
     bool on = false;
     Fp8Format gradients = Fp8Format::E5M2;

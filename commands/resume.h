@@ -20,12 +20,12 @@ struct ResumePoint {
     std::string checkpoint;            // empty: the run starts at step 0
     int64_t step = 0, adam_steps = 0;  // steps done; updates done (without skipped steps)
     int64_t seed = 0, seq_len = 0, total_batch_tokens = 0;
-    std::vector<DataUse> data;        // that the run used, in order; older files name the last fingerprint only
-    std::string gemm;                 // the algorithms that the run's GEMMs used
-    int64_t norm_count = 0;           // of the steps' gradient norms (kernels/global_norm.h); older files have none
-    std::vector<float> grad_norms;    // the last of them
-    std::vector<float> fp8_history;   // the amaxes of the last steps (fp8_state.h); empty: the run was not in fp8
-    int64_t fp8_steps = 0;            // that the history holds
+    std::vector<DataUse> data;       // that the run used, in order; older files name the last fingerprint only
+    std::string gemm;                // the algorithms that the run's GEMMs used
+    int64_t norm_count = 0;          // of the steps' gradient norms (kernels/global_norm.h); older files have none
+    std::vector<float> grad_norms;   // the last of them
+    std::vector<float> fp8_history;  // the amaxes of the last steps (driver/fp8_state.h); empty: the run was not in fp8
+    int64_t fp8_steps = 0;           // that the history holds
     std::string optimizer = "adamw";  // of hidden matrices; older files do not name it
     std::string lora = "none";        // LoraOptions::description(); older files do not have it
     std::string pack = "none";        // "examples" or "none"; older files do not name it

@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "fp8_state.h"
+#include "driver/fp8_state.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"

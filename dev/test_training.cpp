@@ -3,10 +3,10 @@
 #include "dev/model_fixture.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "driver/trainer.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/model/initialise.h"
-#include "trainer.h"
 
 namespace {
 

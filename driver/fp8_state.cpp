@@ -1,4 +1,4 @@
-#include "fp8_state.h"
+#include "driver/fp8_state.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-#include "block_inputs.h"
+#include "driver/block_inputs.h"
 
 BlockInputs::BlockInputs(const Context& context, int64_t blocks, int64_t input_bytes)
     : ctx(context),

@@ -1,4 +1,5 @@
-// A training run: steps, their log, evaluations, samples and checkpoints. train_gpt.cu defines it.
+// A training run: steps, their log, evaluations, samples and checkpoints. train_gpt.cu defines the steps and the loop,
+// driver/trainer.cpp the rest.
 #pragma once
 
 #include <cmath>
@@ -13,7 +14,7 @@
 class Trainer {
   public:
     // lock: rank 0's on --out; null if the directory does not exist yet.
-    Trainer(const Context& context, TrainSetup setup, std::unique_ptr<DirectoryLock> lock = {});
+    Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> lock = {});
     ~Trainer();
     void run();
     bool queue_step(Loader& loader);
@@ -32,22 +33,25 @@ class Trainer {
         int64_t* fp8_counts() const { return static_cast<int64_t*>(counts.get()); }
     };
 
+    MemoryPlan checked_memory_plan(const GradientOptions& gradients) const;
+    void print(const std::string& text) const;  // on stderr, by rank 0
+    void print_setup(const MemoryPlan& plan) const;
+    void find_peak_flops();
     void start();    // initialises or loads weights, optimizer state and step number
     void warm_up();  // chooses GEMM algorithms, records graphs
     void adopt_checkpoint_choices();
     int64_t max_sequences() const;
     void micro_step(const Batch& batch, bool first, bool last, bool replay = true);
     bool stopping();
-    void tell(const std::string& text) const;  // on stderr, by rank 0
     void finish_step(RunLog& log, Progress& progress);
     void evaluate_splits(RunLog& log, Progress& progress);
     void sample_text(RunLog& log, Progress& progress);
     void save(bool last);
 
     const Context& ctx;
-    const TrainSetup s;
+    const TrainSetup setup;
     std::unique_ptr<DirectoryLock> lock;
-    const TrainOptions& o;
+    const TrainOptions& options;
     const DType dtype;
     std::unique_ptr<Tokenizer> tokenizer;  // null: the data has none, so --sample-every is refused
     std::vector<int64_t> val_bytes;        // of the text of each validation split; 0: unknown, or there is none

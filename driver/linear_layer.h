@@ -1,0 +1,48 @@
+// A linear layer of a block (qkv, proj, fc, fcproj): out = inp·weightᵀ + bias, with what the run adds to that.
+//
+//   LoRA   out += s·B·A·inp for each adapter. Only A and B have gradients; the weight is frozen (models/lora.h).
+//   QLoRA  the weight comes out of NF4 at each use (runtime/model/nf4_base.h).
+//   fp8    inp, weight and the gradient of out are quantised (driver/fp8_state.h). The two gradients' matmuls read them
+//          transposed, because cuBLASLt multiplies fp8 codes only along their rows.
+//
+// Shapes: inp [n, inputs], out and dout [n, outputs], weight [outputs, inputs], bias [outputs], all in the model's
+// dtype. fp8 codes are bytes: rows [n, inputs], columns [inputs, n].
+#pragma once
+
+#include <functional>
+
+#include "model.h"
+
+// Whether the forward pass runs for the first time, or what it did not keep is computed again.
+enum class Pass : uint8_t { First, Again };
+
+// out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
+// quantised already (quantise_input).
+void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
+                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First);
+
+// The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t, the quantised columns,
+// replaces inp. adds: dinp is added to; not in fp8. dinp may be null where the weight is frozen.
+void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
+                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds = false);
+
+// The parts of linear_backward() for callers that compute the rest in other ways.
+
+// The gradients of the weight and the bias; nothing if the weight is frozen.
+void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
+                     Tensor inp, bool accumulate);
+// The gradient of the bias, where the layer has one. Those of proj and fcproj are null here: the backward pass of the
+// norm that follows them, at once or behind the addition, computes them (NormGradients::dbias_before).
+Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l);
+
+// Writes an operand in fp8; it may be called twice, the first time to measure (Fp8State::quantise).
+using Fp8Producer = std::function<void(const Fp8Output&)>;
+// Quantises the input of a linear layer [n, inputs]: its rows into acts.fp8_rows if the matmul follows (rows), and its
+// columns for the backward pass where they are given.
+void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, int64_t n, bool rows,
+                    Tensor columns, Pass pass, const Fp8Producer& produce);
+void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int64_t l, Tensor inp, bool rows,
+                    Tensor columns, Pass pass);
+// fp8: the gradients of the weight and the input. produce quantises the gradient of the output.
+void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
+                         Slot slot, int64_t l, Tensor dinp, Tensor inp_t, bool accumulate, const Fp8Producer& produce);

@@ -1,0 +1,474 @@
+// What a training run does before its first step (memory, weights, CUDA graphs) and between steps (log, evaluation,
+// samples, checkpoints). The steps themselves and the loop are in train_gpt.cu.
+#include "driver/trainer.h"
+
+#include <cstdio>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "commands/fit.h"
+#include "commands/matmul_cache.h"
+#include "infer/generate.h"
+#include "infer/prompts.h"
+#include "kernels/matmul.h"
+#include "models/lora_adapter.h"
+#include "models/model_source.h"
+#include "runtime/device/gpu_table.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
+#include "runtime/model/initialise.h"
+
+using nlohmann::ordered_json;
+
+namespace {
+
+// Advice for a run that does not fit: options with which it does.
+std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Context& ctx, int64_t available) {
+    RunOptions fitting = o;
+    const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
+        const Model model = model_of(tried, config, ctx.rank, ctx.world);
+        const Activations acts(config, run_shape(tried, model));
+        return memory_plan(model, acts, gradient_options(tried.sharding, tried.grad_dtype)).total;
+    });
+    if (!fit.found()) return fit.remedy();
+    const std::string same_step =
+        fitting.batch_size < o.batch_size ? str(" --total-batch-tokens ", o.total_batch_tokens) : "";
+    return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes));
+}
+
+// A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/performance.md). Narrower models are
+// not measured: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·(C + OC) bytes at 2.5 TB/s;
+// their three matmuls save 40% of 6·N·C·OC FLOP at 650 TFLOP/s, so fp8 loses below C·OC/(C + OC) = 430.
+std::string fp8_warning(const ModelConfig& c) {
+    if (backend_device() == Device::CPU) return "fp8 is emulated on the CPU: it is slower than fp32\n";
+    if (c.channels >= 768) return "";
+    return str("--matmul-dtype fp8 is hardly faster, or slower, with ", c.channels,
+               " channels: quantisation takes what the matmuls save\n");
+}
+
+OptimizerOptions optimizer_options(const TrainOptions& o) {
+    OptimizerOptions options;
+    options.adamw = {static_cast<float>(o.beta1), static_cast<float>(o.beta2), static_cast<float>(o.adam_eps), o.seed};
+    const RateGroupValues rates = learning_rates(o);
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) {
+        const double decay = g ? o.muon.adam_weight_decay.value_or(o.weight_decay) : o.weight_decay;
+        options.rates[g] = {float(rates[0] > 0 ? rates[g] / rates[0] : 1), float(decay)};
+    }
+    options.muon.newton_schulz =
+        newton_schulz_coefficients(o.muon.coefficients_or_default(), int(o.muon.iterations.value_or(0)));
+    options.muon.scale = o.muon.rms_scale() ? MuonScale::RMS : MuonScale::Spectral;
+    options.muon.seed = o.seed;
+    return options;
+}
+
+}  // namespace
+
+// Throws Error if the run does not fit into memory, with options that do.
+MemoryPlan Trainer::checked_memory_plan(const GradientOptions& gradients) const {
+    MemoryPlan plan = memory_plan(model, acts, gradients);
+    plan.limit = options.gpu_memory;
+    plan.check([&](int64_t available) { return what_fits(options, model.config, ctx, available); });
+    if (!plan.host_lines.empty()) {
+        const std::string missing = checkpoints.lacks_memory(plan.host_total());
+        require(missing.empty(), "--offload ", options.offload, ": ", missing,
+                "; offload less, use --optimizer-dtype bf16, or free memory of the host");
+    }
+    return plan;
+}
+
+void Trainer::print(const std::string& text) const {
+    if (ctx.rank == 0) std::cerr << text;
+}
+
+// The first lines of output: model, devices, memory, adapters.
+void Trainer::print_setup(const MemoryPlan& plan) const {
+    print(str(setup.source.name, ": ", describe(model.config, model.table.num_weights()), ", ", dtype_name(dtype),
+              options.model.auto_dtype ? " (--dtype auto)" : "", acts.fp8 ? ", matmuls of the blocks in fp8\n" : "\n",
+              device_description(), ", ", matmul_library(), "\n"));
+    if (ctx.world > 1) print(str(ctx.world, " ranks, ZeRO stage ", options.sharding.zero_stage, "\n"));
+    print(str("memory plan\n", plan.text(ctx.in_use_before)));
+    if (acts.fp8) print(fp8_warning(model.config));
+    if (model.adapters)
+        print(str("LoRA adapters of ", model.lora->options.description(), ": ",
+                  with_commas(model.adapters->table.num_weights()), " weights are trained\n"));
+}
+
+// MFU's denominator: the data sheet's peak, or a measured matmul where the device is unknown. The measurement allocates
+// memory of its own, so it comes before the arenas.
+void Trainer::find_peak_flops() {
+    peak_flops = dense_peak_flops(device_name(), dtype);
+    const bool known = peak_flops != 0;
+    if (options.measure_peak || !known) measured_flops = measured_peak_flops(ctx.stream, dtype);
+    if (!known) peak_flops = measured_flops;
+    print(str("MFU is a fraction of ", with_commas(std::llround(peak_flops / 1e9)), " GFLOP/s",
+              ctx.world > 1 ? " of each rank, " : ", ",
+              known ? str("the dense ", dtype_name(dtype), " peak of ", device_name())
+                    : str("a matmul in ", dtype_name(dtype), " measured now"),
+              "\n"));
+}
+
+Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> held)
+    : ctx(context),
+      setup(std::move(run_setup)),
+      lock(std::move(held)),
+      options(setup.o),
+      dtype(options.model.type()),
+      model(model_of(options, setup.source.config, ctx.rank, ctx.world)),
+      acts(setup.source.config, run_shape(options, model)),
+      checkpoints(ctx, model.trained().table,
+                  {options.out, options.keep, training_dtype(options.save_dtype), options.on_save_error == "stop"}),
+      asked_to_stop(static_cast<size_t>(ctx.world)),
+      watchdog(options.step_timeout, str("train_gpt: train: ", ctx.world > 1 ? str("rank ", ctx.rank, ": ") : ""),
+               str(" (--step-timeout); 'train --resume --out ", options.out, "' continues from the last checkpoint")) {
+    const std::string tokenizer_path = setup.tokenizer_data().tokenizer_path();
+    if (!tokenizer_path.empty()) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+    if (!setup.questions.empty()) choices = make_choices(setup.questions, *tokenizer, setup.source.config.vocab_size);
+    for (const TrainingData& data : setup.data)
+        val_bytes.push_back(data.val_files ? text_bytes(data.directory, *data.val_files, false) : 0);
+    if (model.adapters) {
+        if (!setup.resume.checkpoint.empty())
+            LoraAdapter::check_base(setup.resume.checkpoint, setup.source.directory, model.config, model.table);
+        base_record = LoraAdapter::base_record(setup.source.directory, model.config, model.table);
+    }
+    const GradientOptions gradients = gradient_options(options.sharding, options.grad_dtype, options.seed);
+    MemoryPlan plan = checked_memory_plan(gradients);
+    planned_bytes = plan.total;
+    make_directories(options.out);  // before anything is printed: if this fails, only the error is
+    claim_run_directory(ctx, options.out, lock);
+    // Training goes on while a copy of its state is written to a checkpoint, if the host has memory for the copy.
+    const bool saves_meanwhile = options.save_every && options.save_every < options.steps;
+    const int64_t snapshot_bytes = saves_meanwhile ? snapshot_of(model).bytes() : 0;
+    std::string no_snapshot = saves_meanwhile ? checkpoints.lacks_memory(plan.host_total() + snapshot_bytes) : "";
+    if (no_snapshot.empty()) plan.add("checkpoint snapshot", snapshot_bytes, MemoryPlace::Host);
+    print_setup(plan);
+    find_peak_flops();
+    model.allocate(ctx);
+    acts.allocate(ctx);
+    optimizer.allocate(ctx, model, optimizer_options(options), gradients);
+    if (saves_meanwhile && no_snapshot.empty()) no_snapshot = checkpoints.allocate(snapshot_of(model));
+    if (!no_snapshot.empty())
+        print("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
+    start();
+    warm_up();
+    if (ctx.rank == 0) write_file(join_path(options.out, "run.toml"), options.toml);
+}
+
+// Waits for the device, which may still run a step and write its scalars.
+Trainer::~Trainer() {
+    if (abort_on_failure.failed()) return;
+    try {
+        synchronize(ctx.stream);
+    } catch (const Error&) {  // a destructor cannot report it
+    }
+}
+
+namespace {
+
+// QLoRA: reads the matrices that load_weights() leaves out.
+void quantise_base(const ModelSource& source, const Model& model) {
+    const WeightSource weights = open_weight_source(source, model.table);
+    std::vector<float> buffer;
+    for (const Param& p : model.table.params)
+        if (Nf4Base::quantises(p)) model.nf4->store(p, weights.fetch(p, buffer));
+}
+
+}  // namespace
+
+void Trainer::start() {
+    StepScalars scalars{};
+    Model& trained = model.trained();
+    if (model.adapters) print(load_weights(setup.source, model.table, model.arenas));
+    if (model.nf4) quantise_base(setup.source, model);
+    if (!setup.resume.checkpoint.empty()) {
+        load_state(setup.resume.checkpoint, trained.table, {trained.arenas, optimizer.m, optimizer.v}, ranks_of(ctx));
+        step = saved_step = setup.resume.step;
+        scalars.t = setup.resume.adam_steps;
+        scalars.norm_count = setup.resume.norm_count;
+        std::copy(setup.resume.grad_norms.begin(), setup.resume.grad_norms.end(), scalars.norms);
+    } else if (!setup.source.directory.empty() && !model.adapters) {
+        print(load_weights(setup.source, model.table, model.arenas));
+    } else {
+        initialise_weights(trained.table, trained.arenas, options.seed, ctx.stream);
+    }
+    if (acts.fp8 && !setup.resume.fp8_history.empty())
+        acts.fp8->restore(setup.resume.fp8_history, setup.resume.fp8_steps, ctx.stream);
+    quantise_weights(ctx, model, acts);
+    write_scalars(ctx, acts, scalars);
+}
+
+// Chooses the GEMM algorithms and records the graphs, so that all steps run the same kernels. It runs micro-steps on
+// token 0; the first step overwrites everything that they compute.
+void Trainer::warm_up() {
+    if (!graphs_replay()) return;
+    if (acts.fp8) acts.fp8->hold_scales(true);  // a graph repeats what follows the calibration
+    if (options.gemm_tune) load_matmul_cache(ctx.stream);
+    adopt_checkpoint_choices();
+    matmul_tuning(options.gemm_tune && ctx.rank == 0, ctx.stream);
+    Batch batch;
+    const size_t N = static_cast<size_t>(options.batch_size * options.seq_len);
+    batch.tokens = batch.targets = batch.positions = std::vector<int32_t>(N, 0);
+    for (int64_t b = 0; b <= options.batch_size; b++)
+        batch.cum_seqlens.push_back(static_cast<int32_t>(b * options.seq_len));
+    batch.max_seqlen = options.seq_len;
+    if (const int64_t room = max_sequences()) {
+        batch.num_sequences = options.batch_size;
+        batch.cum_seqlens.resize(size_t(room) + 1, batch.cum_seqlens.back());
+    }
+    const auto micro_steps = [&](bool replay) {
+        for (int64_t micro = 0; micro < setup.micro_steps; micro++) {
+            const bool first = micro == 0, last = micro + 1 == setup.micro_steps;
+            if (first || last || micro == 1) micro_step(batch, first, last, replay);
+        }
+    };
+    if (ctx.world > 1) {  // all ranks take rank 0's algorithms before graphs are recorded
+        micro_steps(false);
+        optimizer.muon.warm_up(ctx, acts.update_workspace);
+        ctx.wait_for_stream("warm-up");
+        std::string chosen = matmul_choices(ctx.stream, true);
+        ctx.comm->broadcast_host(chosen, 0);
+        matmul_use_choices(chosen, ctx.stream, true);
+    }
+    micro_steps(true);
+    optimizer.muon.warm_up(ctx, acts.update_workspace);
+    matmul_tuning(false, ctx.stream);
+    if (options.gemm_tune && ctx.rank == 0) store_matmul_cache(ctx.stream);
+    if (acts.fp8) acts.fp8->hold_scales(false);
+    ctx.wait_for_stream("warm-up");
+}
+
+// A resumed run uses the algorithms that its checkpoint names, so that it computes the same bits.
+void Trainer::adopt_checkpoint_choices() {
+    bool adopted;
+    try {
+        adopted = matmul_use_choices(setup.resume.gemm, ctx.stream, true);
+    } catch (const Error&) {
+        throw Error(str(join_path(setup.resume.checkpoint, "trainer.json"),
+                        ": key 'gemm' is damaged; set it to \"\" to have the algorithms chosen again"));
+    }
+    if (!adopted) {
+        print(
+            "the checkpoint's matmul algorithms were chosen on another GPU or library: choosing again, so results may "
+            "differ in the last digits\n");
+    }
+}
+
+// Waits for the oldest queued step and reports it.
+void Trainer::finish_step(RunLog& log, Progress& progress) {
+    const QueuedStep& q = queue[finished++ % 2];
+    watchdog.phase("waiting for the device", q.step);
+    ctx.wait(q.end);
+    const StepScalars& r = *q.scalars();
+    const double ms = elapsed_ms(q.begin, q.end), tokens_per_s = double(options.total_batch_tokens) / ms * 1e3;
+    const double flops = tokens_per_s / double(ctx.world) * flop_per_token(model, options.seq_len);
+    ordered_json line = {{"step", q.step},
+                         {"loss", r.loss},
+                         {"lr", r.lr},
+                         {"grad_norm", r.grad_norm},
+                         {"ms", ms},
+                         {"tokens_per_s", tokens_per_s},
+                         {"mfu", flops / peak_flops},
+                         {"memory", planned_bytes}};
+    if (options.measure_peak) line["of_measured"] = flops / measured_flops;
+    if (r.skip) {
+        line["skipped"] = true;
+        if (r.skip == SKIP_SPIKE) line["spike"] = true;
+        line["skips"] = q.step - r.t;  // since step 1
+    }
+    if (acts.fp8) {
+        const auto fraction = [&](Fp8Count c) {
+            return double(q.fp8_counts()[c]) / double(q.fp8_counts()[FP8_ELEMENTS]);
+        };
+        line["fp8_saturated"] = fraction(FP8_SATURATED), line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
+    }
+    watchdog.phase("writing log.jsonl", q.step);
+    log.write(line);
+    char text[160];
+    std::snprintf(text, sizeof text, "loss %.4f  lr %.2e  norm %.3f  %.0f tokens/s", r.loss, r.lr, r.grad_norm,
+                  tokens_per_s);
+    progress.step(q.step, text);
+
+    skips_in_a_row = r.skip ? skips_in_a_row + 1 : 0;
+    if (skips_in_a_row == options.max_skips) checkpoints.wait();
+    const bool spike = r.skip == SKIP_SPIKE;
+    if (r.skip)
+        progress.note(str("step ", q.step,
+                          spike ? str(": the gradient norm ", r.grad_norm, " is a spike")
+                                : ": the loss or the gradient is not finite",
+                          "; update skipped, ", q.step - r.t, " so far"));
+    require(skips_in_a_row < options.max_skips, "stopped at step ", q.step, ": ",
+            spike ? "the gradient norm was a spike or" : "loss or gradient", " not finite ", skips_in_a_row,
+            " times in a row; the weights are those of step ", q.step - skips_in_a_row,
+            "; lower --lr or raise --warmup", spike ? " or --spike-factor" : "",
+            ", and start from the last checkpoint");
+}
+
+// The validation splits, and the questions of --eval-multiple-choice. Of several directories val_loss is the mean of
+// their losses by their weights; the log and the line name each.
+void Trainer::evaluate_splits(RunLog& log, Progress& progress) {
+    const auto progressing = [this] { watchdog.phase("evaluating", step); };
+    double sum = 0, weights = 0;
+    ordered_json line = {{"step", step}}, by_directory;
+    std::string text;
+    for (size_t k = 0; k < setup.data.size(); k++) {
+        const TrainingData& data = setup.data[k];
+        if (!data.val_files) continue;
+        const Evaluation e = evaluate(ctx, model, acts, *data.val_files, data.val_packing.get(),
+                                      data.directory.end_of_text, options.eval_tokens, val_bytes[k], progressing);
+        sum += double(data.weight) * e.loss();
+        weights += double(data.weight);
+        ordered_json& entry = setup.data.size() > 1 ? by_directory[data.directory.path] : line;
+        entry["val_loss"] = e.loss();
+        entry["bits_per_byte"] = e.bits_per_byte();
+        char part[128];
+        int length = std::snprintf(part, sizeof part, "  val_loss %.4f", e.loss());
+        if (e.bytes > 0) std::snprintf(part + length, sizeof part - length, "  bits_per_byte %.4f", e.bits_per_byte());
+        text += setup.data.size() > 1 ? str("\n  ", data.directory.path, part) : part;
+    }
+    if (weights > 0) line["val_loss"] = val_loss = sum / weights;
+    if (weights > 0 && setup.data.size() > 1) {
+        line["val"] = by_directory;
+        char mean[48];
+        std::snprintf(mean, sizeof mean, "  val_loss %.4f", val_loss);
+        text = mean + text;
+    }
+    if (!choices.empty()) {
+        for (const auto& [name, value] :
+             answer_questions(ctx, model, acts, setup.questions, choices, *tokenizer, progressing)) {
+            line[name] = value;
+            char part[64];
+            std::snprintf(part, sizeof part, "  %s %.4f", name.c_str(), value);
+            text += part;
+        }
+    }
+    log.write(line);
+    progress.note(str("step ", step, text));
+}
+
+namespace {
+
+// Samples the token that follows `tokens`, with the activation memory of the training run. There is no KV cache: the
+// whole context is computed again, or its last seq-len tokens. All ranks take part and continue with rank 0's token,
+// which is below `vocab`. key: of its random number, with the seed: the sequence and the position.
+int32_t next_token(const Context& ctx, const Model& model, const Activations& acts, const std::vector<int32_t>& tokens,
+                   int64_t vocab, uint64_t seed, std::array<int64_t, 2> key) {
+    const int64_t n = std::min(static_cast<int64_t>(tokens.size()), acts.shape.T);
+    const Input in = upload(ctx, acts, single_sequence(tokens.data() + tokens.size() - size_t(n), n));
+    forward(ctx, model, acts, in);
+    const Tensor logits = head_logits(ctx, model, acts, n - 1, n);
+    copy_to_device(acts.sample_key.data, key.data(), sizeof key, ctx.stream);
+    SamplingOptions sampling = TRAINING_SAMPLES;
+    sampling.seed = seed;
+    sample_tokens(acts.sample_id, logits, vocab, acts.sample_key.rows(0, 1), acts.sample_key.rows(1, 2), sampling, {},
+                  acts.scratch, ctx.stream);
+    ctx.wait_for_stream("sampling");
+    int32_t id;
+    copy_to_host(&id, acts.sample_id.data, sizeof id, ctx.stream);
+    ctx.comm->broadcast_host(id, 0);
+    return id;
+}
+
+}  // namespace
+
+void Trainer::sample_text(RunLog& log, Progress& progress) {
+    const int64_t vocab = sampled_vocab(model.config, tokenizer.get());
+    ordered_json samples;
+    for (const SamplePrompts::Prompt& prompt : setup.sample_prompts.prompts) {
+        Completion completion(tokenizer.get(), setup.sample_prompts.completion);
+        std::vector<int32_t> tokens = prompt.tokens;
+        const auto sequence = int64_t(samples.size());
+        do {
+            watchdog.phase("sampling", step);
+            tokens.push_back(
+                next_token(ctx, model, acts, tokens, vocab, options.seed, {sequence, int64_t(tokens.size()) - 1}));
+        } while (!completion.add(tokens.back()));
+        progress.note(prompt.text.empty()
+                          ? str("step ", step, "  sample: ", completion.text())
+                          : str("step ", step, "  prompt: ", prompt.text, "\n  response: ", completion.text()));
+        samples.push_back({{"prompt", prompt.text}, {"text", completion.text()}});
+    }
+    log.write({{"step", step}, {"samples", samples}});
+}
+
+namespace {
+
+// For trainer.json: all data that the run has used, the last one since its first_step.
+ordered_json data_history(const TrainSetup& s) {
+    std::vector<DataUse> uses = s.resume.data;
+    uses.push_back(s.data_use);
+    ordered_json history = ordered_json::array();
+    for (const DataUse& use : uses)
+        history.push_back({{"first_step", use.first_step}, {"data", use.data}, {"fingerprint", use.fingerprint}});
+    return history;
+}
+
+}  // namespace
+
+// Starts a checkpoint of this step, or with `last` writes it.
+void Trainer::save(bool last) {
+    if (saved_step == step && !(last && checkpoints.failed())) return;
+    saved_step = step;
+    watchdog.phase("saving a checkpoint", step);
+    ctx.wait_for_stream("a checkpoint");
+    const StepScalars scalars = read_scalars(ctx, acts);
+    const int64_t adam_steps = scalars.t;
+    ordered_json rates;
+    for (size_t g = 0; g < NUM_RATE_GROUPS; g++) rates[RATE_GROUP_NAMES[g]] = learning_rates(options)[g];
+    nlohmann::json trainer = {{"step", step},
+                              {"adam_steps", adam_steps},
+                              {"norm_count", scalars.norm_count},
+                              {"grad_norms", scalars.norms},
+                              {"samples", step * (options.total_batch_tokens / options.seq_len)},
+                              {"seed", options.seed},
+                              {"seq_len", options.seq_len},
+                              {"total_batch_tokens", options.total_batch_tokens},
+                              {"data", setup.data_use.fingerprint},
+                              {"data_history", data_history(setup)},
+                              {"pack", options.pack},
+                              {"dtype", dtype_name(dtype)},
+                              {"optimizer", OPTIMIZER_NAMES[size_t(options.optimizer)]},
+                              {"optimizer_dtype", options.optimizer_dtype},
+                              {"lora", options.lora.description()},
+                              {"learning_rates", rates},
+                              {"gemm", matmul_choices(ctx.stream, true)},
+                              {"val_loss", val_loss}};
+    if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
+    SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
+    metadata.insert(base_record.begin(), base_record.end());
+    const auto small_files = [this, trainer](const std::string& directory) {
+        if (model.adapters)
+            LoraAdapter::write_config(directory, model.lora->options, setup.source.directory, model.table);
+        else
+            save_model_files(directory, model.config, setup.source.original_config,
+                             {setup.source.directory, setup.tokenizer_data().path});
+        write_json(join_path(directory, "trainer.json"), trainer);
+    };
+    // In the files of tensors too, so that a file of another checkpoint is noticed.
+    const TrainingArenas arenas = {model.trained().arenas, optimizer.m, optimizer.v};
+    checkpoints.save({step, std::move(metadata), small_files}, arenas, last);
+}
+
+// The attention sequences that a recorded micro-step has room for; 0: none is recorded, or it has one per training
+// sequence. Documents of fewer than 16 tokens on average are rare: micro-steps that hold more are queued kernel by
+// kernel.
+int64_t Trainer::max_sequences() const {
+    if (!graphs_replay() || model.config.has_linear_attention()) return 0;
+    int64_t in_sequence = options.document_mask ? options.seq_len / 16 : -1;
+    for (const TrainingData& data : setup.data)
+        if (data.train_packing) in_sequence = std::max(in_sequence, data.train_packing->max_examples());
+    return options.batch_size * std::min(in_sequence + 1, options.seq_len);
+}
+
+LoaderOptions Trainer::loader_options() const {
+    LoaderOptions loading;
+    loading.B = options.batch_size;
+    loading.T = options.seq_len;
+    loading.micro_steps = setup.micro_steps;
+    loading.rank = ctx.rank;
+    loading.world = ctx.world;
+    loading.seed = options.seed;
+    loading.documents = options.document_mask;
+    loading.max_sequences = max_sequences();
+    loading.end_of_text = setup.tokenizer_data().end_of_text;
+    loading.vocab_size = model.config.vocab_size;
+    return loading;
+}
