@@ -531,8 +531,9 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 namespace {
 
 // The head, chunk by chunk of tokens: logits, losses, the gradient of the logits (which overwrites them), the head's
-// weight gradient and dnormf. Tokens without a target would only multiply zeros. Where they are left out, the rows of
-// the others are gathered in dnormf's memory, and their gradients come back in normf's.
+// weight gradient and dnormf. Tokens without a target have no gradient. If they are left out (in.loss_rows), the rows
+// of the loss tokens are gathered into dnormf's memory, their gradients are computed in normf's, and scattered to
+// dnormf.
 void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
                            const Input& in, float dloss, bool accumulate) {
     const int64_t chunk = acts.logits.shape[0];
@@ -561,8 +562,8 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
 struct NormGradients {
     Tensor dx;            // of the norm's input: the norm's gradient is added to it
     Tensor dout;          // of the norm's output
-    Tensor dbias_before;  // of the bias of the linear layer whose output the norm read, or added to the residual stream
-                          // that it read: the sum of dx over the tokens. Null: no bias
+    Tensor dbias_before;  // of the bias of the linear layer before the norm (proj or fcproj): dx summed over the
+                          // tokens. Null: no bias
     bool adds = true;     // false: dx is overwritten
 };
 
@@ -599,8 +600,8 @@ Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) 
     return {};
 }
 
-// fp8: the gradients of the activation function and of FC, in whose place mlp_backward() and linear_backward() are
-// otherwise. The gradient of FC's output is stored in the model's dtype only for that of the bias.
+// fp8: the gradients of the activation function and of FC, instead of mlp_backward() and linear_backward(). The
+// gradient of FC's output is stored in the model's dtype only if FC has a bias, whose gradient is computed from it.
 void fp8_fc_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, int64_t l,
                      const LayerActs& a, bool accumulate) {
     const Activation f = activation_of(model.config.mlp);
@@ -887,8 +888,8 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
         backward(ctx, model, optimizer.grads, acts, in, static_cast<float>(1.0 / double(options.total_batch_tokens)),
                  first, last);
     };
-    // Documents and examples that do not have the shape of all batches change the kernels' grids. A profiler cannot
-    // time the parts of a graph. And calibration runs kernels that later steps do not.
+    // A batch with more documents or examples than a recorded micro-step has room for needs other grids. A profiler
+    // cannot time the parts of a graph. Calibration runs kernels that later steps do not.
     const bool has_own_shape = (options.document_mask || setup.packs()) && batch.num_sequences == 0;
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();

@@ -82,8 +82,8 @@ void linear_forward(const Context& ctx, const Model& model, const Activations& a
     const Range range(ctx.profiler, linear_name(slot));
     const Tensor weight = linear_weight(ctx, model, acts, slot, l), bias = model.weight(bias_of(slot), l);
     if (!acts.uses_fp8(l)) {
-        // Adapters that reach all of out write it, and the matmul with the weight adds to it: that hides the read in
-        // its epilogue, where a thin matmul would wait for it.
+        // Adapters that cover all of out write it first, and the matmul with the weight adds to it: the read of out
+        // hides in that matmul's epilogue, while a thin matmul would wait for it.
         const LoraLayer lora = lora_layer(model, acts, slot, l, out.shape[0]);
         const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
         if (writes) lora_forward(ctx, lora, out, inp, false, pass);

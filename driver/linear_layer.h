@@ -31,8 +31,8 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
 // The gradients of the weight and the bias; nothing if the weight is frozen.
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
                      Tensor inp, bool accumulate);
-// The gradient of the bias, where the layer has one. Those of proj and fcproj are null here: the backward pass of the
-// norm that follows them, at once or behind the addition, computes them (NormGradients::dbias_before).
+// The gradient of the layer's bias; null if it has none. Also null for proj and fcproj: the backward pass of the next
+// norm computes their bias gradients (NormGradients::dbias_before).
 Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l);
 
 // Writes an operand in fp8; it may be called twice, the first time to measure (Fp8State::quantise).
