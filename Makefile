@@ -79,7 +79,7 @@ HOST_FLAGS := -fopenmp -fno-math-errno -fno-trapping-math -fPIC -fvisibility=hid
 # From version 13 on GCC splits a sum of products in one register into products and sums for AVX-512, and not one in
 # several: the bits would depend on how rows are blocked, and so on the number of threads.
 HOST_FLAGS += $(if $(shell $(CXX) --version 2>/dev/null | grep -i clang),,--param=avoid-fma-max-bits=0)
-COMPILE := $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
+COMPILE = $(CXX) -std=c++17 $(OPTIMISE) $(ARCH_FLAGS) $(HOST_FLAGS) $(WARNINGS) $(SANITIZER) $(CXXFLAGS)
 PCRE2_LIBS := -lpcre2-8
 ifneq ($(PCRE2),)
   PREPROCESS += -isystem $(PCRE2)/include
@@ -171,6 +171,9 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 	$(if $(V),,@echo "  compile $<")
 	$(Q)$(COMPILE) $(PREPROCESS) $(CPPFLAGS) -c $< -o $@
 
+# Compiling the tests takes longer than running them, under sanitizers twice as long as compiling what they test. These
+# levels more than halve that; a lower one in the normal build would make the oracle's loops the longer part.
+$(BUILD)/dev/test_%.cpp.o: private OPTIMISE := $(if $(DEBUG),-O0 -g,$(if $(SANITIZE),-O0 -g1,-O1))
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
 $(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)

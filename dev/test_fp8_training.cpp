@@ -1,6 +1,7 @@
 // Training with fp8 matmuls: every variant of the model, every level of recomputation and plan against itself; scales,
 // their history, micro-steps, steps that are skipped; learning.
 #include <algorithm>
+#include <iterator>
 
 #include "dev/model_fixture.h"
 #include "dev/reference_gradients.h"
@@ -38,10 +39,9 @@ std::vector<double> wide(const std::vector<float>& x) {
 
 // Norms after attention and the MLP do not write fp8 (check_fp8()).
 std::vector<ModelVariant> fp8_variants() {
-    std::vector<ModelVariant> variants(std::begin(MODEL_VARIANTS), std::end(MODEL_VARIANTS));
-    variants.erase(std::remove_if(variants.begin(), variants.end(),
-                                  [](const ModelVariant& v) { return fp8_config(v).norm_after; }),
-                   variants.end());
+    std::vector<ModelVariant> variants;
+    std::copy_if(std::begin(MODEL_VARIANTS), std::end(MODEL_VARIANTS), std::back_inserter(variants),
+                 [](const ModelVariant& v) { return !fp8_config(v).norm_after; });
     return variants;
 }
 

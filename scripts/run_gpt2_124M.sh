@@ -4,9 +4,8 @@
 #   scripts/run_gpt2_124M.sh                   all GPUs of this machine; run it again to resume
 #   STEPS=1000 OUT=runs/short scripts/run_gpt2_124M.sh --eval-every 100
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Measured with these options (docs/performance.md): one H100
-# 607,272 tokens/s and 23.6 GB, 4.5 hours in total; two H200 1,226,427 tokens/s; more GPUs not measured. The step divides over 1, 2, 4
-# or 8 GPUs; for 16 set BATCH=32.
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 601,500 tokens/s of one H100 (docs/performance.md) it
+# takes 4.6 hours. The step divides over 1, 2, 4 or 8 GPUs; for 16 set BATCH=32.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/recipe.sh

@@ -3,9 +3,8 @@
 #
 #   scripts/run_gpt2_1558M.sh                  all GPUs of this machine; run it again to resume
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Measured (docs/performance.md): two H200 with these options, but
-# 131,072 tokens a step, 109,182 tokens/s and 61.7 GB each; one H100 with BATCH=8 and 16,384 tokens a step 49,245 tokens/s and
-# 49.8 GB. At that rate one GPU takes 7.9 days, so use eight; more than two were not measured.
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 221,400 tokens/s of four H200 (docs/performance.md; there
+# with 131,072 tokens a step) it takes 42 hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/recipe.sh

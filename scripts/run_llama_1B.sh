@@ -4,8 +4,8 @@
 #   scripts/run_llama_1B.sh                    all GPUs of this machine; run it again to resume
 #   TOKENIZER=path/to/Llama-3.2-1B TEXT=... scripts/run_llama_1B.sh       with LLaMA 3's own 128,256 tokens
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. Not measured as it stands. One H100 with BATCH=4, 32,768 tokens a
-# step, a vocabulary of 128,256 and no --zero-stage: 68,814 tokens/s; 34.0 GB in an earlier run (docs/performance.md).
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. These options as a whole were not measured. docs/performance.md
+# has the shape on one H100 with BATCH=4 and 32,768 tokens a step: 69,600 tokens/s.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/recipe.sh

@@ -173,10 +173,12 @@ def main():
             skipped.extend(f"{path}: {name}: {reason}" for name, reason in outcome.skipped)
 
     alone = [file for file in files if os.path.basename(file[0]) in args.alone]
+    # Python files first: they start many processes and take the longest, and no job should be left alone with one.
+    others = sorted((file for file in files if file not in alone), key=lambda file: not file[0].endswith(".py"))
     for file in alone:
         run_file(file)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for done in [pool.submit(run_file, file) for file in files if file not in alone]:
+        for done in [pool.submit(run_file, file) for file in others]:
             done.result()
     print()
     for line in skipped:
