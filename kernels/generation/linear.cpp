@@ -8,9 +8,7 @@
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/gelu.h"
 #include "kernels/generation/linear_check.h"
-#include "kernels/layernorm.h"
 #include "kernels/relu2.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/swiglu.h"
 
 namespace {
@@ -148,14 +146,7 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
             Tensor residual, Tensor scratch, bool, Stream stream) {
     const char* op = "linear";
     const LinearSizes z = check_linear(op, DType::F32, out, inp, norm, weight, bias, activation, residual, scratch);
-    Tensor x = inp;
-    if (norm.weight) {
-        x = linear_normed(scratch, z, inp);
-        if (norm.centred)
-            layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
-        else
-            rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
-    }
+    const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     const Tensor y = activation == Activation::None ? out : linear_pre_activation(scratch, z, inp);
     gemm(y, x, weight, bias, residual);  // check_linear: there is no residual where an activation follows
     switch (activation) {
