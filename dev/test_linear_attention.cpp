@@ -411,6 +411,7 @@ TEST_P(LinearAttentionTest, VeryNegativeInputs) {
             const Result small = run(p);
             for (int64_t t = 0; t < 40; t++) {
                 const double d = 16 * 101 * std::exp(-20.0) * double(t + 1) + 1e-6;
+                // φ rounded to bf16 errs by 2⁻⁸, for q and for k: 0.8%. In fp32, 640 terms of one sign: some u.
                 EXPECT_NEAR(small.norm[size_t(t)], d, d * (activation() == DType::F32 ? 1e-5 : 2e-2)) << t;
             }
         }
@@ -440,7 +441,7 @@ TEST_P(LinearAttentionTest, Gates) {
 }
 
 // fast-transformers' own cases: the causal product of numbers in [0, 1), and 10 sequences of 4 heads of 25 x 64, where
-// the parallel form must equal the recurrent one.
+// the parallel form must equal the recurrent one. 1e-5 is their bound of the relative error.
 TEST(LinearAttentionFP32, MatchesFastTransformers) {
     for (uint64_t draw = 0; draw < 3; draw++) {
         const Philox4 r = philox(11, draw, 0);

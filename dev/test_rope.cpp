@@ -47,7 +47,8 @@ TEST(RopeTable, MatchesOracle) {
 }
 
 // Frequencies as transformers 5.23.0 computes them (modeling_rope_utils.ROPE_INIT_FUNCTIONS, float32). At position 1
-// the angle of a pair is its frequency.
+// the angle of a pair is its frequency. Their fp32 power rounds the exponent of e, of up to ln 500000 = 13: 13·2⁻²⁴ =
+// 8e-7. Inverting it and the table's own rounding add 2e-7.
 void expect_frequencies(int64_t T, double theta, const RopeScaling& scaling, const std::vector<double>& expected) {
     const std::vector<float> table = make_table(T, 2 * int64_t(expected.size()), theta, scaling);
     for (size_t i = 0; i < expected.size(); i++) {
@@ -72,7 +73,8 @@ TEST(RopeTable, FrequenciesMatchTransformers) {
                        {1.0, 0.10000000149011612, 0.009999999776482582, 0.0010000000474974513});
 }
 
-// modded-nanogpt's (1/1024)^linspace(0, 1, 4) and as many zeros, as torch computes them in float32.
+// modded-nanogpt's (1/1024)^linspace(0, 1, 4) and as many zeros, as torch computes them in float32: within
+// ln 1024·2⁻²⁴ = 4e-7 of a frequency of at most 1.
 TEST(RopeTable, TruncatedFrequencies) {
     const std::vector<float> table = make_table(2, 16, 1024, truncated(0.5));
     const double expected[8] = {1, 0.0992125657480125, 0.009843133202303695, 0.0009765625, 0, 0, 0, 0};
