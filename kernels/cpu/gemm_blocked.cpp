@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/cpu_tile.h"
 #include "runtime/error.h"
 
 namespace {
@@ -138,10 +138,6 @@ void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, 
             }
         }
     }
-}
-
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
 }
 
 // Part p of `parts` nearly equal parts of `size`, cut at multiples of `tile`.
