@@ -10,9 +10,9 @@ struct Problem {
     BenchArray rows;
 
     explicit Problem(const benchmark::State& state)
-        : N(state.range(0)), C(state.range(1)), n(N / 4), rows(BenchArray::ints(numbers(n))) {}
+        : N(state.range(0)), C(state.range(1)), n(N / 4), rows(BenchArray::ints(indices(n))) {}
 
-    static std::vector<int32_t> numbers(int64_t n) {
+    static std::vector<int32_t> indices(int64_t n) {
         std::vector<int32_t> rows;
         for (int64_t i = 0; i < n; i++) rows.push_back(int32_t(4 * i));
         return rows;

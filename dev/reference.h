@@ -1041,9 +1041,9 @@ inline Values rope(const double* x, const int32_t* positions, const double* tabl
                     v.add(x[at + c], mag(c));
                 } else {
                     const int64_t other = c < R / 2 ? c + R / 2 : c - R / 2;
-                    const double* turn = table + (positions[n] * (R / 2) + c % (R / 2)) * 2;
-                    const double sine = (c < R / 2) != backward ? -turn[1] : turn[1];
-                    v.add(x[at + c] * turn[0], mag(c) * fabs(turn[0]));
+                    const double* rotation = table + (positions[n] * (R / 2) + c % (R / 2)) * 2;
+                    const double sine = (c < R / 2) != backward ? -rotation[1] : rotation[1];
+                    v.add(x[at + c] * rotation[0], mag(c) * fabs(rotation[0]));
                     v.add(x[at + other] * sine, mag(other) * fabs(sine));
                 }
                 out.set(at + c, v);

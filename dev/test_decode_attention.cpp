@@ -107,13 +107,17 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
                       newest = first + z.row_of(p) * z.row();
         if (!z.room(p)) continue;  // zeros
         std::vector<double> q(qkv.begin() + n * z.channels(), qkv.begin() + n * z.channels() + Q);
-        std::vector<double> key(qkv.begin() + n * z.channels() + Q, qkv.begin() + n * z.channels() + Q + z.row());
+        reference::Values key(z.row());
+        key.value.assign(qkv.begin() + n * z.channels() + Q, qkv.begin() + n * z.channels() + Q + z.row());
         if (R) {
             const int32_t at = int32_t(p);
             q = reference::rope(q.data(), &at, call.table.data(), 1, z.NH, z.HS, R, false).value;
-            key = reference::rope(key.data(), &at, call.table.data(), 1, z.NKV, z.HS, R, false).value;
+            key = reference::rope(key.value.data(), &at, call.table.data(), 1, z.NKV, z.HS, R, false);
         }
-        // Appended are k after rotation, rounded once, and v unchanged.
+        // Appended are k after rotation and v unchanged. In fp32 the products of k = x·cos ∓ y·sin err by at most
+        // u·(|x·cos| + |y·sin|) together, and so does their sum. Rounding to T adds unit·|k|, or half of fp16's
+        // smallest number.
+        const double unit = T == DType::F32 ? UNIT_ROUNDOFF : T == DType::F16 ? 0x1p-11 : 0x1p-8;
         std::vector<double> k, v;
         for (int64_t j = z.first_seen(p); j < p; j++) {
             const auto append = [&](std::vector<double>& to, const std::vector<double>& values) {
@@ -124,8 +128,9 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
         }
         for (int64_t i = 0; i < z.row(); i++) {
             const double stored = k_after[size_t(newest + i)], value = qkv[size_t(n * z.channels() + Q + z.row() + i)];
-            const double tolerance = T == DType::F32 ? 1e-6 : T == DType::F16 ? 2e-3 : 1.6e-2;
-            ASSERT_NEAR(stored, key[size_t(i)], tolerance * (1 + std::fabs(key[size_t(i)]))) << "key " << i;
+            const double exact = key.value[size_t(i)], mag = key.mag[size_t(i)];
+            const double allowed = unit * std::fabs(exact) + 2 * UNIT_ROUNDOFF * mag + (T == DType::F16 ? 0x1p-25 : 0);
+            ASSERT_NEAR(stored, exact, R ? allowed : 0) << "key " << i;
             ASSERT_EQ(v_after[size_t(newest + i)], value) << "value " << i;
             k.push_back(stored), v.push_back(value);
         }
@@ -145,9 +150,12 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
             const auto owner = std::find(slot.begin(), slot.end(), int32_t(s));
             const int64_t p = owner == slot.end() ? -1 : position[size_t(owner - slot.begin())];
             if (z.room(p) && z.row_of(p) == i) continue;
-            const size_t at = size_t((s * z.capacity + i) * z.row());
-            ASSERT_TRUE(k_after[at] == cache.k.values()[at] ||
-                        (std::isnan(k_after[at]) && std::isnan(cache.k.values()[at])))
+            const auto unchanged = [&](const std::vector<double>& before, const std::vector<double>& after) {
+                const auto begin = (s * z.capacity + i) * z.row();
+                return std::equal(after.begin() + begin, after.begin() + begin + z.row(), before.begin() + begin,
+                                  [](double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); });
+            };
+            ASSERT_TRUE(unchanged(cache.k.values(), k_after) && unchanged(cache.v.values(), v_after))
                 << "slot " << s << " row " << i;
         }
 }
@@ -336,7 +344,7 @@ INSTANTIATE_DTYPES(DecodeAttention);
 class KvAppend : public DTypeTest {};
 
 // Tokens of several sequences go to rows in any order: q is rotated in place, k is rotated and v copied to the cache.
-// Row −1 and rows beyond the cache are not written.
+// Row −1 and rows beyond the cache are not written, and their tokens' q stays. So do v and the gaps of qkv.
 TEST_P(KvAppend, AppendsStridedRows) {
     const DType T = activation();
     for (const auto& [NH, NKV, HS, R, gap] : {std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>{4, 2, 64, 64, 0},
@@ -353,9 +361,19 @@ TEST_P(KvAppend, AppendsStridedRows) {
         const std::vector<double> before = take_columns(qkv.values(), channels + gap, channels),
                                   after = take_columns(qkv.fetch(), channels + gap, channels), got_k = k.fetch(),
                                   got_v = v.fetch();
+        const auto part = [](const std::vector<double>& all, int64_t begin, int64_t count) {
+            return std::vector<double>(all.begin() + begin, all.begin() + begin + count);
+        };
         std::vector<bool> written(size_t(total), false);
         for (int64_t n = 0; n < N; n++) {
-            if (rows[size_t(n)] < 0 || rows[size_t(n)] >= total) continue;
+            const int64_t width = channels + gap, end_of_k = n * width + channels - row;
+            expect_same_bits("v and the gap of qkv", part(qkv.values(), end_of_k, row + gap),
+                             part(qkv.fetch(), end_of_k, row + gap));
+            if (rows[size_t(n)] < 0 || rows[size_t(n)] >= total) {
+                expect_same_bits("q without a row", part(before, n * channels, NH * HS),
+                                 part(after, n * channels, NH * HS));
+                continue;
+            }
             written[size_t(rows[size_t(n)])] = true;
             const double* x = before.data() + n * channels;
             reference::Values rotated(NH * HS + row);
@@ -364,9 +382,6 @@ TEST_P(KvAppend, AppendsStridedRows) {
                 rotated = reference::rope(x, &angles[size_t(n)], table.data(), 1, NH + NKV, HS, R, false);
             else
                 std::transform(x, x + NH * HS + row, rotated.mag.begin(), [](double a) { return std::fabs(a); });
-            const auto part = [](const std::vector<double>& all, int64_t begin, int64_t count) {
-                return std::vector<double>(all.begin() + begin, all.begin() + begin + count);
-            };
             expect_close("q", part(after, n * channels, NH * HS), part(rotated.value, 0, NH * HS),
                          part(rotated.mag, 0, NH * HS), 2, HS, T);
             expect_close("k", part(got_k, rows[size_t(n)] * row, row), part(rotated.value, NH * HS, row),
@@ -376,7 +391,8 @@ TEST_P(KvAppend, AppendsStridedRows) {
         }
         for (int64_t r = 0; r < total; r++) {
             if (written[size_t(r)]) continue;
-            EXPECT_TRUE(std::isnan(got_k[size_t(r * row)]) && std::isnan(got_v[size_t(r * row)])) << r;
+            for (int64_t i = r * row; i < (r + 1) * row; i++)
+                EXPECT_TRUE(std::isnan(got_k[size_t(i)]) && std::isnan(got_v[size_t(i)])) << r;
         }
     }
 }

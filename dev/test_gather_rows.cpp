@@ -1,4 +1,4 @@
-// gather_rows and scatter_rows against loops: missing rows, repeated calls on poisoned memory, strides, bad numbers.
+// gather_rows and scatter_rows against loops: missing rows, repeated calls on poisoned memory, strides, bad indices.
 #include "kernels/gather_rows.h"
 
 #include "dev/test_util.h"
@@ -7,7 +7,7 @@ namespace {
 
 class GatherRows : public DTypeTest {};
 
-// n different numbers below N in ascending order, every third one replaced by −1.
+// n different indices below N in ascending order, every third one replaced by −1.
 std::vector<int32_t> some_rows(int64_t n, int64_t N) {
     std::vector<int32_t> rows;
     for (int64_t i = 0; i < n; i++) rows.push_back(i % 3 == 2 ? -1 : int32_t(i * N / n));
@@ -17,8 +17,8 @@ std::vector<int32_t> some_rows(int64_t n, int64_t N) {
 void check(DType T, int64_t n, int64_t N, int64_t C, int64_t gap) {
     SCOPED_TRACE(str("n ", n, " N ", N, " C ", C, " gap ", gap));
     const int64_t ld = C + gap;
-    const std::vector<int32_t> numbers = some_rows(n, N);
-    const TestArray rows = TestArray::ints(numbers, {n});
+    const std::vector<int32_t> indices = some_rows(n, N);
+    const TestArray rows = TestArray::ints(indices, {n});
     const TestArray all = TestArray::random(T, {N, ld}, 1), some = TestArray::random(T, {n, ld}, 2);
     const TestArray gathered = TestArray::poisoned(T, {n, ld}), scattered = TestArray::poisoned(T, {N, ld});
     gather_rows(gathered.tensor().columns(0, C), all.tensor().columns(0, C), rows, Stream{});
@@ -27,7 +27,7 @@ void check(DType T, int64_t n, int64_t N, int64_t C, int64_t gap) {
     const std::vector<double> all_values = take_columns(all.values(), ld, C),
                               values = take_columns(some.values(), ld, C);
     for (int64_t i = 0; i < n; i++) {
-        const int64_t row = numbers[size_t(i)];
+        const int64_t row = indices[size_t(i)];
         for (int64_t c = 0; row >= 0 && c < C; c++) {
             expected_some[size_t(i * C + c)] = all_values[size_t(row * C + c)];
             expected_all[size_t(row * C + c)] = values[size_t(i * C + c)];
@@ -54,6 +54,12 @@ TEST_P(GatherRows, NoRows) {
     scatter_rows(all, none, rows, Stream{});
     EXPECT_EQ(none.fetch(), std::vector<double>(4, 0));
     EXPECT_EQ(all.fetch(), std::vector<double>(12, 0));
+
+    const TestArray empty = TestArray::poisoned(activation(), {0, 4}),
+                    zeros = TestArray::poisoned(activation(), {1, 4});
+    gather_rows(zeros, empty, rows, Stream{});
+    scatter_rows(empty, zeros, rows, Stream{});
+    EXPECT_EQ(zeros.fetch(), std::vector<double>(4, 0));
 }
 
 INSTANTIATE_DTYPES(GatherRows);
@@ -71,13 +77,13 @@ TEST(GatherRowsArguments, ErrorsNameTheArgument) {
 }
 
 #ifdef USE_CUDA  // the launch does not wait for the kernel
-TEST(GatherRowsArguments, NumbersOutsideAreMissingRows) {
+TEST(GatherRowsArguments, IndicesOutsideAreMissingRows) {
     const TestArray some = TestArray::poisoned({2, 4}), all = TestArray::random({5, 4}, 1);
     gather_rows(some, all, TestArray::ints({5, 1 << 30}, {2}), Stream{});
     EXPECT_EQ(some.fetch(), std::vector<double>(8, 0));
 }
 #else
-TEST(GatherRowsArguments, NumbersOutsideAreErrorsAndWriteNothing) {
+TEST(GatherRowsArguments, IndicesOutsideAreErrorsAndWriteNothing) {
     const TestArray some = TestArray::poisoned({2, 4}), all = TestArray::random({5, 4}, 1);
     const TestArray high = TestArray::ints({0, 5}, {2}), low = TestArray::ints({-2, 0}, {2});
     expect_error([&] { gather_rows(some, all, high, Stream{}); }, "gather_rows: rows[1] is 5, expected -1 … 4");

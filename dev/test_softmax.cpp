@@ -112,6 +112,7 @@ TEST_P(Softmax, MaskedKeysHaveNoEffect) {
     softmax_forward(result, square, Tensor{}, 2, 1, true, Stream{});
     EXPECT_EQ(result.fetch()[0], 1);
     EXPECT_EQ(result.fetch()[1], 0);
+    // A number in [1/2, 1): fp32 within 16 steps of 2⁻²⁴, bf16 rounded once by at most 2⁻⁹.
     EXPECT_NEAR(result.fetch()[3], 1 / (1 + std::exp(-1)), activation() == DType::F32 ? 1e-6 : 0x1p-9);
 }
 

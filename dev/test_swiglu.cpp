@@ -1,5 +1,5 @@
-// SwiGLU and its gradients against the oracle: both tails of the gate; in place; rows with gaps; the forward pass again
-// behind the gradients.
+// SwiGLU and its gradients against the oracle: both tails of the gate; in place; rows with gaps; the forward pass
+// recomputed beside the gradients.
 #include "kernels/swiglu.h"
 
 #include "dev/reference.h"
@@ -24,16 +24,16 @@ void check(DType T, int64_t N, int64_t I, int64_t gap, double scale) {
     expect_close("out", take_columns(out.fetch(), ld, I), ref.value, ref.mag, 1, I, T);
     expect_gaps_untouched("out", out.fetch(), ld, I);
 
-    const TestArray again = TestArray::poisoned(T, {N, ld});
-    swiglu_backward(dgate_up.tensor().columns(0, 2 * I), again.tensor().columns(0, I), dout.tensor().columns(0, I),
+    const TestArray recomputed = TestArray::poisoned(T, {N, ld});
+    swiglu_backward(dgate_up.tensor().columns(0, 2 * I), recomputed.tensor().columns(0, I), dout.tensor().columns(0, I),
                     packed, Stream{});
     ref = reference::swiglu_backward(d.data(), x.data(), N, I);
     const std::vector<double> got = take_columns(dgate_up.fetch(), ld2, 2 * I);
     expect_close("dgate_up", got, ref.value, ref.mag, 1, I, T);  // rows: gate and up each for itself
     expect_gaps_untouched("dgate_up", dgate_up.fetch(), ld2, 2 * I);
     const std::vector<double> forward = take_columns(out.fetch(), ld, I);
-    expect_same_bits("out again", forward, take_columns(again.fetch(), ld, I));
-    expect_gaps_untouched("out again", again.fetch(), ld, I);
+    expect_same_bits("out recomputed", forward, take_columns(recomputed.fetch(), ld, I));
+    expect_gaps_untouched("out recomputed", recomputed.fetch(), ld, I);
 
     const Tensor in_place = dout.tensor().columns(0, I);
     swiglu_backward(packed, in_place, in_place, packed, Stream{});

@@ -447,11 +447,10 @@ TEST(TensorBinBcast, RepeatKeepsNegativeZero) {
 
 namespace {
 
-std::vector<double> reduced(F f, const Tensor& out, const Tensor& inp, int axis, float start) {
+void reduce(F f, const Tensor& out, const Tensor& inp, int axis, float start) {
     const TestArray scratch = TestArray::scratch(tensor_reduce_scratch(out, inp, axis));
     tensor_reduce(out, f, inp, axis, start, scratch, Stream{});
-    synchronize(Stream{});
-    return {};
+    synchronize(Stream{});  // before scratch is freed
 }
 
 // All axes of the view; values: its elements in row-major order.
@@ -465,7 +464,7 @@ void check_reduce(F f, const View& inp, int axis, float start, DType out_dtype, 
     for (int d = axis + 1; d < t.rank; d++) inner *= shape[size_t(d)];
     shape[size_t(axis)] = 1;
     const View out = any_layout(choose, out_dtype, shape, true, 0);
-    reduced(f, out.tensor, t, axis, start);
+    reduce(f, out.tensor, t, axis, start);
     const std::vector<double> x = inp.values();
     reference::Values ref(out.tensor.numel());
     for (int64_t i = 0; i < out.tensor.numel(); i++)
@@ -538,11 +537,11 @@ TEST(TensorReduce, EmptyAxesGiveTheInitialValue) {
     for (const F f : REDUCTIONS)
         for (const float start : {tensor_reduce_start(f), 3.0f}) {
             const TestArray inp = TestArray::random({0}, 1), out = TestArray::poisoned({6});
-            reduced(f, shaped(out, {3, 1, 2}), shaped(inp, {3, 0, 2}), 1, start);
+            reduce(f, shaped(out, {3, 1, 2}), shaped(inp, {3, 0, 2}), 1, start);
             expect_equal(out.fetch(), std::vector<double>(6, double(start)));
         }
     const TestArray none = TestArray::random({0}, 1), out = TestArray::random({0}, 1);
-    reduced(F::Add, shaped(out, {1, 0}), shaped(none, {4, 0}), 0, 0);
+    reduce(F::Add, shaped(out, {1, 0}), shaped(none, {4, 0}), 0, 0);
 }
 
 // At any index, along either axis.
@@ -559,8 +558,8 @@ TEST(TensorReduce, NaNAndInfinitiesPropagate) {
             const TestArray along = TestArray::of(transposed, {20, n});
             for (const F f : {F::Max, F::Add}) {
                 const TestArray a = TestArray::poisoned({1, 20}), b = TestArray::poisoned({20, 1});
-                reduced(f, a, columns, 0, tensor_reduce_start(f));
-                reduced(f, b, along, 1, tensor_reduce_start(f));
+                reduce(f, a, columns, 0, tensor_reduce_start(f));
+                reduce(f, b, along, 1, tensor_reduce_start(f));
                 for (const std::vector<double>& got : {a.fetch(), b.fetch()}) {
                     EXPECT_TRUE(std::isnan(got[3])) << n << " " << at;
                     EXPECT_EQ(got[4], INF);
@@ -572,12 +571,6 @@ TEST(TensorReduce, NaNAndInfinitiesPropagate) {
 }
 
 namespace {
-
-// A batch of matrices in a layout: transposed or not, with gaps.
-View matrices(Choices& choose, const Shape& shape, uint64_t seed, bool is_output) {
-    View view = any_layout(choose, DType::F32, shape, is_output, seed);
-    return view;
-}
 
 std::vector<double> matmul_reference(const View& out, const View& a, const View& b, std::vector<double>* mag) {
     const Tensor& o = out.tensor;
@@ -596,8 +589,9 @@ std::vector<double> matmul_reference(const View& out, const View& a, const View&
 }
 
 void check_matmul(Choices& choose, const Shape& out_shape, const Shape& a_shape, const Shape& b_shape) {
-    const View a = matrices(choose, a_shape, 1, false), b = matrices(choose, b_shape, 2, false),
-               out = matrices(choose, out_shape, 0, true);
+    const View a = any_layout(choose, DType::F32, a_shape, false, 1),
+               b = any_layout(choose, DType::F32, b_shape, false, 2),
+               out = any_layout(choose, DType::F32, out_shape, true, 0);
     SCOPED_TRACE(str(shape_string(a.tensor), " times ", shape_string(b.tensor), "; strides of a ",
                      a.tensor.stride[a.tensor.rank - 2], " ", a.tensor.stride[a.tensor.rank - 1], " of b ",
                      b.tensor.stride[b.tensor.rank - 2], " ", b.tensor.stride[b.tensor.rank - 1], " of out ",
@@ -674,7 +668,7 @@ TEST(TensorOps, BitsDoNotDependOnThreads) {
                 Shape to = shape;
                 to[size_t(axis)] = 1;
                 const TestArray out = TestArray::poisoned({to[0] * to[1]});
-                reduced(F::Add, shaped(out, to), shaped(wide, shape), axis, 0);
+                reduce(F::Add, shaped(out, to), shaped(wide, shape), axis, 0);
                 return out.fetch();
             });
     const TestArray a = TestArray::random({70, 20, 30}, 1), b = TestArray::random({1, 30, 25}, 2);

@@ -86,6 +86,10 @@ TEST(TopKArguments, InvalidArgumentsAreErrors) {
                     ids = TestArray::ints({0, 0, 0, 0, 0, 0}, {2, 3}), nine = TestArray::poisoned({2, 9}),
                     scratch = TestArray::scratch(1 << 16);
     expect_error([&] { top_k(nine, ids, inp, scratch, Stream{}); }, "top_k: k is 9, expected 1 to 8");
+    const TestArray row = TestArray::random({1, 2000}, 1), none = TestArray::poisoned({1, 0}),
+                    many = TestArray::poisoned({1, TOP_K_MAX + 1});
+    expect_error([&] { top_k(none, ids, row, scratch, Stream{}); }, "top_k: k is 0, expected 1 to 1024");
+    expect_error([&] { top_k(many, ids, row, scratch, Stream{}); }, "top_k: k is 1025, expected 1 to 1024");
     expect_error([&] { top_k(values, values, inp, scratch, Stream{}); },
                  "top_k: ids is fp32 [2, 3], expected int32 [2, 3]");
     expect_error([&] { top_k(values, ids, Tensor{}, scratch, Stream{}); }, "top_k: inp is missing");

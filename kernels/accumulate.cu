@@ -1,3 +1,5 @@
+// A thread adds 4 elements, or one where n or an address is not a multiple of 4 elements. The gradients of a layer of
+// GPT-2 124M, n = 7,087,872: 7,087,872 / 4 / 256 = 6,922 blocks. Adding fp32 to bf16 moves 8 bytes an element, 57 MB.
 #include "kernels/accumulate.h"
 
 #include "kernels/accumulate_check.h"
@@ -6,7 +8,7 @@
 
 namespace {
 
-constexpr int THREADS = 256, WIDTH = 4;  // elements a thread: 16 bytes of fp32, 8 of bf16
+constexpr int THREADS = 256, WIDTH = 4;  // WIDTH elements are 16 bytes of fp32, 8 of bf16
 
 // inp, or out + inp.
 template <int W, typename Out, typename Inp>

@@ -7,7 +7,7 @@
 // The step's learning rate, grad_scale, skip and t are read from the step's scalars on the device (global_norm.h); a
 // skipped step changes none of p, m, v.
 //
-// kernels/param_update.h tells where parameters are and how they are stored. Throws Error on a wrong shape or dtype,
+// kernels/param_update.h states where parameters are and how they are stored. Throws Error on a wrong shape or dtype,
 // and on what that header names.
 #pragma once
 

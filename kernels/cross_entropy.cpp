@@ -3,9 +3,9 @@
 #include <cmath>
 #include <limits>
 
-#include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/cpu/softcap_vec.h"
+#include "kernels/cross_entropy_check.h"
 #include "kernels/softcap.h"
 
 namespace {
@@ -74,12 +74,8 @@ MULTIARCH float capped_logit(float x, Softcap softcap) {
 // A row of logits is read from memory once: after the first pass it is in L2 (200 kB for the vocabulary of GPT-2).
 void cross_entropy(const char* op, const Tensor& losses, const Tensor& logits, const Tensor& targets, int64_t V,
                    const float* dloss, const Softcap& softcap) {
-    check_matrix(op, "logits", logits);
-    const int64_t N = logits.shape[0], Vp = logits.shape[1], stride = row_stride(logits);
-    require(V >= 1 && V <= Vp, op, ": V is ", V, ", expected 1 … ", Vp, ", the columns of logits");
-    check_tensor(op, "losses", losses, DType::F32, {N});
-    check_tensor(op, "targets", targets, DType::I32, {N});
-    check_softcap(op, softcap);
+    const CrossEntropySizes z = check_cross_entropy(op, DType::F32, losses, logits, targets, V, softcap);
+    const int64_t N = z.N, Vp = z.Vp, stride = row_stride(logits);
     const int32_t* target = targets.as<int32_t>();
     for (int64_t n = 0; n < N; n++)
         require(target[n] == IGNORE_TARGET || (target[n] >= 0 && target[n] < V), op, ": targets[", n, "] is ",

@@ -14,6 +14,7 @@
 
 #include <cfloat>
 
+#include "kernels/cross_entropy_check.h"
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/softcap.cuh"
 #include "kernels/softcap.h"
@@ -144,12 +145,8 @@ template <bool GRADIENT>
 void launch(const char* op, Tensor losses, Tensor logits, Tensor targets, int64_t V, float dloss, Softcap softcap,
             Stream stream) {
     const DType dtype = check_activation_dtype(op, "logits", logits);
-    check_matrix(op, "logits", logits, dtype);
-    const int64_t N = logits.shape[0], Vp = logits.shape[1];
-    require(V >= 1 && V <= Vp, op, ": V is ", V, ", expected 1 … ", Vp, ", the columns of logits");
-    check_tensor(op, "losses", losses, DType::F32, {N});
-    check_tensor(op, "targets", targets, DType::I32, {N});
-    check_softcap(op, softcap);
+    const CrossEntropySizes z = check_cross_entropy(op, dtype, losses, logits, targets, V, softcap);
+    const int64_t N = z.N, Vp = z.Vp;
     if (N == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);

@@ -7,8 +7,9 @@
 // (GPT-2). T is the dtype of activations and tables: fp32, on CUDA also bf16 and fp16. The gradients of the tables are
 // fp32. The backward pass sums in an order that depends only on the indices, without atomics on floats.
 //
-// Throws Error on a wrong shape or dtype. A token or position outside its table is an Error on the CPU; on CUDA, where
-// the launch does not wait for the kernel, it counts as a row of zeros and its gradient is dropped.
+// Throws Error on a wrong shape or dtype; embedding_backward on CUDA also on 2³⁰ tokens or more and on 2³¹ rows of
+// tables or more. A token or position outside its table is an Error on the CPU; on CUDA, where the launch does not wait
+// for the kernel, it counts as a row of zeros and its gradient is dropped.
 #pragma once
 
 #include "runtime/device/device.h"

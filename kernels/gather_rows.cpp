@@ -7,8 +7,8 @@
 
 namespace {
 
-// Checks numbers before they are used: a bad one must be an error and not an access out of bounds.
-void check_numbers(const char* op, const Tensor& rows, int64_t N) {
+// Checks all indices before the first is used.
+void check_indices(const char* op, const Tensor& rows, int64_t N) {
     const int32_t* row = rows.as<int32_t>();
     for (int64_t i = 0; i < rows.shape[0]; i++)
         require(row[i] >= -1 && row[i] < N, op, ": rows[", i, "] is ", row[i], ", expected -1 … ", N - 1);
@@ -19,7 +19,7 @@ void check_numbers(const char* op, const Tensor& rows, int64_t N) {
 void gather_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
     const char* op = "gather_rows";
     check_rows(op, "out", out, "inp", inp, rows, DType::F32);
-    check_numbers(op, rows, inp.shape[0]);
+    check_indices(op, rows, inp.shape[0]);
     const int64_t n = out.shape[0], C = out.shape[1];
     const int32_t* row = rows.as<int32_t>();
     const Rows<float> to(out);
@@ -36,7 +36,7 @@ void gather_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
 void scatter_rows(Tensor out, Tensor inp, Tensor rows, Stream) {
     const char* op = "scatter_rows";
     check_rows(op, "inp", inp, "out", out, rows, DType::F32);
-    check_numbers(op, rows, out.shape[0]);
+    check_indices(op, rows, out.shape[0]);
     const int64_t N = out.shape[0], n = inp.shape[0], C = out.shape[1];
     const int32_t* row = rows.as<int32_t>();
     const Rows<float> to(out);

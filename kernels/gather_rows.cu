@@ -1,4 +1,5 @@
-// A thread copies one vector. LLaMA 1B, bf16: 4096 rows of C = 2048 are 256 vectors of 8 each, so a block a row.
+// A thread copies one vector. LLaMA 1B, bf16: a row of C = 2048 is 256 vectors of 8, one block. 4,096 rows take 4,096
+// blocks.
 #include "kernels/gather_rows.h"
 
 #include "kernels/cuda/cuda_common.cuh"
@@ -8,16 +9,16 @@ namespace {
 
 constexpr int THREADS = 256;
 
-// some[i] is the row of all with the number rows[i].
+// Row i of gathered is row rows[i] of all.
 template <int W, bool GATHER, typename T>
-__global__ void __launch_bounds__(THREADS) move_kernel(T* some, int64_t some_stride, T* all, int64_t all_stride,
+__global__ void __launch_bounds__(THREADS) move_kernel(T* gathered, int64_t gathered_stride, T* all, int64_t all_stride,
                                                        const int32_t* rows, int64_t n, int64_t N, int64_t C) {
     const int64_t i = blockIdx.x * int64_t(THREADS) + threadIdx.x;
     if (i >= n * (C / W)) return;
     const RowItem at = row_item(i, C / W);
     const int64_t c = at.item * W, row = rows[at.row];
     const bool inside = row >= 0 && row < N;
-    T* const one = some + at.row * some_stride + c;
+    T* const one = gathered + at.row * gathered_stride + c;
     if constexpr (GATHER)
         store_pack<W>(one, inside ? load_pack<W>(all + row * all_stride + c) : Pack<T, W>{});
     else if (inside)
@@ -33,19 +34,19 @@ __global__ void __launch_bounds__(THREADS) zero_kernel(T* all, int64_t stride, i
 }
 
 template <bool GATHER>
-void move(const char* op, const Tensor& some, const Tensor& all, const Tensor& rows, Stream stream) {
-    const int64_t n = some.shape[0], N = all.shape[0], C = some.shape[1];
-    if (N * C == 0) return;
-    dispatch_dtype(op, some.dtype, [&](auto zero) {
+void move(const char* op, const Tensor& gathered, const Tensor& all, const Tensor& rows, Stream stream) {
+    const int64_t n = gathered.shape[0], N = all.shape[0], C = gathered.shape[1];
+    if (C == 0) return;
+    dispatch_dtype(op, gathered.dtype, [&](auto zero) {
         using T = decltype(zero);
-        dispatch_width<T>(C % FULL_WIDTH<T> == 0 && rows_aligned({some, all}), [&](auto width) {
+        dispatch_width<T>(C % FULL_WIDTH<T> == 0 && rows_aligned({gathered, all}), [&](auto width) {
             constexpr int W = decltype(width)::value;
             const auto blocks = [&](int64_t count) { return grid_of(ceil_div(count * (C / W), THREADS)); };
-            if (!GATHER)
+            if (!GATHER && N > 0)
                 zero_kernel<W><<<blocks(N), THREADS, 0, cuda_stream(stream)>>>(all.as<T>(), row_stride(all), N, C);
             if (n > 0)
                 move_kernel<W, GATHER><<<blocks(n), THREADS, 0, cuda_stream(stream)>>>(
-                    some.as<T>(), row_stride(some), all.as<T>(), row_stride(all), rows.as<int32_t>(), n, N, C);
+                    gathered.as<T>(), row_stride(gathered), all.as<T>(), row_stride(all), rows.as<int32_t>(), n, N, C);
         });
     });
     check_launch(op, stream);

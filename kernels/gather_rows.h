@@ -1,13 +1,13 @@
-// Rows of a matrix by their numbers, and back to their places.
+// Gathers rows of a matrix by index, and scatters rows to these indices.
 //
 //   gather_rows:   out[i] = inp[rows[i]], zeros where rows[i] = −1
 //   scatter_rows:  out[rows[i]] = inp[i], nothing where rows[i] = −1; zeros in all other rows of out
 //
-// n numbers, N rows, C channels. A number other than −1 occurs at most once. T is the dtype of the matrices: fp32, on
-// CUDA also bf16 and fp16.
+// n indices, N rows, C channels. An index other than −1 occurs at most once: scattering a row twice would be a race. T
+// is the dtype of the matrices: fp32, on CUDA also bf16 and fp16. Tensors may not overlap; rows may have gaps.
 //
-// Throws Error on a wrong shape or dtype. A number outside [−1, N) is an Error on the CPU; on CUDA, where the launch
-// does not wait for the kernel, it counts as −1.
+// Throws Error on a wrong shape or dtype. An index outside [−1, N) is an Error on the CPU, which then writes nothing;
+// on CUDA, where the launch does not wait for the kernel, it counts as −1.
 #pragma once
 
 #include "runtime/device/device.h"

@@ -4,11 +4,11 @@
 #include "kernels/check.h"
 #include "kernels/gather_rows.h"
 
-// some: the matrix [n, C] of the numbered rows; all: the matrix [N, C] that they belong to.
-inline void check_rows(const char* op, const char* some_name, const Tensor& some, const char* all_name,
+// gathered [n, C]: row i is row rows[i] of all [N, C].
+inline void check_rows(const char* op, const char* gathered_name, const Tensor& gathered, const char* all_name,
                        const Tensor& all, const Tensor& rows, DType dtype) {
-    check_matrix(op, some_name, some, dtype);
+    check_matrix(op, gathered_name, gathered, dtype);
     check_matrix(op, all_name, all, dtype);
-    check_matrix(op, all_name, all, all.shape[0], some.shape[1], Given::Required, dtype);
-    check_tensor(op, "rows", rows, DType::I32, {some.shape[0]});
+    check_matrix(op, all_name, all, all.shape[0], gathered.shape[1], Given::Required, dtype);
+    check_tensor(op, "rows", rows, DType::I32, {gathered.shape[0]});
 }

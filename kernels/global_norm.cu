@@ -1,3 +1,6 @@
+// Sums in fp64, in an order that depends on sizes only: each thread over its vectors, each block over its threads, one
+// block over the blocks. The gradients of GPT-2 124M, n = 124,475,904: 1,024 blocks of 256 threads, 119 vectors of 4
+// for each thread, four of them in flight.
 #include "kernels/global_norm.h"
 
 #include "kernels/cuda/cuda_common.cuh"

@@ -1,19 +1,15 @@
 #include "kernels/layernorm.h"
 
 #include "kernels/cuda/row_norm.cuh"
+#include "kernels/norm_check.h"
 
 void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor inp, Tensor residual, Tensor weight,
                        Tensor bias, float eps, Stream stream) {
     const char* op = "layernorm_forward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "out", out, N, C, Given::Required, dtype);
-    check_matrix(op, "sum", sum, N, C, Given::Optional, dtype);
+    const NormSizes z = check_norm_forward(op, dtype, out, sum, rstd, inp, residual, weight);
+    const int64_t N = z.N, C = z.C;
     check_tensor(op, "mean", mean, DType::F32, {N}, Given::Optional);
-    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
-    check_matrix(op, "residual", residual, N, C, Given::Optional, dtype);
-    check_tensor(op, "weight", weight, DType::F32, {C});
     check_tensor(op, "bias", bias, DType::F32, {C}, Given::Optional);
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -34,17 +30,10 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, 
                         Stream stream) {
     const char* op = "layernorm_backward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
-    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
+    const NormSizes z = check_norm_backward(op, dtype, dinp, dweight, dsum, dout, dresidual, inp, weight, rstd);
+    const int64_t N = z.N, C = z.C;
     check_tensor(op, "dbias", dbias, DType::F32, {C}, Given::Optional);
-    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
-    check_matrix(op, "dout", dout, N, C, Given::Required, dtype);
-    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional, dtype);
-    check_tensor(op, "weight", weight, DType::F32, {C});
     check_tensor(op, "mean", mean, DType::F32, {N});
-    check_tensor(op, "rstd", rstd, DType::F32, {N});
     check_scratch(op, scratch, layernorm_backward_scratch(N, C));
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);

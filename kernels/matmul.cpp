@@ -42,13 +42,13 @@ void multiply_ABt(const char* op, int64_t M, int64_t N, int64_t K, const float* 
             attributes.set_post_ops(sum);
         }
 #if DNNL_VERSION_MAJOR >= 3
-        const dnnl::matmul::primitive_desc product(engine, a_desc, b_desc, c_desc, attributes);
+        const dnnl::matmul::primitive_desc primitive(engine, a_desc, b_desc, c_desc, attributes);
 #else
-        const dnnl::matmul::primitive_desc product(dnnl::matmul::desc(a_desc, b_desc, c_desc), attributes, engine);
+        const dnnl::matmul::primitive_desc primitive(dnnl::matmul::desc(a_desc, b_desc, c_desc), attributes, engine);
 #endif
-        dnnl::matmul(product).execute(stream, {{DNNL_ARG_SRC, memory(a_desc, engine, const_cast<float*>(a))},
-                                               {DNNL_ARG_WEIGHTS, memory(b_desc, engine, const_cast<float*>(b))},
-                                               {DNNL_ARG_DST, memory(c_desc, engine, c)}});
+        dnnl::matmul(primitive).execute(stream, {{DNNL_ARG_SRC, memory(a_desc, engine, const_cast<float*>(a))},
+                                                 {DNNL_ARG_WEIGHTS, memory(b_desc, engine, const_cast<float*>(b))},
+                                                 {DNNL_ARG_DST, memory(c_desc, engine, c)}});
         stream.wait();
     } catch (const dnnl::error& e) {
         throw Error(str(op, ": oneDNN's matmul failed (", e.what(), ") for M = ", M, ", N = ", N, ", K = ", K));

@@ -12,7 +12,7 @@
 //
 // lr is the step's learning rate times the segment's lr_scale. The step's learning rate, μ (momentum), grad_scale, skip
 // and t are read from the step's scalars on the device (global_norm.h). A skipped step changes none of p, m and u.
-// kernels/param_update.h tells where parameters are and how they are stored.
+// kernels/param_update.h states where parameters are and how they are stored.
 //
 // Deterministic. The result of an element depends neither on the division into segments nor, in newton_schulz, on the
 // other matrices of the batch. Throws Error on a wrong shape or dtype, and on what param_update.h names.

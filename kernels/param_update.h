@@ -1,5 +1,5 @@
-// What the optimizers (kernels/adamw.h, kernels/muon.h) share: which parameters a launch updates, where they lie, and
-// how they are stored.
+// What the optimizers (kernels/adamw.h, kernels/muon.h) share: which parameters a launch updates, where they are
+// and how they are stored.
 //
 // Each segment says where its parameters p are. There are three uses:
 // - fp32 training: every segment is in params; params_T is null.
@@ -11,7 +11,7 @@
 // with probability (p − neighbour nearer to zero)/(distance of the neighbours). The mean is p, so steps far below one
 // bf16 unit are not lost. The noise of a parameter is 16 bits of Philox with the seed as key and (t, key, element of
 // its tensor) as counter (kernels/stochastic_rounding.h), so neither the location of the tensor nor its division into
-// segments matters. Infinities, NaN and numbers that are exact in bf16 stay unchanged.
+// segments matters. Infinities, NaN and values that bf16 holds exactly stay unchanged.
 //
 // Moments in bf16 are rounded the same way, each with noise of its own: to nearest, an average with β2 = 0.999 would
 // never change by less than one bf16 unit, 2⁻⁸ of it. The update is computed from the moments before they are rounded.

@@ -1,8 +1,8 @@
-// A lane holds a unit of a head: two vectors of W channels, which RoPE rotates with each other, or which both lie
-// beyond the rotated channels. `lanes` lanes of a warp share a head and sum over it by shuffles, so that memory is read
-// once. Forward, a thread works on its unit of two heads of a token, whose loads are in flight together and which share
-// one read of the table. Heads of other sizes, and tensors that are not aligned, take W = 1, where a lane holds ITEMS
-// units.
+// A lane holds a vector pair of a head: two vectors of W channels, which RoPE rotates with each other, or which are
+// both beyond the rotated channels. `lanes` lanes of a warp share a head and sum over it by shuffles, so that memory is
+// read once. Forward, a thread works on its vector pair of two heads of a token: their loads are in flight together,
+// and they share one read of the table. Heads of other sizes, and tensors that are not aligned, take W = 1, where a
+// lane holds ITEMS vector pairs.
 //
 //                     forward        backward       backward with weights
 //   threads a block   256            256            256
@@ -28,7 +28,7 @@
 namespace {
 
 constexpr int THREADS = 256;
-// Units of a lane where W = 1: 32 lanes then hold QK_NORM_MAX_HEAD channels.
+// Vector pairs of a lane where W = 1: 32 lanes then hold QK_NORM_MAX_HEAD channels.
 constexpr int MAX_ITEMS = int(QK_NORM_MAX_HEAD) / (2 * WARP);
 
 template <typename T>
@@ -47,22 +47,22 @@ struct Arguments {
     int64_t q_blocks;  // with weights, backward: the first blocks sum for q, the others for k
 };
 
-// The channels of a unit: [first, first + W) and [second, second + W).
-struct Unit {
+// The channels of a vector pair: [first, first + W) and [second, second + W).
+struct VectorPair {
     int first, second;
     bool inside, has_second, rotated;
 };
 
 template <int W>
-__device__ __forceinline__ Unit unit_of(int unit, int HS, int pairs) {
-    const int rotated_units = pairs / W;
-    Unit u;
-    u.rotated = unit < rotated_units;
-    u.first = u.rotated ? unit * W : 2 * pairs + (unit - rotated_units) * 2 * W;
-    u.second = u.first + (u.rotated ? pairs : W);
-    u.inside = u.first < HS;
-    u.has_second = u.second < HS;  // false only for the last channel of an odd head
-    return u;
+__device__ __forceinline__ VectorPair vector_pair(int index, int HS, int pairs) {
+    const int num_rotated = pairs / W;
+    VectorPair p;
+    p.rotated = index < num_rotated;
+    p.first = p.rotated ? index * W : 2 * pairs + (index - num_rotated) * 2 * W;
+    p.second = p.first + (p.rotated ? pairs : W);
+    p.inside = p.first < HS;
+    p.has_second = p.second < HS;  // false only for the last channel of an odd head
+    return p;
 }
 
 // The sum over the `lanes` lanes that share a head, a power of two. The whole warp calls it. Without the branch the
@@ -76,7 +76,7 @@ __device__ __forceinline__ float head_sum(float x, int lanes) {
     return x;
 }
 
-// Both vectors of a unit.
+// Both vectors, as stored and in fp32.
 template <typename T, int W>
 struct Packs {
     Pack<T, W> first, second;
@@ -87,10 +87,10 @@ struct Vectors {
 };
 
 template <int W, typename T>
-__device__ __forceinline__ Packs<T, W> load_unit(const T* head, const Unit& u, bool present) {
+__device__ __forceinline__ Packs<T, W> load_pair(const T* head, const VectorPair& p, bool present) {
     Packs<T, W> x{};
-    if (present && u.inside) x.first = load_pack<W>(head + u.first);
-    if (present && u.has_second) x.second = load_pack<W>(head + u.second);
+    if (present && p.inside) x.first = load_pack<W>(head + p.first);
+    if (present && p.has_second) x.second = load_pack<W>(head + p.second);
     return x;
 }
 
@@ -100,32 +100,32 @@ __device__ __forceinline__ Vectors<W> as_floats(const Packs<T, W>& x) {
 }
 
 template <int W, typename T>
-__device__ __forceinline__ void store_unit(T* head, const Unit& u, const Vectors<W>& x) {
-    if (u.inside) store_floats<W>(head + u.first, x.first);
-    if (u.has_second) store_floats<W>(head + u.second, x.second);
+__device__ __forceinline__ void store_pair(T* head, const VectorPair& p, const Vectors<W>& x) {
+    if (p.inside) store_floats<W>(head + p.first, x.first);
+    if (p.has_second) store_floats<W>(head + p.second, x.second);
 }
 
 // 1 without weights.
 template <bool WEIGHTS, int W>
-__device__ __forceinline__ Vectors<W> load_weight(const float* weight, const Unit& u) {
+__device__ __forceinline__ Vectors<W> load_weight(const float* weight, const VectorPair& p) {
     Vectors<W> w;
 #pragma unroll
     for (int k = 0; k < W; k++) w.first[k] = w.second[k] = 1;
-    if (WEIGHTS && u.inside) w.first = load_floats<W>(weight + u.first);
-    if (WEIGHTS && u.has_second) w.second = load_floats<W>(weight + u.second);
+    if (WEIGHTS && p.inside) w.first = load_floats<W>(weight + p.first);
+    if (WEIGHTS && p.has_second) w.second = load_floats<W>(weight + p.second);
     return w;
 }
 
-// (cos, sin) of the unit's pairs; no rotation beyond the rotated channels, without a table and outside it.
+// (cos, sin) of the rotated channel pairs; no rotation beyond the rotated channels, without a table and outside it.
 template <int W, typename T>
-__device__ __forceinline__ Floats<2 * W> load_angles(const Arguments<T>& a, int64_t token, const Unit& u) {
+__device__ __forceinline__ Floats<2 * W> load_angles(const Arguments<T>& a, int64_t token, const VectorPair& p) {
     Floats<2 * W> angles;
 #pragma unroll
     for (int k = 0; k < W; k++) angles[2 * k] = 1, angles[2 * k + 1] = 0;
-    if (!a.table || !u.rotated || token >= a.N) return angles;
+    if (!a.table || !p.rotated || token >= a.N) return angles;
     const int32_t position = a.positions[token];
     if (position < 0 || position >= a.table_length) return angles;
-    return load_floats<2 * W>(a.table + (position * int64_t(a.pairs) + u.first) * 2);
+    return load_floats<2 * W>(a.table + (position * int64_t(a.pairs) + p.first) * 2);
 }
 
 // sign −1 rotates back.
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, 4) forward_kernel(const Arguments<T> 
     for (int h = 0; h < HEADS; h++)
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
-            x[h][i] = load_unit<W>(a.inp.at(token.row, head_of(h)), unit_of<W>(lane + i * a.lanes, a.HS, a.pairs),
+            x[h][i] = load_pair<W>(a.inp.at(token.row, head_of(h)), vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs),
                                    present(h));
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
@@ -181,21 +181,21 @@ __global__ void __launch_bounds__(THREADS, 4) forward_kernel(const Arguments<T> 
     }
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        const Unit u = unit_of<W>(lane + i * a.lanes, a.HS, a.pairs);
-        const Floats<2 * W> angles = load_angles<W>(a, token.row, u);
+        const VectorPair p = vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs);
+        const Floats<2 * W> angles = load_angles<W>(a, token.row, p);
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             if (!present(h)) continue;
             const int head = head_of(h);
             const float rstd = row_rstd(square[h], float(a.HS), a.eps);
-            const Vectors<W> w = load_weight<WEIGHTS, W>(head < a.NH ? a.weight_q : a.weight_k, u);
+            const Vectors<W> w = load_weight<WEIGHTS, W>(head < a.NH ? a.weight_q : a.weight_k, p);
             Vectors<W> v = as_floats(x[h][i]);
 #pragma unroll
             for (int k = 0; k < W; k++) {
                 v.first[k] = v.first[k] * rstd * w.first[k];
                 v.second[k] = v.second[k] * rstd * w.second[k];
             }
-            store_unit<W>(a.out.at(token.row, head), u, rotate(v, angles, 1));
+            store_pair<W>(a.out.at(token.row, head), p, rotate(v, angles, 1));
             if (i == 0 && lane == 0 && a.rstd) a.rstd[token.row * a.H + head] = rstd;
         }
     }
@@ -239,16 +239,16 @@ __global__ void __launch_bounds__(THREADS, WEIGHTS ? 2 : 3) backward_kernel(cons
         Packs<T, W> dout[ITEMS], kept[ITEMS];
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const Unit u = unit_of<W>(lane + i * a.lanes, a.HS, a.pairs);
-            dout[i] = load_unit<W>(a.inp.at(token.row, head), u, present);
-            kept[i] = load_unit<W>(a.kept.at(token.row, head), u, present);
+            const VectorPair p = vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs);
+            dout[i] = load_pair<W>(a.inp.at(token.row, head), p, present);
+            kept[i] = load_pair<W>(a.kept.at(token.row, head), p, present);
         }
         const float rstd = present ? a.rstd[token.row * a.H + head] : 0;
         float sum = 0;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const Unit u = unit_of<W>(lane + i * a.lanes, a.HS, a.pairs);
-            const Floats<2 * W> angles = load_angles<W>(a, token.row, u);
+            const VectorPair p = vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs);
+            const Floats<2 * W> angles = load_angles<W>(a, token.row, p);
             Vectors<W> g = rotate(as_floats(dout[i]), angles, -1);
             const Vectors<W> x = normalised<WEIGHTS>(kept[i], rstd, angles);
 #pragma unroll
@@ -256,33 +256,33 @@ __global__ void __launch_bounds__(THREADS, WEIGHTS ? 2 : 3) backward_kernel(cons
                 g.first[k] *= x.first[k], g.second[k] *= x.second[k];
                 if (WEIGHTS) dweight[i].first[k] += g.first[k], dweight[i].second[k] += g.second[k];
             }
-            sum = add_products(sum, g, load_weight<WEIGHTS, W>(weight, u));
+            sum = add_products(sum, g, load_weight<WEIGHTS, W>(weight, p));
         }
         const float mean = head_sum(sum, a.lanes) / float(a.HS);
         if (!present) continue;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const Unit u = unit_of<W>(lane + i * a.lanes, a.HS, a.pairs);
-            const Floats<2 * W> angles = load_angles<W>(a, token.row, u);
-            const Vectors<W> w = load_weight<WEIGHTS, W>(weight, u), x = normalised<WEIGHTS>(kept[i], rstd, angles);
+            const VectorPair p = vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs);
+            const Floats<2 * W> angles = load_angles<W>(a, token.row, p);
+            const Vectors<W> w = load_weight<WEIGHTS, W>(weight, p), x = normalised<WEIGHTS>(kept[i], rstd, angles);
             Vectors<W> d = rotate(as_floats(dout[i]), angles, -1);
 #pragma unroll
             for (int k = 0; k < W; k++) {
                 d.first[k] = (d.first[k] * w.first[k] - x.first[k] * mean) * rstd;
                 d.second[k] = (d.second[k] * w.second[k] - x.second[k] * mean) * rstd;
             }
-            store_unit<W>(a.out.at(token.row, head), u, d);
+            store_pair<W>(a.out.at(token.row, head), p, d);
         }
     }
     if constexpr (WEIGHTS) {
         __shared__ float sums[THREADS * 2 * W * ITEMS];  // [groups, HS]
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            const Unit u = unit_of<W>(lane + i * a.lanes, a.HS, a.pairs);
+            const VectorPair p = vector_pair<W>(lane + i * a.lanes, a.HS, a.pairs);
 #pragma unroll
             for (int k = 0; k < W; k++) {
-                if (u.inside) sums[group * a.HS + u.first + k] = dweight[i].first[k];
-                if (u.has_second) sums[group * a.HS + u.second + k] = dweight[i].second[k];
+                if (p.inside) sums[group * a.HS + p.first + k] = dweight[i].first[k];
+                if (p.has_second) sums[group * a.HS + p.second + k] = dweight[i].second[k];
             }
         }
         __syncthreads();
@@ -308,9 +308,9 @@ Arguments<T> arguments(const QkNormSizes& z, const Tensor& out, const Tensor& in
 }
 
 // Calls f(W, ITEMS), as integral constants, and sets the lanes of a head: whole vectors if both the rotated channels
-// and the others divide into units of them, else single channels.
+// and the others divide into pairs of them, else single channels.
 template <typename T, typename F>
-void dispatch_units(Arguments<T>& a, bool aligned, F f) {
+void dispatch_width_and_items(Arguments<T>& a, bool aligned, F f) {
     constexpr int FULL = FULL_WIDTH<T>;
     const bool full =
         aligned && a.pairs % FULL == 0 && (a.HS - 2 * a.pairs) % (2 * FULL) == 0 && a.HS / (2 * FULL) <= WARP;
@@ -318,7 +318,8 @@ void dispatch_units(Arguments<T>& a, bool aligned, F f) {
         constexpr int W = decltype(width)::value;
         a.lanes = 1;
         while (a.lanes < WARP && a.lanes * 2 * W < a.HS) a.lanes *= 2;
-        f(width, std::integral_constant < int, W == 1 ? MAX_ITEMS : 1 > {});
+        constexpr int ITEMS = W == 1 ? MAX_ITEMS : 1;
+        f(width, std::integral_constant<int, ITEMS>{});
     });
 }
 
@@ -344,7 +345,7 @@ void qk_norm_forward(Tensor out, Tensor rstd, Tensor inp, QkWeights weight, Tens
         Arguments<T> a = arguments<T>(z, out, inp, rstd, weight, positions, table, NH);
         a.eps = eps;
         const bool aligned = rows_aligned({out, inp, weight.q, weight.k}) && start_aligned(table);
-        dispatch_units(a, aligned, [&](auto width, auto items) {
+        dispatch_width_and_items(a, aligned, [&](auto width, auto items) {
             dispatch_weights(bool(weight.q), [&](auto weights) {
                 constexpr int W = decltype(width)::value, ITEMS = decltype(items)::value;
                 const int64_t sets = z.N * ceil_div(z.H, FORWARD_HEADS<ITEMS>);
@@ -370,7 +371,7 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
         a.kept = heads_of<const T>(kept);
         if (weight.q) a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>()), a.q_blocks = blocks.q;
         const bool aligned = rows_aligned({dinp, dout, kept, weight.q, weight.k}) && start_aligned(table);
-        dispatch_units(a, aligned, [&](auto width, auto items) {
+        dispatch_width_and_items(a, aligned, [&](auto width, auto items) {
             dispatch_weights(bool(weight.q), [&](auto weights) {
                 constexpr int W = decltype(width)::value, ITEMS = decltype(items)::value;
                 const int64_t grid = weight.q ? blocks.q + blocks.k : ceil_div(z.N * z.H * a.lanes, THREADS);

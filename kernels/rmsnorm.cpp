@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/norm_check.h"
 #include "kernels/norm_partials.h"
 
 namespace {
@@ -74,13 +74,8 @@ MULTIARCH void backward_row(float* dinp, float* dweight, float* dsum, const floa
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream) {
     const char* op = "rmsnorm_forward";
-    check_matrix(op, "inp", inp);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "out", out, N, C);
-    check_matrix(op, "sum", sum, N, C, Given::Optional);
-    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
-    check_matrix(op, "residual", residual, N, C, Given::Optional);
-    check_tensor(op, "weight", weight, DType::F32, {C});
+    const NormSizes z = check_norm_forward(op, DType::F32, out, sum, rstd, inp, residual, weight);
+    const int64_t N = z.N, C = z.C;
     const Rows<float> o(out), s(sum);
     const Rows<const float> x(inp), r(residual);
     float* rs = rstd.as<float>();
@@ -94,12 +89,8 @@ void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor res
 
 void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps, Stream) {
     const char* op = "rmsnorm_add_forward";
-    check_matrix(op, "inp", inp);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "out", out, N, C);
-    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
-    check_matrix(op, "residual", residual, N, C);
-    check_tensor(op, "weight", weight, DType::F32, {C});
+    const NormSizes z = check_norm_forward(op, DType::F32, out, {}, rstd, inp, residual, weight, Given::Required);
+    const int64_t N = z.N, C = z.C;
     const Rows<float> o(out);
     const Rows<const float> x(inp), r(residual);
     float* rs = rstd.as<float>();
@@ -114,15 +105,8 @@ void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, T
 void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Tensor dresidual, Tensor inp,
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream) {
     const char* op = "rmsnorm_backward";
-    check_matrix(op, "inp", inp);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "dinp", dinp, N, C);
-    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
-    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
-    check_matrix(op, "dout", dout, N, C);
-    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional);
-    check_tensor(op, "weight", weight, DType::F32, {C});
-    check_tensor(op, "rstd", rstd, DType::F32, {N});
+    const NormSizes z = check_norm_backward(op, DType::F32, dinp, dweight, dsum, dout, dresidual, inp, weight, rstd);
+    const int64_t N = z.N, C = z.C;
     check_scratch(op, scratch, rmsnorm_backward_scratch(N, C));
     const Rows<float> dx(dinp);
     const Rows<const float> g(dout), dr(dresidual), x(inp);

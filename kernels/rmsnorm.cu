@@ -1,18 +1,14 @@
 #include "kernels/rmsnorm.h"
 
 #include "kernels/cuda/row_norm.cuh"
+#include "kernels/norm_check.h"
 
 void rmsnorm_forward(Tensor out, Tensor sum, Tensor rstd, Tensor inp, Tensor residual, Tensor weight, float eps,
                      Stream stream) {
     const char* op = "rmsnorm_forward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "out", out, N, C, Given::Required, dtype);
-    check_matrix(op, "sum", sum, N, C, Given::Optional, dtype);
-    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
-    check_matrix(op, "residual", residual, N, C, Given::Optional, dtype);
-    check_tensor(op, "weight", weight, DType::F32, {C});
+    const NormSizes z = check_norm_forward(op, dtype, out, sum, rstd, inp, residual, weight);
+    const int64_t N = z.N, C = z.C;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         norm_detail::ForwardArguments<T> a{};
@@ -31,12 +27,8 @@ void rmsnorm_add_forward(Tensor out, Tensor rstd, Tensor inp, Tensor residual, T
                          Stream stream) {
     const char* op = "rmsnorm_add_forward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "out", out, N, C, Given::Required, dtype);
-    check_tensor(op, "rstd", rstd, DType::F32, {N}, Given::Optional);
-    check_matrix(op, "residual", residual, N, C, Given::Required, dtype);
-    check_tensor(op, "weight", weight, DType::F32, {C});
+    const NormSizes z = check_norm_forward(op, dtype, out, {}, rstd, inp, residual, weight, Given::Required);
+    const int64_t N = z.N, C = z.C;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         norm_detail::ForwardArguments<T> a{};
@@ -54,15 +46,8 @@ void rmsnorm_backward(Tensor dinp, Tensor dweight, Tensor dsum, Tensor dout, Ten
                       Tensor weight, Tensor rstd, Tensor scratch, bool accumulate, Stream stream) {
     const char* op = "rmsnorm_backward";
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_matrix(op, "inp", inp, dtype);
-    const int64_t N = inp.shape[0], C = inp.shape[1];
-    check_matrix(op, "dinp", dinp, N, C, Given::Required, dtype);
-    check_tensor(op, "dweight", dweight, DType::F32, {C}, Given::Optional);
-    check_tensor(op, "dsum", dsum, DType::F32, {C}, Given::Optional);
-    check_matrix(op, "dout", dout, N, C, Given::Required, dtype);
-    check_matrix(op, "dresidual", dresidual, N, C, Given::Optional, dtype);
-    check_tensor(op, "weight", weight, DType::F32, {C});
-    check_tensor(op, "rstd", rstd, DType::F32, {N});
+    const NormSizes z = check_norm_backward(op, dtype, dinp, dweight, dsum, dout, dresidual, inp, weight, rstd);
+    const int64_t N = z.N, C = z.C;
     check_scratch(op, scratch, rmsnorm_backward_scratch(N, C));
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);

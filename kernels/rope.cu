@@ -1,6 +1,7 @@
 #include "kernels/rope.h"
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/rope_check.h"
 
 namespace {
 
@@ -9,6 +10,9 @@ constexpr int THREADS = 256;
 // A thread rotates W pairs, channels i … i + W − 1 of a head with those R/2 later, in up to HEADS heads, for which it
 // reads the table once. Its heads are `groups` apart, so that neighbouring threads access neighbouring memory. Tokens
 // whose position is outside the table stay unchanged.
+//
+// LLaMA 1B, bf16, N = 8,192 tokens with 32 + 8 heads of 64 in q and k: 32 pairs are 4 vectors of 8, and 40 heads are 10
+// groups of 4. 8,192·10·4 threads are 1,280 blocks, which read and write 84 MB each way.
 constexpr int HEADS = 4;
 
 template <int W, typename T>
@@ -47,15 +51,9 @@ __global__ void __launch_bounds__(THREADS, 3)
 
 void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream) {
     const char* op = "rope";
-    require(x && x.rank == 3, op, ": x is ", shape_string(x), ", expected [N, H, HS]");
-    require(table && table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
-    const int64_t N = x.shape[0], H = x.shape[1], HS = x.shape[2], pairs = table.shape[1];
     const DType dtype = check_activation_dtype(op, "x", x);
-    check_tensor(op, "x", x, dtype, {N, H, HS});
-    check_tensor(op, "positions", positions, DType::I32, {N});
-    check_tensor(op, "table", table, DType::F32, {table.shape[0], pairs, 2});
-    check_contiguous(op, "table", table);
-    require(2 * pairs <= HS, op, ": the table rotates ", 2 * pairs, " channels, the head has ", HS);
+    const RopeSizes z = check_rope(op, dtype, x, positions, table);
+    const int64_t N = z.N, H = z.H, pairs = z.pairs;
     if (N * H * pairs == 0) return;
     const int64_t groups = ceil_div(H, HEADS);
     dispatch_dtype(op, dtype, [&](auto zero) {
@@ -64,8 +62,8 @@ void rope(Tensor x, Tensor positions, Tensor table, bool backward, Stream stream
         dispatch_width<T>(full, [&](auto width) {
             constexpr int W = decltype(width)::value;
             rope_kernel<W><<<grid_of(ceil_div(N * groups * (pairs / W), THREADS)), THREADS, 0, cuda_stream(stream)>>>(
-                x.as<T>(), x.stride[0], x.stride[1], positions.as<int32_t>(), table.as<const float>(), table.shape[0],
-                N, H, pairs, groups, backward ? -1.0f : 1.0f);
+                x.as<T>(), x.stride[0], x.stride[1], positions.as<int32_t>(), table.as<const float>(), z.T, N, H, pairs,
+                groups, backward ? -1.0f : 1.0f);
         });
     });
     check_launch(op, stream);

@@ -29,8 +29,8 @@ double rope_frequency(int64_t i, int64_t R, int64_t T, double theta, const RopeS
         }
         case RopeScaling::Kind::Dynamic: {
             if (length <= original) return std::pow(theta, exponent);
-            const double stretch = scaling.factor * length / original - (scaling.factor - 1);
-            return std::pow(theta * std::pow(stretch, rotary / (rotary - 2)), exponent);
+            const double theta_scale = scaling.factor * length / original - (scaling.factor - 1);
+            return std::pow(theta * std::pow(theta_scale, rotary / (rotary - 2)), exponent);
         }
         case RopeScaling::Kind::Truncated: {
             const int64_t n = static_cast<int64_t>(scaling.fraction * rotary / 2);

@@ -61,7 +61,7 @@ int64_t normalize_matrices_scratch(int64_t batch, int64_t rows, int64_t columns,
     return batch * gpu_scratch::matrix_chunks(rows * columns) * int64_t(sizeof(double));
 }
 
-// On the CPU the numbers of both operands, a chunk of the first.
+// On the CPU both operands in fp32: the second whole, the first by chunks of rows.
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target) {
     return on_gpu(target) ? 0 : (std::min(M, MATMUL_FP8_CPU_ROWS) + N) * K * int64_t(sizeof(float));
 }

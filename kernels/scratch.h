@@ -1,6 +1,6 @@
-// The scratch memory of the kernels of training, on the CPU and on a GPU, in bytes. Each op's header declares the same
-// functions for the device of this program. The sizes for both devices are in one place because `plan` asks for GPUs
-// that are not here.
+// Scratch memory of the kernels that training uses, in bytes, for a target device. Each op's header declares the same
+// functions for the device of this program. The sizes for CPU and GPU are in one file because `plan` asks for GPUs that
+// the machine does not have.
 #pragma once
 
 #include "kernels/linear_attention/linear_attention_types.h"

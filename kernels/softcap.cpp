@@ -19,9 +19,5 @@ void softcap_forward(Tensor logits, Softcap softcap, Stream) {
     check_matrix(op, "logits", logits);
     check_softcap(op, softcap);
     if (!softcap) return;
-    float* x = logits.as<float>();
-    const int64_t stride = row_stride(logits);
-    parallel_chunks(
-        logits.shape[0], logits.shape[1], logits.contiguous(),
-        [=](int64_t row, int64_t begin, int64_t end) { cap_row(x + row * stride + begin, end - begin, softcap); });
+    elementwise([&](float* x, int64_t n) { cap_row(x, n, softcap); }, logits);
 }

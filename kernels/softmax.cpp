@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <limits>
 
-#include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/softmax_check.h"
 
 namespace {
 
@@ -56,12 +56,8 @@ MULTIARCH void backward_row(float* dinp, const float* dout, const float* out, in
 
 void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale, bool causal, Stream) {
     const char* op = "softmax_forward";
-    require(inp && inp.rank == 2, op, ": inp is ", shape_string(inp), ", expected [R, K]");
-    const int64_t R = inp.shape[0], K = inp.shape[1];
-    check_tensor(op, "inp", inp, DType::F32, {R, K});
-    check_tensor(op, "out", out, DType::F32, {R, K});
-    require(Q > 0 && R % Q == 0, op, ": ", R, " rows are not a multiple of Q = ", Q);
-    check_tensor(op, "mask", mask, DType::U8, {Q, K}, Given::Optional);
+    const SoftmaxSizes z = check_softmax_forward(op, DType::F32, out, inp, mask, Q);
+    const int64_t R = z.R, K = z.K;
 #pragma omp parallel for schedule(static) if (R * K > PARALLEL_MIN)
     for (int64_t r = 0; r < R; r++) {
         const int64_t i = r % Q, seen = causal ? std::clamp<int64_t>(i + K - Q + 1, 0, K) : K;
@@ -72,11 +68,8 @@ void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale
 
 void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream) {
     const char* op = "softmax_backward";
-    require(out && out.rank == 2, op, ": out is ", shape_string(out), ", expected [R, K]");
-    const int64_t R = out.shape[0], K = out.shape[1];
-    check_tensor(op, "dinp", dinp, DType::F32, {R, K});
-    check_tensor(op, "dout", dout, DType::F32, {R, K});
-    check_tensor(op, "out", out, DType::F32, {R, K});
+    const SoftmaxSizes z = check_softmax_backward(op, DType::F32, dinp, dout, out);
+    const int64_t R = z.R, K = z.K;
 #pragma omp parallel for schedule(static) if (R * K > PARALLEL_MIN)
     for (int64_t r = 0; r < R; r++) {
         backward_row(dinp.as<float>() + r * dinp.stride[0], dout.as<float>() + r * dout.stride[0],

@@ -15,6 +15,7 @@
 #include "kernels/softmax.h"
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/softmax_check.h"
 
 namespace {
 
@@ -187,13 +188,9 @@ bool dispatch_row(int64_t K, bool aligned, F f) {
 
 void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale, bool causal, Stream stream) {
     const char* op = "softmax_forward";
-    require(inp && inp.rank == 2, op, ": inp is ", shape_string(inp), ", expected [R, K]");
-    const int64_t R = inp.shape[0], K = inp.shape[1];
     const DType dtype = check_activation_dtype(op, "inp", inp);
-    check_tensor(op, "inp", inp, dtype, {R, K});
-    check_tensor(op, "out", out, dtype, {R, K});
-    require(Q > 0 && R % Q == 0, op, ": ", R, " rows are not a multiple of Q = ", Q);
-    check_tensor(op, "mask", mask, DType::U8, {Q, K}, Given::Optional);
+    const SoftmaxSizes z = check_softmax_forward(op, dtype, out, inp, mask, Q);
+    const int64_t R = z.R, K = z.K;
     if (R * K == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
@@ -215,12 +212,9 @@ void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale
 
 void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream stream) {
     const char* op = "softmax_backward";
-    require(out && out.rank == 2, op, ": out is ", shape_string(out), ", expected [R, K]");
-    const int64_t R = out.shape[0], K = out.shape[1];
     const DType dtype = check_activation_dtype(op, "out", out);
-    check_tensor(op, "dinp", dinp, dtype, {R, K});
-    check_tensor(op, "dout", dout, dtype, {R, K});
-    check_tensor(op, "out", out, dtype, {R, K});
+    const SoftmaxSizes z = check_softmax_backward(op, dtype, dinp, dout, out);
+    const int64_t R = z.R, K = z.K;
     if (R * K == 0) return;
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);

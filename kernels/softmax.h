@@ -1,5 +1,5 @@
 // Scaled, masked softmax over rows, forward and backward, as a kernel of its own. The attention kernels compute it
-// inside their tiles.
+// inside their tiles. The maximum is subtracted so that exp does not overflow (Goodfellow et al. 2016, section 4.1).
 //
 //   out[r, j] = exp(scale·inp[r, j] − m_r) / Σ_j' exp(scale·inp[r, j'] − m_r)   for keys j that row r sees, else 0
 //   dinp[r, j] = scale·out[r, j]·(dout[r, j] − Σ_j' dout[r, j']·out[r, j'])

@@ -1,3 +1,6 @@
+// A thread takes one vector of gate and the same one of up. LLaMA 1B, bf16, N = 8,192 tokens, I = 8,192: a row is 1,024
+// vectors of 8, four blocks; 32,768 blocks in all. Forward moves 6 bytes an element of out, 403 MB; backward with out
+// 12, 805 MB.
 #include "kernels/cuda/mlp_activation.cuh"
 #include "kernels/swiglu.h"
 

@@ -102,7 +102,7 @@ void mma(const LinearArguments<bf16>& p, Stream stream) {
     launch_tiles<128, 128>(mma_kernel, p, 256, sizeof(MmaStage), stream);
 }
 
-// --- wgmma: two warpgroups of 64 x BN sums each. Adds one stage's product to c.
+// --- wgmma: two warpgroups of 64 x BN sums each. c += a·b of one stage.
 
 template <int BM, int BN>
 __device__ __forceinline__ void multiply_stage(float (&c)[BN / 8][4], const Stage<BM, BN>& stage, int warpgroup,
@@ -149,7 +149,7 @@ void wgmma(const LinearArguments<bf16>& p, Stream stream) {
     launch_tiles<128, 128>(wgmma_kernel<STAGES>, p, 256, STAGES * sizeof(Stage<128, 128>), stream);
 }
 
-// --- warps of two kinds: one loads, the others multiply
+// --- warp specialisation: a producer warp loads, the others multiply
 
 constexpr int STAGES = 4;
 struct SpecialisedShared {
@@ -261,7 +261,7 @@ __device__ __forceinline__ void produce(const Persistent& p, typename S::Shared&
         }
 }
 
-// A warp has read a stage: it tells all blocks that write to it.
+// A warp has read a stage: it arrives at the barriers of all blocks that write to it.
 template <typename S>
 __device__ __forceinline__ void release(typename S::Shared& shared, RingPosition<S::STAGES> at) {
     if constexpr (S::CLUSTER == 1) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ void release(typename S::Shared& shared, RingPosition
     }
 }
 
-// c = the product, by a warpgroup whose rows begin at `row` of the block's tile. issued() is called once all wgmma
+// c = a·b, by a warpgroup whose rows begin at `row` of the block's tile. issued() is called once all wgmma
 // instructions are issued.
 template <typename S, typename Issued>
 __device__ __forceinline__ void multiply(float (&c)[S::MB][S::NT][4], typename S::Shared& shared,
@@ -305,7 +305,7 @@ __device__ __forceinline__ void multiply(float (&c)[S::MB][S::NT][4], typename S
     release<S>(shared, previous);
 }
 
-// Stores a warp's sums through its two panels in turn: one is filled while TMA stores the other.
+// Stores a warp's sums through its two panels alternately: one is filled while TMA stores the other.
 template <typename S>
 __device__ __forceinline__ void store_by_tma(const Persistent& p, unsigned char (&panels)[2][16 * PANEL_ROW_BYTES],
                                              int row, int column, const float (&c)[S::MB][S::NT][4]) {
@@ -336,22 +336,22 @@ __device__ __forceinline__ void store_by_tma(const Persistent& p, unsigned char 
         }
 }
 
-// In ping-pong the warpgroups take tiles in turn, and multiply one after the other.
+// In ping-pong the warpgroups take alternate tiles: one multiplies while the other stores.
 template <typename S>
 __device__ __forceinline__ void consume(const Persistent& p, typename S::Shared& shared, Tiles tiles, int rank,
                                         int warp) {
     const int warpgroup = warp / 4, first_row = S::PINGPONG ? 0 : warpgroup * S::MB * 64;
-    const auto next_turn = [&] {
+    const auto admit_other = [&] {
         if constexpr (S::PINGPONG) named_barrier_arrive(2 - warpgroup, 2 * WARPGROUP);
     };
-    if (warpgroup == 1) next_turn();
+    if (warpgroup == 1) admit_other();
     RingPosition<S::STAGES> at;
     float c[S::MB][S::NT][4];
     bool mine = !S::PINGPONG || warpgroup == 0;
     for (int row, column; tiles.next(row, column);) {
         if (mine) {
             if constexpr (S::PINGPONG) named_barrier_sync(1 + warpgroup, 2 * WARPGROUP);
-            multiply<S>(c, shared, at, p.steps, first_row, next_turn);
+            multiply<S>(c, shared, at, p.steps, first_row, admit_other);
             store_by_tma<S>(p, shared.out[warp], (row * S::CLUSTER + rank) * S::BM + first_row + warp % 4 * 16,
                             column * S::BN, c);
         } else {
@@ -418,7 +418,7 @@ const std::vector<Rung<bf16>> RUNGS = {
      "multiplies 16 x 8 x 16 numbers at a time, from registers that ldmatrix fills. Copy, wait, multiply, barrier."},
     {"wgmma", wgmma<1>,
      "Four warps multiply 64 x 128 x 16 numbers with one instruction that reads both operands from shared memory. "
-     "Registers hold sums only. Loads and multiplication still take turns."},
+     "Registers hold sums only. Loads and multiplication still alternate."},
     {"ring of 4 stages", wgmma<4>,
      "The next three stages are loaded while one is multiplied. But all warps meet at a barrier in each step, and the "
      "tensor cores idle from one wgmma to the next."},

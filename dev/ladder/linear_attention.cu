@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(COLUMN_THREADS) columns_kernel(Attention<T> a,
     const int64_t split_length = ceil_div(a.length, a.splits), begin = split * split_length,
                   end = min(begin + split_length, a.length);
     const auto phi = [&](float x) { return !a.elu ? x : x > 0 ? x + 1 : exp_for<T>(x); };
-    // Rows are dealt out four at a time, so that the quarters read neighbouring 16 bytes.
+    // Rows are distributed four at a time, so that the quarters read neighbouring 16 bytes.
     const auto row_at = [&](int i) { return (i / 4 * QUARTERS + quarter) * 4 + i % 4; };
     float* states = a.states + (split * a.B * a.H + bh) * (a.M + 1) * a.E;
     float state[MINE] = {}, sum[MINE] = {};

@@ -20,6 +20,7 @@
 
 #include "kernels/attention/attention_check.h"
 #include "kernels/attention/cum_seqlens_check.h"
+#include "kernels/cpu/cpu_loops.h"
 #include "kernels/cpu/cpu_tile.h"
 
 namespace {
@@ -49,7 +50,7 @@ Band band_of(const AttentionSequences& sequences, int64_t qlen, int64_t klen) {
     return {w ? offset - w + 1 : -beyond, sequences.causal ? offset : w ? offset + w - 1 : beyond};
 }
 
-// The next number after x of origin, origin ± 16, origin ± 32 …
+// The least of origin, origin ± 16, origin ± 32 … that is larger than x.
 int64_t step_end(int64_t x, int64_t origin) {
     const int64_t past = (x - origin) % LANES;
     return x + LANES - (past < 0 ? past + LANES : past);
@@ -243,16 +244,16 @@ void forward_tile(HeadRows out, float* lse, HeadRows q, HeadRows k, HeadRows v, 
     std::fill(max, max + MAX_TILE, -INF);
     std::fill(sum, sum + MAX_TILE, 0.0f);
 
-    // All queries see the keys full … edge − 1; the last step before the band's end begins at `edge`.
-    const int64_t end = band.end(i0 + nq - 1, klen), full = band.begin(i0 + nq - 1);
-    const int64_t edge = std::clamp<int64_t>(i0 + band.last, 0, klen);
+    // All queries see the keys full_begin … full_end − 1. The last step before the band's end begins at full_end.
+    const int64_t end = band.end(i0 + nq - 1, klen), full_begin = band.begin(i0 + nq - 1);
+    const int64_t full_end = std::clamp<int64_t>(i0 + band.last, 0, klen);
     for (int64_t j = band.begin(i0), next; j < end; j = next) {
         next = std::min(j + MAX_TILE, end);
-        if (j >= full && j < edge) {
-            next = std::min(next, edge);
+        if (j >= full_begin && j < full_end) {
+            next = std::min(next, full_end);
             forward_full(t, k, v, j, next - j, vecs, HS);
         } else {
-            if (j < full && full < edge) next = std::min(next, full);
+            if (j < full_begin && full_begin < full_end) next = std::min(next, full_begin);
             forward_edge(t, k, v, j, next, {i0 + band.first, i0 + band.last}, vecs, HS);
         }
     }
@@ -413,17 +414,17 @@ void backward_edge(BackwardTile& t, const BackwardHead& head, int64_t begin, int
 void backward_queries(BackwardTile& t, const BackwardHead& head, int64_t begin, int64_t end, int64_t j0, int64_t nk,
                       const BackwardShape& shape) {
     const Band band{shape.band.first - j0, shape.band.last - j0};  // with key j0 as key 0
-    // Queries full … edge − 1 see all keys; from `edge` on, the window hides key 0.
-    const int64_t full = std::clamp(ceil_div(nk, LANES) * LANES - band.last, begin, end);
-    const int64_t edge = std::clamp(1 - band.first, begin, end);
+    // The queries full_begin … full_end − 1 see all keys; from query full_end on, the window hides key 0.
+    const int64_t full_begin = std::clamp(ceil_div(nk, LANES) * LANES - band.last, begin, end);
+    const int64_t full_end = std::clamp(1 - band.first, begin, end);
     const int64_t last = std::clamp(nk - band.first, begin, end), tile = tile_size(shape.HS);
     for (int64_t i = std::clamp(-band.last, begin, end), next; i < last; i = next) {
         next = std::min(i + tile, last);
-        if (i >= full && i < edge) {
-            next = std::min(next, edge);
+        if (i >= full_begin && i < full_end) {
+            next = std::min(next, full_end);
             backward_full(t, head, i, next - i, nk, shape);
         } else {
-            if (i < full && full < edge) next = std::min(next, full);
+            if (i < full_begin && full_begin < full_end) next = std::min(next, full_begin);
             backward_edge(t, head, i, next, band, nk, shape);
         }
     }
@@ -431,11 +432,7 @@ void backward_queries(BackwardTile& t, const BackwardHead& head, int64_t begin, 
 
 // delta[h, i] = Σ_c dout·out of one token's head.
 MULTIARCH float dot(const float* a, const float* b, int64_t n) {
-    vec16 sum = {};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) sum += vec_load(a + i) * vec_load(b + i);
-    if (i < n) sum += vec_load_partial(a + i, n - i) * vec_load_partial(b + i, n - i);
-    return vec_sum(sum);
+    return vec_dot(a, b, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -63,16 +63,17 @@ __device__ __forceinline__ Sequence sequence_of(const Attention<T>& a, int64_t s
                        : klen};
 }
 
-// Where a count of sequences is given, tiles of `rows` tokens are numbered across all sequences, without a gap for the
-// unused ones. Sequence s owns the numbers from ⌊cum[s] / rows⌋ + s on: at least as many as it has tiles and at most
-// one more, and known without a sum over the sequences before it. The tokens after the last sequence follow as one
-// more.
+// Where a count of sequences is given, tiles of `rows` tokens have an index across all sequences in use. Sequence s
+// owns the indices from ⌊cum[s] / rows⌋ + s on: at least as many as it has tiles and at most one more. So they are
+// known without a sum over the sequences before it. The tokens after the last sequence follow like one more sequence.
+// Example, rows = 128: sequences of 100, 300 and 130 tokens begin at 0, 100 and 400 and own the indices 0, 1 … 4 and
+// 5 … 6; with 1 + 3 + 2 tiles, index 4 has no tile.
 struct PackedTile {
     int sequence;     // S: the tokens after the last sequence; −1: there is no such tile
-    int rank, tiles;  // which of the sequence's numbers, and how many it owns
+    int rank, tiles;  // which of the sequence's indices, and how many it owns
 };
 
-// Upper bound of the numbers, and their number.
+// The number of indices; with `sequences` an upper bound, an upper bound.
 __host__ __device__ __forceinline__ int64_t packed_tiles(int64_t sequences, int64_t tokens, int rows) {
     return tokens / rows + sequences + 1;
 }
@@ -85,20 +86,20 @@ __device__ __forceinline__ int sequences_in_use(const Attention<T>& a) {
 // used: sequences_in_use(a); cum, tokens: cum_q and Nq, or cum_k and Nk.
 template <typename T>
 __device__ __forceinline__ PackedTile packed_tile(const Attention<T>& a, int used, const int32_t* cum, int64_t tokens,
-                                                  int rows, int64_t number) {
+                                                  int rows, int64_t index) {
     const int end = int(packed_tiles(used, tokens, rows));
-    if (number >= end) return {-1, 0, 0};
+    if (index >= end) return {-1, 0, 0};
     const auto first = [&](int s) { return int(max(int64_t(0), min(int64_t(cum[s]), tokens))) / rows + s; };
-    int low = 0, high = used;  // first(low) ≤ number
+    int low = 0, high = used;  // first(low) ≤ index
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (first(middle) <= number)
+        if (first(middle) <= index)
             low = middle;
         else
             high = middle - 1;
     }
     const int begin = first(low), next = low < used ? first(low + 1) : end;
-    return {low < used ? low : int(a.S), int(number) - begin, next - begin};
+    return {low < used ? low : int(a.S), int(index) - begin, next - begin};
 }
 
 // Rows of a sequence, end excluded.
@@ -106,8 +107,8 @@ struct RowRange {
     int begin, end;
 };
 
-// Tiles of queries are counted from the end of a sequence: the one that the sequence's beginning cuts short (its first
-// queries have negative numbers) is then the one with the fewest keys.
+// Tiles of queries are counted from the end of a sequence. The incomplete tile, whose first queries have negative
+// indices, is then at the beginning, where queries see the fewest keys.
 __device__ __forceinline__ int first_query(const Sequence& seq, int rank, int rows) {
     return seq.qlen - (rank + 1) * rows;
 }

@@ -15,7 +15,8 @@
 //
 // LLaMA-3 8B with one sequence of 8192 (B=1, NH=32, NKV=8, HS=128) on an H100 SXM: 8192 / 128 = 64 tiles of keys for
 // each of (1 + 1)·8 pairs of a sequence and a KV head: 1,024 tasks for 132 blocks of 384 threads. GPT-2 124M (T=1024,
-// HS=64) takes two passes.
+// HS=64) takes two passes. Of the row kernels, delta takes 16 threads for each of the 8192·32 rows, 16,384 blocks of
+// 256; rounding dQ takes 8, 8,192 blocks.
 #include "kernels/attention/hopper_backward_keys.cuh"
 #include "kernels/cuda/scratch.h"
 

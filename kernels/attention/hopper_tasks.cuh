@@ -17,17 +17,17 @@ struct Tiled {
     int rows;
 };
 
-// Tasks are numbered so that the longest come first and all blocks end at about the same time. But tasks are taken by
-// sections: a section's pairs of a sequence and a head are few enough that the tensors of their inner loops stay in L2.
+// The order of tasks puts the longest first, so that all blocks end at about the same time. But it goes section by
+// section: a section's pairs of a sequence and a head are few enough that the tensors of their inner loops stay in L2.
 //
-// Where a count of sequences is given, tiles are numbered across the sequences in use (packed_tile() in attention.cuh):
-// the heads of a tile follow each other, so that the few sequences at work stay in L2, and each sequence starts with
-// its longest tile.
+// Where a count of sequences is given, tiles have an index across the sequences in use (packed_tile() in
+// attention.cuh): the heads of a tile follow each other, so that the few sequences at work stay in L2, and each
+// sequence starts with its longest tile.
 struct Schedule {
     int64_t pairs, heads;  // the sequence after the last stands for the tokens that belong to none
     int tiles;             // of the longest sequence
     int section;           // pairs
-    uint32_t* next;        // the next task's number; 0 at the start
+    uint32_t* next;        // the next task's index; 0 at the start
     Tiled tiled;
 
     // Upper bound of the tasks.
@@ -57,22 +57,22 @@ class TaskProducer {
   public:
     __device__ __forceinline__ TaskProducer(const Attention<T>& a, const Schedule& schedule, TaskRing& ring)
         : a_(a), schedule_(schedule), ring_(ring), used_(a.count ? sequences_in_use(a) : 0) {
-        fetch_number();
+        fetch_index();
     }
     __device__ __forceinline__ bool next(Task& task) {
-        const uint32_t i = uint32_t(uniform(int(number_)));
+        const uint32_t i = uint32_t(uniform(int(index_)));
         task = {-1, 0, 0, 0, {}};
         if (a_.count) {
             const uint32_t heads = uint32_t(schedule_.heads);
             const Tiled& tiled = schedule_.tiled;
             const PackedTile t = packed_tile(a_, used_, tiled.cum, tiled.tokens, tiled.rows, i / heads);
             if (t.sequence >= 0) {
-                fetch_number();
+                fetch_index();
                 task = {t.rank, t.tiles, int(i % heads), t.sequence, {}};
                 if (task.sequence < a_.S) task.seq = sequence_of(a_, task.sequence);
             }
         } else if (i < uint32_t(schedule_.pairs) * uint32_t(schedule_.tiles)) {
-            fetch_number();
+            fetch_index();
             const uint32_t width = uint32_t(schedule_.section), in_section = width * uint32_t(schedule_.tiles);
             const uint32_t first = i / in_section * width, rest = i % in_section;
             const uint32_t here = min(width, uint32_t(schedule_.pairs) - first), pair = first + rest % here;
@@ -90,15 +90,15 @@ class TaskProducer {
     }
 
   private:
-    __device__ __forceinline__ void fetch_number() {
-        if (lane_id() == 0) number_ = atomicAdd(schedule_.next, 1);
+    __device__ __forceinline__ void fetch_index() {
+        if (lane_id() == 0) index_ = atomicAdd(schedule_.next, 1);
     }
     const Attention<T>& a_;
     const Schedule& schedule_;
     TaskRing& ring_;
     RingPosition<TaskRing::STAGES> at_;
     const int used_;
-    uint32_t number_ = 0;
+    uint32_t index_ = 0;
 };
 
 class TaskConsumer {

@@ -10,9 +10,9 @@
 //              are already laid out as operand A of the next matmul: they never leave the registers.
 //
 // Warps own whole rows of a tile, so that row sums need four lanes and no shared memory. P and dS are rounded to T.
-// A block's number gives tile, head and sequence. Sequences come from cum_q and cum_k on the device; blocks whose tile
-// lies past their sequence's end return. The sequence after the last stands for the tokens that belong to none. With a
-// count of sequences on the device, blocks without a tile return, too (packed_tile() in attention.cuh).
+// The block index gives tile, head and sequence. Sequences come from cum_q and cum_k on the device; blocks whose tile
+// begins after the end of their sequence return. The sequence after the last stands for the tokens that belong to none.
+// With a count of sequences on the device, blocks without a tile return, too (packed_tile() in attention.cuh).
 #pragma once
 
 #include "kernels/attention/attention.cuh"

@@ -1,5 +1,5 @@
-// The two loops of the memory-bound OpenMP kernels: over a row in vectors, and over a matrix in chunks that threads
-// share. Not for .cu files.
+// The loops of the memory-bound OpenMP kernels: over a row in vectors, and over a matrix in chunks that threads share.
+// Not for .cu files.
 #pragma once
 
 #include <algorithm>
@@ -71,4 +71,14 @@ void parallel_chunks(int64_t N, int64_t C, bool flat, Body body) {
         const int64_t row = i / per_row, begin = i % per_row * CHUNK;
         body(row, begin, std::min(begin + CHUNK, columns));
     }
+}
+
+// out[n, c] = f(inp0[n, c], …): calls row_function(out, inputs…, n) for chunks of n columns. out and inputs are
+// matrices of one shape.
+template <typename RowFunction, typename... Inputs>
+void elementwise(RowFunction row_function, const Tensor& out, const Inputs&... inputs) {
+    const bool flat = out.contiguous() && (inputs.contiguous() && ...);
+    parallel_chunks(out.shape[0], out.shape[1], flat, [&](int64_t row, int64_t begin, int64_t end) {
+        row_function(Rows<float>(out)[row] + begin, (Rows<const float>(inputs)[row] + begin)..., end - begin);
+    });
 }

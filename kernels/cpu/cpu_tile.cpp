@@ -5,8 +5,8 @@ namespace {
 // c [R, NV vectors] = a·b, stored as `into` says: a is [R, K] with rows lda apart or, TRANSPOSED, stored as [K, R]; b
 // is [K, NV vectors].
 template <typename V, int R, int NV, bool TRANSPOSED>
-ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                 int64_t K, Into into) {
+ALWAYS_INLINE void gemm_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                              int64_t K, Into into) {
     V sum[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -35,15 +35,15 @@ ALWAYS_INLINE void product_block(float* c, int64_t ldc, const float* a, int64_t 
 }
 
 template <typename V, int R, int NV, bool TRANSPOSED>
-ALWAYS_INLINE void product_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t K, Into into) {
+ALWAYS_INLINE void gemm_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                             int64_t K, Into into) {
     const int64_t step = TRANSPOSED ? 1 : lda;
     int64_t m = 0;
     for (; m + R <= M; m += R) {
-        product_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
+        gemm_block<V, R, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
     }
     for (; m < M; m++) {
-        product_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
+        gemm_block<V, 1, NV, TRANSPOSED>(c + m * ldc, ldc, a + m * step, lda, b, ldb, K, into);
     }
 }
 
@@ -54,31 +54,31 @@ ALWAYS_INLINE void tile_gemm(float* c, int64_t ldc, const float* a, int64_t lda,
     int64_t v = 0;
     if constexpr (WIDTH<V> == LANES) {
         for (; v + 4 <= vecs; v += 4) {
-            product_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
+            gemm_rows<V, 4, 4, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
         }
         if (v + 3 == vecs) {
-            product_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
+            gemm_rows<V, 4, 3, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
             return;
         }
         for (; v + 2 <= vecs; v += 2) {
-            product_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
+            gemm_rows<V, 8, 2, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
         }
     }
     constexpr int NV = LANES / WIDTH<V>;
     for (; v < vecs; v++) {
-        product_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
+        gemm_rows<V, 8 / NV, NV, TRANSPOSED>(c + v * LANES, ldc, a, lda, b + v * LANES, ldb, M, K, into);
     }
 }
 
 template <bool TRANSPOSED>
-WITH_AVX512 void product_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
-                                int64_t M, int64_t vecs, int64_t K, Into into) {
+WITH_AVX512 void tile_gemm_avx512(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
+                                  int64_t M, int64_t vecs, int64_t K, Into into) {
     tile_gemm<vec16, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 template <bool TRANSPOSED>
-void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
-                  int64_t vecs, int64_t K, Into into) {
+void tile_gemm_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M,
+                    int64_t vecs, int64_t K, Into into) {
     tile_gemm<vec8, TRANSPOSED>(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
@@ -86,13 +86,14 @@ void product_avx2(float* c, int64_t ldc, const float* a, int64_t lda, const floa
 
 void tile_AB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
              int64_t K, Into into) {
-    (has_avx512() ? product_avx512<false> : product_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
+    (has_avx512() ? tile_gemm_avx512<false> : tile_gemm_avx2<false>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
 
 void tile_AtB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
               int64_t K, Into into) {
-    (has_avx512() ? product_avx512<true> : product_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
+    (has_avx512() ? tile_gemm_avx512<true> : tile_gemm_avx2<true>)(c, ldc, a, lda, b, ldb, M, vecs, K, into);
 }
+
 // In 8×8 blocks.
 MULTIARCH void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols,
                          float scale) {

@@ -33,8 +33,10 @@ ALWAYS_INLINE void store(float* p, V v) {
 
 template <typename V>
 constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
+
 // How a GEMM stores its sums: over c; continuing the sums that c holds; or summed from zero and then added to c.
 enum class Into { Overwritten, Continued, Added };
+
 // c [M, vecs·16] = a·b with b [K, vecs·16], stored as `into` says. tile_AB: a is [M, K]. tile_AtB: a is stored as [K,
 // M]. Each element of c is summed in the order of k, whatever the blocking.
 void tile_AB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t M, int64_t vecs,
@@ -44,9 +46,9 @@ void tile_AtB(float* c, int64_t ldc, const float* a, int64_t lda, const float* b
 
 // dst [cols, rows] = scale · src [rows, cols] transposed.
 void transpose(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t cols, float scale);
-// dst [C, round16(rows)] = scale · srcᵀ, the lanes beyond rows zero.
+// dst [C, round16(rows)] = scale · srcᵀ; zeros in the lanes beyond rows. round16(n): n rounded up to a multiple of 16.
 void pack_lanes(float* dst, int64_t ldd, const float* src, int64_t lds, int64_t rows, int64_t C, float scale);
-// dst [rows, round16(C)] = scale · src, the columns beyond C zero.
+// dst [rows, round16(C)] = scale · src; zeros in the columns beyond C.
 void pack_rows(float* dst, const float* src, int64_t lds, int64_t rows, int64_t C, float scale);
 
 // Row i of one head: data + i·stride.

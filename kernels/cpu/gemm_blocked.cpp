@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <memory>
 
-#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/cpu_tile.h"
 #include "runtime/error.h"
 
 namespace {
@@ -140,14 +140,10 @@ void multiply_rectangle(const Tile& tile, Range rows, Range columns, int64_t K, 
     }
 }
 
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
-// Part p of `parts` nearly equal parts of `size`, cut at multiples of `unit`.
-Range part(int64_t size, int64_t unit, int64_t parts, int64_t p) {
-    const int64_t units = ceil_div(size, unit);
-    return {std::min(size, units * p / parts * unit), std::min(size, units * (p + 1) / parts * unit)};
+// Part p of `parts` nearly equal parts of `size`, cut at multiples of `tile`.
+Range part(int64_t size, int64_t tile, int64_t parts, int64_t p) {
+    const int64_t tiles = ceil_div(size, tile);
+    return {std::min(size, tiles * p / parts * tile), std::min(size, tiles * (p + 1) / parts * tile)};
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Prefix sums over the threads of a warp or of a block, in the order of their numbers. The order of additions is fixed:
-// a tree within each warp, then the warps one after the other.
+// Prefix sums over the threads of a warp or of a block, in the order of the thread index. The order of additions is
+// fixed: a tree within each warp, then the warps one after the other.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"

@@ -1,4 +1,7 @@
 // out[n, c] = f(inp0[n, c], inp1[n, c], …) for matrices of one dtype, as the activation functions need.
+//
+// A thread takes one vector of 16 bytes, or one element where rows are not aligned. GELU of GPT-2 124M, bf16, B = 64,
+// T = 1,024: 65,536·3,072 elements are 8 a thread, 98,304 blocks of 256; forward reads 403 MB and writes as much.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"

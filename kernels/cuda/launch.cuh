@@ -37,9 +37,13 @@ __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-// A one-dimensional grid has at most 2³¹ − 1 blocks; kernels that might need more use a grid-stride loop.
+// A one-dimensional grid has at most 2³¹ − 1 blocks. Kernels whose threads take one element or more need fewer for any
+// tensor that fits in memory: with 256 threads a block they reach 5·10¹¹ elements. More rows than that, in a kernel
+// with a block for each row, are an Error.
 inline dim3 grid_of(int64_t blocks) {
-    return dim3(static_cast<unsigned>(std::min<int64_t>(blocks, 0x7fffffff)));
+    require(blocks <= 0x7fffffff, "a launch of ", blocks,
+            " blocks, more than the 2147483647 of a grid; use fewer rows");
+    return dim3(static_cast<unsigned>(blocks));
 }
 
 // The row of item i and its index in that row, where each row has per_row items. Divides in 32 bits where possible,

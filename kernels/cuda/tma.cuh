@@ -19,8 +19,8 @@ __device__ __forceinline__ void tma_load(void* panel, const CUtensorMap* map, in
         : "memory");
 }
 
-// The same load into the same place in each block of the cluster whose bit is set in `blocks`; in each, the mbarrier in
-// the place of b counts the bytes.
+// The same load to the same offset in the shared memory of each block of the cluster whose bit is set in `blocks`. In
+// each of them the mbarrier at the offset of b counts the bytes.
 __device__ __forceinline__ void tma_load_multicast(void* panel, const CUtensorMap* map, int column, int head, int token,
                                                    Mbarrier* b, uint16_t blocks) {
     asm volatile(

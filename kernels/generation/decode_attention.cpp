@@ -34,13 +34,6 @@ int64_t partial_floats(int64_t HS) {
     return HS + 2;
 }
 
-ALWAYS_INLINE float dot(const float* a, const float* b, int64_t n) {
-    vec16 sum = {};
-    for_each_vector(n, [&](int64_t i, int64_t lanes)
-                           INLINE_LAMBDA { sum += vec_load_lanes(a + i, lanes) * vec_load_lanes(b + i, lanes); });
-    return vec_sum(sum);
-}
-
 // The rows of a KV split in the cache: `keys` from row `first` on, then `wrapped` from row 0 on (of a ring).
 struct Rows {
     int64_t first, keys, wrapped;
@@ -98,8 +91,9 @@ MULTIARCH void attend_split(float* partial, const float* q, const float* k, cons
     alignas(64) float s[MAX_SPLIT_KEYS];
     for (int64_t h = 0; h < z.NH; h++) {
         const int64_t column = h / group * z.HS;
-        for_each_key(k + column, rows, row,
-                     [&](int64_t j, const float* key) INLINE_LAMBDA { s[j] = scale * dot(q + h * z.HS, key, z.HS); });
+        for_each_key(k + column, rows, row, [&](int64_t j, const float* key) INLINE_LAMBDA {
+            s[j] = scale * vec_dot(q + h * z.HS, key, z.HS);
+        });
         float* to = partial + h * partial_floats(z.HS);
         const Partial p = exponentials(s, n);
         to[0] = p.max, to[1] = p.sum;

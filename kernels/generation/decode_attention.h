@@ -16,8 +16,8 @@
 //
 // T is the dtype of qkv, cache and out: fp32; on CUDA also bf16 and fp16. Sums are fp32.
 // Errors: wrong shapes or dtypes, NKV that does not divide NH, a window outside [0, capacity], a scale that is not
-// positive, HS > 256 on CUDA. On the CPU also slots outside the cache, positions of max_length or more, and a row
-// outside the table.
+// positive; on CUDA also HS > 256, and more than 65,535 sequences or heads. On the CPU also slots outside the cache,
+// positions of max_length or more, and a row outside the table.
 #pragma once
 
 #include "kernels/generation/decode_batch.h"

@@ -3,9 +3,10 @@
 // One warp loads the block's share of all weights into a ring of stages, independently of the activations
 // (decode_step_weights.cuh). Eight warps compute. Each multiplies one eighth of the columns of the block's rows, so
 // that it waits for its own part of the activations only, and has its first weights in registers by then. After one
-// barrier the sums of the warps are added in order. Block b owns the units [b·units/blocks, (b + 1)·units/blocks) of
-// every matrix (decode_step.cuh). What a block has computed goes to the others through the grid-wide exchange
-// (decode_step_exchange.cuh). decode_step_plan.cuh has the launch arithmetic of GPT-2 124M and of a LLaMA of 1B.
+// barrier the sums of the warps are added in order. Block b computes the output pairs [b·pairs/blocks,
+// (b + 1)·pairs/blocks) of every matrix (decode_step.cuh). What a block has computed goes to the others through the
+// grid-wide exchange (decode_step_exchange.cuh). decode_step_plan.cuh has the launch arithmetic of GPT-2 124M and of a
+// LLaMA of 1B.
 //
 // The data flow; ══▶ is the grid-wide exchange, and each block computes its share of every line but the first:
 //
@@ -49,12 +50,12 @@ namespace fused_decode {
 
 // One matmul of the stage loop, for a block.
 struct Matmul {
-    int which;       // Matrix
-    uint32_t epoch;  // of the exchanges of the layer
-    int halves;      // 2: gate and up of SwiGLU
-    bool has_norm;   // of the input
-    Units units;     // of the block
-    __device__ __forceinline__ int owned() const { return units.end - units.first; }
+    int which;        // Matrix
+    uint32_t epoch;   // of the exchanges of the layer
+    int halves;       // 2: gate and up of SwiGLU
+    bool has_norm;    // of the input
+    PairRange pairs;  // of the block
+    __device__ __forceinline__ int owned() const { return pairs.end - pairs.first; }
 };
 
 // The computing warps of a block.
@@ -102,7 +103,7 @@ struct ComputingWarps {
             const MatrixPlan& p = a.plans[which];
             const Layer& layer = layers[which == HEAD ? 0 : l];
             const Matmul op{which, epoch + uint32_t(l) + 1, which == FC ? swiglu_halves : 1,
-                            which != PROJ && which != FCPROJ, shared.units[which]};
+                            which != PROJ && which != FCPROJ, shared.pairs[which]};
             const int owned = op.owned();
             if (which == PROJ) {
                 Attention<HEADS, NB, EXTENDED, T>(a, layer, options_of(l), shared, first_task(l),
@@ -298,18 +299,18 @@ struct ComputingWarps {
     // The thread's row of the bias, for a thread below 2·halves·owned.
     __device__ __forceinline__ int bias_row(const Matmul& op, const MatrixPlan& p) const {
         const int r = thread / op.owned();
-        return 2 * (r / 2 * p.units + op.units.first + thread - r * op.owned()) + r % 2;
+        return 2 * (r / 2 * p.pairs + op.pairs.first + thread - r * op.owned()) + r % 2;
     }
 
     // The end of the matmul for the stages [first, end): adds the warps' sums, bias, activation and residual, and sends
-    // the result or stores the logits. One thread for each unit and sequence.
+    // the result or stores the logits. One thread for each output pair and sequence.
     __device__ __forceinline__ void finish_rows(const Matmul& op, const MatrixPlan& p, const T* bias, int parity,
                                                 int first, int end) {
         const int which = op.which, owned = op.owned();
-        const int n = thread % NB, unit = (first << p.log_per_stage) + thread / NB;
-        if (n >= a.N || unit >= min(end << p.log_per_stage, owned)) return;
-        const int ring_stage = unit >> p.log_per_stage, begin = ring_stage << p.log_per_stage;
-        const int row = (ring_stage - first) * p.stage_rows + 2 * (unit - begin);
+        const int n = thread % NB, pair = (first << p.log_per_stage) + thread / NB;
+        if (n >= a.N || pair >= min(end << p.log_per_stage, owned)) return;
+        const int ring_stage = pair >> p.log_per_stage, begin = ring_stage << p.log_per_stage;
+        const int row = (ring_stage - first) * p.stage_rows + 2 * (pair - begin);
         const int to_up = 2 * min(1 << p.log_per_stage, owned - begin);
         float y[4] = {};
 #pragma unroll
@@ -321,11 +322,11 @@ struct ComputingWarps {
                 y[2 * half] += x.x, y[2 * half + 1] += x.y;
             }
             if (bias) {
-                y[2 * half] += as_float(shared.biases[which & 1][2 * half * owned + unit]);
-                y[2 * half + 1] += as_float(shared.biases[which & 1][(2 * half + 1) * owned + unit]);
+                y[2 * half] += as_float(shared.biases[which & 1][2 * half * owned + pair]);
+                y[2 * half + 1] += as_float(shared.biases[which & 1][(2 * half + 1) * owned + pair]);
             }
         }
-        const int at = op.units.first + unit;  // in the output
+        const int at = op.pairs.first + pair;  // of all output pairs
         if (which == HEAD) {
             if constexpr (EXTENDED)
                 if (a.head_bias) y[0] += as_float(a.head_bias[2 * at]), y[1] += as_float(a.head_bias[2 * at + 1]);
@@ -345,7 +346,7 @@ struct ComputingWarps {
             const T* const x = residual + n * a.C + 2 * at;
             y[0] += as_float(x[0]), y[1] += as_float(x[1]);
         }
-        uint64_t* const to = a.matmul_words[which] + int64_t(n) * (2 * p.units / PER_WORD<T>);
+        uint64_t* const to = a.matmul_words[which] + int64_t(n) * (2 * p.pairs / PER_WORD<T>);
         send<T>(to, at, y[0], y[1], op.epoch);
     }
 };
@@ -374,11 +375,11 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
     if (thread < a.N) shared.positions[thread] = a.positions[thread], shared.slots[thread] = a.slots[thread];
     if (thread == 0) shared.epoch = *a.epoch;
-    if (thread < MATRICES) shared.units[thread] = units_of_block(a.plans[thread]);
+    if (thread < MATRICES) shared.pairs[thread] = pairs_of_block(a.plans[thread]);
     __syncthreads();
     Ring ring{shared.full, shared.empty, memory + a.ring_offset, a.stages, a.stage_bytes};
     if (warp == WARPS) {
-        if (lane == 0) stream_weights(a, layers, shared.units, ring);
+        if (lane == 0) stream_weights(a, layers, shared.pairs, ring);
         return;
     }
     ComputingWarps<T, NB, HEADS, EXTENDED>(a, shared, softmax_statistics, memory).run(ring);
@@ -492,7 +493,7 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     require(int64_t(weights.blocks.size()) == m.layers && int64_t(k.size()) == m.layers && v.size() == k.size(), op,
             ": ", weights.blocks.size(), " blocks and a cache for ", k.size(), " layers, expected ", m.layers);
     require(decode_step_max_batch(m) > 0, op,
-            ": the fused decode step does not support this model; decode_step_max_batch() tells which it does");
+            ": the fused decode step does not support this model (decode_step_max_batch() is 0)");
     check_scratch(op, scratch, decode_step_scratch(m));
     const auto norm = [&](const NormWeights& n) {
         check_tensor(op, "norm.weight", n.weight, DType::F32, {m.C});
@@ -565,8 +566,7 @@ void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const Deco
     require(rows_aligned({logits}), op, ": rows of logits are not aligned to 16 bytes");
     if (N == 0 || batch.max_length == 0) return;
     const Plan z = plan_of(m, N);
-    require(N <= m.slots && z.possible, op, ": batch size ", N,
-            " is too large for this model; decode_step_max_batch() tells the largest");
+    require(N <= m.slots && z.possible, op, ": batch size ", N, ", expected at most ", decode_step_max_batch(m));
     dispatch_dtype(op, m.dtype, [&](auto zero) {
         using T = decltype(zero);
         launch(op, arguments_of<T>(logits, ids, batch, m, weights, scratch, z), z, is_extended(m), stream);

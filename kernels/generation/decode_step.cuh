@@ -1,6 +1,6 @@
 // What the parts of the fused decode step share: the matrices of a layer, how their rows are divided among blocks and
-// stages of the weight ring, and the kernel's arguments. A unit is the smallest part that a block owns, two rows of the
-// output. For decode_step.cu.
+// stages of the weight ring, and the kernel's arguments. A block owns output pairs, each two consecutive outputs of a
+// matmul. For decode_step.cu.
 #pragma once
 
 #include "kernels/activation.h"
@@ -41,11 +41,11 @@ struct LayerOptions {
 template <bool EXTENDED>
 constexpr int LAYER_BYTES = int(sizeof(Layer)) + (EXTENDED ? int(sizeof(LayerOptions)) : 0);
 
-// How a matrix [2·units, K] (FC with SwiGLU: [4·units, K]) is divided. A unit is two rows of the output: two rows of
-// weight, with SwiGLU two rows of gate and the same two of up.
+// How a matrix [2·pairs, K] (FC with SwiGLU: [4·pairs, K]) is divided. Output pair i needs the rows 2i and 2i + 1 of
+// the weight; with SwiGLU these rows of gate and of up.
 struct MatrixPlan {
-    int K, units;
-    int log_per_stage;  // log2 of the units of a stage
+    int K, pairs;       // columns of the weight; output pairs
+    int log_per_stage;  // log2 of the pairs of a full stage
     int stage_rows;     // a power of two up to MAX_STAGE_ROWS
     int chunk;          // stages between two barriers
 };
@@ -84,8 +84,8 @@ struct Arguments {
 template <int NB>
 using Partial = float[2][WARPS][NB][CHUNK_ROWS];
 
-// Units [first, end) of a matrix that belong to a block.
-struct Units {
+// The output pairs [first, end) of a matrix, which belong to a block.
+struct PairRange {
     int first, end;
 };
 
@@ -96,15 +96,15 @@ struct Task {
     int64_t last;      // row of the split's last key in the cache
     __device__ __forceinline__ bool has_new_key() const { return split == splits - 1; }
 };
-// In the extended kernel a layer's cache may be a ring. Counted back from the split's last key, the keys from number
-// `wrap` on are at its end.
+// In the extended kernel a layer's cache may be a ring. Counted back from the split's last key, keys wrap, wrap + 1 …
+// are at the end of the ring.
 struct RingTask : Task {
     int wrap, rows;
 };
 template <bool EXTENDED>
 using TaskOf = std::conditional_t<EXTENDED, RingTask, Task>;
 
-// Rows from the split's last key back to the key with number j.
+// Rows from the split's last key back to key j.
 __device__ __forceinline__ int rows_back(const Task&, int j) {
     return j;
 }
@@ -122,7 +122,7 @@ struct Shared {
     float rotations[NB][MAX_HS];  // RoPE: (cos, sin) of each sequence
     bool has_rotation[NB];
     T biases[2][THREADS];  // of two matmuls, which alternate
-    Units units[MATRICES];
+    PairRange pairs[MATRICES];
     // Of the block; all zeros if there are fewer tasks than blocks. Extended: of two layers, which alternate.
     TaskOf<EXTENDED> first_task[EXTENDED ? 2 : 1];
     uint32_t epoch;

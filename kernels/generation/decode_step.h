@@ -10,7 +10,7 @@
 // starts with cold caches and ends with idle SMs; for a small batch that costs more time than reading the weights. Here
 // every SM runs one thread block from the first layer to the head. Its share of all weights streams through shared
 // memory without a pause, far ahead of the arithmetic. SMs exchange activations word by word: each word carries the
-// epoch of its exchange, which tells the reader that it has arrived, so that no grid-wide barrier is needed.
+// epoch of its exchange, by which the reader knows that it has arrived, so that no grid-wide barrier is needed.
 //
 // Flags inside the data words are the idea of NCCL's LL protocol; one persistent kernel for a whole model is known as a
 // megakernel (Hazy Research 2025, "Look Ma, No Bubbles!"). x, qkv, att and act are rounded to T where linear() and

@@ -65,7 +65,7 @@ struct KvRegisters {
     using Vectors = Pack<T, W>[ROUNDS];
     Vectors key, value;
 
-    // Loads those with the numbers b·step + first, b < ROUNDS, of the split.
+    // Loads keys b·step + first, b < ROUNDS, of the split, counted back from its last.
     __device__ __forceinline__ static void load(Vectors& x, const Arguments<T>& a, const void* cache, const TaskType& t,
                                                 int first, int step) {
         const int channel = (int(threadIdx.x) & ((1 << a.log_lanes) - 1)) * W;
@@ -96,7 +96,7 @@ struct HeadNorm {
     __device__ __forceinline__ static int partner(int c, int pairs) {
         return c < pairs ? c + pairs : c < 2 * pairs ? c - pairs : c;
     }
-    // Loads the weights [HS], or ones if they are null. Before the head arrives, so that nobody waits for them.
+    // Loads the weights [HS], or ones if they are null. Called before the head arrives, to hide the latency.
     __device__ __forceinline__ void load(const Arguments<T>& a, const float* weights) {
 #pragma unroll
         for (int i = 0; i < CHANNELS; i++) {
@@ -321,8 +321,7 @@ struct Attention {
                 for (int h = 0; h < HEADS; h++) s[b][h] += __shfl_xor_sync(ALL_LANES, s[b][h], offset);
     }
 
-    // Adds the lane's keys with scores s. They are those with the numbers b·slots_in_round + first, of which only the
-    // first `keys` exist.
+    // Adds the lane's keys, with scores s: keys b·slots_in_round + first of the split. Only the first `keys` exist.
     __device__ __forceinline__ void update(Softmax& softmax, float (&s)[ROUNDS][HEADS], const Kv& kv, int first,
                                            int keys) const {
 #pragma unroll

@@ -4,8 +4,8 @@
 // Examples, with bf16 on the 132 SMs of an H100, for one sequence; a stage is 12 or 32 KiB:
 //
 //                              GPT-2 124M: C 768, 12 heads of 64, FFN 3072   LLaMA 1B: C 2048, 32 heads on 8, FFN 8192
-//   units of a block (most)    QKV 9, PROJ 3, FC 12, FCPROJ 3, HEAD 191      QKV 12, PROJ 8, FC 32, FCPROJ 8, HEAD 486
-//   units of a stage           4, 4, 4, 1, 4                                 4, 4, 2, 1, 4
+//   output pairs of a block ≤  QKV 9, PROJ 3, FC 12, FCPROJ 3, HEAD 191      QKV 12, PROJ 8, FC 32, FCPROJ 8, HEAD 486
+//   output pairs of a stage    4, 4, 4, 1, 4                                 4, 4, 2, 1, 4
 //   activations, attention     11.6 KiB of shared memory                     26.9 KiB
 //   ring                       17 stages, 204 KiB                            5 stages, 160 KiB
 //   attention, 1,024 keys      12 KV heads · 8 splits = 96 tasks             8 KV heads · 2 tiles · 8 splits = 128
@@ -69,21 +69,21 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
         int64_t outputs, K;
     };
     const Size sizes[MATRICES] = {{qkv, m.C}, {m.C, Q}, {m.FFN, m.C}, {m.C, m.FFN}, {m.Vp, m.C}};
-    const auto unit_rows = [&](int which) { return which == FC && swiglu ? 4 : 2; };
+    const auto rows_of_pair = [&](int which) { return which == FC && swiglu ? 4 : 2; };
     z.stage_bytes = std::max(MIN_STAGE_BYTES, 2 * m.C * int64_t(sizeof(float)));
-    for (int i = 0; i < MATRICES; i++) z.stage_bytes = std::max(z.stage_bytes, unit_rows(i) * sizes[i].K * item);
+    for (int i = 0; i < MATRICES; i++) z.stage_bytes = std::max(z.stage_bytes, rows_of_pair(i) * sizes[i].K * item);
     z.stage_bytes = aligned(z.stage_bytes);
     for (int i = 0; i < MATRICES; i++) {
         MatrixPlan& p = z.matrices[i];
-        p.K = int(sizes[i].K), p.units = int(sizes[i].outputs / 2);
-        const int64_t most = ceil_div(p.units, std::max<int64_t>(z.blocks, 1));  // units of a block
-        if (i != HEAD && most * unit_rows(i) > THREADS) return z;                // one thread for each bias
-        const auto fits = [&](int64_t units) {
-            return units * unit_rows(i) <= MAX_STAGE_ROWS && units * unit_rows(i) * p.K * item <= z.stage_bytes;
+        p.K = int(sizes[i].K), p.pairs = int(sizes[i].outputs / 2);
+        const int64_t most = ceil_div(p.pairs, std::max<int64_t>(z.blocks, 1));  // pairs of a block
+        if (i != HEAD && most * rows_of_pair(i) > THREADS) return z;             // one thread for each bias
+        const auto fits = [&](int64_t pairs) {
+            return pairs * rows_of_pair(i) <= MAX_STAGE_ROWS && pairs * rows_of_pair(i) * p.K * item <= z.stage_bytes;
         };
         p.log_per_stage = 0;
         while (fits(int64_t(2) << p.log_per_stage) && int64_t(1) << p.log_per_stage < most) p.log_per_stage++;
-        p.stage_rows = unit_rows(i) << p.log_per_stage;
+        p.stage_rows = rows_of_pair(i) << p.log_per_stage;
         p.chunk = CHUNK_ROWS / p.stage_rows;
     }
     z.rows_bytes = aligned(N * std::max({m.C, Q, m.FFN}) * item);

@@ -28,15 +28,15 @@ struct Ring {
     }
 };
 
-__device__ __forceinline__ Units units_of_block(const MatrixPlan& p) {
-    const int64_t units = p.units;
-    return {int(units * blockIdx.x / gridDim.x), int(units * (blockIdx.x + 1) / gridDim.x)};
+__device__ __forceinline__ PairRange pairs_of_block(const MatrixPlan& p) {
+    const int64_t pairs = p.pairs;
+    return {int(pairs * blockIdx.x / gridDim.x), int(pairs * (blockIdx.x + 1) / gridDim.x)};
 }
 
 // Called by one thread. A norm is one stage: its weights, then its biases. A stage of a matrix has the rows of up to
-// 1 << log_per_stage units in order, with SwiGLU first those of gate and then those of up.
+// 1 << log_per_stage pairs in order, with SwiGLU first those of gate and then those of up.
 template <typename T>
-__device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const Units* units, Ring ring) {
+__device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const PairRange* pairs, Ring ring) {
     const auto stream_norm = [&](const float* weight, const float* bias) {
         const int bytes = a.C * int(sizeof(float));
         char* const to = ring.acquire(bias ? 2 * bytes : bytes);
@@ -47,15 +47,15 @@ __device__ void stream_weights(const Arguments<T>& a, const Layer* layers, const
     const auto stream_matrix = [&](int which, const void* matrix, bool swiglu) {
         const MatrixPlan& p = a.plans[which];
         const T* const weight = static_cast<const T*>(matrix);
-        const int end = units[which].end, per_stage = 1 << p.log_per_stage;
+        const int end = pairs[which].end, per_stage = 1 << p.log_per_stage;
 #pragma unroll 1
-        for (int unit = units[which].first; unit < end; unit += per_stage) {
+        for (int pair = pairs[which].first; pair < end; pair += per_stage) {
             const int64_t K = p.K;
-            const int bytes = min(per_stage, end - unit) * 2 * p.K * int(sizeof(T));
+            const int bytes = min(per_stage, end - pair) * 2 * p.K * int(sizeof(T));
             char* const to = ring.acquire(swiglu ? 2 * bytes : bytes);
-            bulk_load(to, weight + unit * 2 * K, bytes, ring.full + ring.stage);
+            bulk_load(to, weight + pair * 2 * K, bytes, ring.full + ring.stage);
             if (swiglu)
-                bulk_load(to + bytes, weight + (int64_t(p.units) + unit) * 2 * K, bytes, ring.full + ring.stage);
+                bulk_load(to + bytes, weight + (int64_t(p.pairs) + pair) * 2 * K, bytes, ring.full + ring.stage);
             ring.advance();
         }
     };

@@ -10,6 +10,9 @@ constexpr int THREADS = 256;
 
 // One block for each token. A thread reads both channels of a rotated pair before it writes them, so that q can be
 // rotated in place. Channels beyond the pairs, and v, are copied.
+//
+// LLaMA 1B, a prompt of 1,000 tokens: 1,000 blocks. (32 + 8) heads of 32 pairs are 5 pairs a thread, and 8 heads of 64
+// channels of v are 2 channels a thread.
 template <typename T>
 __global__ void __launch_bounds__(THREADS)
     kv_append_kernel(T* k_cache, T* v_cache, T* qkv, int64_t stride, const int32_t* rows, int64_t num_rows,

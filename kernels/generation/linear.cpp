@@ -6,11 +6,10 @@
 #include <algorithm>
 
 #include "kernels/cpu/cpu_loops.h"
+#include "kernels/cpu/cpu_tile.h"
 #include "kernels/gelu.h"
 #include "kernels/generation/linear_check.h"
-#include "kernels/layernorm.h"
 #include "kernels/relu2.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/swiglu.h"
 
 namespace {
@@ -22,22 +21,11 @@ struct Output {
     int64_t stride, residual_stride;
 };
 
-// The 16 partial sums as WIDTH-wide vectors: vec16 with AVX-512, two vec8 with AVX2, whose registers GCC would spill if
-// they were one vec16.
-template <typename V>
-constexpr int64_t WIDTH = sizeof(V) / sizeof(float);
-
 // For a single row of inp, weights are prefetched this many elements ahead as one stream, which is faster than OB
 // streams of a row each. 2 to 3 KiB is what memory delivers to a core within one latency; more is slower.
 constexpr int64_t AHEAD = 768;
 
-template <typename V>
-ALWAYS_INLINE V load(const float* p) {
-    V v;
-    std::memcpy(&v, p, sizeof(v));
-    return v;
-}
-
+// The 16 partial sums are one vec16 with AVX-512, two vec8 with AVX2 (kernels/cpu/cpu_tile.h).
 template <typename V, int NB, int OB>
 ALWAYS_INLINE void tile(const Output& to, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t C) {
     constexpr int PARTS = int(16 / WIDTH<V>);
@@ -148,14 +136,7 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
             Tensor residual, Tensor scratch, bool, Stream stream) {
     const char* op = "linear";
     const LinearSizes z = check_linear(op, DType::F32, out, inp, norm, weight, bias, activation, residual, scratch);
-    Tensor x = inp;
-    if (norm.weight) {
-        x = linear_normed(scratch, z, inp);
-        if (norm.centred)
-            layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
-        else
-            rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
-    }
+    const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     const Tensor y = activation == Activation::None ? out : linear_pre_activation(scratch, z, inp);
     gemm(y, x, weight, bias, residual);  // check_linear: there is no residual where an activation follows
     switch (activation) {

@@ -6,10 +6,8 @@
 #include "kernels/gelu.h"
 #include "kernels/generation/linear.cuh"
 #include "kernels/generation/linear_check.h"
-#include "kernels/layernorm.h"
 #include "kernels/matmul.h"
 #include "kernels/relu2.h"
-#include "kernels/rmsnorm.h"
 #include "kernels/swiglu.h"
 
 namespace {
@@ -61,14 +59,7 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
         done = launch_own_kernel(op, p, batch_invariant, stream);
     });
     if (done) return;
-    Tensor x = inp;
-    if (norm.weight) {
-        x = linear_normed(scratch, z, inp);
-        if (norm.centred)
-            layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
-        else
-            rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
-    }
+    const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     const Tensor y = linear_pre_activation(scratch, z, inp);
     switch (activation) {
         case Activation::None:

@@ -1,8 +1,10 @@
-// The checks of linear's arguments for both backends.
+// The checks of linear's arguments, its scratch and its separate norm, for both backends.
 #pragma once
 
 #include "kernels/check.h"
 #include "kernels/generation/linear.h"
+#include "kernels/layernorm.h"
+#include "kernels/rmsnorm.h"
 
 struct LinearSizes {
     int64_t N, C, OC, columns;  // columns of out
@@ -31,13 +33,21 @@ inline LinearSizes check_linear(const char* op, DType dtype, const Tensor& out, 
 }
 
 // scratch: the normalised input, then the layer's output before the activation.
-inline Tensor linear_normed(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
-    return make_tensor(scratch.data, like.dtype, like.device, {z.N, z.C});
-}
 inline int64_t linear_normed_bytes(int64_t N, int64_t C, DType dtype) {
     return (N * C * dtype_size(dtype) + 255) / 256 * 256;
 }
 inline Tensor linear_pre_activation(const Tensor& scratch, const LinearSizes& z, const Tensor& like) {
     return make_tensor(static_cast<char*>(scratch.data) + linear_normed_bytes(z.N, z.C, like.dtype), like.dtype,
                        like.device, {z.N, z.OC});
+}
+
+// Normalises inp to the scratch and returns the result.
+inline Tensor linear_normed(const Tensor& scratch, const LinearSizes& z, const Tensor& inp, const InputNorm& norm,
+                            Stream stream) {
+    const Tensor x = make_tensor(scratch.data, inp.dtype, inp.device, {z.N, z.C});
+    if (norm.centred)
+        layernorm_forward(x, {}, {}, {}, inp, {}, norm.weight, norm.bias, norm.eps, stream);
+    else
+        rmsnorm_forward(x, {}, {}, inp, {}, norm.weight, norm.eps, stream);
+    return x;
 }

@@ -47,8 +47,7 @@ __global__ void __launch_bounds__(FILTER_THREADS)
     for (int i = written + int(threadIdx.x); i < k; i += FILTER_THREADS) to[i] = 0;
 }
 
-// Replaces each of the block's numbers, of which a thread has PER consecutive ones, by the sum up to and with it.
-// Returns the total.
+// Inclusive prefix sum over the block. A thread has PER consecutive elements. Returns the total.
 template <int PER>
 __device__ double block_inclusive_sums(double (&x)[PER]) {
     __shared__ double warp_sums[FILTER_WARPS];

@@ -152,7 +152,7 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
     for (int64_t h = 0; h < z.NH && p.norm; h++) std::fill(p.norm_of(h) + p.cum[z.S], p.norm_of(h) + z.N, 0.0f);
 }
 
-// δ, φ(q)·dφ(q), φ(k)·dφ(k), and ⟨S_T, dS_T⟩ of each state.
+// Scratch, fp32: δ and φ(q)·dφ(q) [NH, N], φ(k)·dφ(k) [NKV, N], ⟨S_T, dS_T⟩ [S, NKV].
 void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, const LinearAttentionState& dinitial,
                                Tensor dout, const LinearAttentionState& dfinal, Tensor q, Tensor k, Tensor v,
                                Tensor gate, const LinearAttentionState& initial, Tensor out, Tensor norm,

@@ -25,16 +25,17 @@ struct Splits {
 };
 
 Splits splits_of(const LinearAttentionSizes& z) {
-    constexpr int64_t UNIT = MAX_CHUNK;
+    // Splits end at chunk boundaries, whichever kernel takes them.
+    constexpr int64_t GRANULARITY = MAX_CHUNK;
     const int64_t blocks = wanted_blocks(z, num_sms());
     // dk and dv have a block for each KV head.
     const int64_t wanted_tokens = std::max(ceil_div(z.N * z.NKV, blocks), MIN_SPLIT);
     const int64_t count = std::max<int64_t>(1, (z.max_length + wanted_tokens / 2) / wanted_tokens);
-    const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), UNIT)) * UNIT;
+    const int64_t length = std::max<int64_t>(1, ceil_div(ceil_div(z.max_length, count), GRANULARITY)) * GRANULARITY;
     const Splits splits{std::max<int64_t>(1, ceil_div(z.max_length, length)), length};
     // Many sequences of which some are long (packed documents) fill the GPU without splits and need no states.
     if (splits.count == 1 || z.S * (splits.count + 1) <= max_states(z, blocks)) return splits;
-    return {1, ceil_div(z.max_length, UNIT) * UNIT};
+    return {1, ceil_div(z.max_length, GRANULARITY) * GRANULARITY};
 }
 
 // All tensors of a forward or backward pass, and the launches of its kernels.

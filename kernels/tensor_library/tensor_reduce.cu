@@ -212,8 +212,8 @@ ReducePlan plan_reduction(const Reduction& r, bool may_split = true) {
     const int64_t wanted = may_split ? std::max<int64_t>(1, BLOCKS * SMs / blocks) : 1;
     const int64_t least = IN_FLIGHT * plan.group * (plan.along ? plan.W : 1);
     const int64_t splits = std::max<int64_t>(1, std::min(wanted, n / least));
-    const int64_t unit = plan.along ? plan.group * plan.W : 1;
-    plan.split_length = std::max<int64_t>(1, ceil_div(ceil_div(n, splits), unit) * unit);
+    const int64_t granularity = plan.along ? plan.group * plan.W : 1;
+    plan.split_length = std::max<int64_t>(1, ceil_div(ceil_div(n, splits), granularity) * granularity);
     plan.splits = std::max<int64_t>(1, ceil_div(n, plan.split_length));
     return plan;
 }
