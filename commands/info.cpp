@@ -68,7 +68,7 @@ ordered_json token_info(const TokenFiles& files) {
         loss_tokens += std::count(mask.begin(), mask.begin() + n, 1);
     }
     ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
-    if (files.masked()) info["learnt_tokens"] = loss_tokens;
+    if (files.masked()) info["loss_tokens"] = loss_tokens;
     return info;
 }
 

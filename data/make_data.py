@@ -37,7 +37,7 @@ import encoder as text_encoder
 from errors import DataError, first_line, import_package, naming
 from process_pool import Pool
 from text_input import (ALL, Conversation, Selection, digests, document_hash, documents, endings, find_files, group,
-                        package_chunks, plan, plan_text, position, safe_cut, unpack)
+                        package_chunks, plan, plan_text, position, safe_cut, unpack, utf8)
 import text_input
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -147,7 +147,7 @@ def train_bpe(chunks, split, selection, vocab_size):
             for key, data, _ in documents(chunk, selection):
                 if not split.is_val(key):
                     if isinstance(data, Conversation):
-                        data = "".join(content for _, content in data.turns).encode("utf-8", "replace")
+                        data = utf8("".join(content for _, content in data.turns))
                     for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
             progress.add(chunk.size)
@@ -656,7 +656,7 @@ def make(options, directory):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens,
                       "shards": writer.shards}
         if "conversations" in totals.found:
-            meta[side]["learnt_tokens"] = writer.loss_tokens
+            meta[side]["loss_tokens"] = writer.loss_tokens
     if "conversations" in totals.found:
         meta["chat_template"] = encoder.has_chat_template
     if work.state["sample"]:
@@ -669,7 +669,9 @@ def make(options, directory):
     for name in ("document.txt", "progress.json"):
         if os.path.exists(os.path.join(directory, name)):
             os.remove(os.path.join(directory, name))
-    write_whole(os.path.join(directory, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+    # The paths in it need not be UTF-8.
+    text = utf8(json.dumps(meta, indent=1, ensure_ascii=False) + "\n").decode()
+    write_whole(os.path.join(directory, "meta.json"), text)
     return meta
 
 
@@ -818,7 +820,7 @@ def main(arguments=None):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    print(summary(meta, os.path.relpath(target)))
+    print(utf8(summary(meta, os.path.relpath(target))).decode())
     if meta["lost_bytes"]:
         print(f"make_data: {meta['lost_bytes']} bytes of the text are not in the tokenizer's vocabulary: models do not "
               "see them (--tokenizer byte has every byte)", file=sys.stderr)

@@ -10,6 +10,7 @@ blocks of 16 MiB of text, each an .xz stream of its own, so the result does not 
 import argparse
 import json
 import lzma
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import sys
 
 from errors import DataError, first_line, naming
 from process_pool import Pool
-from text_input import Conversation, documents, find_files, plan, unpack
+from text_input import Conversation, documents, find_files, plan, unpack, utf8
 
 BLOCK = 16 << 20  # also the size of xz's dictionary
 # Preset 6 makes files a fifth smaller in seven times the time.
@@ -33,7 +34,7 @@ def blocks(records):
     """Joins JSON lines of records to blocks of at least BLOCK bytes (the last one may be smaller)."""
     lines, size = [], 0
     for record in records:
-        lines.append(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        lines.append(utf8(json.dumps(record, ensure_ascii=False)) + b"\n")
         size += len(lines[-1])
         if size >= BLOCK:
             yield b"".join(lines)
@@ -104,8 +105,8 @@ def pack_whole(options):
 def positive(convert):
     def check(text):
         value = convert(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError("must be more than 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError("must be a number of more than 0")
         return value
     check.__name__ = convert.__name__
     return check

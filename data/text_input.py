@@ -267,7 +267,8 @@ def shape_of(where, names):
 
 
 def utf8(text):
-    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded."""
+    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded; so can a file name that is
+    not UTF-8."""
     return text.encode("utf-8", "replace")
 
 

@@ -1605,9 +1605,9 @@ class CommandsTest(unittest.TestCase):
         with open(os.path.join(data, "meta.json")) as file:
             meta = json.load(file)
         info = json.loads(run("info", data, "--json").stdout)
-        self.assertEqual(info["val"]["learnt_tokens"], meta["val"]["learnt_tokens"])
+        self.assertEqual(info["val"]["loss_tokens"], meta["val"]["loss_tokens"])
         scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
-        self.assertEqual(scores["tokens"], meta["val"]["learnt_tokens"])
+        self.assertEqual(scores["tokens"], meta["val"]["loss_tokens"])
         self.assertIsNone(scores["bits_per_byte"])
 
     def make_examples(self, name, examples, *options):
