@@ -168,6 +168,7 @@ def train_torch(args, dtype, initial, out):
                                   lr=args.lr, betas=BETAS, eps=EPS, fused=device.type == "cuda")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}: {dtype} on {device}", file=sys.stderr, flush=True)
     losses, norms, rates = [], [], []
+    begin = time.monotonic()
     for step, (x, y) in enumerate(batches(read_tokens(args.data, "train"), args)):
         x, y = (torch.from_numpy(a).to(device) for a in (x, y))
         rates.append(learning_rate(args, step))
@@ -182,10 +183,17 @@ def train_torch(args, dtype, initial, out):
         losses.append(loss.detach())
         if step % 100 == 99:
             print(f"step {step + 1}/{args.steps}  loss {losses[-1].item():.4f}", file=sys.stderr, flush=True)
+    lines = [{"loss": loss.item(), "lr": rate, "grad_norm": norm.item()}
+             for loss, norm, rate in zip(losses, norms, rates)]
+    write_log(out, lines, (time.monotonic() - begin) / args.steps)
+
+
+def write_log(out, lines, seconds):
+    """Writes the training lines of a run to log.jsonl. seconds: that a step took, on average."""
     os.makedirs(out, exist_ok=True)
     with open(os.path.join(out, "log.jsonl"), "w", encoding="utf-8") as log:
-        for step, (loss, norm, rate) in enumerate(zip(losses, norms, rates), 1):
-            log.write(json.dumps({"step": step, "loss": loss.item(), "lr": rate, "grad_norm": norm.item()}) + "\n")
+        for step, line in enumerate(lines, 1):  # "ms" is what tells a training line from an evaluation (run_log.py)
+            log.write(json.dumps({"step": step, **line, "ms": 1000 * seconds}) + "\n")
 
 
 def losses_of(out, steps):

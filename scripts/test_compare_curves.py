@@ -58,6 +58,17 @@ class Schedule(unittest.TestCase):
         self.assertAlmostEqual(compare_curves.learning_rate(args, 10), 0.2)
 
 
+class Log(unittest.TestCase):
+    def test_losses_of_a_pytorch_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            lines = [{"loss": loss, "lr": 1e-4, "grad_norm": 1.0} for loss in (3.0, 2.5)]
+            compare_curves.write_log(os.path.join(folder, "torch-fp32"), lines, 0.25)
+            found = compare_curves.losses_of(os.path.join(folder, "torch-fp32"), 2)
+            self.assertEqual(list(found), [3.0, 2.5])
+            self.assertIsNone(compare_curves.losses_of(os.path.join(folder, "torch-fp32"), 3))
+            self.assertIsNone(compare_curves.losses_of(os.path.join(folder, "none"), 2))
+
+
 class Report(unittest.TestCase):
     def judge(self, **losses):
         with contextlib.redirect_stdout(io.StringIO()) as text:
