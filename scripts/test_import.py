@@ -390,11 +390,19 @@ class PytorchErrorsTest(ImportTest):
         cases = [({"weight_map": {"a": name}}, f"no file name for a: {shown}")
                  for name, shown in (("../other/pytorch_model.bin", '"../other'), ("/etc/passwd", '"/etc'),
                                      ("x\0y", '"x\\u0000y"'), (5, "5"))]
-        cases += [(content, "'weight_map'") for content in ({"weight_map": []}, {}, [])]
+        cases += [({"weight_map": []}, "'weight_map'"), ({}, "'weight_map'"), ([], "not an object")]
         for content, words in cases:
             with open(index, "w", encoding="utf-8") as file:
                 json.dump(content, file)
             self.refused([index, words], "import_pytorch.py", source, self.path("x"))
+
+    def test_json_that_is_no_object(self):
+        os.mkdir(self.path("source"))
+        for files in ("pytorch_model.bin", "config.json"), ("consolidated.00.pth", "params.json"):
+            for name in files:
+                with open(self.path(os.path.join("source", name)), "w", encoding="utf-8") as file:
+                    file.write("[]")
+            self.refused([files[1], "not an object"], "import_pytorch.py", self.path("source"), self.path("x"))
 
     def test_errors_of_torch_load_are_one_line(self):
         import pickle
