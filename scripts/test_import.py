@@ -439,6 +439,15 @@ class TokenizerModelTest(unittest.TestCase):
                 for rank, token in enumerate(tokens):
                     file.write(base64.b64encode(token) + b" %d\n" % rank)
             tokenizer = tokenizer_json.tiktoken_model(path, ["<|begin_of_text|>", "<|end_of_text|>"])
+            for content, words in ((b"YQ== 0\nYg== 2\n", "ranks are not"), (b"YQ== 0\nYg==\n", "not enough values"),
+                                   (b"YQ== 0\nYmI= x\n", "invalid literal"), (b"Y 0\n", "base64"),
+                                   (b"YQ== 0\nYg== 1\nYWJhYg== 2\n", "token 2 is not a merge of two earlier tokens")):
+                with open(path, "wb") as file:
+                    file.write(content)
+                with self.assertRaises(tokenizer_json.TokenizerError) as caught:
+                    tokenizer_json.tiktoken_model(path, [])
+                self.assertIn(f"{path}: not a tiktoken vocabulary", str(caught.exception))
+                self.assertIn(words, str(caught.exception))
         merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
         self.assertEqual(tokenizer["model"]["merges"], merges)
         self.assertEqual(tokenizer["pre_tokenizer"], case["tokenizer"]["pre_tokenizer"])
