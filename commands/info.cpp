@@ -181,8 +181,8 @@ void show_info(const InfoOptions& o) {
     } else {
         info = model_info(o.path);
     }
-    if (o.json)
-        std::cout << info.dump() << "\n";
+    if (o.json)  // a path need not be UTF-8
+        std::cout << info.dump(-1, ' ', false, ordered_json::error_handler_t::replace) << "\n";
     else
         print(info, "");
 }

@@ -206,8 +206,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
     app->add_option("--on-save-error", o.on_save_error,
-                    "continue: a checkpoint that cannot be written is told and the run goes on; stop: it ends the run. "
-                    "The last one always does")
+                    "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
+                    "run always ends if the last one cannot be written")
         ->check(CLI::IsMember({"continue", "stop"}))
         ->capture_default_str();
     app->add_option("--max-skips", o.max_skips,
@@ -216,7 +216,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->capture_default_str();
     app->add_option(
            "--step-timeout", o.step_timeout,
-           "end the run if a step, a batch of an evaluation or a checkpoint takes more than so many seconds; 0: "
+           "end the run if a step, a batch of an evaluation or a checkpoint takes more than this many seconds; 0: "
            "never")
         ->check(number_in(0.0, 1e9))
         ->capture_default_str();
@@ -276,7 +276,7 @@ TrainOptions parse_train(const Args& args) {
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)
-        throw UsageError("--sample-prompts: says what to answer, but not when; add --sample-every N");
+        throw UsageError("--sample-prompts has no effect without --sample-every; add --sample-every N");
     for (const std::string& path :
          {o.model.model, o.model.base, o.data, o.out, o.sample_prompts, o.eval_multiple_choice}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
