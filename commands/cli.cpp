@@ -10,6 +10,7 @@
 
 #include "runtime/console.h"
 #include "runtime/device/device.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -62,7 +63,7 @@ std::string closest(const std::string& typed, const std::vector<std::string>& na
         if (distance < least) least = distance, best = name;
     }
     for (const std::string& name : names)
-        if (best.empty() && typed.size() >= 3 && name.compare(0, typed.size(), typed) == 0) best = name;
+        if (best.empty() && typed.size() >= 3 && starts_with(name, typed)) best = name;
     return best;
 }
 
@@ -212,7 +213,7 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
 Args arguments_for(const CLI::App& app, const Args& args) {
     Args reversed;
     for (auto arg = args.rbegin(); arg != args.rend(); ++arg) {
-        const bool no_value = arg->size() > 3 && arg->back() == '=' && arg->compare(0, 2, "--") == 0;
+        const bool no_value = starts_with(*arg, "--") && ends_with(*arg, "=");
         const std::string name = no_value ? arg->substr(0, arg->size() - 1) : "";
         if (no_value && app.get_option_no_throw(name)) {
             reversed.push_back("");

@@ -8,13 +8,14 @@
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
 namespace {
 
 bool is_bin(const std::string& path) {
-    return path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+    return ends_with(path, ".bin");
 }
 
 // A model in any format that can be read.

@@ -16,6 +16,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/files/safetensors.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
@@ -40,10 +41,6 @@ InfoOptions parse_info(const Args& args) {
 }
 
 namespace {
-
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 ordered_json config_object(const ModelConfig& config) {
     return ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump());

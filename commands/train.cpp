@@ -6,6 +6,7 @@
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -287,7 +288,7 @@ TrainOptions parse_train(const Args& args) {
     // CLI11 writes options that were not given and have no default as `name=""`: leave them out.
     std::istringstream lines(app->config_to_str(true, false));
     for (std::string line; std::getline(lines, line);) {
-        if (line.size() < 3 || line.compare(line.size() - 3, 3, "=\"\"") != 0) o.toml += line + "\n";
+        if (!ends_with(line, "=\"\"")) o.toml += line + "\n";
     }
     return o;
 }

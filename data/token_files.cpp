@@ -7,6 +7,7 @@
 #include "data/tokenizer.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/json_keys.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -54,9 +55,9 @@ Header read_header(const FileReader& file) {
 
 // Opens the mask of a token file with `count` tokens, if there is one. Sets has_examples.
 std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, bool& has_examples) {
-    const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
-    const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
-    if (!is_bin || !path_exists(path)) return {};
+    if (!ends_with(tokens, ".bin")) return {};
+    const std::string path = tokens.substr(0, tokens.size() - 4) + ".mask";
+    if (!path_exists(path)) return {};
     FileReader file(path);
     uint32_t header[4] = {};
     file.read(0, header, std::min<int64_t>(file.size(), sizeof header));

@@ -17,14 +17,11 @@
 
 #include "runtime/files/files.h"
 #include "runtime/files/weights.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
 namespace {
-
-bool starts_with(const std::string& text, const std::string& start) {
-    return text.compare(0, start.size(), start) == 0;
-}
 
 std::string parent_of(const std::string& path) {
     const std::string parent = std::filesystem::path(path).parent_path().string();
