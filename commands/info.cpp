@@ -72,9 +72,11 @@ ordered_json token_info(const TokenFiles& files) {
 ordered_json data_info(const std::string& path) {
     const DataDirectory data = open_data(path);
     ordered_json info = {{"kind", "data"}, {"vocab_size", data.vocab_size}, {"end_of_text", data.end_of_text}};
-    info["train"] = token_info(open_split(data, true));
-    info["train"]["bytes"] = data.train_bytes;
-    info["train"]["documents"] = data.train_documents;
+    if (!glob_files(data.train_pattern()).empty()) {
+        info["train"] = token_info(open_split(data, true));
+        info["train"]["bytes"] = data.train_bytes;
+        info["train"]["documents"] = data.train_documents;
+    }
     if (!glob_files(data.val_pattern()).empty()) {
         info["val"] = token_info(open_split(data, false));
         info["val"]["bytes"] = data.val_bytes;
@@ -171,7 +173,7 @@ void show_info(const InfoOptions& o) {
         } else {
             info = file_info(o.path);
         }
-    } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
+    } else if (holds_tokens(o.path)) {
         info = data_info(o.path);
     } else if (const std::string adapter = find_adapter(o.path); !adapter.empty()) {
         info = adapter_info(o.path, adapter);

@@ -178,13 +178,19 @@ std::string DataDirectory::val_pattern() const {
     return join_path(glob_escape(path), "val_*.bin");
 }
 
+bool holds_tokens(const std::string& directory) {
+    DataDirectory data;
+    data.path = directory;
+    return !glob_files(data.train_pattern()).empty() || !glob_files(data.val_pattern()).empty();
+}
+
 DataDirectory open_data(const std::string& path) {
     require(path_exists(path), path, ": no such data directory; make one with `make data`");
     require(is_directory(path), path,
             ": not a directory; a data directory holds train_*.bin and val_*.bin (`make data`)");
     DataDirectory data;
     data.path = path;
-    require(!glob_files(data.train_pattern()).empty() || !glob_files(data.val_pattern()).empty(), path,
+    require(holds_tokens(path), path,
             ": holds neither train_*.bin nor val_*.bin; make a data directory with `make data`");
 
     if (const std::string tokenizer_path = data.tokenizer_path(); !tokenizer_path.empty()) {

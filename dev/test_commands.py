@@ -464,6 +464,10 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(info["config"]["n_layer"], 2)
         tokens = json.loads(run("info", os.path.join(self.data, "val_000000.bin"), "--json").stdout)
         self.assertLess(tokens["largest_token"], 257)
+        only_val = os.path.join(self.top, "val [only]")
+        shutil.copytree(self.data, only_val, ignore=shutil.ignore_patterns("train_*"))
+        info = json.loads(run("info", only_val, "--json").stdout)
+        self.assertEqual((info["kind"], "train" in info, info["val"]["tokens"]), ("data", False, tokens["tokens"]))
 
     def test_rate_groups(self):
         """A group with a learning rate of 0 keeps its weights; the others change. A resumed run uses the same rates."""
@@ -1212,6 +1216,18 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(losses(other), losses(self.base))
         end, expected = (os.path.join(run_dir, "step_00000008") for run_dir in (other, self.base))
         self.assertEqual(digests(end), digests(expected))
+
+    def test_an_incomplete_checkpoint_in_the_way(self):
+        """A run that could not save its last checkpoint is refused before it starts."""
+        out = os.path.join(self.top, "in_the_way")
+        shutil.copytree(self.base, out)
+        os.remove(os.path.join(out, "step_00000008", "model.safetensors"))
+        self.refused(1, ["--out " + out, "step_00000008 is not a complete checkpoint", "remove it"],
+                     "train", "--out", out, "--resume")
+        self.assertEqual(run("train", "--out", out, "--resume", "--steps", 7).returncode, 0)  # it comes to step 7 only
+        shutil.rmtree(os.path.join(out, "step_00000008"))
+        self.assertEqual(run("train", "--out", out, "--resume", "--steps", 8).returncode, 0)
+        self.assertEqual(checkpoints(out), ["step_00000004", "step_00000007", "step_00000008"])
 
     def test_leftovers_of_dead_processes_are_removed(self):
         other = os.path.join(self.top, "leftovers")

@@ -93,6 +93,13 @@ std::vector<std::string> list_checkpoints(const std::string& run_dir) {
     return names;
 }
 
+std::vector<std::string> list_incomplete_checkpoints(const std::string& run_dir) {
+    std::vector<std::string> names;
+    for (const std::string& name : list_directory(run_dir))
+        if (checkpoint_step(name) >= 0 && !is_complete(join_path(run_dir, name))) names.push_back(name);
+    return names;
+}
+
 std::string resume_remedy(const std::string& checkpoint) {
     std::string previous;
     const int64_t step = checkpoint_step(std::filesystem::path(checkpoint).filename().string());
