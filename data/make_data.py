@@ -34,7 +34,7 @@ import zipfile
 from array import array
 
 import encoder as text_encoder
-from errors import DataError, first_line, import_package, naming
+from errors import DataError, first_line, import_package, naming, not_empty, one_line
 from process_pool import Pool
 from text_input import (ALL, Conversation, Selection, digests, document_hash, documents, endings, find_files, group,
                         package_chunks, plan, plan_text, position, safe_cut, unpack, utf8)
@@ -765,7 +765,7 @@ def parse(arguments):
             raise argparse.ArgumentTypeError("use letters, digits, '_', '-' and '.', and do not start with '.' or '-'")
         return text
 
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH",
+    parser.add_argument("--text", nargs="+", type=not_empty, required=True, metavar="PATH",
                         help=f"{', '.join(endings(()))} files or directories of them")
     parser.add_argument("--ext", type=file_endings, default=(), metavar="LIST",
                         help="endings of other text files, e.g. .c,.h,.rst; also in archives")
@@ -775,17 +775,18 @@ def parse(arguments):
     parser.add_argument("--drop-duplicates", action="store_true",
                         help="leave out documents whose text an earlier document has")
     parser.add_argument("--name", type=name, help="name of the data set (default: name of the first path)")
-    parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
+    parser.add_argument("--tokenizer", type=not_empty, default="bpe", metavar="byte|bpe|gpt2|DIR",
                         help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; "
                              "DIR: the tokenizer.json in DIR (default bpe)")
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
                         help="fraction of the text to use for validation (default 0.05)")
-    parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
+    parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
+                        help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
                         help="concatenate prompt and response even if the tokenizer's directory has a chat template")
-    parser.add_argument("--out", metavar="DIR",
+    parser.add_argument("--out", type=not_empty, metavar="DIR",
                         help="directory to write (default: tokens/<name> in the directory of this script)")
     parser.add_argument("--jobs", type=count(1), help="number of processes (default: one per core)")
     parser.add_argument("--shard-tokens", type=count(1), default=100_000_000,
@@ -811,7 +812,7 @@ def main(arguments=None):
     try:
         meta = make_whole(options, target)
     except (DataError, OSError, MemoryError) as e:
-        print(f"make_data: {first_line(e)}", file=sys.stderr)
+        print(f"make_data: {one_line(e)}", file=sys.stderr)
         return 1
     except Interrupted as e:
         done = "the same command goes on from there" if e.kept else "nothing was written"

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 
-from errors import DataError, first_line, naming
+from errors import DataError, naming, not_empty, run_main
 from process_pool import Pool
 from text_input import Conversation, documents, find_files, plan, unpack, utf8
 
@@ -120,23 +120,19 @@ def add_chunks_mb(parser):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="pack_text.py", description="Packs text into numbered .jsonl.xz files of a "
                                      "given size (docs/data.md).")
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH",
+    parser.add_argument("--text", nargs="+", type=not_empty, required=True, metavar="PATH",
                         help="files or directories, as for make_data.py")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist")
+    parser.add_argument("--out", type=not_empty, required=True, metavar="DIR", help="directory to write; must not exist")
     add_chunks_mb(parser)
     parser.add_argument("--jobs", type=positive(int), help="number of processes (default: one per core)")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
-    try:
+
+    def work():
         sizes = pack_whole(options)
-    except (DataError, OSError) as e:
-        print(f"pack_text: {first_line(e)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("pack_text: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(f"{options.out}: {len(sizes)} files, {sum(sizes)} bytes")
-    return 0
+        print(f"{options.out}: {len(sizes)} files, {sum(sizes)} bytes")
+
+    return run_main("pack_text", work, "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

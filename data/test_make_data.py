@@ -536,6 +536,7 @@ class ByteTokens(DataTest):
                                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
             self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done.stderr)
             self.assertIn(f"{name}: File too large", done.stderr)
+            self.assertNotIn("Errno", done.stderr)
             self.assertEqual(os.listdir(os.path.dirname(self.out)), [])
 
     def test_interrupted(self):
@@ -594,8 +595,11 @@ class ByteTokens(DataTest):
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
         for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"],
                       ["--vocab", "1000000000"], ["--jobs", "0"], ["--shard-tokens", "0"], ["--name", "../x"],
-                      ["--name", ""], ["--unknown"]):
+                      ["--name", ""], ["--unknown"], ["--tokenizer", ""], ["--val-text", ""], ["--out", ""]):
             self.refused("usage", "--text", good, *wrong, status=2)
+        out, self.out = self.out, os.path.join(good, "set")
+        self.refused(f"{good}: File exists; a part of the path is a file", "--text", good, *byte)
+        self.out = out
         self.make("--text", good, *byte)
         self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays
         os.remove(os.path.join(self.out, "meta.json"))

