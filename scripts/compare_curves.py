@@ -85,10 +85,12 @@ def window_of_sample(seed, i, windows):
 
 
 def read_tokens(folder, split):
-    shards = []
-    for path in sorted(glob.glob(os.path.join(folder, split + "_*.bin"))):
+    shards, dtypes = [], {20240520: "<u2", 20240801: "<u4"}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), split + "_*.bin"))):
         magic = np.fromfile(path, "<i4", 1)
-        shards.append(np.memmap(path, {20240520: "<u2", 20240801: "<u4"}[int(magic[0])], "r", offset=1024))
+        if not len(magic) or int(magic[0]) not in dtypes or os.path.getsize(path) <= 1024:
+            raise CurvesError(f"{path}: not a token file, or without tokens; make it again with `make data`")
+        shards.append(np.memmap(path, dtypes[int(magic[0])], "r", offset=1024))
     if not shards:
         raise CurvesError(f"{folder}: no {split}_*.bin; make some with `make data`")
     return np.concatenate(shards)

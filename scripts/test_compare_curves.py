@@ -50,6 +50,24 @@ class Order(unittest.TestCase):
             self.assertEqual(sorted(compare_curves.permute(7, 1, i, n) for i in range(n)), list(range(n)))
 
 
+class Tokens(unittest.TestCase):
+    def test_read(self):
+        with tempfile.TemporaryDirectory(suffix=" [1]") as folder:
+            with self.assertRaisesRegex(compare_curves.CurvesError, "no train_"):
+                compare_curves.read_tokens(folder, "train")
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240801, 7, 3
+            path = os.path.join(folder, "train_000000.bin")
+            for content in b"", b"text", header.tobytes(), np.zeros(300, "<i4").tobytes():
+                with open(path, "wb") as file:
+                    file.write(content)
+                with self.assertRaisesRegex(compare_curves.CurvesError, "000000.bin: not a token file"):
+                    compare_curves.read_tokens(folder, "train")
+            with open(path, "wb") as file:
+                file.write(header.tobytes() + np.array([5, 70000, 6], "<u4").tobytes())
+            self.assertEqual(compare_curves.read_tokens(folder, "train").tolist(), [5, 70000, 6])
+
+
 class Schedule(unittest.TestCase):
     def test_ends(self):
         args = types.SimpleNamespace(lr=2.0, warmup=4, steps=11)

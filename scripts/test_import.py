@@ -52,10 +52,6 @@ def interleaved(x, heads):
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def bf16_to_float(bits):
-    return (bits.astype("<u4") << 16).view("<f4")
-
-
 def fixture_tokenizer(name):
     return next(case for case in read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["cases"] if case["name"] == name)
 
