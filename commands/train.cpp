@@ -270,6 +270,13 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     if (!o.new_data.empty()) o.data = o.new_data;
+    if (!o.launch.rendezvous.empty()) {  // also where one process does not use it
+        try {
+            parse_host_port(o.launch.rendezvous, "--rendezvous");
+        } catch (const Error& e) {
+            throw UsageError(e.what());
+        }
+    }
     choose_training_dtype(o.model, o.master_weights, o.offload, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,

@@ -1554,6 +1554,7 @@ class CommandsTest(unittest.TestCase):
             (["--gpu: the value is empty"], ["plan", *MODEL, "--gpu=", "--json"]),
             (["DST: the value is empty"], ["convert", self.base, ""]),
             (["--data: the value is empty"], ["info", ""]),
+            (["--rendezvous nowhere is not HOST:PORT"], self.train_args("x", "--rendezvous", "nowhere")),
             (["--world: 65537 is not"], ["plan", *MODEL, "--world", 65537]),
             *((["--multiple-choice excludes " + option], ["eval", "--model", self.base, "--multiple-choice", "x", option, value])
               for option, value in (("--split", "train"), ("--too-long", "skip"))),
