@@ -12,7 +12,7 @@ namespace {
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
-    const char* reason;  // of its place; speeds of docs/experiments/memory.md
+    const char* reason;  // why it is tried when it is; speeds of docs/experiments/memory.md
     bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
