@@ -1609,6 +1609,8 @@ class CommandsTest(unittest.TestCase):
             (["a prompt of 9 tokens", "--context"], ["sample", "--model", base, "--prompt", "x" * 9, "--context", 8, "--context-full", "stop"]),
             (["train: " + top + "/base/run.toml", "cannot create the directory", "name a directory"],
              ["train", *MODEL, "--seq-len", 32, "--data", data, "--out", base + "/run.toml/x"]),
+            (["cannot create the directory"],
+             ["logits", "--model", base, "--tokens", "1", "--output", top + "/x.npy", "--dump", base + "/run.toml/x"]),
         ):
             self.refused(1, words, *args)
 
