@@ -1,6 +1,7 @@
 #include "commands/cli.h"
 
 #include <algorithm>
+#include <charconv>
 #include <csignal>
 #include <iostream>
 #include <new>
@@ -9,6 +10,7 @@
 
 #include "runtime/console.h"
 #include "runtime/device/device.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -61,7 +63,7 @@ std::string closest(const std::string& typed, const std::vector<std::string>& na
         if (distance < least) least = distance, best = name;
     }
     for (const std::string& name : names)
-        if (best.empty() && typed.size() >= 3 && name.compare(0, typed.size(), typed) == 0) best = name;
+        if (best.empty() && typed.size() >= 3 && starts_with(name, typed)) best = name;
     return best;
 }
 
@@ -109,6 +111,16 @@ size_t position_of(const std::string& name, const Args& args) {
     return size_t(std::find_if(args.begin(), args.end(), same) - args.begin());
 }
 
+// Whether an option was typed with an empty value, as a script does whose variable is not set. Values of a
+// configuration file may be empty: older versions wrote options that were not given so.
+bool is_empty(const CLI::Option& option, const Args& args) {
+    static const std::set<std::string> may_be_empty = {"--prompt", "--system", "--stop"};
+    const bool typed = option.get_positional() || position_of(option.get_name(), args) < args.size();
+    const std::vector<std::string>& values = option.results();
+    return typed && !may_be_empty.count(option.get_name()) &&
+           std::find(values.begin(), values.end(), "") != values.end();
+}
+
 // The unknown options, the arguments too many and the wrong values of a parsed command line, in the order in which they
 // were typed.
 std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
@@ -132,10 +144,15 @@ std::vector<ArgumentError> argument_errors(CLI::App& app, const Args& args) {
     for (CLI::Option* option : app.parse_order()) {
         if (std::find(seen.begin(), seen.end(), option) != seen.end()) continue;
         seen.push_back(option);
+        const std::string name = option->get_name();
         try {
             option->run_callback();
+            if (is_empty(*option, args))
+                errors.push_back(
+                    {position_of(name, args), str(name, ": the value is empty; give one",
+                                                  option->get_required() ? "" : ", or leave the option out")});
         } catch (const CLI::ParseError& e) {
-            errors.push_back({position_of(option->get_name(), args), parse_error(app, e)});
+            errors.push_back({position_of(name, args), parse_error(app, e)});
         }
     }
     std::stable_sort(errors.begin(), errors.end(),
@@ -191,11 +208,28 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
     }
 }
 
+// The arguments as CLI11 expects them, in reverse order. Of "--data=" it would take the next argument for the value, so
+// that is divided into "--data" and "".
+Args arguments_for(const CLI::App& app, const Args& args) {
+    Args reversed;
+    for (auto arg = args.rbegin(); arg != args.rend(); ++arg) {
+        const bool no_value = starts_with(*arg, "--") && ends_with(*arg, "=");
+        const std::string name = no_value ? arg->substr(0, arg->size() - 1) : "";
+        if (no_value && app.get_option_no_throw(name)) {
+            reversed.push_back("");
+            reversed.push_back(name);
+        } else {
+            reversed.push_back(*arg);
+        }
+    }
+    return reversed;
+}
+
 void parse(CLI::App& app, const Args& args) {
     app.allow_extras();  // unknown arguments are collected, so that they can be reported with the other errors
     std::string failure;
     try {
-        app.parse(Args(args.rbegin(), args.rend()));  // CLI11 expects the arguments in reverse order
+        app.parse(arguments_for(app, args));
     } catch (const CLI::CallForHelp&) {
         throw HelpRequested{app.help()};
     } catch (const CLI::ParseError& e) {
@@ -213,7 +247,7 @@ void parse_known(CLI::App& app, const Args& args) {
     app.allow_extras();
     app.set_help_flag();
     try {
-        app.parse(Args(args.rbegin(), args.rend()));
+        app.parse(arguments_for(app, args));
     } catch (const CLI::ParseError&) {  // parse() reports it
     }
 }
@@ -221,7 +255,7 @@ void parse_known(CLI::App& app, const Args& args) {
 CLI::Validator attention_types() {
     auto check = [](std::string& text) {
         std::string letters;
-        std::istringstream list(text);
+        std::istringstream list(text + ",");
         for (std::string type; std::getline(list, type, ',');) {
             if (type == "softmax")
                 letters += 'S';
@@ -241,9 +275,15 @@ CLI::Validator attention_types() {
 }
 
 // CLI11 reads an empty text as 0.
-template <typename Number>
-bool read_number(const std::string& text, Number& value) {
+bool read_number(const std::string& text, double& value) {
     return !text.empty() && CLI::detail::lexical_cast(text, value);
+}
+
+// A decimal number. CLI11 alone would read 010 as an octal one.
+bool read_whole_number(const std::string& text, int64_t& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    const bool leading_zero = text.size() > 1 && text[0] == '0';
+    return error == std::errc() && end == text.data() + text.size() && !leading_zero;
 }
 
 std::string quoted_if_empty(const std::string& text) {
@@ -252,11 +292,10 @@ std::string quoted_if_empty(const std::string& text) {
 
 CLI::Validator windows() {
     const auto check = [](const std::string& text) {
-        std::istringstream list(text);
-        std::string item = text;
-        while (std::getline(list, item, ',') || text.empty()) {
+        std::istringstream list(text + ",");
+        for (std::string item; std::getline(list, item, ',');) {
             int64_t value;
-            if (!read_number(item, value) || value < 0 || value > MAX_DIMENSION)
+            if (!read_whole_number(item, value) || value < 0 || value > MAX_DIMENSION)
                 return str(quoted_if_empty(item),
                            " is not a number of tokens; write a whole number, or one per layer as in 4096,0");
         }
@@ -269,7 +308,7 @@ CLI::Validator at_least(int64_t least) {
     // 2^40 of anything is absurd; refusing it here keeps every product of three sizes from being formed unchecked.
     auto check = [least](const std::string& text) {
         int64_t value;
-        const bool ok = read_number(text, value) && value >= least && value <= int64_t(1) << 40;
+        const bool ok = read_whole_number(text, value) && value >= least && value <= int64_t(1) << 40;
         return ok ? std::string()
                   : str(quoted_if_empty(text), " is not a whole number of at least ", least, " (and at most 2^40)");
     };
@@ -329,6 +368,9 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     }
     app.add_option("--dtype", o.dtype, dtype_help)->check(CLI::IsMember(dtypes))->capture_default_str();
     const std::string group = "Model options (with a preset)";
+    const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
+        app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
+    };
     app.add_option("--layers", o.layers, "transformer blocks")->check(size)->group(group);
     app.add_option("--channels", o.channels, "width of the residual stream")->check(size)->group(group);
     app.add_option("--heads", o.heads, "query heads")->check(size)->group(group);
@@ -351,10 +393,8 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
     app.add_option("--mlp", o.mlp, "activation function of the MLP")
         ->check(CLI::IsMember({"gelu", "swiglu", "relu2"}))
         ->group(group);
-    app.add_option("--bias", o.bias, "biases in the linear layers")->check(CLI::IsMember({"yes", "no"}))->group(group);
-    app.add_option("--tied", o.tied, "the head shares the weights of the token embedding")
-        ->check(CLI::IsMember({"yes", "no"}))
-        ->group(group);
+    yes_or_no("--bias", o.bias, "biases in the linear layers");
+    yes_or_no("--tied", o.tied, "the head shares the weights of the token embedding");
     app.add_option(
            "--attention", o.attention,
            "attention type softmax, linear or gated_linear (or S, L, G): one for all layers, or one per layer as "
@@ -366,9 +406,6 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
                    "for all layers, or one per layer as in 4096,0; 0: all")
         ->check(windows())
         ->group(group);
-    const auto yes_or_no = [&](const char* name, std::string& value, const char* description) {
-        app.add_option(name, value, description)->check(CLI::IsMember({"yes", "no"}))->group(group);
-    };
     yes_or_no("--embedding-norm", o.embedding_norm, "a norm of type --norm after the embedding");
     yes_or_no("--head-bias", o.head_bias, "a bias of the head");
     app.add_option("--attention-scale", o.attention_scale,
@@ -412,9 +449,7 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
                    "before, or that of the preset")
         ->check(CLI::IsMember({"before", "after"}))
         ->group(group);
-    app.add_option("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes")
-        ->check(CLI::IsMember({"yes", "no"}))
-        ->group(group);
+    yes_or_no("--linear-rope", o.linear_rope, "RoPE in linear and gated_linear attention too; default: yes");
 }
 
 void add_sampling_flags(CLI::App& app, SamplingFlags& o) {

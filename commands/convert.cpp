@@ -8,13 +8,14 @@
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
 namespace {
 
 bool is_bin(const std::string& path) {
-    return path.size() > 4 && path.compare(path.size() - 4, 4, ".bin") == 0;
+    return ends_with(path, ".bin");
 }
 
 // A model in any format that can be read.
@@ -90,7 +91,7 @@ void convert_model(const ConvertOptions& o, const TableOf& table_of) {
     if (!o.tokenizer.empty()) {
         const std::string path = join_path(directory.path(), "tokenizer.json");
         write_file(path, import_tokenizer(o.tokenizer));
-        const int64_t vocab_size = Tokenizer(path).vocab_size();
+        const int64_t vocab_size = Tokenizer(path, o.tokenizer).vocab_size();
         require(vocab_size <= source.config.vocab_size, o.tokenizer, " has ", vocab_size,
                 " tokens, but the model's vocabulary has ", source.config.vocab_size,
                 "; give the model's own tokenizer");

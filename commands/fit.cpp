@@ -12,7 +12,7 @@ namespace {
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
-    const char* reason;  // of its place; speeds of docs/experiments/memory.md
+    const char* reason;  // why it is tried when it is; speeds of docs/experiments/memory.md
     bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};
@@ -68,14 +68,25 @@ bool apply(const FitStep& step, const Target& target, RunOptions& o, std::string
     return true;
 }
 
+// In descending order.
+std::vector<int64_t> divisors(int64_t n) {
+    std::vector<int64_t> large, small;
+    for (int64_t d = 1; d <= n / d; d++) {
+        if (n % d) continue;
+        large.push_back(n / d);
+        if (d < n / d) small.push_back(d);
+    }
+    large.insert(large.end(), small.rbegin(), small.rend());
+    return large;
+}
+
 }  // namespace
 
 FitReport find_fit(RunOptions& o, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes) {
     FitReport report{{}, available};
     const int64_t last_stage = world == 1 ? o.sharding.zero_stage : o.lora.nf4 ? 2 : 3;
-    for (int64_t batch_size = o.batch_size; batch_size >= 1; batch_size--) {
-        if (o.batch_size % batch_size) continue;
+    for (const int64_t batch_size : divisors(o.batch_size)) {
         for (const FitStep& step : FIT_STEPS) {
             for (int64_t stage = o.sharding.zero_stage; stage <= last_stage; stage++) {
                 RunOptions tried = o;

@@ -8,7 +8,7 @@
 // What the search found, and everything that it tried.
 struct FitReport {
     struct Try {
-        std::string options, reason;  // the options to add, "" for those given; why it has its place
+        std::string options, reason;  // the options to add, "" for those given; why it is tried when it is
         int64_t bytes;
     };
     std::vector<Try> tried;  // the fastest first; if one fits, it is the last
@@ -19,8 +19,8 @@ struct FitReport {
     std::string remedy() const;
 };
 
-// Changes the options to the first ones that fit into `available` bytes, or leaves them. Options that are given stay:
-// of recomputation, state and offload there can only be more. world: ranks; with several it tries --zero-stage, too.
-// bytes: those that a run with such options needs.
+// Changes the options to the first ones that fit into `available` bytes, or leaves them. The search adds recomputation,
+// smaller state and offload to the options that are given, and takes none of them away. world: ranks; with several it
+// tries --zero-stage, too. bytes: how many a run with such options needs.
 FitReport find_fit(RunOptions& options, int64_t world, const Target& target, int64_t available,
                    const std::function<int64_t(const RunOptions&)>& bytes);

@@ -28,8 +28,7 @@ std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& o) {
         app.add_option_function<std::string>(
                "--fp8-weights", [&o](const std::string& name) { o.keep_weights = name == "kept"; },
                "kept: weights are quantised once a step and take 2 more bytes each; use: they are quantised at each "
-               "use, "
-               "as with --zero-stage 3 always")
+               "use, as always with --zero-stage 3")
             ->check(CLI::IsMember({"kept", "use"}))
             ->default_str("kept"),
         app.add_option("--fp8-skip-first", o.skip_first, "number of first layers whose matmuls stay in --dtype")

@@ -16,6 +16,7 @@
 #include "runtime/files/files.h"
 #include "runtime/files/log.h"
 #include "runtime/files/safetensors.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 using nlohmann::ordered_json;
@@ -41,10 +42,6 @@ InfoOptions parse_info(const Args& args) {
 
 namespace {
 
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
-
 ordered_json config_object(const ModelConfig& config) {
     return ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump());
 }
@@ -68,16 +65,18 @@ ordered_json token_info(const TokenFiles& files) {
         loss_tokens += std::count(mask.begin(), mask.begin() + n, 1);
     }
     ordered_json info = {{"shards", files.paths().size()}, {"tokens", files.size()}, {"largest_token", largest}};
-    if (files.masked()) info["learnt_tokens"] = loss_tokens;
+    if (files.masked()) info["loss_tokens"] = loss_tokens;
     return info;
 }
 
 ordered_json data_info(const std::string& path) {
     const DataDirectory data = open_data(path);
     ordered_json info = {{"kind", "data"}, {"vocab_size", data.vocab_size}, {"end_of_text", data.end_of_text}};
-    info["train"] = token_info(open_split(data, true));
-    info["train"]["bytes"] = data.train_bytes;
-    info["train"]["documents"] = data.train_documents;
+    if (!glob_files(data.train_pattern()).empty()) {
+        info["train"] = token_info(open_split(data, true));
+        info["train"]["bytes"] = data.train_bytes;
+        info["train"]["documents"] = data.train_documents;
+    }
     if (!glob_files(data.val_pattern()).empty()) {
         info["val"] = token_info(open_split(data, false));
         info["val"]["bytes"] = data.val_bytes;
@@ -174,15 +173,15 @@ void show_info(const InfoOptions& o) {
         } else {
             info = file_info(o.path);
         }
-    } else if (!glob_files(join_path(o.path, "train_*.bin")).empty()) {
+    } else if (holds_tokens(o.path)) {
         info = data_info(o.path);
     } else if (const std::string adapter = find_adapter(o.path); !adapter.empty()) {
         info = adapter_info(o.path, adapter);
     } else {
         info = model_info(o.path);
     }
-    if (o.json)
-        std::cout << info.dump() << "\n";
+    if (o.json)  // a path need not be UTF-8
+        std::cout << info.dump(-1, ' ', false, ordered_json::error_handler_t::replace) << "\n";
     else
         print(info, "");
 }

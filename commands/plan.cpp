@@ -39,6 +39,7 @@ PlanOptions parse_plan(const Args& args) {
     add_sharding_options(app, o.sharding);
     app.add_option("--world", o.world, "number of processes; the plan is for each of them")
         ->check(positive)
+        ->check(number_in(1, 65536))
         ->capture_default_str()
         ->excludes(inference)
         ->excludes("--generate");

@@ -8,6 +8,7 @@
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
 #include "runtime/files/weights.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -73,8 +74,8 @@ void check_steps(const SafetensorsFile& file, const ResumePoint& r) {
 bool needs_exported_weights(const SafetensorsFile& state) {
     int64_t weights = 0, moments = 0;
     for (const auto& [name, entry] : state.entries()) {
-        weights += name.compare(0, 7, "params/") == 0;
-        moments += name.compare(0, 2, "m/") == 0;
+        weights += starts_with(name, "params/");
+        moments += starts_with(name, "m/");
     }
     return weights < moments;
 }

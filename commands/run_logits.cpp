@@ -16,6 +16,7 @@ void run_logits(const Args& args) {
     RunShape shape = inference_shape(1, T, o.model.type());
     shape.overlap = o.dump.empty();  // every activation survives until it is dumped
     const LoadedModel m(ctx, source, shape);
+    if (!o.dump.empty()) make_directories(o.dump);  // an error here leaves no output
     const Input in = upload(ctx, m.acts, single_sequence(o.tokens.data(), T));
     forward(ctx, m.model, m.acts, in);
 
@@ -26,7 +27,6 @@ void run_logits(const Args& args) {
     }
     write_npy(o.output, host_tensor(host.data(), {T, V}));
     if (o.dump.empty()) return;
-    make_directories(o.dump);
     for (const ArenaPlan::Entry& e : m.acts.plan.entries()) {
         const bool floats = e.dtype == DType::F32 || e.dtype == m.acts.shape.dtype;
         if (!floats || e.name == "logits" || e.name == "losses") continue;

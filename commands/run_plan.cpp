@@ -54,6 +54,8 @@ void run_plan(const Args& args) {
         const int64_t all =
             gpu ? int64_t(gpu->gib * 0.98 * double(1 << 30)) : device_memory_available() + in_use_before;
         const int64_t available = (o.gpu_memory ? std::min(all, o.gpu_memory) : all) - in_use_before;
+        require(available > 0, "--fit: ", human_bytes(o.gpu_memory), " of --gpu-memory are less than the ",
+                human_bytes(in_use_before), " that are in use before a run; raise --gpu-memory");
         fitted = find_fit(o, o.world, target, available, [&](const RunOptions& tried) {
             PlanOptions other = o;
             static_cast<RunOptions&>(other) = tried;

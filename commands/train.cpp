@@ -6,6 +6,7 @@
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -206,8 +207,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
     app->add_option("--on-save-error", o.on_save_error,
-                    "continue: a checkpoint that cannot be written is told and the run goes on; stop: it ends the run. "
-                    "The last one always does")
+                    "continue: if a checkpoint cannot be written, print the error and go on; stop: end the run. The "
+                    "run always ends if the last one cannot be written")
         ->check(CLI::IsMember({"continue", "stop"}))
         ->capture_default_str();
     app->add_option("--max-skips", o.max_skips,
@@ -216,7 +217,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->capture_default_str();
     app->add_option(
            "--step-timeout", o.step_timeout,
-           "end the run if a step, a batch of an evaluation or a checkpoint takes more than so many seconds; 0: "
+           "end the run if a step, a batch of an evaluation or a checkpoint takes more than this many seconds; 0: "
            "never")
         ->check(number_in(0.0, 1e9))
         ->capture_default_str();
@@ -269,6 +270,13 @@ TrainOptions parse_train(const Args& args) {
     if (first.resume && config.empty() && path_exists(stored)) all.insert(all.begin(), {"--config", stored});
     parse(*app, all);
     if (!o.new_data.empty()) o.data = o.new_data;
+    if (!o.launch.rendezvous.empty()) {  // also where one process does not use it
+        try {
+            parse_host_port(o.launch.rendezvous, "--rendezvous");
+        } catch (const Error& e) {
+            throw UsageError(e.what());
+        }
+    }
     choose_training_dtype(o.model, o.master_weights, o.offload, device_count() ? this_target() : Target{});
     check_optimizer_options(o);
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
@@ -276,7 +284,7 @@ TrainOptions parse_train(const Args& args) {
     if (o.gpu_memory && backend_device() == Device::CPU)
         throw UsageError("--gpu-memory is a limit of a GPU, and this is the CPU backend; leave it out");
     if (!o.sample_prompts.empty() && !o.sample_every)
-        throw UsageError("--sample-prompts: says what to answer, but not when; add --sample-every N");
+        throw UsageError("--sample-prompts has no effect without --sample-every; add --sample-every N");
     for (const std::string& path :
          {o.model.model, o.model.base, o.data, o.out, o.sample_prompts, o.eval_multiple_choice}) {
         if (path.find_first_of("#\"'\\\n") != std::string::npos) {
@@ -287,7 +295,7 @@ TrainOptions parse_train(const Args& args) {
     // CLI11 writes options that were not given and have no default as `name=""`: leave them out.
     std::istringstream lines(app->config_to_str(true, false));
     for (std::string line; std::getline(lines, line);) {
-        if (line.size() < 3 || line.compare(line.size() - 3, 3, "=\"\"") != 0) o.toml += line + "\n";
+        if (!ends_with(line, "=\"\"")) o.toml += line + "\n";
     }
     return o;
 }

@@ -231,6 +231,17 @@ void pack_examples(TrainOptions& o, std::vector<TrainingData>& all) {
     }
 }
 
+// A checkpoint never replaces anything, so the run could not save one of such a name.
+void check_incomplete_checkpoints(const TrainSetup& s) {
+    if (!is_directory(s.o.out)) return;
+    for (const std::string& name : list_incomplete_checkpoints(s.o.out)) {
+        const int64_t step = checkpoint_step(name);
+        require(step <= s.resume.step || step > s.o.steps, "--out ", s.o.out, ": ", name,
+                " is not a complete checkpoint, and this run may have to write one of that name; remove it, or name "
+                "another directory");
+    }
+}
+
 // After the checkpoint was read: which data the run used until then, and uses from now on.
 void continue_data_history(TrainSetup& s) {
     std::vector<DataUse>& uses = s.resume.data;
@@ -301,6 +312,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
         require(!numbers || numbers == expected, join_path(s.resume.checkpoint, "trainer.json"),
                 ": key 'fp8.history' has ", numbers, " numbers, expected ", expected, "; the file is damaged");
     }
+    check_incomplete_checkpoints(s);
     if (!s.o.total_batch_tokens) s.o.total_batch_tokens = micro_tokens;
     require(s.o.total_batch_tokens % micro_tokens == 0, "--total-batch-tokens ", s.o.total_batch_tokens,
             " is not a multiple of batch-size x seq-len x ranks = ", micro_tokens,

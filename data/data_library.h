@@ -19,8 +19,8 @@ enum { TGD_TEXT_PART, TGD_TEXT, TGD_SYSTEM, TGD_USER, TGD_ASSISTANT };
 /* Bits of a token's flags, as in mask files (data/token_files.h). */
 enum { TGD_LOSS = 1, TGD_EXAMPLE_START = 2 };
 
-/* model_directory: its chat template writes conversations. null, or if it has none: they must be a prompt and its
- * response. unix_time: the date that a template may write. Returns null on failure. */
+/* model_directory: its chat template writes conversations. If it is null or has no template, a conversation must be a
+ * prompt and its response. unix_time: the date that a template may write. Returns null on failure. */
 tgd_encoder* tgd_open(const char* tokenizer_json, const char* model_directory, int64_t unix_time);
 void tgd_close(tgd_encoder* encoder);
 const char* tgd_error(void);

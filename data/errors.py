@@ -1,10 +1,25 @@
 """Errors of the data scripts: one line that names the file and the remedy."""
+import argparse
 import contextlib
 import errno
+import os
+import sys
 
 
 class DataError(Exception):
     """One line: what failed, the value found, the remedy."""
+
+
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "choose a writable directory",
+    errno.ENOSPC: "free some disk space, or give another --out",
+    errno.EDQUOT: "free some disk space, or give another --out",
+    errno.EEXIST: "a part of the path is a file",
+    errno.ENOTDIR: "a part of the path is a file",
+}
 
 
 @contextlib.contextmanager
@@ -13,8 +28,7 @@ def naming(path):
     try:
         yield
     except OSError as e:
-        remedy = "; free some disk space, or give another --out" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise DataError(f"{path}: {e.strerror or first_line(e)}{remedy}") from None
+        raise DataError(one_line(e, path)) from None
 
 
 def import_package(name, purpose, remedy):
@@ -26,3 +40,33 @@ def import_package(name, purpose, remedy):
 
 def first_line(error):
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def one_line(error, path=None):
+    """The first line of an error. Of an error of the system: the file (path, or the one that the error names), the
+    system's message, the remedy."""
+    message, remedy = first_line(error), ""
+    if isinstance(error, OSError):
+        message, path = error.strerror or message, path or error.filename
+        remedy = f"; {REMEDIES[error.errno]}" if error.errno in REMEDIES else ""
+    return (f"{os.fsdecode(path)}: " if path else "") + message + remedy
+
+
+def run_main(program, work, interrupted="interrupted"):
+    """Runs work(), which returns an exit status or None. Prints an error, or that it was interrupted, as one line.
+    Returns the exit status."""
+    try:
+        return work() or 0
+    except (DataError, OSError) as e:
+        print(f"{program}: {one_line(e)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{program}: {interrupted}", file=sys.stderr)
+        return 130
+
+
+def not_empty(text):
+    """The type of a path, for argparse. A script whose variable is not set gives an empty one."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty")
+    return text

@@ -23,7 +23,7 @@ struct Example {
 Example encode_conversation(const std::vector<Message>& messages, const ChatTemplate& chat_template, const std::tm& now,
                             const Tokenizer& tokenizer);
 
-// Without a template: what the tokenizer puts in front of a text, the prompt, the response, and end-of-text. Loss
-// tokens are those from the first one that is not the prompt's own, end-of-text included. Throws Error if a message
-// holds a special token as text.
+// Without a template. The tokens are those that the tokenizer puts in front of a text, the prompt, the response, and
+// end-of-text. Loss tokens are those from the first one that is not the prompt's own, end-of-text included. Throws
+// Error if a message holds a special token as text.
 Example encode_prompt_response(const std::string& prompt, const std::string& response, const Tokenizer& tokenizer);

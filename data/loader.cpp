@@ -172,11 +172,11 @@ int64_t Loader::dropped_tokens(size_t source) const {
 }
 
 Loader::Sample Loader::sample(uint64_t i) const {
-    const Mixture::Place place = mixture.place(i);
-    const uint64_t n = uint64_t(training_sequences[place.source]);
-    if (!options.shuffle) return {place.source, int64_t(place.index % n)};
-    const uint64_t key = options.seed + (uint64_t(place.source) << 32);  // sources of one size in orders of their own
-    return {place.source, int64_t(permute(key, place.index / n, place.index % n, n))};
+    const auto [source, index] = mixture.locate(i);
+    const uint64_t n = uint64_t(training_sequences[source]);
+    if (!options.shuffle) return {source, int64_t(index % n)};
+    const uint64_t key = options.seed + (uint64_t(source) << 32);  // sources of one size in orders of their own
+    return {source, int64_t(permute(key, index / n, index % n, n))};
 }
 
 void Loader::fill(Batch& batch, int64_t micro_batch) const {

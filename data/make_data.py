@@ -34,10 +34,10 @@ import zipfile
 from array import array
 
 import encoder as text_encoder
-from errors import DataError, first_line, import_package, naming
+from errors import DataError, first_line, import_package, naming, not_empty, one_line
 from process_pool import Pool
 from text_input import (ALL, Conversation, Selection, digests, document_hash, documents, endings, find_files, group,
-                        package_chunks, plan, plan_text, position, safe_cut, unpack)
+                        package_chunks, plan, plan_text, position, safe_cut, unpack, utf8)
 import text_input
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -147,7 +147,7 @@ def train_bpe(chunks, split, selection, vocab_size):
             for key, data, _ in documents(chunk, selection):
                 if not split.is_val(key):
                     if isinstance(data, Conversation):
-                        data = "".join(content for _, content in data.turns).encode("utf-8", "replace")
+                        data = utf8("".join(content for _, content in data.turns))
                     for begin, end in package_chunks(data):
                         yield data[begin:end].decode("utf-8", "replace")
             progress.add(chunk.size)
@@ -656,7 +656,7 @@ def make(options, directory):
         meta[side] = {"bytes": count["bytes"], "documents": count["documents"], "tokens": writer.tokens,
                       "shards": writer.shards}
         if "conversations" in totals.found:
-            meta[side]["learnt_tokens"] = writer.loss_tokens
+            meta[side]["loss_tokens"] = writer.loss_tokens
     if "conversations" in totals.found:
         meta["chat_template"] = encoder.has_chat_template
     if work.state["sample"]:
@@ -669,7 +669,9 @@ def make(options, directory):
     for name in ("document.txt", "progress.json"):
         if os.path.exists(os.path.join(directory, name)):
             os.remove(os.path.join(directory, name))
-    write_whole(os.path.join(directory, "meta.json"), json.dumps(meta, indent=1, ensure_ascii=False) + "\n")
+    # The paths in it need not be UTF-8.
+    text = utf8(json.dumps(meta, indent=1, ensure_ascii=False) + "\n").decode()
+    write_whole(os.path.join(directory, "meta.json"), text)
     return meta
 
 
@@ -763,7 +765,7 @@ def parse(arguments):
             raise argparse.ArgumentTypeError("use letters, digits, '_', '-' and '.', and do not start with '.' or '-'")
         return text
 
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH",
+    parser.add_argument("--text", nargs="+", type=not_empty, required=True, metavar="PATH",
                         help=f"{', '.join(endings(()))} files or directories of them")
     parser.add_argument("--ext", type=file_endings, default=(), metavar="LIST",
                         help="endings of other text files, e.g. .c,.h,.rst; also in archives")
@@ -773,17 +775,18 @@ def parse(arguments):
     parser.add_argument("--drop-duplicates", action="store_true",
                         help="leave out documents whose text an earlier document has")
     parser.add_argument("--name", type=name, help="name of the data set (default: name of the first path)")
-    parser.add_argument("--tokenizer", default="bpe", metavar="byte|bpe|gpt2|DIR",
+    parser.add_argument("--tokenizer", type=not_empty, default="bpe", metavar="byte|bpe|gpt2|DIR",
                         help="byte: bytes; bpe: BPE trained on the training text; gpt2: GPT-2's; "
                              "DIR: the tokenizer.json in DIR (default bpe)")
     parser.add_argument("--vocab", type=count(257, MAX_VOCAB), default=4096,
                         help="size of the bpe vocabulary (default 4096)")
     parser.add_argument("--val", type=fraction, default=0.05,
                         help="fraction of the text to use for validation (default 0.05)")
-    parser.add_argument("--val-text", nargs="+", metavar="PATH", help="validation text instead of a part of --text")
+    parser.add_argument("--val-text", nargs="+", type=not_empty, metavar="PATH",
+                        help="validation text instead of a part of --text")
     parser.add_argument("--no-chat-template", dest="chat_template", action="store_false",
                         help="concatenate prompt and response even if the tokenizer's directory has a chat template")
-    parser.add_argument("--out", metavar="DIR",
+    parser.add_argument("--out", type=not_empty, metavar="DIR",
                         help="directory to write (default: tokens/<name> in the directory of this script)")
     parser.add_argument("--jobs", type=count(1), help="number of processes (default: one per core)")
     parser.add_argument("--shard-tokens", type=count(1), default=100_000_000,
@@ -809,7 +812,7 @@ def main(arguments=None):
     try:
         meta = make_whole(options, target)
     except (DataError, OSError, MemoryError) as e:
-        print(f"make_data: {first_line(e)}", file=sys.stderr)
+        print(f"make_data: {one_line(e)}", file=sys.stderr)
         return 1
     except Interrupted as e:
         done = "the same command goes on from there" if e.kept else "nothing was written"
@@ -818,7 +821,7 @@ def main(arguments=None):
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    print(summary(meta, os.path.relpath(target)))
+    print(utf8(summary(meta, os.path.relpath(target))).decode())
     if meta["lost_bytes"]:
         print(f"make_data: {meta['lost_bytes']} bytes of the text are not in the tokenizer's vocabulary: models do not "
               "see them (--tokenizer byte has every byte)", file=sys.stderr)

@@ -27,9 +27,9 @@ Mixture::Mixture(const std::vector<int64_t>& weights) : shares(weights) {
     }
 }
 
-Mixture::Place Mixture::place(uint64_t i) const {
+Mixture::Location Mixture::locate(uint64_t i) const {
     const uint64_t period = order.size();
-    const Place in_period = order[i % period];
+    const Location in_period = order[i % period];
     return {in_period.source, i / period * uint64_t(shares[in_period.source]) + in_period.index};
 }
 

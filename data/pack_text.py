@@ -10,14 +10,15 @@ blocks of 16 MiB of text, each an .xz stream of its own, so the result does not 
 import argparse
 import json
 import lzma
+import math
 import os
 import shutil
 import signal
 import sys
 
-from errors import DataError, first_line, naming
+from errors import DataError, naming, not_empty, run_main
 from process_pool import Pool
-from text_input import Conversation, documents, find_files, plan, unpack
+from text_input import Conversation, documents, find_files, plan, unpack, utf8
 
 BLOCK = 16 << 20  # also the size of xz's dictionary
 # Preset 6 makes files a fifth smaller in seven times the time.
@@ -33,7 +34,7 @@ def blocks(records):
     """Joins JSON lines of records to blocks of at least BLOCK bytes (the last one may be smaller)."""
     lines, size = [], 0
     for record in records:
-        lines.append(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        lines.append(utf8(json.dumps(record, ensure_ascii=False)) + b"\n")
         size += len(lines[-1])
         if size >= BLOCK:
             yield b"".join(lines)
@@ -104,8 +105,8 @@ def pack_whole(options):
 def positive(convert):
     def check(text):
         value = convert(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError("must be more than 0")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError("must be a number of more than 0")
         return value
     check.__name__ = convert.__name__
     return check
@@ -119,23 +120,19 @@ def add_chunks_mb(parser):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="pack_text.py", description="Packs text into numbered .jsonl.xz files of a "
                                      "given size (docs/data.md).")
-    parser.add_argument("--text", nargs="+", required=True, metavar="PATH",
+    parser.add_argument("--text", nargs="+", type=not_empty, required=True, metavar="PATH",
                         help="files or directories, as for make_data.py")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to write; must not exist")
+    parser.add_argument("--out", type=not_empty, required=True, metavar="DIR", help="directory to write; must not exist")
     add_chunks_mb(parser)
     parser.add_argument("--jobs", type=positive(int), help="number of processes (default: one per core)")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
-    try:
+
+    def work():
         sizes = pack_whole(options)
-    except (DataError, OSError) as e:
-        print(f"pack_text: {first_line(e)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("pack_text: interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(f"{options.out}: {len(sizes)} files, {sum(sizes)} bytes")
-    return 0
+        print(f"{options.out}: {len(sizes)} files, {sum(sizes)} bytes")
+
+    return run_main("pack_text", work, "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

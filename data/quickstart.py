@@ -21,7 +21,8 @@ import tempfile
 import zipfile
 import zlib
 
-from make_data import DataError, HERE, apt_download, first_line, main as make_data, pip_download
+from errors import DataError, first_line, run_main
+from make_data import HERE, apt_download, main as make_data, pip_download
 
 TEXT = os.path.join(HERE, "text", "quickstart")
 TOKENS = os.path.join(HERE, "tokens", "quickstart")
@@ -195,22 +196,16 @@ def fetch():
     raise DataError("; ".join(reasons) + "; use your own text with `make data TEXT=path`")
 
 
-def main():
+def prepare():
+    """Makes what is missing. Returns the exit status."""
     if os.path.exists(os.path.join(TOKENS, "meta.json")):
         print(f"quickstart: {os.path.relpath(TOKENS)} exists already")
         return 0
     try:
-        try:
-            with open(os.path.join(TEXT, "corpus"), encoding="utf-8") as f:
-                corpus = f.read().strip()
-        except FileNotFoundError:
-            corpus = fetch()
-    except (DataError, OSError) as e:
-        print(f"quickstart: {first_line(e)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("quickstart: interrupted", file=sys.stderr)
-        return 130
+        with open(os.path.join(TEXT, "corpus"), encoding="utf-8") as f:
+            corpus = f.read().strip()
+    except FileNotFoundError:
+        corpus = fetch()
     tokenizer = ["--tokenizer", "byte"]
     if corpus == "shakespeare" and importlib.util.find_spec("tokenizers"):
         tokenizer = ["--tokenizer", "bpe", "--vocab", "4096"]
@@ -220,6 +215,10 @@ def main():
     text = os.path.relpath(TEXT)
     return make_data(["--name", "quickstart", "--text", os.path.join(text, "train"),
                       "--val-text", os.path.join(text, "val"), *tokenizer])
+
+
+def main():
+    return run_main("quickstart", prepare)
 
 
 if __name__ == "__main__":

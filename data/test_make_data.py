@@ -53,8 +53,8 @@ class DataTest(unittest.TestCase):
 
     def run_main(self, *arguments):
         """(exit status, stderr)"""
-        err = io.StringIO()
-        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        err, out = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a terminal
+        with contextlib.redirect_stderr(err), contextlib.redirect_stdout(out):
             try:
                 status = make_data.main([*arguments, "--out", self.out])
             except SystemExit as e:
@@ -410,7 +410,7 @@ class ByteTokens(DataTest):
         self.assertEqual(self.documents("train"), [b"1+1=2", b"no prompt", "\u00fc? \u00fc!".encode()])
         # 2: the first token of an example, which nothing predicts.
         self.assertEqual(self.flags("train"), [2, 0, 0, 0, 1, 1] + [2] + [1] * 9 + [2, 0, 0] + [1] * 5)
-        self.assertEqual(meta["train"]["learnt_tokens"], 2 + 9 + 5)
+        self.assertEqual(meta["train"]["loss_tokens"], 2 + 9 + 5)
         whole = self.flags("train")
         self.make("--text", path, "--tokenizer", "byte", "--val", "0", "--shard-tokens", "7")
         self.assertEqual(self.flags("train"), whole)
@@ -536,6 +536,7 @@ class ByteTokens(DataTest):
                                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
             self.assertEqual((done.returncode, done.stdout, done.stderr.count("\n")), (1, "", 1), done.stderr)
             self.assertIn(f"{name}: File too large", done.stderr)
+            self.assertNotIn("Errno", done.stderr)
             self.assertEqual(os.listdir(os.path.dirname(self.out)), [])
 
     def test_interrupted(self):
@@ -594,8 +595,11 @@ class ByteTokens(DataTest):
         self.refused("no such file", "--text", good, "--tokenizer", self.path("nothing"))
         for wrong in (["--val", "1"], ["--val", "-0.1"], ["--val", "x"], ["--vocab", "256"],
                       ["--vocab", "1000000000"], ["--jobs", "0"], ["--shard-tokens", "0"], ["--name", "../x"],
-                      ["--name", ""], ["--unknown"]):
+                      ["--name", ""], ["--unknown"], ["--tokenizer", ""], ["--val-text", ""], ["--out", ""]):
             self.refused("usage", "--text", good, *wrong, status=2)
+        out, self.out = self.out, os.path.join(good, "set")
+        self.refused(f"{good}: File exists; a part of the path is a file", "--text", good, *byte)
+        self.out = out
         self.make("--text", good, *byte)
         self.refused("no such file", "--text", self.path("none"), *byte)  # the old data set stays
         os.remove(os.path.join(self.out, "meta.json"))
@@ -655,6 +659,15 @@ class OtherTokenizers(DataTest):
         path = self.write("a.txt", b"a <|endoftext|> b\n" * 50)
         meta = self.make("--text", path, "--vocab", "300", "--val", "0")
         self.assertEqual(self.tokens("train").count(meta["end_of_text"]), 1)
+
+    def test_names_that_are_no_utf8(self):
+        path = os.fsencode(self.write("a.txt", b"some text\n" * 9))
+        name = os.fsdecode(path[:-5] + b"caf\xe9 \xff.txt")
+        os.rename(path, name)
+        self.out = self.path("out", os.fsdecode(b"\xe9"))
+        meta = self.make("--text", name, "--tokenizer", "byte")
+        self.assertEqual(meta["source"], [os.fsdecode(path[:-5]) + "caf? ?.txt"])
+        self.assertEqual(os.listdir(self.path("out")), [os.fsdecode(b"\xe9")])
 
     def test_bytes_that_are_no_utf8(self):
         path = self.write("a.txt", b"caf\xe9 \xff\xfe ok\n" * 20)

@@ -125,10 +125,20 @@ class PackTest(unittest.TestCase):
         with lzma.open(path, "rt", encoding="utf-8") as lines:
             self.assertEqual([json.loads(line) for line in lines], [pair, {"text": "long text\n" * 2000}])
 
+    def test_half_a_surrogate_pair(self):
+        shutil.rmtree(self.text)
+        os.mkdir(self.text)
+        self.write("a.jsonl", '{"prompt": "\\ud800", "response": "b"}\n{"text": "\\udc00"}\n{"text": "c"}\n')
+        path, = self.pack("--jobs", 1)
+        with lzma.open(path, "rt", encoding="utf-8") as lines:
+            self.assertEqual([json.loads(line) for line in lines],
+                             [{"prompt": "?", "response": "b"}, {"text": "?"}, {"text": "c"}])
+
     def test_refusals(self):
         arguments = ["--text", self.text, "--out", self.out, "--jobs", 1]
         self.refused(["takes 0.3 MB", "give --chunks-mb 1 or more"], pack_text, *arguments, "--chunks-mb", "0.0001")
-        self.refused(["more than 0"], pack_text, *arguments, "--chunks-mb", "0", status=2)
+        for size in "0", "inf", "nan":
+            self.refused(["more than 0"], pack_text, *arguments, "--chunks-mb", size, status=2)
         self.refused(["no such file"], pack_text, "--text", self.path("none"), "--out", self.out)
         self.write("c.txt", b"caf\xe9")
         self.refused(["c.txt", "not UTF-8"], pack_text, *arguments)

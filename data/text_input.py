@@ -5,7 +5,6 @@ of .jsonl files and rows of .parquet files. A line or row holds a text or a conv
 may be compressed.
 """
 import collections
-import contextlib
 import gzip
 import hashlib
 import json
@@ -182,7 +181,7 @@ def plan_text(path, key, begin, end, name):
 
 
 def plan_tar(path, key, name, text_endings, left_out):
-    """The text files in an archive, at their places in it."""
+    """The chunks of the text files in an archive, at their offsets in it."""
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
@@ -267,7 +266,8 @@ def shape_of(where, names):
 
 
 def utf8(text):
-    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded."""
+    """JSON can hold half a surrogate pair, which is not a character and cannot be encoded; so can a file name that is
+    not UTF-8."""
     return text.encode("utf-8", "replace")
 
 

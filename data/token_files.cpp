@@ -7,6 +7,7 @@
 #include "data/tokenizer.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/json_keys.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -54,9 +55,9 @@ Header read_header(const FileReader& file) {
 
 // Opens the mask of a token file with `count` tokens, if there is one. Sets has_examples.
 std::optional<FileReader> open_mask(const std::string& tokens, int64_t count, bool& has_examples) {
-    const std::string path = tokens.substr(0, tokens.size() - std::min<size_t>(tokens.size(), 4)) + ".mask";
-    const bool is_bin = tokens.size() > 4 && tokens.compare(tokens.size() - 4, 4, ".bin") == 0;
-    if (!is_bin || !path_exists(path)) return {};
+    if (!ends_with(tokens, ".bin")) return {};
+    const std::string path = tokens.substr(0, tokens.size() - 4) + ".mask";
+    if (!path_exists(path)) return {};
     FileReader file(path);
     uint32_t header[4] = {};
     file.read(0, header, std::min<int64_t>(file.size(), sizeof header));
@@ -177,13 +178,19 @@ std::string DataDirectory::val_pattern() const {
     return join_path(glob_escape(path), "val_*.bin");
 }
 
+bool holds_tokens(const std::string& directory) {
+    DataDirectory data;
+    data.path = directory;
+    return !glob_files(data.train_pattern()).empty() || !glob_files(data.val_pattern()).empty();
+}
+
 DataDirectory open_data(const std::string& path) {
     require(path_exists(path), path, ": no such data directory; make one with `make data`");
     require(is_directory(path), path,
             ": not a directory; a data directory holds train_*.bin and val_*.bin (`make data`)");
     DataDirectory data;
     data.path = path;
-    require(!glob_files(data.train_pattern()).empty() || !glob_files(data.val_pattern()).empty(), path,
+    require(holds_tokens(path), path,
             ": holds neither train_*.bin nor val_*.bin; make a data directory with `make data`");
 
     if (const std::string tokenizer_path = data.tokenizer_path(); !tokenizer_path.empty()) {

@@ -63,6 +63,8 @@ struct DataDirectory {
     std::string train_pattern() const;               // globs for TokenFiles
     std::string val_pattern() const;
 };
+// Whether a directory holds train_*.bin or val_*.bin.
+bool holds_tokens(const std::string& directory);
 // Throws Error if path is not a data directory. meta.json is optional: llm.c's data sets have none.
 DataDirectory open_data(const std::string& path);
 

@@ -107,18 +107,18 @@ struct Tokenizer::Impl {
     bool cuts = false;                  // split text between characters that are not in joints
     Joints joints;
 
-    explicit Impl(const std::string& path) : file(path) {
+    Impl(const std::string& path, const std::string& shown_as) : file(shown_as) {
         byte_id.fill(-1);
         const std::string text = read_file(path, int64_t(1) << 30);
         const auto limit_depth = [&](int depth, json::parse_event_t, json&) {  // freeing the values may recurse
-            require(depth <= 100, path, ": JSON nested more than 100 deep; the file is damaged");
+            require(depth <= 100, file, ": JSON nested more than 100 deep; the file is damaged");
             return true;
         };
         try {
             read(json::parse(text, limit_depth));
         } catch (const json::exception& e) {
             const std::string text_of_library = e.what(), what = text_of_library.substr(text_of_library.find("] ") + 2);
-            throw Error(str(path, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
+            throw Error(str(file, ": not a valid tokenizer.json: ", what));  // without its "[json.exception.…] "
         }
     }
 
@@ -640,7 +640,8 @@ class Tokenizer::Impl::Encoder {
     std::vector<Merge> merges;
 };
 
-Tokenizer::Tokenizer(const std::string& tokenizer_json) : impl(std::make_unique<Impl>(tokenizer_json)) {}
+Tokenizer::Tokenizer(const std::string& tokenizer_json, const std::string& shown_as)
+    : impl(std::make_unique<Impl>(tokenizer_json, shown_as.empty() ? tokenizer_json : shown_as)) {}
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 

@@ -24,7 +24,8 @@
 
 class Tokenizer {
   public:
-    explicit Tokenizer(const std::string& tokenizer_json);
+    // shown_as: the name in errors if the file is temporary.
+    explicit Tokenizer(const std::string& tokenizer_json, const std::string& shown_as = "");
     ~Tokenizer();
     Tokenizer(Tokenizer&&) noexcept;
 

@@ -646,6 +646,7 @@ TEST(Checkpoints, ListedInStepOrder) {
     EXPECT_EQ(list_checkpoints(dir.path()),
               (std::vector<std::string>{"step_00000002", "step_00000007", "step_00000030", "step_123456789"}));
     expect_error([&] { list_checkpoints(dir.file("none")); }, {"none"});
+    EXPECT_EQ(list_incomplete_checkpoints(dir.path()), (std::vector<std::string>{"step_00000097", "step_00000099"}));
     for (const char* missing : {"config.json", "model.safetensors", "state.safetensors", "trainer.json"}) {
         TempDir one;
         save_checkpoint(one.path(), 5);

@@ -228,12 +228,17 @@ class CommandsTest(unittest.TestCase):
         with open(os.path.join(model, "tokenizer_config.json"), "w") as file:
             json.dump({"chat_template": CHAT_TEMPLATE}, file)
 
-        def chat(text, *args):
-            return subprocess.run([DRIVER, "chat", "--model", model, "--max-tokens", "6", "--temperature", "0", "--context", "60", *args],
+        def chat(text, *args, context=60):
+            return subprocess.run([DRIVER, "chat", "--model", model, "--max-tokens", "6", "--temperature", "0", "--context", str(context), *args],
                                   input=text, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", timeout=120)
 
         first = chat("Hi\n")
         self.assertEqual(first.returncode, 0, first.stderr)
+        self.assertEqual(chat("Hi\r\n/exit\r\nnever read\r\n").stdout, first.stdout[:-1])
+        small = chat("Hi\n", context=7)
+        self.assertEqual((small.returncode, small.stdout), (1, ""))
+        self.assertIn("a context of 7 tokens has no room for the 6 that start every conversation; raise --context to at least 8",
+                      small.stderr)
         self.assertIn("tokenizer_config.json: chat_template", first.stderr)
         self.assertIn("completion: 5 tokens", first.stderr)
         twice = chat("Hi\n/reset\n\nHi\n/exit\nnever read\n")
@@ -459,6 +464,10 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(info["config"]["n_layer"], 2)
         tokens = json.loads(run("info", os.path.join(self.data, "val_000000.bin"), "--json").stdout)
         self.assertLess(tokens["largest_token"], 257)
+        only_val = os.path.join(self.top, "val [only]")
+        shutil.copytree(self.data, only_val, ignore=shutil.ignore_patterns("train_*"))
+        info = json.loads(run("info", only_val, "--json").stdout)
+        self.assertEqual((info["kind"], "train" in info, info["val"]["tokens"]), ("data", False, tokens["tokens"]))
 
     def test_rate_groups(self):
         """A group with a learning rate of 0 keeps its weights; the others change. A resumed run uses the same rates."""
@@ -1208,6 +1217,18 @@ class CommandsTest(unittest.TestCase):
         end, expected = (os.path.join(run_dir, "step_00000008") for run_dir in (other, self.base))
         self.assertEqual(digests(end), digests(expected))
 
+    def test_an_incomplete_checkpoint_in_the_way(self):
+        """A run that could not save its last checkpoint is refused before it starts."""
+        out = os.path.join(self.top, "in_the_way")
+        shutil.copytree(self.base, out)
+        os.remove(os.path.join(out, "step_00000008", "model.safetensors"))
+        self.refused(1, ["--out " + out, "step_00000008 is not a complete checkpoint", "remove it"],
+                     "train", "--out", out, "--resume")
+        self.assertEqual(run("train", "--out", out, "--resume", "--steps", 7).returncode, 0)  # it comes to step 7 only
+        shutil.rmtree(os.path.join(out, "step_00000008"))
+        self.assertEqual(run("train", "--out", out, "--resume", "--steps", 8).returncode, 0)
+        self.assertEqual(checkpoints(out), ["step_00000004", "step_00000007", "step_00000008"])
+
     def test_leftovers_of_dead_processes_are_removed(self):
         other = os.path.join(self.top, "leftovers")
         shutil.copytree(self.base, other)
@@ -1521,8 +1542,26 @@ class CommandsTest(unittest.TestCase):
               for option in ("--zero-stage", "--seed", "--save-every", "--lr", "--dtype", "--schedule")),
             (["--zero-stage: 4 is not one of {0,"], self.train_args("x", "--zero-stage", 4)),
             (["--config: the value is empty"], self.train_args("x", "--config", "")),
+            # An octal and a hexadecimal number would be read as another one, or as two different ones.
+            *(([f"{option}: {value} is not"], ["plan", *MODEL, option, value])
+              for option in ("--seq-len", "--window") for value in ("010", "0x10", "1_0", " 4", "4 ")),
+            *(([f"{option}: '' is not"], ["plan", *MODEL, option, value])
+              for option, value in (("--window", "4,"), ("--attention", "S,"), ("--attention", ""))),
+            (["--model: the value is empty; give one; --gpu: the value is empty; give one, or leave the option out"],
+             ["plan", "--model", "", "--gpu", ""]),
+            (["--data: the value is empty"], self.train_args("x", "--data", "")),
+            (["--out: the value is empty"], ["train", *MODEL, "--data", self.data, "--out="]),
+            (["--gpu: the value is empty"], ["plan", *MODEL, "--gpu=", "--json"]),
+            (["DST: the value is empty"], ["convert", self.base, ""]),
+            (["--data: the value is empty"], ["info", ""]),
+            (["--rendezvous nowhere is not HOST:PORT"], self.train_args("x", "--rendezvous", "nowhere")),
+            (["--world: 65537 is not"], ["plan", *MODEL, "--world", 65537]),
+            *((["--multiple-choice excludes " + option], ["eval", "--model", self.base, "--multiple-choice", "x", option, value])
+              for option, value in (("--split", "train"), ("--too-long", "skip"))),
+            (["--sample-prompts has no effect without --sample-every"], self.train_args("x", "--sample-prompts", "x")),
         ):
             self.refused(2, words, *args)
+        self.assertEqual(run("sample", "--model", self.base, "--prompt=", "--max-tokens", 1, "--stop", "").returncode, 0)
 
     def test_bad_input(self):
         top, base, data = self.top, self.base, self.data
@@ -1565,8 +1604,21 @@ class CommandsTest(unittest.TestCase):
             (["tokenizer.json"], ["sample", "--model", "gpt2-tiny", "--prompt", "x"]),
             (["a token file"], ["info", os.path.join(base, "run.toml")]),
             (["not a tokenizer.json"], ["info", os.path.join(checkpoint, "config.json")]),
+            (["--fit", "1.00 MiB", "are less than", "raise --gpu-memory"], ["plan", *MODEL, "--gpu", "h100 80gb", "--gpu-memory", "1MiB", "--fit"]),
+            (["no room to keep 5", "--keep-tokens"], ["sample", "--model", base, "--prompt", "x", "--keep-tokens", 5, "--context", 4]),
+            (["a prompt of 9 tokens", "--context"], ["sample", "--model", base, "--prompt", "x" * 9, "--context", 8, "--context-full", "stop"]),
+            (["train: " + top + "/base/run.toml", "cannot create the directory", "name a directory"],
+             ["train", *MODEL, "--seq-len", 32, "--data", data, "--out", base + "/run.toml/x"]),
+            (["cannot create the directory"],
+             ["logits", "--model", base, "--tokens", "1", "--output", top + "/x.npy", "--dump", base + "/run.toml/x"]),
         ):
             self.refused(1, words, *args)
+
+    def test_paths_that_are_no_utf8(self):
+        model = os.path.join(self.top, os.fsdecode(b"caf\xe9"))
+        shutil.copytree(os.path.join(self.base, "step_00000008"), model)
+        self.assertIn("caf", json.loads(run("info", model, "--json").stdout)["directory"])
+        self.assertIn("directory " + self.top, run("info", model).stdout)
 
     def test_prompts_are_not_loss_tokens(self):
         # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean loss and the mean
@@ -1605,9 +1657,9 @@ class CommandsTest(unittest.TestCase):
         with open(os.path.join(data, "meta.json")) as file:
             meta = json.load(file)
         info = json.loads(run("info", data, "--json").stdout)
-        self.assertEqual(info["val"]["learnt_tokens"], meta["val"]["learnt_tokens"])
+        self.assertEqual(info["val"]["loss_tokens"], meta["val"]["loss_tokens"])
         scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
-        self.assertEqual(scores["tokens"], meta["val"]["learnt_tokens"])
+        self.assertEqual(scores["tokens"], meta["val"]["loss_tokens"])
         self.assertIsNone(scores["bits_per_byte"])
 
     def make_examples(self, name, examples, *options):

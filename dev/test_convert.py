@@ -333,6 +333,9 @@ class ConvertTest(unittest.TestCase):
         self.refused(1, ["tokenizer.bin", "117 tokens", "101"], "convert", model, self.path("x"), "--tokenizer",
                      self.tokenizer_bin([f"b{i}" for i in range(111)]))
         self.refused(2, ["--tokenizer"], "convert", model, self.path("x.bin"), "--tokenizer", self.path("tokenizer.bin"))
+        for content in b"{}", b"{]":  # the file that was given is named, not the copy in the unfinished directory
+            path = self.write("bad.json", content)
+            self.refused(1, [f"convert: {path}: not a "], "convert", model, self.path("x"), "--tokenizer", path)
         self.assertEqual([name for name in os.listdir(self.top) if "x" in name or "tmp" in name], [])
 
     def test_errors(self):

@@ -55,6 +55,21 @@ TEST(Fit, TakesTheFirstThatFits) {
     }
 }
 
+TEST(Fit, TriesDivisorsOfTheBatchSize) {
+    for (const auto& [batch_size, sizes] : {std::pair<int64_t, std::vector<int64_t>>{12, {12, 6, 4, 3, 2, 1}},
+                                            {9, {9, 3, 1}},
+                                            {1, {1}},
+                                            {(int64_t(1) << 40) - 87, {(int64_t(1) << 40) - 87, 1}}}) {  // a prime
+        RunOptions o = bf16_run(batch_size);
+        std::vector<int64_t> tried;
+        find_fit(o, 1, gpu_target(), 0, [&](const RunOptions& run) {
+            if (tried.empty() || tried.back() != run.batch_size) tried.push_back(run.batch_size);
+            return run.batch_size;
+        });
+        EXPECT_EQ(tried, sizes);
+    }
+}
+
 TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
     RunOptions o = bf16_run();
     o.recompute = Recompute::Norms, o.optimizer_dtype = "bf16", o.offload = "optimizer", o.sharding.zero_stage = 1;

@@ -81,6 +81,14 @@ TEST(Completion, EndsAtLimitsAndEndTokens) {
     EXPECT_EQ(without_text.text(), "");
 }
 
+TEST(ContextPolicy, Check) {
+    for (const int64_t keep : {0, 5, 6}) (ContextPolicy{true, keep}.check(8, 100));  // a longer prompt slides
+    for (const int64_t keep : {int64_t(-1), int64_t(7), INT64_MAX})
+        EXPECT_THROW((ContextPolicy{true, keep}.check(8, 1)), Error) << keep;
+    (ContextPolicy{false, 7}.check(8, 8));
+    EXPECT_THROW((ContextPolicy{false, 0}.check(8, 9)), Error);
+}
+
 TEST(Prompts, SeparatedByLinesOfDashes) {
     using Strings = std::vector<std::string>;
     EXPECT_EQ(split_prompts("one\ntwo\n"), (Strings{"one\ntwo\n"}));  // a single prompt is the whole file
@@ -88,6 +96,9 @@ TEST(Prompts, SeparatedByLinesOfDashes) {
     EXPECT_EQ(split_prompts("one\n\n---\n--- no\n---\n"), (Strings{"one\n", "--- no", ""}));
     EXPECT_EQ(split_prompts("---\na"), (Strings{"", "a"}));
     EXPECT_EQ(split_prompts(""), (Strings{""}));
+    EXPECT_EQ(split_prompts("one\r\n\r\n---\r\ntwo\r\n"), (Strings{"one\r\n", "two"}));
+    EXPECT_EQ(split_prompts("one\r\n"), (Strings{"one\r\n"}));
+    EXPECT_EQ(split_prompts("one\r\n---\ntwo\r"), (Strings{"one", "two\r"}));
 }
 
 TEST(Prompts, EndTokensComeFromTheModelAndItsGenerationConfig) {

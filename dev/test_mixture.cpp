@@ -28,7 +28,7 @@ TEST(Mixture, SharesAreExactInEveryPeriodAndCloseInBetween) {
         for (const int64_t w : weights) sum += double(w);
         std::vector<uint64_t> taken(weights.size(), 0);
         for (int64_t i = 0; i < 3 * mixture.period(); i++) {
-            const Mixture::Place place = mixture.place(uint64_t(i));
+            const Mixture::Location place = mixture.locate(uint64_t(i));
             ASSERT_EQ(place.index, taken[place.source]++) << i;  // counts the samples of the source
             for (size_t k = 0; k < weights.size(); k++) {
                 const double share = double(weights[k]) / sum * double(i + 1);
@@ -45,7 +45,7 @@ TEST(Mixture, SharesAreExactInEveryPeriodAndCloseInBetween) {
 
 TEST(Mixture, LargeNumbersOfSamples) {
     const Mixture mixture({3, 1});
-    EXPECT_EQ(mixture.place(uint64_t(4) << 40).index, uint64_t(3) << 40);
+    EXPECT_EQ(mixture.locate(uint64_t(4) << 40).index, uint64_t(3) << 40);
 }
 
 TEST(Mixture, InvalidWeightsAreErrors) {

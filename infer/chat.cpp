@@ -79,6 +79,9 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
                         const std::function<void()>& end_response) {
     GenerateStatistics sum;
     Conversation conversation(chat_template, tokenizer, options.system);
+    const int64_t start = conversation.start_tokens(), context = engine.options.context;
+    require(!options.slide || start <= context - 2, "a context of ", context, " tokens has no room for the ", start,
+            " that start every conversation; raise --context to at least ", start + 2);
     std::vector<int32_t> cached;  // the tokens that the KV cache holds
     int64_t turn = 0;
     for (std::string line;;) {
@@ -87,6 +90,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
             if (options.prompts) out << "\n";
             break;
         }
+        if (!line.empty() && line.back() == '\r') line.pop_back();
         if (line == "/exit") break;
         if (line == "/reset") conversation.reset();
         if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
@@ -99,13 +103,13 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         conversation.add("user", line);
         std::vector<int32_t> tokens;
         try {
-            tokens = fitting_prompt(conversation, engine.options.context, options.slide);
+            tokens = fitting_prompt(conversation, context, options.slide);
         } catch (const Error& e) {  // the conversation is worth more than this turn
             out << "(" << e.what() << ")\n";
             conversation.drop_last();
             continue;
         }
-        if (!options.slide && int64_t(tokens.size()) >= engine.options.context) {
+        if (!options.slide && int64_t(tokens.size()) >= context) {
             start_again();
             continue;
         }
@@ -114,8 +118,7 @@ GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTe
         const int64_t kept = common_tokens(cached, tokens);
         std::vector<Request> requests{{std::move(tokens), kept, turn++, &response, {}}};
         begin_response();
-        const GenerateStatistics s =
-            generate(engine, requests, {options.slide, conversation.start_tokens()}, interrupted);
+        const GenerateStatistics s = generate(engine, requests, {options.slide, start}, interrupted);
         end_response();
         out << "\n" << std::flush;
         sum.add(s);

@@ -22,10 +22,11 @@ struct ChatOptions {
 // Throws Error where the template refuses a user turn with this system message, or fails.
 void check_conversation(const ChatTemplate& chat_template, const ChatOptions& options);
 
-// Reads one user turn per line until the stream ends. Empty lines are skipped, /reset starts a new conversation, /exit
-// ends. interrupted() is called after each token: true ends the response, and the conversation continues.
-// begin_response and end_response are called around each response. engine must have one slot. Returns the sum of the
-// statistics.
+// Reads one user turn per line, with or without a carriage return at its end, until the stream ends. Empty lines are
+// skipped, /reset starts a new conversation, /exit ends. interrupted() is called after each token: true ends the
+// response, and the conversation continues. begin_response and end_response are called around each response. engine
+// must have one slot. Returns the sum of the statistics. Throws Error before it reads if the context cannot slide with
+// the start of every conversation in it.
 GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTemplate& chat_template,
                         const ChatOptions& options, std::istream& in, std::ostream& out,
                         const std::function<bool()>& interrupted, const std::function<void()>& begin_response,

@@ -6,7 +6,9 @@
 
 Completion::Completion(const Tokenizer* tokenizer, const CompletionOptions& o, std::function<void(std::string_view)> s)
     : options(o), show(std::move(s)) {
-    require(tokenizer || options.stop.empty(), "stop strings need a tokenizer");
+    require(tokenizer || options.stop.empty(),
+            "--stop: stop strings need a tokenizer.json; put the model's own beside config.json or leave the option "
+            "out");
     if (tokenizer) stream.emplace(*tokenizer);
 }
 
@@ -53,6 +55,13 @@ bool Completion::add(int32_t token, float logprob) {
     return reason != nullptr;
 }
 
+void ContextPolicy::check(int64_t context, int64_t longest_prompt) const {
+    require(!slide || (keep_tokens >= 0 && keep_tokens <= context - 2), "a context of ", context,
+            " tokens has no room to keep ", keep_tokens, " and slide; lower --keep-tokens or raise --context");
+    require(slide || longest_prompt <= context, "a prompt of ", longest_prompt, " tokens exceeds the context of ",
+            context, "; shorten the prompt or raise --context");
+}
+
 void GenerateStatistics::add(const GenerateStatistics& s) {
     prompt_tokens += s.prompt_tokens, completion_tokens += s.completion_tokens;
     steps += s.steps, step_sequences += s.step_sequences, step_bytes += s.step_bytes;
@@ -80,10 +89,12 @@ class Generator {
     Generator(Engine& e, std::vector<Request>& all, const ContextPolicy& p, const std::function<bool()>& stop,
               const std::function<void(const Request&)>& on_end)
         : engine(e), policy(p), interrupted(stop), done(on_end), running(size_t(e.options.slots), nullptr) {
-        require(!policy.slide || (policy.keep_tokens >= 0 && policy.keep_tokens + 2 <= engine.options.context),
-                "a context of ", engine.options.context, " tokens has no room to keep ", policy.keep_tokens,
-                " and slide; lower --keep-tokens or raise --context");
-        for (Request& r : all) waiting.push_back(&r);
+        int64_t longest = 0;
+        for (Request& r : all) {
+            waiting.push_back(&r);
+            longest = std::max(longest, int64_t(r.tokens.size()));
+        }
+        policy.check(engine.options.context, longest);
     }
 
     GenerateStatistics run() {
@@ -137,8 +148,6 @@ class Generator {
         r.context = r.tokens;
         int64_t cached = std::min({r.cached, n - 1, engine.length(slot)});
         if (n > capacity) {
-            require(policy.slide, "a prompt of ", n, " tokens exceeds the context of ", capacity,
-                    "; shorten the prompt or raise --context");
             r.context = slid(r.tokens, capacity, policy.keep_tokens);
             cached = 0;
         }

@@ -53,6 +53,10 @@ class Completion {
 struct ContextPolicy {
     bool slide = true;        // the context window slides; else the completion ends
     int64_t keep_tokens = 0;  // a slide keeps this many tokens of the beginning and the later half of the rest
+
+    // Throws Error if a context has no room to keep keep_tokens and slide, or if it does not slide and the longest
+    // prompt does not fit.
+    void check(int64_t context, int64_t longest_prompt) const;
 };
 
 struct Request {
@@ -75,7 +79,7 @@ struct GenerateStatistics {
 
 // Completes all requests, as many at the same time as the engine has slots. A waiting request takes the slot of a
 // finished one. When interrupted() returns true, all completions end at the next step. done is called for each request
-// that ends. Throws Error for a prompt that is longer than the context if the policy does not slide.
+// that ends. Throws the Error of ContextPolicy::check() before it starts.
 GenerateStatistics generate(Engine& engine, std::vector<Request>& requests, const ContextPolicy& policy,
                             const std::function<bool()>& interrupted = {},
                             const std::function<void(const Request&)>& done = {});

@@ -29,21 +29,31 @@ std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* toke
     return ids;
 }
 
+namespace {
+
+void remove_last_newline(std::string& text) {
+    if (text.empty() || text.back() != '\n') return;
+    text.pop_back();
+    if (!text.empty() && text.back() == '\r') text.pop_back();
+}
+
+}  // namespace
+
 std::vector<std::string> split_prompts(const std::string& text) {
     std::vector<std::string> prompts(1);
     for (size_t begin = 0; begin < text.size();) {
         const size_t newline = text.find('\n', begin);
         const std::string line = text.substr(begin, newline - begin);
         begin = newline == std::string::npos ? text.size() : newline + 1;
-        if (line == "---") {
-            if (!prompts.back().empty()) prompts.back().pop_back();  // the newline before the separator
+        if (line == "---" || line == "---\r") {
+            remove_last_newline(prompts.back());
             prompts.emplace_back();
         } else {
             prompts.back() += line;
             if (newline != std::string::npos) prompts.back() += '\n';
         }
     }
-    if (prompts.size() > 1 && !prompts.back().empty() && prompts.back().back() == '\n') prompts.back().pop_back();
+    if (prompts.size() > 1) remove_last_newline(prompts.back());
     return prompts;
 }
 

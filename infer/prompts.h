@@ -21,11 +21,11 @@ int64_t sampled_vocab(const ModelConfig& config, const Tokenizer* tokenizer);
 std::vector<int32_t> end_tokens(const ModelSource& source, const Tokenizer* tokenizer);
 
 // Splits a file into prompts at lines of ---. The newline before such a line belongs to the line. If there are several
-// prompts, a newline at the end of the file does not belong to the last one.
+// prompts, a newline at the end of the file does not belong to the last one. A newline may be CR LF.
 std::vector<std::string> split_prompts(const std::string& text);
 
-// What to say of text whose bytes the vocabulary lacks ("3 bytes ... the model does not see them"); "" if it lacks
-// none.
+// A note for the user on bytes of the text that the vocabulary lacks ("3 bytes ... the model does not see them"); "" if
+// it lacks none.
 std::string lost_bytes_note(const std::string& text, const Tokenizer& tokenizer);
 
 // The tokens of a prompt, at least one: those that the tokenizer prepends to a text, then the prompt's own; the

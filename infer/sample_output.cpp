@@ -85,6 +85,9 @@ void sample(Engine& engine, const SampleJob& job, const Tokenizer* tokenizer,
             const std::function<double()>& read_bandwidth, std::ostream& out, std::ostream& log) {
     const bool logprobs = engine.options.logprobs;
     const int64_t count = int64_t(job.prompts.size()) * job.num_samples;
+    int64_t longest = 0;
+    for (const std::vector<int32_t>& tokens : job.tokens) longest = std::max(longest, int64_t(tokens.size()));
+    job.policy.check(engine.options.context, longest);  // before a prompt is printed
     const auto prompt_of = [&](int64_t completion) { return size_t(completion / job.num_samples); };
     std::ostringstream discarded;  // with json, only one object is printed, at the end
     std::vector<std::string> prompts;

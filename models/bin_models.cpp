@@ -189,7 +189,7 @@ BinKind bin_model_kind(const std::string& path) {
 BinModel::BinModel(const std::string& path) : file(std::make_shared<FileReader>(path)) {
     kind = kind_of(*file);
     require(kind != BinKind::Other, path,
-            ": neither a model of llm.c nor one of llama2.c: its first bytes or its length ", "are of no such file");
+            ": is neither a model of llm.c nor one of llama2.c; name a model directory, or a .bin file of theirs");
     double elements = 0;
     int32_t header[256] = {};
     if (kind == BinKind::Llmc) {

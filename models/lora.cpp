@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "runtime/files/weights.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -27,9 +28,7 @@ std::string last_part(const std::string& module) {
 
 // peft's rule: the name, or the end of it behind a point.
 bool is_target(const std::string& module, const std::string& target) {
-    if (module == target) return true;
-    const std::string end = "." + target;
-    return module.size() > end.size() && module.compare(module.size() - end.size(), end.size(), end) == 0;
+    return module == target || ends_with(module, "." + target);
 }
 
 bool is_linear_layer(const Param& p) {

@@ -14,6 +14,7 @@
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
 #include "runtime/files/weights.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
@@ -89,7 +90,7 @@ json computing_keys(const ModelConfig& config) {
 // "base_model.model.<matrix>.lora_A.weight": the matrix, and 'A' or 'B'; 0 for another name.
 std::pair<std::string, char> parse_name(const std::string& name) {
     const std::string start = "base_model.model.", end = ".lora_A.weight";
-    if (name.size() <= start.size() + end.size() || name.compare(0, start.size(), start) != 0) return {"", 0};
+    if (name.size() <= start.size() + end.size() || !starts_with(name, start)) return {"", 0};
     const size_t cut = name.size() - end.size();
     const char which = name[cut + end.find('A')];
     std::string tail = name.substr(cut);

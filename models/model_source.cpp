@@ -6,6 +6,7 @@
 #include "models/family.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
@@ -85,7 +86,7 @@ void save_model_files(const std::string& directory, const ModelConfig& config, c
         if (source.empty()) continue;
         for (const std::string& name : list_directory(source)) {
             const std::string from = join_path(source, name), to = join_path(directory, name);
-            const bool wanted = carried.count(name) || name.rfind("chat_template.", 0) == 0;
+            const bool wanted = carried.count(name) || starts_with(name, "chat_template.");
             if (wanted && !is_directory(from) && !path_exists(to)) write_file(to, read_file(from));
         }
     }

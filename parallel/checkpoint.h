@@ -29,7 +29,7 @@ struct SaveOptions {
     std::string run_dir;
     int64_t keep = 1;                 // the newest ones that stay; the best one stays too
     DType export_dtype = DType::F32;  // of model.safetensors
-    bool stop_on_error = false;       // else a save that fails is told and the run goes on
+    bool stop_on_error = false;       // else note() tells of a save that fails, and the run goes on
 };
 
 class CheckpointSaver {
@@ -41,10 +41,11 @@ class CheckpointSaver {
     CheckpointSaver(const CheckpointSaver&) = delete;
     CheckpointSaver& operator=(const CheckpointSaver&) = delete;
 
-    // Whether all hosts have `bytes` for each of their ranks, snapshot included: "" or what is missing. Collective.
+    // What a host lacks that must have `bytes` for each of its ranks, snapshot included; "" if none lacks anything.
+    // Collective.
     std::string lacks_memory(int64_t bytes) const;
-    // Takes a snapshot's memory on all ranks, or on none; without, save() writes before it returns. Returns what is
-    // missing, or "". Collective.
+    // Allocates the snapshot on all ranks, or on none. Without it save() writes before it returns. Returns what is
+    // missing, "" if nothing is. Collective.
     std::string allocate(Snapshot snapshot);
 
     // What a checkpoint holds beside its tensors.
@@ -53,14 +54,15 @@ class CheckpointSaver {
         SafetensorsWriter::Metadata metadata;                           // of both files of tensors
         std::function<void(const std::string& directory)> small_files;  // called on rank 0, perhaps by another thread
     };
-    // Saves "step_<step>"; queued work must be done. Waits for the last save first. last: nothing follows that training
-    // could go on with, so it writes before it returns, and an error is thrown. Collective, like all that follow.
+    // Saves "step_<step>". Queued work must be done. Waits for the previous save first. last: the run ends with this
+    // save, so it writes before it returns and throws an error. Collective, like all functions that follow.
     void save(Contents contents, const TrainingArenas& arenas, bool last);
     void poll();                                 // publishes what is written; call it at every step's end
-    void wait();                                 // until nothing is being written; says so
-    bool failed() const { return last_failed; }  // the last save that ended
+    void wait();                                 // until nothing is being written; note() tells that it waits
+    bool failed() const { return last_failed; }  // whether the last save that ended failed
 
-    std::function<void(const std::string&)> note = [](const std::string&) {};  // told what happens, on all ranks alike
+    // Called with a line for the user, on all ranks alike.
+    std::function<void(const std::string&)> note = [](const std::string&) {};
 
   private:
     enum class Phase : uint8_t { Idle, Writing, Publishing };

@@ -1,9 +1,9 @@
 // Muon on the ranks of a run: which rank orthogonalises which matrix, when, and what travels (kernels/muon.h has the
 // formulas).
 //
-// The matrices are hidden matrices of the parameter table, fused ones by their parts. Each has an owner, the rank that
-// orthogonalises it; owners are balanced by FLOP and are the same in all ZeRO stages of one world. A step goes through
-// them in rounds of bounded size:
+// The matrices are the hidden matrices of the parameter table; each part of a fused one is a matrix. Each has an owner,
+// the rank that orthogonalises it; owners are balanced by FLOP and are the same in all ZeRO stages of one world. A step
+// goes through them in rounds of bounded size:
 //
 //   momentum        every rank: m and u of its elements of the round's matrices
 //   collect         sharded state: an all-to-all brings the pieces of u to the owners
@@ -13,7 +13,7 @@
 //
 // With several ranks a round's collect and the previous one's distribute run on the side stream during Newton-Schulz.
 // u is fp32 in fp32 training, else bf16, also on its way. Rounds and batches are the same in all stages of one world,
-// and so are the bits: GEMMs may depend on the size of a batch, not on a matrix's place in it.
+// and so are the bits: GEMMs may depend on the size of a batch, not on a matrix's index in it.
 #pragma once
 
 #include <vector>

@@ -17,6 +17,6 @@ int with_enough_stack(const std::function<int()>& work);
 // limit.
 int64_t host_memory_available();
 
-// The calling thread works where others leave time: the lowest priority (nice 19, and with it the lowest of disk
+// The calling thread gets the time that others leave: the lowest priority (nice 19, and with it the lowest of disk
 // access), OpenMP regions without further threads.
 void lower_thread_priority();

@@ -37,7 +37,7 @@ WARM_UP, RUNS, FLUSH_BYTES = 3, 21, 256 << 20  # as dev/bench_util.cpp and dev/c
 
 
 class BenchError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 class Shape(NamedTuple):

@@ -32,7 +32,7 @@ SHAPES = {
 
 
 class BenchError(Exception):
-    """One line: what went wrong."""
+    """One line: what failed."""
 
 
 def make_model(shape, dtype, folder):
@@ -135,7 +135,7 @@ def compare(args):
             for c in contenders:
                 rates[c.name].append(c.run())
         print(f"{args.model}, {args.dtype}, {args.device}, {args.threads} threads: {args.batch_size} sequences, prompts of {args.prompt} tokens, "
-              f"answers of {args.tokens}; medians of {args.turns} turns")
+              f"completions of {args.tokens}; medians of {args.turns} turns")
         medians = {name: [statistics.median(column) for column in zip(*r)] for name, r in rates.items()}
         for name, (prefill, decode) in medians.items():
             ratio = medians[ours.name][1] / decode

@@ -50,7 +50,7 @@ SETTINGS = ["data", "layers", "channels", "heads", "steps", "batch_size", "seq_l
 
 
 class CurvesError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 # ---- The order of samples (data/loader.h, runtime/rng.h) ----------------------------------------------------------------
@@ -85,10 +85,12 @@ def window_of_sample(seed, i, windows):
 
 
 def read_tokens(folder, split):
-    shards = []
-    for path in sorted(glob.glob(os.path.join(folder, split + "_*.bin"))):
+    shards, dtypes = [], {20240520: "<u2", 20240801: "<u4"}
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), split + "_*.bin"))):
         magic = np.fromfile(path, "<i4", 1)
-        shards.append(np.memmap(path, {20240520: "<u2", 20240801: "<u4"}[int(magic[0])], "r", offset=1024))
+        if not len(magic) or int(magic[0]) not in dtypes or os.path.getsize(path) <= 1024:
+            raise CurvesError(f"{path}: not a token file, or without tokens; make it again with `make data`")
+        shards.append(np.memmap(path, dtypes[int(magic[0])], "r", offset=1024))
     if not shards:
         raise CurvesError(f"{folder}: no {split}_*.bin; make some with `make data`")
     return np.concatenate(shards)
@@ -168,6 +170,7 @@ def train_torch(args, dtype, initial, out):
                                   lr=args.lr, betas=BETAS, eps=EPS, fused=device.type == "cuda")
     print(f"torch {torch.__version__}, transformers {transformers.__version__}: {dtype} on {device}", file=sys.stderr, flush=True)
     losses, norms, rates = [], [], []
+    begin = time.monotonic()
     for step, (x, y) in enumerate(batches(read_tokens(args.data, "train"), args)):
         x, y = (torch.from_numpy(a).to(device) for a in (x, y))
         rates.append(learning_rate(args, step))
@@ -182,10 +185,17 @@ def train_torch(args, dtype, initial, out):
         losses.append(loss.detach())
         if step % 100 == 99:
             print(f"step {step + 1}/{args.steps}  loss {losses[-1].item():.4f}", file=sys.stderr, flush=True)
+    lines = [{"loss": loss.item(), "lr": rate, "grad_norm": norm.item()}
+             for loss, norm, rate in zip(losses, norms, rates)]
+    write_log(out, lines, (time.monotonic() - begin) / args.steps)
+
+
+def write_log(out, lines, seconds):
+    """Writes the training lines of a run to log.jsonl. seconds: that a step took, on average."""
     os.makedirs(out, exist_ok=True)
     with open(os.path.join(out, "log.jsonl"), "w", encoding="utf-8") as log:
-        for step, (loss, norm, rate) in enumerate(zip(losses, norms, rates), 1):
-            log.write(json.dumps({"step": step, "loss": loss.item(), "lr": rate, "grad_norm": norm.item()}) + "\n")
+        for step, line in enumerate(lines, 1):  # "ms" is what tells a training line from an evaluation (run_log.py)
+            log.write(json.dumps({"step": step, **line, "ms": 1000 * seconds}) + "\n")
 
 
 def losses_of(out, steps):

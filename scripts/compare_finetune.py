@@ -45,7 +45,7 @@ LOSS, EXAMPLE_START = 1, 2  # flags of a token (docs/data.md)
 
 def read_flags(folder, split):
     parts = []
-    for path in sorted(glob.glob(os.path.join(folder, split + "_*.bin"))):
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), split + "_*.bin"))):
         mask = path[:-4] + ".mask"
         count = int(np.fromfile(path, "<u4", 4)[2])
         parts.append(np.fromfile(mask, np.uint8, offset=1024) if os.path.exists(mask) else np.ones(count, np.uint8))

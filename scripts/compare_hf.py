@@ -33,7 +33,7 @@ from make_reference import Float64, randomise, transformers4_config
 
 
 class CompareError(Exception):
-    """One line: what went wrong."""
+    """One line: what failed."""
 
 
 def load_exact(folder):

@@ -46,7 +46,7 @@ HEAD_SIZE = 128
 
 
 class TrackError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 # ---- The script's side ----------------------------------------------------------------------------------------------

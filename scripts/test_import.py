@@ -52,10 +52,6 @@ def interleaved(x, heads):
     return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
 
-def bf16_to_float(bits):
-    return (bits.astype("<u4") << 16).view("<f4")
-
-
 def fixture_tokenizer(name):
     return next(case for case in read_json(ROOT, "dev/fixtures/tokenizer/tokenizers.json")["cases"] if case["name"] == name)
 
@@ -390,11 +386,19 @@ class PytorchErrorsTest(ImportTest):
         cases = [({"weight_map": {"a": name}}, f"no file name for a: {shown}")
                  for name, shown in (("../other/pytorch_model.bin", '"../other'), ("/etc/passwd", '"/etc'),
                                      ("x\0y", '"x\\u0000y"'), (5, "5"))]
-        cases += [(content, "'weight_map'") for content in ({"weight_map": []}, {}, [])]
+        cases += [({"weight_map": []}, "'weight_map'"), ({}, "'weight_map'"), ([], "not an object")]
         for content, words in cases:
             with open(index, "w", encoding="utf-8") as file:
                 json.dump(content, file)
             self.refused([index, words], "import_pytorch.py", source, self.path("x"))
+
+    def test_json_that_is_no_object(self):
+        os.mkdir(self.path("source"))
+        for files in ("pytorch_model.bin", "config.json"), ("consolidated.00.pth", "params.json"):
+            for name in files:
+                with open(self.path(os.path.join("source", name)), "w", encoding="utf-8") as file:
+                    file.write("[]")
+            self.refused([files[1], "not an object"], "import_pytorch.py", self.path("source"), self.path("x"))
 
     def test_errors_of_torch_load_are_one_line(self):
         import pickle
@@ -431,6 +435,15 @@ class TokenizerModelTest(unittest.TestCase):
                 for rank, token in enumerate(tokens):
                     file.write(base64.b64encode(token) + b" %d\n" % rank)
             tokenizer = tokenizer_json.tiktoken_model(path, ["<|begin_of_text|>", "<|end_of_text|>"])
+            for content, words in ((b"YQ== 0\nYg== 2\n", "ranks are not"), (b"YQ== 0\nYg==\n", "not enough values"),
+                                   (b"YQ== 0\nYmI= x\n", "invalid literal"), (b"Y 0\n", "base64"),
+                                   (b"YQ== 0\nYg== 1\nYWJhYg== 2\n", "token 2 is not a merge of two earlier tokens")):
+                with open(path, "wb") as file:
+                    file.write(content)
+                with self.assertRaises(tokenizer_json.TokenizerError) as caught:
+                    tokenizer_json.tiktoken_model(path, [])
+                self.assertIn(f"{path}: not a tiktoken vocabulary", str(caught.exception))
+                self.assertIn(words, str(caught.exception))
         merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
         self.assertEqual(tokenizer["model"]["merges"], merges)
         self.assertEqual(tokenizer["pre_tokenizer"], case["tokenizer"]["pre_tokenizer"])

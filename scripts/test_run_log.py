@@ -134,6 +134,11 @@ class WatchTest(RunLogTest):
     def test_errors_are_one_line(self):
         done = self.run_script("watch.py", os.path.join(self.top, "nowhere"))
         self.expect_error(done, "nowhere: no such file; give a run directory")
+        run = self.write_run("a", STEPS)
+        for interval in "0", "nan", "inf":
+            done = self.run_script("watch.py", run, "--interval", interval)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(f"--interval is {float(interval)}; it must be more than 0", done.stderr)
         done = self.run_script("watch.py", self.write_run("bad", [], torn="hello\n"))
         self.assertIn("not a log line", done.stdout)
 

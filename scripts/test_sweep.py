@@ -89,14 +89,28 @@ class SweepTest(unittest.TestCase):
         self.assertIn("--resume", done.stderr)
         self.assertEqual(self.results()[0]["tokens"], 64000)
 
+    def test_flags(self):
+        text = FILE.format(data=self.root, steps=2).replace("[1e-4, 1e-2, 0]", "1e-3\ndocument-mask = false")
+        done = self.sweep(text.replace("[1, 2]", "[1]") + "overfit-one-batch = [true, false]\n")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        commands = [line.split() for line in done.stderr.splitlines() if line.startswith("$")]
+        self.assertEqual(["--overfit-one-batch" in words for words in commands], [False, True, False])
+        self.assertFalse(any("--document-mask" in words or "False" in words for words in commands))
+
     def test_errors(self):
         for text, message in (("[common]\n", "at least one [arms.NAME]"), ("[arms.a]\nlr = \n", "arms.toml"),
+                              ("[arms]\na = 1\n", "at least one [arms.NAME]"), ("arms = 1\n", "at least one [arms.NAME]"),
+                              ("[common]\nseeds = []\n[arms.a]\n", "seeds is []; give a list"),
+                              ("[common]\nseeds = 1\n[arms.a]\n", "seeds is 1; give a list"),
                               ("[arms.a]\nmodle = 'x'\n", "modle")):
             done = self.sweep(text)
             self.assertEqual(done.returncode, 1, done.stderr)
             self.assertIn(message, done.stderr.strip().splitlines()[-1])
         done = self.sweep(FILE.format(data=self.root, steps=4), "--arms", "other")
         self.assertIn("has no arm other; it has adamw, muon", done.stderr)
+        done = self.sweep(FILE.format(data=self.root, steps=4), "--jobs", "0")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--jobs is 0; it must be at least 1", done.stderr)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def merges_of_ranks(tokens):
         while len(parts) > 2:
             best = min(range(len(parts) - 1), key=lambda i: rank.get(parts[i] + parts[i + 1], limit))
             if rank.get(parts[best] + parts[best + 1], limit) >= limit:
-                raise ValueError(f"token {limit} is no merge of two tokens before it")
+                raise ValueError(f"token {limit} is not a merge of two earlier tokens")
             parts[best:best + 2] = [parts[best] + parts[best + 1]]
         if len(parts) == 2:
             merges.append([written(part) for part in parts])
@@ -158,10 +158,13 @@ def tiktoken_model(path, special):
     """From tiktoken's file of LLaMA-3: a line `base64 rank` a token. special: the tokens behind them."""
     import base64
 
-    with open(path, "rb") as file:
-        ranked = sorted((int(rank), base64.b64decode(token)) for token, rank in (line.split() for line in file if line.strip()))
-    if [rank for rank, _ in ranked] != list(range(len(ranked))):
-        raise ValueError(f"{path}: ranks are not 0, 1, 2 ...; the file is damaged")
-    vocab, merges = merges_of_ranks([token for _, token in ranked])
+    try:
+        with open(path, "rb") as file:
+            ranked = sorted((int(rank), base64.b64decode(token)) for token, rank in (line.split() for line in file if line.strip()))
+        if [rank for rank, _ in ranked] != list(range(len(ranked))):
+            raise ValueError("ranks are not 0, 1, 2 ...")
+        vocab, merges = merges_of_ranks([token for _, token in ranked])
+    except ValueError as error:
+        raise TokenizerError(f"{path}: not a tiktoken vocabulary ({error}); the file is damaged") from None
     added = [added_token(len(vocab) + i, token) for i, token in enumerate(special)]
     return byte_level(vocab, merges, added, "llama3", start=(special[0], len(vocab)))

@@ -140,8 +140,8 @@ def main():
                         help="seconds between looks at the logs (default %(default)s)")
     parser.add_argument("--once", action="store_true", help="print the state and exit")
     args = parser.parse_args()
-    if args.interval <= 0:
-        parser.error(f"--interval is {args.interval}; it must be positive")
+    if not 0 < args.interval < 1e6:
+        parser.error(f"--interval is {args.interval}; it must be more than 0 and less than 10^6")
     try:
         from rich.console import Console
         from rich.live import Live

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "runtime/error.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -128,7 +129,7 @@ namespace {
 // interfaces, because the other ranks may use another network than the name suggests.
 Descriptor listen_at(const std::string& rendezvous, std::string& problem) {
     HostPort address = parse_host_port(rendezvous, "--rendezvous");
-    const bool local = address.host == "localhost" || address.host.rfind("127.", 0) == 0 || address.host == "::1";
+    const bool local = address.host == "localhost" || starts_with(address.host, "127.") || address.host == "::1";
     if (!local) address.host.clear();
     int error = 0;
     const Addresses addresses = resolve(address, true, &error);

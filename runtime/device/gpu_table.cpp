@@ -4,6 +4,7 @@
 #include <cctype>
 
 #include "runtime/error.h"
+#include "runtime/text.h"
 
 namespace {
 
@@ -74,7 +75,7 @@ const Gpu* gpu_of_driver_name(const std::string& name) {
 
 const Gpu& find_gpu(const std::string& name) {
     std::string wanted = lower_case(name), matches, all;
-    if (wanted.rfind("nvidia ", 0) == 0) wanted = wanted.substr(7);
+    if (starts_with(wanted, "nvidia ")) wanted = wanted.substr(7);
     const Gpu* found = nullptr;
     int count = 0;
     for (const Gpu& gpu : GPUS) {

@@ -17,14 +17,11 @@
 
 #include "runtime/files/files.h"
 #include "runtime/files/weights.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
 namespace {
-
-bool starts_with(const std::string& text, const std::string& start) {
-    return text.compare(0, start.size(), start) == 0;
-}
 
 std::string parent_of(const std::string& path) {
     const std::string parent = std::filesystem::path(path).parent_path().string();
@@ -93,6 +90,13 @@ std::vector<std::string> list_checkpoints(const std::string& run_dir) {
     }
     std::sort(names.begin(), names.end(),
               [](const std::string& a, const std::string& b) { return checkpoint_step(a) < checkpoint_step(b); });
+    return names;
+}
+
+std::vector<std::string> list_incomplete_checkpoints(const std::string& run_dir) {
+    std::vector<std::string> names;
+    for (const std::string& name : list_directory(run_dir))
+        if (checkpoint_step(name) >= 0 && !is_complete(join_path(run_dir, name))) names.push_back(name);
     return names;
 }
 

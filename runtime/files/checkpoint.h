@@ -17,6 +17,8 @@
 // Complete checkpoints of a run directory in ascending order of steps ("step_00000100" …): config.json and weights, or
 // the two files of a LoRA adapter, state.safetensors and trainer.json are all present. Other entries are skipped.
 std::vector<std::string> list_checkpoints(const std::string& run_dir);
+// The entries of a run directory that have a checkpoint's name but are no complete one.
+std::vector<std::string> list_incomplete_checkpoints(const std::string& run_dir);
 // "step_00000100" → 100; -1 if the name is not of that form.
 int64_t checkpoint_step(const std::string& name);
 

@@ -22,6 +22,8 @@ const char* remedy(int error) {
             return "; check the path";
         case ENOTDIR:
             return "; a part of the path is a file";
+        case EEXIST:  // of mkdir()
+            return "; name a directory";
         case EISDIR:
             return "; name a file";
         case EACCES:

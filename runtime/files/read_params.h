@@ -21,8 +21,8 @@ struct StoredPart {
 // Elements [begin, begin + count) of a parameter as fp32 values on the host, which the taker may change.
 using TakeValues = std::function<void(int64_t begin, int64_t count, float* values)>;
 
-// Where elements [begin, begin + count) of a parameter may be read to as fp32 values; null: into a buffer. The taker of
-// that memory gets it filled.
+// The memory that elements [begin, begin + count) of a parameter may be read into as fp32 values; null: a buffer. The
+// taker then gets that memory, filled.
 using FindValues = std::function<float*(int64_t begin, int64_t count)>;
 
 // The CRC-32C of a range of a stored tensor, computed while it is read.
@@ -45,7 +45,7 @@ class ParamReader {
 
     // Calls take for the elements of [begin, begin + count) that the part holds. With a checksum it also reads that
     // range, which must be in the part; if the part is not transposed it must be in [begin, begin + count). find is
-    // asked if all threads take.
+    // used with Takers::AllThreads alone.
     void read(const StoredPart& part, int64_t begin, int64_t count, const TakeValues& take,
               RangeChecksum* checksum = nullptr, const FindValues& find = {});
 

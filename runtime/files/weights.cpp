@@ -12,6 +12,7 @@
 #include "runtime/files/checkpoint.h"
 #include "runtime/files/files.h"
 #include "runtime/files/non_finite.h"
+#include "runtime/text.h"
 
 using nlohmann::json;
 
@@ -23,7 +24,7 @@ std::string shape_string(const std::vector<int64_t>& shape) {
 
 std::string bare_name(const std::string& name) {
     for (const char* prefix : {"transformer.", "model."}) {
-        if (name.compare(0, std::strlen(prefix), prefix) == 0) return name.substr(std::strlen(prefix));
+        if (starts_with(name, prefix)) return name.substr(std::strlen(prefix));
     }
     return name;
 }
@@ -38,10 +39,6 @@ namespace {
 
 constexpr const char* WEIGHTS = "model.safetensors";
 constexpr const char* WEIGHTS_INDEX = "model.safetensors.index.json";
-
-bool ends_with(const std::string& text, const std::string& end) {
-    return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
-}
 
 // Tensors that old versions of transformers saved though they hold no weights: causal masks and RoPE frequencies.
 bool is_buffer(const std::string& name) {
