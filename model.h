@@ -141,6 +141,7 @@ struct RunShape {
     Fp8Options fp8;            // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;  // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
+    int64_t adapter_elements = 0;                          // of all adapters in training
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
     bool offload_inputs = false;  // the blocks' inputs, but the last one's, wait in host memory for the backward pass
     bool deterministic = true;    // false: attention's backward pass may add in any order

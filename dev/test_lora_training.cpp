@@ -409,6 +409,20 @@ TEST(Lora, InitialValues) {
     }
 }
 
+// The scratch of the gradient norm is planned for the larger of the two tables.
+TEST(Lora, AdaptersLargerThanTheBase) {
+    LoraOptions o = options();
+    o.rank = 1 << 16;
+    const Model model(base_config(), {}, {}, OptimizerType::AdamW, {}, o);
+    ASSERT_GT(model.adapters->table.total, model.table.total);
+    const Activations acts(base_config(), Driver::with_workspace(training_shape(1, 8), model));
+    const auto& entries = acts.plan.entries();
+    const auto scratch =
+        std::find_if(entries.begin(), entries.end(), [](const auto& e) { return e.name == "scratch"; });
+    ASSERT_NE(scratch, entries.end());
+    EXPECT_GE(scratch->shape[0], sum_squares_scratch(model.adapters->table.total));
+}
+
 // The plan of an 8B model: the base is there once, in bf16; gradients, moments and master weights are the adapters'.
 TEST(Lora, MemoryOfTheFrozenBase) {
     ModelConfig config;
@@ -419,7 +433,8 @@ TEST(Lora, MemoryOfTheFrozenBase) {
     const int64_t base = model.table.total, own = model.adapters->table.total;
     EXPECT_EQ(model.adapters->table.num_weights(), 41943040);  // what peft counts
     RunShape shape = training_shape(1, 2048, DType::BF16);
-    shape.recompute = Recompute::Block, shape.lora_widths = model.lora->widths;
+    shape.recompute = Recompute::Block;
+    set_adapters(shape, model);
     const MemoryPlan plan = memory_plan(model, Activations(config, shape));
     const auto line = [&](const std::string& name) {
         for (const auto& [what, bytes] : plan.lines)

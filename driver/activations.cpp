@@ -317,7 +317,7 @@ int64_t scratch_bytes(const ModelConfig& c, const RunShape& shape) {
          c.qk_norm == QkNorm::AllHeads
              ? qk_norm_all_heads_backward_scratch(N, c.heads * c.head_size, c.kv_heads * c.head_size, on)
              : 0,
-         sum_squares_scratch(parameter_table(c, shape.world).total, on),
+         sum_squares_scratch(std::max(parameter_table(c, shape.world).total, shape.adapter_elements), on),
          sampling_scratch(1, c.vocab_size, TRAINING_SAMPLES)});
 }
 
