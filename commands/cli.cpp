@@ -208,6 +208,16 @@ int run_program(int argc, char** argv, const std::vector<Command>& commands) {
     }
 }
 
+namespace {
+
+// Leaves out lists of many options that one excludes: each of those names the option from its own side.
+class HelpFormatter : public CLI::Formatter {
+    std::string make_option_opts(const CLI::Option* option) const override {
+        const std::string text = CLI::Formatter::make_option_opts(option);
+        return option->get_excludes().size() > 2 ? text.substr(0, text.find(" Excludes:")) : text;
+    }
+};
+
 // The arguments as CLI11 expects them, in reverse order. Of "--data=" it would take the next argument for the value, so
 // that is divided into "--data" and "".
 Args arguments_for(const CLI::App& app, const Args& args) {
@@ -225,7 +235,10 @@ Args arguments_for(const CLI::App& app, const Args& args) {
     return reversed;
 }
 
+}  // namespace
+
 void parse(CLI::App& app, const Args& args) {
+    app.formatter(std::make_shared<HelpFormatter>());
     app.allow_extras();  // unknown arguments are collected, so that they can be reported with the other errors
     std::string failure;
     try {
@@ -426,8 +439,8 @@ void add_model_options(CLI::App& app, ModelOptions& o, bool training) {
         ->group(group);
     app.add_option("--rope-partial", o.rope_partial,
                    "channels: RoPE rotates the first channels of a head (Hugging Face's partial_rotary_factor); "
-                   "frequencies: the first pairs of channels, theta^-linspace(0, 1) in frequency, the others stand "
-                   "still; default: channels, or that of the preset")
+                   "frequencies: the first pairs of channels, theta^-linspace(0, 1) in frequency, the other pairs are "
+                   "not rotated; default: channels, or that of the preset")
         ->check(CLI::IsMember({"channels", "frequencies"}))
         ->group(group);
     app.add_option("--init", o.init,
@@ -570,9 +583,9 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
     return app
         .add_option(
             "--offload", offload,
-            "what lies in pinned memory of the host, as in optimizer,activations: the optimizer's moments; master "
-            "weights (master); the inputs of blocks from the forward to the backward pass (activations), which is all "
-            "that --recompute block keeps; or none. No effect on the CPU")
+            "what to keep in pinned host memory, as in optimizer,activations: optimizer: the moments; master: the "
+            "master weights; activations: the inputs of blocks until the backward pass, all that --recompute block "
+            "keeps; none: nothing. No effect on the CPU")
         ->check(offload_set())
         ->capture_default_str();
 }

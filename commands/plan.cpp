@@ -44,7 +44,7 @@ PlanOptions parse_plan(const Args& args) {
         ->excludes(inference)
         ->excludes("--generate");
     app.add_option("--gpu", o.gpu,
-                   "plan for this GPU, which need not be here: a part of its name that is unique, such as 'H100 80GB'")
+                   "plan for this GPU, named by a unique part of its name, such as 'H100 80GB'; it need not be present")
         ->excludes("--generate");
     add_gpu_memory_option(app, o.gpu_memory, "say whether the run fits into this much GPU memory, as in 24GiB")
         ->excludes("--generate");

@@ -18,7 +18,8 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     add_optimizer_dtype_option(app, o.optimizer_dtype);
     add_grad_dtype_option(app, o.grad_dtype);
     add_offload_option(app, o.offload);
-    app.add_option("--lr", o.lr, "peak learning rate; default: 6e-4, with --optimizer muon 0.02, of adapters 5e-3")
+    app.add_option("--lr", o.lr,
+                   "peak learning rate; default: 6e-4, with --optimizer muon 0.02, or 5e-3 for LoRA adapters")
         ->check(rate);
     const std::string other = "; default: --lr, with --optimizer muon ";
     app.add_option("--embedding-lr", o.embedding_lr,
@@ -193,9 +194,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     app->add_option("--sample-every", o.sample_every, "steps between completions that are printed as a sample; 0: none")
         ->check(count)
         ->capture_default_str();
-    app->add_option("--sample-prompts", o.sample_prompts,
-                    "file of prompts, separated by lines of ---, that --sample-every answers; with data made by a chat "
-                    "template each is a user turn");
+    app->add_option(
+        "--sample-prompts", o.sample_prompts,
+        "file of prompts, separated by lines of ---, that --sample-every completes; with data made by a chat "
+        "template each is a user turn");
     app->add_option("--save-every", o.save_every, "steps between checkpoints; 0: only at the end")
         ->check(count)
         ->capture_default_str();
