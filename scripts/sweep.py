@@ -5,8 +5,9 @@
 
 FILE.toml has a table [common] and a table [arms.NAME] for each arm, with options of `train_gpt train` by their names
 without dashes in front. true gives an option without a value, false leaves it out. A list is a sweep: an arm takes every
-combination of its lists. `seeds` in [common] are the seeds: the first for every combination, the others for the best
-combination of each arm.
+combination of its lists. `tokens` stands for steps: tokens / total-batch-tokens, so that batch sizes are compared after
+equally many tokens. `seeds` in [common] are the seeds: the first for every combination, the others for the best combination
+of each arm. scripts/tokens_to_loss.toml is an example.
 
     [common]
     data = "data/tokens/linux"
@@ -77,10 +78,19 @@ class Run:
 
     def command(self, driver):
         words = [driver, "train", "--out", self.out, "--seed", str(self.seed)]
-        for key, value in {**self.options, **self.values}.items():
+        options = {**self.options, **self.values}
+        if "tokens" in options:
+            options["steps"] = self.steps(options.pop("tokens"), options)
+        for key, value in options.items():
             if value is not False:
                 words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
         return words
+
+    def steps(self, tokens, options):
+        batch = options.get("total-batch-tokens")
+        if "steps" in options or not isinstance(batch, int) or batch < 1 or not isinstance(tokens, (int, float)) or tokens < batch:
+            raise SweepError(f"arm {self.arm}: tokens is {tokens}; give at least total-batch-tokens ({batch}), and no steps")
+        return round(tokens / batch)
 
     def checkpoints(self):
         return glob.glob(os.path.join(glob.escape(self.out), "step_*"))

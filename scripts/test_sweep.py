@@ -97,6 +97,18 @@ class SweepTest(unittest.TestCase):
         self.assertEqual(["--overfit-one-batch" in words for words in commands], [False, True, False])
         self.assertFalse(any("--document-mask" in words or "False" in words for words in commands))
 
+    def test_tokens_stand_for_steps(self):
+        text = FILE.format(data=self.root, steps=2).replace("steps = 2", "tokens = 1e3").replace("[1e-4, 1e-2, 0]", "1e-3")
+        text = text.replace("[1, 2]", "[1]").replace("[arms.muon]", "total-batch-tokens = [16, 64]\n[arms.muon]\ntotal-batch-tokens = 160")
+        done = self.sweep(text)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = {(r["arm"], r["options"].get("total-batch-tokens")): r["tokens"] for r in self.results()}
+        self.assertEqual(found, {("adamw", 16): 992, ("adamw", 64): 1024, ("muon", None): 960})  # 1000/16 is 62.5, to even
+        for wrong in ("tokens = 8", "tokens = 'x'", "steps = 3"):
+            done = self.sweep(text + wrong + "\n")
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertIn("arm muon: tokens is", done.stderr)
+
     def test_errors(self):
         for text, message in (("[common]\n", "at least one [arms.NAME]"), ("[arms.a]\nlr = \n", "arms.toml"),
                               ("[arms]\na = 1\n", "at least one [arms.NAME]"), ("arms = 1\n", "at least one [arms.NAME]"),
