@@ -452,7 +452,7 @@ Activations::Activations(const ModelConfig& model_config, const RunShape& run_sh
     if (shape.fp8.on) fp8 = std::make_unique<Fp8State>(config, shape.fp8);
     require(config.positions != Positions::Learned || shape.T <= config.max_positions, "a sequence of ", shape.T,
             " tokens is beyond the model's position table of ", config.max_positions,
-            " rows; shorten it (--seq-len) or raise --max-positions of a preset");
+            " rows; use a shorter sequence, or raise --max-positions of a preset");
     plan_whole_pass<InputActs>(*this, INPUT_ACTIVATIONS);
     for (int64_t l = 0; l < config.layers; l++) plan_layer(l);
     plan_whole_pass<HeadActs>(*this, HEAD_ACTIVATIONS);

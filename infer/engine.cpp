@@ -78,7 +78,7 @@ Engine::Engine(const ModelConfig& model_config, const EngineOptions& engine_opti
             options.context, " tokens; both must be positive");
     require(config.positions != Positions::Learned || options.context <= config.max_positions, "a context of ",
             options.context, " tokens exceeds the model's position table of ", config.max_positions,
-            " rows; lower --context");
+            " rows; use a shorter context");
     if (options.sampling.repeat_penalty != 1)
         seen_bits.assign(lengths.size(), std::vector<int32_t>(size_t((options.sampled_vocab + 31) / 32), 0));
     plan_memory();

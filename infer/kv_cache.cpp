@@ -27,13 +27,13 @@ RingPass ring_pass(const std::vector<PassChunk>& chunks, int64_t window, int64_t
 KvCache::KvCache(const ModelConfig& c, int64_t num_slots, int64_t tokens, DType type)
     : slots(num_slots), capacity(tokens), kv_heads(c.kv_heads), head_size(c.head_size), dtype(type) {
     int64_t all_rows;
-    const bool fits = !__builtin_mul_overflow(slots, capacity, &all_rows) && all_rows <= int64_t(1)
-                                                                                             << 30;  // without windows
+    constexpr int64_t MAX_ROWS = int64_t(1) << 30;  // without windows
+    const bool fits = !__builtin_mul_overflow(slots, capacity, &all_rows) && all_rows <= MAX_ROWS;
     for (int64_t l = 0; l < c.layers; l++) {
         Layer layer;
         if (c.attention_type(l) == AttentionType::Softmax) {
             require(fits, "a KV cache for ", slots, " sequences of ", capacity,
-                    " tokens has more than 2^30 rows; lower --batch-size or --context");
+                    " tokens has more than 2^30 rows; use fewer sequences (--batch-size) or a shorter context");
             const int64_t window = c.window(l);
             layer.window = window < capacity ? window : 0;
             layer.rows = layer.window ? ring_rows(layer.window) : capacity;
