@@ -262,7 +262,7 @@ TEST(Engine, InvalidArgumentsAreErrors) {
         Generation g(driver.model, engine_options(slots, context));
     };
     expect_error([&] { make(1, 17); },
-                 "a context of 17 tokens exceeds the model's position table of 16 rows; lower --context");
+                 "a context of 17 tokens exceeds the model's position table of 16 rows; use a shorter context");
     expect_error([&] { make(0, 8); }, "engine: a batch of 0 sequences of 8 tokens; both must be positive");
     Generation g(driver.model, engine_options(2, 8));
     expect_error([&] { g.prefill({{0, {1, 53}, 0, 0}}); }, "token 53 is beyond the model's vocabulary of 53 tokens");
