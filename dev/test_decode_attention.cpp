@@ -69,20 +69,22 @@ struct Call {
     float scale;
     int64_t N;
     // Rows of the table, and an upper bound of the lengths.
-    static int64_t rows(const Cache& c) {
-        return std::max<int64_t>(c.z.capacity, *std::max_element(c.position.begin(), c.position.end())) + TABLE_EXTRA;
+    static int64_t rows(const Shape& z, const std::vector<int32_t>& position) {
+        return std::max<int64_t>(z.capacity, *std::max_element(position.begin(), position.end())) + TABLE_EXTRA;
     }
-    Call(DType T, const Cache& c, int64_t R, int64_t gap = 0)
-        : qkv(TestArray::random(T, {int64_t(c.slot.size()), c.z.channels() + gap}, 13)),
-          slots(TestArray::ints(c.slot, {int64_t(c.slot.size())})),
-          positions(TestArray::ints(c.position, {int64_t(c.slot.size())})),
-          table(
-              TestArray::of(angle_table(rows(c), std::max<int64_t>(R, 2)), {rows(c), std::max<int64_t>(R, 2) / 2, 2})),
-          scratch(TestArray::scratch(decode_attention_scratch(int64_t(c.slot.size()), c.z.NH, c.z.HS, rows(c)))),
-          scale(float(1 / std::sqrt(double(c.z.HS)))),
-          N(int64_t(c.slot.size())) {
+    Call(DType T, const Cache& c, int64_t R, int64_t gap = 0) : Call(T, c.z, c.slot, c.position, R, gap) {}
+    Call(DType T, const Shape& z, const std::vector<int32_t>& slot, const std::vector<int32_t>& position, int64_t R,
+         int64_t gap = 0)
+        : qkv(TestArray::random(T, {int64_t(slot.size()), z.channels() + gap}, 13)),
+          slots(TestArray::ints(slot, {int64_t(slot.size())})),
+          positions(TestArray::ints(position, {int64_t(slot.size())})),
+          table(TestArray::of(angle_table(rows(z, position), std::max<int64_t>(R, 2)),
+                              {rows(z, position), std::max<int64_t>(R, 2) / 2, 2})),
+          scratch(TestArray::scratch(decode_attention_scratch(int64_t(slot.size()), z.NH, z.HS, rows(z, position)))),
+          scale(float(1 / std::sqrt(double(z.HS)))),
+          N(int64_t(slot.size())) {
         device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
-        batch.slots = slots, batch.positions = positions, batch.max_length = rows(c);
+        batch.slots = slots, batch.positions = positions, batch.max_length = rows(z, position);
         if (R) batch.angles = positions, batch.table = table;
     }
 };
@@ -251,8 +253,7 @@ TEST_P(DecodeAttention, BitsDoNotDependOnTheBatch) {
         const auto run = [&](const std::vector<int32_t>& slot, const std::vector<int32_t>& position,
                              int64_t max_length) {
             const Cache cache(activation(), z, int64_t(slots.size()), slots, positions);
-            const Cache mine(activation(), z, int64_t(slots.size()), slot, position);
-            Call call(activation(), cache, z.HS), own(activation(), mine, z.HS);
+            Call call(activation(), cache, z.HS), own(activation(), z, slot, position, z.HS);
             own.batch.max_length = max_length;
             const TestArray out = TestArray::poisoned(activation(), {int64_t(slot.size()), z.NH * z.HS});
             const int64_t first = slot[0];
