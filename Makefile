@@ -174,9 +174,10 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 # Tests and options take longer to compile than to run, under sanitizers several times as long. What loops over tensors,
 # files and text is worth optimising there too. In the normal build -O1 halves the time that tests take to compile; with
 # -O0 the oracle's loops would lose more than that saves.
-ifneq ($(SANITIZE),)
+ifneq ($(DEBUG),)
+else ifneq ($(SANITIZE),)
 $(foreach hot,kernels runtime data,$(BUILD)/$(hot)/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
-else ifeq ($(DEBUG),)
+else
 $(BUILD)/dev/test_%.cpp.o: private OPTIMISE := -O1
 endif
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
