@@ -145,11 +145,14 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
     model.allocate(ctx);
     acts.allocate(ctx);
     optimizer.allocate(ctx, model, optimizer_options(options), gradients);
-    if (saves_meanwhile && no_snapshot.empty()) no_snapshot = checkpoints.allocate(snapshot_of(model));
-    if (!no_snapshot.empty())
-        print("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
+    // In another thread, beside what follows. 8B on two ranks: 45 GiB of pinned memory each, which take 2.9 s.
+    const bool copies = saves_meanwhile && no_snapshot.empty();
+    if (copies) checkpoints.start_allocation(snapshot_of(model));
     start();
     warm_up();
+    if (copies) no_snapshot = checkpoints.finish_allocation();
+    if (!no_snapshot.empty())
+        print("training waits while a checkpoint is written, there is no memory for a copy: " + no_snapshot + "\n");
     if (ctx.rank == 0) write_file(join_path(options.out, "run.toml"), options.toml);
 }
 

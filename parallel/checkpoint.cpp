@@ -68,16 +68,24 @@ std::string CheckpointSaver::lacks_memory(int64_t bytes) const {
     return "";
 }
 
-std::string CheckpointSaver::allocate(Snapshot wanted) {
+void CheckpointSaver::start_allocation(Snapshot wanted) {
+    snapshot.emplace(std::move(wanted));
+    allocation = std::async(std::launch::async, [this, device = device_in_use()] {
+        use_device(device);
+        snapshot->allocate();
+    });
+}
+
+std::string CheckpointSaver::finish_allocation() {
     std::string missing;
     try {
-        wanted.allocate();
+        allocation.get();
     } catch (const DeviceError& e) {
         missing = e.what();
     }
     for (const char failed : ctx.comm->all_gather_host(char(!missing.empty())))
         if (failed && missing.empty()) missing = "another rank's host has too little memory";
-    if (missing.empty()) snapshot.emplace(std::move(wanted));
+    if (!missing.empty()) snapshot.reset();
     return missing;
 }
 

@@ -44,9 +44,10 @@ class CheckpointSaver {
     // What a host lacks that must have `bytes` for each of its ranks, snapshot included; "" if none lacks anything.
     // Collective.
     std::string lacks_memory(int64_t bytes) const;
-    // Allocates the snapshot on all ranks, or on none. Without it save() writes before it returns. Returns what is
-    // missing, "" if nothing is. Collective.
-    std::string allocate(Snapshot snapshot);
+    // Allocates the snapshot on all ranks, or on none. Without it save() writes before it returns. The first call
+    // starts another thread, the second one waits for it and returns what is missing, "" if nothing is. Collective.
+    void start_allocation(Snapshot snapshot);
+    std::string finish_allocation();
 
     // What a checkpoint holds beside its tensors.
     struct Contents {
@@ -79,6 +80,7 @@ class CheckpointSaver {
     const ParamTable& table;
     const SaveOptions options;
     std::optional<Snapshot> snapshot;
+    std::future<void> allocation;  // valid between the two calls
     Contents contents;
     std::unique_ptr<AtomicDirectory> directory;  // on rank 0; all ranks write into it
     std::unique_ptr<StateWriter> writer;

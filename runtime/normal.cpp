@@ -4,30 +4,32 @@
 #include <cmath>
 #include <cstring>
 
+#include "runtime/device/cpu_dispatch.h"
+
 namespace {
 
 constexpr int LANES = 64;  // numbers at a time; their state stays in registers and the first-level cache
 
-double from_bits(uint64_t bits) {
+ALWAYS_INLINE double from_bits(uint64_t bits) {
     double x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
 
-uint64_t to_bits(double x) {
+ALWAYS_INLINE uint64_t to_bits(double x) {
     uint64_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return bits;
 }
 
 // A number below 2^52 as a double: the mantissa of 2^52 + n. Vectors have no conversion from 64-bit integers.
-double small_to_double(uint64_t n) {
+ALWAYS_INLINE double small_to_double(uint64_t n) {
     return from_bits(n | 0x4330000000000000u) - 0x1p52;
 }
 
 // log(u) for u in (0, 1]: u = m·2^e with m in (√½, √2], log m = 2 atanh(s), s = (m − 1)/(m + 1), |s| < 0.172. The
 // series' first missing term is s^21/21.
-double logarithm(double u) {
+ALWAYS_INLINE double logarithm(double u) {
     const uint64_t bits = to_bits(u);
     double m = from_bits((bits & 0x000FFFFFFFFFFFFFu) | 0x3FF0000000000000u);
     double e = small_to_double(bits >> 52) - 1023;
@@ -49,7 +51,7 @@ double logarithm(double u) {
 
 // cos(t) for t in [0, 2π]: t = q·π/2 + y with |y| ≤ π/4, then Taylor series of cosine or sine. π/2 is split so that
 // q times its first part is exact (Cody, Waite 1980).
-double cosine(double t) {
+ALWAYS_INLINE double cosine(double t) {
     constexpr double PIO2_HIGH = 0x1.921fb544p+0, PIO2_LOW = 0x1.0b4611a626331p-34, MAGIC = 0x1.8p52;
     const double rounded = t * 0.636619772367581343 + MAGIC, q = rounded - MAGIC;
     const uint64_t quadrant = to_bits(rounded) & 3;
@@ -81,7 +83,7 @@ struct PhiloxLanes {
 };
 
 // philox() of runtime/rng.h for counters (first + lane, stream).
-void philox_lanes(PhiloxLanes& c, uint64_t key, uint64_t stream, uint64_t first) {
+ALWAYS_INLINE void philox_lanes(PhiloxLanes& c, uint64_t key, uint64_t stream, uint64_t first) {
     for (int i = 0; i < LANES; i++) {
         const uint64_t counter = first + uint64_t(i);
         c.c0[i] = uint32_t(counter), c.c1[i] = uint32_t(counter >> 32);
@@ -104,7 +106,7 @@ void philox_lanes(PhiloxLanes& c, uint64_t key, uint64_t stream, uint64_t first)
 
 }  // namespace
 
-void normal_numbers(float* out, uint64_t key, uint64_t stream, uint64_t first, int64_t n) {
+MULTIARCH void normal_numbers(float* out, uint64_t key, uint64_t stream, uint64_t first, int64_t n) {
     constexpr double BOUND = 1e-13;  // ten times the largest difference
     PhiloxLanes r;
     float low[LANES], high[LANES];

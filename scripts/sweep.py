@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
-"""Trains every combination of the options in a file, several runs at once, and tabulates the last validation losses.
+"""Trains with the options in a file and searches for the best of them, several runs at once, and tabulates the last
+validation losses.
 
     scripts/sweep.py FILE.toml --out runs/sweep [--jobs 2] [--minutes 9]
 
 FILE.toml has a table [common] and a table [arms.NAME] for each arm, with options of `train_gpt train` by their names
-without dashes in front. true gives an option without a value, false leaves it out. A list is a sweep: an arm takes every
-combination of its lists. `tokens` stands for steps: tokens / total-batch-tokens, so that batch sizes are compared after
-equally many tokens. `seeds` in [common] are the seeds: the first for every combination, the others for the best combination
-of each arm. scripts/tokens_to_loss.toml is an example.
+without dashes in front. true gives an option without a value, false leaves it out. A list is a sweep. These are not
+options of train:
+
+    search          in [common]. "grid", the default, trains every combination of an arm's lists. "climb" starts in the
+                    middle of each list, trains what is one place away in one list, moves to the best of these, and ends
+                    where no neighbour is better
+    seeds           in [common]: the first for every combination, all for the best combination of each arm
+    tokens          stands for steps: tokens / total-batch-tokens, so that batch sizes are compared after equally many
+    tuning-tokens   as tokens, for the search; the best combination is trained for `tokens` with all seeds
+    lr-scale        multiplies lr, embedding-lr, head-lr and vector-lr
+
+scripts/tokens_to_loss.toml is an example.
 
     [common]
     data = "data/tokens/linux"
@@ -21,10 +30,10 @@ of each arm. scripts/tokens_to_loss.toml is an example.
     optimizer = "muon"
     lr = [0.01, 0.02, 0.04]
 
-With --jobs N run i of N goes to GPU i; on a CPU all runs share the cores. After --minutes unfinished runs are asked to save a
-checkpoint, and the same command goes on from there. Finished runs are not repeated; their checkpoints are removed unless
---keep-checkpoints. A best value at the end of its list is marked: the optimum may lie outside. Runs are compared by the
-validation loss, those with another tokenizer's data by bits_per_byte (--by).
+With --jobs N run i of N goes to GPU i; on a CPU all runs share the cores. After --minutes unfinished runs are asked to
+save a checkpoint, and the same command goes on from there. Finished runs are not repeated, also when lists have grown;
+their checkpoints are removed unless --keep-checkpoints. A best value at the end of its list is marked: the optimum may lie
+outside. Runs are compared by the validation loss, those with another tokenizer's data by bits_per_byte (--by).
 """
 import argparse
 import glob
@@ -44,6 +53,8 @@ from peer_main import peer_main
 from run_log import LogError, read_log
 
 GRACE_S = 60  # for a checkpoint, before a run that was asked to stop is killed
+RATES = ("lr", "embedding-lr", "head-lr", "vector-lr")
+SEARCHES = ("grid", "climb")
 
 
 class SweepError(Exception):
@@ -51,7 +62,7 @@ class SweepError(Exception):
 
 
 def read_file(path):
-    """(arms, seeds): by arm the options of [common] and its own."""
+    """(arms, seeds, search): by arm the options of [common] and its own."""
     try:
         with open(path, "rb") as file:
             content = tomllib.load(file)
@@ -64,16 +75,23 @@ def read_file(path):
     seeds = common.pop("seeds", [1])
     if not isinstance(seeds, list) or not seeds:
         raise SweepError(f"{path}: seeds is {seeds}; give a list, as in seeds = [1, 2]")
-    return {name: {**common, **options} for name, options in arms.items()}, seeds
+    search = common.pop("search", "grid")
+    if search not in SEARCHES:
+        raise SweepError(f"{path}: search is {search}; choose from {', '.join(SEARCHES)}")
+    return {name: {**common, **options} for name, options in arms.items()}, seeds, search
 
 
 class Run:
-    """One training run: an arm, the values of its swept options, a seed."""
+    """One training run: an arm, the values of its swept options, a seed, and whether it is a shorter one for the search."""
 
-    def __init__(self, root, arm, options, values, seed):
-        self.arm, self.options, self.values, self.seed = arm, options, values, seed
+    def __init__(self, root, arm, options, values, seed, tuning):
+        self.arm, self.options, self.values, self.seed = arm, dict(options), values, seed
+        self.tuning = tuning
+        tokens = self.options.pop("tuning-tokens", None)
+        if tuning:
+            self.options["tokens"] = tokens
         name = ",".join(f"{key}={value}" for key, value in values.items()) or "only"
-        self.out = os.path.join(root, arm, name.replace("/", "_"), f"seed-{seed}")
+        self.out = os.path.join(root, arm, name.replace("/", "_"), ("tuning-" if self.tuning else "") + f"seed-{seed}")
         self.process = None
 
     def command(self, driver):
@@ -81,6 +99,11 @@ class Run:
         options = {**self.options, **self.values}
         if "tokens" in options:
             options["steps"] = self.steps(options.pop("tokens"), options)
+        if "total-batch-tokens" in options and "batch-size" in options and "seq-len" in options:
+            options["batch-size"] = min(options["batch-size"], options["total-batch-tokens"] // options["seq-len"])
+        scale = options.pop("lr-scale", None)
+        if scale is not None:
+            options |= {key: float(f"{options[key] * scale:.6g}") for key in RATES if key in options}
         for key, value in options.items():
             if value is not False:
                 words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
@@ -144,33 +167,69 @@ class Run:
         return {"value": evaluations[-1][by], "tokens": training[-1]["tokens"], "minutes": 60 * training[-1]["hours"]}
 
 
-def combinations(root, arm, options, seed):
-    lists = {key: values for key, values in options.items() if isinstance(values, list)}
-    rest = {key: value for key, value in options.items() if key not in lists}
-    return [Run(root, arm, rest, dict(zip(lists, values)), seed) for values in itertools.product(*lists.values())]
+class Search:
+    """The runs of one arm. What it needs next follows from the results of its finished runs alone."""
+
+    def __init__(self, arm, options, seeds, climbs, args):
+        self.arm, self.seeds, self.climbs, self.args = arm, seeds, climbs, args
+        self.lists = {key: values for key, values in options.items() if isinstance(values, list)}
+        self.rest = {key: value for key, value in options.items() if key not in self.lists}
+        self.runs = {}  # by place (an index into each list), seed and tuning
+
+    def run(self, place, seed, tuning):
+        tuning = tuning and "tuning-tokens" in self.rest
+        key = (place, seed, tuning)
+        if key not in self.runs:
+            values = {name: values[i] for (name, values), i in zip(self.lists.items(), place)}
+            self.runs[key] = Run(self.args.out, self.arm, self.rest, values, seed, tuning)
+        return self.runs[key]
+
+    def places(self):
+        return list(itertools.product(*(range(len(values)) for values in self.lists.values())))
+
+    def neighbours(self, place):
+        """The place itself, and those one step away in one list."""
+        return [other for other in self.places() if sum(abs(a - b) for a, b in zip(place, other)) <= 1]
+
+    def unfinished(self):
+        """The runs that are needed now; [] at the end."""
+        at = tuple(len(values) // 2 for values in self.lists.values())
+        while True:
+            tried = {place: self.run(place, self.seeds[0], True) for place in (self.neighbours(at) if self.climbs else self.places())}
+            missing = [run for run in tried.values() if not run.finished(self.args.driver)]
+            if missing:
+                return missing
+            best = min(tried, key=lambda place: tried[place].result(self.args.by)["value"])
+            if best == at or not self.climbs:
+                return [run for run in (self.run(best, seed, False) for seed in self.seeds) if not run.finished(self.args.driver)]
+            at = best
 
 
-def train(runs, args, gpus, deadline):
-    """Trains what is unfinished; returns whether all runs are finished."""
-    waiting, active = [run for run in runs if not run.finished(args.driver)], {}
+def train(searches, args, gpus, deadline):
+    """Trains what the searches need; returns whether they are at their end."""
+    active = {}
     try:
-        while (waiting and time.monotonic() < deadline) or active:
-            for slot in range(args.jobs):
-                if slot not in active and waiting and time.monotonic() < deadline:
-                    active[slot] = waiting.pop(0)
-                    active[slot].start(args.driver, slot if gpus else None)
+        while True:
+            free = [slot for slot in range(args.jobs) if slot not in active]
+            if free and time.monotonic() < deadline:
+                busy = [run.out for run in active.values()]
+                waiting = [run for search in searches for run in search.unfinished() if run.out not in busy]
+                if not waiting and not active:
+                    return True
+                for slot, run in zip(free, waiting):
+                    active[slot] = run
+                    run.start(args.driver, slot if gpus else None)
             if time.monotonic() >= deadline:
                 stop(active.values())
                 return False
+            time.sleep(0.2)
             for slot, run in list(active.items()):
                 if run.process.poll() is not None:
                     del active[slot]
                     run.complete(args.driver, args.keep_checkpoints)
-            time.sleep(0.2)
     except BaseException:
         stop(active.values())
         raise
-    return not waiting
 
 
 def stop(runs):
@@ -191,27 +250,29 @@ def edges(run, options):
 
 
 def table(arms, runs, args):
-    """Markdown: a line for each combination, its seeds averaged, the best first; and the same as data."""
+    """Markdown: a line for each combination and length, its seeds averaged, the longest and best first; and the same as
+    data."""
     lines = [f"| arm | options | {args.by} | spread (seeds) | tokens | minutes | best at an edge of |", "|---" * 7 + "|"]
     results = []
     for arm, options in arms.items():
         groups = {}
         for run in runs:
             if run.arm == arm and run.finished(args.driver):
-                groups.setdefault(json.dumps(run.values), []).append((run, run.result(args.by)))
-        ordered = sorted(groups.values(), key=lambda group: statistics.mean(r["value"] for _, r in group))
-        for rank, group in enumerate(ordered):
+                groups.setdefault((run.tuning, json.dumps(run.values)), []).append((run, run.result(args.by)))
+        ordered = sorted(groups.items(), key=lambda group: (group[0][0], statistics.mean(r["value"] for _, r in group[1])))
+        best = next((values for (tuning, values), _ in ordered if tuning), ordered[0][0][1] if ordered else None)
+        for (tuning, name), group in ordered:
             values = [result["value"] for _, result in group]
             run, result = group[0]
             results.append({"arm": arm, "options": run.values, "values": values, "seeds": [r.seed for r, _ in group], **result})
             lines.append(f"| {arm} | {' '.join(f'{k}={v}' for k, v in run.values.items())} | {statistics.mean(values):.4f} | "
                          f"{max(values) - min(values):.4f} ({len(values)}) | {result['tokens']:,.0f} | {result['minutes']:.1f} | "
-                         f"{', '.join(edges(run, options)) if rank == 0 else ''} |")
+                         f"{', '.join(edges(run, options)) if name == best else ''} |")
     return "\n".join(lines), results
 
 
 def sweep(args):
-    arms, seeds = read_file(args.file)
+    arms, seeds, search = read_file(args.file)
     if args.arms:
         missing = set(args.arms) - set(arms)
         if missing:
@@ -220,18 +281,9 @@ def sweep(args):
     info = subprocess.run([args.driver, "info"], capture_output=True, text=True, check=False)
     if info.returncode:
         raise SweepError(f"{args.driver} info: {(info.stderr.strip().splitlines() or ['failed'])[-1]}")
-    gpus = info.stdout.startswith("backend cuda")
-    deadline = time.monotonic() + 60 * args.minutes
-    runs = [run for arm, options in arms.items() for run in combinations(args.out, arm, options, seeds[0])]
-    done = train(runs, args, gpus, deadline)
-    if done:
-        more = []
-        for arm, options in arms.items():
-            best = min((run for run in runs if run.arm == arm), key=lambda run: run.result(args.by)["value"])
-            more += [Run(args.out, arm, best.options, best.values, seed) for seed in seeds[1:]]
-        runs += more
-        done = train(more, args, gpus, deadline)
-    text, results = table(arms, runs, args)
+    searches = [Search(arm, options, seeds, search == "climb", args) for arm, options in arms.items()]
+    done = train(searches, args, info.stdout.startswith("backend cuda"), time.monotonic() + 60 * args.minutes)
+    text, results = table(arms, [run for search in searches for run in search.runs.values()], args)
     print(text)
     with open(os.path.join(args.out, "sweep.json"), "w", encoding="utf-8") as file:
         json.dump(results, file, indent=1)

@@ -77,6 +77,25 @@ class SweepTest(unittest.TestCase):
         at_edge = self.sweep(text.replace("[1e-4, 1e-2, 0]", "[0, 1e-2]"))
         self.assertIn("| lr |", at_edge.stdout)
 
+    def test_climbs_to_the_best_neighbour(self):
+        text = FILE.format(data=self.root, steps=40).replace("steps = 40", "tokens = 1280\ntuning-tokens = 640\nsearch = 'climb'")
+        text = text.replace("lr = [1e-4, 1e-2, 0]", "lr = 1\nlr-scale = [0, 1e-2, 1e-6, 1e-5, 1e-4]\ntotal-batch-tokens = [64, 16, 80]")
+        done = self.sweep(text.split("[arms.muon]")[0], "--jobs", "2")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        tuned = {(r["options"]["lr-scale"], r["options"]["total-batch-tokens"]): r for r in self.results() if r["tokens"] < 1000}
+        # The middle is (1e-6, 16). Uphill is 1e-2, which wins at every batch size; from there 0 is a neighbour, 1e-4 is not.
+        self.assertEqual(set(tuned), {(1e-6, 16), (1e-2, 16), (1e-5, 16), (1e-6, 64), (1e-6, 80),
+                                      (0, 16), (1e-2, 64), (1e-2, 80)})
+        longer = [r for r in self.results() if r["tokens"] == 1280]
+        self.assertEqual([(r["options"], r["seeds"]) for r in longer], [({"lr-scale": 1e-2, "total-batch-tokens": 16}, [1, 2])])
+        self.assertIn("--lr 0.01", done.stderr)
+        self.assertNotIn("lr-scale", done.stderr.replace("lr-scale=", ""))
+        self.assertEqual([line.split("|")[2].strip() for line in done.stdout.splitlines()[2:4]],
+                         ["lr-scale=0.01 total-batch-tokens=16"] * 2)
+        again = self.sweep(text.split("[arms.muon]")[0])
+        self.assertEqual((again.returncode, again.stdout), (0, done.stdout))
+        self.assertNotIn("$", again.stderr)
+
     def test_goes_on_after_its_time(self):
         text = FILE.format(data=self.root, steps=4000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")
         for minutes in ("0.01", "0.02", "0.05", "0.1", "0.2"):  # until the run has come to its first step
@@ -114,6 +133,7 @@ class SweepTest(unittest.TestCase):
                               ("[arms]\na = 1\n", "at least one [arms.NAME]"), ("arms = 1\n", "at least one [arms.NAME]"),
                               ("[common]\nseeds = []\n[arms.a]\n", "seeds is []; give a list"),
                               ("[common]\nseeds = 1\n[arms.a]\n", "seeds is 1; give a list"),
+                              ("[common]\nsearch = 'x'\n[arms.a]\n", "search is x; choose from grid, climb"),
                               ("[arms.a]\nmodle = 'x'\n", "modle")):
             done = self.sweep(text)
             self.assertEqual(done.returncode, 1, done.stderr)

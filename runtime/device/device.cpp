@@ -39,6 +39,10 @@ int64_t device_count() {
 
 void use_device(int64_t) {}
 
+int64_t device_in_use() {
+    return 0;
+}
+
 Stream create_stream() {
     return {};
 }

@@ -125,6 +125,12 @@ void use_device(int64_t index) {
     cuda_check(cudaSetDevice(int(index)), "use_device");
 }
 
+int64_t device_in_use() {
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "device_in_use");
+    return device;
+}
+
 // A blocking stream: it keeps its order with the default stream, Stream{}.
 Stream create_stream() {
     static const bool noted = (note_this_gpu(), true);

@@ -34,6 +34,7 @@ std::string device_description();  // for logs and `info`: "2 threads, AVX-512"
 int64_t device_count();
 // Selects the GPU for all other functions of this header, by default the first.
 void use_device(int64_t index);
+int64_t device_in_use();  // what the calling thread has selected: a new thread starts with the first
 
 void* device_alloc(size_t bytes);  // 64-byte aligned, not zeroed (pages are touched on first use)
 void device_free(void* data);

@@ -42,7 +42,8 @@ void initialise_weights(const ParamTable& table, const WeightArenas& w, uint64_t
     for (const Tensor& arena : {w.weights.data, w.master.data, w.fp32.data}) {
         if (arena) device_fill(arena.data, 0, static_cast<size_t>(arena.bytes()), stream);
     }
-    const HostMemory memory(host_alloc(2 * BLOCK * sizeof(float)), host_free);
+    const HostMemory memory(host_alloc(2 * BLOCK * sizeof(float)), host_free),
+        rounded(host_alloc(2 * BLOCK * sizeof(uint16_t)), host_free);
     Event copied[2];
     size_t next = 0;
     for (const Param& p : table.params) {
@@ -52,7 +53,7 @@ void initialise_weights(const ParamTable& table, const WeightArenas& w, uint64_t
             copied[next].wait();
             float* const block = static_cast<float*>(memory.get()) + int64_t(next) * BLOCK;
             initial_values(block, p, seed, begin, count);
-            w.store(p, block, begin, count);
+            w.store(p, block, begin, count, static_cast<uint16_t*>(rounded.get()) + int64_t(next) * BLOCK);
             copied[next].record(Stream{});
             next ^= 1;
         }

@@ -218,7 +218,7 @@ std::pair<int64_t, int64_t> WeightArenas::needed(const Param& p, int64_t begin, 
     return {first, last - first};
 }
 
-void WeightArenas::store(const Param& p, const float* values, int64_t begin, int64_t n) const {
+void WeightArenas::store(const Param& p, const float* values, int64_t begin, int64_t n, uint16_t* rounded) const {
     const auto put = [&](const ParamArena& arena) {
         const ParamArena::Span span = arena.span(p, begin, n);
         if (!span.count) return;
@@ -228,9 +228,10 @@ void WeightArenas::store(const Param& p, const float* values, int64_t begin, int
         const bool host = to.device == Device::CPU;
         if (host) return convert_from_float(to.data, to.dtype, from, span.count);
         if (to.dtype == DType::F32) return copy_to_device(to.data, from, size_t(span.count) * sizeof(float), Stream{});
-        std::vector<uint16_t> rounded(static_cast<size_t>(span.count));
-        convert_from_float(rounded.data(), to.dtype, from, span.count);
-        copy_to_device(to.data, rounded.data(), rounded.size() * sizeof(uint16_t), Stream{});
+        std::vector<uint16_t> own(rounded ? 0 : size_t(span.count));
+        uint16_t* const to_copy = rounded ? rounded : own.data();
+        convert_from_float(to_copy, to.dtype, from, span.count);
+        copy_to_device(to.data, to_copy, size_t(span.count) * sizeof(uint16_t), Stream{});
     };
     put(weights);
     if (&exact(p) != &weights) put(exact(p));

@@ -152,8 +152,9 @@ struct WeightArenas {
     std::pair<int64_t, int64_t> needed(const Param& p, int64_t begin, int64_t n) const;
     // Stores elements [begin, begin + n) from fp32 values on the host; elements that the arenas do not hold are
     // skipped. 16-bit weights are rounded to nearest. values may be what find() returned. Copies use the device's
-    // default stream.
-    void store(const Param& p, const float* values, int64_t begin, int64_t n) const;
+    // default stream. They are asynchronous if values and rounded are pinned memory; rounded has room for n numbers of
+    // 16 bits, or is null: then the call waits.
+    void store(const Param& p, const float* values, int64_t begin, int64_t n, uint16_t* rounded = nullptr) const;
     // The only place of elements [begin, begin + n), if they all are in one fp32 arena on the host; else null.
     float* find(const Param& p, int64_t begin, int64_t n) const;
     // The exact fp32 values of a whole parameter on the host: a pointer into the arena if possible, otherwise a copy in
