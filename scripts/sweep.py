@@ -221,7 +221,7 @@ def train(searches, args, gpus, deadline):
                     run.start(args.driver, slot if gpus else None)
             if time.monotonic() >= deadline:
                 stop(active.values())
-                return False
+                return not any(search.unfinished() for search in searches)
             time.sleep(0.2)
             for slot, run in list(active.items()):
                 if run.process.poll() is not None:

@@ -97,8 +97,8 @@ class SweepTest(unittest.TestCase):
         self.assertNotIn("$", again.stderr)
 
     def test_goes_on_after_its_time(self):
-        text = FILE.format(data=self.root, steps=4000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")
-        for minutes in ("0.01", "0.02", "0.05", "0.1", "0.2"):  # until the run has come to its first step
+        text = FILE.format(data=self.root, steps=12000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")
+        for minutes in ("0.01", "0.02", "0.03", "0.05", "0.1", "0.2"):  # until the run has come to its first step
             stopped = self.sweep(text, "--minutes", minutes, "--arms", "adamw")
             self.assertEqual(stopped.returncode, 3, stopped.stderr)
             if glob.glob(os.path.join(self.root, "runs", "*", "*", "*", "step_*")):
@@ -106,7 +106,7 @@ class SweepTest(unittest.TestCase):
         done = self.sweep(text, "--arms", "adamw")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("--resume", done.stderr)
-        self.assertEqual(self.results()[0]["tokens"], 64000)
+        self.assertEqual(self.results()[0]["tokens"], 192000)
 
     def test_flags(self):
         text = FILE.format(data=self.root, steps=2).replace("[1e-4, 1e-2, 0]", "1e-3\ndocument-mask = false")
