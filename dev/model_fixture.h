@@ -11,6 +11,7 @@
 
 #include "commands/inference.h"
 #include "model.h"
+#include "runtime/normal.h"
 #include "runtime/rng.h"
 
 template <typename U>
@@ -106,8 +107,9 @@ struct Driver {
         for (const Param& p : model.table.params) {
             std::vector<float> values(size_t(p.padded_numel()), 0.0f);
             const double std = !p.cols ? 0.2 : model.precision.dtype == DType::F32 ? 0.15 : 0.05;
+            normal_numbers(values.data(), seed, name_hash(p.name), 0, p.numel());
             for (int64_t i = 0; i < p.numel(); i++)
-                values[size_t(i)] = float(p.init_value + std * normal01(seed, name_hash(p.name), uint64_t(i)));
+                values[size_t(i)] = float(p.init_value + std * double(values[size_t(i)]));
             model.arenas.store(p, values.data(), 0, p.padded_numel());
         }
     }

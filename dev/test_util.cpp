@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "runtime/device/convert.h"
+#include "runtime/normal.h"
 
 double rounded(DType dtype, double x) {
     if (dtype == DType::BF16) return to_float(to_bf16(float(x)));
@@ -47,8 +48,10 @@ TestArray TestArray::of(DType dtype, const std::vector<double>& values, std::ini
 
 TestArray TestArray::random(DType dtype, std::initializer_list<int64_t> shape, uint64_t seed, double scale,
                             double shift) {
-    std::vector<double> values(size_t(make_tensor(nullptr, dtype, Device::CPU, shape).numel()));
-    for (size_t i = 0; i < values.size(); i++) values[i] = normal01(seed, 0, i) * scale + shift;
+    std::vector<float> normal(size_t(make_tensor(nullptr, dtype, Device::CPU, shape).numel()));
+    normal_numbers(normal.data(), seed, 0, 0, int64_t(normal.size()));
+    std::vector<double> values(normal.begin(), normal.end());
+    for (double& value : values) value = value * scale + shift;
     return of(dtype, values, shape);
 }
 
