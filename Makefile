@@ -63,7 +63,8 @@ endif
 # ---- how it is compiled -----------------------------------------------------------------------------------------------
 BUILD := build/$(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-$(subst $(COMMA),-,$(SANITIZE)))
 
-# x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (runtime/device/cpu_dispatch.h), so that a binary may be copied.
+# x86-64-v3 is AVX2 and FMA; kernels reach AVX-512 by run-time dispatch (runtime/device/cpu_dispatch.h), so that a binary
+# may be copied.
 # ARMv8.1 has the CRC instructions of checksums (runtime/files/crc32c.h).
 ARCH_FLAGS_x86_64 := -march=x86-64-v3
 ARCH_FLAGS_aarch64 := -march=armv8.1-a
