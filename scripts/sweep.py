@@ -36,6 +36,7 @@ their checkpoints are removed unless --keep-checkpoints. A best value at the end
 outside. Runs are compared by the validation loss, those with another tokenizer's data by bits_per_byte (--by).
 """
 import argparse
+import functools
 import glob
 import itertools
 import json
@@ -158,6 +159,7 @@ class Run:
                 shutil.rmtree(checkpoint)
         self.note(driver, True)
 
+    @functools.cache  # a search asks again and again, and the log of a finished run does not change
     def result(self, by):
         training, evaluations = read_log(self.out)
         if not evaluations:
