@@ -21,6 +21,7 @@ losses: the runs are `ours`, `script`, and with --dtype bf16 `script-half`, the 
 difference from `script` shows what rounding alone does. Prints the largest difference of a step's loss, the difference
 of the means of --mean-steps, and the difference of the validation losses. Exit status 1 if the largest
 difference (fp32) or one of the other two (bf16) exceeds --bar or, in bf16, that of `script-half`, if that is larger.
+Results are kept in --out: the same command does only the runs that are not finished.
 speed: prints the median time of a step of each side; sides take turns.
 """
 import argparse
@@ -28,6 +29,7 @@ import ast
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -186,6 +188,7 @@ def ours(args, out, steps, rates, extra=()):
     if args.layers:
         command += ["--layers", args.layers, "--channels", 64 * args.layers, "--heads", args.layers // 2]
     command = [str(word) for word in command]
+    shutil.rmtree(out, ignore_errors=True)  # of a run that was interrupted
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["no output"])[-1]
@@ -204,12 +207,32 @@ def initial_weights(args):
 
 # ---- Comparisons ----------------------------------------------------------------------------------------------------
 
+def finished_runs(path, settings):
+    """By name: (the losses of all steps, the validation loss) of runs with these settings."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+    except OSError:
+        return {}
+    return saved["runs"] if saved.get("settings") == settings else {}
+
+
 def losses(args):
+    path = os.path.join(args.out, f"losses-{args.dtype}-{args.seed}.json")
+    settings = {key: value for key, value in vars(args).items() if key not in ("comparison", "bar", "mean_steps", "out")}
+    results = finished_runs(path, settings)
+
+    def keep(name, steps, val_loss):
+        results[name] = (steps, val_loss)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"settings": settings, "runs": results}, file)
+
     initial = initial_weights(args)
     tokens, validation = read_tokens(args.data, "train"), read_tokens(args.data, "val")
-    training, evaluations = ours(args, os.path.join(args.out, f"ours-{args.dtype}-{args.seed}"), args.steps, RATES,
-                                 ["--save-every", 0, "--eval-tokens", validation_tokens(args, validation)])
-    results = {"ours": (values(training, "loss")[1], evaluations[-1]["val_loss"])}
+    if "ours" not in results:
+        training, evaluations = ours(args, os.path.join(args.out, f"ours-{args.dtype}-{args.seed}"), args.steps, RATES,
+                                     ["--save-every", 0, "--eval-tokens", validation_tokens(args, validation)])
+        keep("ours", values(training, "loss")[1], evaluations[-1]["val_loss"])
     with open(os.path.join(args.data, "meta.json"), encoding="utf-8") as file:
         end_of_text = json.load(file)["end_of_text"]
     order = argparse.Namespace(batch_size=args.step_tokens // args.seq_len, seq_len=args.seq_len, steps=args.steps,
@@ -218,12 +241,12 @@ def losses(args):
     if args.dtype == "bf16":
         micro_batches["script-half"] = args.batch_size // 2
     for name, micro_batch in micro_batches.items():
+        if name in results:
+            continue
         run = ScriptRun(args, initial)
         steps = [float(run.step(*batch, micro_batch)) for batch in batches(tokens, order)]
-        results[name] = (steps, run.validation_loss(validation, end_of_text))
+        keep(name, steps, run.validation_loss(validation, end_of_text))
         run.close()
-    with open(os.path.join(args.out, f"losses-{args.dtype}-{args.seed}.json"), "w", encoding="utf-8") as file:
-        json.dump(results, file)
 
     first, last = args.mean_steps or (args.steps // 2 + 1, args.steps)
 
