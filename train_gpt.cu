@@ -199,12 +199,14 @@ namespace {
 // The rows of the tokens with a target. On a GPU whole chunks of the head, filled up with −1, so that a recorded
 // micro-step fits every batch with as many chunks. Empty: no chunk can be left out.
 std::vector<int32_t> find_loss_rows(const Activations& acts, const std::vector<int32_t>& targets) {
+    const size_t count = targets.size() - size_t(std::count(targets.begin(), targets.end(), Batch::NO_TARGET));
+    const size_t unit = acts.logits.device == Device::CPU ? 1 : size_t(acts.logits.shape[0]);
+    const size_t size = std::max<size_t>((count + unit - 1) / unit, 1) * unit;
+    if (size >= targets.size()) return {};
     std::vector<int32_t> rows;
+    rows.reserve(size);
     for (size_t n = 0; n < targets.size(); n++)
         if (targets[n] != Batch::NO_TARGET) rows.push_back(static_cast<int32_t>(n));
-    const size_t unit = acts.logits.device == Device::CPU ? 1 : size_t(acts.logits.shape[0]);
-    const size_t size = std::max<size_t>((rows.size() + unit - 1) / unit, 1) * unit;
-    if (size >= targets.size()) return {};
     rows.resize(size, -1);
     return rows;
 }
