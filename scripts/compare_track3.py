@@ -198,7 +198,7 @@ def ours(args, out, steps, rates, extra=()):
 
 def initial_weights(args):
     """The model file of this project's initial weights: those after one step at rate 0."""
-    out = os.path.join(args.out, "initial")
+    out = os.path.join(args.out, f"initial-{args.seed}")
     path = os.path.join(out, "step_00000001", "model.safetensors")
     if not os.path.exists(path):
         ours(args, out, 1, dict.fromkeys(RATES, 0))
