@@ -345,7 +345,7 @@ QuestionResults answer_questions(const Context& ctx, const Model& model, const A
 // --------------------------------------------------------------------------------------------------------------------
 // The memory plan, printed before anything is allocated.
 
-GradientOptions gradient_options(const ShardingOptions& sharding, const std::string& dtype, uint64_t seed = 0);
+GradientOptions gradient_options(const RunOptions& options, uint64_t seed = 0);
 Fp8Options fp8_options(Fp8Options options, const Model& model);  // ZeRO stage 3 keeps no quantised weights
 Offload offload_options(const std::string& what);                // of --offload
 MemoryPlan memory_plan(const Model& model, const Target& target = this_target());  // the weights alone

@@ -896,7 +896,7 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
     if (has_own_shape || ctx.profiler.on() || !replay || (acts.fp8 && acts.fp8->calibrates()))
         work();
     else
-        graphs[first][last && ctx.world > 1][in.head_tokens()].run(ctx.stream, work);
+        graphs[first][last && optimizer.grads.completes_sums()][in.head_tokens()].run(ctx.stream, work);
 }
 
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
@@ -921,7 +921,7 @@ bool Trainer::queue_step(Loader& loader) {
             one_batch.push_back(loader.next());
         const Batch& batch = options.overfit_one_batch ? one_batch[static_cast<size_t>(micro)] : loader.next();
         watchdog.phase("forward and backward", step + 1);
-        if (optimizer.grads.rounds()) {
+        if (optimizer.grads.numbers_micro_steps()) {
             const int64_t number = step * setup.micro_steps + micro;
             acts.staging->put(acts.micro_step.data, &number, sizeof number, ctx.stream);
         }

@@ -561,10 +561,32 @@ CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
     return app
         .add_option("--grad-dtype", dtype,
-                    "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded stochastically after "
-                    "each micro-step and saves 2 bytes per weight, less 4 per weight of two layers and the embedding")
+                    "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded after each micro-step "
+                    "(--grad-rounding) and saves 2 bytes per weight, less 4 per weight of two layers and the embedding")
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
+}
+
+CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding) {
+    return app
+        .add_option("--grad-rounding", rounding,
+                    "how sums of gradients are rounded to bf16: 'stochastic' adds in a pass of its own and has no "
+                    "bias; 'nearest' adds inside the matmuls, which is faster and needs no memory for two layers, and "
+                    "drops terms far smaller than their sum; on one GPU, for up to about 128 micro-steps")
+        ->check(CLI::IsMember({"stochastic", "nearest"}))
+        ->capture_default_str();
+}
+
+void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
+    if (o.grad_rounding == "stochastic") return;
+    if (o.grad_dtype != "bf16")
+        throw UsageError("--grad-rounding nearest: gradients in fp32 are not rounded; add --grad-dtype bf16");
+    if (world > 1)
+        throw UsageError(str("--grad-rounding nearest: ", world,
+                             " ranks add up their gradients outside the matmuls; leave it out or use one GPU"));
+    if (device == Device::CUDA && o.model.type() != DType::BF16)
+        throw UsageError(str("--grad-rounding nearest: a GPU adds to sums in bf16 only in matmuls of bf16, not of ",
+                             o.model.dtype, "; add --dtype bf16"));
 }
 
 // Some of what can be offloaded, each at most once, or none.

@@ -33,6 +33,9 @@ void add_sharding_options(CLI::App& app, ShardingOptions& options);
 CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer);
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype);
+CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding);
+// Throws UsageError if --grad-rounding is not possible with the run's other options.
+void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 CLI::Option* add_offload_option(CLI::App& app, std::string& offload);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);

@@ -105,7 +105,7 @@ struct RunOptions {
     ModelOptions model;
     int64_t batch_size = 4, seq_len = 256;
     OptimizerType optimizer = OptimizerType::AdamW;  // of hidden matrices
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", offload = "none";
+    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", grad_rounding = "stochastic", offload = "none";
     Recompute recompute = Recompute::None;
     GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
     bool master_weights = true, nondeterministic = false;

@@ -24,13 +24,14 @@ PlanOptions parse_plan(const Args& args) {
     auto* optimizer = add_optimizer_option(app, o.optimizer);
     auto* optimizer_dtype = add_optimizer_dtype_option(app, o.optimizer_dtype);
     auto* grad_dtype = add_grad_dtype_option(app, o.grad_dtype);
+    auto* grad_rounding = add_grad_rounding_option(app, o.grad_rounding);
     auto* offload = add_offload_option(app, o.offload);
     auto* recompute = add_recompute_option(app, o.recompute);
     auto* master_weights = add_master_weights_option(app, o.master_weights);
     auto* nondeterministic = add_nondeterministic_option(app, o.nondeterministic);
     std::vector<CLI::Option*> of_training = add_fp8_options(app, o.fp8);
     of_training.insert(of_training.end(), {add_lora_options(app, o.lora), optimizer, optimizer_dtype, grad_dtype,
-                                           offload, recompute, master_weights, nondeterministic});
+                                           grad_rounding, offload, recompute, master_weights, nondeterministic});
     auto* inference = app.add_flag("--inference", o.inference, "plan a forward pass only");
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
@@ -63,6 +64,7 @@ PlanOptions parse_plan(const Args& args) {
         o.model.dtype = "fp32";  // the default of commands that don't train
     check_lora_options(o.lora, o.fp8, o.offload, o.model.type() == DType::F32 || o.master_weights,
                        o.sharding.zero_stage);
+    if (!o.inference && !o.generate) check_grad_rounding(o, o.world, (gpu ? gpu->target() : this_target()).device);
     return o;
 }
 

@@ -32,7 +32,7 @@ PlannedRun plan_run(PlanOptions o, const ModelConfig& config, const Target& targ
         training ? run_shape(o, run.model, target) : inference_shape(o.batch_size, o.seq_len, o.model.type());
     shape.target = target;
     run.acts = std::make_unique<Activations>(config, shape);
-    run.memory = memory_plan(run.model, *run.acts, gradient_options(o.sharding, o.grad_dtype));
+    run.memory = memory_plan(run.model, *run.acts, gradient_options(o));
     // A run that saves checkpoints while it trains.
     if (training) run.memory.add("checkpoint snapshot", snapshot_of(run.model).bytes(), MemoryPlace::Host);
     return run;

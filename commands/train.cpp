@@ -17,6 +17,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     add_optimizer_option(app, o.optimizer);
     add_optimizer_dtype_option(app, o.optimizer_dtype);
     add_grad_dtype_option(app, o.grad_dtype);
+    add_grad_rounding_option(app, o.grad_rounding);
     add_offload_option(app, o.offload);
     app.add_option("--lr", o.lr,
                    "peak learning rate; default: 6e-4, with --optimizer muon 0.02, or 5e-3 for LoRA adapters")

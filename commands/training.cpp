@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "commands/cli.h"
 #include "driver/fp8_state.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
@@ -275,6 +276,7 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
 
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
     check_lora(o.lora, source);
+    check_grad_rounding(o, world, backend_device());
 
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");

@@ -79,7 +79,8 @@ struct Driver {
         }
         optimizer.allocate(ctx, model, options, gradients);
         for (const Param& p : model.trained().table.params) {
-            device_fill(optimizer.grads.tensor(p).data, 0xFF, size_t(p.padded_numel()) * sizeof(float), {});
+            const Tensor gradient = optimizer.grads.tensor(p);
+            device_fill(gradient.data, 0xFF, size_t(gradient.bytes()), {});
         }
         write_scalars(ctx, acts, StepScalars{});
     }

@@ -16,6 +16,10 @@ inline ParamTable table_of(int64_t world, bool tied) {
         p.rows = p.padded_rows = rows, p.cols = cols;
         p.init_std = p.init_value = 0;
         p.decay = cols > 0, p.fp32 = slot == 4;
+        p.rate_group = slot == 0   ? RateGroup::Embeddings
+                       : slot == 1 ? RateGroup::HiddenMatrices
+                       : slot == 3 ? RateGroup::Head
+                                   : RateGroup::Vectors;
         p.sources = {{name, 0, rows, false}};
         table.params.push_back(p);
     };

@@ -599,6 +599,25 @@ class CommandsTest(unittest.TestCase):
             done = run("train", "--resume", "--out", whole, "--steps", 10, "--grad-dtype", "fp32")
             self.assertEqual(done.returncode, 0, done.stderr)
 
+    def test_gradients_added_in_matmuls(self):
+        """They are close to sums in fp32, a resumed run repeats the bits, and what is not possible is refused."""
+        args = ["--grad-dtype", "bf16", "--grad-rounding", "nearest", "--save-every", 4, "--total-batch-tokens", 256, *(["--dtype", "bf16"] if cuda() else [])]
+        for optimizer in ("adamw", "muon"):
+            whole = self.train(f"in_matmuls_{optimizer}", "--steps", 8, "--optimizer", optimizer, *args)
+            exact = self.train(f"not_in_matmuls_{optimizer}", "--steps", 8, "--optimizer", optimizer, *args[4:])
+            self.assertNotEqual(losses(whole), losses(exact))
+            for got, expected in zip(losses(whole), losses(exact)):
+                self.assertAlmostEqual(got, expected, delta=1e-2)
+            self.assertIn('grad-rounding="nearest"', text_of(os.path.join(whole, "run.toml")))
+            before = digests(os.path.join(whole, "step_00000008"))
+            shutil.rmtree(os.path.join(whole, "step_00000008"))
+            done = run("train", "--resume", "--out", whole)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual(digests(os.path.join(whole, "step_00000008")), before)
+        refused = run(*self.train_args("in_matmuls_refused", "--grad-rounding", "nearest"))
+        self.assertEqual((refused.returncode, refused.stderr.count("\n")), (2, 1), refused.stderr)
+        self.assertIn("--grad-rounding nearest: gradients in fp32 are not rounded; add --grad-dtype bf16", refused.stderr)
+
     def test_offload(self):
         """Where the state lies changes no bit, neither of a run nor of one that goes on elsewhere."""
         dtype, everything = ("bf16", "optimizer,master,activations") if cuda() else ("fp32", "optimizer,activations")  # the CPU has no master weights

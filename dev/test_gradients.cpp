@@ -8,8 +8,10 @@
 
 #include "dev/small_table.h"
 #include "dev/stochastic_rounding.h"
+#include "dev/test_util.h"
 #include "dev/world.h"
 #include "runtime/device/arena.h"
+#include "runtime/device/convert.h"
 
 namespace {
 
@@ -72,11 +74,16 @@ struct RankGradients {
         for (const Param& p : table.params) {
             if (p.group != group) continue;
             const Tensor t = grads.tensor(p);
-            std::vector<float> values(size_t(p.padded_numel()));
-            if (grads.accumulate()) copy_to_host(values.data(), t.data, values.size() * sizeof(float), ctx.stream);
+            std::vector<float> values = fetch(t);
             for (size_t i = 0; i < values.size(); i++)
                 values[i] = (grads.accumulate() ? values[i] : 0) + value(ctx.rank, micro_step, int64_t(i));
-            copy_to_device(t.data, values.data(), values.size() * sizeof(float), ctx.stream);
+            if (t.dtype == DType::F32) {
+                copy_to_device(t.data, values.data(), values.size() * sizeof(float), ctx.stream);
+            } else {
+                std::vector<bf16> rounded(values.size());
+                for (size_t i = 0; i < values.size(); i++) rounded[i] = to_bf16(values[i]);
+                copy_to_device(t.data, rounded.data(), rounded.size() * sizeof(bf16), ctx.stream);
+            }
         }
     }
     // Groups in the order of the model's backward pass.
@@ -201,6 +208,36 @@ TEST(Gradients, SumsInBf16AreRoundedAfterEachMicroStep) {
     }
 }
 
+// Matmuls add to the matrices' sums in bf16, here with a rounding to nearest after each micro-step. Other sums are in
+// fp32 and rounded once. Nothing is left of an earlier step.
+TEST(Gradients, MatmulsAddToSumsInBf16) {
+    const GradientOptions options{DType::F32, 0, DType::BF16, 0, true};
+    if (LaunchedWorld::context().world > 1) {
+        expect_error([&] { RankGradients(0, options); }, "gradients: matmuls add to sums in bf16 of one rank, not of");
+        return;
+    }
+    RankGradients r(0, options);
+    r.value = [](int64_t, int micro_step, int64_t i) { return float(i % 7 * (micro_step + 1)) + float(i % 100) / 256; };
+    int matrices = 0;
+    for (const int micro_steps : {3, 1, 2}) {
+        r.step(micro_steps);
+        for (const Param& p : r.table.params) {
+            const bool apart = options.sums_apart(p);
+            const std::vector<float> got = r.fetch(r.grads.arena.elements(r.grads.arena.span(p, 0, p.numel())));
+            for (int64_t i = 0; i < p.numel(); i++) {
+                float sum = 0;
+                for (int micro = 0; micro < micro_steps; micro++) {
+                    sum += r.value(0, micro, i);
+                    if (!apart) sum = to_float(to_bf16(sum));
+                }
+                ASSERT_EQ(got[size_t(i)], to_float(to_bf16(sum))) << p.name << " " << i;
+            }
+            matrices += !apart;
+        }
+    }
+    EXPECT_EQ(matrices, 3 * (LAYERS + 1));
+}
+
 // Kernels accumulate from the second micro-step on, unless each micro-step is reduced separately.
 TEST(Gradients, LaterMicroStepsAccumulate) {
     for (const int64_t stage : {0, 1, 2, 3}) {
@@ -213,6 +250,10 @@ TEST(Gradients, LaterMicroStepsAccumulate) {
         rounded.grads.begin(false, true);
         EXPECT_FALSE(rounded.grads.accumulate());
     }
+    if (LaunchedWorld::context().world > 1) return;
+    RankGradients in_matmul(0, {DType::F32, 0, DType::BF16, 0, true});
+    in_matmul.grads.begin(false, true);
+    EXPECT_TRUE(in_matmul.grads.accumulate());
 }
 
 TEST(Gradients, MemoryMatchesTheStage) {
@@ -233,6 +274,11 @@ TEST(Gradients, MemoryMatchesTheStage) {
         EXPECT_EQ(memory(stage, DType::F32, DType::BF16).arena * 2, memory(stage, DType::F32).arena);
         EXPECT_EQ(memory(stage, DType::F32, DType::BF16).slots, memory(2, DType::F32).slots);
     }
+    const ParamTable alone = table_of(1, false);
+    const Gradients::Memory in_matmul = Gradients::memory(alone, {}, {DType::F32, 0, DType::BF16, 0, true});
+    EXPECT_EQ(in_matmul.arena, alone.total * 2);
+    EXPECT_EQ(in_matmul.slots, 0);
+    EXPECT_EQ(in_matmul.sums, (768 + LAYERS * (128 + 128)) * 4);  // the embedding; biases and norms, all padded
     EXPECT_EQ(memory(0, DType::F32).buffer, 0);
     EXPECT_GT(memory(0, DType::BF16).buffer, 0);
 }

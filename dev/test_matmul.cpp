@@ -284,6 +284,13 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                                        stream());
                 ref = reference::matmul_backward_weight(dout_values.data(), inp.data(), earlier(dweight), N, C, OC);
                 expect_close("dweight", dweight.fetch(), ref.value, ref.mag, N, C);
+                if (backend_device() == Device::CPU || T == DType::BF16) {
+                    const TestArray rounded = start(DType::BF16, {OC, C}, 8);
+                    matmul_backward_weight(rounded, {}, dout_view, inp, accumulate, stream());
+                    ref = reference::matmul_backward_weight(dout_values.data(), inp.data(), earlier(rounded), N, C, OC);
+                    const int roundings = accumulate && backend_device() == Device::CUDA ? 2 : 1;
+                    expect_close("dweight in bf16", rounded.fetch(), ref.value, ref.mag, N, C, DType::BF16, roundings);
+                }
                 if (bias_given) {
                     ref = reference::matmul_backward_bias(dout_values.data(), earlier(dbias), N, OC);
                     expect_close("dbias", dbias.fetch(), ref.value, ref.mag, N, OC);
@@ -654,6 +661,11 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
                  "matmul_backward_weight: dbias is fp32 [4], expected fp32 [5]");
     expect_error([&] { matmul(out, inp, weight, false, false, false, stream()); },
                  "matmul: b is fp32 [5, 8], expected fp32 [8, 5]");
+    const TestArray fp16 = TestArray::poisoned(DType::F16, {5, 8});
+    expect_error([&] { matmul_backward_weight(fp16, Tensor{}, out, inp, false, stream()); },
+                 backend_device() == Device::CPU
+                     ? "matmul_backward_weight: dweight is fp16 [5, 8], expected fp32 or bf16"
+                     : "matmul_backward_weight: dweight is fp16 and dout fp32; a dweight in bf16 needs inputs in bf16");
     const TestArray batch = TestArray::random({2, 3, 5}, 4);
     expect_error([&] { matmul_batched(batch, batch, batch, false, false, 1, 0, Tensor{}, stream()); },
                  "matmul_batched: b is fp32 [2, 3, 5], expected fp32 [2, 5, 5]");

@@ -93,8 +93,9 @@ std::vector<Case> cases() {
         for (const bool fast : {false, true}) {
             list.push_back({a, b, DType::F32, false, false, fast});
             list.push_back({a, b, DType::F32, false, true, fast});
-#ifdef USE_CUDA
             list.push_back({a, b, DType::BF16, false, false, fast});
+            list.push_back({a, b, DType::BF16, false, true, fast});
+#ifdef USE_CUDA
             list.push_back({a, b, DType::BF16, true, false, fast});
 #else
             list.push_back({a, b, DType::F32, true, false, fast});

@@ -7,6 +7,7 @@
 #include "dev/model_fixture.h"
 #include "dev/reference_model.h"
 #include "models/family.h"
+#include "runtime/device/convert.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/model/initialise.h"
 
@@ -382,6 +383,40 @@ TEST_P(ModelVariants, GradientsInBf16AreRoundedSums) {
         const std::vector<double> x(exact.begin(), exact.end()), y(got.begin(), got.end());
         EXPECT_LE(rms(difference(x, y)), 0x1p-7 * rms(x));
         EXPECT_GT(rms(difference(x, y)), 0x1p-11 * rms(x));
+    }
+}
+
+// Matmuls that add to bf16 themselves round to nearest: half a unit, 2⁻⁸ of the sum so far, and on a GPU, which may
+// round before it adds, too, once more of the term. What they sum on the way is as exact as in fp32, up to the order of
+// a GEMM. The other gradients are the fp32 sums, rounded once.
+TEST_P(ModelVariants, MatmulsAddToGradientsInBf16) {
+    if (backend_device() == Device::CUDA && driver.acts.shape.dtype != DType::BF16) GTEST_SKIP() << "needs bf16";
+    const GradientOptions options{DType::F32, 0, DType::BF16, 0, true};
+    Driver rounding(driver.model.config, driver.acts.shape, true, Driver::default_options(), OptimizerType::AdamW,
+                    options);
+    rounding.randomise(3);
+    driver.randomise(3);
+    for (const auto& batches : {std::vector<Batch>{batch}, split(batch, B, T)}) {
+        driver.gradients(batches);
+        rounding.gradients(batches);
+        const std::vector<float> exact = driver.grads(), got = rounding.grads();
+        int apart = 0, in_matmuls = 0;
+        for (const Param& p : driver.model.table.params) {
+            const auto of = [&](const std::vector<float>& arena) {
+                return std::vector<double>(arena.begin() + p.offset, arena.begin() + p.offset + p.padded_numel());
+            };
+            const std::vector<double> x = of(exact), y = of(got);
+            if (options.sums_apart(p)) {
+                for (size_t i = 0; i < x.size(); i++)
+                    ASSERT_EQ(y[i], to_float(to_bf16(float(x[i])))) << p.name << " " << i;
+                apart++;
+            } else {
+                EXPECT_LE(rms(difference(x, y)), (batches.size() == 1 ? 0x1p-8 : 0x1p-7) * rms(x)) << p.name;
+                EXPECT_GT(rms(difference(x, y)), 0x1p-12 * rms(x)) << p.name;
+                in_matmuls++;
+            }
+        }
+        EXPECT_TRUE(apart && in_matmuls);
     }
 }
 

@@ -174,6 +174,15 @@ class PlanTest(unittest.TestCase):
         layer = 2 * hidden * (hidden + kv) + 3 * hidden * ffn
         self.assertAlmostEqual(half["bytes"]["gradients in progress"] / (4 * (2 * layer + hidden * vocab)), 1, delta=0.001)
         self.assertNotIn("gradients in progress", whole["bytes"])
+        # Added in the matmuls, they need no slots; the embedding, the norms have sums in fp32.
+        added = json.loads(plan(arguments, "--json", "--grad-dtype", "bf16", "--grad-rounding", "nearest"))
+        self.assertEqual(added["bytes"]["gradients"], half["bytes"]["gradients"])
+        self.assertAlmostEqual(added["bytes"]["gradients in progress"] / (4 * hidden * vocab), 1, delta=0.001)
+        for given, message in (("--dtype fp32", "not of fp32; add --dtype bf16"), ("--dtype bf16 --world 2", "2 ranks add up")):
+            refused = run("plan", "--model", "llama-8B", "--gpu-memory", "80GiB", "--grad-dtype", "bf16", "--grad-rounding", "nearest",
+                          *given.split())
+            self.assertEqual((refused.returncode, refused.stderr.count("\n")), (2, 1))
+            self.assertIn(message, refused.stderr)
 
     def test_offload(self):
         arguments = "--model llama-8B --batch-size 1 --seq-len 2048 --gpu-memory 80GiB --dtype bf16 --json --offload"

@@ -45,7 +45,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
         const Model& trained = model.trained();
         const Gradients::Memory grads = Gradients::memory(trained.table, trained.sharding, gradients);
         plan.add("gradients", grads.arena);
-        plan.add("gradients in progress", grads.slots + grads.buffer);
+        plan.add("gradients in progress", grads.slots + grads.sums + grads.buffer);
         plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
         if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
     }
@@ -65,8 +65,9 @@ Snapshot snapshot_of(const Model& whole) {
     return {model.table, exact, model.precision.moments, model.sharding.rank, model.sharding.world};
 }
 
-GradientOptions gradient_options(const ShardingOptions& o, const std::string& dtype, uint64_t seed) {
-    return {training_dtype(o.reduce_dtype), o.bucket_mib << 20, training_dtype(dtype), seed};
+GradientOptions gradient_options(const RunOptions& o, uint64_t seed) {
+    return {training_dtype(o.sharding.reduce_dtype), o.sharding.bucket_mib << 20, training_dtype(o.grad_dtype), seed,
+            o.grad_rounding == "nearest"};
 }
 
 Offload offload_options(const std::string& what) {

@@ -28,7 +28,7 @@ std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Co
     const FitReport fit = find_fit(fitting, ctx.world, this_target(), available, [&](const RunOptions& tried) {
         const Model model = model_of(tried, config, ctx.rank, ctx.world);
         const Activations acts(config, run_shape(tried, model));
-        return memory_plan(model, acts, gradient_options(tried.sharding, tried.grad_dtype)).total;
+        return memory_plan(model, acts, gradient_options(tried)).total;
     });
     if (!fit.found()) return fit.remedy();
     const std::string same_step =
@@ -130,7 +130,7 @@ Trainer::Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<D
             LoraAdapter::check_base(setup.resume.checkpoint, setup.source.directory, model.config, model.table);
         base_record = LoraAdapter::base_record(setup.source.directory, model.config, model.table);
     }
-    const GradientOptions gradients = gradient_options(options.sharding, options.grad_dtype, options.seed);
+    const GradientOptions gradients = gradient_options(options, options.seed);
     MemoryPlan plan = checked_memory_plan(gradients);
     planned_bytes = plan.total;
     make_directories(options.out);  // before anything is printed: if this fails, only the error is

@@ -64,7 +64,7 @@ class Trainer {
     double val_loss = NAN;         // of this step; NAN: not evaluated
     std::vector<Choice> choices;   // of the questions of --eval-multiple-choice
     std::vector<Batch> one_batch;  // for --overfit-one-batch
-    // Of micro-steps: [first of its step][last of its step, with several ranks], by the tokens that pass the head.
+    // Of micro-steps: [first of its step][last of its step, where that differs], by the tokens that pass the head.
     std::map<int64_t, Graph> graphs[2][2];
     std::vector<char> asked_to_stop;  // by rank, for stopping()
     QueuedStep queue[2];

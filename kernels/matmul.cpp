@@ -15,6 +15,7 @@
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/gelu.h"
 #include "kernels/matmul_check.h"
+#include "runtime/device/convert.h"
 #ifndef USE_ONEDNN
 #include "kernels/cpu/gemm_blocked.h"
 #endif
@@ -83,6 +84,29 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     gemm_blocked(transpose_a, transpose_b, M, N, K, pa, row_stride(a), pb, row_stride(b), accumulate, c,
                  row_stride(out), alpha);
 #endif
+}
+
+// The same for an out in fp32 or bf16. bf16: the product is computed in fp32 in memory of its own, and what is stored
+// is rounded once.
+void multiply_to(const char* op, const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a,
+                 bool transpose_b, bool accumulate, float alpha = 1) {
+    if (out.dtype == DType::F32) return multiply(op, out, a, b, transpose_a, transpose_b, accumulate, alpha);
+    const int64_t M = out.shape[0], N = out.shape[1], stride = row_stride(out);
+    std::vector<float> product(size_t(M * N));
+    multiply(op, host_tensor(product.data(), {M, N}), a, b, transpose_a, transpose_b, false, alpha);
+    bf16* const sums = out.as<bf16>();
+#pragma omp parallel for schedule(static) if (M * N > PARALLEL_MIN)
+    for (int64_t m = 0; m < M; m++) {
+        bf16* const row = sums + m * stride;
+        const float* const terms = product.data() + m * N;
+        for (int64_t n = 0; n < N; n++) row[n] = to_bf16(accumulate ? to_float(row[n]) + terms[n] : terms[n]);
+    }
+}
+
+// Throws unless a matrix is in fp32 or bf16.
+void check_out_dtype(const char* op, const char* name, const Tensor& out) {
+    require(!out || out.dtype == DType::F32 || out.dtype == DType::BF16, op, ": ", name, " is ", dtype_name(out.dtype),
+            " ", shape_string(out), ", expected fp32 or bf16");
 }
 
 // Matrix i of a contiguous batch.
@@ -162,10 +186,11 @@ void backward_input(const char* op, const Tensor& dinp, const Tensor& dout, cons
 
 void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, bool accumulate, Stream, float alpha) {
     const char* op = "matmul";
-    check_matrix(op, "out", out);
+    check_out_dtype(op, "out", out);
+    check_matrix(op, "out", out, out.dtype);
     check_matrix(op, "a", a);
     const int64_t M = out.shape[0], N = out.shape[1], K = a.shape[transpose_a ? 0 : 1];
-    check_matrix(op, "out", out, M, N);
+    check_matrix(op, "out", out, M, N, Given::Required, out.dtype);
     if (transpose_a)
         check_matrix(op, "a", a, K, M);
     else
@@ -174,7 +199,7 @@ void matmul(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, 
         check_matrix(op, "b", b, N, K);
     else
         check_matrix(op, "b", b, K, N);
-    multiply(op, out, a, b, transpose_a, transpose_b, accumulate, alpha);
+    multiply_to(op, out, a, b, transpose_a, transpose_b, accumulate, alpha);
 }
 
 void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool transpose_b, float alpha, float beta,
@@ -238,11 +263,12 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     check_matrix(op, "dout", dout);
     check_matrix(op, "inp", inp);
     const int64_t N = dout.shape[0], OC = dout.shape[1], C = inp.shape[1];
-    check_matrix(op, "dweight", dweight, OC, C);
+    check_out_dtype(op, "dweight", dweight);
+    check_matrix(op, "dweight", dweight, OC, C, Given::Required, dweight.dtype);
     check_tensor(op, "dbias", dbias, DType::F32, {OC}, Given::Optional);
     check_matrix(op, "dout", dout, N, OC);
     check_matrix(op, "inp", inp, N, C);
-    multiply(op, dweight, dout, inp, true, false, accumulate);
+    multiply_to(op, dweight, dout, inp, true, false, accumulate);
     if (dbias) sum_rows(dbias, dout, accumulate);
 }
 

@@ -328,7 +328,9 @@ void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor in
     check_matrix(op, "dout", dout, dtype);
     check_matrix(op, "inp", inp, dtype);
     const int64_t N = dout.shape[0], OC = dout.shape[1], C = inp.shape[1];
-    check_matrix(op, "dweight", dweight, OC, C);
+    require(dweight.dtype == DType::F32 || (dweight.dtype == DType::BF16 && dtype == DType::BF16), op, ": dweight is ",
+            dtype_name(dweight.dtype), " and dout ", dtype_name(dtype), "; a dweight in bf16 needs inputs in bf16");
+    check_matrix(op, "dweight", dweight, OC, C, Given::Required, dweight.dtype);
     check_tensor(op, "dbias", dbias, DType::F32, {OC}, Given::Optional);
     check_matrix(op, "inp", inp, N, C, Given::Required, dtype);
     multiply(op, dweight, dout, inp, true, false, accumulate, Tensor{}, stream);

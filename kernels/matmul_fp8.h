@@ -27,8 +27,8 @@ struct Fp8Matrix {
     Tensor scale;  // [FP8_SCALE_FLOATS] fp32, on a GPU aligned to 16 bytes
 };
 
-// out [M, N]: fp32, on a GPU also bf16; a [M, K], b [N, K]; bias [N] of out's dtype or null, on a GPU with bf16 only.
-// accumulate: added to out (without bias). scratch: matmul_fp8_scratch bytes (U8).
+// out [M, N]: fp32 or bf16; a [M, K], b [N, K]; bias [N] of out's dtype or null, on a GPU with bf16 only, on the CPU
+// with fp32. accumulate: added to out (without bias). scratch: matmul_fp8_scratch bytes (U8).
 void matmul_fp8(Tensor out, const Fp8Matrix& a, const Fp8Matrix& b, Tensor bias, bool accumulate,
                 bool fast_accumulation, Tensor scratch, Stream stream);
 int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K);

@@ -23,9 +23,19 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
     return buckets;
 }
 
+namespace {
+
+// ParamArena::starts of the fp32 sums.
+std::vector<int64_t> sums_apart(const ParamTable& table, const GradientOptions& options) {
+    return packed_starts(table, 0, 1, [&](const Param& p) { return options.sums_apart(p); });
+}
+
+}  // namespace
+
 Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options) {
     Memory m;
     m.arena = table.total / sharding.parts(sharding.splits_gradients()) * dtype_size(options.kept);
+    if (options.in_matmul) m.sums = sums_apart(table, options).back() * dtype_size(DType::F32);
     if (options.uses_slots(sharding)) m.slots = GroupSlots(table, LAYER_SLOTS, true).total() * dtype_size(DType::F32);
     if (sharding.world == 1 || options.reduce == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
@@ -50,6 +60,13 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientO
         slots = GroupSlots(t, LAYER_SLOTS, true);
         arena.views = slots.views(t, part(DType::F32, m.slots));
         state = std::vector<Slot>(size_t(slots.num_slots()));
+    }
+    if (options.in_matmul) {
+        require(s.world == 1 && options.kept == DType::BF16,
+                "gradients: matmuls add to sums in bf16 of one rank, not of ", s.world, " in ",
+                dtype_name(options.kept));
+        fp32_sums = part(DType::F32, m.sums);
+        fp32_sums.starts = sums_apart(t, options);
     }
     if (m.buffer) buffer = part(options.reduce, m.buffer);
     for (int g = 0; g < t.num_groups(); g++) keys.push_back(name_hash(str("gradients of group ", g)));
@@ -92,6 +109,7 @@ void Gradients::open(int group, Stream stream) {
 
 void Gradients::close(int group, Stream stream) {
     if (sharding.world == 1 || (!last && !sharding.splits_gradients())) {
+        if (options.in_matmul && last) round_fp32_sums(group, stream);
         if (state.empty() || !table->group_size(group)) return;
         return keep(group, arena.groups(*table, group, group + 1), arena.views[size_t(group)], 0, !first, stream);
     }
@@ -103,6 +121,14 @@ void Gradients::close(int group, Stream stream) {
 void Gradients::keep(int group, Tensor sum, Tensor gradient, int64_t first_element, bool add, Stream stream) const {
     if (options.kept == DType::F32) return ::accumulate(sum, gradient, add, stream);
     accumulate_stochastic(sum, gradient, add, {options.seed, keys[size_t(group)], first_element, micro_step}, stream);
+}
+
+void Gradients::round_fp32_sums(int group, Stream stream) const {
+    for (const Param& p : table->params) {
+        if (p.group != group || !options.sums_apart(p)) continue;
+        const int64_t from = fp32_sums.starts[p.index], n = p.padded_numel();
+        ::accumulate(arena.data.rows(p.offset, p.offset + n), fp32_sums.data.rows(from, from + n), false, stream);
+    }
 }
 
 // Reduces in place where possible: the whole gradient is not needed after its part of the sum is there.

@@ -14,7 +14,11 @@
 // With GradientOptions::kept BF16 the arena holds bf16, in all stages. The backward pass writes a group's gradient of
 // one micro-step in fp32 into a slot; close() adds it to the arena's bf16 in fp32 and rounds the sum stochastically
 // (kernels/accumulate.h). Stages 0 and 1 add the arena to the slot in the last micro-step, reduce it there in fp32, and
-// round once. docs/numerics.md has the error.
+// round once.
+//
+// With GradientOptions::in_matmul, for one rank, the matmuls of the blocks and of an untied head add to the arena's
+// bf16 themselves, rounded to nearest: no pass of its own, no slots. The other parameters (embeddings, biases, norms)
+// have fp32 sums, which are rounded into the arena in the last micro-step. docs/numerics.md has the errors of both.
 #pragma once
 
 #include <string>
@@ -28,9 +32,15 @@ struct GradientOptions {
     int64_t bucket_bytes = int64_t(32) << 20;  // of fp32 gradients
     DType kept = DType::F32;                   // in which sums of micro-steps are kept: F32 or BF16
     uint64_t seed = 0;                         // of the rounding to BF16
+    bool in_matmul = false;                    // sums in BF16 are added to by the matmuls; for one rank
 
     // Whether the backward pass writes into slots for whole groups.
-    bool uses_slots(const Sharding& sharding) const { return sharding.splits_gradients() || kept != DType::F32; }
+    bool uses_slots(const Sharding& sharding) const { return sharding.splits_gradients() || rounds_stochastically(); }
+    bool rounds_stochastically() const { return kept != DType::F32 && !in_matmul; }
+    // Whether the parameter's gradient is a sum in fp32 until the last micro-step.
+    bool sums_apart(const Param& p) const {
+        return in_matmul && p.rate_group != RateGroup::HiddenMatrices && p.rate_group != RateGroup::Head;
+    }
 };
 
 // Groups [first, last). The backward pass completes group `first` last.
@@ -45,11 +55,11 @@ class Gradients {
   public:
     static constexpr int LAYER_SLOTS = 2;  // one layer's gradients are computed while another's are reduced
 
-    // Memory requirement in bytes: of the arena, of the fp32 slots for whole groups, and of the bf16 buffer for what is
-    // exchanged.
+    // Memory requirement in bytes: of the arena, of the fp32 slots for whole groups, of fp32 sums beside the arena, and
+    // of the bf16 buffer for what is exchanged.
     struct Memory {
-        int64_t arena = 0, slots = 0, buffer = 0;
-        int64_t bytes() const { return arena + slots + buffer; }
+        int64_t arena = 0, slots = 0, sums = 0, buffer = 0;
+        int64_t bytes() const { return arena + slots + sums + buffer; }
     };
     static Memory memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options);
 
@@ -59,11 +69,15 @@ class Gradients {
                   const Context* ctx);
 
     ParamArena arena;  // whole, or this rank's parts
-    Tensor tensor(const Param& p) const { return arena.tensor(p); }
+    // What the backward pass writes: [padded_rows, cols] or [padded_rows], fp32, or bf16 for a matmul that adds to it.
+    Tensor tensor(const Param& p) const { return (options.sums_apart(p) ? fp32_sums : arena).tensor(p); }
     // This rank's part of groups [first, last), which holds the step's sum after end(); with one rank the whole groups.
     Tensor own(int first, int last) const;
 
-    bool rounds() const { return options.kept != DType::F32; }
+    // Whether begin() needs the number of the micro-step.
+    bool numbers_micro_steps() const { return options.rounds_stochastically(); }
+    // Whether the last micro-step of a step does other work than those before it.
+    bool completes_sums() const { return sharding.world > 1 || options.in_matmul; }
 
     // Starts a micro-step. The first of a step overwrites gradients, the others accumulate; the last completes the
     // sums. micro_step: [1] int64 on the device, its number in the run, which keys the rounding to bf16; else null.
@@ -77,6 +91,7 @@ class Gradients {
 
   private:
     void reduce(const Bucket& bucket, const char* name, Stream stream);
+    void round_fp32_sums(int group, Stream stream) const;  // into the arena
     void keep(int group, Tensor sum, Tensor gradient, int64_t first_element, bool add, Stream stream) const;
 
     const ParamTable* table = nullptr;
@@ -84,6 +99,7 @@ class Gradients {
     GradientOptions options;
     const Context* ctx = nullptr;
     GroupSlots slots;
+    ParamArena fp32_sums;  // of the parameters with sums_apart()
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the reductions, in a profile
     std::vector<uint64_t> keys;      // of the groups' noise
