@@ -8,7 +8,8 @@
 namespace {
 
 // What is tried for each batch size. Less recomputation comes first: it is what costs time. bf16 moments and weights
-// take less traffic than fp32, bf16 gradients more. Copies of the blocks' inputs come last: they are hidden at best.
+// take less traffic than fp32, bf16 gradients more, unless matmuls add to them. Copies of the blocks' inputs come last:
+// they are hidden at best.
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
@@ -47,7 +48,7 @@ bool offloads(const RunOptions& o, const char* what) {
 
 // Applies a step to the options and appends what it changes, as it is written. False: it would undo an option that is
 // given, or change nothing.
-bool apply(const FitStep& step, const Target& target, RunOptions& o, std::string& changes) {
+bool apply(const FitStep& step, int64_t world, const Target& target, RunOptions& o, std::string& changes) {
     if (step.recompute < o.recompute || (step.state > 1 && (offloads(o, "master") || o.lora.on()))) return false;
     if (step.offload_inputs && (offloads(o, "activations") || target.device == Device::CPU)) return false;
     const bool given[] = {o.optimizer_dtype == "bf16", !o.master_weights || o.model.type() == DType::F32,
@@ -57,6 +58,10 @@ bool apply(const FitStep& step, const Target& target, RunOptions& o, std::string
     if (step.recompute > o.recompute) changes += str(" --recompute ", levels[size_t(step.recompute)]);
     for (int i = 0; i < step.state; i++)
         if (!given[i]) changes += FIT_STATE[i];
+    if (step.state > 2 && world == 1 && target.device == Device::CUDA && o.model.type() == DType::BF16) {
+        o.grad_rounding = "nearest";  // faster, and less memory
+        changes += " --grad-rounding nearest";
+    }
     if (step.offload_inputs) {
         o.offload = o.offload == "none" ? "activations" : o.offload + ",activations";
         changes += " --offload " + o.offload;
@@ -93,7 +98,7 @@ FitReport find_fit(RunOptions& o, int64_t world, const Target& target, int64_t a
                 std::string changes;
                 if (batch_size < o.batch_size) changes += str(" --batch-size ", batch_size);
                 if (stage > o.sharding.zero_stage) changes += str(" --zero-stage ", stage);
-                if (!apply(step, target, tried, changes)) continue;
+                if (!apply(step, world, target, tried, changes)) continue;
                 tried.batch_size = batch_size, tried.sharding.zero_stage = stage;
                 report.tried.push_back({changes.empty() ? "" : changes.substr(1), step.reason, bytes(tried)});
                 if (!report.found()) continue;

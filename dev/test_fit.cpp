@@ -29,7 +29,8 @@ int64_t bytes_of(const RunOptions& o) {
 
 TEST(Fit, TakesTheFirstThatFits) {
     const RunOptions given = bf16_run();
-    const std::string all_bf16 = "--optimizer-dtype bf16 --master-weights off --grad-dtype bf16";
+    const std::string all_bf16 =
+        "--optimizer-dtype bf16 --master-weights off --grad-dtype bf16 --grad-rounding nearest";
     const std::pair<int64_t, std::string> cases[] = {
         {1600, ""},
         {1599, "--recompute activation"},
@@ -51,6 +52,7 @@ TEST(Fit, TakesTheFirstThatFits) {
         EXPECT_EQ(fit.tried.back().options, options) << available;
         EXPECT_EQ(fit.tried.back().bytes, bytes_of(o)) << available;
         EXPECT_LE(bytes_of(o), available);
+        EXPECT_EQ(o.grad_rounding, o.grad_dtype == "bf16" ? "nearest" : "stochastic");
         for (size_t i = 0; i + 1 < fit.tried.size(); i++) EXPECT_GT(fit.tried[i].bytes, available);
     }
 }
@@ -111,7 +113,7 @@ TEST(Fit, LeavesOutWhatHasNoEffect) {
     fp32.model.dtype = "fp32";
     const std::string on_cpu = tried_words(fp32, 1, Target{});
     EXPECT_TRUE(has(on_cpu, "--grad-dtype bf16"));
-    for (const char* word : {"--master-weights", "--offload", "--zero-stage", "--batch-size"})
+    for (const char* word : {"--master-weights", "--offload", "--zero-stage", "--batch-size", "--grad-rounding"})
         EXPECT_FALSE(has(on_cpu, word)) << on_cpu;
     RunOptions adapters = bf16_run();
     adapters.lora.rank = 8;
