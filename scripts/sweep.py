@@ -15,6 +15,7 @@ options of train:
     tokens          stands for steps: tokens / total-batch-tokens, so that batch sizes are compared after equally many
     tuning-tokens   as tokens, for the search; the best combination is trained for `tokens` with all seeds
     lr-scale        multiplies lr, embedding-lr, head-lr and vector-lr
+    like            the name of another arm, whose options this arm has, too, unless it names them itself
 
 scripts/tokens_to_loss.toml is an example.
 
@@ -79,7 +80,16 @@ def read_file(path):
     search = common.pop("search", "grid")
     if search not in SEARCHES:
         raise SweepError(f"{path}: search is {search}; choose from {', '.join(SEARCHES)}")
-    return {name: {**common, **options} for name, options in arms.items()}, seeds, search
+
+    def options_of(name, below=()):
+        own = dict(arms[name])
+        like = own.pop("like", None)
+        if like is None:
+            return {**common, **own}
+        if like not in arms or like in (name, *below):
+            raise SweepError(f"{path}: like is {like} in [arms.{name}]; name another arm that is not like this one")
+        return {**options_of(like, (name, *below)), **own}
+    return {name: options_of(name) for name in arms}, seeds, search
 
 
 class Run:
@@ -104,7 +114,7 @@ class Run:
             options["batch-size"] = min(options["batch-size"], options["total-batch-tokens"] // options["seq-len"])
         scale = options.pop("lr-scale", None)
         if scale is not None:
-            options |= {key: float(f"{options[key] * scale:.6g}") for key in RATES if key in options}
+            options |= {key: float(f"{options[key] * scale:.6g}") for key in RATES if options.get(key, False) is not False}
         for key, value in options.items():
             if value is not False:
                 words += [f"--{key}"] if value is True else [f"--{key}", str(value)]

@@ -116,6 +116,17 @@ class SweepTest(unittest.TestCase):
         self.assertEqual(["--overfit-one-batch" in words for words in commands], [False, True, False])
         self.assertFalse(any("--document-mask" in words or "False" in words for words in commands))
 
+    def test_an_arm_like_another(self):
+        text = FILE.format(data=self.root, steps=2).replace("[1e-4, 1e-2, 0]", "1e-3\nhead-lr = 1e-2\ntied = 'no'\nlr-scale = 2")
+        text = text.replace("[1, 2]", "[1]").replace("[arms.muon]", "[arms.muon]\nlike = 'adamw'\nhead-lr = false\ntied = 'yes'\nlr-scale = 4")
+        done = self.sweep(text)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        adamw, muon = (line for line in done.stderr.splitlines() if line.startswith("$"))
+        for words, line in ((("--lr 0.002", "--head-lr 0.02", "--tied no"), adamw), (("--lr 0.004", "--tied yes", "--optimizer muon"), muon)):
+            for word in words:
+                self.assertIn(f" {word} ", line + " ")
+        self.assertNotIn("--head-lr", muon)
+
     def test_tokens_stand_for_steps(self):
         text = FILE.format(data=self.root, steps=2).replace("steps = 2", "tokens = 1e3").replace("[1e-4, 1e-2, 0]", "1e-3")
         text = text.replace("[1, 2]", "[1]").replace("[arms.muon]", "total-batch-tokens = [16, 64]\n[arms.muon]\ntotal-batch-tokens = 160")
@@ -134,6 +145,8 @@ class SweepTest(unittest.TestCase):
                               ("[common]\nseeds = []\n[arms.a]\n", "seeds is []; give a list"),
                               ("[common]\nseeds = 1\n[arms.a]\n", "seeds is 1; give a list"),
                               ("[common]\nsearch = 'x'\n[arms.a]\n", "search is x; choose from grid, climb"),
+                              ("[arms.a]\nlike = 'b'\n", "like is b in [arms.a]; name another arm"),
+                              ("[arms.a]\nlike = 'b'\n[arms.b]\nlike = 'a'\n", "like is a in [arms.b]; name another arm"),
                               ("[arms.a]\nmodle = 'x'\n", "modle")):
             done = self.sweep(text)
             self.assertEqual(done.returncode, 1, done.stderr)
