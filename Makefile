@@ -177,12 +177,14 @@ $(BUILD)/%.cpp.o: %.cpp $(BUILD)/flags
 # -O0 the oracle's loops would lose more than that saves.
 ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
-$(foreach hot,kernels runtime data,$(BUILD)/$(hot)/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
-# The random inputs of all tests, and the tests with the oracle's longest loops: they run shorter by more than the compiler takes.
-$(addprefix $(BUILD)/dev/,$(addsuffix .cpp.o,test_util test_model test_linear_attention)): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
+# Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
+# compiler takes.
+SLOW_TESTS := test_util test_model test_linear_attention
+$(foreach hot,kernels runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
 else
 $(BUILD)/dev/test_%.cpp.o: private OPTIMISE := -O1
-# Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of the time.
+# Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
+# the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
 endif
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)

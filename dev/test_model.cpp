@@ -386,9 +386,8 @@ TEST_P(ModelVariants, GradientsInBf16AreRoundedSums) {
     }
 }
 
-// Matmuls that add to bf16 themselves round to nearest: half a unit, 2⁻⁸ of the sum so far, and on a GPU, which may
-// round before it adds, too, once more of the term. What they sum on the way is as exact as in fp32, up to the order of
-// a GEMM. The other gradients are the fp32 sums, rounded once.
+// Matmuls that add to bf16 themselves round to nearest, with an error of up to 2⁻⁸ of the sum so far. A GPU may also
+// round the term before it adds it. The other gradients are the fp32 sums, rounded once.
 TEST_P(ModelVariants, MatmulsAddToGradientsInBf16) {
     if (backend_device() == Device::CUDA && driver.acts.shape.dtype != DType::BF16) GTEST_SKIP() << "needs bf16";
     const GradientOptions options{DType::F32, 0, DType::BF16, 0, true};

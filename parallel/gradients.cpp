@@ -26,7 +26,7 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
 namespace {
 
 // ParamArena::starts of the fp32 sums.
-std::vector<int64_t> sums_apart(const ParamTable& table, const GradientOptions& options) {
+std::vector<int64_t> fp32_sum_starts(const ParamTable& table, const GradientOptions& options) {
     return packed_starts(table, 0, 1, [&](const Param& p) { return options.sums_apart(p); });
 }
 
@@ -35,7 +35,7 @@ std::vector<int64_t> sums_apart(const ParamTable& table, const GradientOptions& 
 Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options) {
     Memory m;
     m.arena = table.total / sharding.parts(sharding.splits_gradients()) * dtype_size(options.kept);
-    if (options.in_matmul) m.sums = sums_apart(table, options).back() * dtype_size(DType::F32);
+    if (options.in_matmul) m.sums = fp32_sum_starts(table, options).back() * dtype_size(DType::F32);
     if (options.uses_slots(sharding)) m.slots = GroupSlots(table, LAYER_SLOTS, true).total() * dtype_size(DType::F32);
     if (sharding.world == 1 || options.reduce == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
@@ -66,7 +66,7 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientO
                 "gradients: matmuls add to sums in bf16 of one rank, not of ", s.world, " in ",
                 dtype_name(options.kept));
         fp32_sums = part(DType::F32, m.sums);
-        fp32_sums.starts = sums_apart(t, options);
+        fp32_sums.starts = fp32_sum_starts(t, options);
     }
     if (m.buffer) buffer = part(options.reduce, m.buffer);
     for (int g = 0; g < t.num_groups(); g++) keys.push_back(name_hash(str("gradients of group ", g)));
@@ -126,8 +126,8 @@ void Gradients::keep(int group, Tensor sum, Tensor gradient, int64_t first_eleme
 void Gradients::round_fp32_sums(int group, Stream stream) const {
     for (const Param& p : table->params) {
         if (p.group != group || !options.sums_apart(p)) continue;
-        const int64_t from = fp32_sums.starts[p.index], n = p.padded_numel();
-        ::accumulate(arena.data.rows(p.offset, p.offset + n), fp32_sums.data.rows(from, from + n), false, stream);
+        const auto elements = [&](const ParamArena& of) { return of.elements(of.span(p, 0, p.padded_numel())); };
+        ::accumulate(elements(arena), elements(fp32_sums), false, stream);
     }
 }
 
