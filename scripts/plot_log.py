@@ -4,11 +4,14 @@
     scripts/plot_log.py runs/quickstart                      writes runs/quickstart/loss.png
     scripts/plot_log.py runs/a runs/b --output compare.png   several runs in one picture
     scripts/plot_log.py runs/a runs/b --x hours --show loss grad_norm tokens_per_s
+    scripts/plot_log.py runs/a runs/b --names AdamW Muon --top 3
     scripts/plot_log.py runs/a runs/b --html                 also loss.html: one page with all panels, to zoom into
 
 Training values are drawn raw (faint) and smoothed; validation losses are dots. --x selects the x axis: steps, training
-tokens, or hours of training without evaluations. The page needs no network and no other file. Without matplotlib it
-prints one line and draws nothing (exit status 3, so that callers can tell it from an error).
+tokens, or minutes or hours of training without evaluations. --names gives the runs other names than those of their
+directories. --top cuts off the losses above it, so that the end of a run is easier to see. The page needs no network
+and no other file. Without matplotlib it prints one line and draws nothing (exit status 3, so that callers can tell it
+from an error).
 """
 import argparse
 import html
@@ -23,22 +26,22 @@ LABELS = {"loss": "loss (nats per token)", "lr": "learning rate", "grad_norm": "
           "mfu": "MFU", "ms": "ms per step"}
 SCORES = {"accuracy": "accuracy", "accuracy_norm": "accuracy per character",
           "perplexity": "perplexity of last words"}  # of evaluations
-X_LABELS = {"step": "step", "tokens": "tokens", "hours": "hours"}
+X_LABELS = {"step": "step", "tokens": "tokens", "minutes": "minutes", "hours": "hours"}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 
-def summary(runs, logs):
+def summary(names, logs):
     """Rows of text, the first of them names: what each run has come to. The loss is the mean over the last fiftieth of
     its steps, the rates are medians."""
     rows = [("run", "steps", "tokens", "hours", "loss", "best val_loss", "tokens/s", "mfu")]
-    for run, (training, validation) in zip(runs, logs):
+    for name, (training, validation) in zip(names, logs):
         steps, losses = values(training, "loss")
         tail = losses[-max(1, len(losses) // 50):]
         val_steps, val_losses = values(validation, "val_loss")
         best = min(zip(val_losses, val_steps), default=None)
         _, rates = values(training, "tokens_per_s")
         _, mfus = values(training, "mfu")
-        rows.append((run_name(run), f"{steps[-1]:,}" if steps else "-",
+        rows.append((name, f"{steps[-1]:,}" if steps else "-",
                      f"{training[-1]['tokens']:.4g}" if training else "-",
                      f"{training[-1]['hours']:.2f}" if training else "-",
                      f"{statistics.fmean(tail):.4f}" if tail else "-",
@@ -54,7 +57,7 @@ def table(rows):
                      for row in rows)
 
 
-def draw(runs, logs, keys, x, output):
+def draw(names, logs, keys, x, top, output):
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,16 +65,18 @@ def draw(runs, logs, keys, x, output):
 
     figure, panels = plt.subplots(len(keys), figsize=(8, 1 + 4 * len(keys)), constrained_layout=True, squeeze=False, sharex=True)
     for key, axes in zip(keys, panels[:, 0]):
-        for index, (run, (training, validation)) in enumerate(zip(runs, logs)):
+        for index, (name, (training, validation)) in enumerate(zip(names, logs)):
             colour = f"C{index % 10}"
             xs, ys = values(training, key, x)
             if xs:
-                axes.plot(xs, smoothed(ys, smoothing_weight(len(ys))), color=colour, label=f"{run_name(run)}: training", linewidth=1.5)
+                axes.plot(xs, smoothed(ys, smoothing_weight(len(ys))), color=colour, label=f"{name}: training", linewidth=1.5)
                 axes.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.7)
             xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
             if xs:
                 axes.plot(xs, ys, "o--", color=colour, markersize=4, linewidth=0.8,
-                          label=f"{run_name(run)}: validation, {ys[-1]:.3f} at the end")
+                          label=f"{name}: validation, {ys[-1]:.3f} at the end")
+        if key == "loss" and top is not None:
+            axes.set_ylim(top=top)
         axes.set_ylabel(LABELS[key])
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
@@ -95,7 +100,7 @@ td:first-child, th:first-child {{ text-align: left; }}
 """
 
 
-def page(runs, logs, x):
+def page(names, logs, x):
     """The text of an HTML page: the table, and a panel for each of LABELS that the logs have numbers for."""
     from plotly import graph_objects, subplots
 
@@ -103,29 +108,29 @@ def page(runs, logs, x):
     keys += [key for key in SCORES if any(values(validation, key)[0] for _, validation in logs)]
     figure = subplots.make_subplots(rows=len(keys), shared_xaxes=True, vertical_spacing=0.2 / len(keys))
     for row, key in enumerate(keys, 1):
-        for index, (run, (training, validation)) in enumerate(zip(runs, logs)):
+        for index, (name, (training, validation)) in enumerate(zip(names, logs)):
             line = {"color": COLOURS[index % len(COLOURS)], "width": 1.5}
             options = {"legendgroup": str(index), "hovertemplate": "%{y:.5g} at %{x}"}
             xs, ys = values(validation if key in SCORES else training, key, x)
             if key not in SCORES and xs:
-                raw = {"line": {**line, "width": 0.7}, "opacity": 0.25, "name": f"{run_name(run)}: {key}, raw"}
+                raw = {"line": {**line, "width": 0.7}, "opacity": 0.25, "name": f"{name}: {key}, raw"}
                 figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, showlegend=False, **raw, **options), row, 1)
                 ys = smoothed(ys, smoothing_weight(len(ys)))
             mode = "lines+markers" if key in SCORES else "lines"
-            figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, line=line, mode=mode, name=run_name(run),
+            figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, line=line, mode=mode, name=name,
                                                      showlegend=row == 1, **options), row, 1)
             xs, ys = values(validation, "val_loss", x) if key == "loss" else ([], [])
             if xs:
                 figure.add_trace(graph_objects.Scattergl(x=xs, y=ys, mode="lines+markers", line={**line, "dash": "dot"},
-                                                         name=f"{run_name(run)}: validation", **options), row, 1)
+                                                         name=f"{name}: validation", **options), row, 1)
         figure.update_yaxes(title_text=LABELS.get(key) or SCORES[key], row=row, col=1)
     figure.update_xaxes(showticklabels=True)
     figure.update_xaxes(title_text=X_LABELS[x], row=len(keys), col=1)
     figure.update_layout(height=320 * len(keys), template="simple_white", margin={"t": 80, "r": 10},
                          legend={"traceorder": "normal", "orientation": "h", "y": 1, "yanchor": "bottom"})
     cells = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row)
-             for tag, row in zip(["th"] + ["td"] * len(runs), summary(runs, logs))]
-    return PAGE.format(title=html.escape(", ".join(map(run_name, runs))),
+             for tag, row in zip(["th"] + ["td"] * len(names), summary(names, logs))]
+    return PAGE.format(title=html.escape(", ".join(names)),
                        table='<div class="table"><table>' + "\n".join(f"<tr>{row}</tr>" for row in cells) + "</table></div>",
                        figure=figure.to_html(full_html=False, include_plotlyjs=True))
 
@@ -139,16 +144,23 @@ def main():
     parser.add_argument("--x", choices=list(X_LABELS), default="step", help="what the curves run along (default %(default)s)")
     parser.add_argument("--show", nargs="+", choices=list(LABELS), default=["loss"], metavar="KEY",
                         help=f"a panel for each of: {', '.join(LABELS)} (default loss)")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each run (default: its directory)")
+    parser.add_argument("--top", type=float, metavar="LOSS", help="the upper end of the loss's axis in the picture")
     args = parser.parse_args()
+    names = args.names or [run_name(run) for run in args.runs]
+    if len(names) != len(args.runs):
+        parser.error(f"--names has {len(names)} names for {len(args.runs)} runs; give one for each")
     output = args.output or os.path.join(os.path.dirname(log_path(args.runs[0])), "loss.png")
 
     def show():
         logs = [read_log(run) for run in args.runs]
-        print(table(summary(args.runs, logs)))
-        draw(args.runs, logs, args.show, args.x, output)
+        for entry in (entry for log in logs for part in log for entry in part):
+            entry["minutes"] = 60 * entry["hours"]
+        print(table(summary(names, logs)))
+        draw(names, logs, args.show, args.x, args.top, output)
         if args.html:
             with open(os.path.splitext(output)[0] + ".html", "w", encoding="utf-8") as file:
-                file.write(page(args.runs, logs, args.x))
+                file.write(page(names, logs, args.x))
 
     return plot_main("plot_log", output, show, LogError)
 

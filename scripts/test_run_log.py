@@ -66,6 +66,17 @@ class PlotLogTest(RunLogTest):
         self.assertEqual((done.returncode, done.stdout.splitlines()[-1]), (0, os.path.join(run, "loss.png")))
         self.assertTrue(os.path.exists(os.path.join(run, "loss.png")))
 
+    @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+    def test_names(self):
+        a, b = self.write_run("x/seed-1", LOG), self.write_run("y/seed-1", STEPS)
+        output = os.path.join(self.top, "both.png")
+        done = self.run_script("plot_log.py", a, b, "--names", "AdamW", "Muon", "--top", "3", "--output", output)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual([row[0].strip() for row in self.rows(done)], ["run", "AdamW", "Muon"])
+        done = self.run_script("plot_log.py", a, b, "--names", "AdamW")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--names has 1 names for 2 runs; give one for each", done.stderr)
+
     @unittest.skipUnless(all(map(importlib.util.find_spec, ("matplotlib", "plotly"))), "plotly is not installed")
     def test_page(self):
         a = self.write_run("a", [*LOG, {"step": 5, "accuracy": 0.5, "accuracy_norm": 0.25}])
