@@ -46,7 +46,7 @@ class Fp8State {
     // recorded.
     template <typename Produce>
     void quantise(Fp8Operand operand, Slot slot, int64_t l, Tensor rows, Tensor columns, bool again, Stream stream,
-                  Produce produce) const {
+                  const Produce& produce) const {
         Fp8Output out{format(operand), record_of(operand, slot, l), rows, columns};
         if (again) {
             out.slot.amax = out.slot.counts = {};

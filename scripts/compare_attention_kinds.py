@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 
-from peer_main import peer_main
+from peer_main import peer_main, write_json
 
 SPEED_STEPS, SPEED_WARM_UP = 12, 4  # of the timed runs, whose first steps don't count
 
@@ -49,8 +49,7 @@ def train(args, out, options):
         raise KindsError(f"{args.driver} failed; its own message is above")
     for checkpoint in glob.glob(os.path.join(glob.escape(out), "step_*")):  # which nothing here reads
         shutil.rmtree(checkpoint)
-    with open(settings, "w", encoding="utf-8") as file:
-        json.dump(command, file)
+    write_json(settings, command)
 
 
 def log_lines(out):
@@ -155,8 +154,7 @@ def compare(args):
         results["runs"][kind] = learn(args, kind)
     for kind in args.kinds:
         results["speeds"][kind] = {str(length): speed(args, kind, length) for length in args.lengths}
-    with open(os.path.join(args.out, "kinds.json"), "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=1)
+    write_json(os.path.join(args.out, "kinds.json"), results, indent=1)
     print(tables(results))
     try:
         draw(results, os.path.join(args.out, "kinds.png"))

@@ -38,7 +38,7 @@ import time
 
 import numpy as np
 
-from peer_main import peer_main
+from peer_main import peer_main, write_json
 from run_log import LogError, read_log, smoothed, smoothing_weight, values
 
 RUNS = ["ours-fp32", "ours-bf16", "torch-fp32", "torch-bf16"]
@@ -295,8 +295,7 @@ def check_settings(args):
                 raise CurvesError(f"{args.out} holds runs with --{name.replace('_', '-')} {stored.get(name)}, not {value}; "
                                   "name another --out")
     os.makedirs(args.out, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(settings, file, indent=1)
+    write_json(path, settings, indent=1)
 
 
 def compare(args):

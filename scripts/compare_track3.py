@@ -39,7 +39,7 @@ import time
 import numpy as np
 
 from compare_curves import CurvesError, batches, read_tokens
-from peer_main import peer_main
+from peer_main import peer_main, write_json
 from run_log import LogError, read_log, values
 
 RATES = {"hidden": 0.025, "embedding": 0.7, "head": 0.004, "vector": 0.015}
@@ -224,8 +224,7 @@ def losses(args):
 
     def keep(name, steps, val_loss):
         results[name] = (steps, val_loss)
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"settings": settings, "runs": results}, file)
+        write_json(path, {"settings": settings, "runs": results})
 
     initial = initial_weights(args)
     tokens, validation = read_tokens(args.data, "train"), read_tokens(args.data, "val")

@@ -1,4 +1,7 @@
-"""The main function of scripts that compare with other programs: an error is printed as one line."""
+"""What scripts that compare runs and programs share: a main function that prints an error as one line, and results in JSON
+files."""
+import json
+import os
 import sys
 
 
@@ -13,3 +16,10 @@ def peer_main(name, compare, input_errors, missing):
     except ImportError as error:
         print(f"{name}: {error}; {missing}", file=sys.stderr)
     return 1
+
+
+def write_json(path, value, indent=None):
+    """The file has the old or the new content, also if this is interrupted."""
+    with open(path + ".tmp", "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=indent)
+    os.replace(path + ".tmp", path)

@@ -51,7 +51,7 @@ import sys
 import time
 import tomllib
 
-from peer_main import peer_main
+from peer_main import peer_main, write_json
 from run_log import LogError, read_log
 
 GRACE_S = 60  # for a checkpoint, before a run that was asked to stop is killed
@@ -139,8 +139,7 @@ class Run:
         return {"finished": state["finished"]} if state["command"] == self.command(driver) else {}
 
     def note(self, driver, finished):
-        with open(self.out + ".json", "w", encoding="utf-8") as file:
-            json.dump({"command": self.command(driver), "finished": finished}, file)
+        write_json(self.out + ".json", {"command": self.command(driver), "finished": finished})
 
     def finished(self, driver):
         return self.state(driver).get("finished", False)
@@ -297,8 +296,7 @@ def sweep(args):
     done = train(searches, args, info.stdout.startswith("backend cuda"), time.monotonic() + 60 * args.minutes)
     text, results = table(arms, [run for search in searches for run in search.runs.values()], args)
     print(text)
-    with open(os.path.join(args.out, "sweep.json"), "w", encoding="utf-8") as file:
-        json.dump(results, file, indent=1)
+    write_json(os.path.join(args.out, "sweep.json"), results, indent=1)
     if not done:
         print("sweep: time is up; the same command goes on", file=sys.stderr)
     return 0 if done else 3
