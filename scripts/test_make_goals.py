@@ -34,7 +34,7 @@ class MakeGoalsTest(unittest.TestCase):
     def make(self, *args):
         # Variables of the make that runs this test arrive in the environment; the commands are to stand alone.
         makes = ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "CORPUS", "TEXT", "VAL_TEXT", "NAME",
-                 "TOKENIZER", "VOCAB", "VAL", "EXT", "ARCH", "BACKEND", "BUILD", "OP", "SANITIZE")
+                 "TOKENIZER", "VOCAB", "VAL", "EXT", "ARCH", "BACKEND", "BUILD", "JUMBO", "OP", "SANITIZE")
         env = {name: value for name, value in os.environ.items() if name not in makes}
         return subprocess.run(["make", "DEPS=no", *args], cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=600)

@@ -9,8 +9,6 @@ namespace jinja {
 
 namespace {
 
-using Type = Token::Type;
-
 bool is_digit(char c) {
     return '0' <= c && c <= '9';
 }
@@ -40,6 +38,8 @@ class Lexer {
     }
 
   private:
+    using Type = Token::Type;
+
     [[noreturn]] void fail(const std::string& message) const { fail_at(name, line, message); }
 
     bool next_is(std::string_view what) const { return source.compare(at, what.size(), what) == 0; }
