@@ -551,18 +551,20 @@ CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer) {
 
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype) {
     return app
-        .add_option("--optimizer-dtype", dtype,
-                    "dtype of the optimizer's moments; bf16 is rounded stochastically and saves 4 bytes per weight, "
-                    "with Muon 2 per weight of a hidden matrix")
+        .add_option(
+            "--optimizer-dtype", dtype,
+            "dtype of the optimizer's moments; bf16 is rounded stochastically and saves 4 bytes per weight; with "
+            "Muon, which has one moment, 2 per weight of a hidden matrix")
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
 }
 
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype) {
     return app
-        .add_option("--grad-dtype", dtype,
-                    "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded after each micro-step "
-                    "(--grad-rounding) and saves 2 bytes per weight, less 4 per weight of two layers and the embedding")
+        .add_option(
+            "--grad-dtype", dtype,
+            "dtype in which the gradients of micro-steps add up; a bf16 sum is rounded after each micro-step "
+            "(--grad-rounding) and saves 2 bytes per weight, minus 4 per weight of two layers and of the embedding")
         ->check(CLI::IsMember({"fp32", "bf16"}))
         ->capture_default_str();
 }
@@ -605,9 +607,9 @@ CLI::Option* add_offload_option(CLI::App& app, std::string& offload) {
     return app
         .add_option(
             "--offload", offload,
-            "what to keep in pinned host memory, as in optimizer,activations: optimizer: the moments; master: the "
-            "master weights; activations: the inputs of blocks until the backward pass, all that --recompute block "
-            "keeps; none: nothing. No effect on the CPU")
+            "list of what to keep in pinned host memory, as in optimizer,activations. optimizer: the moments; master: "
+            "the master weights; activations: the inputs of blocks until the backward pass (with --recompute block "
+            "nothing else is kept); none: nothing. No effect on the CPU")
         ->check(offload_set())
         ->capture_default_str();
 }

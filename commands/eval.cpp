@@ -5,7 +5,8 @@ EvalOptions parse_eval(const Args& args) {
     CLI::App app(
         "Scores every token of a split once and prints tokens, bytes, val_loss (nats per token), perplexity and "
         "bits_per_byte. With --multiple-choice, scores multiple-choice questions and prints accuracy, accuracy_norm "
-        "(by log-probability per character) and count; of passages with one ending: accuracy, perplexity and count.",
+        "(accuracy by log-probability per character) and count. If the questions have one ending each, it prints "
+        "accuracy, perplexity and count.",
         "train_gpt eval");
     const CLI::Validator positive = at_least(1);
     add_model_options(app, o.model);

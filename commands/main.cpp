@@ -22,7 +22,7 @@ int main(int argc, char** argv) {
     ignore_file_size_limit();
     const std::vector<Command> commands = {{"train", "train a model", run_train},
                                            {"eval", "score a split of a data set", run_eval},
-                                           {"sample", "continue prompts", run_sample},
+                                           {"sample", "complete prompts", run_sample},
                                            {"chat", "hold a conversation", run_chat},
                                            {"logits", "write the logits of given tokens", run_logits},
                                            {"plan", "show the memory that a run needs", run_plan},

@@ -20,7 +20,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     add_grad_rounding_option(app, o.grad_rounding);
     add_offload_option(app, o.offload);
     app.add_option("--lr", o.lr,
-                   "peak learning rate; default: 6e-4, with --optimizer muon 0.02, or 5e-3 for LoRA adapters")
+                   "peak learning rate; default: 6e-4; with --optimizer muon 0.02, or 5e-3 for LoRA adapters")
         ->check(rate);
     const std::string other = "; default: --lr, with --optimizer muon ";
     app.add_option("--embedding-lr", o.embedding_lr,
@@ -40,7 +40,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
                                          : Schedule::Constant;
         });
     app.add_option("--warmup", o.warmup, "steps of linear warmup; default: 5% of --steps")->check(at_least(0));
-    app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of --lr")
+    app.add_option("--final-lr", o.final_lr, "learning rate of the last step, as a fraction of the peak")
         ->check(fraction)
         ->capture_default_str();
     app.add_option("--decay-fraction", o.decay_fraction,
@@ -129,8 +129,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_model_options(*app, o.model, true);
     app->add_option(
            "--data", o.data,
-           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several with the weights of "
-           "their samples, as in web:0.7,code:0.3")
+           "directory with train_*.bin and val_*.bin, as 'make data' writes it; or several directories with their "
+           "shares of the training sequences, as in web:0.7,code:0.3")
         ->required();
     app->add_option("--new-data", o.new_data,
                     "with --resume: go on with this data, in the form of --data, instead of the run's")
@@ -167,7 +167,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_lora_options(*app, o.lora);
     add_nondeterministic_option(*app, o.nondeterministic);
     add_gpu_memory_option(*app, o.gpu_memory,
-                          "take at most this much of the GPU's memory, its context included, as in 24GiB");
+                          "take at most this much of the GPU's memory, the CUDA context included, as in 24GiB");
     app->add_flag("--measure-peak", o.measure_peak,
                   "time a large matmul at the start and also log each step's FLOP/s as a fraction of the matmul's");
     app->add_option("--profile", o.profile,
@@ -175,9 +175,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
                     "(--profile-from-start off) record only this step")
         ->check(positive)
         ->configurable(false);
-    app->add_option("--pack", o.pack,
-                    "examples: training sequences hold whole examples, which do not see each other; none: sequences of "
-                    "fixed length, which cut examples; default: examples, if the data is made from conversations")
+    app->add_option(
+           "--pack", o.pack,
+           "examples: training sequences hold whole examples, and attention does not cross them; none: sequences "
+           "of fixed length, which cut examples; default: examples, if the data is made from conversations")
         ->check(CLI::IsMember({"examples", "none"}));
     add_too_long_option(*app, o.too_long);
     app->add_flag("--document-mask", o.document_mask, "attention and positions do not cross end-of-text tokens");
@@ -192,7 +193,7 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         ->capture_default_str();
     app->add_option("--eval-multiple-choice", o.eval_multiple_choice,
                     "file of questions, as for eval --multiple-choice, to answer at each evaluation");
-    app->add_option("--sample-every", o.sample_every, "steps between completions that are printed as a sample; 0: none")
+    app->add_option("--sample-every", o.sample_every, "steps between samples, which are printed and logged; 0: none")
         ->check(count)
         ->capture_default_str();
     app->add_option(
