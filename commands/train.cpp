@@ -31,6 +31,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
     app.add_option("--vector-lr", o.vector_lr, "peak learning rate of norms, biases and decay gates" + other + "1e-2")
         ->check(rate);
     app.add_option("--schedule", "learning rate after the warmup; wsd: constant, then linear decay")
+        ->type_name("TEXT")
         ->check(CLI::IsMember({"cosine", "linear", "constant", "wsd"}))
         ->default_str("cosine")
         ->each([&o](const std::string& s) {
@@ -44,7 +45,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
         ->check(fraction)
         ->capture_default_str();
     app.add_option("--decay-fraction", o.decay_fraction,
-                   "wsd: fraction of the steps after the warm-up in which the learning rate decays")
+                   "wsd: fraction of the steps after the warmup in which the learning rate decays")
         ->check(fraction)
         ->capture_default_str();
     app.add_option("--weight-decay", o.weight_decay, "decoupled weight decay of matrices (not of biases and norms)")
@@ -225,8 +226,10 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
            "never")
         ->check(number_in(0.0, 1e9))
         ->capture_default_str();
-    app->add_flag("--resume", o.resume,
-                  "continue from the newest checkpoint in --out, with its options unless others are given")
+    app->add_flag(
+           "--resume", o.resume,
+           "continue from the newest checkpoint in --out, with its options unless others are given; needs neither "
+           "--model nor --data")
         ->configurable(false);
     app->add_option("--seed", o.seed, "seed of the initial weights and of the order of the data")
         ->check(at_least(0))
