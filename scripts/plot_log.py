@@ -154,8 +154,6 @@ def main():
 
     def show():
         logs = [read_log(run) for run in args.runs]
-        for entry in (entry for log in logs for part in log for entry in part):
-            entry["minutes"] = 60 * entry["hours"]
         print(table(summary(names, logs)))
         draw(names, logs, args.show, args.x, args.top, output)
         if args.html:

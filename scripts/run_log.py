@@ -20,8 +20,8 @@ def run_name(run):
 
 class RunLog:
     """log.jsonl of a run, which may still be written. training, validation: its lines as dicts, in order. A training
-    line has finite numbers or none (a skipped step has no loss); with "tokens" and "hours", which is what the run had
-    trained on and taken by then, evaluations left out. Samples are not kept."""
+    line has finite numbers or none (a skipped step has no loss). Both have "tokens", which the run had trained on by
+    then, and its time in "minutes" and "hours", evaluations left out. Samples are not kept."""
 
     def __init__(self, run):
         self.path = log_path(run)
@@ -52,6 +52,9 @@ class RunLog:
             message = f"{self.path}: cannot be read ({error}); give a run directory that holds log.jsonl"
             raise LogError(message) from None
 
+    def with_totals(self, entry):
+        return {**entry, "tokens": self.tokens, "minutes": 60 * self.hours, "hours": self.hours}
+
     def add(self, line):
         try:
             entry = json.loads(line)
@@ -60,12 +63,12 @@ class RunLog:
             if "samples" in entry:
                 return
             if "ms" not in entry:
-                self.validation.append({**entry, "tokens": self.tokens, "hours": self.hours})
+                self.validation.append(self.with_totals(entry))
                 return
             seconds = entry.get("ms", 0) / 1000
             self.tokens += seconds * entry.get("tokens_per_s", 0)
             self.hours += seconds / 3600
-            self.training.append({**entry, "tokens": self.tokens, "hours": self.hours})
+            self.training.append(self.with_totals(entry))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LogError(f"{self.path}:{self.lines}: not a log line: {line.strip()[:60]!r}") from None
 

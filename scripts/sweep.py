@@ -175,7 +175,7 @@ class Run:
             raise SweepError(f"{self.out}: its log holds no evaluation; set eval-every")
         if by not in evaluations[-1]:
             raise SweepError(f"{self.out}: its evaluations have no {by}; choose another --by")
-        return {"value": evaluations[-1][by], "tokens": training[-1]["tokens"], "minutes": 60 * training[-1]["hours"]}
+        return {"value": evaluations[-1][by], "tokens": training[-1]["tokens"], "minutes": training[-1]["minutes"]}
 
 
 class Search:
