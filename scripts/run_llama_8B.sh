@@ -7,7 +7,7 @@
 #
 # TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. A weight takes 18 bytes in all, 144.5 GB together, so it needs 4
 # GPUs of 80 GB at least; `train_gpt plan --model llama-8B --world 4 --zero-stage 3 ...` shows what is left for activations.
-# Not measured as it stands. Two H200 with BATCH=4, `--recompute none` and 65,536 tokens a step: 23,528 tokens/s and 117.7 GB each
+# Not measured as it stands. Eight H200 with BATCH=4, `--recompute none` and 262,144 tokens: 93,680 tokens/s and 63.3 GB each
 # (docs/performance.md).
 set -euo pipefail
 cd "$(dirname "$0")/.."

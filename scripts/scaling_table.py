@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 # The recipes' shapes (scripts/run_*.sh): tokens of a step, of a sequence, sequences per GPU and micro-step at most, and the MFU
 # measured (docs/performance.md).
-RUNS = {"gpt2-124M": (524288, 1024, 64, 0.488), "gpt2-1558M": (1048576, 1024, 16, 0.541), "llama-1B": (524288, 2048, 8, 0.512),
+RUNS = {"gpt2-124M": (524288, 1024, 64, 0.488), "gpt2-1558M": (1048576, 1024, 16, 0.546), "llama-1B": (524288, 2048, 8, 0.512),
         "llama-8B": (4194304, 2048, 2, 0.555)}
 GIB = 2.0 ** 30
 
@@ -91,6 +91,11 @@ class Plan:
     sent: float        # bytes
     seconds: float     # of communication, were nothing hidden
     hideable: float    # seconds of computation that it may hide behind
+    waited: float = 0  # seconds of communication with no computation beside it
+
+    @property
+    def exposed(self):
+        return self.waited + max(0.0, self.seconds - self.waited - self.hideable)
 
 
 def groups(shape):
@@ -103,15 +108,16 @@ def plan_stage(cluster, shape, stage, n, micro_steps, compute, args):
     part = (n - 1) / n
     backward = compute * 2 / 3
     gradient, weight = args.gradient_bytes, args.weight_bytes
+    updated = sum(cluster.gather(w * weight, n) for w in groups(shape))  # weights, by stages 1 and 2; the update waits for them
     if stage == 0:  # gradients, behind the last micro-step's backward
         times = [cluster.all_reduce(w * gradient, n) for w in groups(shape)]
         return Plan(2 * part * shape.weights * gradient, sum(times), backward / micro_steps)
-    if stage == 1:  # gradients behind the last backward; weights after the update, behind the next forward
-        times = [cluster.gather(w * gradient, n) + cluster.gather(w * weight, n) for w in groups(shape)]
-        return Plan(part * shape.weights * (gradient + weight), sum(times), compute / micro_steps)
+    if stage == 1:  # gradients behind the last backward
+        reduced = sum(cluster.gather(w * gradient, n) for w in groups(shape))
+        return Plan(part * shape.weights * (gradient + weight), reduced + updated, backward / micro_steps, updated)
     if stage == 2:  # gradients in every micro-step
-        times = [micro_steps * cluster.gather(w * gradient, n) + cluster.gather(w * weight, n) for w in groups(shape)]
-        return Plan(part * shape.weights * (micro_steps * gradient + weight), sum(times), compute)
+        reduced = micro_steps * sum(cluster.gather(w * gradient, n) for w in groups(shape))
+        return Plan(part * shape.weights * (micro_steps * gradient + weight), reduced + updated, compute, updated)
     if stage == 3:  # and weights, once for forward and once for backward
         times = [micro_steps * (cluster.gather(w * gradient, n) + 2 * cluster.gather(w * weight, n)) for w in groups(shape)]
         return Plan(part * shape.weights * micro_steps * (gradient + 2 * weight), sum(times), compute)
@@ -150,8 +156,8 @@ def main():
                         help=f"of {', '.join(RUNS)}")
     parser.add_argument("--gpus", nargs="+", type=int, default=[8, 64, 1024], help="(default 8 64 1024)")
     parser.add_argument("--gpus-per-machine", type=int, default=8)
-    parser.add_argument("--bus-gib", type=float, default=332, help="GiB/s of NVLink's bus (default %(default)s)")
-    parser.add_argument("--bus-latency-us", type=float, default=5, help="of a ring's step inside a machine (default %(default)s)")
+    parser.add_argument("--bus-gib", type=float, default=326, help="GiB/s of NVLink's bus (default %(default)s)")
+    parser.add_argument("--bus-latency-us", type=float, default=4.6, help="of a ring's step inside a machine (default %(default)s)")
     parser.add_argument("--network-gib", type=float, default=46.6, help="GiB/s of a GPU's network card (default %(default)s)")
     parser.add_argument("--network-latency-us", type=float, default=14, help="of a step between machines (default %(default)s)")
     parser.add_argument("--peak-tflops", type=float, default=989.4, help="of a GPU, dense bf16 (default %(default)s)")
@@ -175,8 +181,8 @@ def main():
 
         print(f"\n{name}: {shape.weights:,} weights, {total_tokens:,} tokens a step of {seq_len}-token sequences, computing at "
               f"{mfu:.1%} MFU\n")
-        print("| GPUs | sequences x micro-steps per GPU | computing | stage | sent per GPU | communication | of it beyond what can "
-              "hide it | state per GPU |")
+        print("| GPUs | sequences x micro-steps per GPU | computing | stage | sent per GPU | communication | exposed | "
+              "state per GPU |")
         print("|---|---|---|---|---|---|---|---|")
         for n in args.gpus:
             sequences = total_tokens / seq_len / n
@@ -190,7 +196,7 @@ def main():
                     continue
                 p = planned(stage, n)
                 print(f"| {n:,} | {sequences / micro_steps:g} x {micro_steps} | {compute * 1e3:,.0f} ms | {stage} | "
-                      f"{p.sent / GIB:.1f} GiB | {p.seconds * 1e3:,.0f} ms | {max(0.0, p.seconds - p.hideable) * 1e3:,.0f} ms | "
+                      f"{p.sent / GIB:.1f} GiB | {p.seconds * 1e3:,.0f} ms | {p.exposed * 1e3:,.0f} ms | "
                       f"{state_bytes(shape, stage, n, args) / GIB:.1f} GiB |")
         shown = [first_count(lambda n: planned(3, n).seconds > planned("hybrid", n).seconds, args, total_tokens // seq_len),
                  first_count(lambda n: planned(3, n).seconds > planned(3, n).hideable, args, total_tokens // seq_len),
