@@ -1,6 +1,7 @@
 // The program: its commands by name.
 #include "commands/run.h"
 #include "model.h"
+#include "runtime/communication/launch.h"
 #include "runtime/limits.h"
 #include "runtime/signals.h"
 
@@ -14,6 +15,14 @@ void run_info(const Args& args) {
     show_info(parse_info(args));
 }
 
+// Two processes would answer twice, or write the same file at once.
+std::function<void(const Args&)> in_one_process(void (*run)(const Args&)) {
+    return [run](const Args& args) {
+        require_one_process();
+        run(args);
+    };
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -21,12 +30,12 @@ int main(int argc, char** argv) {
     ignore_closed_pipes();
     ignore_file_size_limit();
     const std::vector<Command> commands = {{"train", "train a model", run_train},
-                                           {"eval", "score a split of a data set", run_eval},
-                                           {"sample", "complete prompts", run_sample},
-                                           {"chat", "hold a conversation", run_chat},
-                                           {"logits", "write the logits of given tokens", run_logits},
+                                           {"eval", "score a split of a data set", in_one_process(run_eval)},
+                                           {"sample", "complete prompts", in_one_process(run_sample)},
+                                           {"chat", "hold a conversation", in_one_process(run_chat)},
+                                           {"logits", "write the logits of given tokens", in_one_process(run_logits)},
                                            {"plan", "show the memory that a run needs", run_plan},
-                                           {"convert", "turn a model into another format", run_convert},
+                                           {"convert", "turn a model into another format", in_one_process(run_convert)},
                                            {"info", "show what a file, a checkpoint or this program is", run_info}};
     return with_enough_stack([&] {
         bound_threads();

@@ -19,11 +19,15 @@ namespace {
 
 using Variables = std::map<std::string, std::string>;
 
-World world_of(const Variables& variables, const LaunchOptions& options = {}) {
-    return world_from_environment(options, [&](const char* name) -> const char* {
+Environment environment_of(const Variables& variables) {
+    return [&](const char* name) -> const char* {
         const auto found = variables.find(name);
         return found == variables.end() ? nullptr : found->second.c_str();
-    });
+    };
+}
+
+World world_of(const Variables& variables, const LaunchOptions& options = {}) {
+    return world_from_environment(options, environment_of(variables));
 }
 
 void expect_world(const World& w, int64_t rank, int64_t size, int64_t local_rank, int64_t local_size,
@@ -177,6 +181,17 @@ TEST(Launch, ReadsSrunVariables) {
     EXPECT_EQ(world_of(without(SRUN, "SLURM_STEP_ID")).size, 1);
     expect_error([&] { world_of(without(SRUN, "SLURM_STEP_NODELIST")); },
                  "srun: SLURM_STEP_ID is set but SLURM_STEP_NODELIST is not; give --rendezvous HOST:PORT");
+}
+
+TEST(Launch, CommandsOfOneProcessRejectMore) {
+    require_one_process(environment_of({}));
+    require_one_process(environment_of(with(MPIRUN, {{"OMPI_COMM_WORLD_RANK", "0"},
+                                                     {"OMPI_COMM_WORLD_SIZE", "1"},
+                                                     {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                                                     {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}})));
+    expect_error([] { require_one_process(environment_of(SRUN)); },
+                 "srun started 11 processes, but only train divides its work among processes; start one process of "
+                 "this command");
 }
 
 TEST(Launch, ParsesFirstHostOfSlurmNodeLists) {

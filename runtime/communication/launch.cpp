@@ -199,6 +199,12 @@ World world_from_environment(const LaunchOptions& options, const Environment& en
     return world;
 }
 
+void require_one_process(const Environment& environment) {
+    const World world = world_from_environment({}, environment);
+    require(world.size == 1, world.launcher, " started ", world.size,
+            " processes, but only train divides its work among processes; start one process of this command");
+}
+
 World join_world(const LaunchOptions& options) {
     World world = world_from_environment(options);
     if (world.launcher == GPUS_LAUNCHER) follow_parent();

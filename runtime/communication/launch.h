@@ -35,6 +35,9 @@ Environment process_environment();
 // Throws Error for a variable that is missing while its companions are set, is not a number or is out of range.
 World world_from_environment(const LaunchOptions& options, const Environment& environment = process_environment());
 
+// For commands that would do the same in every process. Throws Error if a launcher started more than one, or as above.
+void require_one_process(const Environment& environment = process_environment());
+
 // The first host of SLURM's node list: "gpu[007-010,020],login1" -> "gpu007".
 std::string first_slurm_host(const std::string& node_list);
 
