@@ -259,24 +259,29 @@ TEST(Control, DetectsARankThatEndsDuringAnOperation) {
     EXPECT_EQ(errors[2], "");
 }
 
+// Rank 2 hangs. Rank 1 waits for rank 0, which waits for rank 2: both name rank 2.
 TEST(Control, DetectsARankThatHangs) {
     const int port = free_port();
-    std::atomic<bool> over{false};
-    const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {
-        ControlChannel channel(world_of(rank, 2, port, 0.5), member_of(rank));
+    std::atomic<int> over{0};
+    const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
+        ControlChannel channel(world_of(rank, 3, port, 0.5), member_of(rank));
         channel.barrier();
-        while (rank == 1 && !over) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-        if (rank == 1) return;
+        while (rank == 2 && over < 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        if (rank == 2) return;
         try {
             channel.barrier();
         } catch (const Error&) {
-            over = true;
+            // Until both have failed no connection is closed, so that neither error is that of a rank that has ended.
+            for (over++; over < 2;) std::this_thread::sleep_for(std::chrono::milliseconds(1));
             throw;
         }
     });
-    EXPECT_EQ(errors[0],
-              "rank 0: barrier: no message from rank 1 within 0.5 s (--comm-timeout); it hangs or waits for "
-              "another operation");
+    for (const int64_t rank : {0, 1}) {
+        EXPECT_EQ(errors[size_t(rank)],
+                  str("rank ", rank,
+                      ": barrier: no message from rank 2 within 0.5 s (--comm-timeout); it hangs or waits for another "
+                      "operation"));
+    }
 }
 
 TEST(Control, MismatchedOperationsAreErrors) {

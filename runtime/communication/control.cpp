@@ -23,6 +23,8 @@ namespace {
 constexpr uint32_t MAGIC = 0x54475054;  // "TPGT"; changes with the protocol
 // An accepted connection that sends no Hello within this time is dropped.
 constexpr auto HELLO_TIMEOUT = std::chrono::seconds(2);
+// Rank 0 alone knows which rank is silent. The others wait this much longer, so that it can tell them.
+constexpr auto REPORT_TIME = std::chrono::seconds(2);
 constexpr size_t LONGEST_TEXT = 1000;
 
 using Addresses = std::unique_ptr<addrinfo, void (*)(addrinfo*)>;
@@ -288,9 +290,11 @@ void ControlChannel::send(int to, int64_t peer, Kind kind, const void* bytes, si
 
 void ControlChannel::receive_bytes(int from, int64_t peer, void* bytes, size_t n, Clock::time_point until) {
     for (size_t done = 0; done < n;) {
-        if (!wait(from, POLLIN, until))
-            fail(str("no message from rank ", peer, " within ", timeout_s,
-                     " s (--comm-timeout); it hangs or waits for another operation"));
+        if (!wait(from, POLLIN, until)) {
+            silence = str("no message from rank ", peer, " within ", timeout_s,
+                          " s (--comm-timeout); it hangs or waits for another operation");
+            fail(silence);
+        }
         const ssize_t got = recv(from, static_cast<char*>(bytes) + done, n - done, MSG_DONTWAIT);
         if (got < 0 && (errno == EAGAIN || errno == EINTR)) continue;
         if (got <= 0) fail(str("rank ", peer, " has ended"));
@@ -315,15 +319,17 @@ void ControlChannel::receive(int from, int64_t peer, Kind kind, void* bytes, siz
     receive_bytes(from, peer, bytes, n, until);
 }
 
-// Runs a collective operation. If it fails because a rank has ended, rank 0 reports that rank to the others.
+// Runs a collective operation. If it fails because a rank has ended or is silent, rank 0 reports that rank to the
+// others.
 template <typename Body>
 void ControlChannel::operate(const char* name, Body body) {
     operation++;
     operation_name = name;
     try {
-        body(deadline());
+        body(rank == 0 ? deadline() : deadline() + REPORT_TIME);
     } catch (const Error&) {
-        const std::string what = trouble();
+        std::string what = trouble();
+        if (what.empty()) what = silence;
         if (!what.empty()) report(what);
         throw;
     }
