@@ -47,7 +47,11 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
         plan.add("gradients", grads.arena);
         plan.add("gradients in progress", grads.slots + grads.sums + grads.buffer);
         plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
-        if (model.sharding.world > 1) plan.add("collectives", target.comm_overhead_bytes());
+        if (const int64_t world = model.sharding.world; world > 1) {
+            const bool all_to_all =
+                trained.table.uses(OptimizerType::Muon) && trained.sharding.splits_optimizer();  // parallel/muon.h
+            plan.add("collectives", target.comm_overhead_bytes() + (all_to_all ? target.all_to_all_bytes(world) : 0));
+        }
     }
     plan.add("activations", acts.plan.bytes());
     plan.add("block inputs", acts.host_bytes(), MemoryPlace::Host);
