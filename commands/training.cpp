@@ -274,6 +274,8 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.document_mask || data.end_of_text >= 0, "--document-mask: ", data.path,
             " does not say which token ends a document; leave the option out");
 
+    require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
+            " is too large; lower one of them");
     check_fp8(o.fp8, source.config, o.model.type(), o.batch_size * o.seq_len, this_target());
     check_lora(o.lora, source);
     check_grad_rounding(o, world, backend_device());
@@ -281,8 +283,6 @@ TrainSetup check_training(TrainOptions o, int64_t world) {
     require(!o.head_lr || !source.config.tied, "--head-lr: the head of ", source.name,
             " is tied to the embedding; use --embedding-lr");
 
-    require(o.batch_size < INT32_MAX / o.seq_len / world, "--batch-size ", o.batch_size, " x --seq-len ", o.seq_len,
-            " is too large; lower one of them");
     const int64_t micro_tokens = o.batch_size * o.seq_len * world;
 
     pack_examples(o, all_data);

@@ -351,6 +351,13 @@ TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
     EXPECT_EQ(history.fetch(), (std::vector<double>{2, 1, 0, 2, 2, 0, 2, 4, 0}));
 }
 
+TEST(Fp8Scales, HistoryWithoutRowsIsAnError) {
+    const TestArray scales = TestArray::poisoned({3, FP8_SCALE_FLOATS}), history = TestArray::poisoned({0, 3}),
+                    amaxes = TestArray::of({1, 2, 3}, {1, 3});
+    expect_error([&] { fp8_update_scales(scales, history, amaxes, Fp8Format::E5M2, 1, Stream{}); },
+                 "fp8_update_scales: history is [0, 3], expected at least one row");
+}
+
 TEST(Fp8Scales, CountsAreSummedOverSlots) {
     const std::vector<int64_t> counts = {1, 2, 3, 10, 20, 30, int64_t(1) << 40, 0, 7}, zeros(3, -1);
     const TestArray all = TestArray::bytes(counts.data(), 72), totals = TestArray::bytes(zeros.data(), 24);

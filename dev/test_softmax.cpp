@@ -107,6 +107,11 @@ TEST_P(Softmax, MaskedKeysHaveNoEffect) {
     for (size_t i = 0; i < 15; i++) EXPECT_TRUE(std::isnan(wide_out.fetch()[i])) << i;
     EXPECT_EQ(wide_out.fetch()[15], 0);
     EXPECT_TRUE(std::isnan(wide_out.fetch()[31]));
+    // A NaN beside -∞ alone.
+    const TestArray lone = TestArray::of(activation(), {NOT_A_NUMBER, -INF, -INF, -INF}, {1, 4}),
+                    lone_out = TestArray::poisoned(activation(), {1, 4});
+    softmax_forward(lone_out, lone, Tensor{}, 1, 1, false, Stream{});
+    EXPECT_TRUE(std::isnan(lone_out.fetch()[0]));
     const TestArray square = TestArray::of(activation(), {1, NOT_A_NUMBER, 1, 2}, {2, 2}),
                     result = TestArray::poisoned(activation(), {2, 2});
     softmax_forward(result, square, Tensor{}, 2, 1, true, Stream{});

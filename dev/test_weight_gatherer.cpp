@@ -64,7 +64,6 @@ TEST(WeightGatherer, GroupsAreCompleteWhileInUse) {
             const GatheredGroup use(&r.gatherer, g, g ? g - 1 : -1, r.ctx.stream);
             r.expect_whole(g, version);
         }
-        r.gatherer.end(r.ctx.stream);
     }
 }
 
@@ -78,7 +77,6 @@ TEST(WeightGatherer, LayersThatShareASlotReplaceEachOther) {
         const GatheredGroup use(&r.gatherer, g, -1, r.ctx.stream);
         r.expect_whole(g, 1);
     }
-    r.gatherer.end(r.ctx.stream);
 }
 
 // Within a pass a group that is still in its slot is not gathered again. A new pass sees the updated weights.
@@ -87,7 +85,6 @@ TEST(WeightGatherer, EachPassGathersOnce) {
     r.set(1);
     r.gatherer.begin(r.ctx.stream);
     { const GatheredGroup use(&r.gatherer, 2, -1, r.ctx.stream); }
-    r.gatherer.end(r.ctx.stream);
     r.set(2);
     {
         const GatheredGroup use(&r.gatherer, 2, -1, r.ctx.stream);
@@ -98,7 +95,6 @@ TEST(WeightGatherer, EachPassGathersOnce) {
         const GatheredGroup use(&r.gatherer, 2, -1, r.ctx.stream);
         r.expect_whole(2, 2);
     }
-    r.gatherer.end(r.ctx.stream);
 }
 
 // There is no gatherer if each rank has all weights.

@@ -31,6 +31,7 @@ inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor&
     const int64_t S = scales.shape[0];
     check_matrix(op, "scales", scales, S, FP8_SCALE_FLOATS);
     check_matrix(op, "history", history);
+    require(history.shape[0] >= 1, op, ": history is ", shape_string(history), ", expected at least one row");
     check_matrix(op, "history", history, history.shape[0], S);
     check_matrix(op, "amaxes", amaxes);
     check_matrix(op, "amaxes", amaxes, amaxes.shape[0], S);

@@ -43,6 +43,7 @@ void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream stream) {
             shape_string(out), ", expected fp32 or bf16 [n]");
     check_tensor(op, "out", out, out.dtype, {out.numel()});
     check_nf4(op, weights, out.numel());
+    require(start_aligned(out) && start_aligned(weights.codes), op, ": out or codes is not aligned to 16 bytes");
     const int64_t n = out.numel();
     if (n == 0) return;
     static const Tables tables = [] {

@@ -6,8 +6,9 @@
 // The 16 values are quantiles of the normal distribution, scaled to [-1, 1]. A block of 64 weights is divided by its
 // largest magnitude. These magnitudes are stored in 8 bits themselves ("double quantisation"): less their mean, divided
 // by the largest of a group of 256. 4.13 bits a weight in all.
-// Throws Error on a wrong shape or dtype, on a number of weights that is not a multiple of 64, and nf4_quantise() on
-// weights that are not finite.
+// On a GPU out and codes of nf4_dequantise() begin at multiples of 16 bytes.
+// Throws Error on a wrong shape, dtype or alignment, on a number of weights that is not a multiple of 64, and
+// nf4_quantise() on weights that are not finite.
 #pragma once
 
 #include "runtime/device/device.h"

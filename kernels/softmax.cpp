@@ -23,8 +23,10 @@ MULTIARCH void forward_row(float* out, const float* inp, const uint8_t* mask, in
     for (int64_t j = 0; j < whole; j += LANES) maxima = vec_max(maxima, vec_load(out + j));
     if (rest) maxima = vec_max(maxima, vec_load_partial(out + whole, rest, vec_set(-INF)));
     const float max = vec_hmax(maxima);
-    if (max == -INF) {  // the row sees nothing
-        std::fill(out, out + K, 0.0f);
+    if (max == -INF) {  // the row sees nothing, or a NaN and nothing finite
+        const bool nan = std::any_of(out, out + seen, [](float x) { return std::isnan(x); });
+        std::fill(out, out + seen, nan ? NAN : 0.0f);
+        std::fill(out + seen, out + K, 0.0f);
         return;
     }
     vec16 sum = {};

@@ -12,11 +12,6 @@ void WeightGatherer::begin(Stream stream) {
     for (Slot& slot : state) slot.holds = -1, slot.read = false;
 }
 
-void WeightGatherer::end(Stream stream) {
-    pass.record(ctx.side);
-    pass.make_wait(stream);
-}
-
 void WeightGatherer::gather(int group) {
     Slot& slot = state[size_t(slots.slot(group))];
     if (slot.holds == group || !table.group_size(group)) return;

@@ -22,8 +22,6 @@ class WeightGatherer {
 
     // Starts a pass. Gathered groups are invalid, because the weights may have changed.
     void begin(Stream stream);
-    // Ends a pass: later work on the stream runs after the pass's all-gathers.
-    void end(Stream stream);
     void use(int group, Stream stream);   // later work on the stream sees the whole group
     void prefetch(int group);             // starts its all-gather
     void done(int group, Stream stream);  // work queued so far was the last to read it
@@ -43,7 +41,7 @@ class WeightGatherer {
         Event free;         // its last reader has ended
     };
     std::vector<Slot> state;  // by slot
-    Event pass;               // orders passes: recorded on one stream, waited for on the other
+    Event pass;               // the work before the pass: its all-gathers wait for it
 };
 
 // Holds a group whole during its lifetime and prefetches group `next` (-1: none). gatherer null: weights are not

@@ -566,7 +566,8 @@ void decode_step(Tensor logits, Tensor ids, const DecodeBatch& batch, const Deco
     require(rows_aligned({logits}), op, ": rows of logits are not aligned to 16 bytes");
     if (N == 0 || batch.max_length == 0) return;
     const Plan z = plan_of(m, N);
-    require(N <= m.slots && z.possible, op, ": batch size ", N, ", expected at most ", decode_step_max_batch(m));
+    require(N <= std::min(m.slots, LINEAR_SMALL_N) && z.possible, op, ": batch size ", N, ", expected at most ",
+            decode_step_max_batch(m));
     dispatch_dtype(op, m.dtype, [&](auto zero) {
         using T = decltype(zero);
         launch(op, arguments_of<T>(logits, ids, batch, m, weights, scratch, z), z, is_extended(m), stream);

@@ -176,7 +176,7 @@ World world_from_environment(const LaunchOptions& options, const Environment& en
                     // One host. Each launcher names the job in another variable; some set none.
                     world.rendezvous =
                         str("127.0.0.1:", port_of_job(v.text("PMIX_NAMESPACE") + v.text("OMPI_MCA_ess_base_jobid") +
-                                                      v.text("PMI_ID") + v.text("PMI_JOBID")));
+                                                      v.text("PMI_JOBID")));
                 }
             }
         }
