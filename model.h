@@ -67,8 +67,8 @@ struct Model {
     Precision precision;
     Sharding sharding;
     Offload offload;
-    Arena memory, master_memory;  // of all weights but the master weights; of those
-    WeightArenas arenas;          // views of them
+    Arena memory, master_memory;  // all weights but the master weights; the master weights
+    WeightArenas arenas;          // views of both
     // ZeRO stage 3, else empty and null: the slots for gathered groups, and what gathers them.
     GroupSlots slots;
     std::unique_ptr<WeightGatherer> gatherer;
@@ -149,7 +149,7 @@ struct RunShape {
 
     RunShape(int64_t batch_size, int64_t seq_len) : B(batch_size), T(seq_len) {}
 };
-// What the activations need to know of the model's adapters and of a base in NF4.
+// Sets the fields of shape that describe the model's adapters and its base in NF4.
 void set_adapters(RunShape& shape, const Model& model);
 RunShape inference_shape(int64_t B, int64_t T, DType dtype = DType::F32);
 RunShape training_shape(int64_t B, int64_t T, DType dtype = DType::F32);
@@ -171,8 +171,8 @@ struct LayerActs {
     Tensor res2;                     // the residual stream as the MLP's half of the block reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;
-    // fp8: the quantised inputs of linear layers [C, N], for their weights' gradients. The activation function's output
-    // exists only so (act is null), and in its rows (HeadActs::fp8_rows).
+    // fp8: the quantised inputs [inputs, N] of qkv, proj, fc and fcproj, for their weights' gradients. The activation
+    // function's output exists only quantised: here, and as rows in HeadActs::fp8_rows (act is null).
     Tensor norm1_t, att_t, norm2_t, act_t;
     Tensor lora_qkv, lora_proj, lora_fc, lora_fcproj;  // LoRA: s·A·x of each linear layer's adapters
     Tensor fcproj;  // what the MLP adds to the residual stream, or norm2 reads if it comes after
@@ -184,7 +184,7 @@ struct InputActs {
     Tensor tokens, targets, positions;  // [N] int32
     Tensor loss_rows;                   // [N] int32; a batch uses its first entries
     Tensor cum_seqlens;                 // [N + 1] int32; the sequences of a batch use its first entries
-    Tensor num_sequences;               // [1] int32; of a batch with room for more
+    Tensor num_sequences;               // [1] int32; used if Batch::num_sequences > 0
     Tensor rope_table;                  // [T, R/2, 2]
 };
 
@@ -195,14 +195,16 @@ struct HeadActs {
     Tensor logits, losses;             // of a chunk of tokens; of each token
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
     Tensor scratch, forward_scratch;   // bytes
-    Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand [N, C], and of a gradient [C, N]
+    Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand by rows, [N, inputs] or [N, outputs];
+                                       // of a gradient by columns, [outputs, N]
     Tensor fp8_weight;                 // bytes: codes of a weight that is not kept
     Tensor dlow_rank;                  // LoRA: the gradient of a linear layer's A·x
     Tensor base_weight;                // QLoRA: a weight out of NF4
     Tensor update_workspace;           // bytes: Muon's updates and what Newton-Schulz needs
     Tensor sums, scalars;              // [ranks, NUM_STEP_SUMS] fp64; StepScalars
     Tensor micro_step;                 // its number in the run, for the rounding of gradients to bf16
-    Tensor sample_id, sample_key;      // the sampled token; its keys of the random generator: sequence and position
+    Tensor sample_id, sample_key;      // [1] int32 the sampled token; [2] int64 keys of its random number:
+                                       // sequence and position
 };
 
 // A layer's activations for the first n tokens: a pass may have fewer tokens than were planned for.
@@ -279,7 +281,7 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
 // The logits of rows [begin, end) of normf, in the logits buffer; with the softcap, if the model has one.
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end);
 // After forward(): sums the losses of the batch into loss_sum.
-// look: called with each chunk of logits and its first row, before the next one takes its place.
+// look: called with each chunk of logits, before the softcap, and its first row; the next chunk overwrites the logits.
 void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
                    const std::function<void(int64_t begin, Tensor logits)>& look = {});
 // After forward(): computes the head and the loss, adds the loss to acts.loss_sum, and computes every gradient. dloss

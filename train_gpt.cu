@@ -238,7 +238,7 @@ Input upload(const Context& ctx, const Activations& acts, const Batch& batch, bo
         in.sequences.count = acts.num_sequences;
         acts.staging->put(acts.num_sequences.data, &count, sizeof count, ctx.stream);
     }
-    require(S >= 2, "a batch without a sequence");
+    require(S >= 2, "upload: the batch has no attention sequence");
     return in;
 }
 

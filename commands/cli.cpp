@@ -318,7 +318,7 @@ CLI::Validator windows() {
 }
 
 CLI::Validator at_least(int64_t least) {
-    // 2^40 of anything is absurd; refusing it here keeps every product of three sizes from being formed unchecked.
+    // No option needs more than 2^40, and sums of such numbers cannot overflow.
     auto check = [least](const std::string& text) {
         int64_t value;
         const bool ok = read_whole_number(text, value) && value >= least && value <= int64_t(1) << 40;

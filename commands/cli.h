@@ -49,8 +49,8 @@ CLI::Option* add_too_long_option(CLI::App& app, std::string& too_long);
 void choose_training_dtype(ModelOptions& model, bool master_weights, const std::string& offload, const Target& target);
 // --matmul-dtype and --fp8-*.
 std::vector<CLI::Option*> add_fp8_options(CLI::App& app, Fp8Options& options);
-// --lora-*, --rslora and --qlora; returns --lora-rank. What adapters do not go together with is a UsageError;
-// fp32_weights: the run keeps weights in fp32.
+// --lora-*, --rslora and --qlora; returns --lora-rank. check_lora_options() throws UsageError for options that adapters
+// cannot be combined with. fp32_weights: the run keeps weights in fp32.
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& options);
 void check_lora_options(const LoraOptions& lora, const Fp8Options& fp8, const std::string& offload, bool fp32_weights,
                         int64_t zero_stage);

@@ -7,13 +7,14 @@
 
 namespace {
 
-// What is tried for each batch size. Less recomputation comes first: it is what costs time. bf16 moments and weights
-// take less traffic than fp32, bf16 gradients more, unless matmuls add to them. Copies of the blocks' inputs come last:
-// they are hidden at best.
+// What is tried for each batch size, in the order of the speed that is expected. Recomputing whole blocks costs most,
+// so it comes after all that spares it. Before that the state goes to bf16 one part after the other, fp32 first:
+// moments and weights, which then take less traffic, and last gradients, which take more unless matmuls add to them.
+// Copies of the blocks' inputs come last: they are hidden at best.
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
-    const char* reason;  // why it is tried when it is; speeds of docs/experiments/memory.md
+    const char* reason;  // its speed, as far as docs/experiments/memory.md has it
     bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};

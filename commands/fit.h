@@ -8,10 +8,10 @@
 // What the search found, and everything that it tried.
 struct FitReport {
     struct Try {
-        std::string options, reason;  // the options to add, "" for those given; why it is tried when it is
+        std::string options, reason;  // the options to add, "" for those given; its speed, as far as known
         int64_t bytes;
     };
-    std::vector<Try> tried;  // the fastest first; if one fits, it is the last
+    std::vector<Try> tried;  // the one expected to be fastest first; if one fits, it is the last
     int64_t available = 0;   // bytes
 
     bool found() const { return !tried.empty() && tried.back().bytes <= available; }

@@ -6,8 +6,8 @@
 #include "runtime/device/gpu_table.h"
 #include "runtime/device/memory_plan.h"
 
-// The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. Memory alone does not tell the
-// number of SMs, so on the CPU that is an H100's.
+// The GPU that a plan with --gpu or --gpu-memory is for; null: this program's device. --gpu-memory does not
+// give the number of SMs, so with that option alone the CPU build plans for an H100.
 const Gpu* planned_gpu(const PlanOptions& options);
 
 // The parameters of a rate group.

@@ -27,7 +27,8 @@ void run_sample(const Args& args) {
     // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
     constexpr int64_t MOST = 1000000;
     require(o.num_samples <= MOST / int64_t(job.prompts.size()), "--num-samples ", o.num_samples, " for ",
-            job.prompts.size(), " prompts: at most ", MOST, " completions at a time; start several with other --seed");
+            job.prompts.size(), " prompts: at most ", MOST,
+            " completions in one run; run it several times, each with another --seed");
     int64_t longest = 0;
     for (const std::string& prompt : job.prompts) {
         job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));

@@ -52,7 +52,7 @@ struct LoaderOptions {
     uint64_t seed = 0;
     bool shuffle = true;        // false: sample i is training sequence i mod n
     bool documents = false;     // split training sequences at end-of-text tokens
-    int64_t max_sequences = 0;  // gives batches of up to so many attention sequences the same shape; 0: no batch
+    int64_t max_sequences = 0;  // batches of up to so many attention sequences get one shape; 0: none do
     int32_t end_of_text = -1;   // needed if documents
     int64_t vocab_size = 0;     // tokens are checked against it
 };
@@ -118,9 +118,10 @@ struct EvalBatches {
     const TokenFiles& files;
     int64_t B, T, vocab_size;
     int32_t end_of_text;
-    int64_t limit;  // score at most this many tokens (positions of whole sequences if packed); 0: all
+    int64_t
+        limit;  // score at most this many tokens; if packed, whole sequences with about so many, at least one; 0: all
     const Packing* packing = nullptr;
-    int64_t num_tokens() const;  // loss tokens without the mask; throws Error if there are none
+    int64_t num_tokens() const;  // targets, before the mask excludes some; throws Error if there are none
     int64_t num_batches() const;
     Batch batch(int64_t b) const;
 

@@ -57,7 +57,7 @@ NOTE_SECONDS = 5         # between two notes of the progress
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
 def byte_alphabet():
-    """GPT-2's printable characters for the 256 bytes (data/tokenizer.cpp)."""
+    """GPT-2's printable characters for the 256 bytes (data/token_text.h)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(b if b in printable else next(others)) for b in range(256)]

@@ -72,8 +72,8 @@ std::vector<Choice> make_choices(const std::vector<Question>& questions, const T
             require(!choices.back().tokens.empty(), "question ", &q - questions.data() + 1,
                     " has no token: the tokenizer's vocabulary lacks all of its bytes");
             for (const int32_t id : choices.back().tokens)
-                require(id < vocab_size, "token ", id, " of a question is beyond the model's vocabulary of ",
-                        vocab_size);
+                require(id < vocab_size, "question ", &q - questions.data() + 1, ": token ", id,
+                        " is beyond the model's vocabulary of ", vocab_size, "; use the model's own tokenizer.json");
         }
     }
     return choices;

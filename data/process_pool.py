@@ -40,8 +40,9 @@ class Pool:
 
     @staticmethod
     def submit(executor, *work):
-        """Ctrl-C reaches every process of the terminal. A process that starts inherits that SIGINT is blocked, so that
-        none is killed, with a traceback, before start_process ignores it. The parent ends the pool."""
+        """Submits with SIGINT blocked. Ctrl-C reaches every process of the terminal. A process that starts here
+        inherits the mask, so Ctrl-C cannot end it with a traceback before start_process() ignores SIGINT. The parent
+        ends the pool."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             return executor.submit(*work)

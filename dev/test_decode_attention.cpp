@@ -448,7 +448,7 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
 #ifndef USE_CUDA
     const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});
     call.batch.slots = far;
-    expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2");
+    expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2 slots");
     call.batch.slots = call.slots, call.batch.positions = late;
     expect_error(run, "decode_attention: position 13 of sequence 1 is not below max_length, 13");
 #endif

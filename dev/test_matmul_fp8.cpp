@@ -160,6 +160,7 @@ TEST(MatmulFp8Arguments, InvalidArgumentsAreErrors) {
     };
     expect_error([&] { run(narrow, a, b, {}, false); }, "matmul_fp8: out is fp32 [16, 8], expected fp32 [16, 16]");
     expect_error([&] { run(out, odd, odd, {}, false); }, "matmul_fp8: K = 24, N = 16; they must be multiples of 16");
-    expect_error([&] { run(out, e5m2, e5m2, {}, false); }, "matmul_fp8: both operands are e5m2");
-    expect_error([&] { run(out, a, b, bias, true); }, "matmul_fp8: a bias together with accumulate");
+    expect_error([&] { run(out, e5m2, e5m2, {}, false); },
+                 "matmul_fp8: both operands are e5m2; at least one must be e4m3");
+    expect_error([&] { run(out, a, b, bias, true); }, "matmul_fp8: a bias and accumulate can't be combined");
 }

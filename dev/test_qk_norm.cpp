@@ -238,7 +238,7 @@ TEST(QkNormArguments, InvalidArgumentsAreErrors) {
     for (size_t i = size_t(p.ld); i < size_t(3 * p.ld); i++) EXPECT_EQ(fresh.fetch()[i], in_table.fetch()[i]) << i;
 #else
     expect_error([&] { rotate(fresh, p.table); },
-                 "qk_norm_forward: position 50 of token 1 lies outside the table of 50");
+                 "qk_norm_forward: position 50 of token 1 lies outside the table of 50 positions");
     expect_same_bits("x", fresh.values(), fresh.fetch());
     rotate(in_table, {});  // without a table positions are not read
 #endif

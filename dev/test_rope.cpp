@@ -158,8 +158,8 @@ TEST(RopeArguments, InvalidArgumentsAreErrors) {
 #ifdef USE_CUDA  // the launch does not wait for the kernel: the token is not rotated
     call({10, -1, 1 << 30});
 #else
-    expect_error([&] { call({0, 10, 1}); }, "rope: position 10 of token 1 lies outside the table of 10");
-    expect_error([&] { call({0, 1, -1}); }, "rope: position -1 of token 2 lies outside the table of 10");
+    expect_error([&] { call({0, 10, 1}); }, "rope: position 10 of token 1 lies outside the table of 10 positions");
+    expect_error([&] { call({0, 1, -1}); }, "rope: position -1 of token 2 lies outside the table of 10 positions");
 #endif
     expect_same_bits("x", x.values(), x.fetch());
     expect_error([&] { call({0, 1}); }, "rope: positions is int32 [2], expected int32 [3]");

@@ -435,6 +435,7 @@ void Trainer::save(bool last) {
                               {"gemm", matmul_choices(ctx.stream, true)},
                               {"val_loss", val_loss}};
     if (acts.fp8) trainer["fp8"] = {{"steps", acts.fp8->recorded()}, {"history", acts.fp8->history(ctx.stream)}};
+    // The files of tensors repeat these numbers, so that a file of another checkpoint is noticed.
     SafetensorsWriter::Metadata metadata = {{"step", str(step)}, {"adam_steps", str(adam_steps)}};
     metadata.insert(base_record.begin(), base_record.end());
     const auto small_files = [this, trainer](const std::string& directory) {
@@ -445,7 +446,6 @@ void Trainer::save(bool last) {
                              {setup.source.directory, setup.tokenizer_data().path});
         write_json(join_path(directory, "trainer.json"), trainer);
     };
-    // In the files of tensors too, so that a file of another checkpoint is noticed.
     const TrainingArenas arenas = {model.trained().arenas, optimizer.m, optimizer.v};
     checkpoints.save({step, std::move(metadata), small_files}, arenas, last);
 }

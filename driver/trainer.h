@@ -17,7 +17,7 @@ class Trainer {
     Trainer(const Context& context, TrainSetup run_setup, std::unique_ptr<DirectoryLock> lock = {});
     ~Trainer();
     void run();
-    bool queue_step(Loader& loader);
+    bool queue_step(Loader& loader);  // queues one optimizer step; false: the run was asked to stop
     LoaderOptions loader_options() const;
 
   private:

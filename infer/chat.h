@@ -1,6 +1,6 @@
 // A conversation with a chat model: reads user turns from one stream and writes responses to another. The model's chat
-// template writes the whole conversation before each response. The KV cache keeps the tokens that it begins with in
-// common with those already there: all earlier turns, unless the template rewrites them.
+// template writes the whole conversation before each response. The KV cache keeps the longest common prefix of these
+// tokens and those in the cache: all earlier turns, unless the template rewrites them.
 #pragma once
 
 #include <functional>

@@ -69,7 +69,8 @@ class Engine {
     int64_t state_bytes() const { return states.bytes(); }
     int64_t activation_bytes() const { return plan.bytes(); }
 
-    // Prefill cuts a prompt into chunks of this many tokens. All prompts together fill a pass of as many tokens.
+    // Prefill cuts a prompt into chunks of this many tokens. A pass takes chunks of several prompts, up to the same
+    // number of tokens together.
     static int64_t prompt_chunk_tokens();
     // Steps that the host may queue before it reads the first of them: 2 where the device runs asynchronously, else 1.
     static int64_t steps_ahead();
@@ -85,7 +86,7 @@ class Engine {
     // Appends the prompts' tokens to their slots and queues a step that samples the token after each. decode() then
     // continues these sequences and all earlier ones that were not retired. Every queued step must have been read.
     // Throws Error for a slot that is given twice or is still generating, a prompt without tokens, a token outside the
-    // vocabulary, or a sequence that exceeds the context.
+    // vocabulary, a sequence that exceeds the context, or more tokens in all than options.prompt_tokens.
     void prefill(const std::vector<Prompt>& prompts);
     // Queues a step: each sequence's sampled token joins its context, and the next token is sampled. Call it only when
     // ready().

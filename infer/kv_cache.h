@@ -16,7 +16,7 @@
 #include "runtime/device/arena.h"
 #include "runtime/model/model_config.h"
 
-// Tokens of a sequence that take part in a pass over prompts: how many, after how many in the cache.
+// A sequence's part of a pass over prompts: `tokens` new tokens, which follow its `past` tokens in the cache.
 struct PassChunk {
     int64_t slot, past, tokens;
 };

@@ -76,7 +76,8 @@ std::vector<int32_t> prompt_tokens(const std::string& prompt, const ModelSource&
     if (tokens.empty()) tokens = {start_token(source.config, tokenizer)};
     for (const int32_t id : tokens) {
         require(id < source.config.vocab_size, source.name, ": token ", id,
-                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size, " tokens");
+                " of the prompt is beyond the model's vocabulary of ", source.config.vocab_size,
+                " tokens; its tokenizer.json belongs to another model");
     }
     return tokens;
 }

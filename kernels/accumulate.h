@@ -17,6 +17,6 @@ struct RoundingNoise {
     Tensor t;                    // [1] int64 on the device: which rounding of the tensor it is, < 2²⁸
 };
 
-// The same with out [n] bf16, rounded stochastically: the mean of a sum of many terms is exact. To nearest, terms below
-// half a bf16 unit of the sum would be lost.
+// The same with out [n] bf16, rounded stochastically, so that a sum of many terms is exact in expectation. Rounded to
+// nearest, terms below half a bf16 unit of the sum would be lost.
 void accumulate_stochastic(Tensor out, Tensor inp, bool add, const RoundingNoise& noise, Stream stream);

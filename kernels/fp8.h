@@ -44,14 +44,16 @@ void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stre
 // where that has its shape. dout [N, I] T.
 void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream);
 
-// The scale from amax, by fp8_scale_exponent().
+// Sets slot.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not finite
+// (fp8_scale_exponent()).
 void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream stream);
 
-// Delayed scaling (Micikevicius et al. 2022, section 3.1): the scales of the next step from the largest amax of the
-// last H steps and of all ranks.
+// Delayed scaling (Micikevicius et al. 2022, section 3.1): the scale of the next step comes from the largest amax of
+// the last H steps. For each slot, the largest amax of all ranks becomes the newest row of history, the oldest row is
+// dropped, and the scale is set as by fp8_set_scale from the largest value in history.
 //
-// scales [S, FP8_SCALE_FLOATS], history [H, S] fp32, the newest step first; amaxes [ranks, S] fp32. An amax that is not
-// finite leaves the slot's history as it is. A slot whose history is all zero gets the scale 1.
+// scales [S, FP8_SCALE_FLOATS], history [H, S] fp32, the newest step first, H ≥ 1; amaxes [ranks, S] fp32. An amax that
+// is not finite leaves the slot's history as it is. A slot whose history is all zero gets the scale 1.
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream stream);
 
 // totals [NUM_FP8_COUNTS] = the sums over the slots of counts [S, NUM_FP8_COUNTS] int64.

@@ -1,6 +1,7 @@
 // The global gradient norm, and the scalars of a step that live on the device.
 //
-//   grad_norm = unit·√Σ grad²,   grad_scale = unit·min(1, grad_clip / grad_norm)   (Pascanu et al. 2013, algorithm 1)
+//   grad_norm = grad_unit·√Σ grad²,   grad_scale = grad_unit·min(1, grad_clip / grad_norm)
+//                                                                                  (Pascanu et al. 2013, algorithm 1)
 //   loss = loss_scale·Σ loss;   skip = loss or grad_norm is not finite, or a spike;   t += 1 unless skipped
 //   spike: grad_norm > spike_factor·median of the last GRAD_NORM_WINDOW finite norms, spikes included
 //

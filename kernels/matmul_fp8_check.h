@@ -17,6 +17,7 @@ inline void check_matmul_fp8(const char* op, const Tensor& out, const Fp8Matrix&
     check_matrix(op, "out", out, M, N, Given::Required, out.dtype);
     check_tensor(op, "bias", bias, out.dtype, {N}, Given::Optional);
     require(K % 16 == 0 && N % 16 == 0 && K > 0, op, ": K = ", K, ", N = ", N, "; they must be multiples of 16");
-    require(a.format == Fp8Format::E4M3 || b.format == Fp8Format::E4M3, op, ": both operands are e5m2");
-    require(!bias || !accumulate, op, ": a bias together with accumulate");
+    require(a.format == Fp8Format::E4M3 || b.format == Fp8Format::E4M3, op,
+            ": both operands are e5m2; at least one must be e4m3");
+    require(!bias || !accumulate, op, ": a bias and accumulate can't be combined");
 }

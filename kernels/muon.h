@@ -48,7 +48,7 @@ void muon_update(Tensor params, Tensor params_T, Tensor updates, const MuonSegme
 //   X₀ = X / (norm_margin·‖X‖_F),   A = X·Xᵀ,   X ← a·X + (b·A + c·A²)·X
 //
 // maps each singular value σ of X₀ to a·σ + b·σ³ + c·σ⁵ and keeps the singular vectors. With rows > columns, A = Xᵀ·X
-// and X ← a·X + X·(b·A + c·A²): the same result with smaller matrices. Zero stays zero, and so does ‖X‖_F ≤ 2⁻¹²⁰.
+// and X ← a·X + X·(b·A + c·A²): the same result with smaller matrices. A matrix with ‖X‖_F ≤ 2⁻¹²⁰ becomes zero.
 struct NewtonSchulz {
     struct Step {
         float a, b, c;
@@ -57,8 +57,8 @@ struct NewtonSchulz {
     float norm_margin = 1;    // keeps σ ≤ 1 where rounding or the polynomials need room
 };
 
-// Coefficients by name; iterations 0: as many as the name's default. Throws Error on another name and
-// on fewer.
+// Coefficients by name; iterations 0: as many as the name's default, in parentheses below. With more iterations than a
+// name has coefficients the last ones repeat. Throws Error on an unknown name and on a negative number of iterations.
 //
 // - "quintic" (5): a large slope at 0 and no convergence. σ₀ ≥ 0.002 ends in [0.68, 1.21]. Jordan et al. 2024.
 // - "polar-express" (5): for each iteration the polynomial that brings [10⁻³, 1] closest to 1, given the previous ones.

@@ -13,8 +13,9 @@
 // its tensor) as counter (kernels/stochastic_rounding.h), so neither the location of the tensor nor its division into
 // segments matters. Infinities, NaN and values that bf16 holds exactly stay unchanged.
 //
-// Moments in bf16 are rounded the same way, each with noise of its own: to nearest, an average with β2 = 0.999 would
-// never change by less than one bf16 unit, 2⁻⁸ of it. The update is computed from the moments before they are rounded.
+// Moments in bf16 are rounded the same way, each with noise of its own. Rounded to nearest, a moving average with β2 =
+// 0.999 would stall: a step that changes it by 0.1% stays below half a bf16 unit, which is 0.2% of it or more. The
+// update is computed from the moments before they are rounded.
 //
 // An update throws Error on segments out of order or outside the arenas, and on fp16 parameters without master weights;
 // on the CPU, which trains in fp32, also if params_T is given.

@@ -26,7 +26,7 @@
 
 constexpr int64_t QK_NORM_MAX_HEAD = 512;
 
-// Of the heads of q and of k: [HS] fp32 each, or both null.
+// The norm's weights for q and for k: [HS] fp32 each, or both null. In qk_norm_all_heads.h: [Cq] and [Ck].
 struct QkWeights {
     Tensor q, k;
 };

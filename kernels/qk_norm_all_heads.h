@@ -3,14 +3,14 @@
 //
 //   rstd = 1/√(Σ x² / C + eps),  out = rotate(x·rstd·weight)      x: the C = heads·HS channels of q, or of k
 //
-//   backward: that of rmsnorm.h behind the rotation back (rope.h)
+//   backward: rotate⁻¹(dout) (rope.h), then the backward pass of rmsnorm.h
 //
 // A sum over all heads does not stay in a few lanes, as that of qk_norm.h does. So it is made of rmsnorm.h's and
 // rope.h's kernels, each of which reads and writes q and k once.
 //
-// N tokens; q has the first weight.q channels of a row, k the other weight.k. out, inp and d: [N, Cq + Ck] T with any
-// row stride. T is fp32, on CUDA also bf16 and fp16. rstd, weights and all sums are fp32. Throws Error on a wrong shape
-// or dtype; a position outside the table: as rope().
+// N tokens; q has the first Cq channels of a row, k the other Ck: the lengths of weight.q and weight.k. out, inp and d:
+// [N, Cq + Ck] T with any row stride. T is fp32, on CUDA also bf16 and fp16. rstd, weights and all sums are fp32.
+// Throws Error on a wrong shape or dtype; a position outside the table: as rope().
 #pragma once
 
 #include "kernels/qk_norm.h"
@@ -20,8 +20,8 @@ struct QkRstd {
     Tensor q, k;
 };
 
-// out, inp may be the same memory; weight: [Cq] and [Ck]; H: heads of q and k; positions [N] int32 and table [T, R/2,
-// 2] fp32, or both null.
+// out, inp may be the same memory; weight: [Cq] and [Ck]; H: heads of q plus heads of k; positions [N] int32 and table
+// [T, R/2, 2] fp32, or both null.
 void qk_norm_all_heads_forward(Tensor out, QkRstd rstd, Tensor inp, QkWeights weight, Tensor positions, Tensor table,
                                int64_t H, float eps, Stream stream);
 

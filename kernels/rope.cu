@@ -12,7 +12,7 @@ constexpr int THREADS = 256;
 // whose position is outside the table stay unchanged.
 //
 // LLaMA 1B, bf16, N = 8,192 tokens with 32 + 8 heads of 64 in q and k: 32 pairs are 4 vectors of 8, and 40 heads are 10
-// groups of 4. 8,192·10·4 threads are 1,280 blocks, which read and write 84 MB each way.
+// groups of 4. 8,192·10·4 threads are 1,280 blocks, which read 42 MB and write as much.
 constexpr int HEADS = 4;
 
 template <int W, typename T>

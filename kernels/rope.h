@@ -21,8 +21,8 @@
 // table [T, R/2, 2] fp32 on the host: cos and sin for positions 0 … T−1. Computed in double and rounded once.
 void rope_table(Tensor table, double theta, const RopeScaling& scaling);
 
-// Fills row n of table [N, R/2, 2] for a token at positions[n] of a sequence of lengths[n] tokens: the row of that
-// position in rope_table for a table of that length. Only dynamic scaling depends on the length.
+// Fills row n of table [N, R/2, 2] fp32 on the host for a token at positions[n] of a sequence of lengths[n] tokens: row
+// positions[n] of a rope_table of lengths[n] rows. positions, lengths [N]. Only dynamic scaling depends on the length.
 void rope_rows(Tensor table, const int32_t* positions, const int64_t* lengths, double theta,
                const RopeScaling& scaling);
 

@@ -5,7 +5,7 @@
 //
 // In training it is a part of cross_entropy, which needs f in the forward and f' in the backward pass. This op is for
 // logits that are sampled from or read.
-// T is fp32, on CUDA also bf16 and fp16. Kernels compute in fp32: errors are a few u·c, not u·|f(x)|.
+// T is fp32, on CUDA also bf16 and fp16. Kernels compute in fp32: errors are a few u·c, not u·|f(x)|, with u = 2⁻²⁴.
 // Throws Error on a wrong shape, dtype or inner stride, or a cap that is not positive and finite.
 #pragma once
 

@@ -8,12 +8,13 @@
 
 #include "runtime/rng.h"
 
-// What is rounded. Each has noise of its own: the words of two Philox blocks have 16 bits for each.
+// What is rounded: a parameter, or the first or second moment of its gradient. Each has 16 bits of noise of its own.
 enum class Rounded : uint8_t { Param, M, V };
 
-// Four elements of a tensor share one Philox block with counter (t, element/4) and the key of the tensor. The element
-// takes 36 bits of the low half and t the other 28: the noise repeats after 268 million steps. Element e uses the upper
-// half of word e % 4, M the lower half.
+// Four elements of a tensor share one Philox block: its key is the seed, the low half of its counter is (t, element/4)
+// and the high half the tensor's key. element/4 takes 36 bits of the low half and t the other 28: the noise repeats
+// after 268 million steps. For element e, Param uses the upper 16 bits of word e % 4 and M the lower 16; V uses the
+// upper 16 bits of the same word of a block with another counter.
 HOST_DEVICE inline Philox4 rounding_noise(uint64_t seed, uint64_t t, uint64_t key, int64_t element, Rounded what) {
     const uint64_t other = what == Rounded::V ? 0x9E3779B97F4A7C15ull : 0;
     Philox4 noise = philox(seed, t << 36 | uint64_t(element) / 4, key ^ other);

@@ -33,7 +33,8 @@ class LoraAdapter {
     // config.json that change what the model computes.
     static std::map<std::string, std::string> base_record(const std::string& base, const ModelConfig& config,
                                                           const ParamTable& table);
-    // Throws Error if the adapter in a directory was trained here on another base. Adapters of peft do not say.
+    // Throws Error if the adapter in a directory was trained here on another base. An adapter of peft has no
+    // record of its base and is not checked.
     static void check_base(const std::string& directory, const std::string& base, const ModelConfig& config,
                            const ParamTable& table);
 

@@ -54,9 +54,10 @@ std::vector<MuonMatrix> muon_matrices(const ParamTable& table, int64_t world);
 
 // Memory of the update besides the arenas. Every rank needs the same, the most that any of them uses.
 struct MuonWorkspace {
-    int64_t updates = 0, matrices = 0;  // bytes of a round: of this rank's elements; of its whole matrices, if apart
-    int64_t scratch = 0;                // bytes of Newton-Schulz
-    int64_t rounds_at_once = 1;         // rounds that are under way at the same time
+    // Bytes of a round: the elements that a rank updates; the whole matrices that it owns (0: they are in updates).
+    int64_t updates = 0, matrices = 0;
+    int64_t scratch = 0;         // bytes of Newton-Schulz
+    int64_t rounds_at_once = 1;  // rounds that are under way at the same time
     int64_t bytes() const { return rounds_at_once * (updates + matrices) + scratch; }
 };
 MuonWorkspace muon_workspace(const ParamTable& table, const Sharding& sharding, DType dtype,
@@ -71,7 +72,8 @@ class Muon {
     struct Batch {  // of one shape; begin: its first element among this rank's matrices
         int64_t begin, count, rows, cols;
     };
-    // A matrix of each owner. Elements of its pieces by rank: of this rank's matrix, and of its pieces of the others'.
+    // One all-to-all, for at most one matrix of each owner. matrix: by rank, the elements that it holds of the matrix
+    // that this rank owns. updates: by owner, the elements that this rank holds of the owner's matrix.
     struct Transfer {
         int64_t matrix_begin = 0, updates_begin = 0;
         std::vector<int64_t> matrix, updates;

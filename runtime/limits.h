@@ -17,6 +17,6 @@ int with_enough_stack(const std::function<int()>& work);
 // limit.
 int64_t host_memory_available();
 
-// The calling thread gets the time that others leave: the lowest priority (nice 19, and with it the lowest of disk
-// access), OpenMP regions without further threads.
+// Gives the calling thread the lowest CPU priority (nice 19), and with it the lowest disk priority. Its OpenMP regions
+// then run on one thread.
 void lower_thread_priority();

@@ -1,6 +1,6 @@
-// SIGINT, SIGTERM and SIGHUP stop a run after its last complete step. A second SIGINT or SIGTERM ends the process at
-// once, or while a checkpoint is being written, when that is complete; a third ends it at once. A second SIGHUP does
-// not, because a terminal that closes may send several.
+// SIGINT, SIGTERM and SIGHUP stop a run after its last complete step. A second SIGINT, or a second SIGTERM, ends the
+// process at once; if a checkpoint is being written, it ends when that is complete, and a third one ends it at once. A
+// second SIGHUP has no effect, because a terminal that closes may send several.
 #pragma once
 
 // Starts a thread that receives these signals; the caller and all threads it creates later block them. Call this before
@@ -9,7 +9,7 @@
 // Throws std::system_error if the thread cannot be started.
 void take_signals_in_a_thread();
 
-// SIGHUP stays ignored where the process was started so (nohup).
+// From now on these signals request a stop. SIGHUP stays ignored where the process was started so (nohup).
 void catch_stop_signals();
 bool stop_requested();
 

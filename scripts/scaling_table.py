@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass
 
 # The recipes' shapes (scripts/run_*.sh): tokens of a step, of a sequence, sequences per GPU and micro-step at most, and the MFU
-# measured (docs/performance.md).
-RUNS = {"gpt2-124M": (524288, 1024, 64, 0.488), "gpt2-1558M": (1048576, 1024, 16, 0.546), "llama-1B": (524288, 2048, 8, 0.512),
+# of such runs on H200s (docs/experiments/communication.md).
+RUNS = {"gpt2-124M": (524288, 1024, 64, 0.500), "gpt2-1558M": (1048576, 1024, 16, 0.546), "llama-1B": (524288, 2048, 8, 0.512),
         "llama-8B": (4194304, 2048, 2, 0.555)}
 GIB = 2.0 ** 30
 

@@ -82,7 +82,7 @@ void gridded(const Sum& a, Stream stream) {
 
 // --- fewer dimensions
 
-// Neighbouring dimensions become one where y is whole in both, or is one element in both.
+// Neighbouring dimensions become one where y is repeated in neither, or is a single element in both.
 Sum collapsed(const Sum& a) {
     Sum c = a;
     c.rank = 0;

@@ -1,12 +1,13 @@
 // Causal linear attention's forward pass on a GPU, rung by rung: out_t = φ(q_t)ᵀ Σ_s≤t φ(k_s) v_sᵀ, from the scans of
-// the literature to the chunks that training uses; alone, with the feature map, and also with the normaliser.
+// the literature to the chunks that training uses. There are three variants: without a feature map, with elu + 1, and
+// with elu + 1 and the normaliser.
 //
 //     make ladder OP=linear_attention BACKEND=cuda
 //     build/cuda/dev/ladder/linear_attention --csv linear.csv && scripts/plot_ladder.py linear.csv
 //
 // 32,768 tokens in 8 sequences, 12 heads of 64, in fp32 and in bf16; states and sums fp32. GB/s count q, k, v and out
-// once, beside a copy on the device of 512 MiB, timed in the same run. Every rung takes any number of tokens and heads
-// of up to 128 x any, and is checked against the float64 oracle.
+// once and are compared with a device copy of 512 MiB, timed in the same run. Every rung takes any number of tokens and
+// heads, E ≤ 128 and any M, and is checked against the float64 oracle.
 //
 // The first two rungs are the kernels of fast-transformers (Katharopoulos et al. 2020; its low-occupancy kernel by
 // NVIDIA) as they divide the work, rewritten here.
@@ -288,7 +289,7 @@ const std::vector<Rung<T>> RUNGS = {
     {"split over T", split_over_T<T>,
      "T is split over as many blocks as fill this GPU's SMs (not a constant number): the sums of the splits "
      "first, then their prefixes, then all splits in parallel. What is left is arithmetic: two multiply-adds for "
-     "each number of the state and token, on the ordinary units."},
+     "each number of the state and token, on the FMA units."},
     {"kernels/linear_attention", nullptr,
      "linear_attention_forward(): 64 tokens at a time as matmuls, in bf16 on tensor cores: scores of the "
      "chunk's tokens with each other, and the state once for all 64 of them. There are as few splits as fill the "
@@ -419,7 +420,7 @@ int main(int argc, char** argv) {
             tables.push_back(climb<float>(name, elu, normalise, options.size, stream));
             tables.push_back(climb<bf16>(name, elu, normalise, options.size, stream));
         };
-        climb_all("product", false, false);
+        climb_all("no features", false, false);
         climb_all("with features", true, false);
         climb_all("normalised", true, true);
         for (const LadderTable& table : tables) table.print();

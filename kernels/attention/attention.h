@@ -53,8 +53,8 @@ int64_t attention_forward_scratch();
 
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8). If not deterministic, dq may be summed in any order, so that two runs
-// differ in its last bits. That happens only where it is faster: 16-bit types on an H100 or H200 with heads of 65 to
-// 128 columns or more than 2048 keys.
+// differ in its last bits. That happens only where it is faster: 16-bit types on a Hopper GPU, with HS from 65 to 128,
+// or with HS ≤ 64 and max_k > 2048.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
                         bool deterministic = true);

@@ -8,7 +8,8 @@
 #include "runtime/device/cpu_dispatch.h"
 
 // 16 floats: one AVX-512 register or two AVX2 registers. vec_load/vec_store take any alignment.
-// (GCC notes that such arguments have another ABI with AVX-512: -Wno-psabi, for these functions are always inlined.)
+// GCC warns that arguments of this type have another ABI with AVX-512 (-Wpsabi). The Makefile turns the warning off,
+// because these functions are always inlined.
 typedef float vec16 __attribute__((vector_size(64)));
 typedef int32_t ivec16 __attribute__((vector_size(64)));
 typedef float vec8 __attribute__((vector_size(32)));

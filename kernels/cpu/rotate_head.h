@@ -17,6 +17,6 @@ inline void check_positions(const char* op, const Tensor& positions, int64_t tab
     const int32_t* position = positions.as<int32_t>();
     for (int64_t n = 0; n < positions.shape[0]; n++) {
         require(position[n] >= 0 && position[n] < table_length, op, ": position ", position[n], " of token ", n,
-                " lies outside the table of ", table_length);
+                " lies outside the table of ", table_length, " positions");
     }
 }

@@ -3,8 +3,8 @@
 //
 // A group of threads holds a row, so that memory is read once. Forward, the group is a warp, or the whole block for
 // long rows: thread i holds the vectors i, i + GROUP, i + 2·GROUP, … of the row, PACKS of them, in registers. Backward,
-// the group has a thread for each vector of the row, which waits in shared memory. Rows that are longer, not aligned,
-// or not a multiple of a vector take the *_any kernels, which read the row again from the cache.
+// the group has a thread for each vector of the row, and the row is staged in shared memory. Rows that are longer, not
+// aligned, or not a multiple of a vector take the *_any kernels, which read the row again from the cache.
 //
 // The gradients of weight and bias, and dsum, are sums over all rows. Blocks loop over many rows and keep their sums in
 // registers. Each block writes its sums to the scratch, and a second kernel adds the blocks in order. The number of

@@ -22,8 +22,8 @@ struct Floats {
     __device__ __forceinline__ float operator[](int i) const { return v[i]; }
 };
 
-// Keeps the stored form, for values that are loaded early and used late: 16-bit elements take half the registers of
-// floats. p must be aligned to the smaller of 16 bytes and W elements.
+// Loads W elements and keeps them as they are stored, for values that are loaded early and used late: 16-bit elements
+// take half the registers of floats. p must be aligned to the smaller of 16 bytes and W elements.
 template <int W, typename T>
 __device__ __forceinline__ Pack<T, W> load_pack(const T* p) {
     return *reinterpret_cast<const Pack<T, W>*>(p);

@@ -134,7 +134,7 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
         make_tensor(partials + z.N * splits * z.NH * partial_floats(z.HS), DType::I32, Device::CPU, {z.N});
     for (int64_t n = 0; n < z.N; n++) {
         require(slot[n] >= 0 && slot[n] < z.slots, op, ": slot ", slot[n], " of sequence ", n,
-                " lies outside the cache of ", z.slots);
+                " lies outside the cache of ", z.slots, " slots");
         require(position[n] < batch.max_length, op, ": position ", position[n], " of sequence ", n,
                 " is not below max_length, ", batch.max_length);
         const bool active = position[n] >= 0 && (window || position[n] < z.capacity);

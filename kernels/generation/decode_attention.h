@@ -5,14 +5,16 @@
 //   S_j = scale·q·k_j for j ≤ positions[n],   P = softmax(S),   out = Σ_j P_j v_j
 //
 // The cache of a layer is k, v [slots, capacity, NKV, HS]; sequence n uses slot slots[n]. positions[n] < 0 marks a
-// finished sequence: its out is 0 and its cache is not written. The same holds where positions[n] ≥ capacity.
+// finished sequence: its out is 0 and its cache is not written. Without a window the same holds where positions[n] ≥
+// capacity.
 //
 // With a window w > 0, 1 ≤ w ≤ capacity, the sum is over positions[n] − w < j ≤ positions[n], and the cache of a
 // sequence is a ring: position p has row p mod capacity, so positions may exceed the capacity.
 //
 // The context is split into KV splits, which are processed in parallel and combined in order (Flash-Decoding, Dao et
-// al. 2023), so that a single long sequence uses the whole machine. The size of a split depends on the number of keys
-// that the sequence sees alone, so its result has the same bits whatever the batch, the number of threads or the run.
+// al. 2023), so that a single long sequence keeps all SMs or CPU threads busy. The size of a split depends only on the
+// number of keys that the sequence sees, so its result has the same bits whatever the batch, the number of threads or
+// the run.
 //
 // T is the dtype of qkv, cache and out: fp32; on CUDA also bf16 and fp16. Sums are fp32.
 // Errors: wrong shapes or dtypes, NKV that does not divide NH, a window outside [0, capacity], a scale that is not

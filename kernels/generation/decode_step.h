@@ -36,9 +36,11 @@ struct LinearWeights {
 struct BlockWeights {
     NormWeights norm1, norm2;
     LinearWeights qkv, proj, fc, fcproj;
-    LinearWeights gate;   // gated_linear attention: [NKV, C], [NKV] fp32
-    Tensor headnorm;      // gated_linear attention: [HS] fp32
-    Tensor qnorm, knorm;  // QK-norm with weights: [HS] fp32, of all heads (never fused) [NH·HS], [NKV·HS]; else null
+    LinearWeights gate;  // gated_linear attention: [NKV, C], [NKV] fp32
+    Tensor headnorm;     // gated_linear attention: [HS] fp32
+    // QK-norm with weights, fp32: of each head [HS]; of all heads together (which the fused decode step does not
+    // support) [NH·HS] and [NKV·HS]; else null.
+    Tensor qnorm, knorm;
 };
 // Views of a model's weights.
 struct InferenceWeights {
@@ -69,9 +71,10 @@ struct DecodeModel {
     std::vector<DecodeLayer> layer_options;  // by layer; empty: the defaults in all of them
 };
 
-// The largest batch size: the number of slots up to LINEAR_SMALL_N, or less. 0 if the fused decode step does not
-// support the model: on older GPUs, if C, HS or FFN is not a multiple of 16 bytes, if HS > 128, or if the activations
-// and three stages of weights exceed shared memory.
+// The largest batch size that decode_step takes: min(slots, LINEAR_SMALL_N), or less where the activations of more
+// sequences leave too little shared memory for three stages of weights. 0 if the fused decode step does not support the
+// model: on older GPUs, if C, HS or FFN is not a multiple of 16 bytes, if Vp is odd, if HS > 128, if a block would have
+// more than 256 outputs of one of a layer's matrices, or if one sequence does not fit.
 int64_t decode_step_max_batch(const DecodeModel& model);
 
 // Bytes of scratch; 0 if decode_step_max_batch is.

@@ -6,8 +6,9 @@
 // that no fence is needed. The epoch counts layers over all steps.
 //
 // A word is written again one layer later. By then its writer has received every word of a later x, the residual stream
-// after PROJ or FCPROJ. Each of those words was sent after a barrier of its block, at which all its warps had finished
-// reading the first one. That requires every block to compute a part of x: there may be no more blocks than C / 2.
+// after PROJ or FCPROJ. A block sends its words of that x only after a barrier at which all its warps have finished
+// reading the word that is written again. That requires every block to compute a part of x: there may be no more blocks
+// than C / 2.
 #pragma once
 
 #include "kernels/cuda/cuda_common.cuh"

@@ -2,7 +2,7 @@
 //
 // The cache of a layer is two tensors k, v [rows, NKV, HS] of T. A sequence owns consecutive rows, which the caller
 // assigns (infer/kv_cache.h). Token n's key and value go to row rows[n]. A token whose row is outside the cache is not
-// stored, and its q stays: rows[n] = −1 marks a token for which its sequence has no room left.
+// stored, and its q is not rotated: rows[n] = −1 marks a token for which its sequence has no room left.
 //
 //   q, k and v lie side by side in qkv [N, (NH + 2·NKV)·HS], the output of the QKV layer.
 //   q is rotated in place and k as it is copied, by row angles[n] of the table (rope.h); without a table neither is.

@@ -5,10 +5,10 @@
 //   temperature     0: the argmax of l, ties to the lower id; the options below have no effect. Otherwise
 //                   p_v ∝ exp(l_v / temperature)
 //   top_k           keeps the k most likely tokens (0: all)
-//   top_p           keeps the fewest of the most likely of those that together have at least this fraction of their
-//                   probability (Holtzman et al. 2020, section 3.1; 1: all)
-//   min_p           keeps those of them with at least this fraction of the probability of the most likely token
-//                   (Nguyen et al. 2024; 0: all)
+//   top_p           of the tokens that top_k keeps, keeps as few of the most likely ones as together have at least this
+//                   fraction of the probability of all of them (Holtzman et al. 2020, section 3.1; 1: all)
+//   min_p           of the tokens that top_p keeps, keeps those with at least this fraction of the probability of the
+//                   most likely token (Nguyen et al. 2024; 0: all)
 //   sampling        the token at which the cumulative probability of the kept tokens, in order of id, first exceeds u
 //
 // Among equal logits the lower id counts as more likely. u is a uniform number from Philox, keyed by the seed, with the

@@ -14,7 +14,8 @@
 //   R_t = exp(g_t+1)·R_t+1 + φ(q_t) ĝ_tᵀ                r_t = exp(g_t+1)·r_t+1 + δ_t φ(q_t)
 //   dφ(q_t) = S_t ĝ_t + δ_t z_t,   dφ(k_t) = R_t v_t + r_t,   dv_t = R_tᵀ φ(k_t)
 //   dg_t = ⟨exp(g_t)·S_t−1, R_t⟩ + exp(g_t)·z_t−1·r_t
-//        = Σ_s≥t (φ(q_s)·dφ(q_s) − φ(k_s)·dφ(k_s)) + ⟨S_T, dS_T⟩
+//        = Σ_s≥t (φ(q_s)·dφ(q_s) − φ(k_s)·dφ(k_s)) + ⟨S_T, dS_T⟩ + z_T·dz_T
+//   T is the last token; dS_T and dz_T are the gradients of the final state, 0 if they are not given.
 //
 // Sources. Normalised, with elu + 1: Katharopoulos et al. 2020, "Transformers are RNNs", equations 8 to 12. Not
 // normalised, without features: the causal numerator of that paper. A constant decay: RetNet (Sun et al. 2023). A decay

@@ -3,7 +3,8 @@
 // out, dq, dv and dk are the same causal computation of rows a and b (E elements) and c (M elements), with other
 // operands:
 //
-//   result_i = Σ_j w_ij·(a_i·b_j + α_i + β_j)·c_j     over j ≤ i or, reversed, j ≥ i;  w_ij: the decay between i and j
+//   result_i = Σ_j w_ij·(a_i·b_j + α_i + β_j)·c_j     over j ≤ i or, reversed, j ≥ i;  w_ij: the decay between i and j,
+//                                                     exp(−|Γ_i − Γ_j|) with Γ_i = Σ_t≤i g_t
 //
 //             a       b       c       α    β    order
 //   Out       φ(q)    φ(k)    v                           and d from the row sums of its scores

@@ -30,7 +30,7 @@ inline int64_t round_up(int64_t n) {
 // y = φ(x) = elu(x) + 1, n floats.
 void apply_features(float* y, const float* x, int64_t n);
 float dot(const float* a, const float* b, int64_t n);
-// y = scale·y and y += scale·x; vectors of 16.
+// y = scale·y and y += scale·x, n floats; n is rounded up to whole vectors of 16.
 void scale_row(float* y, float scale, int64_t n);
 void add_row(float* y, float scale, const float* x, int64_t n);
 
@@ -42,8 +42,8 @@ struct Operand {
     Use use = Use::AsStored;
 };
 
-// All tensors of a forward or backward pass. delta, query_dots [NH, N] and key_dots [NKV, N]: φ(q)·dφ(q) and
-// φ(k)·dφ(k), for the gradient of the gate.
+// All tensors of a forward or backward pass. delta [NH, N]: δ. For the gradient of the gate: query_dots [NH, N] and
+// key_dots [NKV, N], φ(q)·dφ(q) and φ(k)·dφ(k), and end_dots, ⟨S_T, dS_T⟩ + z_T·dz_T (null without dfinal).
 struct Pass {
     LinearAttentionSizes z;
     LinearAttentionType type;

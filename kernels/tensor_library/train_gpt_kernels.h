@@ -52,7 +52,7 @@ typedef struct tgk_context tgk_context;
 TGK_API int tgk_create(tgk_context** context);
 TGK_API void tgk_destroy(tgk_context* context); /* waits for its work; null is ignored */
 TGK_API int tgk_synchronize(tgk_context* context);
-/* Waits until the work queued so far on this cudaStream_t is done. Call it before using tensors that it computes. */
+/* Waits until the work queued so far on this cudaStream_t is done. Call it before using that work's results. */
 TGK_API int tgk_wait_for_stream(tgk_context* context, uintptr_t stream);
 
 TGK_API const char* tgk_last_error(void); /* of the latest failed call of this thread; "" if none */
@@ -106,7 +106,7 @@ TGK_API int tgk_matmul_backward_weight(tgk_context*, const tgk_tensor* dweight, 
 TGK_API int tgk_layernorm_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* sum, const tgk_tensor* mean,
                                   const tgk_tensor* rstd, const tgk_tensor* inp, const tgk_tensor* residual,
                                   const tgk_tensor* weight, const tgk_tensor* bias, float eps);
-/* dinp [N, C]; dweight [C]; dbias, dsum [C] or null; dout [N, C]; dresidual [N, C] or null; inp [N, C]; weight [C];
+/* dinp [N, C]; dweight, dbias, dsum [C] or null; dout [N, C]; dresidual [N, C] or null; inp [N, C]; weight [C];
  * mean, rstd [N] */
 TGK_API int tgk_layernorm_backward(tgk_context*, const tgk_tensor* dinp, const tgk_tensor* dweight,
                                    const tgk_tensor* dbias, const tgk_tensor* dsum, const tgk_tensor* dout,
@@ -115,8 +115,7 @@ TGK_API int tgk_layernorm_backward(tgk_context*, const tgk_tensor* dinp, const t
 /* out [N, C]; sum [N, C] or null; rstd [N] or null; inp [N, C]; residual [N, C] or null; weight [C] */
 TGK_API int tgk_rmsnorm_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* sum, const tgk_tensor* rstd,
                                 const tgk_tensor* inp, const tgk_tensor* residual, const tgk_tensor* weight, float eps);
-/* dinp [N, C]; dweight [C]; dsum [C] or null; dout [N, C]; dresidual [N, C] or null; inp [N, C]; weight [C]; rstd [N]
- */
+/* dinp [N, C]; dweight, dsum [C] or null; dout [N, C]; dresidual [N, C] or null; inp [N, C]; weight [C]; rstd [N] */
 TGK_API int tgk_rmsnorm_backward(tgk_context*, const tgk_tensor* dinp, const tgk_tensor* dweight,
                                  const tgk_tensor* dsum, const tgk_tensor* dout, const tgk_tensor* dresidual,
                                  const tgk_tensor* inp, const tgk_tensor* weight, const tgk_tensor* rstd,
@@ -187,9 +186,11 @@ TGK_API int tgk_rope(tgk_context*, const tgk_tensor* x, const tgk_tensor* positi
                      int32_t backward);
 /* out, inp [N, C] */
 TGK_API int tgk_gelu_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* inp);
+/* dinp, dout, inp [N, C] */
 TGK_API int tgk_gelu_backward(tgk_context*, const tgk_tensor* dinp, const tgk_tensor* dout, const tgk_tensor* inp);
 /* out [N, I]; gate_up [N, 2·I] */
 TGK_API int tgk_swiglu_forward(tgk_context*, const tgk_tensor* out, const tgk_tensor* gate_up);
+/* dgate_up, gate_up [N, 2·I]; dout [N, I] */
 TGK_API int tgk_swiglu_backward(tgk_context*, const tgk_tensor* dgate_up, const tgk_tensor* dout,
                                 const tgk_tensor* gate_up);
 

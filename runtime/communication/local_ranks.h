@@ -13,7 +13,8 @@ constexpr const char* LOCAL_RANKS_PARENT = "TRAIN_GPT_PARENT";         // the pa
 
 // Runs command (a program's path and its arguments) once per rank and waits for all of them.
 // - Rank 0 inherits this process's stdout and stderr. The stdout of the other ranks is dropped. Their stderr is printed
-//   line by line as "[rank 3] line"; a line that another rank printed before is dropped, since ranks often fail alike.
+//   line by line as "[rank 3] line". A line that equals the last one printed, of another rank, is dropped, since ranks
+//   often fail alike.
 // - stdin is empty. Each SIGINT, SIGTERM and SIGHUP is forwarded to every rank. A terminal's Ctrl-C reaches the ranks
 //   only through the parent, so once.
 // - When a rank fails, the parent kills the others. When the parent dies, the ranks die.

@@ -33,7 +33,7 @@ T from_float(float f) {
         return T(f);
 }
 
-// Elements go through memcpy because tensors in a mapped file need not be aligned.
+// Elements go through memcpy because src and dst may be raw bytes of a file, which need not be aligned.
 template <typename T>
 void load_floats(float* dst, const char* src, int64_t n) {
 #pragma omp parallel for schedule(static) if (n >= PARALLEL_FROM)

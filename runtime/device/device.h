@@ -109,7 +109,7 @@ class Graph {
     void launch(Stream stream);
     void* executable = nullptr;
 };
-// Whether a Graph replays. Then a first run before the training loop records it.
+// Whether this backend replays Graphs. If so, run each Graph once before the training loop, so that it is recorded.
 bool graphs_replay();
 
 // Start and end of what profilers capture with nsys -c cudaProfilerApi or ncu --profile-from-start off.

@@ -23,7 +23,7 @@ struct MemoryPlan {
 
     // The table as text. in_use_before: bytes in use on the GPU by this program's context and by other programs.
     std::string text(int64_t in_use_before) const;
-    // Of `free` bytes those that the limit leaves.
+    // How many of `free` bytes a run may take under `limit`.
     int64_t available(int64_t free, int64_t in_use_before) const;
     // Throws Error if the plan exceeds the memory that is available. advice(those bytes) returns the remedy.
     void check(const std::function<std::string(int64_t)>& advice) const;

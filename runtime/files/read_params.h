@@ -18,11 +18,11 @@ struct StoredPart {
     int64_t numel() const { return rows * cols; }
 };
 
-// Elements [begin, begin + count) of a parameter as fp32 values on the host, which the taker may change.
+// A callback that gets elements [begin, begin + count) of a parameter as fp32 values on the host. It may change them.
 using TakeValues = std::function<void(int64_t begin, int64_t count, float* values)>;
 
-// The memory that elements [begin, begin + count) of a parameter may be read into as fp32 values; null: a buffer. The
-// taker then gets that memory, filled.
+// Returns memory that elements [begin, begin + count) of a parameter are read into as fp32 values, or null for the
+// reader's own buffer. TakeValues then gets that memory, filled.
 using FindValues = std::function<float*(int64_t begin, int64_t count)>;
 
 // The CRC-32C of a range of a stored tensor, computed while it is read.
@@ -33,8 +33,8 @@ struct RangeChecksum {
 
 class ParamReader {
   public:
-    // Takers: from all threads at once, in chunks; or from the calling thread, in blocks of pinned memory that stay
-    // unchanged until the work that the taker has queued on the default stream is done.
+    // Which threads call TakeValues. AllThreads: all at once, with chunks. Caller: the calling thread, with blocks of
+    // pinned memory, which stay unchanged until the work that TakeValues has queued on the default stream is done.
     enum class Takers : uint8_t { AllThreads, Caller };
     explicit ParamReader(Takers takers);
     ~ParamReader();

@@ -47,7 +47,7 @@ class StateWriter {
 int64_t checkpoint_bytes(const ParamTable& table, const TrainingArenas& arenas, DType export_dtype);
 
 // Fills the arenas, on host or device, from a checkpoint. Compares the checksums of all tensors that it reads, if the
-// files have them; each rank checks a part. A wrong one is an Error after the arenas were filled; of other damage they
-// are unchanged. Collective.
+// files have them; each rank checks a part. Collective. Throws Error for damage. Headers, names and shapes are checked
+// before the arenas change; a wrong checksum is found after they were filled.
 void load_state(const std::string& checkpoint, const ParamTable& table, const TrainingArenas& arenas,
                 const Ranks& ranks = {});

@@ -70,12 +70,12 @@ constexpr const char* ADAPTER_WEIGHTS = "adapter_model.safetensors";
 void save_weights(const std::string& path, const ParamTable& table, const FetchParam& fetch, const StoredDType& dtype);
 
 // The same with one dtype, from the most exact weights in the arenas. Several ranks write one file together: each
-// declares all tensors and writes what it owns, one part of `ranks` of every group, of which the arenas hold at least
-// that. end_part() and finish() are the caller's.
+// declares all tensors and writes the elements that it owns, 1/ranks.count of every group. The arenas must hold at
+// least these. The caller calls end_part() and finish().
 void write_weights(SafetensorsWriter& writer, FileWriter::Open how, const ParamTable& table, const WeightArenas& arenas,
                    DType dtype, const Ranks& ranks = {});
 
-// "arena is bf16 [7], expected ..." unless the arenas fit the table.
+// Throws Error, "<where>: the arena is bf16 [7], expected ...", unless the arenas fit the table.
 void check_arenas(const ParamTable& table, const WeightArenas& arenas, const std::string& where);
 // A tensor's name without its optional prefix, "transformer." or "model.".
 std::string bare_name(const std::string& name);

@@ -119,7 +119,7 @@ struct ParamArena {
         int64_t at = 0;  // offset in data
     };
     Span span(const Param& p, int64_t begin, int64_t n) const;
-    // Whether data has the part of an arena of n elements, in a dtype of parameters.
+    // Whether data is fp32, bf16 or fp16 and has room for this part of an arena of n elements.
     bool holds(int64_t n) const;
     Tensor elements(const Span& span) const { return data.rows(span.at, span.at + span.count); }
 };
