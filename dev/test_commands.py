@@ -161,6 +161,17 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(plain[::2], ["tokens", "bytes", "val_loss", "perplexity", "bits_per_byte"])
         self.assertAlmostEqual(float(plain[5]), result["val_loss"], places=5)
 
+    def test_commands_of_one_process_refuse_a_launcher(self):
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": "29500"}
+        for command in ("eval", "sample", "chat", "logits", "convert"):
+            with self.subTest(command):
+                done = run(command, env=ranks)
+                self.assertEqual((done.returncode, done.stdout), (1, ""))
+                self.assertEqual(done.stderr, f"train_gpt: {command}: torchrun started 2 processes, but only train divides its "
+                                 "work among processes; start one process of this command\n")
+        self.assertEqual(run("info", env=ranks).returncode, 0)
+
     def test_sample(self):
         args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 20, "--ignore-eos", "--num-samples", 2]
         first, again, other = run(*args), run(*args), run(*args, "--seed", 7)
