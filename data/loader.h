@@ -118,8 +118,8 @@ struct EvalBatches {
     const TokenFiles& files;
     int64_t B, T, vocab_size;
     int32_t end_of_text;
-    int64_t
-        limit;  // score at most this many tokens; if packed, whole sequences with about so many, at least one; 0: all
+    // Scores at most this many tokens; if packed, whole sequences with about so many, at least one. 0: all.
+    int64_t limit;
     const Packing* packing = nullptr;
     int64_t num_tokens() const;  // targets, before the mask excludes some; throws Error if there are none
     int64_t num_batches() const;

@@ -15,7 +15,7 @@ Mixture::Mixture(const std::vector<int64_t>& weights) : shares(weights) {
     }
     for (int64_t& p : shares) period += p /= divisor;
     require(period <= MAX_PERIOD, "--data: with these weights the order of the samples repeats only after ", period,
-            "; round the weights, so that it repeats after at most ", MAX_PERIOD);
+            " samples; round the weights, so that it repeats after at most ", MAX_PERIOD);
     order.reserve(size_t(period));
     std::vector<int64_t> taken(shares.size(), 0);
     for (int64_t i = 0; i < period; i++) {

@@ -284,6 +284,26 @@ TEST(Control, DetectsARankThatHangs) {
     }
 }
 
+// While the ranks connect, another program connects and sends nothing. A later failure does not blame it.
+TEST(Control, ASilentConnectionAtTheStartIsNoSilentRank) {
+    Descriptor listener;
+    const int port = free_port(&listener);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    address.sin_port = htons(uint16_t(port));
+    const Descriptor silent(socket(AF_INET, SOCK_STREAM, 0));
+    ASSERT_EQ(connect(silent, reinterpret_cast<sockaddr*>(&address), sizeof address), 0);  // the first to be accepted
+    const auto errors = run_ranks_as_threads(3, [&](int64_t rank) {
+        World world = world_of(rank, 3, port);
+        if (rank == 0) world.rendezvous_socket = dup(listener);
+        ControlChannel channel(world, member_of(rank));
+        int64_t all[3], own = 1;
+        channel.all_gather(all, &own, rank == 1 ? 4 : 8);
+    });
+    EXPECT_EQ(errors[2], "rank 2: all_gather_host: rank 0 has ended");
+}
+
 TEST(Control, MismatchedOperationsAreErrors) {
     const int port = free_port();
     const auto errors = run_ranks_as_threads(2, [&](int64_t rank) {

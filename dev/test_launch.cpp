@@ -20,7 +20,7 @@ namespace {
 using Variables = std::map<std::string, std::string>;
 
 Environment environment_of(const Variables& variables) {
-    return [&](const char* name) -> const char* {
+    return [variables](const char* name) -> const char* {
         const auto found = variables.find(name);
         return found == variables.end() ? nullptr : found->second.c_str();
     };

@@ -57,8 +57,8 @@ TEST(Mixture, InvalidWeightsAreErrors) {
         FAIL();
     } catch (const Error& e) {
         EXPECT_EQ(std::string(e.what()),
-                  "--data: with these weights the order of the samples repeats only after 1000001; round the weights, "
-                  "so that it repeats after at most 1000000");
+                  "--data: with these weights the order of the samples repeats only after 1000001 samples; round the "
+                  "weights, so that it repeats after at most 1000000");
     }
 }
 

@@ -4,8 +4,8 @@
 //   scatter_rows:  out[rows[i]] = inp[i], nothing where rows[i] = −1; zeros in all other rows of out
 //
 // n indices, N rows, C channels. An index other than −1 occurs at most once: scattering a row twice would be a race. T
-// is the dtype of the matrices: fp32, on CUDA also bf16 and fp16. Tensors may not overlap, but may have any
-// row stride.
+// is the dtype of the matrices: fp32, on CUDA also bf16 and fp16. Tensors may not overlap, but may have any row
+// stride.
 //
 // Throws Error on a wrong shape or dtype. An index outside [−1, N) is an Error on the CPU, which then writes nothing;
 // on CUDA, where the launch does not wait for the kernel, it counts as −1.

@@ -1,6 +1,7 @@
 #include "kernels/softmax.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "kernels/cpu/cpu_loops.h"

@@ -108,16 +108,14 @@ def plan_stage(cluster, shape, stage, n, micro_steps, compute, args):
     part = (n - 1) / n
     backward = compute * 2 / 3
     gradient, weight = args.gradient_bytes, args.weight_bytes
-    updated = sum(cluster.gather(w * weight, n) for w in groups(shape))  # weights, by stages 1 and 2; the update waits for them
     if stage == 0:  # gradients, behind the last micro-step's backward
         times = [cluster.all_reduce(w * gradient, n) for w in groups(shape)]
         return Plan(2 * part * shape.weights * gradient, sum(times), backward / micro_steps)
-    if stage == 1:  # gradients behind the last backward
-        reduced = sum(cluster.gather(w * gradient, n) for w in groups(shape))
-        return Plan(part * shape.weights * (gradient + weight), reduced + updated, backward / micro_steps, updated)
-    if stage == 2:  # gradients in every micro-step
-        reduced = micro_steps * sum(cluster.gather(w * gradient, n) for w in groups(shape))
-        return Plan(part * shape.weights * (micro_steps * gradient + weight), reduced + updated, compute, updated)
+    if stage in (1, 2):  # gradients, behind the last backward or (2) in every micro-step; the update waits for the weights
+        sums, hideable = (1, backward / micro_steps) if stage == 1 else (micro_steps, compute)
+        reduced = sum(sums * cluster.gather(w * gradient, n) for w in groups(shape))
+        updated = sum(cluster.gather(w * weight, n) for w in groups(shape))
+        return Plan(part * shape.weights * (sums * gradient + weight), reduced + updated, hideable, updated)
     if stage == 3:  # and weights, once for forward and once for backward
         times = [micro_steps * (cluster.gather(w * gradient, n) + 2 * cluster.gather(w * weight, n)) for w in groups(shape)]
         return Plan(part * shape.weights * micro_steps * (gradient + 2 * weight), sum(times), compute)

@@ -325,6 +325,7 @@ template <typename Body>
 void ControlChannel::operate(const char* name, Body body) {
     operation++;
     operation_name = name;
+    silence.clear();
     try {
         body(rank == 0 ? deadline() : deadline() + REPORT_TIME);
     } catch (const Error&) {

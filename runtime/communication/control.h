@@ -75,6 +75,6 @@ class ControlChannel {
     std::vector<Descriptor> peers;  // rank 0: the other ranks, by rank; other ranks: [0] is rank 0
     uint64_t operation = 0;
     std::string operation_name;  // for errors
-    std::string silence;         // which peer sent nothing in time; empty: none so far
+    std::string silence;         // the peer that sent nothing in time in this operation; empty: none
     std::mutex sending;          // frames are not interleaved
 };
