@@ -137,7 +137,7 @@ struct RunShape {
     bool overlap = true;  // tensors whose lifetimes don't overlap share memory
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
-    GeluEpilogue gelu_epilogue = GeluEpilogue::Off;
+    ActivationEpilogue activation_epilogue = ActivationEpilogue::Off;
     Fp8Options fp8;            // the linear layers of the blocks whose operands are quantised
     int64_t update_bytes = 0;  // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none

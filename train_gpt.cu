@@ -17,20 +17,18 @@
 #include "commands/run.h"
 #include "driver/linear_layer.h"
 #include "driver/trainer.h"
+#include "kernels/activation_functions.h"
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/gather_rows.h"
-#include "kernels/gelu.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
 #include "kernels/matmul.h"
 #include "kernels/qk_norm_all_heads.h"
-#include "kernels/relu2.h"
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
-#include "kernels/swiglu.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
 #include "runtime/model/heads.h"
@@ -325,15 +323,8 @@ void mlp_forward(const Context& ctx, const Model& model, const Activations& acts
         return quantise_input(ctx, acts, FCPROJ_W, l, a.fc.shape[0], pass == Pass::First, a.act_t, pass,
                               [&](const Fp8Output& out) { fp8_activation_forward(out, f, a.fc, ctx.stream); });
     }
-    if (!a.act) return;  // mlp_half_backward() computes it again
-    switch (model.config.mlp) {
-        case Mlp::GELU:
-            return gelu_forward(a.act, a.fc, ctx.stream);
-        case Mlp::SwiGLU:
-            return swiglu_forward(a.act, a.fc, ctx.stream);
-        case Mlp::ReLU2:
-            return relu2_forward(a.act, a.fc, ctx.stream);
-    }
+    if (a.act)  // else mlp_half_backward() computes it again
+        activation_forward(activation_of(model.config.mlp), a.act, a.fc, ctx.stream);
 }
 
 // What rotates q and k of the layer; null: nothing.
@@ -444,9 +435,10 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
         norm_after_forward(ctx, model, NORM1_W, l, norm_after_attention(a), a.res1);
     else
         norm_forward(ctx, model, NORM2_W, l, norm2(a), a.res1, a.proj);
-    if (acts.shape.gelu_epilogue == GeluEpilogue::Both) {
+    if (acts.shape.activation_epilogue == ActivationEpilogue::Both) {
         const Range range(ctx.profiler, "fc");
-        matmul_forward_gelu(a.act, a.fc, fc_input(a), model.weight(FC_W, l), model.weight(FC_B, l), ctx.stream);
+        matmul_forward_activation(activation_of(model.config.mlp), a.act, a.fc, fc_input(a), model.weight(FC_W, l),
+                                  model.weight(FC_B, l), ctx.stream);
     } else {
         linear_forward(ctx, model, acts, FC_W, l, a.fc, fc_input(a), a.norm2_t, pass);
         mlp_forward(ctx, model, acts, l, a, pass);
@@ -584,22 +576,20 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
     }
 }
 
-// Returns the gradient of the activation's input. It overwrites dact (GELU, ReLU²) or the input itself (SwiGLU). Then
-// act, if the forward pass did not keep it, overwrites dact.
-Tensor mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
+// Where the gradients of the activation's input go: to dact (GELU, ReLU²) or to the place of the input itself (SwiGLU).
+// act, if the forward pass did not keep it, then overwrites dact.
+ActivationGradient activation_gradient(const Model& model, const LayerActs& a) {
+    ActivationGradient d;
+    d.dpre = model.config.mlp == Mlp::SwiGLU ? a.fc : a.dact;
+    d.dact = a.dact;
+    if (!a.act) d.act = a.dact;
+    return d;
+}
+
+void mlp_backward(const Context& ctx, const Model& model, const LayerActs& a) {
     const Range range(ctx.profiler, "activation");
-    switch (model.config.mlp) {
-        case Mlp::GELU:
-            gelu_backward(a.dact, a.dact, a.fc, ctx.stream);
-            return a.dact;
-        case Mlp::ReLU2:
-            relu2_backward(a.dact, a.dact, a.fc, ctx.stream);
-            return a.dact;
-        case Mlp::SwiGLU:
-            swiglu_backward(a.fc, a.act ? Tensor{} : a.dact, a.dact, a.fc, ctx.stream);
-            return a.fc;
-    }
-    return {};
+    const ActivationGradient d = activation_gradient(model, a);
+    activation_backward(activation_of(model.config.mlp), d.dpre, d.act, d.dact, a.fc, ctx.stream);
 }
 
 // fp8: the gradients of the activation function and of FC, instead of mlp_backward() and linear_backward(). The
@@ -674,25 +664,41 @@ void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gra
     matmul_backward_input(dinp, dx, model.weight(DECAY_GATE_W, l), true, ctx.stream);
 }
 
+// The gradients of fcproj and of the activation function in one matmul, with that of fc's bias.
+void fused_mlp_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
+                        Tensor dout, bool accumulate) {
+    ActivationGradient d = activation_gradient(model, a);
+    d.dbias = bias_gradient(model, grads, FC_W, l), d.accumulate = accumulate;
+    if (a.act) weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, {}, accumulate);
+    {
+        const Range range(ctx.profiler, "fcproj");
+        matmul_backward_activation(activation_of(model.config.mlp), d, dout, model.weight(FCPROJ_W, l), a.fc,
+                                   ctx.stream);
+    }
+    if (!a.act) weight_backward(ctx, model, grads, FCPROJ_W, l, dout, d.act, {}, accumulate);
+}
+
 // The MLP's half of a block, from the gradient of fcproj's output to that of fc's input, dinp. adds: to dinp.
 void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
                        const Activations& acts, Tensor dinp, Tensor dout, bool adds, bool accumulate) {
-    Tensor dfc = a.dact;
-    if (acts.shape.gelu_epilogue != GeluEpilogue::Off) {
-        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, accumulate);
-        const Range range(ctx.profiler, "fcproj");
-        matmul_backward_input_gelu(a.dact, dout, model.weight(FCPROJ_W, l), a.fc, ctx.stream);
-    } else if (!a.act && !acts.uses_fp8(l)) {
+    const Tensor dfc = activation_gradient(model, a).dpre;
+    if (acts.shape.activation_epilogue != ActivationEpilogue::Off) {
+        fused_mlp_backward(ctx, model, grads, l, a, dout, accumulate);
+        weight_backward(ctx, model, grads, FC_W, l, dfc, fc_input(a), {}, accumulate);
+        const Range range(ctx.profiler, "fc");
+        return matmul_backward_input(dinp, dfc, model.weight(FC_W, l), adds, ctx.stream);
+    }
+    if (!a.act && !acts.uses_fp8(l)) {
         {
             const Range range(ctx.profiler, "fcproj");
             matmul_backward_input(a.dact, dout, model.weight(FCPROJ_W, l), false, ctx.stream);
         }
-        dfc = mlp_backward(ctx, model, a);
-        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, accumulate);  // act is in its place now
+        mlp_backward(ctx, model, a);
+        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, {}, accumulate);  // act is in its place now
     } else {
         linear_backward(ctx, model, grads, acts, FCPROJ_W, l, a.dact, dout, a.act, a.act_t, accumulate);
         if (acts.uses_fp8(l)) return fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);
-        dfc = mlp_backward(ctx, model, a);
+        mlp_backward(ctx, model, a);
     }
     linear_backward(ctx, model, grads, acts, FC_W, l, dinp, dfc, fc_input(a), {}, accumulate, adds);
 }

@@ -69,7 +69,7 @@ enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 
 // Where GELU is fused into the matmuls around it (16-bit training): its gradient only, or both passes.
-enum class GeluEpilogue : uint8_t { Off, Backward, Both };
+enum class ActivationEpilogue : uint8_t { Off, Backward, Both };
 
 // Which matmuls of training are in fp8, and how their operands are scaled (driver/fp8_state.h).
 struct Fp8Options {
@@ -107,7 +107,7 @@ struct RunOptions {
     OptimizerType optimizer = OptimizerType::AdamW;  // of hidden matrices
     std::string optimizer_dtype = "fp32", grad_dtype = "fp32", grad_rounding = "stochastic", offload = "none";
     Recompute recompute = Recompute::None;
-    GeluEpilogue gelu_epilogue = GeluEpilogue::Both;
+    ActivationEpilogue activation_epilogue = ActivationEpilogue::Both;
     bool master_weights = true, nondeterministic = false;
     Fp8Options fp8;
     LoraOptions lora;

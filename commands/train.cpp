@@ -154,14 +154,15 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
         "on: time the GPU library's algorithms for each matmul and use the fastest; off: use the library's default. No "
         "effect on the CPU");
     app->add_option_function<std::string>(
-           "--gelu-epilogue",
+           "--activation-epilogue,--gelu-epilogue",
            [&o](const std::string& s) {
-               o.gelu_epilogue = s == "both"       ? GeluEpilogue::Both
-                                 : s == "backward" ? GeluEpilogue::Backward
-                                                   : GeluEpilogue::Off;
+               o.activation_epilogue = s == "both"       ? ActivationEpilogue::Both
+                                       : s == "backward" ? ActivationEpilogue::Backward
+                                                         : ActivationEpilogue::Off;
            },
-           "with --dtype bf16: fuse GELU into the matmul before it, and its gradient into the matmul of the backward "
-           "pass (both), or only the gradient (backward). --recompute activation and norms turn both into backward")
+           "with --dtype bf16: fuse the MLP's activation function into the matmul before it, and its gradient into the "
+           "matmul of the backward pass (both), or only the gradient (backward), where that is faster. For GELU, "
+           "--recompute activation and norms turn both into backward")
         ->check(CLI::IsMember({"both", "backward", "off"}))
         ->default_str("both");
     add_fp8_options(*app, o.fp8);

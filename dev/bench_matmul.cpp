@@ -67,14 +67,15 @@ void forward_gelu(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray out(T, {l.N, l.OC}), pre(T, {l.N, l.OC}), inp(T, {l.N, l.C}), weight(T, {l.OC, l.C}, 0.05f),
         bias(T, {l.OC});
-    run(state, [&] { matmul_forward_gelu(out, pre, inp, weight, bias, stream()); });
+    run(state, [&] { matmul_forward_activation(Activation::GELU, out, pre, inp, weight, bias, stream()); });
     report_flops(state, l.flops(), T);
 }
 
 void backward_input_gelu(benchmark::State& state, DType T) {
     const Layer l(state);
     const BenchArray dinp(T, {l.N, l.C}), dout(T, {l.N, l.OC}), weight(T, {l.OC, l.C}), pre(T, {l.N, l.C}, 2);
-    run(state, [&] { matmul_backward_input_gelu(dinp, dout, weight, pre, stream()); });
+    const ActivationGradient d{dinp, dinp, {}, {}, false};
+    run(state, [&] { matmul_backward_activation(Activation::GELU, d, dout, weight, pre, stream()); });
     report_flops(state, l.flops(), T);
 }
 

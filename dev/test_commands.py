@@ -1457,7 +1457,7 @@ class CommandsTest(unittest.TestCase):
         outcomes = set()
         for kilobytes in range(300000, 1000000, 25000):
             done = limited(f"memory_{kilobytes}", kilobytes)
-            if done.returncode:
+            if done.returncode or "the checkpoint of step 1 failed: " in done.stderr:  # the limit is too low for a save
                 continue
             waits = "training waits while a checkpoint is written" in done.stderr
             self.assertEqual(checkpoints(os.path.join(self.top, f"memory_{kilobytes}")), ["step_00000001", "step_00000002"])

@@ -350,8 +350,8 @@ TEST_P(MatmulDTypes, LinearLayerWithGeluMatchesOracle) {
                 const TestArray bias = TestArray::random(T, {OC}, 3);
                 const TestArray out = TestArray::poisoned(T, {N, OC + gap}),
                                 pre = TestArray::poisoned(T, {N, OC + gap});
-                matmul_forward_gelu(view(out, OC), view(pre, OC), inp, weight, bias_given ? bias.tensor() : Tensor{},
-                                    stream());
+                matmul_forward_activation(Activation::GELU, view(out, OC), view(pre, OC), inp, weight,
+                                          bias_given ? bias.tensor() : Tensor{}, stream());
                 reference::Values ref =
                     reference::matmul_forward(inp.data(), weight.data(), bias_given ? bias.data() : nullptr, N, C, OC);
                 expect_close("pre", take_columns(pre.fetch(), OC + gap, OC), ref.value, ref.mag, C, OC, T);
@@ -363,7 +363,8 @@ TEST_P(MatmulDTypes, LinearLayerWithGeluMatchesOracle) {
                 const TestArray given = TestArray::random(T, {N, C + gap}, 4, 2),
                                 dout = TestArray::random(T, {N, OC}, 5);
                 const TestArray dinp = TestArray::poisoned(T, {N, C + gap});
-                matmul_backward_input_gelu(view(dinp, C), dout, weight, view(given, C), stream());
+                matmul_backward_activation(Activation::GELU, {view(dinp, C), view(dinp, C), {}, {}, false}, dout,
+                                           weight, view(given, C), stream());
                 ref =
                     times_gelu_gradient(reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, C, OC),
                                         take_columns(given.values(), C + gap, C), T);
@@ -377,14 +378,15 @@ TEST_P(MatmulDTypes, GeluOfEmptyMatricesIsValid) {
     const TestArray inp = TestArray::poisoned(T, {3, 0}), weight = TestArray::poisoned(T, {8, 0});
     const TestArray bias = TestArray::random(T, {8}, 1), none = TestArray::poisoned(T, {0, 8});
     const TestArray out = TestArray::poisoned(T, {3, 8}), pre = TestArray::poisoned(T, {3, 8});
-    matmul_forward_gelu(out, pre, inp, weight, bias, stream());  // no terms: gelu(bias)
+    matmul_forward_activation(Activation::GELU, out, pre, inp, weight, bias, stream());  // no terms: gelu(bias)
     std::vector<double> rows;
     for (int n = 0; n < 3; n++) rows.insert(rows.end(), bias.values().begin(), bias.values().end());
     expect_same_bits("pre", pre.fetch(), rows);
     const reference::Values ref = reference::gelu_forward(rows.data(), 24);
     expect_close("out", out.fetch(), ref.value, ref.mag, 1, 8, T);
     const TestArray square = TestArray::random(T, {8, 8}, 2);
-    matmul_backward_input_gelu(none, none, square, none, stream());  // no rows: nothing to do
+    matmul_backward_activation(Activation::GELU, {none, none, {}, {}, false}, none, square, none,
+                               stream());  // no rows: nothing to do
 }
 
 // --- tuning
@@ -465,11 +467,11 @@ TEST_P(MatmulDTypes, ResultsAreRightWhileTuning) {
         matmul_forward(pre, inp, weight, bias, tuned);
         expect_close("out", pre.fetch(), ref.value, ref.mag, C, OC, T);
         device_fill(pre.tensor().data, 0xFF, size_t(pre.tensor().bytes()), tuned);
-        matmul_forward_gelu(out, pre, inp, weight, bias, tuned);
+        matmul_forward_activation(Activation::GELU, out, pre, inp, weight, bias, tuned);
         expect_close("pre", pre.fetch(), ref.value, ref.mag, C, OC, T);
         ref = gelu_of(ref, T);
         expect_close("gelu", out.fetch(), ref.value, ref.mag, C, OC, T, 2);
-        matmul_backward_input_gelu(dinp, dout, weight, inp, tuned);
+        matmul_backward_activation(Activation::GELU, {dinp, dinp, {}, {}, false}, dout, weight, inp, tuned);
         ref = times_gelu_gradient(reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, C, OC),
                                   inp.values(), T);
         expect_close("dinp", dinp.fetch(), ref.value, ref.mag, OC, C, T, 2);
@@ -562,22 +564,22 @@ TEST(MatmulTuning, GeluMayBeASeparateKernel) {
     const TestArray out = TestArray::poisoned(T, {N, OC}), pre = TestArray::poisoned(T, {N, OC});
     const TestArray dinp = TestArray::poisoned(T, {N, C});
     matmul_tuning(true, own);
-    matmul_forward_gelu(out, pre, inp, weight, bias, own);
-    matmul_backward_input_gelu(dinp, dout, weight, inp, own);
+    matmul_forward_activation(Activation::GELU, out, pre, inp, weight, bias, own);
+    matmul_backward_activation(Activation::GELU, {dinp, dinp, {}, {}, false}, dout, weight, inp, own);
     std::string table = without_checksum(matmul_choices(own)), apart;
     std::istringstream in(table);
     for (std::string line; std::getline(in, line); apart += line + '\n')
         if (line.find(" gelu") != std::string::npos) {  // the algorithm is the last but one word
             const size_t end = line.rfind(' '), begin = line.rfind(' ', end - 1) + 1;
-            line.replace(begin, end - begin, "apart");
+            line.replace(begin, end - begin, "separate");
         }
     ASSERT_TRUE(matmul_use_choices(with_checksum(table), same));
     EXPECT_EQ(without_checksum(matmul_choices(same)), table);
     ASSERT_TRUE(matmul_use_choices(with_checksum(apart), other));
     EXPECT_EQ(without_checksum(matmul_choices(other)), apart);
 
-    matmul_forward_gelu(out, pre, inp, weight, bias, other);
-    matmul_backward_input_gelu(dinp, dout, weight, inp, other);
+    matmul_forward_activation(Activation::GELU, out, pre, inp, weight, bias, other);
+    matmul_backward_activation(Activation::GELU, {dinp, dinp, {}, {}, false}, dout, weight, inp, other);
     const TestArray out2 = TestArray::poisoned(T, {N, OC}), pre2 = TestArray::poisoned(T, {N, OC});
     const TestArray dinp2 = TestArray::poisoned(T, {N, C});
     matmul_forward(pre2, inp, weight, bias, other);

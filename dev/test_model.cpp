@@ -10,6 +10,9 @@
 #include "runtime/device/convert.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/model/initialise.h"
+#ifdef HAVE_SM90A
+#include "runtime/device/blas.h"
+#endif
 
 namespace {
 
@@ -203,19 +206,45 @@ TEST_P(ModelVariants, DirectionalDerivatives) {
     for (uint64_t seed = 0; seed < 20; seed++) check(seed, all, str("direction ", seed));
 }
 
+namespace {
+
+// The dtypes, and for each the matmuls' kernels of a stream that is not tuned: 0 is the library.
+std::vector<std::pair<DType, int>> dtypes_and_kernels(const std::vector<DType>& dtypes) {
+    std::vector<std::pair<DType, int>> all;
+    for (const DType dtype : dtypes) {
+        all.emplace_back(dtype, 0);
+#ifdef HAVE_SM90A
+        if (dtype == DType::BF16)
+            for (const GemmKernel kernel : {GemmKernel::Hopper1, GemmKernel::Hopper2})
+                all.emplace_back(dtype, int(kernel));
+#endif
+    }
+    return all;
+}
+
+void use_kernel([[maybe_unused]] Stream stream, [[maybe_unused]] int kernel) {
+#ifdef HAVE_SM90A
+    blas_of("test", stream).default_kernel = GemmKernel(kernel);
+#endif
+}
+
+}  // namespace
+
 // The plan in which tensors share memory computes the same bits as the one in which each has its own, at every level
-// of recomputation. Two micro-steps, so that the second finds used memory. Levels that recompute GELU alone take it out
-// of the forward matmul, so they are not compared with runs that compute it there.
+// of recomputation, with each kernel of the matmuls. Two micro-steps, so that the second finds used memory. Levels that
+// recompute GELU alone take it out of the forward matmul, so they are not compared with runs that compute it there.
 TEST_P(ModelVariants, MemoryPlansAgreeBitwise) {
     const std::vector<Batch> batches = {batch, random_batch(config(), B, T, 6)};
-    for (const DType dtype : dtypes()) {
-        for (const GeluEpilogue epilogue : {GeluEpilogue::Off, GeluEpilogue::Backward, GeluEpilogue::Both}) {
+    for (const auto& [dtype, kernel] : dtypes_and_kernels(dtypes())) {
+        for (const ActivationEpilogue epilogue :
+             {ActivationEpilogue::Off, ActivationEpilogue::Backward, ActivationEpilogue::Both}) {
             auto run = [&](Recompute level, bool overlap, auto check) {
                 RunShape shape = training_shape(B, T, dtype);
                 shape.recompute = level;
                 shape.overlap = overlap;
-                shape.gelu_epilogue = epilogue;
+                shape.activation_epilogue = epilogue;
                 Driver d(config(), shape);
+                use_kernel(d.ctx.stream, kernel);
                 d.randomise(3);
                 const double loss = d.gradients(batches);
                 check(loss, d.grads(), d.acts.plan.bytes());
@@ -229,13 +258,14 @@ TEST_P(ModelVariants, MemoryPlansAgreeBitwise) {
             for (const float g : expected) ASSERT_TRUE(std::isfinite(g));
             for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
                 const bool alone = level == Recompute::Activation || level == Recompute::Norms;
-                if (alone && epilogue == GeluEpilogue::Both) continue;
+                const bool gelu = config().mlp == Mlp::GELU;
+                if (alone && gelu && epilogue == ActivationEpilogue::Both) continue;
                 for (const bool overlap : {true, false}) {
                     run(level, overlap, [&](double loss, const std::vector<float>& grads, int64_t bytes) {
                         EXPECT_EQ(loss, expected_loss);
                         EXPECT_TRUE(same_bits(grads, expected))
                             << "recompute level " << int(level) << ", overlap " << overlap << ", " << dtype_name(dtype)
-                            << ", GELU in matmuls " << int(epilogue);
+                            << ", activation in matmuls " << int(epilogue) << ", kernel " << kernel;
                         if (!overlap)
                             EXPECT_GT(bytes, kept_bytes);
                         else {

@@ -276,7 +276,7 @@ TEST(Training, MemoryMatchesThePlan) {
         const Model model(config, {}, {DType::BF16, true}, optimizer, offload_options(offload));
         RunShape shape = Driver::with_workspace(training_shape(8, 1024, DType::BF16), model);
         shape.recompute = level;
-        shape.gelu_epilogue = GeluEpilogue::Both;
+        shape.activation_epilogue = ActivationEpilogue::Both;
         shape.fp8.on = fp8;
         shape.offload_inputs = model.offload.moves_inputs(shape.target);
         const Activations acts(config, shape);

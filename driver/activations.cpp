@@ -426,17 +426,17 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
            (gated ? GATED : 0u) | (computes_act_again(c, shape, fp8) ? ACT_AGAIN : ACT_READ);
 }
 
-// Resolves options that exclude each other. GELU inside a matmul is rounded differently from the kernel that recomputes
-// it, fp8 quantises the output of GELU itself, and adapters are added before GELU. Only 16-bit softmax attention has a
-// faster backward pass that is not deterministic.
+// Resolves options that exclude each other. GELU inside a matmul may be rounded differently from the kernel that
+// recomputes it, fp8 quantises the activation function's output itself, and adapters are added before it. Only 16-bit
+// softmax attention has a faster backward pass that is not deterministic.
 RunShape effective(const ModelConfig& c, RunShape shape) {
-    const bool recomputes_gelu = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
-    if (recomputes_gelu && shape.gelu_epilogue == GeluEpilogue::Both) shape.gelu_epilogue = GeluEpilogue::Backward;
+    const bool recomputes = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
+    if (recomputes && c.mlp == Mlp::GELU && shape.activation_epilogue == ActivationEpilogue::Both)
+        shape.activation_epilogue = ActivationEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;
     shape.offload_inputs &= shape.training && c.layers > 1;
-    if (!shape.training || c.mlp != Mlp::GELU || shape.fp8.on || widest_adapter(shape))
-        shape.gelu_epilogue = GeluEpilogue::Off;
+    if (!shape.training || shape.fp8.on || widest_adapter(shape)) shape.activation_epilogue = ActivationEpilogue::Off;
     return shape;
 }
 

@@ -104,11 +104,10 @@ Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int6
 }
 
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
-                     Tensor inp, bool accumulate) {
+                     Tensor inp, Tensor dbias, bool accumulate) {
     if (model.table.frozen) return;
     const Range range(ctx.profiler, linear_name(slot));
-    matmul_backward_weight(model.gradient(grads, slot, l), bias_gradient(model, grads, slot, l), dout, inp, accumulate,
-                           ctx.stream);
+    matmul_backward_weight(model.gradient(grads, slot, l), dbias, dout, inp, accumulate, ctx.stream);
 }
 
 void fp8_linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
@@ -163,7 +162,7 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
         return fp8_linear_backward(ctx, model, grads, acts, slot, l, dinp, inp_t, accumulate,
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
     }
-    weight_backward(ctx, model, grads, slot, l, dout, inp, accumulate);
+    weight_backward(ctx, model, grads, slot, l, dout, inp, bias_gradient(model, grads, slot, l), accumulate);
     const LoraLayer lora = lora_layer(model, acts, slot, l, inp.shape[0]);
     if (lora.a)  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
         lora_backward(ctx, model, grads, acts, lora, slot, l, dinp, dout, inp, accumulate, adds);

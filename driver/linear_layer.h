@@ -28,9 +28,9 @@ void linear_backward(const Context& ctx, const Model& model, const Gradients& gr
 
 // The parts of linear_backward() for callers that compute the rest in other ways.
 
-// The gradients of the weight and the bias; nothing if the weight is frozen.
+// The gradients of the weight and, unless dbias is null, of the bias; nothing if the weight is frozen.
 void weight_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t l, Tensor dout,
-                     Tensor inp, bool accumulate);
+                     Tensor inp, Tensor dbias, bool accumulate);
 // The gradient of the layer's bias; null if it has none. Also null for proj and fcproj: the backward pass of the next
 // norm computes their bias gradients (NormGradients::dbias_before).
 Tensor bias_gradient(const Model& model, const Gradients& grads, Slot slot, int64_t l);

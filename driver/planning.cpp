@@ -98,7 +98,7 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
     shape.recompute = o.recompute;
     shape.world = model.sharding.world;
     shape.update_bytes = update_workspace_bytes(model, MUON_ROUND_BYTES, target);
-    if (shape.dtype != DType::F32) shape.gelu_epilogue = o.gelu_epilogue;
+    if (shape.dtype != DType::F32) shape.activation_epilogue = o.activation_epilogue;
     shape.deterministic = !o.nondeterministic;
     shape.fp8 = fp8_options(o.fp8, model);
     shape.offload_inputs = model.offload.moves_inputs(target);

@@ -5,11 +5,9 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels/activation_functions.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/fp8_check.h"
-#include "kernels/gelu.h"
-#include "kernels/relu2.h"
-#include "kernels/swiglu.h"
 
 namespace {
 
@@ -79,9 +77,7 @@ void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stre
     std::vector<float> chunk(size_t(std::min(N, CHUNK_ROWS) * I));
     quantise_chunks(out, N, I, [&](int64_t n0, int64_t rows) {
         const Tensor y = host_tensor(chunk.data(), {rows, I}), x = inp.rows(n0, n0 + rows);
-        if (f == Activation::GELU) gelu_forward(y, x, stream);
-        if (f == Activation::ReLU2) relu2_forward(y, x, stream);
-        if (f == Activation::SwiGLU) swiglu_forward(y, x, stream);
+        activation_forward(f, y, x, stream);
         return y;
     });
 }
@@ -96,9 +92,7 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
     quantise_chunks(out, N, C, [&](int64_t n0, int64_t rows) {
         const Tensor y = dinp ? dinp.rows(n0, n0 + rows) : host_tensor(chunk.data(), {rows, C});
         const Tensor d = dout.rows(n0, n0 + rows), x = inp.rows(n0, n0 + rows);
-        if (f == Activation::GELU) gelu_backward(y, d, x, stream);
-        if (f == Activation::ReLU2) relu2_backward(y, d, x, stream);
-        if (f == Activation::SwiGLU) swiglu_backward(y, {}, d, x, stream);
+        activation_backward(f, y, {}, d, x, stream);
         return y;
     });
 }

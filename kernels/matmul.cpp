@@ -13,7 +13,6 @@
 
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
-#include "kernels/gelu.h"
 #include "kernels/matmul_check.h"
 #include "runtime/device/convert.h"
 #ifndef USE_ONEDNN
@@ -238,24 +237,25 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stre
     forward("matmul_forward_add", out, inp, weight, bias, true);
 }
 
-void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
-    const char* op = "matmul_forward_gelu";
-    check_matrix(op, "pre", pre);
-    check_matrix(op, "out", out, pre.shape[0], pre.shape[1]);
+void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
+                               Stream stream) {
+    const char* op = "matmul_forward_activation";
+    check_activation_output(op, f, out, pre, DType::F32);
     forward(op, pre, inp, weight, bias);
-    gelu_forward(out, pre, stream);
+    if (out) activation_forward(f, out, pre, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream) {
     backward_input("matmul_backward_input", dinp, dout, weight, accumulate);
 }
 
-void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream) {
-    const char* op = "matmul_backward_input_gelu";
-    check_matrix(op, "dinp", dinp);
-    check_matrix(op, "pre", pre, dinp.shape[0], dinp.shape[1]);
-    backward_input(op, dinp, dout, weight, false);
-    gelu_backward(dinp, dinp, pre, stream);
+void matmul_backward_activation(Activation f, const ActivationGradient& d, Tensor dout, Tensor weight, Tensor pre,
+                                Stream stream) {
+    const char* op = "matmul_backward_activation";
+    check_activation_gradient(op, f, d, pre, DType::F32);
+    backward_input(op, d.dact, dout, weight, false);
+    activation_backward(f, d.dpre, d.act, d.dact, pre, stream);
+    if (d.dbias) sum_rows(d.dbias, d.dpre, d.accumulate);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream) {

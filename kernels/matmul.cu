@@ -1,13 +1,14 @@
-// Matmuls through cuBLASLt, summed in fp32 (never TF32), and the bias gradient by our own kernels. The handle, the
-// workspace and the plans belong to the stream (runtime/device/blas.h).
+// Matmuls through cuBLASLt or, on Hopper, kernels/gemm_hopper.h, summed in fp32 (never TF32), and the bias gradient by
+// our own kernels. The handle, the workspace and the plans belong to the stream (runtime/device/blas.h).
 #include "kernels/matmul.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/gelu.h"
+#include "kernels/gemm_hopper.h"
 #include "kernels/matmul_check.h"
 #include "runtime/device/blas.h"
 #include "runtime/timing.h"
@@ -52,11 +53,59 @@ Gemm make_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool transpo
     return {key, {out.data, a.data, b.data, accumulate ? out.data : nullptr, bias.data, aux.data}};
 }
 
-void run_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, Stream stream) {
-    GemmPlan& plan = blas_plan(op, key, operands, stream);
-    require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
+// The candidates to compute a GEMM and what follows it. The first is the default.
+struct Candidate {
+    GemmKernel kernel;
+    std::function<void()> run;
+};
+
+// Adds hopper_gemm() where it takes the GEMM. after() runs what it leaves to do.
+void add_hopper_candidates([[maybe_unused]] std::vector<Candidate>& candidates, [[maybe_unused]] const char* op,
+                           [[maybe_unused]] const Gemm& gemm, [[maybe_unused]] Stream stream,
+                           [[maybe_unused]] const std::function<void()>& after = {}) {
+#ifdef HAVE_SM90A
+    if (gemm.operands.alpha != 1 || !hopper_gemm_takes(gemm.key)) return;
+    for (const GemmKernel kernel : {GemmKernel::Hopper1, GemmKernel::Hopper2})
+        candidates.push_back({kernel, [=] {
+                                  hopper_gemm(op, gemm.key, gemm.operands, kernel == GemmKernel::Hopper1 ? 1 : 2,
+                                              stream);
+                                  if (after) after();
+                              }});
+#endif
+}
+
+// Runs the fastest candidate, which tuning finds; untuned, the stream's default kernel or else the first.
+void run_fastest(const char* op, GemmPlan& plan, const std::vector<Candidate>& candidates, Stream stream) {
+    const Blas& blas = blas_of(op, stream);
+    if (blas.tuning && !plan.compared && candidates.size() > 1) {
+        std::vector<std::function<void()>> work;
+        for (const Candidate& candidate : candidates) {
+            candidate.run();  // tunes the GEMMs in it
+            work.push_back(candidate.run);
+        }
+        const double milliseconds = timed_ms(work[0], 1, stream);
+        const std::vector<double> medians =
+            time_in_turns(work, stream, draws_full_power(milliseconds) ? LONG_SAMPLE_MS : SHORT_SAMPLE_MS);
+        const size_t best = fastest_of(medians);
+        plan.kernel = candidates[best].kernel, plan.milliseconds = medians[best];
+    }
+    if (blas.tuning) plan.compared = true;
+    const GemmKernel wanted = plan.compared ? plan.kernel : blas.default_kernel;
+    for (const Candidate& candidate : candidates)
+        if (candidate.kernel == wanted) return candidate.run();
+    candidates[0].run();
+}
+
+void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
+    GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
+    std::vector<Candidate> candidates;
+    if (plan.possible)
+        candidates.push_back({GemmKernel::Library, [&] { blas_multiply(op, gemm.key, plan, gemm.operands, stream); }});
+    add_hopper_candidates(candidates, op, gemm, stream);
+    const GemmKey& key = gemm.key;
+    require(!candidates.empty(), op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
             ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
-    blas_multiply(op, key, plan, operands, stream);
+    run_fastest(op, plan, candidates, stream);
 }
 
 // out = alpha·op(a)·op(b) (+ out if accumulate) (+ bias). The caller has checked shapes. bias is null or of a's dtype.
@@ -75,35 +124,16 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     Gemm gemm = make_gemm(out, a, b, transpose_a, transpose_b, accumulate,
                           bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, Tensor{});
     gemm.operands.alpha = alpha;
-    run_gemm(op, gemm.key, gemm.operands, stream);
+    run_gemm(op, gemm, stream);
 }
 
 // The library requires rows of aux to be multiples of 16 bytes. Where the rows of another matrix are not, it uses a
 // kernel that rounds the sum before it applies GELU. Its GELU is not exact to fp32, and it rejects empty operands.
-bool can_fuse_gelu(std::initializer_list<Tensor> matrices) {
+bool can_fuse(std::initializer_list<Tensor> matrices) {
     bool fusable = rows_aligned(matrices);
     for (const Tensor& t : matrices)
         fusable = fusable && t.dtype != DType::F32 && t.numel() > 0 && t.shape[1] * dtype_size(t.dtype) % 16 == 0;
     return fusable;
-}
-
-// A GEMM with GELU in its epilogue. Runs `unfused`, the same as two kernels, where the library has no such GEMM or
-// where tuning found it slower: for some shapes the library has only slow ones.
-template <typename Unfused>
-void multiply_fused(const char* op, const Gemm& gemm, Stream stream, Unfused unfused) {
-    GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
-    const auto fused = [&] { blas_multiply(op, gemm.key, plan, gemm.operands, stream); };
-    if (blas_of(op, stream).tuning && plan.possible && !plan.compared) {
-        unfused();  // tunes its GEMM
-        const std::vector<double> medians = time_in_turns({fused, unfused}, stream);
-        plan.possible = medians[1] >= GEMM_TUNING_MARGIN * medians[0];
-        plan.milliseconds = medians[plan.possible ? 0 : 1];
-        plan.compared = true;
-    }
-    if (plan.possible)
-        fused();
-    else
-        unfused();
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -179,6 +209,14 @@ __global__ void __launch_bounds__(SUM_WARPS* WARP)
     out[column] = accumulate ? out[column] + total : total;
 }
 
+void add_chunks(const char* op, const Tensor& out, const float* partial, int64_t chunks, bool accumulate,
+                Stream stream) {
+    const int64_t columns = out.shape[0];
+    add_chunks_kernel<<<unsigned(ceil_div(columns, WARP)), SUM_WARPS * WARP, 0, cuda_stream(stream)>>>(
+        out.as<float>(), partial, chunks, columns, accumulate);
+    check_launch(op, stream);
+}
+
 // The partial sums are in the library's workspace: the stream orders its uses.
 void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumulate, Stream stream) {
     const int64_t rows = inp.shape[0], columns = inp.shape[1];
@@ -201,11 +239,46 @@ void sum_rows(const char* op, const Tensor& out, const Tensor& inp, bool accumul
                         partial, inp.as<T>(), row_stride(inp), rows, columns, chunk);
                 check_launch(op, stream);
             }
-            add_chunks_kernel<<<unsigned(ceil_div(columns, WARP)), SUM_WARPS * WARP, 0, cuda_stream(stream)>>>(
-                out.as<float>(), partial, chunks, columns, accumulate);
-            check_launch(op, stream);
+            add_chunks(op, out, partial, chunks, accumulate, stream);
         });
     });
+}
+
+// A GEMM with an activation function, whose output has N columns. Without out the key is that of contiguous rows.
+Gemm gemm_with_activation(GemmEpilogue epilogue, const Tensor& out, int64_t N, const Tensor& a, const Tensor& b,
+                          bool transpose_b, const Tensor& bias, const Tensor& aux) {
+    Gemm gemm = make_gemm(out ? out : aux, a, b, false, transpose_b, false, epilogue, bias, aux);
+    gemm.key.N = N;
+    if (!out) gemm.key.ld_out = N, gemm.key.align_out = 16, gemm.operands.out = nullptr;
+    return gemm;
+}
+
+// Runs it with what `unfused` computes by two kernels. d: of a backward pass.
+void run_with_activation(const char* op, Gemm gemm, const std::function<void()>& unfused, const ActivationGradient& d,
+                         Stream stream) {
+    GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
+    const auto sum_dpre = [&] { sum_rows(op, d.dbias, d.dpre, d.accumulate, stream); };
+    std::vector<Candidate> candidates;
+    if (plan.possible)
+        candidates.push_back({GemmKernel::Library, [&] {
+                                  blas_multiply(op, gemm.key, plan, gemm.operands, stream);
+                                  if (d.dbias) sum_dpre();
+                              }});
+    candidates.push_back({GemmKernel::Separate, unfused});
+
+    // hopper_gemm() sums the columns of dpre over the rows of each tile.
+    const int64_t tiles = ceil_div(gemm.key.M, HOPPER_GEMM_ROWS);
+    float* const partial = static_cast<float*>(blas_of(op, stream).workspace);
+    const bool sums = d.dbias && gemm.key.epilogue != GemmEpilogue::SwigluBackward &&
+                      tiles * gemm.key.N * int64_t(sizeof(float)) <= int64_t(Blas::WORKSPACE_BYTES);
+    if (sums) gemm.operands.column_sums = partial;
+    std::function<void()> after;
+    if (sums)
+        after = [&] { add_chunks(op, d.dbias, partial, tiles, d.accumulate, stream); };
+    else if (d.dbias)
+        after = sum_dpre;
+    add_hopper_candidates(candidates, op, gemm, stream, after);
+    run_fastest(op, plan, candidates, stream);
 }
 
 // out has the inputs' dtype or is fp32.
@@ -272,7 +345,7 @@ void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool trans
     key.align_a = alignment(a), key.align_b = alignment(b);
     GemmOperands operands{out.data, a.data, b.data, beta != 0 ? add.data : nullptr};
     operands.alpha = alpha, operands.beta = beta;
-    run_gemm(op, key, operands, stream);
+    run_gemm(op, {key, operands}, stream);
 }
 
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
@@ -289,18 +362,22 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stre
     multiply(op, out, inp, weight, false, true, true, bias, stream);
 }
 
-void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
-    const char* op = "matmul_forward_gelu";
+void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
+                               Stream stream) {
+    const char* op = "matmul_forward_activation";
     const DType dtype = check_forward(op, inp, weight, bias);
-    check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
+    check_activation_output(op, f, out, pre, dtype);
     check_matrix(op, "pre", pre, inp.shape[0], weight.shape[0], Given::Required, dtype);
     const auto unfused = [&] {
         multiply(op, pre, inp, weight, false, true, false, bias, stream);
-        gelu_forward(out, pre, stream);
+        if (out) activation_forward(f, out, pre, stream);
     };
-    if (!can_fuse_gelu({out, pre, inp, weight})) return unfused();
-    const GemmEpilogue epilogue = bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu;
-    multiply_fused(op, make_gemm(out, inp, weight, false, true, false, epilogue, bias, pre), stream, unfused);
+    if (!can_fuse({out ? out : pre, pre, inp, weight})) return unfused();
+    const GemmEpilogue epilogue = f == Activation::GELU    ? (bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu)
+                                  : f == Activation::ReLU2 ? GemmEpilogue::Relu2
+                                                           : GemmEpilogue::Swiglu;
+    const int64_t I = pre.shape[1] / activation_inputs(f, 1);
+    run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, pre), unfused, {}, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream) {
@@ -309,17 +386,26 @@ void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
     multiply(op, dinp, dout, weight, false, false, accumulate, Tensor{}, stream);
 }
 
-void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream) {
-    const char* op = "matmul_backward_input_gelu";
-    const DType dtype = check_backward_input(op, dinp, dout, weight);
-    check_matrix(op, "pre", pre, dinp.shape[0], dinp.shape[1], Given::Required, dtype);
-    const auto unfused = [&] {
-        multiply(op, dinp, dout, weight, false, false, false, Tensor{}, stream);
-        gelu_backward(dinp, dinp, pre, stream);
+void matmul_backward_activation(Activation f, const ActivationGradient& d, Tensor dout, Tensor weight, Tensor pre,
+                                Stream stream) {
+    const char* op = "matmul_backward_activation";
+    const DType dtype = check_backward_input(op, d.dact, dout, weight);
+    check_activation_gradient(op, f, d, pre, dtype);
+    const auto sum_dpre = [&] {
+        if (d.dbias) sum_rows(op, d.dbias, d.dpre, d.accumulate, stream);
     };
-    if (!can_fuse_gelu({dinp, pre, dout, weight})) return unfused();
-    const GemmEpilogue epilogue = GemmEpilogue::GeluBackward;
-    multiply_fused(op, make_gemm(dinp, dout, weight, false, false, false, epilogue, Tensor{}, pre), stream, unfused);
+    const auto unfused = [&] {
+        multiply(op, d.dact, dout, weight, false, false, false, Tensor{}, stream);
+        activation_backward(f, d.dpre, d.act, d.dact, pre, stream);
+        sum_dpre();
+    };
+    if (!can_fuse({d.dpre, d.dact, pre, dout, weight})) return unfused();
+    const GemmEpilogue epilogue = f == Activation::GELU    ? GemmEpilogue::GeluBackward
+                                  : f == Activation::ReLU2 ? GemmEpilogue::Relu2Backward
+                                                           : GemmEpilogue::SwigluBackward;
+    Gemm gemm = gemm_with_activation(epilogue, d.dpre, d.dact.shape[1], dout, weight, false, Tensor{}, pre);
+    gemm.operands.act = d.act.data;
+    run_with_activation(op, gemm, unfused, d, stream);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {

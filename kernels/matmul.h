@@ -10,9 +10,9 @@
 // bf16 inputs. Sums are in fp32, never in TF32. Added to a bf16 dweight they are rounded to nearest, on Hopper before
 // and after the addition (docs/numerics.md).
 //
-// GPU: cuBLASLt, only with algorithms that give the same bits every time. The stream must come from
-// create_blas_stream() (runtime/device/blas_stream.h). CPU: oneDNN, or without it the blocked OpenMP GEMM of
-// kernels/cpu/gemm_blocked.cpp.
+// GPU: cuBLASLt, only with algorithms that give the same bits every time, or kernels/gemm_hopper.h where tuning found
+// it faster. The stream must come from create_blas_stream() (runtime/device/blas_stream.h). CPU: oneDNN, or without it
+// the blocked OpenMP GEMM of kernels/cpu/gemm_blocked.cpp.
 //
 // Throws Error on a wrong shape, dtype or inner stride, on a stream without a cuBLASLt handle, and if the library
 // fails.
@@ -20,6 +20,7 @@
 
 #include <string>
 
+#include "kernels/activation.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 
@@ -41,18 +42,30 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
 // The same, added to out.
 void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
 
-// A linear layer and GELU (kernels/gelu.h): pre = inp·weightᵀ + bias and out = gelu(pre). Both are stored, because the
-// backward pass needs pre. out, pre [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null. On a GPU, 16-bit GEMMs
-// whose rows are multiples of 16 bytes apply GELU in their epilogue, before rounding, unless tuning found two kernels
-// faster.
-void matmul_forward_gelu(Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias, Stream stream);
+// A linear layer and an activation function f: pre = inp·weightᵀ + bias and out = f(pre). Both are stored, because the
+// backward pass needs pre. f is GELU, ReLU² or SwiGLU. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out
+// [N, OC], for SwiGLU [N, OC/2]. Without GELU out may be null: only pre is computed, with the same bits.
+//
+// On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. ReLU² and
+// SwiGLU then have the bits of relu2_forward and swiglu_forward, GELU is applied before rounding.
+void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
+                               Stream stream);
 
 // dinp [N, C], overwritten, or added to if accumulate; dout [N, OC]; weight [OC, C].
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream);
 
-// The backward pass of a linear layer and of the GELU that produced its input: dinp = (dout·weight) ⊙ gelu'(pre).
-// dinp, pre [N, C]; dout [N, OC]; weight [OC, C].
-void matmul_backward_input_gelu(Tensor dinp, Tensor dout, Tensor weight, Tensor pre, Stream stream);
+// The backward pass of a linear layer and of the activation function f that produced its input:
+// dpre = f'(pre) of dact = dout·weight. The gradients of GELU, ReLU² and SwiGLU: kernels/gelu.h, relu2.h, swiglu.h.
+struct ActivationGradient {
+    Tensor dpre;  // [N, I]; for SwiGLU [N, 2·I], which may be the same memory as pre
+    Tensor dact;  // [N, I], overwritten; may be the same memory as dpre
+    Tensor act;  // only of SwiGLU: [N, I], receives the bits of swiglu_forward; or null. May be the same memory as dact
+    Tensor dbias;             // fp32 [columns of dpre], or null: dpre summed over the rows
+    bool accumulate = false;  // dbias is added to, else overwritten
+};
+// dout [N, OC]; weight [OC, I]; pre as dpre.
+void matmul_backward_activation(Activation f, const ActivationGradient& d, Tensor dout, Tensor weight, Tensor pre,
+                                Stream stream);
 
 // dweight [OC, C]; dbias [OC] or null; dout [N, OC]; inp [N, C]. Gradients are added to if accumulate, else
 // overwritten.
@@ -66,9 +79,9 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream str
 //
 // While tuning is on, each new GEMM (sizes, strides, dtypes, alignments, transposes, accumulate, epilogue) is timed at
 // its first call. Of the algorithms that the library proposes and that give the same bits twice, the one with the best
-// median of five interleaved samples is chosen. GEMMs with GELU are also compared with two kernels. This takes about
-// 0.05 s per GEMM and waits for the stream. It overwrites out and pre many times: after a call with `accumulate` they
-// are undefined.
+// median of interleaved samples is chosen. It is compared with kernels/gemm_hopper.h, and GEMMs with an activation
+// function with two kernels. This takes up to half a second per GEMM and waits for the stream. It overwrites results
+// many times: after a call with `accumulate` or whose result is in the place of an operand they are undefined.
 void matmul_tuning(bool on, Stream stream);
 
 // The table of chosen algorithms as text: the GPU and the library version, a line for each GEMM that was timed or

@@ -17,19 +17,36 @@ inline double timed_ms(const std::function<void()>& work, int runs, Stream strea
     return elapsed_ms(begin, end) / runs;
 }
 
-// Median milliseconds of each candidate, all of which must have run once before. Samples of about a millisecond are
-// interleaved, because GPU clocks drop as the chip warms up.
-inline std::vector<double> time_in_turns(const std::vector<std::function<void()>>& work, Stream stream) {
-    constexpr int SAMPLES = 5, MAX_RUNS = 20;
+// Lengths of a sample. A GPU that draws its full power lowers its clocks within some ten milliseconds, the more the
+// more energy a kernel takes. Only long samples see that, so only they rank kernels as training does.
+constexpr double SHORT_SAMPLE_MS = 1, LONG_SAMPLE_MS = 25;
+inline bool draws_full_power(double milliseconds) {
+    return milliseconds >= 0.05;
+}
+
+// Median milliseconds of each candidate, all of which must have run once before. Samples are interleaved.
+inline std::vector<double> time_in_turns(const std::vector<std::function<void()>>& work, Stream stream,
+                                         double sample_ms) {
+    const int num_samples = sample_ms > SHORT_SAMPLE_MS ? 3 : 5;
+    const double max_runs = 20 * sample_ms;
     std::vector<int> runs;
-    for (const auto& f : work) runs.push_back(int(std::clamp<double>(1 / timed_ms(f, 1, stream), 1, MAX_RUNS)));
+    for (const auto& f : work) runs.push_back(int(std::clamp<double>(sample_ms / timed_ms(f, 1, stream), 1, max_runs)));
     std::vector<std::vector<double>> samples(work.size());
-    for (int s = 0; s < SAMPLES; s++)
+    for (int s = 0; s < num_samples; s++)
         for (size_t i = 0; i < work.size(); i++) samples[i].push_back(timed_ms(work[i], runs[i], stream));
     std::vector<double> medians;
     for (std::vector<double>& of_one : samples) {
-        std::nth_element(of_one.begin(), of_one.begin() + SAMPLES / 2, of_one.end());
-        medians.push_back(of_one[SAMPLES / 2]);
+        std::nth_element(of_one.begin(), of_one.begin() + num_samples / 2, of_one.end());
+        medians.push_back(of_one[size_t(num_samples / 2)]);
     }
     return medians;
+}
+
+// The index of the fastest candidate. A later one replaces an earlier one only if it is faster by more than 1%: smaller
+// differences are noise.
+inline size_t fastest_of(const std::vector<double>& milliseconds) {
+    size_t best = 0;
+    for (size_t i = 1; i < milliseconds.size(); i++)
+        if (milliseconds[i] < 0.99 * milliseconds[best]) best = i;
+    return best;
 }

@@ -206,6 +206,8 @@ struct Shape {
     static constexpr int MB = BM / (PINGPONG ? 64 : 128);  // 64-row parts of a warpgroup's tile
     static constexpr int NT = BN / 8;
     static constexpr int READERS = PINGPONG ? 4 : 8;  // warps of a block that read a stage
+    // Registers of the consumers and of the producer's warpgroup: 64,512 in all, which the block was launched with.
+    static constexpr int CONSUMER_REGISTERS = BN == 192 ? 240 : 232, PRODUCER_REGISTERS = BN == 192 ? 24 : 40;
     struct Shared {
         Stage<BM, BN> stages[STAGES];
         alignas(SWIZZLE_ALIGNMENT) unsigned char out[8][2][16 * PANEL_ROW_BYTES];  // two panels for each warp
@@ -372,11 +374,11 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) persistent_kernel(const __gr
     const int warp = uniform(threadIdx.x / WARP), rank = S::CLUSTER > 1 ? cluster_rank() : 0;
     const Tiles tiles(p, int(blockIdx.x) / S::CLUSTER, int(gridDim.x) / S::CLUSTER);
     if (warp >= 8) {
-        setmaxnreg_dec<40>();
+        setmaxnreg_dec<S::PRODUCER_REGISTERS>();
         if (warp == 8 && lane_id() == 0) produce<S>(p, shared, tiles, rank);
         __syncwarp();
     } else {
-        setmaxnreg_inc<232>();
+        setmaxnreg_inc<S::CONSUMER_REGISTERS>();
         consume<S>(p, shared, tiles, rank, warp);
     }
     if constexpr (S::CLUSTER > 1) cluster_arrive(), cluster_wait();  // no block writes to one that has left
@@ -411,6 +413,7 @@ void persistent(const LinearArguments<bf16>& p, Stream stream) {
 using Cooperative = Shape<128, 256, false, 1, 4>;
 using CooperativeCluster = Shape<128, 256, false, 2, 4>;
 using PingPong = Shape<128, 128, true, 2, 6>;
+using WidePingPong = Shape<128, 192, true, 1, 4>;
 
 const std::vector<Rung<bf16>> RUNGS = {
     {"TMA, mma.sync", mma,
@@ -433,9 +436,13 @@ const std::vector<Rung<bf16>> RUNGS = {
     {"persistent, clusters of 2", persistent<CooperativeCluster>,
      "Two SMs share the tile of weight: each loads half and TMA writes it to both. L2 is read two thirds as often."},
     {"ping-pong", persistent<PingPong>,
-     "Each warpgroup has a tile of its own: one stores while the other multiplies. The tiles are smaller, so L2 is "
-     "read "
-     "more often: this pays where K is short and the tiles' ends weigh more."},
+     "Each warpgroup has a tile of its own: one stores while the other multiplies. The tiles are smaller, so shared "
+     "memory is the limit: a step reads 96 bytes of it a cycle and TMA writes 64, but it has 128."},
+    {"ping-pong, 192 columns", persistent<WidePingPong>,
+     "A tile of 128 x 192 sums takes 192 registers of a thread, the most that fit. A step reads 85 bytes a cycle and "
+     "TMA "
+     "writes 53. This is the main loop of kernels/gemm_hopper.cuh: it pays where K is short and where an activation "
+     "function follows, which one warpgroup computes while the other multiplies."},
     {"cuBLASLt", library<bf16>, "The library's fastest algorithm for this size."},
 };
 

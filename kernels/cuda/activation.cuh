@@ -4,16 +4,23 @@
 #include "kernels/activation.h"
 #include "kernels/cuda/cuda_common.cuh"
 
-// σ(x), σ(−x) = 1 − σ(x), and σ'(x) = σ(x)·σ(−x). With e = exp(−|x|) none of them cancels: they are 1/(1 + e),
-// e/(1 + e) and e/(1 + e)². T is the dtype that results are rounded to.
+// σ(x), σ(−x) = 1 − σ(x), and σ'(x) = σ(x)·σ(−x). T is the dtype that results are rounded to. For fp32, with
+// e = exp(−|x|), none of them cancels: they are 1/(1 + e), e/(1 + e) and e/(1 + e)². For 16 bits, 1 − σ(x) is exact to
+// 2^-24 of 1, which is enough: what is multiplied by it is added to σ(x) or to 1.
 struct Sigmoid {
     float value, complement, derivative;
 };
 
+// scale·x is the argument; scale is a constant, folded into that of exp.
 template <typename T>
-__device__ __forceinline__ Sigmoid sigmoid(float x) {
-    const float e = exp_for<T>(-fabsf(x)), r = reciprocal_for<T>(1 + e), er = e * r;
-    return {x < 0 ? er : r, x < 0 ? r : er, er * r};
+__device__ __forceinline__ Sigmoid sigmoid(float x, float scale = 1) {
+    if constexpr (std::is_same_v<T, float>) {
+        const float e = expf(-fabsf(scale * x)), r = 1 / (1 + e), er = e * r;
+        return {x < 0 ? er : r, x < 0 ? r : er, er * r};
+    }
+    // 2^24·σ(x), so that nothing is flushed to 0 before the last multiplication.
+    const float r = reciprocal_for<T>(0x1p-24f + exp2_for<T>(-1.44269504f * scale * x - 24)) * 0x1p-24f;
+    return {r, 1 - r, r - r * r};
 }
 
 // NaN stays NaN, which fmaxf(x, 0) would drop.

@@ -11,7 +11,7 @@ constexpr float CUBIC = 0.044715f, TWO_ROOT_2_OVER_PI = 1.5957691216057308f;
 // ½(1 + tanh u) is σ(2u).
 template <typename T>
 __device__ Sigmoid sigmoid_of_2u(float x) {
-    return sigmoid<T>(TWO_ROOT_2_OVER_PI * x * (1 + CUBIC * x * x));
+    return sigmoid<T>(x * (1 + CUBIC * x * x), TWO_ROOT_2_OVER_PI);
 }
 
 template <typename T>
@@ -23,7 +23,8 @@ template <typename T>
 struct GeluBackward {
     __device__ float operator()(float dout, float x) const {
         const Sigmoid s = sigmoid_of_2u<T>(x);
-        return dout * (s.value + x * s.derivative * (TWO_ROOT_2_OVER_PI * (1 + 3 * CUBIC * x * x)));
+        const float slope = TWO_ROOT_2_OVER_PI + 3 * CUBIC * TWO_ROOT_2_OVER_PI * x * x;  // of 2u
+        return dout * (s.value + x * s.derivative * slope);
     }
 };
 

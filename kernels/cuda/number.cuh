@@ -36,13 +36,24 @@ __device__ __forceinline__ float rounded_to(float x) {
     return as_float(from_float<T>(x));
 }
 
-// exp and 1/x. For fp32 results they are accurate to about one unit in the last place. For 16-bit results the special
-// function unit computes them: its error of two more units vanishes in the rounding.
+// exp, 2^x and 1/x. For fp32 results they are accurate to about one unit in the last place. For 16-bit results the
+// special function unit computes them: its error of two more units vanishes in the rounding. exp2_for and
+// reciprocal_for are then one instruction, to which what is below 2^-126 is 0.
 template <typename T>
 __device__ __forceinline__ float exp_for(float x) {
     return std::is_same_v<T, float> ? expf(x) : __expf(x);
 }
 template <typename T>
+__device__ __forceinline__ float exp2_for(float x) {
+    if constexpr (std::is_same_v<T, float>) return exp2f(x);
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+template <typename T>
 __device__ __forceinline__ float reciprocal_for(float x) {
-    return std::is_same_v<T, float> ? 1 / x : __fdividef(1, x);
+    if constexpr (std::is_same_v<T, float>) return 1 / x;
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

@@ -37,6 +37,16 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, int column, in
                  "r"(column), "r"(head), "r"(token), "r"(shared_address(panel))
                  : "memory");
 }
+// The same for results that are not read again soon: L2 evicts them before other data.
+__device__ __forceinline__ void tma_store_evict_first(const CUtensorMap* map, int column, int head, int token,
+                                                      const void* panel) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group.L2::cache_hint [%0, {%1, %2, %3}], [%4], %5;" ::"l"(map),
+        "r"(column), "r"(head), "r"(token), "r"(shared_address(panel)), "l"(policy)
+        : "memory");
+}
 // The thread's stores since its last commit form a group.
 __device__ __forceinline__ void tma_store_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -96,21 +106,25 @@ inline auto tensor_map_encoder() {
     return function;
 }
 
-// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens and 64 columns of one head.
+// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens and 64 columns of one head, or of 32 columns, whose
+// rows of 64 bytes are then swizzled in pairs (64-byte swizzle).
 template <typename T>
-CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows) {
+CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows,
+                            int columns = PANEL_COLUMNS) {
     const cuuint64_t shape[3] = {cuuint64_t(HS), cuuint64_t(heads), cuuint64_t(std::max<int64_t>(1, tokens))};
     // The stride of a dimension of length 1 is never used, but must be a multiple of 16 bytes.
     const auto bytes = [](int64_t stride, int64_t length) { return cuuint64_t(length > 1 ? stride * 2 : 16); };
     const cuuint64_t strides[2] = {bytes(x.head_stride, heads), bytes(x.token_stride, tokens)};
-    const cuuint32_t box[3] = {PANEL_COLUMNS, 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
+    const cuuint32_t box[3] = {cuuint32_t(columns), 1, cuuint32_t(rows)}, steps[3] = {1, 1, 1};
     constexpr CUtensorMapDataType type = std::is_same_v<std::remove_const_t<T>, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    const CUtensorMapSwizzle swizzle =
+        columns == PANEL_COLUMNS ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
     CUtensorMap map;
     void* const data = const_cast<std::remove_const_t<T>*>(x.data);
-    const CUresult result = tensor_map_encoder()(&map, type, 3, data, shape, strides, box, steps,
-                                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        tensor_map_encoder()(&map, type, 3, data, shape, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     require(result == CUDA_SUCCESS, op, ": no tensor map for ", tokens, " tokens of ", heads, " heads of ", HS,
             " columns (CUDA driver error ", int(result), ")");
     return map;

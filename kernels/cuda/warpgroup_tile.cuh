@@ -18,16 +18,20 @@ __device__ __forceinline__ void round_to_A(uint32_t (&a)[NT / 2][4], const float
     }
 }
 
-// Stores the rounded accumulators of a warp to its 16 rows of a tile of ROWS rows [stmatrix].
+// Four 8×8 matrices of 16-bit elements; `address` is that of row lane % 8 of matrix lane / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// Stores the rounded accumulators of a warp to its 16 rows of a tile of ROWS rows.
 template <int ROWS, int K>
 __device__ __forceinline__ void store_rounded(unsigned char* tile, int first_row, const uint32_t (&a)[K][4]) {
     const int lane = lane_id(), row = first_row + lane % 16;
 #pragma unroll
     for (int k = 0; k < K; k++)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         shared_address(tile + swizzled_offset<ROWS>(row, k * 16 + lane / 16 * 8))),
-                     "r"(a[k][0]), "r"(a[k][1]), "r"(a[k][2]), "r"(a[k][3])
-                     : "memory");
+        stmatrix_x4(shared_address(tile + swizzled_offset<ROWS>(row, k * 16 + lane / 16 * 8)), a[k]);
 }
 
 // Where a warp stores 16 rows of one head in global memory.

@@ -85,8 +85,8 @@ __device__ __forceinline__ uint32_t mn_major_step(int k) {
 #define WGMMA_ACCUMULATORS_32(c) WGMMA_16(c, 0)
 #define WGMMA_ACCUMULATORS_64(c) WGMMA_16(c, 0), WGMMA_16(c, 4)
 #define WGMMA_ACCUMULATORS_128(c) WGMMA_16(c, 0), WGMMA_16(c, 4), WGMMA_16(c, 8), WGMMA_16(c, 12)
-#define WGMMA_ACCUMULATORS_256(c) \
-    WGMMA_ACCUMULATORS_128(c), WGMMA_16(c, 16), WGMMA_16(c, 20), WGMMA_16(c, 24), WGMMA_16(c, 28)
+#define WGMMA_ACCUMULATORS_192(c) WGMMA_ACCUMULATORS_128(c), WGMMA_16(c, 16), WGMMA_16(c, 20)
+#define WGMMA_ACCUMULATORS_256(c) WGMMA_ACCUMULATORS_192(c), WGMMA_16(c, 24), WGMMA_16(c, 28)
 #define WGMMA_FIRST_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define WGMMA_FIRST_32 WGMMA_FIRST_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_OPERANDS_32 "{" WGMMA_FIRST_16 "}, "
@@ -96,11 +96,15 @@ __device__ __forceinline__ uint32_t mn_major_step(int k) {
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56," \
     "%57,%58,%59,%60,%61,%62,%63"
 #define WGMMA_OPERANDS_128 "{" WGMMA_FIRST_64 "}, "
-#define WGMMA_OPERANDS_256                                                                                     \
-    "{" WGMMA_FIRST_64                                                                                         \
-    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,"    \
-    "%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
-    "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
+#define WGMMA_FIRST_96                                                                                  \
+    WGMMA_FIRST_64                                                                                      \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87," \
+    "%88,%89,%90,%91,%92,%93,%94,%95"
+#define WGMMA_OPERANDS_192 "{" WGMMA_FIRST_96 "}, "
+#define WGMMA_OPERANDS_256                                                                                  \
+    "{" WGMMA_FIRST_96                                                                                      \
+    ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116" \
+    ",%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
 #define WGMMA(N, TYPE, SETUP, LEFT, RIGHT, HIGH, ADD, TRANSPOSED, ...)                                                \
     asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\nsetp.ne.b32 add, %" #ADD ", 0;\n" SETUP "mov.b64 b, {%" #RIGHT \
                  ", %" #HIGH                                                                                          \
@@ -112,7 +116,7 @@ __device__ __forceinline__ uint32_t mn_major_step(int k) {
 
 template <typename T, bool A_MN_MAJOR, bool B_MN_MAJOR, int NT>
 __device__ __forceinline__ void wgmma_k16(float (&c)[NT][4], uint32_t a, uint32_t b, bool add) {
-    static_assert(NT == 4 || NT == 8 || NT == 16 || NT == 32);
+    static_assert(NT == 4 || NT == 8 || NT == 16 || NT == 24 || NT == 32);
     constexpr bool BF16 = std::is_same_v<T, bf16>;
 #define WGMMA_A(N, TYPE, A, A_T, B, HIGH, ADD, B_T)                                                       \
     WGMMA(N, TYPE, "mov.b64 a, {%" #A ", %" #HIGH "};\n", "a", B, HIGH, ADD, "%" #A_T ", %" #B_T, "r"(a), \
@@ -123,6 +127,8 @@ __device__ __forceinline__ void wgmma_k16(float (&c)[NT][4], uint32_t a, uint32_
     if constexpr (NT == 8 && !BF16) WGMMA_A(64, "f16", 32, 33, 34, 35, 36, 37);
     if constexpr (NT == 16 && BF16) WGMMA_A(128, "bf16", 64, 65, 66, 67, 68, 69);
     if constexpr (NT == 16 && !BF16) WGMMA_A(128, "f16", 64, 65, 66, 67, 68, 69);
+    if constexpr (NT == 24 && BF16) WGMMA_A(192, "bf16", 96, 97, 98, 99, 100, 101);
+    if constexpr (NT == 24 && !BF16) WGMMA_A(192, "f16", 96, 97, 98, 99, 100, 101);
     if constexpr (NT == 32 && BF16) WGMMA_A(256, "bf16", 128, 129, 130, 131, 132, 133);
     if constexpr (NT == 32 && !BF16) WGMMA_A(256, "f16", 128, 129, 130, 131, 132, 133);
 #undef WGMMA_A
@@ -142,13 +148,16 @@ __device__ __forceinline__ void wgmma_k16(float (&c)[NT][4], const uint32_t (&a)
 
 #undef WGMMA
 #undef WGMMA_OPERANDS_256
+#undef WGMMA_OPERANDS_192
 #undef WGMMA_OPERANDS_128
 #undef WGMMA_OPERANDS_64
 #undef WGMMA_OPERANDS_32
+#undef WGMMA_FIRST_96
 #undef WGMMA_FIRST_64
 #undef WGMMA_FIRST_32
 #undef WGMMA_FIRST_16
 #undef WGMMA_ACCUMULATORS_256
+#undef WGMMA_ACCUMULATORS_192
 #undef WGMMA_ACCUMULATORS_128
 #undef WGMMA_ACCUMULATORS_64
 #undef WGMMA_ACCUMULATORS_32

@@ -5,12 +5,10 @@
 
 #include <algorithm>
 
+#include "kernels/activation_functions.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/cpu/cpu_tile.h"
-#include "kernels/gelu.h"
 #include "kernels/generation/linear_check.h"
-#include "kernels/relu2.h"
-#include "kernels/swiglu.h"
 
 namespace {
 
@@ -139,14 +137,5 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
     const Tensor y = activation == Activation::None ? out : linear_pre_activation(scratch, z, inp);
     gemm(y, x, weight, bias, residual);  // check_linear: there is no residual where an activation follows
-    switch (activation) {
-        case Activation::None:
-            return;
-        case Activation::GELU:
-            return gelu_forward(out, y, stream);
-        case Activation::ReLU2:
-            return relu2_forward(out, y, stream);
-        case Activation::SwiGLU:
-            return swiglu_forward(out, y, stream);
-    }
+    if (activation != Activation::None) activation_forward(activation, out, y, stream);
 }

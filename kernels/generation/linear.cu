@@ -3,12 +3,9 @@
 // an activation one after the other.
 #include "kernels/generation/linear.h"
 
-#include "kernels/gelu.h"
 #include "kernels/generation/linear.cuh"
 #include "kernels/generation/linear_check.h"
 #include "kernels/matmul.h"
-#include "kernels/relu2.h"
-#include "kernels/swiglu.h"
 
 namespace {
 
@@ -60,25 +57,16 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
     });
     if (done) return;
     const Tensor x = norm.weight ? linear_normed(scratch, z, inp, norm, stream) : inp;
-    const Tensor y = linear_pre_activation(scratch, z, inp);
-    switch (activation) {
-        case Activation::None:
-            if (!residual) return matmul_forward(out, x, weight, bias, stream);
-            if (residual.data != out.data) {
-                const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
-                cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
-                                             size_t(row_stride(residual)) * item, width, size_t(z.N),
-                                             cudaMemcpyDeviceToDevice, cuda_stream(stream)),
-                           op);
-            }
-            return matmul_forward_add(out, x, weight, bias, stream);
-        case Activation::GELU:
-            return matmul_forward_gelu(out, y, x, weight, bias, stream);
-        case Activation::ReLU2:
-            matmul_forward(y, x, weight, bias, stream);
-            return relu2_forward(out, y, stream);
-        case Activation::SwiGLU:
-            matmul_forward(y, x, weight, bias, stream);
-            return swiglu_forward(out, y, stream);
+    if (activation != Activation::None)
+        return matmul_forward_activation(activation, out, linear_pre_activation(scratch, z, inp), x, weight, bias,
+                                         stream);
+    if (!residual) return matmul_forward(out, x, weight, bias, stream);
+    if (residual.data != out.data) {
+        const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
+        cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
+                                     size_t(row_stride(residual)) * item, width, size_t(z.N), cudaMemcpyDeviceToDevice,
+                                     cuda_stream(stream)),
+                   op);
     }
+    matmul_forward_add(out, x, weight, bias, stream);
 }

@@ -94,8 +94,9 @@ cublasLtEpilogue_t library_epilogue(GemmEpilogue epilogue) {
             return CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
         case GemmEpilogue::GeluBackward:
             return CUBLASLT_EPILOGUE_DGELU;
+        default:
+            throw Error("library_epilogue: the library has no such epilogue");
     }
-    throw Error("library_epilogue: not an epilogue");
 }
 
 // The descriptors of a GEMM, without an algorithm.
@@ -215,9 +216,10 @@ unsigned long long hash_result(const Blas& blas, const char* op, const GemmKey& 
 }
 
 // Puts the fastest algorithm into the plan and overwrites out. Between runs the inputs stay in the L2 cache as far as
-// they fit, as they do in training.
+// they fit, as they do in training. The first, short samples choose a few algorithms, long ones among these.
 void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, const GemmOperands& p, Stream stream) {
     constexpr double TOO_SLOW = 1.25;  // times the fastest single run: not timed further
+    constexpr size_t FINALISTS = 4;
     cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
     const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
     std::vector<GemmPlan> deterministic;
@@ -242,15 +244,32 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
     const auto too_slow = [&](const GemmPlan& tried) { return tried.milliseconds > TOO_SLOW * fastest; };
     deterministic.erase(std::remove_if(deterministic.begin(), deterministic.end(), too_slow), deterministic.end());
 
-    std::vector<std::function<void()>> work;
-    for (GemmPlan& candidate : deterministic)
-        work.push_back([&] { require_success(op, key, launch(blas, candidate, p, key.accumulate, stream)); });
-    const std::vector<double> medians = time_in_turns(work, stream);
-    size_t best = 0;
-    for (size_t i = 1; i < deterministic.size(); i++)
-        if (medians[i] < GEMM_TUNING_MARGIN * medians[best]) best = i;
+    const auto times = [&](double sample_ms) {
+        std::vector<std::function<void()>> work;
+        for (GemmPlan& candidate : deterministic)
+            work.push_back([&] { require_success(op, key, launch(blas, candidate, p, key.accumulate, stream)); });
+        return time_in_turns(work, stream, sample_ms);
+    };
+    const std::vector<double> cool = times(SHORT_SAMPLE_MS);
+    for (size_t i = 0; i < deterministic.size(); i++) deterministic[i].milliseconds = cool[i];
+    std::stable_sort(deterministic.begin(), deterministic.end(),
+                     [](const GemmPlan& x, const GemmPlan& y) { return x.milliseconds < y.milliseconds; });
+    deterministic.resize(std::min<size_t>(deterministic.size(), FINALISTS));
+    const std::vector<double> medians =
+        draws_full_power(deterministic[0].milliseconds) ? times(LONG_SAMPLE_MS) : times(SHORT_SAMPLE_MS);
+    const size_t best = fastest_of(medians);
     plan.algorithm = deterministic[best].algorithm;
     plan.milliseconds = medians[best];
+}
+
+// A plan with the algorithm that the heuristic ranks first.
+GemmPlan make_plan(const Blas& blas, const char* op, const GemmKey& key) {
+    if (!library_has(key.epilogue)) return {};
+    GemmPlan plan = describe(blas, op, key);
+    cublasLtMatmulHeuristicResult_t first{};
+    plan.possible = candidates(blas, op, key, plan, 1, &first) > 0;
+    plan.algorithm = first.algo;
+    return plan;
 }
 
 }  // namespace
@@ -258,17 +277,12 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
 GemmPlan& blas_plan(const char* op, const GemmKey& key, const GemmOperands& p, Stream stream) {
     Blas& blas = blas_of(op, stream);
     auto found = blas.plans.find(key);
-    if (found == blas.plans.end()) {
-        GemmPlan plan = describe(blas, op, key);
-        cublasLtMatmulHeuristicResult_t first{};
-        plan.possible = candidates(blas, op, key, plan, 1, &first) > 0;
-        plan.algorithm = first.algo;
-        found = blas.plans.emplace(key, plan).first;
-    }
+    if (found == blas.plans.end()) found = blas.plans.emplace(key, make_plan(blas, op, key)).first;
     GemmPlan& plan = found->second;
     plan.used = true;
+    if (!plan.possible) return plan;
     set_pointers(plan, op, p);
-    if (blas.tuning && plan.possible && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
+    if (blas.tuning && plan.milliseconds < 0) tune(blas, op, key, plan, p, stream);
     return plan;
 }
 
@@ -287,9 +301,11 @@ namespace {
 constexpr const char* LEGEND =
     "# M N K, ld of out a b aux, dtype (fp8: of a and of b, fast accumulation), out's, transposes, accumulate, "
     "epilogue, alignment of out a b bias aux, algorithm, ms, batch if not 1";
-constexpr std::array<const char*, 5> EPILOGUES = {"none", "bias", "gelu", "gelu_bias", "gelu_backward"};
+constexpr std::array<const char*, 9> EPILOGUES = {
+    "none", "bias", "gelu", "gelu_bias", "gelu_backward", "relu2", "relu2_backward", "swiglu", "swiglu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
-constexpr const char* APART = "apart";  // instead of an algorithm: GEMM and activation are faster as two kernels
+constexpr std::array<const char*, 4> KERNELS = {"library", "separate", "hopper_1",
+                                                "hopper_2"};  // instead of an algorithm
 constexpr const char* HEX = "0123456789abcdef";
 
 std::string hex(const void* data, size_t bytes) {
@@ -316,9 +332,15 @@ std::string checksum(const std::string& text) {
     return str("checksum ", std::hex, hash);
 }
 
-// The GPU and the library version, for which alone the timings hold: the first line of the table.
+// The GPU, the library version and the kernels of our own, for which alone the timings hold: the first line of the
+// table. The number counts the versions of hopper_gemm() that differ in speed.
 std::string timed_with() {
-    return device_name() + " " + blas_version();
+#ifdef HAVE_SM90A
+    const char* own = ", hopper_gemm 1";
+#else
+    const char* own = "";
+#endif
+    return device_name() + " " + blas_version() + own;
 }
 
 // "bf16", "e4m3,e5m2" or "e4m3,e4m3,fast".
@@ -343,8 +365,10 @@ std::string line_of(const GemmKey& k, const GemmPlan& plan) {
     return str(k.M, ' ', k.N, ' ', k.K, ' ', k.ld_out, ' ', k.ld_a, ' ', k.ld_b, ' ', k.ld_aux, ' ', operands_name(k),
                ' ', dtype_name(k.out_dtype), ' ', "NT"[k.transpose_a], "NT"[k.transpose_b], ' ', k.accumulate, ' ',
                EPILOGUES[size_t(k.epilogue)], ' ', k.align_out, ' ', k.align_a, ' ', k.align_b, ' ', k.align_bias, ' ',
-               k.align_aux, ' ', plan.possible ? hex(&plan.algorithm, sizeof(plan.algorithm)) : APART, ' ',
-               plan.milliseconds, k.batch > 1 ? str(' ', k.batch) : "");
+               k.align_aux, ' ',
+               plan.kernel == GemmKernel::Library ? hex(&plan.algorithm, sizeof(plan.algorithm))
+                                                  : std::string(KERNELS[size_t(plan.kernel)]),
+               ' ', plan.milliseconds, k.batch > 1 ? str(' ', k.batch) : "");
 }
 
 bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
@@ -368,9 +392,11 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
         return false;
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
     k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
-    plan.possible = bytes != APART;
+    const auto found_kernel = std::find(KERNELS.begin() + 1, KERNELS.end(), bytes);
+    plan.kernel = found_kernel == KERNELS.end() ? GemmKernel::Library : GemmKernel(found_kernel - KERNELS.begin());
     return parse_operands(dtype, k) && parse_dtype(out_dtype, k.out_dtype) &&
-           (!plan.possible || parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm)));
+           (plan.kernel != GemmKernel::Library ||
+            (library_has(k.epilogue) && parse_hex(bytes, &plan.algorithm, sizeof(plan.algorithm))));
 }
 
 }  // namespace
@@ -404,15 +430,16 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
         GemmKey key;
         GemmPlan listed;
         require(parse_line(line, key, listed), op, damaged);
-        GemmPlan plan = describe(blas, op, key);
-        plan.possible = listed.possible, plan.algorithm = listed.algorithm, plan.milliseconds = listed.milliseconds;
-        plan.compared = true;
+        GemmPlan plan = make_plan(blas, op, key);
+        plan.kernel = listed.kernel, plan.milliseconds = listed.milliseconds, plan.compared = true;
         cublasLtMatmulHeuristicResult_t result{};
-        if (plan.possible)
+        if (plan.kernel == GemmKernel::Library) {
+            plan.algorithm = listed.algorithm;
             require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
                                             &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
                         result.workspaceSize <= Blas::WORKSPACE_BYTES,
                     op, damaged);
+        }
         adopted[key] = plan;
     }
     for (const auto& [key, plan] : adopted) {

@@ -5,7 +5,8 @@
 // A GemmKey describes a GEMM: sizes, strides, dtypes, alignments and epilogue. Each key has one GemmPlan: the library's
 // descriptors and the algorithm. The algorithm is the first that the library's heuristic proposes, the fastest of those
 // that were timed (tuning), or one from a table of earlier timings (blas_choices, blas_use_choices). Only algorithms
-// that give the same bits every time and sum in fp32 are allowed.
+// that give the same bits every time and sum in fp32 are allowed. The plan also says which kernel
+// computes the GEMM (GemmKernel), the library's or another one; kernels/matmul.cu compares and runs them.
 #pragma once
 
 #include <cublasLt.h>
@@ -24,7 +25,16 @@ enum class GemmEpilogue : uint8_t {
     Gelu,          // aux = op(a)·op(b), out = gelu(aux)
     GeluBias,      // aux = op(a)·op(b) + bias[column], out = gelu(aux)
     GeluBackward,  // out = op(a)·op(b) ⊙ gelu'(aux)
+    // Those that only kernels/gemm_hopper.h has. A bias is added if there is one. Relu2 and Swiglu may have no out.
+    Relu2,           // aux = op(a)·op(b), out = relu2(aux)
+    Relu2Backward,   // out = op(a)·op(b) ⊙ relu2'(aux)
+    Swiglu,          // aux [M, 2·N] = op(a)·op(b) with op(b) [K, 2·N], out = swiglu(aux)
+    SwigluBackward,  // out [M, 2·N] = the gradient of aux [M, 2·N], from op(a)·op(b), that of swiglu(aux)
 };
+// The epilogues in the library, which come first.
+constexpr bool library_has(GemmEpilogue epilogue) {
+    return epilogue <= GemmEpilogue::GeluBackward;
+}
 
 // out [M, N] = op(a)·op(b), row-major, of each matrix of the batch. ld_*: row strides in elements. In a batch matrices
 // are contiguous, one after the other.
@@ -48,26 +58,38 @@ struct GemmOperands {
     void* aux = nullptr;
     float alpha = 1, beta = 1;
     const float *inverse_scale_a = nullptr, *inverse_scale_b = nullptr;  // fp8: factors of a and b, on the device
+    // What else hopper_gemm() computes, or null. column_sums [ceil(M / HOPPER_GEMM_ROWS), N], with the gradients of
+    // GELU and ReLU²: out summed over the rows of each tile. act [M, N], contiguous, with the gradient of SwiGLU:
+    // swiglu(aux).
+    float* column_sums = nullptr;
+    void* act = nullptr;
+};
+
+// What computes a GEMM with its epilogue.
+enum class GemmKernel : uint8_t {
+    Library,
+    Separate,  // two kernels: a GEMM, and what follows it
+    Hopper1,   // hopper_gemm() with clusters of one block
+    Hopper2,   // and of two
 };
 
 struct GemmPlan {
     cublasLtMatmulDescOpaque_t desc = {};
     cublasLtMatrixLayoutOpaque_t a = {}, b = {}, out = {};
     cublasLtMatmulAlgo_t algorithm = {};
-    bool possible = false;     // false: the library has no algorithm, or GEMM and activation are faster as two kernels
-    bool compared = false;     // with GEMM and activation as two kernels
-    bool used = false;         // by a GEMM of this process, not only listed in a table
-    double milliseconds = -1;  // measured; negative: not timed, the heuristic's choice
+    bool possible = false;                    // false: the library has no algorithm
+    bool compared = false;                    // with the other kernels
+    GemmKernel kernel = GemmKernel::Library;  // the fastest, if compared
+    bool used = false;                        // by a GEMM of this process, not only listed in a table
+    double milliseconds = -1;                 // measured; negative: not timed, the heuristic's choice
 };
-
-// A later candidate replaces an earlier one only if it is faster by more than 1%. Smaller differences are noise.
-constexpr double GEMM_TUNING_MARGIN = 0.99;
 
 struct Blas : StreamLibrary {
     cublasLtHandle_t handle = nullptr;
     void* workspace = nullptr;                           // 256-byte aligned
     static constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what cuBLAS itself allocates on Hopper
     bool tuning = false;                                 // time the algorithms of each key that is not timed yet
+    GemmKernel default_kernel = GemmKernel::Library;     // of keys that are not compared, if they have it
     std::map<GemmKey, GemmPlan> plans;
 
     Blas();

@@ -1,0 +1,218 @@
+// The main loop of the GEMMs on Hopper: out [M, N] = a [M, K]·op(b), bf16, summed in fp32. b is [N, K] or [K, N].
+//
+// A persistent, warp-specialised kernel in ping-pong. A producer warp loads stages of 64 columns of K by TMA; two
+// consumer warpgroups take alternate tiles of 128 x 192 sums, so that one rounds and stores its tile while the other
+// multiplies. (dev/ladder/gemm_hopper.cu leads here step by step.)
+//
+//   tile                 128 x 192 sums, 192 a thread
+//   stages               4 of 40 KiB: a 128 x 64, b 192 x 64 or 64 x 192
+//   registers            168 at launch; consumers 240, producer 24 (setmaxnreg)
+//   shared memory        up to 230,528 bytes: stages 163,840, panels of out 49,152 or 65,536, column sums 6,144
+//   blocks per SM        1 of 384 threads
+//
+// Why 192 columns: a wgmma of 64 x N x 16 takes N/2 cycles and reads 2 KiB of a and 32·N bytes of b from shared memory,
+// whose bandwidth is 128 bytes a cycle, while TMA writes (128 + N)·128 bytes in 4·N cycles. With N = 128 that is 96 +
+// 64 bytes a cycle, with N = 192 85 + 53; 192 sums are the most that fit into a thread's registers.
+//
+// GPT-2 124M, fc forward: [65536, 768]·[3072, 768]ᵀ is 512 x 16 tiles of 12 steps, 62 for each of an H100's 132 blocks.
+#pragma once
+
+#include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/warpgroup_tile.cuh"
+#include "kernels/gemm_hopper.h"
+
+namespace hopper_gemm_kernel {
+
+constexpr int BM = int(HOPPER_GEMM_ROWS), BN = 192, BK = PANEL_COLUMNS, STAGES = 4;
+constexpr int MB = BM / 64, NT = BN / 8;  // a thread's sums: c[MB][NT][4]
+constexpr int WARPGROUPS = 2, WARPS = 4 * WARPGROUPS, THREADS = (WARPGROUPS + 1) * WARPGROUP;
+
+struct Arguments {
+    CUtensorMap a, b[2], out[2], aux[2];  // [1]: the second half of SwiGLU's matrices
+    CUtensorMap act;
+    const bf16* bias;
+    float* column_sums;
+    bool stores_out;
+    int M, N;
+    int rows, columns, group;  // tiles of clusters
+    int steps;
+};
+
+// A warp's part of a tile of out.
+struct Position {
+    const Arguments& p;
+    int tile_row, column;  // column: the first of the tile
+    int warp;
+    int earlier_tiles;  // of the warpgroup
+    __device__ __forceinline__ int row(int m) const { return tile_row * BM + m * 64 + warp % 4 * 16; }
+};
+
+// What follows a multiplication decides how b is read and what else is in shared memory.
+template <int CLUSTER_, bool B_MN_MAJOR_, typename Epilogue_>
+struct Kernel {
+    static constexpr int CLUSTER = CLUSTER_;
+    static constexpr bool B_MN_MAJOR = B_MN_MAJOR_;  // b is [K, N]
+    using Epilogue = Epilogue_;
+    struct Stage {
+        alignas(SWIZZLE_ALIGNMENT) unsigned char a[BM * PANEL_ROW_BYTES], b[BN * PANEL_ROW_BYTES];
+    };
+    struct Shared {
+        Stage stages[STAGES];
+        typename Epilogue::Shared epilogue;
+        MbarrierRing<STAGES> ring;
+    };
+};
+
+// The tiles of a cluster, one after the other. They are numbered in groups of `group` rows, column by column: clusters
+// that run at the same time then share rows of a and of b in L2.
+class Tiles {
+  public:
+    __device__ __forceinline__ Tiles(const Arguments& p, int cluster, int clusters)
+        : p_(p), clusters_(clusters), at_(cluster) {}
+    __device__ __forceinline__ bool next(int& row, int& column) {
+        if (at_ >= p_.rows * p_.columns) return false;
+        const int in_group = p_.group * p_.columns, first = at_ / in_group * p_.group;
+        const int height = min(p_.group, p_.rows - first), rest = at_ % in_group;
+        row = first + rest % height, column = rest / height;
+        at_ += clusters_;
+        return true;
+    }
+
+  private:
+    const Arguments& p_;
+    const int clusters_;
+    int at_;
+};
+
+// A block loads its own tile of a and its part of the tile of b, which TMA writes to all blocks of the cluster.
+template <typename K>
+__device__ __forceinline__ void load_b(const Arguments& p, typename K::Stage& stage, int step, int column, int rank,
+                                       Mbarrier* full) {
+    const auto load = [&](int row, const CUtensorMap& map, int map_column, int map_row) {
+        unsigned char* const to = stage.b + row * PANEL_ROW_BYTES;
+        if constexpr (K::CLUSTER > 1)
+            tma_load_multicast(to, &map, map_column, 0, map_row, full, (1 << K::CLUSTER) - 1);
+        else
+            tma_load(to, &map, map_column, 0, map_row, full);
+    };
+    if constexpr (K::B_MN_MAJOR) {
+        constexpr int PART = BK / K::CLUSTER;
+#pragma unroll
+        for (int q = 0; q < BN / PANEL_COLUMNS; q++)
+            load(q * BK + rank * PART, p.b[0], column * BN + q * PANEL_COLUMNS, step * BK + rank * PART);
+    } else if constexpr (K::Epilogue::GATED) {  // half of the tile's columns are gates, half ups
+        for (int half = rank; half < 2; half += K::CLUSTER) load(half * BN / 2, p.b[half], step * BK, column * BN / 2);
+    } else {
+        constexpr int PART = BN / K::CLUSTER;
+        load(rank * PART, p.b[0], step * BK, column * BN + rank * PART);
+    }
+}
+
+template <typename K>
+__device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& shared, Tiles tiles, int rank) {
+    RingPosition<STAGES> at;
+    for (int row, column; tiles.next(row, column);)
+        for (int step = 0; step < p.steps; step++, at.advance()) {
+            shared.ring.wait_empty(at);
+            Mbarrier* const full = &shared.ring.full[at.stage];
+            typename K::Stage& stage = shared.stages[at.stage];
+            mbarrier_arrive_expect_tx(full, sizeof(stage.a) + sizeof(stage.b));
+            tma_load(stage.a, &p.a, step * BK, 0, (row * K::CLUSTER + rank) * BM, full);
+            load_b<K>(p, stage, step, column, rank, full);
+        }
+}
+
+// A warp has read a stage: it arrives at the barriers of all blocks that write to it.
+template <typename K>
+__device__ __forceinline__ void release(typename K::Shared& shared, RingPosition<STAGES> at) {
+    if constexpr (K::CLUSTER == 1) {
+        shared.ring.release(at);
+    } else {
+        __syncwarp();
+        if (lane_id() < K::CLUSTER) mbarrier_arrive_cluster(map_shared_rank(&shared.ring.empty[at.stage], lane_id()));
+    }
+}
+
+// c = a·op(b) for a tile. issued() is called once all wgmma instructions are issued.
+template <typename K, typename Issued>
+__device__ __forceinline__ void multiply(float (&c)[MB][NT][4], typename K::Shared& shared, RingPosition<STAGES>& at,
+                                         int steps, Issued issued) {
+    RingPosition<STAGES> previous;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        shared.ring.wait_full(at);
+        const typename K::Stage& stage = shared.stages[at.stage];
+        const uint32_t a = shared_address(stage.a), b_address = shared_address(stage.b);
+        const uint32_t b = K::B_MN_MAJOR ? mn_major_descriptor<BK>(b_address) : k_major_descriptor(b_address);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < BK / 16; k++)
+#pragma unroll
+            for (int m = 0; m < MB; m++)
+                wgmma_k16<bf16, false, K::B_MN_MAJOR>(
+                    c[m], k_major_descriptor(a + m * 64 * PANEL_ROW_BYTES) + k_major_step<BM>(k),
+                    b + (K::B_MN_MAJOR ? mn_major_step(k) : k_major_step<BN>(k)), step > 0 || k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (step > 0) release<K>(shared, previous);
+        previous = at;
+        at.advance();
+    }
+    issued();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int m = 0; m < MB; m++) pin_registers(c[m]);
+    release<K>(shared, previous);
+}
+
+// The warpgroups take alternate tiles: one multiplies while the other stores.
+template <typename K>
+__device__ __forceinline__ void consume(const Arguments& p, typename K::Shared& shared, Tiles tiles, int rank,
+                                        int warp) {
+    const int warpgroup = warp / 4;
+    const auto admit_other = [&] { named_barrier_arrive(2 - warpgroup, 2 * WARPGROUP); };
+    if (warpgroup == 1) admit_other();
+    RingPosition<STAGES> at;
+    float c[MB][NT][4];
+    int number = 0;
+    for (int row, column; tiles.next(row, column); number++) {
+        if (number % WARPGROUPS == warpgroup) {
+            constexpr int COLUMNS = K::Epilogue::GATED ? BN / 2 : BN;
+            const typename K::Epilogue epilogue(
+                Position{p, row * K::CLUSTER + rank, column * COLUMNS, warp, number / WARPGROUPS}, shared.epilogue);
+            epilogue.prepare();
+            named_barrier_sync(1 + warpgroup, 2 * WARPGROUP);
+            multiply<K>(c, shared, at, p.steps, admit_other);
+            epilogue.run(c);
+        } else {
+            at.advance(p.steps);
+        }
+    }
+    tma_store_wait();  // the stores read the block's shared memory
+}
+
+template <typename K>
+__global__ void __launch_bounds__(THREADS, 1) gemm_kernel(const __grid_constant__ Arguments p) {
+    extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
+    auto& shared = *reinterpret_cast<typename K::Shared*>(memory);
+    if (threadIdx.x == 0) {
+        shared.ring.init(4 * K::CLUSTER);  // the warps of a warpgroup in each block that shares a stage
+        shared.epilogue.init();
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    if constexpr (K::CLUSTER > 1) cluster_arrive(), cluster_wait();
+    const int warp = uniform(threadIdx.x / WARP), rank = K::CLUSTER > 1 ? cluster_rank() : 0;
+    const Tiles tiles(p, int(blockIdx.x) / K::CLUSTER, int(gridDim.x) / K::CLUSTER);
+    if (warp >= WARPS) {
+        setmaxnreg_dec<24>();
+        if (warp == WARPS && lane_id() == 0) produce<K>(p, shared, tiles, rank);
+        __syncwarp();
+    } else {
+        setmaxnreg_inc<240>();
+        consume<K>(p, shared, tiles, rank, warp);
+    }
+    if constexpr (K::CLUSTER > 1) cluster_arrive(), cluster_wait();  // no block writes to one that has left
+}
+
+}  // namespace hopper_gemm_kernel
