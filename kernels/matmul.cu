@@ -97,14 +97,17 @@ void run_fastest(const char* op, GemmPlan& plan, const std::vector<Candidate>& c
 }
 
 void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
-    GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
-    std::vector<Candidate> candidates;
-    if (plan.possible)
-        candidates.push_back({GemmKernel::Library, [&] { blas_multiply(op, gemm.key, plan, gemm.operands, stream); }});
-    add_hopper_candidates(candidates, op, gemm, stream);
     const GemmKey& key = gemm.key;
-    require(!candidates.empty(), op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
-            ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
+    GemmPlan& plan = blas_plan(op, key, gemm.operands, stream);
+    const auto library = [&] { blas_multiply(op, key, plan, gemm.operands, stream); };
+    std::vector<Candidate> candidates;
+    add_hopper_candidates(candidates, op, gemm, stream);
+    if (candidates.empty()) {
+        require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
+                ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
+        return library();
+    }
+    if (plan.possible) candidates.insert(candidates.begin(), {GemmKernel::Library, library});
     run_fastest(op, plan, candidates, stream);
 }
 
