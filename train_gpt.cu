@@ -576,8 +576,8 @@ void norm_backward(const Context& ctx, const Model& model, const Gradients& grad
     }
 }
 
-// Where the gradients of the activation's input go: to dact (GELU, ReLU²) or to the place of the input itself (SwiGLU).
-// act, if the forward pass did not keep it, then overwrites dact.
+// Where the gradient of the activation's input goes: over dact (GELU, ReLU²) or over the input (SwiGLU). If the forward
+// pass did not keep act, it is computed again and overwrites dact.
 ActivationGradient activation_gradient(const Model& model, const LayerActs& a) {
     ActivationGradient d;
     d.dpre = model.config.mlp == Mlp::SwiGLU ? a.fc : a.dact;
@@ -694,7 +694,7 @@ void mlp_half_backward(const Context& ctx, const Model& model, const Gradients& 
             matmul_backward_input(a.dact, dout, model.weight(FCPROJ_W, l), false, ctx.stream);
         }
         mlp_backward(ctx, model, a);
-        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, {}, accumulate);  // act is in its place now
+        weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.dact, {}, accumulate);  // act is in dact now
     } else {
         linear_backward(ctx, model, grads, acts, FCPROJ_W, l, a.dact, dout, a.act, a.act_t, accumulate);
         if (acts.uses_fp8(l)) return fp8_fc_backward(ctx, model, grads, acts, l, a, accumulate);

@@ -68,7 +68,8 @@ enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
 // What the backward pass recomputes instead of keeping it. Each level includes the previous ones.
 enum class Recompute : uint8_t { None, Activation, Norms, Block };
 
-// Where GELU is fused into the matmuls around it (16-bit training): its gradient only, or both passes.
+// Whether the MLP's activation function is fused into the matmuls around it (16-bit training): its gradient only, or
+// both passes.
 enum class ActivationEpilogue : uint8_t { Off, Backward, Both };
 
 // Which matmuls of training are in fp8, and how their operands are scaled (driver/fp8_state.h).

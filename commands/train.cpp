@@ -151,8 +151,8 @@ std::unique_ptr<CLI::App> train_app(TrainOptions& o) {
     add_master_weights_option(*app, o.master_weights);
     add_switch(
         *app, "--gemm-tune", o.gemm_tune,
-        "on: time the GPU library's algorithms for each matmul and use the fastest; off: use the library's default. No "
-        "effect on the CPU");
+        "on: time the GPU library's algorithms and our own GEMMs for each matmul and use the fastest; off: use the "
+        "library's default. No effect on the CPU");
     app->add_option_function<std::string>(
            "--activation-epilogue,--gelu-epilogue",
            [&o](const std::string& s) {

@@ -35,6 +35,14 @@ class HopperGemm : public testing::TestWithParam<GemmKernel> {
         key.dtype = key.out_dtype = T;
         if (!hopper_gemm_takes(key)) GTEST_SKIP() << "not a Hopper GPU";
     }
+    // Every GEMM that the test ran was one for hopper_gemm(), so that none fell back to the library.
+    void TearDown() override {
+        if (IsSkipped()) return;
+        const Blas& blas = blas_of("test", stream);
+        EXPECT_FALSE(blas.plans.empty());
+        for (const auto& [key, plan] : blas.plans)
+            EXPECT_TRUE(hopper_gemm_takes(key)) << "M " << key.M << " N " << key.N << " K " << key.K;
+    }
     const ClusterStream stream{GetParam()};
 };
 INSTANTIATE_TEST_SUITE_P(Clusters, HopperGemm, testing::Values(GemmKernel::Hopper1, GemmKernel::Hopper2),
@@ -154,7 +162,7 @@ TEST_P(HopperGemm, ActivationGradientsMatchOracle) {
             }
 }
 
-// As training calls it: SwiGLU's gradient takes the place of its input, and act that of dact.
+// As training calls it: SwiGLU's gradient overwrites its input, and act overwrites dact.
 TEST_P(HopperGemm, SwigluGradientInPlaceHasTheSameBits) {
     const int64_t N = 4100, I = 1544, OC = 72;
     const TestArray dout = TestArray::random(T, {N, OC}, 1),
@@ -167,7 +175,34 @@ TEST_P(HopperGemm, SwigluGradientInPlaceHasTheSameBits) {
     expect_same_bits("dpre with act", dpre.fetch(), expected);
     matmul_backward_activation(Activation::SwiGLU, {pre, dact, dact, {}, false}, dout, weight, pre, stream);
     expect_same_bits("dpre in place", pre.fetch(), expected);
-    expect_same_bits("act in the place of dact", dact.fetch(), act.fetch());
+    expect_same_bits("act over dact", dact.fetch(), act.fetch());
+}
+
+// hopper_gemm() stores act in contiguous rows only: others are left to two kernels.
+TEST(HopperGemmClusters, ActWithGapsHasTheSameBits) {
+    const int64_t N = 130, I = 200, OC = 136;
+    const ClusterStream on{GemmKernel::Hopper1};
+    const TestArray dout = TestArray::random(T, {N, OC}, 1),
+                    weight = TestArray::random(T, {OC, I}, 2, weight_scale(OC));
+    const TestArray pre = TestArray::random(T, {N, 2 * I}, 3, 2), dpre = TestArray::poisoned(T, {N, 2 * I});
+    const TestArray dact = TestArray::poisoned(T, {N, I}), expected = TestArray::poisoned(T, {N, I});
+    const Gapped act(N, I);
+    matmul_backward_activation(Activation::SwiGLU, {dpre, dact, act.view(), {}, false}, dout, weight, pre, on);
+    swiglu_forward(expected, pre, on);
+    expect_same_bits("act", act.fetch(), expected.fetch());
+}
+
+// alpha belongs to the epilogue.
+TEST(HopperGemmClusters, ScaleTheSum) {
+    const int64_t M = 130, N = 200, K = 72;
+    const ClusterStream on{GemmKernel::Hopper2};
+    const TestArray a = TestArray::random(T, {M, K}, 1), b = TestArray::random(T, {N, K}, 2);
+    const TestArray out = TestArray::poisoned(T, {M, N});
+    matmul(out, a, b, false, true, false, on, 0.25f);
+    reference::Values ref = reference::matmul_forward(a.data(), b.data(), nullptr, M, K, N);
+    for (double& v : ref.value) v *= 0.25;
+    for (double& m : ref.mag) m *= 0.25;
+    expect_close("out", out.fetch(), ref.value, ref.mag, K, N, T);
 }
 
 // The sums have one order, whatever the size of the clusters.

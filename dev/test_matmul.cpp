@@ -571,7 +571,7 @@ TEST(MatmulTuning, GeluMayBeASeparateKernel) {
     for (std::string line; std::getline(in, line); apart += line + '\n')
         if (line.find(" gelu") != std::string::npos) {  // the algorithm is the last but one word
             const size_t end = line.rfind(' '), begin = line.rfind(' ', end - 1) + 1;
-            line.replace(begin, end - begin, "separate");
+            line.replace(begin, end - begin, "apart");
         }
     ASSERT_TRUE(matmul_use_choices(with_checksum(table), same));
     EXPECT_EQ(without_checksum(matmul_choices(same)), table);

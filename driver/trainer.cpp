@@ -250,7 +250,8 @@ void Trainer::adopt_checkpoint_choices() {
     }
     if (!adopted) {
         print(
-            "the checkpoint's matmul algorithms were chosen on another GPU or library: choosing again, so results may "
+            "the checkpoint's matmul algorithms were chosen on another GPU, library or version of train_gpt: choosing "
+            "again, so results may "
             "differ in the last digits\n");
     }
 }

@@ -41,7 +41,7 @@ template <typename K>
 void launch(const char* op, const GemmKey& key, const GemmOperands& operands, Stream stream) {
     constexpr bool GATED = K::Epilogue::GATED;
     constexpr int PANEL = K::Epilogue::Panel::COLUMNS;
-    static_assert(sizeof(typename K::Shared) <= 232448);  // of an SM's 228 KiB
+    static_assert(sizeof(typename K::Shared) <= 232448);  // the most that a block may use
     Arguments p{};
     p.a = map_of(op, {operands.a, key.ld_a, key.M, key.K}, BM);
     const Matrix b =
@@ -58,7 +58,7 @@ void launch(const char* op, const GemmKey& key, const GemmOperands& operands, St
         p.aux[1] = map_of(op, right_half(aux), 16, PANEL);
     if (key.epilogue == GemmEpilogue::SwigluBackward) p.out[1] = map_of(op, right_half(out), 16, PANEL);
     p.bias = static_cast<const bf16*>(operands.bias);
-    p.column_sums = operands.column_sums, p.M = int(key.M), p.N = int(key.N);
+    p.alpha = operands.alpha, p.column_sums = operands.column_sums, p.M = int(key.M), p.N = int(key.N);
     p.rows = int(ceil_div(key.M, BM * K::CLUSTER)), p.columns = int(ceil_div(key.N, GATED ? BN / 2 : BN));
     p.group = 16 / K::CLUSTER, p.steps = int(ceil_div(key.K, BK));
 
@@ -120,7 +120,9 @@ bool hopper_gemm_takes(const GemmKey& key) {
 }
 
 void hopper_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, int cluster, Stream stream) {
-    require(hopper_gemm_takes(key) && operands.alpha == 1, op, ": not a GEMM of hopper_gemm()");
+    require(hopper_gemm_takes(key) && (operands.alpha == 1 || key.epilogue <= GemmEpilogue::Bias), op,
+            ": hopper_gemm() does not take this GEMM");
+    require(cluster == 1 || cluster == 2, op, ": clusters of ", cluster, " blocks, expected 1 or 2");
     (cluster == 1 ? hopper_gemm_kernel::dispatch<1> : hopper_gemm_kernel::dispatch<2>)(op, key, operands, stream);
     check_launch(op, stream);
 }

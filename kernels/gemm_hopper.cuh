@@ -7,7 +7,7 @@
 //   tile                 128 x 192 sums, 192 a thread
 //   stages               4 of 40 KiB: a 128 x 64, b 192 x 64 or 64 x 192
 //   registers            168 at launch; consumers 240, producer 24 (setmaxnreg)
-//   shared memory        up to 230,528 bytes: stages 163,840, panels of out 49,152 or 65,536, column sums 6,144
+//   shared memory        199,680 to 231,424 bytes: stages 163,840, the epilogue 34,816 to 66,560, barriers 1,024
 //   blocks per SM        1 of 384 threads
 //
 // Why 192 columns: a wgmma of 64 x N x 16 takes N/2 cycles and reads 2 KiB of a and 32·N bytes of b from shared memory,
@@ -32,6 +32,7 @@ struct Arguments {
     CUtensorMap act;
     const bf16* bias;
     float* column_sums;
+    float alpha;
     bool stores_out;
     int M, N;
     int rows, columns, group;  // tiles of clusters
@@ -47,7 +48,7 @@ struct Position {
     __device__ __forceinline__ int row(int m) const { return tile_row * BM + m * 64 + warp % 4 * 16; }
 };
 
-// What follows a multiplication decides how b is read and what else is in shared memory.
+// The epilogue decides how b is read and what else is in shared memory.
 template <int CLUSTER_, bool B_MN_MAJOR_, typename Epilogue_>
 struct Kernel {
     static constexpr int CLUSTER = CLUSTER_;

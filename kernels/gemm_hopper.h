@@ -1,9 +1,9 @@
-// CUDA only, Hopper: bf16 GEMMs of our own that apply what follows them, and sum in fp32.
+// CUDA only, Hopper: GEMMs in bf16 with sums in fp32 and the epilogues of GemmEpilogue (runtime/device/blas.h).
+// Persistent blocks, warp specialisation and ping-pong, as CUTLASS describes them ("Efficient GEMM in CUDA", Hopper:
+// ping-pong).
 //
-//   out = op(a)·op(b) (+ bias)            as GemmEpilogue (runtime/device/blas.h) describes, and the epilogues below
-//
-// kernels/matmul.cu times them beside cuBLASLt and two separate kernels, and takes the fastest. The result is the same
-// every time, and does not depend on the number of blocks or on `cluster`.
+// kernels/matmul.cu times them beside cuBLASLt and two separate kernels, and takes the fastest. The result has the same
+// bits every time, and does not depend on the number of blocks or on `cluster`.
 #pragma once
 
 #include "runtime/device/blas.h"
@@ -12,9 +12,11 @@
 constexpr int64_t HOPPER_GEMM_ROWS = 128;
 
 // Whether hopper_gemm() takes this GEMM: a Hopper GPU; a, b and out bf16; a not transposed; no batch, no `accumulate`;
-// K > 0, N a multiple of 8, and all rows aligned to 16 bytes.
+// 0 < K; M, N, K < 2^30; N a multiple of 8; rows aligned to 16 bytes, the bias to 4. With an activation function b is
+// transposed, with a gradient it is not. Shapes: a [M, K], out and aux [M, N], b [N, K] or [K, N], bias [N]; with
+// Swiglu b [2·N, K], bias [2·N] and aux [M, 2·N]; with SwigluBackward aux and out [M, 2·N].
 bool hopper_gemm_takes(const GemmKey& key);
 
-// Runs it. cluster: 1 or 2 blocks that share the tiles of b. operands.alpha must be 1. Throws Error if
-// hopper_gemm_takes() is false, and if the driver or the launch fails.
+// Runs it. cluster: 1 or 2 blocks that share the tiles of b. alpha must be 1 with an activation function or a gradient.
+// Throws Error if hopper_gemm_takes() is false, and if the driver or the launch fails.
 void hopper_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, int cluster, Stream stream);

@@ -1,7 +1,7 @@
-// What follows the multiplication in a GEMM on Hopper (gemm_hopper.cuh). A warp owns 16 rows of each 64 of a tile. It
-// rounds its sums in panels of 16 rows and 64 or 32 columns, and TMA stores them, or loads what a gradient needs.
+// The epilogues of gemm_hopper.cuh. A warp owns 16 rows of each 64 of a tile. It rounds its sums in panels of 16 rows
+// and 64 or 32 columns, and TMA stores them, or loads what a gradient needs.
 //
-// All panels bypass L2 as far as possible (evict first): out is larger than L2.
+// Stores have the L2 policy evict_first: out is larger than L2, which should keep a and b.
 #pragma once
 
 #include "kernels/cuda/mlp_activation.cuh"
@@ -32,7 +32,8 @@ struct Panel {
     }
 };
 
-// Numbers of a panel in a lane: pairs [TILES / 2][4], of which pair i of k is in tile 2k + i / 2, half i % 2.
+// A lane holds a panel as pairs x[k][i] of neighbouring columns: of accumulator block n = 2k + i / 2 (8 columns),
+// elements e and e + 1 with e = 2·(i % 2). Calls f(k, i, n, e).
 template <int TILES, typename F>
 __device__ __forceinline__ void for_each_pair(F&& f) {
 #pragma unroll
@@ -58,12 +59,13 @@ __device__ __forceinline__ void load_bias(float2 (&bias)[TILES], const bf16* fro
     }
 }
 
-// Rounds tiles `first` … of a row block to a panel's pairs, after adding a bias.
+// alpha·c + bias of TILES blocks of 8 columns, from block `first` on, rounded to a panel's pairs.
 template <int TILES>
 __device__ __forceinline__ void round_biased(uint32_t (&rounded)[TILES / 2][4], const float (&c)[NT][4], int first,
-                                             const float2 (&bias)[TILES]) {
+                                             float alpha, const float2 (&bias)[TILES]) {
     for_each_pair<TILES>([&](int k, int i, int n, int e) {
-        rounded[k][i] = pack_two<bf16>(c[first + n][e] + bias[n].x, c[first + n][e + 1] + bias[n].y);
+        rounded[k][i] =
+            pack_two<bf16>(fmaf(alpha, c[first + n][e], bias[n].x), fmaf(alpha, c[first + n][e + 1], bias[n].y));
     });
 }
 
@@ -99,7 +101,7 @@ struct StoreActivation : Position {
                 if (lane_id() == 0) tma_store_wait<1>();  // the panels of two groups ago are read
                 __syncwarp();
                 uint32_t x[TILES / 2][4];
-                round_biased(x, c[m], q * TILES, bias);
+                round_biased(x, c[m], q * TILES, p.alpha, bias);
                 if constexpr (ACTIVATES) {
                     shared.aux[warp][m % 2].write(x);
                     for_each_pair<TILES>([&](int k, int i, int, int) { x[k][i] = map_pair(x[k][i], F{}); });
@@ -117,7 +119,7 @@ struct StoreActivation : Position {
     }
 };
 
-// gate = c + bias of the tile's first 96 columns, up of the last: both are stored, and out = SwiGLU(gate, up).
+// The first 96 columns of c + bias are gate, the last 96 up. Both are stored to aux, and out = SwiGLU(gate, up).
 struct StoreSwiglu : Position {
     static constexpr bool GATED = true;
     static constexpr int HALF = NT / 2;
@@ -143,8 +145,8 @@ struct StoreSwiglu : Position {
                 if (lane_id() == 0) tma_store_wait<1>();
                 __syncwarp();
                 uint32_t gate[TILES / 2][4], up[TILES / 2][4];
-                round_biased(gate, c[m], q * TILES, gate_bias);
-                round_biased(up, c[m], HALF + q * TILES, up_bias);
+                round_biased(gate, c[m], q * TILES, p.alpha, gate_bias);
+                round_biased(up, c[m], HALF + q * TILES, p.alpha, up_bias);
                 panels[0].write(gate);
                 panels[1].write(up);
                 for_each_pair<TILES>([&](int k, int i, int, int) {
@@ -166,13 +168,13 @@ struct StoreSwiglu : Position {
     }
 };
 
-// Panels that a warp loads, changes and stores: LOADED in a tile, of PARTS matrices each, in a ring of RING. The first
-// RING loads are started before the multiplication.
+// A warp loads panels, changes them and stores them. A tile has LOADED panels of each of PARTS matrices; they pass
+// through a ring of RING slots. The first RING loads are started before the multiplication.
 template <int PARTS, int RING, int COLUMNS>
 struct PanelRing : Position {
     using Panel = hopper_gemm_kernel::Panel<COLUMNS>;
     static constexpr int LOADED = MB * NT / Panel::TILES;
-    static constexpr int USES = LOADED / RING;  // of a place in the ring by a tile
+    static constexpr int USES = LOADED / RING;  // of a slot by a tile
     static_assert(LOADED % RING == 0);
     struct Shared {
         Panel panels[WARPS][RING][PARTS];
@@ -205,7 +207,8 @@ struct PanelRing : Position {
         mbarrier_wait(&shared.full[warp][i % RING], (earlier_tiles * USES + i / RING) & 1);
         return shared.panels[warp][i % RING];
     }
-    // The warp has overwritten panel i: stores it, and loads into the place of the panel before. also() stores more.
+    // Stores panel i, which the warp has overwritten, and loads the next panel into the slot of panel i − 1. also()
+    // issues further stores of the same group.
     template <typename Also>
     __device__ __forceinline__ void store(int i, Also also) const {
         fence_async_proxy();

@@ -3,6 +3,7 @@
 #include "kernels/matmul.h"
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -53,62 +54,65 @@ Gemm make_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool transpo
     return {key, {out.data, a.data, b.data, accumulate ? out.data : nullptr, bias.data, aux.data}};
 }
 
-// The candidates to compute a GEMM and what follows it. The first is the default.
-struct Candidate {
-    GemmKernel kernel;
-    std::function<void()> run;
+// The kernels that compute a GEMM with what follows it.
+struct Kernels {
+    std::array<GemmKernel, 4> all{};
+    size_t count = 0;
+    void add(GemmKernel kernel) { all[count++] = kernel; }
+    bool has(GemmKernel kernel) const {
+        return std::find(all.begin(), all.begin() + count, kernel) != all.begin() + count;
+    }
 };
 
-// Adds hopper_gemm() where it takes the GEMM. after() runs what it leaves to do.
-void add_hopper_candidates([[maybe_unused]] std::vector<Candidate>& candidates, [[maybe_unused]] const char* op,
-                           [[maybe_unused]] const Gemm& gemm, [[maybe_unused]] Stream stream,
-                           [[maybe_unused]] const std::function<void()>& after = {}) {
+void add_hopper_kernels([[maybe_unused]] Kernels& kernels, [[maybe_unused]] const GemmKey& key) {
 #ifdef HAVE_SM90A
-    if (gemm.operands.alpha != 1 || !hopper_gemm_takes(gemm.key)) return;
-    for (const GemmKernel kernel : {GemmKernel::Hopper1, GemmKernel::Hopper2})
-        candidates.push_back({kernel, [=] {
-                                  hopper_gemm(op, gemm.key, gemm.operands, kernel == GemmKernel::Hopper1 ? 1 : 2,
-                                              stream);
-                                  if (after) after();
-                              }});
+    if (!hopper_gemm_takes(key)) return;
+    kernels.add(GemmKernel::Hopper1);
+    kernels.add(GemmKernel::Hopper2);
 #endif
 }
 
-// Runs the fastest candidate, which tuning finds; untuned, the stream's default kernel or else the first.
-void run_fastest(const char* op, GemmPlan& plan, const std::vector<Candidate>& candidates, Stream stream) {
+void run_hopper([[maybe_unused]] const char* op, [[maybe_unused]] const Gemm& gemm, [[maybe_unused]] GemmKernel kernel,
+                [[maybe_unused]] Stream stream) {
+#ifdef HAVE_SM90A
+    hopper_gemm(op, gemm.key, gemm.operands, kernel == GemmKernel::Hopper1 ? 1 : 2, stream);
+#endif
+}
+
+// Runs the fastest kernel, which tuning finds; untuned, the stream's default kernel or else the first.
+template <typename Run>
+void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream stream, Run run) {
     const Blas& blas = blas_of(op, stream);
-    if (blas.tuning && !plan.compared && candidates.size() > 1) {
+    if (blas.tuning && !plan.compared && kernels.count > 1) {
         std::vector<std::function<void()>> work;
-        for (const Candidate& candidate : candidates) {
-            candidate.run();  // tunes the GEMMs in it
-            work.push_back(candidate.run);
+        for (size_t i = 0; i < kernels.count; i++) {
+            run(kernels.all[i]);  // tunes the GEMMs in it
+            work.emplace_back([&run, kernel = kernels.all[i]] { run(kernel); });
         }
-        const double milliseconds = timed_ms(work[0], 1, stream);
-        const std::vector<double> medians =
-            time_in_turns(work, stream, draws_full_power(milliseconds) ? LONG_SAMPLE_MS : SHORT_SAMPLE_MS);
+        const bool full_power = draws_full_power(timed_ms(work[0], 1, stream));
+        const std::vector<double> medians = time_in_turns(work, stream, full_power ? LONG_SAMPLE_MS : SHORT_SAMPLE_MS);
         const size_t best = fastest_of(medians);
-        plan.kernel = candidates[best].kernel, plan.milliseconds = medians[best];
+        plan.kernel = kernels.all[best], plan.milliseconds = medians[best];
     }
     if (blas.tuning) plan.compared = true;
     const GemmKernel wanted = plan.compared ? plan.kernel : blas.default_kernel;
-    for (const Candidate& candidate : candidates)
-        if (candidate.kernel == wanted) return candidate.run();
-    candidates[0].run();
+    run(kernels.has(wanted) ? wanted : kernels.all[0]);
 }
 
 void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
     const GemmKey& key = gemm.key;
     GemmPlan& plan = blas_plan(op, key, gemm.operands, stream);
-    const auto library = [&] { blas_multiply(op, key, plan, gemm.operands, stream); };
-    std::vector<Candidate> candidates;
-    add_hopper_candidates(candidates, op, gemm, stream);
-    if (candidates.empty()) {
-        require(plan.possible, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
-                ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
-        return library();
-    }
-    if (plan.possible) candidates.insert(candidates.begin(), {GemmKernel::Library, library});
-    run_fastest(op, plan, candidates, stream);
+    Kernels kernels;
+    if (plan.possible) kernels.add(GemmKernel::Library);
+    add_hopper_kernels(kernels, key);
+    require(kernels.count > 0, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
+            ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
+    run_fastest(op, plan, kernels, stream, [&](GemmKernel kernel) {
+        if (kernel == GemmKernel::Library)
+            blas_multiply(op, key, plan, gemm.operands, stream);
+        else
+            run_hopper(op, gemm, kernel, stream);
+    });
 }
 
 // out = alpha·op(a)·op(b) (+ out if accumulate) (+ bias). The caller has checked shapes. bias is null or of a's dtype.
@@ -130,8 +134,9 @@ void multiply(const char* op, const Tensor& out, const Tensor& a, const Tensor& 
     run_gemm(op, gemm, stream);
 }
 
-// The library requires rows of aux to be multiples of 16 bytes. Where the rows of another matrix are not, it uses a
-// kernel that rounds the sum before it applies GELU. Its GELU is not exact to fp32, and it rejects empty operands.
+// Whether one kernel may compute a GEMM with an activation function. hopper_gemm() and cuBLASLt require rows of 16
+// bytes. With other rows cuBLASLt would round before GELU. Its GELU is not exact to fp32, and it rejects empty
+// operands.
 bool can_fuse(std::initializer_list<Tensor> matrices) {
     bool fusable = rows_aligned(matrices);
     for (const Tensor& t : matrices)
@@ -256,32 +261,33 @@ Gemm gemm_with_activation(GemmEpilogue epilogue, const Tensor& out, int64_t N, c
     return gemm;
 }
 
-// Runs it with what `unfused` computes by two kernels. d: of a backward pass.
-void run_with_activation(const char* op, Gemm gemm, const std::function<void()>& unfused, const ActivationGradient& d,
-                         Stream stream) {
+// Runs it, or `separate`, which computes the same with two kernels. d: of a backward pass.
+template <typename Separate>
+void run_with_activation(const char* op, Gemm gemm, Separate separate, const ActivationGradient& d, Stream stream) {
     GemmPlan& plan = blas_plan(op, gemm.key, gemm.operands, stream);
-    const auto sum_dpre = [&] { sum_rows(op, d.dbias, d.dpre, d.accumulate, stream); };
-    std::vector<Candidate> candidates;
-    if (plan.possible)
-        candidates.push_back({GemmKernel::Library, [&] {
-                                  blas_multiply(op, gemm.key, plan, gemm.operands, stream);
-                                  if (d.dbias) sum_dpre();
-                              }});
-    candidates.push_back({GemmKernel::Separate, unfused});
+    Kernels kernels;
+    if (plan.possible) kernels.add(GemmKernel::Library);
+    kernels.add(GemmKernel::Separate);
+    add_hopper_kernels(kernels, gemm.key);
 
     // hopper_gemm() sums the columns of dpre over the rows of each tile.
     const int64_t tiles = ceil_div(gemm.key.M, HOPPER_GEMM_ROWS);
-    float* const partial = static_cast<float*>(blas_of(op, stream).workspace);
     const bool sums = d.dbias && gemm.key.epilogue != GemmEpilogue::SwigluBackward &&
                       tiles * gemm.key.N * int64_t(sizeof(float)) <= int64_t(Blas::WORKSPACE_BYTES);
-    if (sums) gemm.operands.column_sums = partial;
-    std::function<void()> after;
-    if (sums)
-        after = [&] { add_chunks(op, d.dbias, partial, tiles, d.accumulate, stream); };
-    else if (d.dbias)
-        after = sum_dpre;
-    add_hopper_candidates(candidates, op, gemm, stream, after);
-    run_fastest(op, plan, candidates, stream);
+    float* const partial = sums ? static_cast<float*>(blas_of(op, stream).workspace) : nullptr;
+    gemm.operands.column_sums = partial;
+    run_fastest(op, plan, kernels, stream, [&](GemmKernel kernel) {
+        if (kernel == GemmKernel::Separate) return separate();
+        if (kernel == GemmKernel::Library)
+            blas_multiply(op, gemm.key, plan, gemm.operands, stream);
+        else
+            run_hopper(op, gemm, kernel, stream);
+        if (!d.dbias) return;
+        if (sums && kernel != GemmKernel::Library)
+            add_chunks(op, d.dbias, partial, tiles, d.accumulate, stream);
+        else
+            sum_rows(op, d.dbias, d.dpre, d.accumulate, stream);
+    });
 }
 
 // out has the inputs' dtype or is fp32.
@@ -371,16 +377,16 @@ void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp,
     const DType dtype = check_forward(op, inp, weight, bias);
     check_activation_output(op, f, out, pre, dtype);
     check_matrix(op, "pre", pre, inp.shape[0], weight.shape[0], Given::Required, dtype);
-    const auto unfused = [&] {
+    const auto separate = [&] {
         multiply(op, pre, inp, weight, false, true, false, bias, stream);
         if (out) activation_forward(f, out, pre, stream);
     };
-    if (!can_fuse({out ? out : pre, pre, inp, weight})) return unfused();
+    if (!can_fuse({out ? out : pre, pre, inp, weight})) return separate();
     const GemmEpilogue epilogue = f == Activation::GELU    ? (bias ? GemmEpilogue::GeluBias : GemmEpilogue::Gelu)
                                   : f == Activation::ReLU2 ? GemmEpilogue::Relu2
                                                            : GemmEpilogue::Swiglu;
     const int64_t I = pre.shape[1] / activation_inputs(f, 1);
-    run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, pre), unfused, {}, stream);
+    run_with_activation(op, gemm_with_activation(epilogue, out, I, inp, weight, true, bias, pre), separate, {}, stream);
 }
 
 void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumulate, Stream stream) {
@@ -394,21 +400,19 @@ void matmul_backward_activation(Activation f, const ActivationGradient& d, Tenso
     const char* op = "matmul_backward_activation";
     const DType dtype = check_backward_input(op, d.dact, dout, weight);
     check_activation_gradient(op, f, d, pre, dtype);
-    const auto sum_dpre = [&] {
-        if (d.dbias) sum_rows(op, d.dbias, d.dpre, d.accumulate, stream);
-    };
-    const auto unfused = [&] {
+    const auto separate = [&] {
         multiply(op, d.dact, dout, weight, false, false, false, Tensor{}, stream);
         activation_backward(f, d.dpre, d.act, d.dact, pre, stream);
-        sum_dpre();
+        if (d.dbias) sum_rows(op, d.dbias, d.dpre, d.accumulate, stream);
     };
-    if (!can_fuse({d.dpre, d.dact, pre, dout, weight})) return unfused();
+    const bool act_fits = !d.act || (d.act.contiguous() && rows_aligned({d.act}));
+    if (!act_fits || !can_fuse({d.dpre, d.dact, pre, dout, weight})) return separate();
     const GemmEpilogue epilogue = f == Activation::GELU    ? GemmEpilogue::GeluBackward
                                   : f == Activation::ReLU2 ? GemmEpilogue::Relu2Backward
                                                            : GemmEpilogue::SwigluBackward;
     Gemm gemm = gemm_with_activation(epilogue, d.dpre, d.dact.shape[1], dout, weight, false, Tensor{}, pre);
     gemm.operands.act = d.act.data;
-    run_with_activation(op, gemm, unfused, d, stream);
+    run_with_activation(op, gemm, separate, d, stream);
 }
 
 void matmul_backward_weight(Tensor dweight, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {

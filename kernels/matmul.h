@@ -46,8 +46,8 @@ void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stre
 // backward pass needs pre. f is GELU, ReLU² or SwiGLU. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out
 // [N, OC], for SwiGLU [N, OC/2]. Without GELU out may be null: only pre is computed, with the same bits.
 //
-// On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. ReLU² and
-// SwiGLU then have the bits of relu2_forward and swiglu_forward, GELU is applied before rounding.
+// On a GPU, GEMMs of 16 bits apply f in their epilogue where tuning found that faster than two kernels. out has the
+// bits of {gelu,relu2,swiglu}_forward(pre), except that cuBLASLt's GELU is applied before pre is rounded.
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,
                                Stream stream);
 
@@ -56,9 +56,11 @@ void matmul_backward_input(Tensor dinp, Tensor dout, Tensor weight, bool accumul
 
 // The backward pass of a linear layer and of the activation function f that produced its input:
 // dpre = f'(pre) of dact = dout·weight. The gradients of GELU, ReLU² and SwiGLU: kernels/gelu.h, relu2.h, swiglu.h.
+// Where tuning chose one kernel, dact is not rounded before it is multiplied by f'(pre). hopper_gemm() then sums dbias
+// of GELU and ReLU² before dpre is rounded; all other kernels sum what is stored.
 struct ActivationGradient {
     Tensor dpre;  // [N, I]; for SwiGLU [N, 2·I], which may be the same memory as pre
-    Tensor dact;  // [N, I], overwritten; may be the same memory as dpre
+    Tensor dact;  // [N, I], scratch: undefined afterwards, unless it is the same memory as dpre or act
     Tensor act;  // only of SwiGLU: [N, I], receives the bits of swiglu_forward; or null. May be the same memory as dact
     Tensor dbias;             // fp32 [columns of dpre], or null: dpre summed over the rows
     bool accumulate = false;  // dbias is added to, else overwritten
@@ -80,17 +82,19 @@ void matmul_backward_bias(Tensor dbias, Tensor dout, bool accumulate, Stream str
 // While tuning is on, each new GEMM (sizes, strides, dtypes, alignments, transposes, accumulate, epilogue) is timed at
 // its first call. Of the algorithms that the library proposes and that give the same bits twice, the one with the best
 // median of interleaved samples is chosen. It is compared with kernels/gemm_hopper.h, and GEMMs with an activation
-// function with two kernels. This takes up to half a second per GEMM and waits for the stream. It overwrites results
-// many times: after a call with `accumulate` or whose result is in the place of an operand they are undefined.
+// function with two kernels. This takes about half a second per GEMM, with an activation function a second, and waits
+// for the stream. It overwrites results many times: after a call with `accumulate`, or whose result overlaps an
+// operand, they are undefined.
 void matmul_tuning(bool on, Stream stream);
 
-// The table of chosen algorithms as text: the GPU and the library version, a line for each GEMM that was timed or
-// adopted (used_only: that this stream has also run), and a checksum.
+// The table of chosen algorithms as text: the GPU, the versions of the library and of hopper_gemm(), a line for each
+// GEMM that was timed or adopted (used_only: that this stream has also run), and a checksum.
 std::string matmul_choices(Stream stream, bool used_only = false);
 
 // Adopts such a table, which replaces earlier choices for the same GEMMs. used: counts them as run by this stream, so
 // that a resumed run hands on its whole table. Returns false and changes nothing if the table is another GPU's or
-// another library version's. Empty text is a table without GEMMs. Throws Error if the text is damaged.
+// another version's of the library or of hopper_gemm(). Empty text is a table without GEMMs. Throws Error if the text
+// is damaged.
 bool matmul_use_choices(const std::string& text, Stream stream, bool used = false);
 
 // The library behind the matmuls: "oneDNN 2.6.3", "built-in blocked GEMM" or "cuBLASLt 13.1.0".

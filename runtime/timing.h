@@ -17,9 +17,10 @@ inline double timed_ms(const std::function<void()>& work, int runs, Stream strea
     return elapsed_ms(begin, end) / runs;
 }
 
-// Lengths of a sample. A GPU that draws its full power lowers its clocks within some ten milliseconds, the more the
-// more energy a kernel takes. Only long samples see that, so only they rank kernels as training does.
+// Lengths of a sample. At its power limit a GPU lowers its clocks after some ten milliseconds. The more energy a kernel
+// takes, the lower the clocks. So only long samples rank kernels as training does.
 constexpr double SHORT_SAMPLE_MS = 1, LONG_SAMPLE_MS = 25;
+// Shorter kernels are bound by launches and latency.
 inline bool draws_full_power(double milliseconds) {
     return milliseconds >= 0.05;
 }

@@ -439,9 +439,8 @@ const std::vector<Rung<bf16>> RUNGS = {
      "Each warpgroup has a tile of its own: one stores while the other multiplies. The tiles are smaller, so shared "
      "memory is the limit: a step reads 96 bytes of it a cycle and TMA writes 64, but it has 128."},
     {"ping-pong, 192 columns", persistent<WidePingPong>,
-     "A tile of 128 x 192 sums takes 192 registers of a thread, the most that fit. A step reads 85 bytes a cycle and "
-     "TMA "
-     "writes 53. This is the main loop of kernels/gemm_hopper.cuh: it pays where K is short and where an activation "
+     "A tile of 128 x 192 sums takes 192 registers of a thread, the most that fit. A step reads 85 bytes a cycle; TMA "
+     "writes 53. This is the main loop of kernels/gemm_hopper.cuh. It pays where K is short and where an activation "
      "function follows, which one warpgroup computes while the other multiplies."},
     {"cuBLASLt", library<bf16>, "The library's fastest algorithm for this size."},
 };

@@ -5,13 +5,13 @@
 #include "kernels/cuda/cuda_common.cuh"
 
 // σ(x), σ(−x) = 1 − σ(x), and σ'(x) = σ(x)·σ(−x). T is the dtype that results are rounded to. For fp32, with
-// e = exp(−|x|), none of them cancels: they are 1/(1 + e), e/(1 + e) and e/(1 + e)². For 16 bits, 1 − σ(x) is exact to
-// 2^-24 of 1, which is enough: what is multiplied by it is added to σ(x) or to 1.
+// e = exp(−|x|), none of them cancels: they are 1/(1 + e), e/(1 + e) and e/(1 + e)². For 16
+// bits, 1 − σ(x) has an absolute error of 2^-24. That is enough, because callers add it, multiplied, to σ(x) or to 1.
 struct Sigmoid {
     float value, complement, derivative;
 };
 
-// scale·x is the argument; scale is a constant, folded into that of exp.
+// σ(scale·x). scale is a constant, which the compiler folds into that of exp2.
 template <typename T>
 __device__ __forceinline__ Sigmoid sigmoid(float x, float scale = 1) {
     if constexpr (std::is_same_v<T, float>) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ float rounded_to(float x) {
 
 // exp, 2^x and 1/x. For fp32 results they are accurate to about one unit in the last place. For 16-bit results the
 // special function unit computes them: its error of two more units vanishes in the rounding. exp2_for and
-// reciprocal_for are then one instruction, to which what is below 2^-126 is 0.
+// reciprocal_for are then one instruction, which flushes subnormal arguments and results to 0.
 template <typename T>
 __device__ __forceinline__ float exp_for(float x) {
     return std::is_same_v<T, float> ? expf(x) : __expf(x);

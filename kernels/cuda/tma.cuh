@@ -106,8 +106,8 @@ inline auto tensor_map_encoder() {
     return function;
 }
 
-// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens and 64 columns of one head, or of 32 columns, whose
-// rows of 64 bytes are then swizzled in pairs (64-byte swizzle).
+// A tensor [tokens, heads, HS], copied in boxes of `rows` tokens of one head and 64 columns (128-byte swizzle) or 32
+// columns (64-byte swizzle: vectors are permuted by bits 1 and 2 of the row).
 template <typename T>
 CUtensorMap make_tensor_map(const char* op, const Heads<T>& x, int64_t tokens, int64_t heads, int64_t HS, int rows,
                             int columns = PANEL_COLUMNS) {

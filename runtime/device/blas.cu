@@ -304,8 +304,7 @@ constexpr const char* LEGEND =
 constexpr std::array<const char*, 9> EPILOGUES = {
     "none", "bias", "gelu", "gelu_bias", "gelu_backward", "relu2", "relu2_backward", "swiglu", "swiglu_backward"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
-constexpr std::array<const char*, 4> KERNELS = {"library", "separate", "hopper_1",
-                                                "hopper_2"};  // instead of an algorithm
+constexpr std::array<const char*, 4> KERNELS = {"library", "apart", "hopper_1", "hopper_2"};  // instead of an algorithm
 constexpr const char* HEX = "0123456789abcdef";
 
 std::string hex(const void* data, size_t bytes) {

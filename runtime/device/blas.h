@@ -37,7 +37,8 @@ constexpr bool library_has(GemmEpilogue epilogue) {
 }
 
 // out [M, N] = op(a)·op(b), row-major, of each matrix of the batch. ld_*: row strides in elements. In a batch matrices
-// are contiguous, one after the other.
+// are contiguous, one after the other. Not in the key: alpha, and whether out, act and column_sums are null. So a pass
+// that recomputes runs the same kernel and gives the same bits; the timing is that of the first call.
 struct GemmKey {
     int64_t batch = 1, M = 0, N = 0, K = 0;
     int64_t ld_out = 0, ld_a = 0, ld_b = 0, ld_aux = 0;  // ld_aux: 0 without aux
@@ -59,8 +60,8 @@ struct GemmOperands {
     float alpha = 1, beta = 1;
     const float *inverse_scale_a = nullptr, *inverse_scale_b = nullptr;  // fp8: factors of a and b, on the device
     // What else hopper_gemm() computes, or null. column_sums [ceil(M / HOPPER_GEMM_ROWS), N], with the gradients of
-    // GELU and ReLU²: out summed over the rows of each tile. act [M, N], contiguous, with the gradient of SwiGLU:
-    // swiglu(aux).
+    // GELU and ReLU²: out, before rounding, summed over the rows of each tile. act [M, N], contiguous, with the
+    // gradient of SwiGLU: swiglu(aux).
     float* column_sums = nullptr;
     void* act = nullptr;
 };
@@ -89,7 +90,7 @@ struct Blas : StreamLibrary {
     void* workspace = nullptr;                           // 256-byte aligned
     static constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what cuBLAS itself allocates on Hopper
     bool tuning = false;                                 // time the algorithms of each key that is not timed yet
-    GemmKernel default_kernel = GemmKernel::Library;     // of keys that are not compared, if they have it
+    GemmKernel default_kernel = GemmKernel::Library;  // of keys that are not compared, if they have it (set by tests)
     std::map<GemmKey, GemmPlan> plans;
 
     Blas();
