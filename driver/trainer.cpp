@@ -251,8 +251,7 @@ void Trainer::adopt_checkpoint_choices() {
     if (!adopted) {
         print(
             "the checkpoint's matmul algorithms were chosen on another GPU, library or version of train_gpt: choosing "
-            "again, so results may "
-            "differ in the last digits\n");
+            "again, so results may differ in the last digits\n");
     }
 }
 
