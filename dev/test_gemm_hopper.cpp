@@ -20,7 +20,7 @@ constexpr int64_t SIZES[][3] = {{1, 8, 8},      {130, 200, 136}, {128, 192, 64},
 
 struct ClusterStream {
     Stream stream = create_blas_stream();
-    explicit ClusterStream(GemmKernel kernel) { blas_of("test", stream).default_kernel = kernel; }
+    explicit ClusterStream(GemmKernel kernel) { blas_of("test", stream).only_kernel = kernel; }
     ClusterStream(const ClusterStream&) = delete;
     ~ClusterStream() { destroy_stream(stream); }
     operator Stream() const { return stream; }

@@ -224,7 +224,7 @@ std::vector<std::pair<DType, int>> dtypes_and_kernels(const std::vector<DType>& 
 
 void use_kernel([[maybe_unused]] Stream stream, [[maybe_unused]] int kernel) {
 #ifdef HAVE_SM90A
-    blas_of("test", stream).default_kernel = GemmKernel(kernel);
+    blas_of("test", stream).only_kernel = GemmKernel(kernel);
 #endif
 }
 

@@ -17,7 +17,7 @@
 // GPT-2 124M, fc forward: [65536, 768]·[3072, 768]ᵀ is 512 x 16 tiles of 12 steps, 62 for each of an H100's 132 blocks.
 #pragma once
 
-#include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/gemm_tiles.cuh"
 #include "kernels/cuda/warpgroup_tile.cuh"
 #include "kernels/gemm_hopper.h"
 
@@ -64,27 +64,6 @@ struct Kernel {
     };
 };
 
-// The tiles of a cluster, one after the other. They are numbered in groups of `group` rows, column by column: clusters
-// that run at the same time then share rows of a and of b in L2.
-class Tiles {
-  public:
-    __device__ __forceinline__ Tiles(const Arguments& p, int cluster, int clusters)
-        : p_(p), clusters_(clusters), at_(cluster) {}
-    __device__ __forceinline__ bool next(int& row, int& column) {
-        if (at_ >= p_.rows * p_.columns) return false;
-        const int in_group = p_.group * p_.columns, first = at_ / in_group * p_.group;
-        const int height = min(p_.group, p_.rows - first), rest = at_ % in_group;
-        row = first + rest % height, column = rest / height;
-        at_ += clusters_;
-        return true;
-    }
-
-  private:
-    const Arguments& p_;
-    const int clusters_;
-    int at_;
-};
-
 // A block loads its own tile of a and its part of the tile of b, which TMA writes to all blocks of the cluster.
 template <typename K>
 __device__ __forceinline__ void load_b(const Arguments& p, typename K::Stage& stage, int step, int column, int rank,
@@ -110,7 +89,8 @@ __device__ __forceinline__ void load_b(const Arguments& p, typename K::Stage& st
 }
 
 template <typename K>
-__device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& shared, Tiles tiles, int rank) {
+__device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& shared, Tiles<Arguments> tiles,
+                                        int rank) {
     RingPosition<STAGES> at;
     for (int row, column; tiles.next(row, column);)
         for (int step = 0; step < p.steps; step++, at.advance()) {
@@ -121,17 +101,6 @@ __device__ __forceinline__ void produce(const Arguments& p, typename K::Shared& 
             tma_load(stage.a, &p.a, step * BK, 0, (row * K::CLUSTER + rank) * BM, full);
             load_b<K>(p, stage, step, column, rank, full);
         }
-}
-
-// A warp has read a stage: it arrives at the barriers of all blocks that write to it.
-template <typename K>
-__device__ __forceinline__ void release(typename K::Shared& shared, RingPosition<STAGES> at) {
-    if constexpr (K::CLUSTER == 1) {
-        shared.ring.release(at);
-    } else {
-        __syncwarp();
-        if (lane_id() < K::CLUSTER) mbarrier_arrive_cluster(map_shared_rank(&shared.ring.empty[at.stage], lane_id()));
-    }
 }
 
 // c = a·op(b) for a tile. issued() is called once all wgmma instructions are issued.
@@ -155,7 +124,7 @@ __device__ __forceinline__ void multiply(float (&c)[MB][NT][4], typename K::Shar
                     b + (K::B_MN_MAJOR ? mn_major_step(k) : k_major_step<BN>(k)), step > 0 || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (step > 0) release<K>(shared, previous);
+        if (step > 0) release_in_cluster<K::CLUSTER>(shared.ring, previous);
         previous = at;
         at.advance();
     }
@@ -163,13 +132,13 @@ __device__ __forceinline__ void multiply(float (&c)[MB][NT][4], typename K::Shar
     wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < MB; m++) pin_registers(c[m]);
-    release<K>(shared, previous);
+    release_in_cluster<K::CLUSTER>(shared.ring, previous);
 }
 
 // The warpgroups take alternate tiles: one multiplies while the other stores.
 template <typename K>
-__device__ __forceinline__ void consume(const Arguments& p, typename K::Shared& shared, Tiles tiles, int rank,
-                                        int warp) {
+__device__ __forceinline__ void consume(const Arguments& p, typename K::Shared& shared, Tiles<Arguments> tiles,
+                                        int rank, int warp) {
     const int warpgroup = warp / 4;
     const auto admit_other = [&] { named_barrier_arrive(2 - warpgroup, 2 * WARPGROUP); };
     if (warpgroup == 1) admit_other();

@@ -79,11 +79,11 @@ void run_hopper([[maybe_unused]] const char* op, [[maybe_unused]] const Gemm& ge
 #endif
 }
 
-// Runs the fastest kernel, which tuning finds; untuned, the stream's default kernel or else the first.
+// Runs the fastest kernel, which tuning finds. Untuned it is the library's, or the first where the library has none.
 template <typename Run>
 void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream stream, Run run) {
     const Blas& blas = blas_of(op, stream);
-    if (blas.tuning && !plan.compared && kernels.count > 1) {
+    if (blas.tuning && !blas.only_kernel && !plan.compared && kernels.count > 1) {
         std::vector<std::function<void()>> work;
         for (size_t i = 0; i < kernels.count; i++) {
             run(kernels.all[i]);  // tunes the GEMMs in it
@@ -92,10 +92,9 @@ void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream 
         const bool full_power = draws_full_power(timed_ms(work[0], 1, stream));
         const std::vector<double> medians = time_in_turns(work, stream, full_power ? LONG_SAMPLE_MS : SHORT_SAMPLE_MS);
         const size_t best = fastest_of(medians);
-        plan.kernel = kernels.all[best], plan.milliseconds = medians[best];
+        plan.kernel = kernels.all[best], plan.milliseconds = medians[best], plan.compared = true;
     }
-    if (blas.tuning) plan.compared = true;
-    const GemmKernel wanted = plan.compared ? plan.kernel : blas.default_kernel;
+    const GemmKernel wanted = blas.only_kernel.value_or(plan.kernel);
     run(kernels.has(wanted) ? wanted : kernels.all[0]);
 }
 

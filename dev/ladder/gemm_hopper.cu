@@ -6,7 +6,7 @@
 // Read the rungs from top to bottom: each keeps the gains of the previous rung. All load tiles of 64 columns of K by
 // TMA, which swizzles them so that neither ldmatrix nor wgmma meets a bank conflict (kernels/cuda/swizzled_tile.cuh).
 #include "dev/ladder/linear_layer.cuh"
-#include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/gemm_tiles.cuh"
 #include "kernels/cuda/warpgroup_tile.cuh"
 
 namespace {
@@ -206,8 +206,6 @@ struct Shape {
     static constexpr int MB = BM / (PINGPONG ? 64 : 128);  // 64-row parts of a warpgroup's tile
     static constexpr int NT = BN / 8;
     static constexpr int READERS = PINGPONG ? 4 : 8;  // warps of a block that read a stage
-    // Registers of the consumers and of the producer's warpgroup: 64,512 in all, which the block was launched with.
-    static constexpr int CONSUMER_REGISTERS = BN == 192 ? 240 : 232, PRODUCER_REGISTERS = BN == 192 ? 24 : 40;
     struct Shared {
         Stage<BM, BN> stages[STAGES];
         alignas(SWIZZLE_ALIGNMENT) unsigned char out[8][2][16 * PANEL_ROW_BYTES];  // two panels for each warp
@@ -221,30 +219,10 @@ struct Persistent {
     int steps;
 };
 
-// The tiles of a cluster, one after the other. They are numbered in groups of `group` rows, column by column: clusters
-// that run at the same time then share rows of inp and of weight in L2.
-class Tiles {
-  public:
-    __device__ __forceinline__ Tiles(const Persistent& p, int cluster, int clusters)
-        : p_(p), clusters_(clusters), at_(cluster) {}
-    __device__ __forceinline__ bool next(int& row, int& column) {
-        if (at_ >= p_.rows * p_.columns) return false;
-        const int in_group = p_.group * p_.columns, first = at_ / in_group * p_.group;
-        const int height = min(p_.group, p_.rows - first), rest = at_ % in_group;
-        row = first + rest % height, column = rest / height;
-        at_ += clusters_;
-        return true;
-    }
-
-  private:
-    const Persistent& p_;
-    const int clusters_;
-    int at_;
-};
-
 // Each block loads its own tile of inp and a part of the tile of weight, which TMA writes to all blocks of the cluster.
 template <typename S>
-__device__ __forceinline__ void produce(const Persistent& p, typename S::Shared& shared, Tiles tiles, int rank) {
+__device__ __forceinline__ void produce(const Persistent& p, typename S::Shared& shared, Tiles<Persistent> tiles,
+                                        int rank) {
     constexpr int PART = S::BN / S::CLUSTER;
     RingPosition<S::STAGES> at;
     for (int row, column; tiles.next(row, column);)
@@ -261,17 +239,6 @@ __device__ __forceinline__ void produce(const Persistent& p, typename S::Shared&
             else
                 tma_load(stage.weight, &p.weight, step * BK, 0, column * S::BN, full);
         }
-}
-
-// A warp has read a stage: it arrives at the barriers of all blocks that write to it.
-template <typename S>
-__device__ __forceinline__ void release(typename S::Shared& shared, RingPosition<S::STAGES> at) {
-    if constexpr (S::CLUSTER == 1) {
-        shared.ring.release(at);
-    } else {
-        __syncwarp();
-        if (lane_id() < S::CLUSTER) mbarrier_arrive_cluster(map_shared_rank(&shared.ring.empty[at.stage], lane_id()));
-    }
 }
 
 // c = a·b, by a warpgroup whose rows begin at `row` of the block's tile. issued() is called once all wgmma
@@ -296,7 +263,7 @@ __device__ __forceinline__ void multiply(float (&c)[S::MB][S::NT][4], typename S
                     weight + k_major_step<S::BN>(k), step > 0 || k > 0);
         wgmma_commit();
         wgmma_wait<1>();
-        if (step > 0) release<S>(shared, previous);
+        if (step > 0) release_in_cluster<S::CLUSTER>(shared.ring, previous);
         previous = at;
         at.advance();
     }
@@ -304,7 +271,7 @@ __device__ __forceinline__ void multiply(float (&c)[S::MB][S::NT][4], typename S
     wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < S::MB; m++) pin_registers(c[m]);
-    release<S>(shared, previous);
+    release_in_cluster<S::CLUSTER>(shared.ring, previous);
 }
 
 // Stores a warp's sums through its two panels alternately: one is filled while TMA stores the other.
@@ -340,8 +307,8 @@ __device__ __forceinline__ void store_by_tma(const Persistent& p, unsigned char 
 
 // In ping-pong the warpgroups take alternate tiles: one multiplies while the other stores.
 template <typename S>
-__device__ __forceinline__ void consume(const Persistent& p, typename S::Shared& shared, Tiles tiles, int rank,
-                                        int warp) {
+__device__ __forceinline__ void consume(const Persistent& p, typename S::Shared& shared, Tiles<Persistent> tiles,
+                                        int rank, int warp) {
     const int warpgroup = warp / 4, first_row = S::PINGPONG ? 0 : warpgroup * S::MB * 64;
     const auto admit_other = [&] {
         if constexpr (S::PINGPONG) named_barrier_arrive(2 - warpgroup, 2 * WARPGROUP);
@@ -374,11 +341,11 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) persistent_kernel(const __gr
     const int warp = uniform(threadIdx.x / WARP), rank = S::CLUSTER > 1 ? cluster_rank() : 0;
     const Tiles tiles(p, int(blockIdx.x) / S::CLUSTER, int(gridDim.x) / S::CLUSTER);
     if (warp >= 8) {
-        setmaxnreg_dec<S::PRODUCER_REGISTERS>();
+        setmaxnreg_dec<40>();
         if (warp == 8 && lane_id() == 0) produce<S>(p, shared, tiles, rank);
         __syncwarp();
     } else {
-        setmaxnreg_inc<S::CONSUMER_REGISTERS>();
+        setmaxnreg_inc<232>();
         consume<S>(p, shared, tiles, rank, warp);
     }
     if constexpr (S::CLUSTER > 1) cluster_arrive(), cluster_wait();  // no block writes to one that has left
@@ -410,10 +377,15 @@ void persistent(const LinearArguments<bf16>& p, Stream stream) {
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments), op);
 }
 
+// --- kernels/gemm_hopper.h
+
+void in_use(const LinearArguments<bf16>& p, Stream stream) {
+    multiply_by(GemmKernel::Hopper1, p, stream);
+}
+
 using Cooperative = Shape<128, 256, false, 1, 4>;
 using CooperativeCluster = Shape<128, 256, false, 2, 4>;
 using PingPong = Shape<128, 128, true, 2, 6>;
-using WidePingPong = Shape<128, 192, true, 1, 4>;
 
 const std::vector<Rung<bf16>> RUNGS = {
     {"TMA, mma.sync", mma,
@@ -438,10 +410,11 @@ const std::vector<Rung<bf16>> RUNGS = {
     {"ping-pong", persistent<PingPong>,
      "Each warpgroup has a tile of its own: one stores while the other multiplies. The tiles are smaller, so shared "
      "memory is the limit: a step reads 96 bytes of it a cycle and TMA writes 64, but it has 128."},
-    {"ping-pong, 192 columns", persistent<WidePingPong>,
-     "A tile of 128 x 192 sums takes 192 registers of a thread, the most that fit. A step reads 85 bytes a cycle; TMA "
-     "writes 53. This is the main loop of kernels/gemm_hopper.cuh. It pays where K is short and where an activation "
-     "function follows, which one warpgroup computes while the other multiplies."},
+    {"the kernel in use", in_use,
+     "Ping-pong with tiles of 128 x 192 (kernels/gemm_hopper.cuh): 192 sums take the most registers of a thread that "
+     "fit. "
+     "A step reads 85 bytes a cycle; TMA writes 53. It pays where K is short and where an activation function follows, "
+     "which one warpgroup computes while the other multiplies."},
     {"cuBLASLt", library<bf16>, "The library's fastest algorithm for this size."},
 };
 

@@ -7,6 +7,7 @@
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
 #include "kernels/matmul.h"
+#include "runtime/device/blas.h"
 #include "runtime/device/blas_stream.h"
 #include "runtime/device/cuda_check.h"
 
@@ -19,12 +20,18 @@ struct LinearArguments {
 };
 
 template <typename T>
-void library(const LinearArguments<T>& p, Stream stream) {
+void multiply_by(GemmKernel kernel, const LinearArguments<T>& p, Stream stream) {
+    blas_of("ladder", stream).only_kernel = kernel;
     const auto tensor = [](const T* data, std::initializer_list<int64_t> shape) {
         return make_tensor(const_cast<T*>(data), dtype_of<T>(), Device::CUDA, shape);
     };
     matmul_forward(tensor(p.out, {p.M, p.N}), tensor(p.inp, {p.M, p.K}), tensor(p.weight, {p.N, p.K}),
                    tensor(p.bias, {p.N}), stream);
+}
+
+template <typename T>
+void library(const LinearArguments<T>& p, Stream stream) {
+    multiply_by(GemmKernel::Library, p, stream);
 }
 
 template <typename T>

@@ -5,8 +5,8 @@
 #include "kernels/cuda/cuda_common.cuh"
 
 // σ(x), σ(−x) = 1 − σ(x), and σ'(x) = σ(x)·σ(−x). T is the dtype that results are rounded to. For fp32, with
-// e = exp(−|x|), none of them cancels: they are 1/(1 + e), e/(1 + e) and e/(1 + e)². For 16
-// bits, 1 − σ(x) has an absolute error of 2^-24. That is enough, because callers add it, multiplied, to σ(x) or to 1.
+// e = exp(−|x|), none of them cancels: they are 1/(1 + e), e/(1 + e) and e/(1 + e)². For 16 bits, 1 − σ(x) has an
+// absolute error of 2^-24. That is enough, because callers add it, multiplied, to σ(x) or to 1.
 struct Sigmoid {
     float value, complement, derivative;
 };

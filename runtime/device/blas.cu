@@ -250,13 +250,14 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
             work.push_back([&] { require_success(op, key, launch(blas, candidate, p, key.accumulate, stream)); });
         return time_in_turns(work, stream, sample_ms);
     };
-    const std::vector<double> cool = times(SHORT_SAMPLE_MS);
-    for (size_t i = 0; i < deterministic.size(); i++) deterministic[i].milliseconds = cool[i];
-    std::stable_sort(deterministic.begin(), deterministic.end(),
-                     [](const GemmPlan& x, const GemmPlan& y) { return x.milliseconds < y.milliseconds; });
-    deterministic.resize(std::min<size_t>(deterministic.size(), FINALISTS));
-    const std::vector<double> medians =
-        draws_full_power(deterministic[0].milliseconds) ? times(LONG_SAMPLE_MS) : times(SHORT_SAMPLE_MS);
+    std::vector<double> medians = times(SHORT_SAMPLE_MS);
+    if (draws_full_power(*std::min_element(medians.begin(), medians.end()))) {
+        for (size_t i = 0; i < deterministic.size(); i++) deterministic[i].milliseconds = medians[i];
+        std::stable_sort(deterministic.begin(), deterministic.end(),
+                         [](const GemmPlan& x, const GemmPlan& y) { return x.milliseconds < y.milliseconds; });
+        deterministic.resize(std::min<size_t>(deterministic.size(), FINALISTS));
+        medians = times(LONG_SAMPLE_MS);
+    }
     const size_t best = fastest_of(medians);
     plan.algorithm = deterministic[best].algorithm;
     plan.milliseconds = medians[best];
@@ -429,11 +430,12 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
         GemmKey key;
         GemmPlan listed;
         require(parse_line(line, key, listed), op, damaged);
-        GemmPlan plan = make_plan(blas, op, key);
+        const bool library = listed.kernel == GemmKernel::Library;
+        GemmPlan plan = library ? describe(blas, op, key) : make_plan(blas, op, key);
         plan.kernel = listed.kernel, plan.milliseconds = listed.milliseconds, plan.compared = true;
         cublasLtMatmulHeuristicResult_t result{};
-        if (plan.kernel == GemmKernel::Library) {
-            plan.algorithm = listed.algorithm;
+        if (library) {
+            plan.possible = true, plan.algorithm = listed.algorithm;
             require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
                                             &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
                         result.workspaceSize <= Blas::WORKSPACE_BYTES,

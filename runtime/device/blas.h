@@ -5,13 +5,14 @@
 // A GemmKey describes a GEMM: sizes, strides, dtypes, alignments and epilogue. Each key has one GemmPlan: the library's
 // descriptors and the algorithm. The algorithm is the first that the library's heuristic proposes, the fastest of those
 // that were timed (tuning), or one from a table of earlier timings (blas_choices, blas_use_choices). Only algorithms
-// that give the same bits every time and sum in fp32 are allowed. The plan also says which kernel
-// computes the GEMM (GemmKernel), the library's or another one; kernels/matmul.cu compares and runs them.
+// that give the same bits every time and sum in fp32 are allowed. The plan also says
+// which kernel computes the GEMM (GemmKernel), the library's or another one; kernels/matmul.cu compares and runs them.
 #pragma once
 
 #include <cublasLt.h>
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "runtime/device/device.h"
@@ -90,7 +91,7 @@ struct Blas : StreamLibrary {
     void* workspace = nullptr;                           // 256-byte aligned
     static constexpr size_t WORKSPACE_BYTES = 32 << 20;  // what cuBLAS itself allocates on Hopper
     bool tuning = false;                                 // time the algorithms of each key that is not timed yet
-    GemmKernel default_kernel = GemmKernel::Library;  // of keys that are not compared, if they have it (set by tests)
+    std::optional<GemmKernel> only_kernel;  // of all GEMMs that have it, without comparison (ladders, tests)
     std::map<GemmKey, GemmPlan> plans;
 
     Blas();
