@@ -10,11 +10,10 @@
 #include "commands/matmul_cache.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "kernels/activation_functions.h"
 #include "runtime/device/blas_stream.h"
 #ifdef USE_CUDA
 #include <sstream>
-
-#include "kernels/gelu.h"
 #else
 #include "kernels/cpu/gemm_blocked.h"
 #endif
@@ -389,6 +388,37 @@ TEST_P(MatmulDTypes, GeluOfEmptyMatricesIsValid) {
                                stream());  // no rows: nothing to do
 }
 
+// Without tuning ReLU² and SwiGLU are kernels of their own, after or before the matmul.
+TEST_P(MatmulDTypes, LinearLayerWithActivationIsItsParts) {
+    const DType T = activation();
+    const int64_t N = 33, C = 40, I = 24;
+    for (const Activation f : {Activation::ReLU2, Activation::SwiGLU})
+        for (const bool accumulate : {false, true}) {
+            SCOPED_TRACE(str("activation ", int(f), " accumulate ", accumulate));
+            const int64_t OC = activation_inputs(f, I);
+            const TestArray inp = TestArray::random(T, {N, C}, 1), weight = TestArray::random(T, {OC, C}, 2);
+            const TestArray out = TestArray::poisoned(T, {N, I}), pre = TestArray::poisoned(T, {N, OC});
+            const TestArray out2 = TestArray::poisoned(T, {N, I}), pre2 = TestArray::poisoned(T, {N, OC});
+            matmul_forward_activation(f, out, pre, inp, weight, Tensor{}, stream());
+            matmul_forward(pre2, inp, weight, Tensor{}, stream());
+            activation_forward(f, out2, pre2, stream());
+            expect_same_bits("pre", pre.fetch(), pre2.fetch());
+            expect_same_bits("out", out.fetch(), out2.fetch());
+
+            const TestArray dout = TestArray::random(T, {N, C}, 3), weight2 = TestArray::random(T, {C, I}, 4);
+            const TestArray dpre = TestArray::poisoned(T, {N, OC}), dpre2 = TestArray::poisoned(T, {N, OC});
+            const TestArray dact = TestArray::poisoned(T, {N, I}), act = TestArray::poisoned(T, {N, I});
+            const TestArray dbias = accumulate ? TestArray::random({OC}, 5) : TestArray::poisoned({OC});
+            const Tensor kept = f == Activation::SwiGLU ? act.tensor() : Tensor{};
+            matmul_backward_activation(f, {dpre, dact, kept, dbias, accumulate}, dout, weight2, pre, stream());
+            matmul_backward_input(dact, dout, weight2, false, stream());
+            activation_backward(f, dpre2, {}, dact, pre, stream());
+            expect_same_bits("dpre", dpre.fetch(), dpre2.fetch());
+            expect_sum_of_rows("dbias", dbias, dpre.fetch(), accumulate, N, OC);
+            if (kept) expect_same_bits("act", act.fetch(), out.fetch());
+        }
+}
+
 // --- tuning
 
 #ifdef USE_CUDA
@@ -663,6 +693,23 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
                  "matmul_backward_weight: dbias is fp32 [4], expected fp32 [5]");
     expect_error([&] { matmul(out, inp, weight, false, false, false, stream()); },
                  "matmul: b is fp32 [5, 8], expected fp32 [8, 5]");
+    expect_error([&] { matmul_forward_activation(Activation::None, out, out, inp, weight, Tensor{}, stream()); },
+                 "matmul_forward_activation: no activation function is given");
+    expect_error([&] { matmul_forward_activation(Activation::GELU, Tensor{}, out, inp, weight, Tensor{}, stream()); },
+                 "matmul_forward_activation: out is missing");
+    expect_error([&] { matmul_forward_activation(Activation::SwiGLU, out, out, inp, weight, Tensor{}, stream()); },
+                 "matmul_forward_activation: pre is fp32 [3, 5], expected an even number of columns");
+    const TestArray dact = TestArray::poisoned({3, 8});
+    expect_error(
+        [&] {
+            matmul_backward_activation(Activation::ReLU2, {inp, dact, dact, {}, false}, out, weight, inp, stream());
+        },
+        "matmul_backward_activation: act is only computed for SwiGLU");
+    expect_error(
+        [&] {
+            matmul_backward_activation(Activation::GELU, {inp, dact, {}, bias, false}, out, weight, inp, stream());
+        },
+        "matmul_backward_activation: dbias is fp32 [4], expected fp32 [8]");
     const TestArray fp16 = TestArray::poisoned(DType::F16, {5, 8});
     expect_error([&] { matmul_backward_weight(fp16, Tensor{}, out, inp, false, stream()); },
                  backend_device() == Device::CPU
