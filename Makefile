@@ -199,8 +199,13 @@ ifneq ($(DEBUG),)
 else ifneq ($(SANITIZE),)
 # Of dev the random inputs of all tests, and the tests with the oracle's longest loops: they gain more time than the
 # compiler takes.
-SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8
+SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
+              test_sampling test_normal
 $(foreach hot,kernels runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
+# The loops in which most tests spend most time: matmuls of tiles, random numbers, softmax. -O1 makes no fused
+# multiply-adds, so that these files round like the others without them, too.
+$(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
+    private OPTIMISE := -O2 -ffp-contract=off -g1 -fno-omit-frame-pointer
 else
 $(BUILD)/dev/test_%.cpp.o: private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
