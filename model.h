@@ -138,8 +138,9 @@ struct RunShape {
     int64_t world = 1;    // ranks: their rows of the step's sums, and the padding of the parameter groups
     DType dtype = DType::F32;
     ActivationEpilogue activation_epilogue = ActivationEpilogue::Off;
-    Fp8Options fp8;            // the linear layers of the blocks whose operands are quantised
-    int64_t update_bytes = 0;  // update_workspace_bytes() of the model in training
+    bool adds_in_matmul = false;  // proj and fcproj add to the residual stream themselves; else the next norm does
+    Fp8Options fp8;               // the linear layers of the blocks whose operands are quantised
+    int64_t update_bytes = 0;     // update_workspace_bytes() of the model in training
     std::array<int64_t, NUM_LINEAR_LAYERS> lora_widths{};  // LoraTable::widths of the adapters in training; 0: none
     int64_t adapter_elements = 0;                          // of all adapters in training
     int64_t nf4_weight = 0;                                // QLoRA: elements of the largest weight in NF4; 0: none
@@ -167,7 +168,8 @@ struct LayerActs {
     Tensor log_decay;               // gated linear attention: the log decays
     Tensor att_unnormed, rstd_att;  // gated linear attention: its output before the per-head norm, and that norm's rstd
     Tensor dlog_decay, ddecay_gate;  // gradients: of log_decay, and of the gate's logits
-    Tensor proj;                     // what attention adds to the residual stream, or norm1 reads if it comes after
+    Tensor proj;                     // what attention adds to the residual stream, or norm1 reads if it comes after;
+                                     // null where the matmul adds it itself. So is fcproj
     Tensor res2;                     // the residual stream as the MLP's half of the block reads it
     Tensor mean2, rstd2, norm2;
     Tensor fc, act;
@@ -194,6 +196,7 @@ struct HeadActs {
     Tensor resf, normf, meanf, rstdf;  // the final norm
     Tensor logits, losses;             // of a chunk of tokens; of each token
     Tensor dx, dnormf;                 // gradients: of the residual stream, of normf
+    Tensor dq_sums, dkv_sums;          // of attention's gradients, for the QKV bias (AttentionGradientSums)
     Tensor scratch, forward_scratch;   // bytes
     Tensor fp8_rows, fp8_columns;      // bytes: codes of an operand by rows, [N, inputs] or [N, outputs];
                                        // of a gradient by columns, [outputs, N]

@@ -289,7 +289,8 @@ NormActs embedding_norm(const Activations& acts, Tensor out) {
     return {out, acts.embedded ? acts.embedded.rows(0, n) : out, first_rows(acts.meane, n), first_rows(acts.rstde, n)};
 }
 
-// out = norm(inp + added), and inp + added becomes the residual stream a.inp. If added is null: out = norm(a.inp).
+// out = norm(inp + added), and inp + added becomes the residual stream a.inp. If added is null: out = norm(a.inp),
+// because a matmul has added already.
 void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a, Tensor inp = {},
                   Tensor added = {}) {
     const Range range(ctx.profiler, "norm");
@@ -422,6 +423,14 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
     }
 }
 
+// next_stream = stream + proj or fcproj of inp. If out exists, it receives the layer's output, and the norm that
+// follows adds that to the stream.
+void add_to_stream(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
+                   Tensor next_stream, Tensor inp, Tensor stream, Pass pass) {
+    if (out) return linear_forward(ctx, model, acts, slot, l, out, inp, {}, pass);
+    linear_forward(ctx, model, acts, slot, l, next_stream, inp, {}, pass, stream);
+}
+
 // A block from the input of attention to the MLP's activation: the part that `--recompute block` repeats. The caller
 // does the last matmul, because the backward pass does not need that matmul's output.
 void block_forward(const Context& ctx, const Model& model, int64_t l, const LayerActs& a, const Activations& acts,
@@ -430,7 +439,7 @@ void block_forward(const Context& ctx, const Model& model, int64_t l, const Laye
     layer_decay_gate_forward(ctx, model, l, a);
     qk_forward(ctx, model, acts, in, l, a);
     layer_attention_forward(ctx, model, l, a, acts, in);
-    linear_forward(ctx, model, acts, PROJ_W, l, a.proj, a.att, {}, pass);
+    add_to_stream(ctx, model, acts, PROJ_W, l, a.proj, a.res2, a.att, a.res1, pass);
     if (model.config.norm_after)
         norm_after_forward(ctx, model, NORM1_W, l, norm_after_attention(a), a.res1);
     else
@@ -451,6 +460,7 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
     const Range range(ctx.profiler, "forward");
     const int64_t L = model.config.layers;
     const bool norm_after = model.config.norm_after;
+    const NormActs last = final_norm(acts, in.n);
     LayerActs previous{};
     if (model.gatherer) model.gatherer->begin(ctx.stream);
     for (int64_t l = 0; l < L; l++) {
@@ -472,11 +482,11 @@ void forward(const Context& ctx, const Model& model, const Activations& acts, co
             model.use(ctx, model.layer_group(l), l + 1 < L ? model.layer_group(l + 1) : model.head_group());
         if (acts.in_host_memory(l)) acts.host_inputs->store(l, a.res1);
         block_forward(ctx, model, l, a, acts, in, Pass::First);
-        linear_forward(ctx, model, acts, FCPROJ_W, l, a.fcproj, a.act);
+        const Tensor next_stream = l + 1 < L ? first_rows(acts.forward[size_t(l + 1)].res1, in.n) : last.inp;
+        add_to_stream(ctx, model, acts, FCPROJ_W, l, a.fcproj, next_stream, a.act, a.res2, Pass::First);
         if (acts.in_host_memory(l)) acts.host_inputs->wait();  // then res1 may be overwritten
         previous = a;
     }
-    const NormActs last = final_norm(acts, in.n);
     if (norm_after) {
         norm_after_forward(ctx, model, NORM2_W, L - 1, norm_after_mlp(previous, last.inp), previous.res2);
         norm_forward(ctx, model, NORMF_W, -1, last);
@@ -627,18 +637,36 @@ void recompute(const Context& ctx, const Model& model, int64_t l, const LayerAct
     if (level >= Recompute::Activation) mlp_forward(ctx, model, acts, l, a, Pass::Again);
 }
 
+// Where attention's backward pass sums the gradients of q, k and v, for that of the QKV projection's bias. Null: it
+// does not.
+AttentionGradientSums gradient_sums(const ModelConfig& c, const Activations& acts, const Input& in, int64_t l) {
+    const bool planned = acts.dq_sums && c.attention_type(l) == AttentionType::Softmax;
+    if (!planned || in.sequences.count) return {};
+    const AttentionSumRows rows =
+        attention_gradient_sum_rows(in.sequences.cum_q.shape[0] - 1, in.sequences.max_q, in.sequences.max_k, c.heads,
+                                    c.head_size, acts.shape.dtype, acts.shape.deterministic);
+    if (rows.dq > acts.dq_sums.shape[0] || rows.dkv > acts.dkv_sums.shape[0]) return {};
+    return {acts.dq_sums.rows(0, rows.dq), acts.dkv_sums.rows(0, rows.dkv)};
+}
+
 // Computes a.dqkv and a.dlog_decay from a.datt. The gradient of the per-head norm overwrites that norm's output, a.att.
 void layer_attention_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l,
-                              const LayerActs& a, const Activations& acts, const Input& in, bool accumulate) {
+                              const LayerActs& a, const Activations& acts, const Input& in,
+                              const AttentionGradientSums& sums, bool accumulate) {
     const ModelConfig& c = model.config;
     const AttentionType type = c.attention_type(l);
     const bool gated = type == AttentionType::GatedLinear;
     const QkvHeads x = attention_inputs(c, a), d = split_qkv(c, a.dqkv);
     const Range range(ctx.profiler, "attention");
     if (type == AttentionType::Softmax) {
-        return attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v,
-                                  split_heads(a.att, c.heads), a.lse, softmax_sequences(c, in, l), c.attention_scale(),
-                                  acts.scratch, ctx.stream, acts.shape.deterministic);
+        attention_backward(d.q, d.k, d.v, split_heads(a.datt, c.heads), x.q, x.k, x.v, split_heads(a.att, c.heads),
+                           a.lse, softmax_sequences(c, in, l), c.attention_scale(), acts.scratch, ctx.stream,
+                           acts.shape.deterministic, sums);
+        if (!sums.dq) return;
+        const Tensor dbias = model.gradient(grads, QKV_B, l);
+        const int64_t Q = sums.dq.shape[1];
+        matmul_backward_bias(dbias.rows(0, Q), sums.dq, accumulate, ctx.stream);
+        return matmul_backward_bias(dbias.rows(Q, dbias.shape[0]), sums.dkv, accumulate, ctx.stream);
     }
     if (gated) {
         rmsnorm_backward(head_matrix(a.att, c.heads), model.gradient(grads, HEADNORM_W, l), {},
@@ -714,10 +742,12 @@ void attention_half_backward(const Context& ctx, const Model& model, const Gradi
                              bool adds, bool accumulate) {
     if (acts.uses_fp8(l)) quantise_input(ctx, acts, PROJ_W, l, a.att, false, a.att_t, Pass::Again);
     linear_backward(ctx, model, grads, acts, PROJ_W, l, a.datt, dout, a.att, a.att_t, accumulate);
-    layer_attention_backward(ctx, model, grads, l, a, acts, in, accumulate);
+    const AttentionGradientSums sums = gradient_sums(model.config, acts, in, l);
+    layer_attention_backward(ctx, model, grads, l, a, acts, in, sums, accumulate);
     qk_backward(ctx, model, grads, acts, in, l, a, accumulate);
     if (!passes_gradient_on(model, l)) dinp = {};
-    linear_backward(ctx, model, grads, acts, QKV_W, l, dinp, a.dqkv, qkv_input(a), a.norm1_t, accumulate, adds);
+    linear_backward(ctx, model, grads, acts, QKV_W, l, dinp, a.dqkv, qkv_input(a), a.norm1_t, accumulate, adds,
+                    !sums.dq);
     if (dinp) layer_decay_gate_backward(ctx, model, grads, l, a, dinp, accumulate);
 }
 

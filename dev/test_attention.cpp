@@ -54,6 +54,7 @@ struct Problem {
 
 struct Result {
     std::vector<double> out, lse, dq, dk, dv;
+    std::vector<double> sums;  // of dq, dk and dv over the tokens, where attention_backward computes them; not in all()
     std::vector<double> all() const {
         std::vector<double> values;
         for (const auto* part : {&out, &lse, &dq, &dk, &dv}) values.insert(values.end(), part->begin(), part->end());
@@ -95,8 +96,42 @@ Result run(const Problem& p, int64_t extra = 0, bool deterministic = true, int64
         TestArray::scratch(attention_backward_scratch(Nq, NH, HS, deterministic, sequences.max_k));
     const TestArray forward_scratch = TestArray::scratch(attention_forward_scratch());
     attention_forward(out, lse, q, k, v, sequences, p.scale, forward_scratch, Stream{});
-    attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{}, deterministic);
-    return {out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch()};
+    const AttentionSumRows rows =
+        attention_gradient_sum_rows(S, sequences.max_q, sequences.max_k, NH, HS, p.dtype, deterministic);
+    const bool sums = rows.dq > 0 && Nq > 0 && Nk > 0 && room < 0;
+    const TestArray dq_sums = TestArray::poisoned({std::max<int64_t>(rows.dq, 1), NH * HS});
+    const TestArray dkv_sums = TestArray::poisoned({std::max<int64_t>(rows.dkv, 1), 2 * NKV * HS});
+    attention_backward(dq, dk, dv, dout, q, k, v, out, lse, sequences, p.scale, scratch, Stream{}, deterministic,
+                       sums ? AttentionGradientSums{dq_sums, dkv_sums} : AttentionGradientSums{});
+    Result result{out.fetch(), lse.fetch(), dq.fetch(), dk.fetch(), dv.fetch(), {}};
+    if (!sums) return result;
+    for (const TestArray* array : {&dq_sums, &dkv_sums}) {
+        const std::vector<double> values = array->fetch();
+        const size_t columns = size_t(array->tensor().shape[1]);
+        std::vector<double> total(columns);
+        for (size_t i = 0; i < values.size(); i++) total[i % columns] += values[i];
+        result.sums.insert(result.sums.end(), total.begin(), total.end());
+    }
+    return result;
+}
+
+// The sums against those of the stored gradients. They are in fp32, of `tokens` terms, each added with an error of up
+// to 2^-24 of the sum so far.
+void check_sums(const Problem& p, const Result& got) {
+    if (got.sums.empty()) return;
+    size_t at = 0;
+    for (const auto* gradient : {&got.dq, &got.dk, &got.dv}) {
+        const size_t columns = size_t((gradient == &got.dq ? p.shape.NH : p.shape.NKV) * p.shape.HS);
+        const size_t tokens = gradient->size() / columns;
+        for (size_t c = 0; c < columns; c++, at++) {
+            double sum = 0, mag = 0;
+            for (size_t i = c; i < gradient->size(); i += columns)
+                sum += (*gradient)[i], mag += std::fabs((*gradient)[i]);
+            ASSERT_LE(std::fabs(got.sums[at] - sum), mag * double(tokens) * 0x1p-24)
+                << "sum " << at << ": got " << got.sums[at] << ", expected " << sum;
+        }
+    }
+    ASSERT_EQ(at, got.sums.size());
 }
 
 // Whether attention_backward has a nondeterministic pass for this problem.
@@ -126,6 +161,7 @@ void expect_within_magnitude(const char* what, const std::vector<double>& got, c
 void check(const Problem& p, bool cancels = false) {
     const auto& [qlens, klens, NH, NKV, HS, mask] = p.shape;
     const Result got = run(p);
+    check_sums(p, got);
     reference::Attention ref = reference::attention_forward(p.q.data(), p.k.data(), p.v.data(), p.cum_q, p.cum_k, NH,
                                                             NKV, HS, double(p.scale), mask);
     const reference::AttentionGradients grad =
@@ -610,6 +646,13 @@ TEST(AttentionErrors, NameTheInvalidArgument) {
         },
         str("attention_backward: scratch is uint8 [100], expected uint8 [", attention_backward_scratch(10, 4, 8),
             "] or more"));
+    const TestArray enough = TestArray::scratch(attention_backward_scratch(10, 4, 8));
+    expect_error(
+        [&] {
+            attention_backward(out, dk, dv, q, q, k, k, q, lse, {cum, cum, 10, 10}, 1, enough, Stream{}, true,
+                               {lse, lse});
+        },
+        "attention_backward: sums of the gradients are not computed here (attention.h)");
     expect_error(
         [&] {
             attention_forward(out, lse, q, k, k, {cum, cum, 10, 10}, 0, scratch, Stream{});

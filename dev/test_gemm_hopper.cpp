@@ -1,5 +1,7 @@
 // kernels/gemm_hopper.h with each size of cluster, through the matmuls that call it: against the oracle at the edges of
 // tiles, with more tiles than blocks, and bit by bit against the separate kernels of activation functions.
+#include <limits>
+
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/activation_functions.h"
@@ -54,7 +56,13 @@ struct Gapped {
     TestArray array;
     Gapped(int64_t N, int64_t C) : rows(N), columns(C), array(TestArray::poisoned(T, {N, C + 8})) {}
     Gapped(int64_t N, int64_t C, uint64_t seed, double scale)
-        : rows(N), columns(C), array(TestArray::random(T, {N, C + 8}, seed, scale)) {}
+        : rows(N), columns(C), array(TestArray::of(T, with_gaps(N, C, seed, scale), {N, C + 8})) {}
+    static std::vector<double> with_gaps(int64_t N, int64_t C, uint64_t seed, double scale) {
+        std::vector<double> values = TestArray::random(T, {N, C + 8}, seed, scale).values();
+        for (size_t i = 0; i < values.size(); i++)
+            if (int64_t(i) % (C + 8) >= C) values[i] = std::numeric_limits<double>::quiet_NaN();
+        return values;
+    }
     Tensor view() const { return array.tensor().columns(0, columns); }
     std::vector<double> fetch() const {
         const std::vector<double> all = array.fetch();
@@ -84,11 +92,26 @@ TEST_P(HopperGemm, LinearLayersMatchOracle) {
             reference::Values ref =
                 reference::matmul_forward(inp.data(), weight.data(), biased ? bias.data() : nullptr, N, C, OC);
             expect_close("out", out.fetch(), ref.value, ref.mag, C, OC, T);
+
+            const Gapped added(N, OC, 5, 1), sum(N, OC);
+            const std::vector<double> earlier = added.values();
+            const Tensor b = biased ? bias.tensor() : Tensor{};
+            matmul_forward_add(sum.view(), inp, weight, b, added.view(), stream);
+            ref = reference::matmul(inp.data(), weight.data(), false, true, earlier.data(),
+                                    biased ? bias.data() : nullptr, N, OC, C);
+            expect_close("sum", sum.fetch(), ref.value, ref.mag, C, OC, T);
+            matmul_forward_add(added.view(), inp, weight, b, added.view(), stream);
+            expect_same_bits("sum in place", added.fetch(), sum.fetch());
             if (biased) continue;
             const TestArray dout = TestArray::random(T, {N, OC}, 4);
             matmul_backward_input(dinp.view(), dout, weight, false, stream);
             ref = reference::matmul_backward_input(dout.data(), weight.data(), nullptr, N, C, OC);
             expect_close("dinp", dinp.fetch(), ref.value, ref.mag, OC, C, T);
+            const Gapped total(N, C, 6, 1);
+            const std::vector<double> before = total.values();
+            matmul_backward_input(total.view(), dout, weight, true, stream);
+            ref = reference::matmul_backward_input(dout.data(), weight.data(), before.data(), N, C, OC);
+            expect_close("dinp added to", total.fetch(), ref.value, ref.mag, OC, C, T);
         }
 }
 

@@ -263,10 +263,14 @@ TEST_P(MatmulDTypes, LinearLayerMatchesOracle) {
                 expect_gaps_untouched("out", out.fetch(), OC + gap, OC);
 
                 const TestArray added = TestArray::random(T, {N, OC}, 6);
-                matmul_forward_add(added, inp, weight, bias_given ? bias.tensor() : Tensor{}, stream());
+                const Tensor given_bias = bias_given ? bias.tensor() : Tensor{};
+                const TestArray sum = TestArray::poisoned(T, {N, OC});
+                matmul_forward_add(sum, inp, weight, given_bias, added, stream());
                 ref = reference::matmul(inp.data(), weight.data(), false, true, added.data(),
                                         bias_given ? bias.data() : nullptr, N, OC, C);
                 // If rows are not multiples of 16 bytes the library rounds the sum before it adds.
+                expect_close("sum", sum.fetch(), ref.value, ref.mag, C, OC, T, 2);
+                matmul_forward_add(added, inp, weight, given_bias, added, stream());
                 expect_close("added to out", added.fetch(), ref.value, ref.mag, C, OC, T, 2);
 
                 const auto start = [&](DType dtype, std::initializer_list<int64_t> shape, uint64_t seed) {
@@ -687,6 +691,11 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
     expect_error([&] { matmul_forward(ints, inp, weight, Tensor{}, stream()); },
                  "matmul_forward: out is int32 [3, 5], expected fp32 [3, 5]");
     expect_error([&] { matmul_forward(out, Tensor{}, weight, Tensor{}, stream()); }, "matmul_forward: inp is missing");
+    expect_error([&] { matmul_forward_add(out, inp, weight, Tensor{}, inp, stream()); },
+                 "matmul_forward_add: add is fp32 [3, 8], expected fp32 [3, 5]");
+    const TestArray wide = TestArray::poisoned({3, 9});
+    expect_error([&] { matmul_forward_add(out, inp, weight, Tensor{}, wide.tensor().columns(0, 5), stream()); },
+                 "matmul_forward_add: the rows of add are 9 elements apart, those of out 5");
     expect_error([&] { matmul_backward_input(dinp, out, weight, false, stream()); },
                  "matmul_backward_input: dinp is fp32 [3, 7], expected fp32 [3, 8]");
     expect_error([&] { matmul_backward_weight(dweight, bias, out, inp, false, stream()); },

@@ -15,6 +15,7 @@
 RunShape inference_shape(int64_t B, int64_t T, DType dtype) {
     RunShape shape(B, T);
     shape.dtype = dtype;
+    shape.adds_in_matmul = dtype != DType::F32;
     return shape;
 }
 
@@ -42,20 +43,32 @@ enum Phase {
     PHASES,
     NEXT_NORM1 = PHASES
 };
-enum class StepPhase { Start, Head, Update };
+enum class StepPhase { Start, LastBlock, Head, Update };
 
 // The phases of a step in the order of time: each block's forward phases, the head, then for each block a phase of
 // recomputation and its backward phases, then the embedding's gradient and the update.
 struct Timeline {
     int64_t L;
-    // Layer 0's input is written by the embedding, that of the other layers by their first norm.
+    bool adds_in_matmul;
+    // Layer 0's input is written by the embedding, that of the other layers by their first norm or by the fcproj before
+    // it, whose phase has the same number as BLOCK_INPUT.
     int64_t forward(int64_t l, Phase p) const {
-        return l > 0 && p == BLOCK_INPUT ? forward(l, NORM1) : l * PHASES + p + 1;
+        return l > 0 && p == BLOCK_INPUT && !adds_in_matmul ? forward(l, NORM1) : l * PHASES + p + 1;
     }
     int64_t recompute(int64_t l) const { return L * PHASES + 2 + (L - 1 - l) * (PHASES + 1); }
     int64_t backward(int64_t l, Phase p) const { return recompute(l) + PHASES - p; }
     int64_t operator()(StepPhase p) const {
-        return p == StepPhase::Start ? 0 : p == StepPhase::Head ? L * PHASES + 1 : recompute(-1) + 1;
+        switch (p) {
+            case StepPhase::Start:
+                return 0;
+            case StepPhase::LastBlock:
+                return L * PHASES;
+            case StepPhase::Head:
+                return L * PHASES + 1;
+            case StepPhase::Update:
+                return recompute(-1) + 1;
+        }
+        return 0;
     }
 };
 
@@ -80,6 +93,8 @@ enum Dims {
     ANGLES,         // [T, R/2, 2]: cosines and sines
     CHUNK_LOGITS,   // [chunk, Vp]
     STEP_SUMS,      // [ranks, NUM_STEP_SUMS]
+    DQ_SUMS,        // [AttentionSumRows::dq, NH·HS]
+    DKV_SUMS,       // [AttentionSumRows::dkv, 2·NKV·HS]
     ONE,
     TWO,
     SCALAR_BYTES,  // of StepScalars
@@ -112,15 +127,17 @@ enum When : unsigned {
     EMBEDDING_NORM = 512,
     NORM_BEFORE = 1024,  // attention and the MLP
     NORM_AFTER = 2048,
-    HIGH = 4096,          // the layer's matmuls are in the model's dtype
-    FP8 = 8192,           // they are in fp8
-    NORM1_READ = 16384,   // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
-    NORM1_CODES = 32768,  // it does not
-    FP8_WEIGHTS = 65536,  // fp8, and quantised weights are not kept
-    LORA = 131072,        // adapters are trained
-    NF4 = 262144,         // of a base in NF4
-    ACT_READ = 524288,    // the backward pass reads act, kept or recomputed
-    ACT_AGAIN = 1048576   // SwiGLU's backward pass computes it again, in the place of dact
+    HIGH = 4096,              // the layer's matmuls are in the model's dtype
+    FP8 = 8192,               // they are in fp8
+    NORM1_READ = 16384,       // the backward pass reads norm1 itself: all but layers in fp8 without a decay gate
+    NORM1_CODES = 32768,      // it does not
+    FP8_WEIGHTS = 65536,      // fp8, and quantised weights are not kept
+    LORA = 131072,            // adapters are trained
+    NF4 = 262144,             // of a base in NF4
+    ACT_READ = 524288,        // the backward pass reads act, kept or recomputed
+    ACT_AGAIN = 1048576,      // SwiGLU's backward pass computes it again, in the place of dact
+    ADD_IN_MATMUL = 2097152,  // proj and fcproj add to the residual stream
+    ADD_IN_NORM = 4194304     // the norm after them does
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -171,11 +188,12 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::dlog_decay,   "dgate",       N_NKV,  FP32,  ATTENTION,   NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::ddecay_gate,  "dgate_x",     N_NKV8, MODEL, QKV,         NONE,       QKV,       KEPT,       TRAIN | GATED},
     {&A::att_t,        "att.fp8",     ATT_N,  CODES, PROJ,        NONE,       PROJ,      KEPT,       FP8},
-    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      NORM_BEFORE},
+    {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NONE,      BLOCK,      NORM_BEFORE | ADD_IN_NORM},
     // A norm after attention belongs to the phase that adds to the residual stream.
     {&A::proj,         "proj",        N_C,    MODEL, PROJ,        NORM2,      NORM2,     BLOCK,      NORM_AFTER},
     {&A::rstd1,        "rstd1",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | NORM_AFTER},
-    {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ALWAYS},
+    {&A::res2,         "res2",        N_C,    MODEL, NORM2,       NEXT_NORM1, NORM2,     BLOCK,      ADD_IN_NORM},
+    {&A::res2,         "res2",        N_C,    MODEL, PROJ,        FCPROJ,     NORM2,     BLOCK,      ADD_IN_MATMUL},
     {&A::mean2,        "mean2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | LAYERNORM},
     {&A::rstd2,        "rstd2",       N_1,    FP32,  NORM2,       NORM2,      NORM2,     BLOCK,      TRAIN | NORM_BEFORE},
     {&A::norm2,        "norm2",       N_C,    MODEL, NORM2,       FC,         FC,        NORMS,      HIGH | NORM_BEFORE},
@@ -191,7 +209,7 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::lora_proj,    "lora_proj",   N_LORA_PROJ,   MODEL, PROJ,   PROJ,   PROJ,   KEPT, LORA},
     {&A::lora_fc,      "lora_fc",     N_LORA_FC,     MODEL, FC,     FC,     FC,     KEPT, LORA},
     {&A::lora_fcproj,  "lora_fcproj", N_LORA_FCPROJ, MODEL, FCPROJ, FCPROJ, FCPROJ, KEPT, LORA},
-    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       NORM_BEFORE},
+    {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, NONE,      KEPT,       NORM_BEFORE | ADD_IN_NORM},
     {&A::fcproj,       "fcproj",      N_C,    MODEL, FCPROJ,      NEXT_NORM1, FCPROJ,    BLOCK,      NORM_AFTER},
     {&A::rstd2,        "rstd2",       N_1,    FP32,  NEXT_NORM1,  NEXT_NORM1, FCPROJ,    KEPT,       TRAIN | NORM_AFTER},
     {&A::dfcproj,      "dfcproj",     N_C,    MODEL, FCPROJ,      NONE,       ACT,       KEPT,       TRAIN | NORM_AFTER},
@@ -215,7 +233,8 @@ struct PassRow {
     unsigned when;
 };
 
-constexpr StepPhase START = StepPhase::Start, HEAD = StepPhase::Head, UPDATE = StepPhase::Update;
+constexpr StepPhase START = StepPhase::Start, LAST_BLOCK = StepPhase::LastBlock, HEAD = StepPhase::Head,
+                    UPDATE = StepPhase::Update;
 
 constexpr PassRow<InputActs> INPUT_ACTIVATIONS[] = {
     {&InputActs::tokens, "tokens", N_1, DType::I32, START, UPDATE, ALWAYS},
@@ -231,7 +250,8 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::embedded, "embedded", N_C, MODEL, START, UPDATE, TRAIN | EMBEDDING_NORM},
     {&HeadActs::meane, "meane", N_1, FP32, START, UPDATE, TRAIN | EMBEDDING_NORM | LAYERNORM},
     {&HeadActs::rstde, "rstde", N_1, FP32, START, UPDATE, TRAIN | EMBEDDING_NORM},
-    {&HeadActs::resf, "resf", N_C, MODEL, HEAD, HEAD, ALWAYS},
+    {&HeadActs::resf, "resf", N_C, MODEL, HEAD, HEAD, ADD_IN_NORM},
+    {&HeadActs::resf, "resf", N_C, MODEL, LAST_BLOCK, HEAD, ADD_IN_MATMUL},
     {&HeadActs::normf, "normf", N_C, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::logits, "logits", CHUNK_LOGITS, MODEL, HEAD, HEAD, ALWAYS},
     {&HeadActs::losses, "losses", N_1, FP32, HEAD, HEAD, ALWAYS},
@@ -245,6 +265,8 @@ constexpr PassRow<HeadActs> HEAD_ACTIVATIONS[] = {
     {&HeadActs::dx, "dx", N_C, MODEL, HEAD, UPDATE, TRAIN},
     {&HeadActs::scalars, "scalars", SCALAR_BYTES, DType::U8, START, UPDATE, TRAIN},
     {&HeadActs::micro_step, "micro_step", ONE, DType::I64, START, UPDATE, TRAIN},
+    {&HeadActs::dq_sums, "dq_sums", DQ_SUMS, FP32, HEAD, UPDATE, TRAIN},
+    {&HeadActs::dkv_sums, "dkv_sums", DKV_SUMS, FP32, HEAD, UPDATE, TRAIN},
     {&HeadActs::scratch, "scratch", SCRATCH_BYTES, DType::U8, HEAD, UPDATE, TRAIN},
     {&HeadActs::fp8_rows, "fp8_rows", FP8_ROWS, CODES, START, UPDATE, FP8},
     {&HeadActs::fp8_columns, "fp8_columns", FP8_COLUMNS, CODES, HEAD, UPDATE, FP8},
@@ -325,6 +347,14 @@ int64_t widest_adapter(const RunShape& shape) {
     return *std::max_element(shape.lora_widths.begin(), shape.lora_widths.end());
 }
 
+// Attention sums the gradient of the QKV projection's bias where nothing lies between the two, and the bias is trained.
+AttentionSumRows gradient_sum_rows(const ModelConfig& c, const RunShape& shape) {
+    const bool adjacent = c.positions != Positions::RoPE && c.qk_norm == QkNorm::Off;
+    if (!c.qkv_bias || !adjacent || widest_adapter(shape) || c.layers_of(AttentionType::Softmax) == 0) return {};
+    return attention_gradient_sum_rows(shape.B, shape.T, shape.T, c.heads, c.head_size, shape.dtype,
+                                       shape.deterministic, shape.target);
+}
+
 std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shape) {
     const int64_t N = shape.B * shape.T;
     switch (dims) {
@@ -366,6 +396,10 @@ std::vector<int64_t> sizes(Dims dims, const ModelConfig& c, const RunShape& shap
             return {head_chunk(c, shape), c.padded_vocab()};
         case STEP_SUMS:
             return {shape.world, NUM_STEP_SUMS};
+        case DQ_SUMS:
+            return {gradient_sum_rows(c, shape).dq, c.heads * c.head_size};
+        case DKV_SUMS:
+            return {gradient_sum_rows(c, shape).dkv, 2 * c.kv_heads * c.head_size};
         case SCALAR_BYTES:
             return {int64_t(sizeof(StepScalars))};
         case ONE:
@@ -405,7 +439,7 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u);
+           (shape.nf4_weight ? NF4 : 0u) | (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM);
 }
 
 // Whether SwiGLU's backward pass computes its output again. Recomputed in a pass of its own, that output would cost
@@ -428,13 +462,15 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape, int64_t l) {
 
 // Resolves options that exclude each other. GELU inside a matmul may be rounded differently from the kernel that
 // recomputes it, fp8 quantises the activation function's output itself, and adapters are added before it. Only 16-bit
-// softmax attention has a faster backward pass that is not deterministic.
+// softmax attention has a faster backward pass that is not deterministic. A matmul adds to the residual stream if its
+// output goes there as it is: not through a norm, adapters or fp8.
 RunShape effective(const ModelConfig& c, RunShape shape) {
     const bool recomputes = shape.recompute == Recompute::Activation || shape.recompute == Recompute::Norms;
     if (recomputes && c.mlp == Mlp::GELU && shape.activation_epilogue == ActivationEpilogue::Both)
         shape.activation_epilogue = ActivationEpilogue::Backward;
     shape.deterministic |= shape.dtype == DType::F32 || c.layers_of(AttentionType::Softmax) == 0;
     shape.fp8.on &= shape.training;
+    shape.adds_in_matmul &= !c.norm_after && !shape.fp8.on && !widest_adapter(shape);
     shape.offload_inputs &= shape.training && c.layers > 1;
     if (!shape.training || shape.fp8.on || widest_adapter(shape)) shape.activation_epilogue = ActivationEpilogue::Off;
     return shape;
@@ -467,7 +503,7 @@ void Activations::add(std::initializer_list<Tensor*> fields, const std::string& 
 
 template <typename Acts, typename Table>
 void Activations::plan_whole_pass(Acts& acts, const Table& table) {
-    const Timeline time{config.layers};
+    const Timeline time{config.layers, shape.adds_in_matmul};
     const unsigned holds = conditions(config, shape);
     for (const PassRow<Acts>& row : table) {
         const std::vector<int64_t> dims = sizes(row.dims, config, shape);
@@ -477,7 +513,7 @@ void Activations::plan_whole_pass(Acts& acts, const Table& table) {
 }
 
 void Activations::plan_layer(int64_t l) {
-    const Timeline time{config.layers};
+    const Timeline time{config.layers, shape.adds_in_matmul};
     const unsigned holds = conditions(config, shape, l);
     for (const BlockRow& row : BLOCK_ACTIVATIONS) {
         const std::vector<int64_t> dims = sizes(row.dims, config, shape);

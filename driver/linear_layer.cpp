@@ -49,9 +49,12 @@ void lora_forward(const Context& ctx, const LoraLayer& lora, Tensor out, Tensor 
     const Range range(ctx.profiler, "lora");
     if (pass == Pass::First) matmul(lora.low_rank, inp, lora.a, false, true, false, ctx.stream, lora.scale);
     for_each_part(lora, [&](auto b, auto rows, auto a) {
-        (adds ? matmul_forward_add : matmul_forward)(out.columns(rows.first, rows.second),
-                                                     lora.low_rank.columns(a.first, a.second),
-                                                     lora.b.rows(b.first, b.second), {}, ctx.stream);
+        const Tensor part = out.columns(rows.first, rows.second), h = lora.low_rank.columns(a.first, a.second);
+        const Tensor weight = lora.b.rows(b.first, b.second);
+        if (adds)
+            matmul_forward_add(part, h, weight, {}, part, ctx.stream);
+        else
+            matmul_forward(part, h, weight, {}, ctx.stream);
     });
 }
 
@@ -78,7 +81,7 @@ void quantise_input(const Context& ctx, const Activations& acts, Slot slot, int6
 }
 
 void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
-                    Tensor inp, Tensor columns, Pass pass) {
+                    Tensor inp, Tensor columns, Pass pass, Tensor add) {
     const Range range(ctx.profiler, linear_name(slot));
     const Tensor weight = linear_weight(ctx, model, acts, slot, l), bias = model.weight(bias_of(slot), l);
     if (!acts.uses_fp8(l)) {
@@ -86,8 +89,11 @@ void linear_forward(const Context& ctx, const Model& model, const Activations& a
         // hides in that matmul's epilogue, while a thin matmul would wait for it.
         const LoraLayer lora = lora_layer(model, acts, slot, l, out.shape[0]);
         const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
-        if (writes) lora_forward(ctx, lora, out, inp, false, pass);
-        (writes ? matmul_forward_add : matmul_forward)(out, inp, weight, bias, ctx.stream);
+        if (writes) lora_forward(ctx, lora, out, inp, false, pass), add = out;
+        if (add)
+            matmul_forward_add(out, inp, weight, bias, add, ctx.stream);
+        else
+            matmul_forward(out, inp, weight, bias, ctx.stream);
         if (lora.a && !writes) lora_forward(ctx, lora, out, inp, true, pass);
         return;
     }
@@ -153,16 +159,18 @@ void lora_backward(const Context& ctx, const Model& model, const Gradients& grad
 }  // namespace
 
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
-                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds) {
+                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds,
+                     bool sums_bias) {
+    const Tensor dbias = sums_bias ? bias_gradient(model, grads, slot, l) : Tensor{};
     if (acts.uses_fp8(l)) {
-        if (const Tensor dbias = bias_gradient(model, grads, slot, l)) {
+        if (dbias) {
             const Range range(ctx.profiler, linear_name(slot));
             matmul_backward_bias(dbias, dout, accumulate, ctx.stream);
         }
         return fp8_linear_backward(ctx, model, grads, acts, slot, l, dinp, inp_t, accumulate,
                                    [&](const Fp8Output& out) { fp8_quantise(out, dout, ctx.stream); });
     }
-    weight_backward(ctx, model, grads, slot, l, dout, inp, bias_gradient(model, grads, slot, l), accumulate);
+    weight_backward(ctx, model, grads, slot, l, dout, inp, dbias, accumulate);
     const LoraLayer lora = lora_layer(model, acts, slot, l, inp.shape[0]);
     if (lora.a)  // before the frozen weight's matmul, which adds to dinp, as in linear_forward()
         lora_backward(ctx, model, grads, acts, lora, slot, l, dinp, dout, inp, accumulate, adds);

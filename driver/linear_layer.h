@@ -16,15 +16,17 @@
 // Whether the forward pass runs for the first time, or what it did not keep is computed again.
 enum class Pass : uint8_t { First, Again };
 
-// out = inp·weightᵀ + bias. fp8: columns receives the quantised input for the backward pass; without inp the rows are
-// quantised already (quantise_input).
+// out = inp·weightᵀ + bias, plus add if that is given (only where shape.adds_in_matmul). fp8: columns receives the
+// quantised input for the backward pass; without inp the rows are quantised already (quantise_input).
 void linear_forward(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
-                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First);
+                    Tensor inp, Tensor columns = {}, Pass pass = Pass::First, Tensor add = {});
 
 // The gradients of a linear layer's weight, or its adapters, of its bias and input. fp8: inp_t, the quantised columns,
-// replaces inp. adds: dinp is added to; not in fp8. dinp may be null where the weight is frozen.
+// replaces inp. adds: dinp is added to; not in fp8. dinp may be null where the weight is frozen. sums_bias: false if
+// the caller computes the gradient of the bias.
 void linear_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts, Slot slot,
-                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds = false);
+                     int64_t l, Tensor dinp, Tensor dout, Tensor inp, Tensor inp_t, bool accumulate, bool adds = false,
+                     bool sums_bias = true);
 
 // The parts of linear_backward() for callers that compute the rest in other ways.
 

@@ -79,7 +79,7 @@ __device__ __forceinline__ uint32_t map_pair(uint32_t x, F f) {
 // out = c + bias, or, with an activation function, aux = c + bias and out = F(aux).
 template <typename F>
 struct StoreActivation : Position {
-    static constexpr bool GATED = false, ACTIVATES = !std::is_void_v<F>;
+    static constexpr bool GATED = false, ACTIVATES = !std::is_void_v<F>, FREES_SUMS = ACTIVATES;
     using Panel = hopper_gemm_kernel::Panel<PANEL_COLUMNS>;
     struct Shared {
         Panel out[WARPS][2], aux[ACTIVATES ? WARPS : 1][ACTIVATES ? 2 : 1];
@@ -121,7 +121,7 @@ struct StoreActivation : Position {
 
 // The first 96 columns of c + bias are gate, the last 96 up. Both are stored to aux, and out = SwiGLU(gate, up).
 struct StoreSwiglu : Position {
-    static constexpr bool GATED = true;
+    static constexpr bool GATED = true, FREES_SUMS = false;
     static constexpr int HALF = NT / 2;
     using Panel = hopper_gemm_kernel::Panel<32>;
     struct Shared {
@@ -226,21 +226,41 @@ struct PanelRing : Position {
     }
 };
 
-// Lanes that differ in `BIT` add their sums and keep half of them each.
-template <int HALF, int BIT, int COUNT>
-__device__ __forceinline__ void add_halves(float (&sums)[COUNT]) {
-    const bool high = lane_id() & BIT;
+// out = c + bias + aux: aux is what is added, such as the residual stream.
+struct StoreSum : PanelRing<1, 3, PANEL_COLUMNS> {
+    static constexpr bool GATED = false, FREES_SUMS = true;
+    using Ring = PanelRing<1, 3, PANEL_COLUMNS>;
+    using Ring::Ring;
+    __device__ __forceinline__ void run(const float (&c)[MB][NT][4]) const {
+        constexpr int TILES = Panel::TILES;
 #pragma unroll
-    for (int i = 0; i < HALF; i++) {
-        const float keep = high ? sums[i + HALF] : sums[i], send = high ? sums[i] : sums[i + HALF];
-        sums[i] = keep + __shfl_xor_sync(ALL_LANES, send, BIT);
+        for (int q = 0; q < NT / TILES; q++) {
+            float2 bias[TILES];
+            load_bias(bias, p.bias, column + q * PANEL_COLUMNS, p.N);
+#pragma unroll
+            for (int m = 0; m < MB; m++) {
+                Panel& panel = wait(q * MB + m)[0];
+                uint32_t x[TILES / 2][4];
+                panel.read(x);
+                for_each_pair<TILES>([&](int k, int i, int n, int e) {
+                    const float* const sum = &c[m][q * TILES + n][e];
+                    const float2 aux = unpack(x[k][i]);
+                    x[k][i] = pack_two<bf16>(fmaf(p.alpha, sum[0], bias[n].x + aux.x),
+                                             fmaf(p.alpha, sum[1], bias[n].y + aux.y));
+                });
+                __syncwarp();  // all have read the panel
+                panel.write(x);
+                store(q * MB + m, [] {});
+            }
+        }
     }
-}
+};
+
 // out = F(c, aux), the gradient of an activation function's input aux. Its sums over the rows of the tile, before
 // rounding, are column_sums [rows of tiles, N], unless that is null.
 template <typename F>
 struct StoreGradient : PanelRing<1, 3, PANEL_COLUMNS> {
-    static constexpr bool GATED = false;
+    static constexpr bool GATED = false, FREES_SUMS = true;
     using Ring = PanelRing<1, 3, PANEL_COLUMNS>;
     using typename Ring::Panel;
     struct Shared : Ring::Shared {
@@ -270,12 +290,7 @@ struct StoreGradient : PanelRing<1, 3, PANEL_COLUMNS> {
                 panel.write(x);
                 store(q * MB + m, [] {});
             }
-            if (!p.column_sums) continue;
-            add_halves<8, 16>(sums);
-            add_halves<4, 8>(sums);
-            add_halves<2, 4>(sums);
-            *reinterpret_cast<float2*>(
-                &column_sums[warp][q * PANEL_COLUMNS + lane_id() / 4 * 8 + lane_id() % 4 * 2]) = {sums[0], sums[1]};
+            if (p.column_sums) store_sums_of_rows(&column_sums[warp][q * PANEL_COLUMNS], sums);
         }
         if (p.column_sums) add_warps();
     }
@@ -295,7 +310,7 @@ struct StoreGradient : PanelRing<1, 3, PANEL_COLUMNS> {
 // out = the gradients of gate and up, the two halves of aux. With ACT also act = SwiGLU(gate, up).
 template <bool ACT>
 struct StoreSwigluGradient : PanelRing<2, ACT ? 3 : 2, ACT ? 32 : PANEL_COLUMNS> {
-    static constexpr bool GATED = false;
+    static constexpr bool GATED = false, FREES_SUMS = false;
     using Ring = PanelRing<2, ACT ? 3 : 2, ACT ? 32 : PANEL_COLUMNS>;
     using typename Ring::Panel;
     struct SharedWithAct : Ring::Shared {

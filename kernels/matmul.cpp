@@ -147,7 +147,7 @@ void sum_rows(const Tensor& out, const Tensor& inp, bool accumulate) {
 }
 
 void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor& weight, const Tensor& bias,
-             bool add = false) {
+             const Tensor& add = {}) {
     check_matrix(op, "inp", inp);
     check_matrix(op, "weight", weight);
     const int64_t N = inp.shape[0], C = inp.shape[1], OC = weight.shape[0];
@@ -155,17 +155,20 @@ void forward(const char* op, const Tensor& out, const Tensor& inp, const Tensor&
     check_matrix(op, "inp", inp, N, C);
     check_matrix(op, "weight", weight, OC, C);
     check_tensor(op, "bias", bias, DType::F32, {OC}, Given::Optional);
-    // Storing the bias first costs one write of out; adding it afterwards would cost a read and a write.
-    if (bias) {
-        float* o = out.as<float>();
-        const float* b = bias.as<float>();
+    if (add) check_added(op, out, add, inp);
+    // Storing what is added first costs one write of out; adding it afterwards would cost a read and a write.
+    if (bias || (add && add.data != out.data)) {
         const int64_t stride = row_stride(out);
+        const float* b = bias.as<float>();
 #pragma omp parallel for schedule(static) if (N * OC > PARALLEL_MIN)
         for (int64_t n = 0; n < N; n++) {
-            if (!add)
-                std::copy_n(b, OC, o + n * stride);
-            else
-                for (int64_t i = 0; i < OC; i++) o[n * stride + i] += b[i];
+            float* o = out.as<float>() + n * stride;
+            const float* a = add ? add.as<float>() + n * stride : nullptr;
+            if (!a || !b) {
+                std::copy_n(a ? a : b, OC, o);
+                continue;
+            }
+            for (int64_t i = 0; i < OC; i++) o[i] = a[i] + b[i];
         }
     }
     multiply(op, out, inp, weight, false, true, add || bias);
@@ -233,8 +236,8 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) 
     forward("matmul_forward", out, inp, weight, bias);
 }
 
-void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream) {
-    forward("matmul_forward_add", out, inp, weight, bias, true);
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tensor add, Stream) {
+    forward("matmul_forward_add", out, inp, weight, bias, add);
 }
 
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,

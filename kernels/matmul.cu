@@ -64,9 +64,9 @@ struct Kernels {
     }
 };
 
-void add_hopper_kernels([[maybe_unused]] Kernels& kernels, [[maybe_unused]] const GemmKey& key) {
+void add_hopper_kernels([[maybe_unused]] Kernels& kernels, [[maybe_unused]] const Gemm& gemm) {
 #ifdef HAVE_SM90A
-    if (!hopper_gemm_takes(key)) return;
+    if (!hopper_gemm_takes(gemm.key) || gemm.operands.beta != 1) return;
     kernels.add(GemmKernel::Hopper1);
     kernels.add(GemmKernel::Hopper2);
 #endif
@@ -103,7 +103,7 @@ void run_gemm(const char* op, const Gemm& gemm, Stream stream) {
     GemmPlan& plan = blas_plan(op, key, gemm.operands, stream);
     Kernels kernels;
     if (plan.possible) kernels.add(GemmKernel::Library);
-    add_hopper_kernels(kernels, key);
+    add_hopper_kernels(kernels, gemm);
     require(kernels.count > 0, op, ": cuBLASLt has no algorithm for M = ", key.M, ", N = ", key.N, ", K = ", key.K,
             ", batch ", key.batch, ", ", dtype_name(key.dtype), " to ", dtype_name(key.out_dtype));
     run_fastest(op, plan, kernels, stream, [&](GemmKernel kernel) {
@@ -267,7 +267,7 @@ void run_with_activation(const char* op, Gemm gemm, Separate separate, const Act
     Kernels kernels;
     if (plan.possible) kernels.add(GemmKernel::Library);
     kernels.add(GemmKernel::Separate);
-    add_hopper_kernels(kernels, gemm.key);
+    add_hopper_kernels(kernels, gemm);
 
     // hopper_gemm() sums the columns of dpre over the rows of each tile.
     const int64_t tiles = ceil_div(gemm.key.M, HOPPER_GEMM_ROWS);
@@ -363,11 +363,17 @@ void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream s
     multiply(op, out, inp, weight, false, true, false, bias, stream);
 }
 
-void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream) {
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tensor add, Stream stream) {
     const char* op = "matmul_forward_add";
     const DType dtype = check_forward(op, inp, weight, bias);
     check_matrix(op, "out", out, inp.shape[0], weight.shape[0], Given::Required, dtype);
-    multiply(op, out, inp, weight, false, true, true, bias, stream);
+    check_added(op, out, add, inp);
+    if (out.numel() == 0) return;
+    Gemm gemm =
+        make_gemm(out, inp, weight, false, true, true, bias ? GemmEpilogue::Bias : GemmEpilogue::None, bias, {});
+    gemm.operands.add = add.data;
+    gemm.key.align_out = std::min(gemm.key.align_out, gemm_alignment(add.data));
+    run_gemm(op, gemm, stream);
 }
 
 void matmul_forward_activation(Activation f, Tensor out, Tensor pre, Tensor inp, Tensor weight, Tensor bias,

@@ -39,8 +39,8 @@ void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool trans
 // out [N, OC]; inp [N, C]; weight [OC, C]; bias [OC] or null.
 void matmul_forward(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
 
-// The same, added to out.
-void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Stream stream);
+// The same plus add [N, OC], which has the row stride of out and may be out. C > 0.
+void matmul_forward_add(Tensor out, Tensor inp, Tensor weight, Tensor bias, Tensor add, Stream stream);
 
 // A linear layer and an activation function f: pre = inp·weightᵀ + bias and out = f(pre). Both are stored, because the
 // backward pass needs pre. f is GELU, ReLU² or SwiGLU. pre [N, OC], inp [N, C], weight [OC, C], bias [OC] or null; out

@@ -29,6 +29,14 @@ inline BatchedSizes check_matmul_batched(const char* op, const Tensor& out, cons
     return s;
 }
 
+// What matmul_forward_add() adds to the product with inp.
+inline void check_added(const char* op, const Tensor& out, const Tensor& add, const Tensor& inp) {
+    check_matrix(op, "add", add, out.shape[0], out.shape[1], Given::Required, out.dtype);
+    require(row_stride(add) == row_stride(out), op, ": the rows of add are ", row_stride(add),
+            " elements apart, those of out ", row_stride(out));
+    require(inp.shape[1] > 0, op, ": inp has no columns");
+}
+
 inline void check_activation_output(const char* op, Activation f, const Tensor& out, const Tensor& pre, DType dtype) {
     check_matrix(op, "pre", pre, dtype);
     require(f != Activation::None, op, ": no activation function is given");

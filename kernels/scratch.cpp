@@ -78,6 +78,17 @@ int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool dete
            attention_forward_scratch(target);
 }
 
+AttentionSumRows attention_gradient_sum_rows(int64_t S, int64_t max_q, int64_t max_k, int64_t NH, int64_t HS,
+                                             DType dtype, bool deterministic, const Target& target) {
+    using namespace gpu_scratch;
+    const bool two_passes = deterministic || hopper_dq_sums(1, NH, HS, max_k) == 0;
+    if (!target.hopper || dtype == DType::F32 || HS > HOPPER_SUM_MAX_HS || HS % 8 || !two_passes) return {};
+    const auto rows = [&](int64_t longest, int64_t tile) {
+        return S * std::max<int64_t>(1, divide_up(longest, tile)) * HOPPER_SUM_ROWS;
+    };
+    return {rows(max_q, hopper_query_rows(HS)), rows(max_k, HOPPER_KEY_ROWS)};
+}
+
 int64_t linear_attention_forward_scratch(const LinearAttentionSizes& z, const Target& target) {
     return on_gpu(target) ? linear_attention::Layout(z, false, target.sms).bytes() : 0;
 }
@@ -127,6 +138,11 @@ int64_t attention_forward_scratch() {
 
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic, int64_t max_k) {
     return attention_backward_scratch(Nq, NH, HS, deterministic, max_k, this_target());
+}
+
+AttentionSumRows attention_gradient_sum_rows(int64_t S, int64_t max_q, int64_t max_k, int64_t NH, int64_t HS,
+                                             DType dtype, bool deterministic) {
+    return attention_gradient_sum_rows(S, max_q, max_k, NH, HS, dtype, deterministic, this_target());
 }
 
 int64_t linear_attention_forward_scratch(const LinearAttentionSizes& sizes) {

@@ -3,6 +3,7 @@
 // the machine does not have.
 #pragma once
 
+#include "kernels/attention/attention.h"
 #include "kernels/linear_attention/linear_attention_types.h"
 #include "runtime/device/target.h"
 
@@ -18,5 +19,7 @@ int64_t matmul_fp8_scratch(int64_t M, int64_t N, int64_t K, const Target& target
 int64_t attention_forward_scratch(const Target& target);
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic, int64_t max_k,
                                    const Target& target);
+AttentionSumRows attention_gradient_sum_rows(int64_t S, int64_t max_q, int64_t max_k, int64_t NH, int64_t HS,
+                                             DType dtype, bool deterministic, const Target& target);
 int64_t linear_attention_forward_scratch(const LinearAttentionSizes& sizes, const Target& target);
 int64_t linear_attention_backward_scratch(const LinearAttentionSizes& sizes, const Target& target);

@@ -484,9 +484,11 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 }
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
-                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream, bool) {
+                        Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream, bool,
+                        const AttentionGradientSums& sums) {
     const char* op = "attention_backward";
     const Sizes z = check_sizes(op, q, k, v, sequences, scale);
+    require(!sums.dq && !sums.dkv, op, ": sums of the gradients are not computed here (attention.h)");
     check_tensor(op, "dq", dq, DType::F32, {z.Nq, z.NH, z.HS});
     check_tensor(op, "dk", dk, DType::F32, {z.Nk, z.NKV, z.HS});
     check_tensor(op, "dv", dv, DType::F32, {z.Nk, z.NKV, z.HS});

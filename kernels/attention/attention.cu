@@ -35,6 +35,20 @@ int64_t dq_sums_bytes([[maybe_unused]] int64_t Nq, [[maybe_unused]] int64_t NH, 
     return 0;
 }
 
+// Whether attention_backward() can compute the sums that are asked for.
+void check_sums(const char* op, const AttentionSizes& z, const AttentionGradientSums& sums,
+                const AttentionSequences& sequences, DType dtype, bool deterministic) {
+    if (!sums.dq && !sums.dkv) return;
+    const AttentionSumRows rows =
+        attention_gradient_sum_rows(z.S, sequences.max_q, sequences.max_k, z.NH, z.HS, dtype, deterministic);
+    require(rows.dq > 0 && z.Nq > 0 && z.Nk > 0 && !sequences.count, op,
+            ": sums of the gradients are not computed here (attention.h)");
+    check_tensor(op, "sums.dq", sums.dq, DType::F32, {rows.dq, z.NH * z.HS});
+    check_tensor(op, "sums.dkv", sums.dkv, DType::F32, {rows.dkv, 2 * z.NKV * z.HS});
+    check_contiguous(op, "sums.dq", sums.dq);
+    check_contiguous(op, "sums.dkv", sums.dkv);
+}
+
 }  // namespace
 
 int64_t attention_max_head_size() {
@@ -66,7 +80,7 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
 
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
-                        bool deterministic) {
+                        bool deterministic, const AttentionGradientSums& sums) {
     const char* op = "attention_backward";
     const DType dtype = check_activation_dtype(op, "q", q);
     const AttentionSizes z = check_attention(op, dtype, q, k, v, sequences, scale);
@@ -77,20 +91,24 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
     check_tensor(op, "out", out, dtype, {z.Nq, z.NH, z.HS});
     check_tensor(op, "lse", lse, DType::F32, {z.NH, z.Nq});
     check_scratch(op, scratch, attention_backward_scratch(z.Nq, z.NH, z.HS, deterministic, sequences.max_k));
+    check_sums(op, z, sums, sequences, dtype, deterministic);
 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
         a.dq = heads_of<T>(dq), a.dk = heads_of<T>(dk), a.dv = heads_of<T>(dv), a.dout = heads_of<T>(dout);
-        const int64_t sums = dq_sums_bytes(z.Nq, z.NH, z.HS, deterministic, sequences.max_k) / int64_t(sizeof(float));
-        a.dq_sums = sums > 0 ? static_cast<float*>(scratch.data) : nullptr;
-        a.delta = static_cast<float*>(scratch.data) + sums;
+        const int64_t dq_sums =
+            dq_sums_bytes(z.Nq, z.NH, z.HS, deterministic, sequences.max_k) / int64_t(sizeof(float));
+        a.dq_sums = dq_sums > 0 ? static_cast<float*>(scratch.data) : nullptr;
+        a.dq_row_sums = sums.dq.as<float>(), a.dkv_row_sums = sums.dkv.as<float>();
+        a.delta = static_cast<float*>(scratch.data) + dq_sums;
         a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});
 #ifdef HAVE_SM90A
         if constexpr (!std::is_same_v<T, float>)
             if (hopper_attention_takes(a)) return hopper_attention_backward(op, a, sequences, stream);
 #endif
+        require(!sums.dq, op, ": sums of the gradients need rows aligned to 16 bytes");
         tiled_attention_backward(op, a, sequences, stream);
     });
 }

@@ -15,8 +15,9 @@ struct Attention {
     Heads<T> q, k, v, out, dout, dq, dk, dv;
     float *lse, *delta;  // [NH, Nq], rows lse_stride and Nq apart
     int64_t lse_stride;
-    uint32_t* next_task;  // Hopper GPUs: the task counter
-    float* dq_sums;       // Hopper GPUs: dq in fp32; null: the deterministic backward pass
+    uint32_t* next_task;                // Hopper GPUs: the task counter
+    float* dq_sums;                     // Hopper GPUs: dq in fp32; null: the deterministic backward pass
+    float *dq_row_sums, *dkv_row_sums;  // Hopper GPUs: AttentionGradientSums, or null
     const int32_t *cum_q, *cum_k;
     const int32_t* count;  // of the sequences that are not empty; null: unknown
     int64_t S, Nq, Nk, NH, NKV;

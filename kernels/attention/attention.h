@@ -51,12 +51,27 @@ void attention_forward(Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, con
                        float scale, Tensor scratch, Stream stream);
 int64_t attention_forward_scratch();
 
+// Partial sums over tokens of dq, dk and dv as they are stored. Their rows add up to the gradient of the bias of the
+// layer that computed q, k and v (matmul_backward_bias). Null: not wanted.
+struct AttentionGradientSums {
+    Tensor dq;   // fp32 [rows, NH·HS], contiguous
+    Tensor dkv;  // fp32 [rows, 2·NKV·HS], contiguous: of dk, then of dv
+};
+struct AttentionSumRows {
+    int64_t dq = 0, dkv = 0;
+};
+// Their rows for S sequences of up to max_q queries and max_k keys. 0: attention_backward does not compute them. It
+// does on a Hopper GPU for 16-bit types and HS ≤ 64, a multiple of 8, in the deterministic backward pass. Then rows
+// must be aligned to 16 bytes, there must be queries and keys, and AttentionSequences::count may not be given.
+AttentionSumRows attention_gradient_sum_rows(int64_t S, int64_t max_q, int64_t max_k, int64_t NH, int64_t HS,
+                                             DType dtype, bool deterministic = true);
+
 // dq [Nq, NH, HS], dk, dv [Nk, NKV, HS] (overwritten); dout, out [Nq, NH, HS]; lse [NH, Nq];
 // scratch: attention_backward_scratch bytes (U8). If not deterministic, dq may be summed in any order, so that two runs
 // differ in its last bits. That happens only where it is faster: 16-bit types on a Hopper GPU, with HS from 65 to 128,
 // or with HS ≤ 64 and max_k > 2048.
 void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out,
                         Tensor lse, const AttentionSequences& sequences, float scale, Tensor scratch, Stream stream,
-                        bool deterministic = true);
+                        bool deterministic = true, const AttentionGradientSums& sums = {});
 // max_k: at least sequences.max_k; used only if not deterministic.
 int64_t attention_backward_scratch(int64_t Nq, int64_t NH, int64_t HS, bool deterministic = true, int64_t max_k = 0);

@@ -4,12 +4,13 @@
 // (delta and dQ), one over keys (dK and dV). Nothing is added across blocks, so that the results are deterministic
 // without atomics or an fp32 copy of dQ, for seven matmuls instead of five. The key pass computes Sᵀ, so that P, Pᵀ, dS
 // and dSᵀ all stay in registers. If the caller does not ask for determinism, a single pass over keys with five matmuls
-// may take over (attention_single_pass_hopper.cu).
+// may take over (attention_single_pass_hopper.cu). At D = 64 the three idle warps of the producer's warpgroup add up
+// the stored gradients over tokens, where the caller wants these sums.
 //
 //   pass     D    own rows  inner rows  stages  shared memory  consumers, registers  producer         blocks per SM
 //   queries  64   192       64          4       140,288 bytes  3 warpgroups, 160     1 warpgroup, 32  1
 //   queries  128  128       64          3       197,632 bytes  2 warpgroups, 240     1 warpgroup, 24  1
-//   keys     64   128       64          4       117,760 bytes  2 warpgroups, 240     1 warpgroup, 24  1
+//   keys     64   128       64          4       134,144 bytes  2 warpgroups, 240     1 warpgroup, 24  1
 //   keys     128  128       64          3       198,656 bytes  2 warpgroups, 240     1 warpgroup, 24  1
 //
 // The kernels are launched with 128 (queries, D = 64) or 168 registers a thread (sm_90a, CUDA 13.0), which setmaxnreg
@@ -27,7 +28,7 @@ namespace {
 
 template <int D>
 struct QueryPassSizes {
-    static constexpr int WARPGROUPS = D <= 64 ? 3 : 2, BM = WARPGROUPS * 64, BN = 64;
+    static constexpr int BM = int(gpu_scratch::hopper_query_rows(D)), WARPGROUPS = BM / 64, BN = 64;
     static constexpr int STAGES = D <= 64 ? 4 : 3;
     using Roles = hopper::Roles<WARPGROUPS>;
     struct Shared {
@@ -35,11 +36,13 @@ struct QueryPassSizes {
         alignas(SWIZZLE_ALIGNMENT) unsigned char k[STAGES][BN * D * 2], v[STAGES][BN * D * 2];
         MbarrierRing<1> q_ring;
         MbarrierRing<STAGES> kv_ring;
+        MbarrierRing<1> summed;
         TaskRing tasks;
         Mbarrier loader;
         __device__ void init() {
             q_ring.init(Roles::CONSUMER_WARPS), kv_ring.init(Roles::CONSUMER_WARPS);
-            tasks.ring.init(Roles::CONSUMER_WARPS);
+            summed.init(SUMMING_WARPS, Roles::CONSUMER_WARPS);
+            tasks.ring.init(Roles::CONSUMER_WARPS + (SUMS<D> ? SUMMING_WARPS : 0));
             mbarrier_init(&loader, 1);
         }
     };
@@ -107,6 +110,7 @@ __device__ __forceinline__ void query_pass_consume(const Attention<T>& a, const 
     RingPosition<1> q_at;
     RingPosition<Sizes::STAGES> at;
     TaskConsumer tasks(shared.tasks);
+    SummedTile summed(shared.summed, SUMS<D> ? a.dq_row_sums : nullptr);
     for (Task task; tasks.next(task);) {
         if (task.sequence == a.S) {
             zero_tail(a.dq, task.head, max(0, a.cum_q[a.S]), a.Nq, a.HS, task.rank * WARPGROUPS + warpgroup,
@@ -175,9 +179,28 @@ __device__ __forceinline__ void query_pass_consume(const Attention<T>& a, const 
         }
         scale_all(dq, a.scale);
         const int first = r0 + warp_row;
+        summed.wait();
         store_rows<BM>(OutputRows<T>{&maps.dq, a.dq.at(seq.q0 + first, task.head), a.dq.token_stride, task.head,
                                      seq.q0 + first, -first, 16, a.HS},
                        shared.dq, warpgroup * 64 + warp_row, dq);
+        summed.done();
+    }
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void query_pass_sum(const Attention<T>& a, typename QueryPassSizes<D>::Shared& shared,
+                                               int warp) {
+    constexpr int BM = QueryPassSizes<D>::BM;
+    RingPosition<1> at;
+    TaskConsumer tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        if (task.sequence == a.S || !a.dq_row_sums) continue;
+        const int i0 = first_query(task.seq, task.rank, BM);
+        const bool exists = i0 + BM > 0;
+        if (exists) shared.summed.wait_full(at);
+        sum_rows<BM, T>(a.dq_row_sums + (sum_row(task, warp) * a.NH + task.head) * a.HS, a.HS, shared.dq, max(0, -i0),
+                        BM, warp);
+        if (exists) shared.summed.release(at), at.advance();
     }
 }
 
@@ -187,8 +210,12 @@ __global__ void __launch_bounds__(QueryPassSizes<D>::Roles::THREADS, 1)
                              const __grid_constant__ Schedule schedule) {
     using Sizes = QueryPassSizes<D>;
     auto& shared = prepare_shared<Sizes>();
-    Sizes::Roles::run([&] { query_pass_produce<T, D>(a, maps, schedule, shared); },
-                      [&](int warpgroup) { query_pass_consume<T, D>(a, maps, schedule, shared, warpgroup); });
+    const auto produce = [&] { query_pass_produce<T, D>(a, maps, schedule, shared); };
+    const auto consume = [&](int warpgroup) { query_pass_consume<T, D>(a, maps, schedule, shared, warpgroup); };
+    if constexpr (SUMS<D>)
+        Sizes::Roles::run(produce, consume, [&](int warp) { query_pass_sum<T, D>(a, shared, warp); });
+    else
+        Sizes::Roles::run(produce, consume);
 }
 
 // --- the pass over keys: dK and dV
@@ -206,6 +233,7 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
     RingPosition<1> kv_at;
     RingPosition<Sizes::STAGES> at;
     TaskConsumer tasks(shared.tasks);
+    SummedTile summed(shared.summed, SUMS<D> ? a.dkv_row_sums : nullptr);
     for (Task task; tasks.next(task);) {
         const int tile = task.rank;
         if (task.sequence == a.S) {
@@ -274,7 +302,26 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
             shared.kv_ring.release(kv_at);
             kv_at.advance();
         }
-        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared.out, warpgroup * 64 + warp_row, dk, dv);
+        summed.wait();
+        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared, warpgroup * 64 + warp_row, dk, dv);
+        summed.done();
+    }
+}
+
+template <typename T, int D>
+__device__ __forceinline__ void key_pass_sum(const Attention<T>& a, typename KeyPassSizes<D>::Shared& shared,
+                                             int warp) {
+    constexpr int BN = KeyPassSizes<D>::BN;
+    RingPosition<1> at;
+    TaskConsumer tasks(shared.tasks);
+    for (Task task; tasks.next(task);) {
+        if (task.sequence == a.S || !a.dkv_row_sums) continue;
+        const int end = min(BN, task.seq.klen - task.rank * BN);
+        float* const to = a.dkv_row_sums + (sum_row(task, warp) * 2 * a.NKV + task.head) * a.HS;
+        if (end > 0) shared.summed.wait_full(at);
+        sum_rows<BN, T>(to, a.HS, shared.dk(), 0, end, warp);
+        sum_rows<BN, T>(to + a.NKV * a.HS, a.HS, shared.dv, 0, end, warp);
+        if (end > 0) shared.summed.release(at), at.advance();
     }
 }
 
@@ -284,8 +331,12 @@ __global__ void __launch_bounds__(KeyPassSizes<D>::Roles::THREADS, 1)
                            const __grid_constant__ Schedule schedule) {
     using Sizes = KeyPassSizes<D>;
     auto& shared = prepare_shared<Sizes>();
-    Sizes::Roles::run([&] { key_pass_produce<T, D, Sizes>(a, maps, schedule, shared); },
-                      [&](int warpgroup) { key_pass_consume<T, D>(a, maps, schedule, shared, warpgroup); });
+    const auto produce = [&] { key_pass_produce<T, D, Sizes>(a, maps, schedule, shared); };
+    const auto consume = [&](int warpgroup) { key_pass_consume<T, D>(a, maps, schedule, shared, warpgroup); };
+    if constexpr (SUMS<D>)
+        Sizes::Roles::run(produce, consume, [&](int warp) { key_pass_sum<T, D>(a, shared, warp); });
+    else
+        Sizes::Roles::run(produce, consume);
 }
 
 template <typename T, int D>

@@ -151,7 +151,7 @@ __device__ __forceinline__ void single_pass_consume(const Attention<T>& a, const
             shared.kv_ring.release(kv_at);
             kv_at.advance();
         }
-        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared.out, warpgroup * 64 + warp_row, dk, dv);
+        store_key_gradients<BN>(a, maps, task, r0 + warp_row, shared, warpgroup * 64 + warp_row, dk, dv);
     }
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/attention/hopper_tiles.cuh"
+#include "kernels/cuda/scratch.h"
 
 namespace hopper {
 
@@ -30,7 +31,56 @@ __device__ __forceinline__ void probability_to_score_gradients(float (&dp)[NT][4
     }
 }
 
-constexpr int KEY_PASS_WARPGROUPS = 2, KEY_PASS_BN = KEY_PASS_WARPGROUPS * 64, KEY_PASS_BQ = 64;
+constexpr int KEY_PASS_BN = int(gpu_scratch::HOPPER_KEY_ROWS), KEY_PASS_WARPGROUPS = KEY_PASS_BN / 64, KEY_PASS_BQ = 64;
+
+// --- sums of the gradients over tokens (AttentionGradientSums)
+//
+// Three warps that have nothing else to do add up the rows of a tile where the consumers leave them rounded for TMA, in
+// shared memory. Each takes every third row and stores a row of sums.
+
+// Whether the passes compute the sums: for wider heads a second tile would not fit.
+template <int D>
+constexpr bool SUMS = D <= gpu_scratch::HOPPER_SUM_MAX_HS;
+constexpr int SUMMING_WARPS = int(gpu_scratch::HOPPER_SUM_ROWS);
+static_assert(SUMMING_WARPS == WARPGROUP / WARP - 1);
+
+// The consumers' end: wait() before they write the tile, done() when their rows are written.
+class SummedTile {
+  public:
+    __device__ __forceinline__ SummedTile(MbarrierRing<1>& ring, const float* sums) : ring_(ring), wanted_(sums) {}
+    __device__ __forceinline__ void wait() {
+        if (wanted_) ring_.wait_empty(at_);
+    }
+    __device__ __forceinline__ void done() {
+        if (!wanted_) return;
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(&ring_.full[0]);
+        at_.advance();
+    }
+
+  private:
+    MbarrierRing<1>& ring_;
+    RingPosition<1> at_;
+    const bool wanted_;
+};
+
+// The warp's sums over its rows, of those from `begin` to `end`, to `to` [columns].
+template <int ROWS, typename T>
+__device__ __forceinline__ void sum_rows(float* to, int columns, const unsigned char* tile, int begin, int end,
+                                         int warp) {
+    const int column = lane_id() * 2;
+    float2 sum = {0, 0};
+#pragma unroll 4
+    for (int row = begin + warp; row < end; row += SUMMING_WARPS) {
+        const T* const two = reinterpret_cast<const T*>(tile + swizzled_offset<ROWS>(row, column));
+        sum.x += as_float(two[0]), sum.y += as_float(two[1]);
+    }
+    if (column < columns) *reinterpret_cast<float2*>(to + column) = sum;
+}
+// The warp's row of the sums of a task's tile.
+__device__ __forceinline__ int64_t sum_row(const Task& task, int warp) {
+    return (int64_t(task.sequence) * task.tiles + task.rank) * SUMMING_WARPS + warp;
+}
 
 // Of the key pass, and of the single pass, which needs Extra too.
 template <int D, int STAGES_, typename Extra>
@@ -42,19 +92,25 @@ struct KeySizes {
     static constexpr bool OVERLAP = D <= 64;
     // Whether a matmul contracts over keys (dQ), so that keys past the last must be zeros.
     static constexpr bool CONTRACTS_KEYS = !std::is_empty_v<Extra>;
+    // Whether dK and dV have tiles of their own, which are summed.
+    static constexpr bool SEPARATE_TILES = SUMS<D> && !CONTRACTS_KEYS;
     struct Shared {
-        alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2], out[BN * D * 2];
+        alignas(SWIZZLE_ALIGNMENT) unsigned char k[BN * D * 2], v[BN * D * 2],
+            dv[(SEPARATE_TILES ? 2 : 1) * BN * D * 2];
         alignas(SWIZZLE_ALIGNMENT) unsigned char q[STAGES][BQ * D * 2], dout[STAGES][BQ * D * 2];
         Extra extra;
         alignas(16) float lse[STAGES][BQ], delta[STAGES][BQ];
         MbarrierRing<1> kv_ring;
         MbarrierRing<STAGES> q_ring;
+        MbarrierRing<1> summed;
         TaskRing tasks;
         Mbarrier loader;
+        __device__ unsigned char* dk() { return SEPARATE_TILES ? dv + BN * D * 2 : dv; }
         __device__ void init() {
             kv_ring.init(Roles::CONSUMER_WARPS);
             q_ring.init(Roles::CONSUMER_WARPS, 1 + WARP);  // lse and delta: each lane arrives
-            tasks.ring.init(Roles::CONSUMER_WARPS);
+            summed.init(SUMMING_WARPS, Roles::CONSUMER_WARPS);
+            tasks.ring.init(Roles::CONSUMER_WARPS + (SEPARATE_TILES ? SUMMING_WARPS : 0));
             mbarrier_init(&loader, 1);
         }
     };
@@ -112,21 +168,21 @@ __device__ __forceinline__ void zero_key_tail(const Attention<T>& a, int head, i
     zero_tail(a.dv, head, first, a.Nk, a.HS, part, parts, WARPGROUP);
 }
 
-// Stores a warp's dk and dv of 16 keys of the task's sequence, from `first` on, through the rows of `tile` from
-// tile_row on.
-template <int BN, typename T, int NT>
+// Stores a warp's dk and dv of 16 keys of the task's sequence, from `first` on, through the rows of the block's tiles
+// from tile_row on.
+template <int BN, typename Shared, typename T, int NT>
 __device__ __forceinline__ void store_key_gradients(const Attention<T>& a, const Maps& maps, const Task& task,
-                                                    int first, unsigned char* tile, int tile_row, float (&dk)[NT][4],
+                                                    int first, Shared& shared, int tile_row, float (&dk)[NT][4],
                                                     const float (&dv)[NT][4]) {
     scale_all(dk, a.scale);
     const Sequence& seq = task.seq;
-    const auto store = [&](const CUtensorMap* map, const Heads<T>& to, const float(&c)[NT][4]) {
+    const auto store = [&](const CUtensorMap* map, const Heads<T>& to, unsigned char* tile, const float(&c)[NT][4]) {
         store_rows<BN>(OutputRows<T>{map, to.at(seq.k0 + first, task.head), to.token_stride, task.head, seq.k0 + first,
                                      0, seq.klen - first, a.HS},
                        tile, tile_row, c);
     };
-    store(&maps.dv, a.dv, dv);
-    store(&maps.dk, a.dk, dk);
+    store(&maps.dv, a.dv, shared.dv, dv);
+    store(&maps.dk, a.dk, shared.dk(), dk);
 }
 
 // --- launch

@@ -132,12 +132,16 @@ struct Roles {
     static constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 24;
     static constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
 
-    template <typename Produce, typename Consume>
-    static __device__ __forceinline__ void run(Produce produce, Consume consume) {
+    // sum: run by the other three warps of the producer's warpgroup; null: they exit.
+    template <typename Produce, typename Consume, typename Sum = std::nullptr_t>
+    static __device__ __forceinline__ void run(Produce produce, Consume consume, [[maybe_unused]] Sum sum = {}) {
         const int warp = uniform(threadIdx.x / WARP), warpgroup = warp / 4;
         if (warpgroup == WARPGROUPS) {
             setmaxnreg_dec<PRODUCER_REGISTERS>();
-            if (warp % 4 == 0) produce();
+            if (warp % 4 == 0)
+                produce();
+            else if constexpr (!std::is_null_pointer_v<Sum>)
+                sum(warp % 4 - 1);
         } else {
             setmaxnreg_inc<CONSUMER_REGISTERS>();
             consume(warpgroup);

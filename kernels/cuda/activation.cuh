@@ -11,16 +11,20 @@ struct Sigmoid {
     float value, complement, derivative;
 };
 
-// σ(scale·x). scale is a constant, which the compiler folds into that of exp2.
+// For 16 bits: σ(x) from y = −log2(e)·x − 24. 2^24·σ(x) comes first, so that nothing is flushed to 0 before the last
+// multiplication.
+__device__ __forceinline__ Sigmoid sigmoid_of_exponent(float y) {
+    const float r = reciprocal_for<bf16>(0x1p-24f + exp2_for<bf16>(y)) * 0x1p-24f;
+    return {r, 1 - r, r - r * r};
+}
+
 template <typename T>
-__device__ __forceinline__ Sigmoid sigmoid(float x, float scale = 1) {
+__device__ __forceinline__ Sigmoid sigmoid(float x) {
     if constexpr (std::is_same_v<T, float>) {
-        const float e = expf(-fabsf(scale * x)), r = 1 / (1 + e), er = e * r;
+        const float e = expf(-fabsf(x)), r = 1 / (1 + e), er = e * r;
         return {x < 0 ? er : r, x < 0 ? r : er, er * r};
     }
-    // 2^24·σ(x), so that nothing is flushed to 0 before the last multiplication.
-    const float r = reciprocal_for<T>(0x1p-24f + exp2_for<T>(-1.44269504f * scale * x - 24)) * 0x1p-24f;
-    return {r, 1 - r, r - r * r};
+    return sigmoid_of_exponent(-LOG2E * x - 24);
 }
 
 // NaN stays NaN, which fmaxf(x, 0) would drop.

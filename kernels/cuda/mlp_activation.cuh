@@ -8,10 +8,12 @@ namespace mlp_activation {
 
 constexpr float CUBIC = 0.044715f, TWO_ROOT_2_OVER_PI = 1.5957691216057308f;
 
-// ½(1 + tanh u) is σ(2u).
+// ½(1 + tanh u) is σ(2u), with 2u = √(8/π)·(x + CUBIC·x³).
 template <typename T>
 __device__ Sigmoid sigmoid_of_2u(float x) {
-    return sigmoid<T>(x * (1 + CUBIC * x * x), TWO_ROOT_2_OVER_PI);
+    if constexpr (std::is_same_v<T, float>) return sigmoid<T>(TWO_ROOT_2_OVER_PI * (x * (1 + CUBIC * x * x)));
+    constexpr float LINEAR = -LOG2E * TWO_ROOT_2_OVER_PI;
+    return sigmoid_of_exponent(x * (LINEAR + CUBIC * LINEAR * (x * x)) - 24);
 }
 
 template <typename T>
@@ -23,8 +25,8 @@ template <typename T>
 struct GeluBackward {
     __device__ float operator()(float dout, float x) const {
         const Sigmoid s = sigmoid_of_2u<T>(x);
-        const float slope = TWO_ROOT_2_OVER_PI + 3 * CUBIC * TWO_ROOT_2_OVER_PI * x * x;  // of 2u
-        return dout * (s.value + x * s.derivative * slope);
+        const float slope = TWO_ROOT_2_OVER_PI + 3 * CUBIC * TWO_ROOT_2_OVER_PI * (x * x);  // of 2u
+        return dout * (s.value + x * slope * s.derivative);
     }
 };
 
@@ -46,7 +48,8 @@ struct SwigluBackward {
     // The gradients of gate and up.
     __device__ float2 operator()(float dout, float gate, float up) const {
         const Sigmoid s = sigmoid<T>(gate);
-        return {dout * up * s.value * (1 + gate * s.complement), dout * gate * s.value};
+        const float silu = gate * s.value;
+        return {dout * up * (s.value + silu * s.complement), dout * silu};
     }
 };
 

@@ -36,6 +36,8 @@ __device__ __forceinline__ float rounded_to(float x) {
     return as_float(from_float<T>(x));
 }
 
+constexpr float LOG2E = 1.44269504f;
+
 // exp, 2^x and 1/x. For fp32 results they are accurate to about one unit in the last place. For 16-bit results the
 // special function unit computes them: its error of two more units vanishes in the rounding. exp2_for and
 // reciprocal_for are then one instruction, which flushes subnormal arguments and results to 0.

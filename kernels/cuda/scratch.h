@@ -84,4 +84,11 @@ inline int64_t hopper_dq_sums(int64_t Nq, int64_t NH, int64_t HS, int64_t max_k)
     return Nq * NH * (HS <= 64 ? 64 : 128) * int64_t(sizeof(float));
 }
 
+// Rows of a tile in the two passes of the deterministic backward pass (attention_backward_hopper.cu): of the query pass
+// for heads of HS columns, and of the key pass. Of AttentionGradientSums each tile has HOPPER_SUM_ROWS rows.
+constexpr int64_t hopper_query_rows(int64_t HS) {
+    return HS <= 64 ? 192 : 128;
+}
+constexpr int64_t HOPPER_KEY_ROWS = 128, HOPPER_SUM_ROWS = 3, HOPPER_SUM_MAX_HS = 64;
+
 }  // namespace gpu_scratch

@@ -25,8 +25,6 @@ __device__ __forceinline__ int lane_id() {
     return threadIdx.x % WARP;
 }
 
-constexpr float LOG2E = 1.44269504f;
-
 // 2^x to 2 units in the last place; 0 for −∞.
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -59,6 +57,25 @@ template <int MT, int NT, typename F>
 __device__ __forceinline__ void for_each(float (&c)[MT][NT][4], int row, int column, F f) {
 #pragma unroll
     for (int m = 0; m < MT; m++) for_each(c[m], row + m * 16, column, f);
+}
+
+// Lanes that differ in `BIT` add their sums and keep half of them each.
+template <int HALF, int BIT, int COUNT>
+__device__ __forceinline__ void add_halves(float (&sums)[COUNT]) {
+    const bool high = lane_id() & BIT;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        const float keep = high ? sums[i + HALF] : sums[i], send = high ? sums[i] : sums[i + HALF];
+        sums[i] = keep + __shfl_xor_sync(ALL_LANES, send, BIT);
+    }
+}
+// Adds the warp's sums of 64 columns: sums[2n + e] are the thread's own, of columns 8n + 2t + e. Stores those of all
+// rows to `to`; each lane stores two.
+__device__ __forceinline__ void store_sums_of_rows(float* to, float (&sums)[16]) {
+    add_halves<8, 16>(sums);
+    add_halves<4, 8>(sums);
+    add_halves<2, 4>(sums);
+    *reinterpret_cast<float2*>(to + lane_id() / 4 * 8 + lane_id() % 4 * 2) = {sums[0], sums[1]};
 }
 
 template <int NT>

@@ -61,12 +61,13 @@ void linear(Tensor out, Tensor inp, const InputNorm& norm, Tensor weight, Tensor
         return matmul_forward_activation(activation, out, linear_pre_activation(scratch, z, inp), x, weight, bias,
                                          stream);
     if (!residual) return matmul_forward(out, x, weight, bias, stream);
-    if (residual.data != out.data) {
+    if (row_stride(residual) != row_stride(out)) {
         const size_t width = size_t(z.columns * dtype_size(dtype)), item = size_t(dtype_size(dtype));
         cuda_check(cudaMemcpy2DAsync(out.data, size_t(row_stride(out)) * item, residual.data,
                                      size_t(row_stride(residual)) * item, width, size_t(z.N), cudaMemcpyDeviceToDevice,
                                      cuda_stream(stream)),
                    op);
+        residual = out;
     }
-    matmul_forward_add(out, x, weight, bias, stream);
+    matmul_forward_add(out, x, weight, bias, residual, stream);
 }

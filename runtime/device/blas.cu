@@ -336,7 +336,7 @@ std::string checksum(const std::string& text) {
 // table. The number counts the versions of hopper_gemm() that differ in speed.
 std::string timed_with() {
 #ifdef HAVE_SM90A
-    const char* own = ", hopper_gemm 1";
+    const char* own = ", hopper_gemm 2";
 #else
     const char* own = "";
 #endif
