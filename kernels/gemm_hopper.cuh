@@ -124,10 +124,10 @@ __device__ __forceinline__ void multiply_step(float (&c)[MB][NT][4], typename K:
 
 // c = a·op(b) for a tile. issued() is called once all wgmma instructions are issued.
 //
-// A first step of its own overwrites c, so the compiler sees that c's registers are free while the epilogue of the tile
-// before runs. With them it computes several elements at once: GPT-2 124M's gradient with GELU takes 13% fewer cycles.
-// But a dense epilogue also takes issue slots and shared memory from the other warpgroup's multiplication, which slows
-// down SwiGLU's gradient by 5%: its steps are many, and hide a slow epilogue.
+// A first step of its own (FREES_SUMS) overwrites c, so the compiler sees that c's registers are free while the
+// epilogue of the tile before runs. With them it computes several elements at once: GPT-2 124M's gradient with GELU
+// takes 13% fewer cycles. But a dense epilogue also takes issue slots and shared memory from the other warpgroup's
+// multiplication, which slows down SwiGLU's gradient by 5%: its steps are many, and hide a slow epilogue.
 template <typename K, typename Issued>
 __device__ __forceinline__ void multiply(float (&c)[MB][NT][4], typename K::Shared& shared, RingPosition<STAGES>& at,
                                          int steps, Issued issued) {
