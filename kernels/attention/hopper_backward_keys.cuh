@@ -38,7 +38,7 @@ constexpr int KEY_PASS_BN = int(gpu_scratch::HOPPER_KEY_ROWS), KEY_PASS_WARPGROU
 // Three warps that have nothing else to do add up the rows of a tile where the consumers leave them rounded for TMA, in
 // shared memory. Each takes every third row and stores a row of sums.
 
-// Whether the passes compute the sums: for wider heads a second tile would not fit.
+// Whether the passes compute the sums: a lane of sum_rows() adds up two columns, so up to 64.
 template <int D>
 constexpr bool SUMS = D <= gpu_scratch::HOPPER_SUM_MAX_HS;
 constexpr int SUMMING_WARPS = int(gpu_scratch::HOPPER_SUM_ROWS);
