@@ -24,6 +24,7 @@
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
+#include "kernels/linear_cross_entropy.h"
 #include "kernels/matmul.h"
 #include "kernels/qk_norm_all_heads.h"
 #include "kernels/rmsnorm.h"
@@ -534,31 +535,28 @@ void evaluate_loss(const Context& ctx, const Model& model, const Activations& ac
 
 namespace {
 
-// The head, chunk by chunk of tokens: logits, losses, the gradient of the logits (which overwrites them), the head's
-// weight gradient and dnormf. Tokens without a target have no gradient. If they are left out (in.loss_rows), the rows
-// of the loss tokens are gathered into dnormf's memory, their gradients are computed in normf's, and scattered to
-// dnormf.
+// The head, chunk by chunk of tokens: losses, the head's weight gradient and dnormf. Tokens without a target have no
+// gradient. If they are left out (in.loss_rows), the rows of the loss tokens are gathered into dnormf's memory, their
+// gradients are computed in normf's, and scattered to dnormf.
 void head_forward_backward(const Context& ctx, const Model& model, const Gradients& grads, const Activations& acts,
                            const Input& in, float dloss, bool accumulate) {
+    const Range range(ctx.profiler, "head and loss");
     const int64_t chunk = acts.logits.shape[0];
     const GatheredGroup weights = model.use(ctx, model.head_group());
-    const Tensor weight = model.weight(model.head()), dweight = model.gradient(grads, model.head());
+    const Tensor dweight = model.gradient(grads, model.head());
     const int64_t n = in.head_tokens();
     const Tensor inp = in.loss_rows ? acts.dnormf : acts.normf, dinp = in.loss_rows ? acts.normf : acts.dnormf;
     if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, ctx.stream);
     for (int64_t begin = 0; begin < n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, n);
-        const Tensor logits = head_forward(ctx, model, acts, inp.rows(begin, end));
-        {
-            const Range range(ctx.profiler, "cross_entropy");
-            cross_entropy_forward_backward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
-                                           model.config.vocab_size, dloss, model.config.logit_softcap, ctx.stream);
-        }
-        const Range range(ctx.profiler, "head");
-        if (!model.table.frozen)
-            matmul_backward_weight(dweight, model.gradient(grads, HEAD_B), logits, inp.rows(begin, end),
-                                   accumulate || begin > 0, ctx.stream);
-        matmul_backward_input(dinp.rows(begin, end), logits, weight, false, ctx.stream);
+        LinearCrossEntropy head;
+        head.losses = acts.losses.rows(begin, end), head.dinp = dinp.rows(begin, end);
+        if (!model.table.frozen) head.dweight = dweight, head.dbias = model.gradient(grads, HEAD_B);
+        head.inp = inp.rows(begin, end), head.weight = model.weight(model.head()), head.bias = model.weight(HEAD_B);
+        head.targets = in.targets.rows(begin, end), head.logits = acts.logits.rows(0, end - begin);
+        head.V = model.config.vocab_size, head.dloss = dloss, head.softcap = model.config.logit_softcap;
+        head.accumulate = accumulate || begin > 0;
+        linear_cross_entropy(head, ctx.stream);
     }
     if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, ctx.stream);
 }

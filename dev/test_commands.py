@@ -730,7 +730,7 @@ class CommandsTest(unittest.TestCase):
         done = run(*args)
         self.assertEqual(done.returncode, 0, done.stderr)
         table = done.stderr[done.stderr.index("profile of step 2"):]
-        for part in ("forward", "backward", "update", "attention", "norm", "qkv", "fcproj", "cross_entropy", "total"):
+        for part in ("forward", "backward", "update", "attention", "norm", "qkv", "fcproj", "head and loss", "total"):
             self.assertRegex(table, rf"\n *{part} +\d+ +\d+\.\d+ +\d+\.\d%")
         plain = self.train("not_profiled", "--steps", 3)
         self.assertEqual(losses(os.path.join(self.top, "profile")), losses(plain))

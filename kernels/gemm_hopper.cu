@@ -69,6 +69,7 @@ void launch(const char* op, const GemmKey& key, const GemmOperands& operands, St
     if (key.epilogue == GemmEpilogue::SwigluBackward) p.out[1] = map_of(op, right_half(out), 16, PANEL);
     p.bias = static_cast<const bf16*>(operands.bias);
     p.alpha = operands.alpha, p.column_sums = operands.column_sums, p.M = int(key.M), p.N = int(key.N);
+    p.row_offsets = operands.row_offsets, p.row_sums = operands.row_sums, p.valid_columns = int(operands.valid_columns);
     p.rows = int(ceil_div(key.M, BM * K::CLUSTER)), p.columns = int(ceil_div(key.N, GATED ? BN / 2 : BN));
     p.group = rows_in_group((GATED ? 2 : 1) * key.N * key.K * int64_t(sizeof(bf16))) / K::CLUSTER;
     p.steps = int(ceil_div(key.K, BK));
@@ -104,6 +105,8 @@ void dispatch(const char* op, const GemmKey& key, const GemmOperands& operands, 
             return run(Kernel<CLUSTER, false, StoreActivation<Relu2Forward>>{});
         case GemmEpilogue::Swiglu:
             return run(Kernel<CLUSTER, false, StoreSwiglu>{});
+        case GemmEpilogue::Exp:
+            return run(Kernel<CLUSTER, false, StoreExp>{});
         case GemmEpilogue::GeluBackward:
             return run(Kernel<CLUSTER, true, StoreGradient<GeluBackward<bf16>>>{});
         case GemmEpilogue::Relu2Backward:

@@ -23,7 +23,7 @@
 
 namespace hopper_gemm_kernel {
 
-constexpr int BM = int(HOPPER_GEMM_ROWS), BN = 192, BK = PANEL_COLUMNS, STAGES = 4;
+constexpr int BM = int(HOPPER_GEMM_ROWS), BN = int(HOPPER_GEMM_COLUMNS), BK = PANEL_COLUMNS, STAGES = 4;
 constexpr int MB = BM / 64, NT = BN / 8;  // a thread's sums: c[MB][NT][4]
 constexpr int WARPGROUPS = 2, WARPS = 4 * WARPGROUPS, THREADS = (WARPGROUPS + 1) * WARPGROUP;
 
@@ -32,6 +32,9 @@ struct Arguments {
     CUtensorMap act;
     const bf16* bias;
     float* column_sums;
+    const float* row_offsets;
+    float* row_sums;
+    int valid_columns;
     float alpha;
     bool stores_out;
     int M, N;

@@ -10,6 +10,8 @@
 
 // The rows of a tile of out: GemmOperands::column_sums has a row for each tile.
 constexpr int64_t HOPPER_GEMM_ROWS = 128;
+// Its columns: GemmOperands::row_sums has a row for each tile.
+constexpr int64_t HOPPER_GEMM_COLUMNS = 192;
 
 // Whether hopper_gemm() takes this GEMM: a Hopper GPU; a, b and out bf16; a not transposed; no batch; `accumulate` only
 // without an activation function; 0 < K; M, N, K < 2^30; N a multiple of 8; rows aligned to 16 bytes, the bias to 4.

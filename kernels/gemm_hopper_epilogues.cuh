@@ -49,6 +49,22 @@ __device__ __forceinline__ void store_panel(const CUtensorMap& map, int column, 
     tma_store_evict_first(&map, column, 0, row, panel);
 }
 
+// A warp writes panels in turns of two: while TMA stores those of one group, it fills the other's. Before it writes it
+// waits until the stores of two groups ago have read theirs.
+__device__ __forceinline__ void wait_for_earlier_stores() {
+    if (lane_id() == 0) tma_store_wait<1>();
+    __syncwarp();
+}
+// Stores what the warp has written: store() issues the stores of a group.
+template <typename Store>
+__device__ __forceinline__ void store_group(Store store) {
+    fence_async_proxy();
+    __syncwarp();
+    if (lane_id() > 0) return;
+    store();
+    tma_store_commit();
+}
+
 // The bias of a lane's columns in a panel that begins at `column` of a matrix of N columns; zeros without a bias.
 template <int TILES>
 __device__ __forceinline__ void load_bias(float2 (&bias)[TILES], const bf16* from, int column, int N) {
@@ -98,8 +114,7 @@ struct StoreActivation : Position {
 #pragma unroll
             for (int m = 0; m < MB; m++) {
                 Panel& out = shared.out[warp][m % 2];
-                if (lane_id() == 0) tma_store_wait<1>();  // the panels of two groups ago are read
-                __syncwarp();
+                wait_for_earlier_stores();
                 uint32_t x[TILES / 2][4];
                 round_biased(x, c[m], q * TILES, p.alpha, bias);
                 if constexpr (ACTIVATES) {
@@ -107,15 +122,81 @@ struct StoreActivation : Position {
                     for_each_pair<TILES>([&](int k, int i, int, int) { x[k][i] = map_pair(x[k][i], F{}); });
                 }
                 out.write(x);
-                fence_async_proxy();
-                __syncwarp();
-                if (lane_id() == 0) {
+                store_group([&] {
                     if constexpr (ACTIVATES) store_panel(p.aux[0], first, row(m), shared.aux[warp][m % 2].data);
                     if (!ACTIVATES || p.stores_out) store_panel(p.out[0], first, row(m), out.data);
-                    tma_store_commit();
-                }
+                });
             }
         }
+    }
+};
+
+// 2^min(x, 100), NaN for NaN.
+__device__ __forceinline__ float bounded_exp2(float x) {
+    float bounded;
+    asm("min.NaN.f32 %0, %1, 0f42C80000;" : "=f"(bounded) : "f"(x));
+    return exp2_for<bf16>(bounded);
+}
+
+// out = 2^min(log2(e)·c + row_offsets, 100), 0 from column valid_columns on. Its sums over the columns of the tile,
+// before rounding, are row_sums [columns of tiles, M].
+struct StoreExp : Position {
+    static constexpr bool GATED = false, FREES_SUMS = true;
+    using Panel = hopper_gemm_kernel::Panel<PANEL_COLUMNS>;
+    struct Shared {
+        Panel out[WARPS][2];
+        __device__ void init() {}
+    };
+    Shared& shared;
+    __device__ __forceinline__ StoreExp(const Position& at, Shared& s) : Position(at), shared(s) {}
+    __device__ __forceinline__ void prepare() const {}
+    __device__ __forceinline__ void run(float (&c)[MB][NT][4]) const {
+        constexpr int TILES = Panel::TILES;
+        if (column + BN > p.valid_columns) leave_out_padding(c);
+        float offsets[MB][2], sums[MB][2] = {};  // of rows lane / 4 and lane / 4 + 8
+#pragma unroll
+        for (int m = 0; m < MB; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int n = row(m) + lane_id() / 4 + half * 8;
+                offsets[m][half] = n < p.M ? p.row_offsets[n] : 0;
+            }
+#pragma unroll
+        for (int q = 0; q < NT / TILES; q++)
+#pragma unroll
+            for (int m = 0; m < MB; m++) {
+                Panel& out = shared.out[warp][m % 2];
+                wait_for_earlier_stores();
+                uint32_t x[TILES / 2][4];
+                for_each_pair<TILES>([&](int k, int i, int n, int e) {
+                    const float* const sum = &c[m][q * TILES + n][e];
+                    const float first = bounded_exp2(fmaf(sum[0], LOG2E, offsets[m][i % 2]));
+                    const float second = bounded_exp2(fmaf(sum[1], LOG2E, offsets[m][i % 2]));
+                    sums[m][i % 2] += first + second;
+                    x[k][i] = pack_two<bf16>(first, second);
+                });
+                out.write(x);
+                store_group([&] { store_panel(p.out[0], column + q * PANEL_COLUMNS, row(m), out.data); });
+            }
+#pragma unroll
+        for (int m = 0; m < MB; m++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int n = row(m) + lane_id() / 4 + half * 8;
+                const float sum = row_sum(sums[m][half]);
+                if (lane_id() % 4 == 0 && n < p.M) p.row_sums[int64_t(column / BN) * p.M + n] = sum;
+            }
+    }
+
+  private:
+    __device__ __forceinline__ void leave_out_padding(float (&c)[MB][NT][4]) const {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (column + n * 8 + lane_id() % 4 * 2 + e % 2 >= p.valid_columns)
+#pragma unroll
+                    for (int m = 0; m < MB; m++) c[m][n][e] = -INFINITY;
     }
 };
 
@@ -142,8 +223,7 @@ struct StoreSwiglu : Position {
 #pragma unroll
             for (int m = 0; m < MB; m++) {
                 Panel(&panels)[3] = shared.panels[warp][m % 2];
-                if (lane_id() == 0) tma_store_wait<1>();
-                __syncwarp();
+                wait_for_earlier_stores();
                 uint32_t gate[TILES / 2][4], up[TILES / 2][4];
                 round_biased(gate, c[m], q * TILES, p.alpha, gate_bias);
                 round_biased(up, c[m], HALF + q * TILES, p.alpha, up_bias);
@@ -155,14 +235,11 @@ struct StoreSwiglu : Position {
                     gate[k][i] = pack_two<bf16>(f(g.x, u.x), f(g.y, u.y));
                 });
                 panels[2].write(gate);
-                fence_async_proxy();
-                __syncwarp();
-                if (lane_id() == 0) {
+                store_group([&] {
                     store_panel(p.aux[0], first, row(m), panels[0].data);
                     store_panel(p.aux[1], first, row(m), panels[1].data);
                     if (p.stores_out) store_panel(p.out[0], first, row(m), panels[2].data);
-                    tma_store_commit();
-                }
+                });
             }
         }
     }

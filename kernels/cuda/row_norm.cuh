@@ -13,11 +13,11 @@
 //                     forward, warp        forward, block       backward
 //   row held by       32 threads           256 threads          1 thread for each 8 channels
 //   threads a block   256 (8 rows)         256 (1 row)          groups of rows, up to 384 (1024 for C > 3072)
-//   longest row       C = 1024             C = 8192             C = 8192
+//   longest row       C = 2048             C = 8192             C = 8192
 //   shared memory     -                    32 B                 2 stages of dout, inp, dresidual; 512 B
-//   registers         32 to 44 (bf16)      32 to 47 (bf16)      80 (64 for 1024 threads)
-//                     32 to 66 (fp32)      32 to 66 (fp32)
-//   blocks per SM     5 to 8 (bf16)        5 to 8 (bf16)        2 (1 for C > 3072)
+//   registers         32 to 64 (bf16)      36 to 48 (bf16)      80 (64 for 1024 threads)
+//                     32 to 100 (fp32)     40 to 66 (fp32)
+//   blocks per SM     4 to 8 (bf16)        5 to 7 (bf16)        2 (1 for C > 3072)
 //
 // GPT-2 124M, bf16, B=64, T=1024: N = 65536 rows of C = 768. Forward: 768 = 3·32·8, so a warp holds a row with PACKS =
 // 3 and 36 registers; 8192 blocks, 6 on an SM. Backward: 96 threads a row, so 4 rows in a block of 384 threads with 36
@@ -108,12 +108,18 @@ __device__ __forceinline__ void store_out(const ForwardArguments<T>& a, int64_t 
     store_floats<W>(a.out + n * a.out_stride + c, y);
 }
 
+// Rows are taken from the last one on. The matmul before has stored its last rows last, and L2 still has them; the
+// matmul after begins with the first rows. Negative beyond the first row.
+__device__ __forceinline__ int64_t from_last(int64_t N, int64_t i) {
+    return N - 1 - i;
+}
+
 // GROUP threads a row, PACKS vectors a thread.
 template <bool CENTRED, bool ADD_AFTER, int GROUP, int PACKS, typename T>
 __global__ void __launch_bounds__(THREADS) forward_kernel(ForwardArguments<T> a) {
     constexpr int GROUPS = THREADS / GROUP, W = WIDTH;
-    const int64_t n = blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP;
-    if (n >= a.N) return;  // the whole group returns
+    const int64_t n = from_last(a.N, blockIdx.x * int64_t(GROUPS) + threadIdx.x / GROUP);
+    if (n < 0) return;  // the whole group returns
     const int64_t first = threadIdx.x % GROUP * W;
     Pack<T, W> x[PACKS];
 #pragma unroll
@@ -217,7 +223,7 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == NORM_THREADS ?
         return reinterpret_cast<Pack<T, W>*>(dynamic_shared)[(stage * MATRICES + matrix) * threads + thread];
     };
     const auto fetch = [&](int64_t n, int stage) {
-        if (n < a.N && inside) {
+        if (n >= 0 && inside) {
             copy_async(&staged(stage, DOUT), a.dout + n * a.dout_stride + c);
             copy_async(&staged(stage, X), a.inp + n * a.inp_stride + c);
             if (a.dresidual) copy_async(&staged(stage, DRESIDUAL), a.dresidual + n * a.dresidual_stride + c);
@@ -229,19 +235,19 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == NORM_THREADS ?
     if (inside) weight = load_floats<W>(a.weight + c);
     const float inverse_C = 1 / float(C);
     const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-    int64_t n = blockIdx.x * int64_t(blockDim.y) + threadIdx.y;
+    int64_t n = from_last(a.N, blockIdx.x * int64_t(blockDim.y) + threadIdx.y);
     fetch(n, 0);
     float next_mean = 0, next_rstd = 0;
     const auto fetch_statistics = [&](int64_t m) {
-        if (m >= a.N) return;
+        if (m < 0) return;
         if (CENTRED) next_mean = a.mean[m];
         next_rstd = a.rstd[m];
     };
     fetch_statistics(n);
-    for (int stage = 0; n < a.N; n += stride, stage ^= 1) {
-        fetch(n + stride, stage ^ 1);
+    for (int stage = 0; n >= 0; n -= stride, stage ^= 1) {
+        fetch(n - stride, stage ^ 1);
         const float mean = next_mean, rstd = next_rstd;
-        fetch_statistics(n + stride);
+        fetch_statistics(n - stride);
         cp_async_wait<1>();
         float mean_d = 0, mean_dx = 0;
         if (inside) {
@@ -369,8 +375,8 @@ bool dispatch_row(int64_t C, bool aligned, F f) {
         f(warp, std::integral_constant<int, 3>{});
     else if (C <= 4 * WARP * WIDTH)
         f(warp, std::integral_constant<int, 4>{});
-    else if (C <= 1 * THREADS * WIDTH)
-        f(block, std::integral_constant<int, 1>{});
+    else if (C <= 8 * WARP * WIDTH)
+        f(warp, std::integral_constant<int, 8>{});
     else if (C <= 2 * THREADS * WIDTH)
         f(block, std::integral_constant<int, 2>{});
     else

@@ -302,8 +302,9 @@ namespace {
 constexpr const char* LEGEND =
     "# M N K, ld of out a b aux, dtype (fp8: of a and of b, fast accumulation), out's, transposes, accumulate, "
     "epilogue, alignment of out a b bias aux, algorithm, ms, batch if not 1";
-constexpr std::array<const char*, 9> EPILOGUES = {
-    "none", "bias", "gelu", "gelu_bias", "gelu_backward", "relu2", "relu2_backward", "swiglu", "swiglu_backward"};
+constexpr std::array<const char*, 10> EPILOGUES = {
+    "none",  "bias",           "gelu",   "gelu_bias",       "gelu_backward",
+    "relu2", "relu2_backward", "swiglu", "swiglu_backward", "exp"};
 constexpr std::array<DType, 3> DTYPES = {DType::F32, DType::BF16, DType::F16};
 constexpr std::array<const char*, 4> KERNELS = {"library", "apart", "hopper_1", "hopper_2"};  // instead of an algorithm
 constexpr const char* HEX = "0123456789abcdef";
@@ -336,7 +337,7 @@ std::string checksum(const std::string& text) {
 // table. The number counts the versions of hopper_gemm() that differ in speed.
 std::string timed_with() {
 #ifdef HAVE_SM90A
-    const char* own = ", hopper_gemm 2";
+    const char* own = ", hopper_gemm 3";
 #else
     const char* own = "";
 #endif

@@ -31,6 +31,7 @@ enum class GemmEpilogue : uint8_t {
     Relu2Backward,   // out = op(a)·op(b) ⊙ relu2'(aux)
     Swiglu,          // aux [M, 2·N] = op(a)·op(b) with op(b) [K, 2·N], out = swiglu(aux)
     SwigluBackward,  // out [M, 2·N] = the gradient of aux [M, 2·N], from op(a)·op(b), that of swiglu(aux)
+    Exp,             // out = 2^min(log2(e)·op(a)·op(b) + row_offsets[row], 100), 0 from column valid_columns on
 };
 // The epilogues in the library, which come first.
 constexpr bool library_has(GemmEpilogue epilogue) {
@@ -65,6 +66,11 @@ struct GemmOperands {
     // gradient of SwiGLU: swiglu(aux).
     float* column_sums = nullptr;
     void* act = nullptr;
+    // Of Exp: row_offsets [M]; row_sums [ceil(N / HOPPER_GEMM_COLUMNS), M]: out, before rounding, summed over the
+    // columns of each tile.
+    const float* row_offsets = nullptr;
+    float* row_sums = nullptr;
+    int64_t valid_columns = 0;
 };
 
 // What computes a GEMM with its epilogue.

@@ -1,0 +1,35 @@
+// The head of a language model and its loss, forward and backward: a linear layer, softmax and cross-entropy.
+//
+//   logits = inp·weightᵀ + bias,   losses and dlogits as in kernels/cross_entropy.h
+//   dinp = dlogits·weight,   dweight (+)= dlogitsᵀ·inp,   dbias (+)= Σ_n dlogits[n]
+//
+// n tokens, C channels, vocabulary size V, Vp ≥ V rows of weight. The driver calls it on chunks of tokens, so that no
+// [B·T, Vp] buffer exists. T is the dtype of inp: fp32, on CUDA also bf16 and fp16.
+//
+// On Hopper, in bf16 and without bias and softcap, no pass over the logits follows the matmul
+// (kernels/cross_entropy_hopper.h). Elsewhere matmul.h and cross_entropy.h compute it one after the other.
+//
+// Throws Error as matmul.h and cross_entropy.h do; a target outside [0, V) is treated as there.
+#pragma once
+
+#include "runtime/device/device.h"
+#include "runtime/device/tensor.h"
+#include "runtime/model/softcap.h"
+
+struct LinearCrossEntropy {
+    Tensor losses;            // fp32 [n], nats
+    Tensor dinp;              // [n, C] T
+    Tensor dweight;           // [Vp, C] fp32 or T, or null: not computed
+    Tensor dbias;             // fp32 [Vp], or null
+    Tensor inp;               // [n, C] T; undefined afterwards
+    Tensor weight;            // [Vp, C] T
+    Tensor bias;              // [Vp] T, or null
+    Tensor targets;           // int32 [n]; IGNORE_TARGET: no loss
+    Tensor logits;            // [n, Vp] T, scratch: undefined afterwards
+    int64_t V = 0;            // columns of the logits from V on are padding
+    float dloss = 1;          // the gradient of each token's loss: 1/(tokens of the step)
+    Softcap softcap;          // of the logits
+    bool accumulate = false;  // dweight and dbias are added to, else overwritten
+};
+
+void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream);
