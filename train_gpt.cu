@@ -507,6 +507,17 @@ Tensor head_forward(const Context& ctx, const Model& model, const Activations& a
     return out;
 }
 
+// Tokens begin … end of the head's input, for linear_cross_entropy.
+LinearCrossEntropy head_of(const Model& model, const Activations& acts, const Input& in, const Tensor& inp,
+                           int64_t begin, int64_t end) {
+    LinearCrossEntropy head;
+    head.losses = acts.losses.rows(begin, end), head.targets = in.targets.rows(begin, end);
+    head.inp = inp.rows(begin, end), head.logits = acts.logits.rows(0, end - begin);
+    head.weight = model.weight(model.head()), head.bias = model.weight(HEAD_B);
+    head.V = model.config.vocab_size, head.softcap = model.config.logit_softcap;
+    return head;
+}
+
 }  // namespace
 
 Tensor head_logits(const Context& ctx, const Model& model, const Activations& acts, int64_t begin, int64_t end) {
@@ -518,12 +529,18 @@ Tensor head_logits(const Context& ctx, const Model& model, const Activations& ac
 void evaluate_loss(const Context& ctx, const Model& model, const Activations& acts, const Input& in, bool accumulate,
                    const std::function<void(int64_t begin, Tensor logits)>& look) {
     const int64_t chunk = acts.logits.shape[0];
+    const GatheredGroup weights = model.use(ctx, model.head_group());
     for (int64_t begin = 0; begin < in.n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, in.n);
-        const Tensor logits = head_forward(ctx, model, acts, acts.normf.rows(begin, end));
-        cross_entropy_forward(acts.losses.rows(begin, end), logits, in.targets.rows(begin, end),
-                              model.config.vocab_size, model.config.logit_softcap, ctx.stream);
-        if (look) look(begin, logits);
+        const LinearCrossEntropy head = head_of(model, acts, in, acts.normf, begin, end);
+        if (look) {
+            head_forward(ctx, model, acts, head.inp);
+            cross_entropy_forward(head.losses, head.logits, head.targets, head.V, head.softcap, ctx.stream);
+            look(begin, head.logits);
+        } else {
+            const Range range(ctx.profiler, "head and loss");
+            linear_cross_entropy_forward(head, ctx.stream);
+        }
     }
     sum_losses(acts.loss_sum, acts.losses.rows(0, in.n), accumulate, ctx.stream);
 }
@@ -549,13 +566,9 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
     if (in.loss_rows) gather_rows(inp.rows(0, n), acts.normf.rows(0, in.n), in.loss_rows, ctx.stream);
     for (int64_t begin = 0; begin < n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, n);
-        LinearCrossEntropy head;
-        head.losses = acts.losses.rows(begin, end), head.dinp = dinp.rows(begin, end);
+        LinearCrossEntropy head = head_of(model, acts, in, inp, begin, end);
+        head.dinp = dinp.rows(begin, end), head.dloss = dloss, head.accumulate = accumulate || begin > 0;
         if (!model.table.frozen) head.dweight = dweight, head.dbias = model.gradient(grads, HEAD_B);
-        head.inp = inp.rows(begin, end), head.weight = model.weight(model.head()), head.bias = model.weight(HEAD_B);
-        head.targets = in.targets.rows(begin, end), head.logits = acts.logits.rows(0, end - begin);
-        head.V = model.config.vocab_size, head.dloss = dloss, head.softcap = model.config.logit_softcap;
-        head.accumulate = accumulate || begin > 0;
         linear_cross_entropy(head, ctx.stream);
     }
     if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, ctx.stream);

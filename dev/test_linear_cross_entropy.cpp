@@ -110,7 +110,11 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
     head.logits = logits.tensor().columns(0, Vp), head.V = V, head.dloss = 0.37f, head.softcap = c.softcap;
     head.accumulate = c.accumulate;
     if (c.biased) head.bias = bias, head.dbias = dbias;
+    linear_cross_entropy_forward(head, stream);
+    const std::vector<double> losses_alone = losses.fetch();
+    expect_same_bits("inp", inp.fetch(), inp.values());
     linear_cross_entropy(head, stream);
+    expect_same_bits("losses alone", losses_alone, losses.fetch());
 
     const reference::Values z =
         reference::matmul_forward(x.data(), w.data(), c.biased ? bias.data() : nullptr, n, C, Vp);

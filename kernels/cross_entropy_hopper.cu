@@ -46,9 +46,9 @@ __device__ __forceinline__ void scale_row(bf16* row, int64_t C, float factor) {
     }
 }
 
-// Adds up the sums of the tiles [tiles, N], and computes from them the losses, the exponential of the target and
-// r·inp. A block has 32 tokens: 256 blocks. First a lane has a token and a warp every eighth tile.
-template <int W>
+// Adds up the sums of the tiles [tiles, N], and computes from them the losses and, if GRADIENT, the exponential of the
+// target and r·inp. A block has 32 tokens: 256 blocks. First a lane has a token and a warp every eighth tile.
+template <bool GRADIENT, int W>
 __global__ void __launch_bounds__(THREADS)
     losses_kernel(float* losses, bf16* exponentials, int64_t stride, bf16* inp, int64_t inp_stride, const float* sums,
                   const int32_t* targets, int64_t N, int64_t C, int64_t tiles, float dloss) {
@@ -71,8 +71,10 @@ __global__ void __launch_bounds__(THREADS)
         losses[n] = ignored ? 0 : logf(total);
         factors[lane] = ignored ? 0 : dloss / total;
         // e[n, target] is 1. A total of NaN stands for a target outside the vocabulary, too.
-        if (total == total && !ignored) exponentials[n * stride + targets[n]] = from_float<bf16>(fminf(1 - total, 0));
+        if (GRADIENT && total == total && !ignored)
+            exponentials[n * stride + targets[n]] = from_float<bf16>(fminf(1 - total, 0));
     }
+    if (!GRADIENT) return;
     __syncthreads();
     for (int i = warp; i < WARP && first + i < N; i += WARPS)
         scale_row<W>(inp + (first + i) * inp_stride, C, factors[i]);
@@ -95,13 +97,32 @@ int64_t tiles_of(const LinearCrossEntropy& x) {
     return ceil_div(x.logits.shape[1], HOPPER_GEMM_COLUMNS);
 }
 
-void check(const char* op, const LinearCrossEntropy& x) {
+// Computes the losses and, if GRADIENT, logits = e and inp = r·inp.
+template <bool GRADIENT>
+void forward(const char* op, const LinearCrossEntropy& x, Stream stream) {
     const DType T = DType::BF16;
     const CrossEntropySizes z = check_cross_entropy(op, T, x.losses, x.logits, x.targets, x.V, x.softcap);
     check_matrix(op, "inp", x.inp, T);
     check_matrix(op, "inp", x.inp, z.N, x.inp.shape[1], Given::Required, T);
     check_matrix(op, "weight", x.weight, z.Vp, x.inp.shape[1], Given::Required, T);
-    check_matrix(op, "dinp", x.dinp, z.N, x.inp.shape[1], Given::Required, T);
+    const int64_t N = z.N, C = x.inp.shape[1], tiles = tiles_of(x);
+    float* const offsets = static_cast<float*>(blas_of(op, stream).workspace);
+    float* const sums = offsets + N;
+    dispatch_width<bf16>(C % FULL_WIDTH<bf16> == 0 && rows_aligned({x.inp, x.weight}), [&](auto width) {
+        constexpr int W = decltype(width)::value;
+        offsets_kernel<W><<<grid_of(ceil_div(N, WARPS)), THREADS, 0, cuda_stream(stream)>>>(
+            offsets, x.inp.as<bf16>(), row_stride(x.inp), x.weight.as<bf16>(), row_stride(x.weight),
+            x.targets.as<int32_t>(), N, C, x.V);
+        check_launch(op, stream);
+        Gemm gemm = gemm_of(x);
+        if (!GRADIENT) gemm.operands.out = nullptr;
+        gemm.operands.row_offsets = offsets, gemm.operands.row_sums = sums, gemm.operands.valid_columns = x.V;
+        run_gemm(op, gemm, stream);
+        losses_kernel<GRADIENT, W><<<grid_of(ceil_div(N, WARP)), THREADS, 0, cuda_stream(stream)>>>(
+            x.losses.as<float>(), x.logits.as<bf16>(), row_stride(x.logits), x.inp.as<bf16>(), row_stride(x.inp), sums,
+            x.targets.as<int32_t>(), N, C, tiles, x.dloss);
+        check_launch(op, stream);
+    });
 }
 
 }  // namespace
@@ -117,27 +138,19 @@ bool hopper_cross_entropy_takes(const LinearCrossEntropy& x, Stream stream) {
 
 void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream) {
     const char* op = "linear_cross_entropy";
-    check(op, x);
-    const int64_t N = x.logits.shape[0], C = x.inp.shape[1], tiles = tiles_of(x);
-    float* const offsets = static_cast<float*>(blas_of(op, stream).workspace);
-    float* const sums = offsets + N;
-    const auto blocks = [&](int64_t tokens) { return grid_of(ceil_div(N, tokens)); };
-    const cudaStream_t on = cuda_stream(stream);
-    dispatch_width<bf16>(C % FULL_WIDTH<bf16> == 0 && rows_aligned({x.inp, x.weight, x.dinp}), [&](auto width) {
-        constexpr int W = decltype(width)::value;
-        offsets_kernel<W><<<blocks(WARPS), THREADS, 0, on>>>(offsets, x.inp.as<bf16>(), row_stride(x.inp),
-                                                             x.weight.as<bf16>(), row_stride(x.weight),
-                                                             x.targets.as<int32_t>(), N, C, x.V);
-        Gemm gemm = gemm_of(x);
-        gemm.operands.row_offsets = offsets, gemm.operands.row_sums = sums, gemm.operands.valid_columns = x.V;
-        run_gemm(op, gemm, stream);
-        losses_kernel<W><<<blocks(WARP), THREADS, 0, on>>>(x.losses.as<float>(), x.logits.as<bf16>(),
-                                                           row_stride(x.logits), x.inp.as<bf16>(), row_stride(x.inp),
-                                                           sums, x.targets.as<int32_t>(), N, C, tiles, x.dloss);
-        if (x.dweight) matmul_backward_weight(x.dweight, {}, x.logits, x.inp, x.accumulate, stream);
-        matmul_backward_input(x.dinp, x.logits, x.weight, false, stream);
-        scale_kernel<W><<<blocks(WARPS), THREADS, 0, on>>>(x.dinp.as<bf16>(), row_stride(x.dinp), x.losses.as<float>(),
-                                                           N, C, x.dloss);
+    check_matrix(op, "inp", x.inp, DType::BF16);
+    const int64_t N = x.inp.shape[0], C = x.inp.shape[1];
+    check_matrix(op, "dinp", x.dinp, N, C, Given::Required, DType::BF16);
+    forward<true>(op, x, stream);
+    if (x.dweight) matmul_backward_weight(x.dweight, {}, x.logits, x.inp, x.accumulate, stream);
+    matmul_backward_input(x.dinp, x.logits, x.weight, false, stream);
+    dispatch_width<bf16>(C % FULL_WIDTH<bf16> == 0 && rows_aligned({x.dinp}), [&](auto width) {
+        scale_kernel<decltype(width)::value><<<grid_of(ceil_div(N, WARPS)), THREADS, 0, cuda_stream(stream)>>>(
+            x.dinp.as<bf16>(), row_stride(x.dinp), x.losses.as<float>(), N, C, x.dloss);
     });
     check_launch(op, stream);
+}
+
+void hopper_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream) {
+    forward<false>("linear_cross_entropy_forward", x, stream);
 }

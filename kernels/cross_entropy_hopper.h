@@ -1,14 +1,15 @@
 // CUDA only, Hopper: linear_cross_entropy() without a pass over the logits between the matmuls. The forward matmul
-// stores exponentials instead of logits (GemmEpilogue::Exp), the factor of each token goes into the small matrices:
+// stores exponentials instead of logits (GemmEpilogue::Exp), and the factor of each token goes into the small matrices:
 //
-//   e[n, v] = exp(logits[n, v] − logits[n, target[n]])         at most 2¹⁰⁰; 0 for v ≥ V and where the target is
-//   ignored loss[n] = ln Σ_v e[n, v],   r[n] = dloss / Σ_v e[n, v],   e[n, target[n]] = −Σ_{v ≠ target[n]} e[n, v]
-//   dlogits[n, v] = r[n]·e[n, v], so dweight (+)= eᵀ·(r·inp) and dinp = r·(e·weight)
+//   e[n, v] = exp(logits[n, v] − logits[n, t])             t = target[n]
+//   loss[n] = ln Σ_v e[n, v],   r[n] = dloss / Σ_v e[n, v]
+//   e[n, t] becomes −Σ_{v ≠ t} e[n, v], so that dlogits = r·e
+//   dweight (+)= eᵀ·(r·inp),   dinp = r·(e·weight)
 //
-// The logit of the target takes the place of the maximum of the usual softmax: it is known before the matmul. e has a
-// relative error of one rounding wherever exp neither overflows nor underflows, so it needs no maximum; a logit more
-// than 69 above the target's counts as 69 above it. The exponentials and their sum are computed from the matmul's sums
-// in fp32, which cross_entropy.h finds rounded to bf16.
+// e is 0 for v ≥ V and where the target is ignored. Softmax usually subtracts the maximum; here the target's logit
+// takes its place, because it is known before the matmul. bf16 has the exponents of fp32, so e keeps its digits unless
+// exp overflows: a logit more than 69 above the target's counts as 69 above it (e = 2¹⁰⁰). Exponentials and their sum
+// come from the matmul's sums in fp32, which cross_entropy.h finds rounded to bf16. docs/numerics.md has the errors.
 #pragma once
 
 #include "kernels/linear_cross_entropy.h"
@@ -17,5 +18,6 @@
 // into the workspace of the stream.
 bool hopper_cross_entropy_takes(const LinearCrossEntropy& x, Stream stream);
 
-// Throws Error as linear_cross_entropy().
+// Throw Error as linear_cross_entropy(). The forward pass alone stores nothing but the losses.
 void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream);
+void hopper_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream);

@@ -133,7 +133,8 @@ bool hopper_gemm_takes(const GemmKey& key) {
     return is_hopper() && small && key.dtype == DType::BF16 && key.out_dtype == DType::BF16 && transposes &&
            key.batch == 1 && (plain || !key.accumulate) && key.K > 0 && key.N % 8 == 0 &&
            aligned(key.align_a, key.ld_a) && aligned(key.align_b, key.ld_b) && aligned(key.align_out, key.ld_out) &&
-           (!key.ld_aux || aligned(key.align_aux, key.ld_aux)) && (!key.align_bias || key.align_bias >= 4);
+           (!key.ld_aux || aligned(key.align_aux, key.ld_aux)) &&
+           (!key.align_bias || (key.align_bias >= 4 && key.epilogue != GemmEpilogue::Exp));
 }
 
 void hopper_gemm(const char* op, const GemmKey& key, const GemmOperands& operands, int cluster, Stream stream) {

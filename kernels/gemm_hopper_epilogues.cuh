@@ -139,7 +139,7 @@ __device__ __forceinline__ float bounded_exp2(float x) {
 }
 
 // out = 2^min(log2(e)·c + row_offsets, 100), 0 from column valid_columns on. Its sums over the columns of the tile,
-// before rounding, are row_sums [columns of tiles, M].
+// before rounding, are row_sums [columns of tiles, M]. out may be null: only the sums are computed.
 struct StoreExp : Position {
     static constexpr bool GATED = false, FREES_SUMS = true;
     using Panel = hopper_gemm_kernel::Panel<PANEL_COLUMNS>;
@@ -165,8 +165,6 @@ struct StoreExp : Position {
         for (int q = 0; q < NT / TILES; q++)
 #pragma unroll
             for (int m = 0; m < MB; m++) {
-                Panel& out = shared.out[warp][m % 2];
-                wait_for_earlier_stores();
                 uint32_t x[TILES / 2][4];
                 for_each_pair<TILES>([&](int k, int i, int n, int e) {
                     const float* const sum = &c[m][q * TILES + n][e];
@@ -175,6 +173,9 @@ struct StoreExp : Position {
                     sums[m][i % 2] += first + second;
                     x[k][i] = pack_two<bf16>(first, second);
                 });
+                if (!p.stores_out) continue;
+                Panel& out = shared.out[warp][m % 2];
+                wait_for_earlier_stores();
                 out.write(x);
                 store_group([&] { store_panel(p.out[0], column + q * PANEL_COLUMNS, row(m), out.data); });
             }

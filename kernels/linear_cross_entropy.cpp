@@ -15,3 +15,11 @@ void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream) {
     if (x.dweight) matmul_backward_weight(x.dweight, x.dbias, x.logits, x.inp, x.accumulate, stream);
     matmul_backward_input(x.dinp, x.logits, x.weight, false, stream);
 }
+
+void linear_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream) {
+#ifdef HAVE_SM90A
+    if (hopper_cross_entropy_takes(x, stream)) return hopper_cross_entropy_forward(x, stream);
+#endif
+    matmul_forward(x.logits, x.inp, x.weight, x.bias, stream);
+    cross_entropy_forward(x.losses, x.logits, x.targets, x.V, x.softcap, stream);
+}

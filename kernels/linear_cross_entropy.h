@@ -33,3 +33,6 @@ struct LinearCrossEntropy {
 };
 
 void linear_cross_entropy(const LinearCrossEntropy& x, Stream stream);
+
+// The losses alone, with the same bits. dinp, dweight, dbias and dloss are not used, and inp is not changed.
+void linear_cross_entropy_forward(const LinearCrossEntropy& x, Stream stream);
