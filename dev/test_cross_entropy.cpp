@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "dev/random_targets.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
 
@@ -12,15 +13,6 @@ namespace {
 class CrossEntropy : public DTypeTest {};
 
 constexpr double INF = std::numeric_limits<double>::infinity();
-
-std::vector<int32_t> random_targets(int64_t N, int64_t V, bool some_ignored) {
-    std::vector<int32_t> targets;
-    for (int64_t n = 0; n < N; n++) {
-        const Philox4 r = philox(9, uint64_t(n), 0);
-        targets.push_back(some_ignored && r.v[0] % 3 == 0 ? IGNORE_TARGET : int32_t(r.v[1] % uint64_t(V)));
-    }
-    return targets;
-}
 
 // logits [N, Vp] with gaps of `gap` columns; padded columns hold huge values that must not matter.
 void check(DType T, int64_t N, int64_t V, int64_t Vp, int64_t gap, double scale, double shift, bool some_ignored,

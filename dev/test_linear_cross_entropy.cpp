@@ -5,6 +5,7 @@
 
 #include <limits>
 
+#include "dev/random_targets.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/cross_entropy.h"
@@ -53,15 +54,6 @@ struct Case {
     double scale = 1;  // of the logits
 };
 
-std::vector<int32_t> random_targets(const Case& c) {
-    std::vector<int32_t> targets;
-    for (int64_t i = 0; i < c.s.n; i++) {
-        const Philox4 r = philox(9, uint64_t(i), 0);
-        targets.push_back(c.ignored && r.v[0] % 3 == 0 ? IGNORE_TARGET : int32_t(r.v[1] % uint64_t(c.s.V)));
-    }
-    return targets;
-}
-
 // A matrix with `gap` columns of NaN behind each row.
 TestArray with_gaps(DType T, const std::vector<double>& values, int64_t rows, int64_t columns, int64_t gap) {
     std::vector<double> all(size_t(rows * (columns + gap)), NOT_A_NUMBER);
@@ -101,7 +93,7 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
     const TestArray dinp = TestArray::poisoned(T, {n, C + GAP}), logits = TestArray::poisoned(T, {n, Vp + GAP});
     const TestArray dweight = c.accumulate ? TestArray::random({Vp, C}, 5, 1e-2) : TestArray::poisoned({Vp, C});
     const TestArray dbias = c.accumulate ? TestArray::random({Vp}, 6, 1e-2) : TestArray::poisoned({Vp});
-    const std::vector<int32_t> target_ids = random_targets(c);
+    const std::vector<int32_t> target_ids = random_targets(n, V, c.ignored);
     const TestArray targets = TestArray::ints(target_ids, {n});
 
     LinearCrossEntropy head;

@@ -7,7 +7,6 @@
 #include "kernels/cuda/cuda_common.cuh"
 #include "kernels/cuda/fastest_gemm.h"
 #include "kernels/matmul.h"
-#include "kernels/matmul_check.h"
 
 namespace {
 
@@ -102,7 +101,6 @@ template <bool GRADIENT>
 void forward(const char* op, const LinearCrossEntropy& x, Stream stream) {
     const DType T = DType::BF16;
     const CrossEntropySizes z = check_cross_entropy(op, T, x.losses, x.logits, x.targets, x.V, x.softcap);
-    check_matrix(op, "inp", x.inp, T);
     check_matrix(op, "inp", x.inp, z.N, x.inp.shape[1], Given::Required, T);
     check_matrix(op, "weight", x.weight, z.Vp, x.inp.shape[1], Given::Required, T);
     const int64_t N = z.N, C = x.inp.shape[1], tiles = tiles_of(x);
@@ -138,7 +136,6 @@ bool hopper_cross_entropy_takes(const LinearCrossEntropy& x, Stream stream) {
 
 void hopper_cross_entropy(const LinearCrossEntropy& x, Stream stream) {
     const char* op = "linear_cross_entropy";
-    check_matrix(op, "inp", x.inp, DType::BF16);
     const int64_t N = x.inp.shape[0], C = x.inp.shape[1];
     check_matrix(op, "dinp", x.dinp, N, C, Given::Required, DType::BF16);
     forward<true>(op, x, stream);

@@ -45,9 +45,7 @@ enum class Math {
 template <Math MATH>
 __device__ __forceinline__ float times_sigmoid(float x, float z) {
     if constexpr (MATH == Math::Exact) return x / (1 + expf(-z));
-    float exp;  // of −z
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(exp) : "f"(-1.44269504f * z));
-    return x * __fdividef(1.0f, 1.0f + exp);
+    return x * __fdividef(1.0f, 1.0f + exp2_for<bf16>(-LOG2E * z));
 }
 
 // ½x(1 + tanh u) = x·σ(2u)

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "kernels/cuda/number.cuh"
 #include "runtime/model/softcap.h"
 
 // e^x. For logits T of 16 bits the special function unit computes it: its error vanishes in the rounding. (__expf would
@@ -10,10 +11,7 @@
 template <typename T>
 __device__ __forceinline__ float logit_exp(float x) {
     if constexpr (std::is_same_v<T, float>) return expf(x);
-    constexpr float LOG2_E = 1.4426950408889634f;
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * LOG2_E));
-    return y;
+    return exp2_for<T>(x * LOG2E);
 }
 
 struct CappedLogit {

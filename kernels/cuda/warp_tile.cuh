@@ -27,9 +27,7 @@ __device__ __forceinline__ int lane_id() {
 
 // 2^x to 2 units in the last place; 0 for −∞.
 __device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+    return exp2_for<bf16>(x);
 }
 
 // --- accumulators

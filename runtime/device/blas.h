@@ -26,7 +26,8 @@ enum class GemmEpilogue : uint8_t {
     Gelu,          // aux = op(a)·op(b), out = gelu(aux)
     GeluBias,      // aux = op(a)·op(b) + bias[column], out = gelu(aux)
     GeluBackward,  // out = op(a)·op(b) ⊙ gelu'(aux)
-    // Those that only kernels/gemm_hopper.h has. A bias is added if there is one. Relu2, Swiglu and Exp may have no out.
+    // Those that only kernels/gemm_hopper.h has. A bias is added if there is one. Relu2, Swiglu and Exp may have no
+    // out.
     Relu2,           // aux = op(a)·op(b), out = relu2(aux)
     Relu2Backward,   // out = op(a)·op(b) ⊙ relu2'(aux)
     Swiglu,          // aux [M, 2·N] = op(a)·op(b) with op(b) [K, 2·N], out = swiglu(aux)
