@@ -1,4 +1,7 @@
 // Training: the loss of one batch, the update, and steps as the command `train` runs them.
+// run_tests.py: alone, because it measures the memory in use.
+#include <algorithm>
+
 #include "dev/allocations.h"
 #include "dev/model_fixture.h"
 #include "dev/reference.h"
@@ -214,6 +217,31 @@ TEST(Update, MemoryOfMuon) {
     const int64_t before = Activations(config, shape).plan.bytes();
     shape.update_bytes = update_workspace_bytes(muon);
     EXPECT_EQ(Activations(config, shape).plan.bytes(), before);  // it lies where activations were
+}
+
+// A matmul that applies the activation function writes act while it reads norm2, so the two may not share memory.
+TEST(ActivationPlan, OutputOfAMatmulIsApartFromItsInput) {
+    for (const Mlp mlp : {Mlp::GELU, Mlp::SwiGLU, Mlp::ReLU2})
+        for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
+            ModelConfig config = base_config();
+            config.mlp = mlp;
+            RunShape shape = training_shape(2, 16, DType::BF16);
+            shape.recompute = level;
+            shape.activation_epilogue = ActivationEpilogue::Both;
+            const Activations acts(config, shape);
+            if (acts.shape.activation_epilogue != ActivationEpilogue::Both) continue;  // GELU, recomputed by itself
+            const auto find = [&](const std::string& name) {
+                const auto& all = acts.plan.entries();
+                const auto found = std::find_if(all.begin(), all.end(), [&](const auto& e) { return e.name == name; });
+                EXPECT_NE(found, all.end()) << name;
+                return *found;
+            };
+            for (const char* layer : {"layers.0.", "layers.1."}) {
+                const ArenaPlan::Entry out = find(str(layer, "act")), inp = find(str(layer, "norm2"));
+                EXPECT_LE(out.first, inp.last) << layer << " mlp " << int(mlp) << " recompute " << int(level);
+                EXPECT_TRUE(out.offset + out.bytes <= inp.offset || inp.offset + inp.bytes <= out.offset);
+            }
+        }
 }
 
 // A run on random tokens in a temporary directory.

@@ -137,7 +137,9 @@ enum When : unsigned {
     ACT_READ = 524288,        // the backward pass reads act, kept or recomputed
     ACT_AGAIN = 1048576,      // SwiGLU's backward pass computes it again, in the place of dact
     ADD_IN_MATMUL = 2097152,  // proj and fcproj add to the residual stream
-    ADD_IN_NORM = 4194304     // the norm after them does
+    ADD_IN_NORM = 4194304,    // the norm after them does
+    ACT_IN_FC = 8388608,      // the matmul that computes fc writes act too, while it reads norm2
+    ACT_AFTER_FC = 16777216   // a kernel of its own does
 };
 
 constexpr std::nullopt_t MODEL = std::nullopt;
@@ -201,8 +203,10 @@ constexpr BlockRow BLOCK_ACTIVATIONS[] = {
     {&A::norm2_t,      "norm2.fp8",   C_N,    CODES, FC,          UNREAD,     FC,        NORMS,      FP8},
     // SwiGLU's backward pass writes its gradient over fc, which then lives until FC's backward pass has read it.
     {&A::fc,           "fc",          N_FC,   MODEL, FC,          ACT,        FC,        BLOCK,      ALWAYS},
-    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH | ACT_READ},
-    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     NONE,      KEPT,       HIGH | ACT_AGAIN},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     FCPROJ,    ACTIVATION, HIGH | ACT_READ | ACT_AFTER_FC},
+    {&A::act,          "act",         N_FFN,  MODEL, FC,          FCPROJ,     FCPROJ,    ACTIVATION, HIGH | ACT_READ | ACT_IN_FC},
+    {&A::act,          "act",         N_FFN,  MODEL, ACT,         FCPROJ,     NONE,      KEPT,       HIGH | ACT_AGAIN | ACT_AFTER_FC},
+    {&A::act,          "act",         N_FFN,  MODEL, FC,          FCPROJ,     NONE,      KEPT,       HIGH | ACT_AGAIN | ACT_IN_FC},
     {&A::act_t,        "act.fp8",     FFN_N,  CODES, ACT,         UNREAD,     FCPROJ,    ACTIVATION, FP8},
     // Kept, because they are small: N·R values of an adapter.
     {&A::lora_qkv,     "lora_qkv",    N_LORA_QKV,    MODEL, QKV,    QKV,    QKV,    KEPT, LORA},
@@ -439,7 +443,8 @@ unsigned conditions(const ModelConfig& c, const RunShape& shape) {
            (c.qk_norm == QkNorm::AllHeads ? ALL_HEADS_NORM : 0u) | (c.embedding_norm ? EMBEDDING_NORM : 0u) |
            (c.norm_after ? NORM_AFTER : NORM_BEFORE) | (shape.fp8.on ? FP8 : 0u) |
            (shape.fp8.on && !shape.fp8.keep_weights ? FP8_WEIGHTS : 0u) | (widest_adapter(shape) ? LORA : 0u) |
-           (shape.nf4_weight ? NF4 : 0u) | (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM);
+           (shape.nf4_weight ? NF4 : 0u) | (shape.adds_in_matmul ? ADD_IN_MATMUL : ADD_IN_NORM) |
+           (shape.activation_epilogue == ActivationEpilogue::Both ? ACT_IN_FC : ACT_AFTER_FC);
 }
 
 // Whether SwiGLU's backward pass computes its output again. Recomputed in a pass of its own, that output would cost

@@ -223,24 +223,32 @@ void tune(const Blas& blas, const char* op, const GemmKey& key, GemmPlan& plan, 
     cublasLtMatmulHeuristicResult_t results[MAX_CANDIDATES];
     const int count = candidates(blas, op, key, plan, MAX_CANDIDATES, results);
     std::vector<GemmPlan> deterministic;
+    int refused = 0, differ = 0;
+    cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
     double fastest = std::numeric_limits<double>::max();
     for (int i = 0; i < count; i++) {
         if (results[i].state != CUBLAS_STATUS_SUCCESS) continue;
         plan.algorithm = results[i].algo;
         // Two runs that overwrite out must give the same bits. The first one warms up.
-        bool accepted = true;
-        const auto run = [&] { accepted = launch(blas, plan, p, false, stream) == CUBLAS_STATUS_SUCCESS && accepted; };
-        run();
-        if (!accepted) continue;
+        status = launch(blas, plan, p, false, stream);
+        if (status != CUBLAS_STATUS_SUCCESS) {
+            refused++;
+            continue;
+        }
         const unsigned long long first = hash_result(blas, op, key, p.out, stream);
-        plan.milliseconds = timed_ms(run, 1, stream);
-        if (!accepted || hash_result(blas, op, key, p.out, stream) != first) continue;
+        plan.milliseconds =
+            timed_ms([&] { require_success(op, key, launch(blas, plan, p, false, stream)); }, 1, stream);
+        if (hash_result(blas, op, key, p.out, stream) != first) {
+            differ++;
+            continue;
+        }
         deterministic.push_back(plan);
         fastest = std::min(fastest, plan.milliseconds);
     }
-    require(!deterministic.empty(), op, ": none of cuBLASLt's ", count,
-            " algorithms gives the same bits twice for M = ", key.M, ", N = ", key.N, ", K = ", key.K, ", batch ",
-            key.batch);
+    require(!deterministic.empty(), op, ": none of cuBLASLt's ", count, " algorithms serves for M = ", key.M,
+            ", N = ", key.N, ", K = ", key.K, ", batch ", key.batch, ": ", differ, " give other bits a second time, ",
+            refused, " cannot run (", cublasLtGetStatusString(status),
+            "); check that GPU memory is left, and the GPU's health");
     const auto too_slow = [&](const GemmPlan& tried) { return tried.milliseconds > TOO_SLOW * fastest; };
     deterministic.erase(std::remove_if(deterministic.begin(), deterministic.end(), too_slow), deterministic.end());
 
