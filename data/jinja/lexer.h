@@ -3,6 +3,7 @@
 // spaces before it on its line; {%- and -%} take all white space, {%+ and +%} none.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
