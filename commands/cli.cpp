@@ -245,6 +245,8 @@ void parse(CLI::App& app, const Args& args) {
         app.parse(arguments_for(app, args));
     } catch (const CLI::CallForHelp&) {
         throw HelpRequested{app.help()};
+    } catch (const CLI::ConfigError& e) {
+        throw UsageError(parse_error(app, e));  // alone: CLI11 2.4 counts the values of an unknown key as arguments
     } catch (const CLI::ParseError& e) {
         failure = parse_error(app, e);
     }

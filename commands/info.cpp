@@ -47,9 +47,14 @@ ordered_json config_object(const ModelConfig& config) {
 }
 
 ordered_json build_info() {
-    return {{"backend", backend_name()},     {"device", device_description()}, {"matmul", matmul_library()},
-            {"collectives", comm_library()}, {"regex", regex_library()},       {"unicode", unicode_library()},
-            {"compiler", "g++ " __VERSION__}};
+    ordered_json info = {{"backend", backend_name()}, {"device", device_description()}};
+    if (backend_device() == Device::CUDA) info["gpus"] = device_count();
+    info.update({{"matmul", matmul_library()},
+                 {"collectives", comm_library()},
+                 {"regex", regex_library()},
+                 {"unicode", unicode_library()},
+                 {"compiler", "g++ " __VERSION__}});
+    return info;
 }
 
 ordered_json token_info(const TokenFiles& files) {

@@ -7,6 +7,9 @@
 
 namespace {
 
+// Runs before the constructors of all libraries.
+[[gnu::section(".preinit_array"), gnu::used]] void (*const before_libraries)(int, char**, char**) = note_hangup;
+
 void run_convert(const Args& args) {
     convert_model(parse_convert(args), [](const ModelConfig& config) { return parameter_table(config, 1); });
 }
@@ -26,6 +29,7 @@ std::function<void(const Args&)> in_one_process(void (*run)(const Args&)) {
 }  // namespace
 
 int main(int argc, char** argv) {
+    restore_hangup();
     take_signals_in_a_thread();
     ignore_closed_pipes();
     ignore_file_size_limit();

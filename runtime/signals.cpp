@@ -15,6 +15,7 @@ volatile std::sig_atomic_t stop_signal = 0;
 volatile std::sig_atomic_t received[NSIG] = {};  // since the signal is caught
 std::atomic<int> holds = 0, waiting_signal = 0;
 static_assert(std::atomic<int>::is_always_lock_free);
+bool started_with_hangup_ignored = false;
 
 // Ends the process as the signal does by default.
 void end_by(int number) {
@@ -49,6 +50,19 @@ HoldExit::~HoldExit() {
     for (;;) pause();
 }
 
+void note_hangup(int, char**, char**) {
+    struct sigaction action {};
+    started_with_hangup_ignored = sigaction(SIGHUP, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+void restore_hangup() {
+    std::signal(SIGHUP, hangup_ignored() ? SIG_IGN : SIG_DFL);
+}
+
+bool hangup_ignored() {
+    return started_with_hangup_ignored;
+}
+
 void take_signals_in_a_thread() {
     sigset_t stopping;
     sigemptyset(&stopping);
@@ -63,7 +77,7 @@ void take_signals_in_a_thread() {
 void catch_stop_signals() {
     stop_signal = 0;
     for (const int number : STOP_SIGNALS)
-        if (number != SIGHUP || !signal_ignored(number)) catch_signal(number);
+        if (number != SIGHUP || !hangup_ignored()) catch_signal(number);
 }
 
 bool stop_requested() {
@@ -77,11 +91,6 @@ void catch_interrupt() {
 
 void release_interrupt() {
     std::signal(SIGINT, SIG_DFL);
-}
-
-bool signal_ignored(int number) {
-    struct sigaction action {};
-    return sigaction(number, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
 }
 
 void ignore_closed_pipes() {

@@ -3,6 +3,12 @@
 // second SIGHUP has no effect, because a terminal that closes may send several.
 #pragma once
 
+// Notes whether the process was started with SIGHUP ignored (nohup). Libraries may catch SIGHUP while they are loaded,
+// as UCX does, which comes with the Open MPI of Debian 13; so this has to run before their constructors, from the
+// program's .preinit_array. restore_hangup() then gives SIGHUP back its effect; call it before any other function here.
+void note_hangup(int argc, char** argv, char** environment);
+void restore_hangup();
+
 // Starts a thread that receives these signals; the caller and all threads it creates later block them. Call this before
 // any other thread exists. The reason: a signal handler's frame is written at the thread's stack pointer, and oneDNN's
 // sgemm (AVX2, AVX-512) points that at its packing buffer on the heap, so a handler would overwrite other data.
@@ -27,8 +33,8 @@ class HoldExit {
 void catch_interrupt();
 void release_interrupt();
 
-// Whether the process was started with this signal ignored, or ignores it by now.
-bool signal_ignored(int number);
+// Whether the process was started with SIGHUP ignored.
+bool hangup_ignored();
 
 // A write to a pipe or socket whose reader has gone fails with EPIPE instead of ending the process.
 void ignore_closed_pipes();

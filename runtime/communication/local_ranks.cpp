@@ -70,7 +70,7 @@ class SignalReader {
         action.sa_handler = on_signal;
         action.sa_flags = SA_RESTART;
         for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) {
-            if (number == SIGHUP && signal_ignored(number)) continue;  // nohup: the ranks ignore it too
+            if (number == SIGHUP && hangup_ignored()) continue;  // nohup: the ranks ignore it too
             before.push_back({number, {}});
             sigaction(number, &action, &before.back().action);
         }
