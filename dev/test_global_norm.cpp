@@ -121,7 +121,9 @@ TEST(StepControl, SpikesAreSkipped) {
         EXPECT_EQ(s.norm_count, i + 1);
     }
     EXPECT_EQ(s.t, GRAD_NORM_WINDOW);
-    // 32 times 1, 30 times 2, once 1000: the median is 1.
+    // 32 times 1, 30 times 2, once 1000: the median is 1. Both sides, because a median that is not set may be anything.
+    StepScalars copy = s;
+    EXPECT_EQ(step(copy, 2.999), SKIP_NONE);
     EXPECT_EQ(step(s, 3.001), SKIP_SPIKE);
     EXPECT_EQ(s.t, GRAD_NORM_WINDOW);
     EXPECT_EQ(s.norms[0], 3.001f);  // replaces a 1: 31 times 1, 30 times 2: the median is 2

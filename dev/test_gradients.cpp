@@ -135,8 +135,8 @@ TEST(Gradients, OwnShardHoldsTheSumOfRanksAndMicroSteps) {
         for (const auto& [dtype, kept] : dtypes) {
             for (const int64_t bucket_bytes : {0, 8192}) {
                 RankGradients r(stage, {dtype, bucket_bytes, kept});
-                for (const int micro_steps :
-                     {1, 3, 2}) {  // the second and third step start with the gradients of the first
+                // Later steps start with the gradients of the one before, also that of a single micro-step.
+                for (const int micro_steps : {3, 1, 2}) {
                     r.step(micro_steps);
                     for (int g = 0; g < r.table.num_groups(); g++) {
                         const std::vector<float> whole = r.expected(g, micro_steps);
@@ -202,8 +202,9 @@ TEST(Gradients, SumsInBf16AreRoundedAfterEachMicroStep) {
             if (stage == 1) span = owned_span(p, r.ctx.rank, r.ctx.world);  // elsewhere is no sum
             if (!span.count) continue;
             const std::vector<float> got = r.fetch(arena.elements(arena.span(p, span.begin, span.count)));
-            for (int64_t i = 0; i < span.count; i++)
-                ASSERT_EQ(got[size_t(i)], expected(span.begin + i)) << p.name << " " << i << ", stage " << stage;
+            // Not ASSERT_EQ: a rank that leaves the test lets the others wait for it in their next step.
+            for (int64_t i = 0; i < span.count && !HasFailure(); i++)
+                EXPECT_EQ(got[size_t(i)], expected(span.begin + i)) << p.name << " " << i << ", stage " << stage;
         }
     }
 }

@@ -1,16 +1,32 @@
 // runtime/files/lock.h: one holder at a time, its name in the error, files that dead holders left.
 #include "runtime/files/lock.h"
 
+#include <sys/file.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <csignal>
+#include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "dev/temp_dir.h"
 #include "runtime/files/files.h"
+
+namespace {
+
+std::function<void()> before_flock;  // happens once, before the next flock()
+
+}  // namespace
+
+// Instead of the C library's, so that a test can do something between open() and flock().
+extern "C" int flock(int fd, int operation) noexcept {
+    if (before_flock) std::exchange(before_flock, nullptr)();
+    return int(::syscall(SYS_flock, fd, operation));
+}
 
 namespace {
 
@@ -44,6 +60,17 @@ TEST(Lock, OfADeadProcessDoesNotBlock) {
     EXPECT_EQ(read_file(dir.file(".lock")).find("process " + std::to_string(child) + " on "), 0u);
     const DirectoryLock lock(dir.path(), "--out");
     EXPECT_EQ(read_file(dir.file(".lock")).find("process " + std::to_string(::getpid()) + " on "), 0u);
+}
+
+// The holder removes its file after another process has opened it, and before that process locks it.
+TEST(Lock, OfARemovedFileIsNone) {
+    const TempDir dir;
+    auto first = std::make_unique<DirectoryLock>(dir.path(), "--out");
+    before_flock = [&] { first.reset(); };
+    const DirectoryLock second(dir.path(), "--out");
+    EXPECT_FALSE(first);
+    EXPECT_EQ(list_directory(dir.path()), std::vector<std::string>{".lock"});
+    expect_error([&] { DirectoryLock(dir.path(), "--out"); }, {"in use by"});
 }
 
 // The holder removes the file while others try to lock it: never do two hold the directory.

@@ -236,10 +236,11 @@ TEST(Params, RejectsInconsistentTables) {
 }
 
 // Adam's second moment holds the parameters that AdamW updates, packed: each part's elements without gaps of more than
-// 127, and no other parameter.
+// 127, and no other parameter. The embedding is large enough to be split among the ranks.
 TEST(Params, PackedSecondMoment) {
     for (const int64_t world : {1, 2, 3}) {
         ParamTable table = small_table();
+        table.params[0] = matrix(EMBEDDING, -1, 0, "embedding", 200, 3, 208);
         for (const size_t i : {1, 3})
             table.params[i].optimizer = OptimizerType::Muon, table.params[i].part_rows = {4, 3};
         table.layout(world);
@@ -259,6 +260,7 @@ TEST(Params, PackedSecondMoment) {
                 EXPECT_EQ(a.count, b.count);
                 if (!b.count) continue;
                 covered += b.count;
+                EXPECT_EQ(packed.span(p, 0, p.padded_numel()).at, packed.starts[p.index]) << p.name;  // the first held
                 EXPECT_LE(b.at + b.count, packed.starts.back());
                 for (const Param& q : table.params) {
                     const ParamArena::Span other = packed.span(q, 0, q.padded_numel());
@@ -269,7 +271,7 @@ TEST(Params, PackedSecondMoment) {
             }
             EXPECT_EQ(covered, p.optimizer == OptimizerType::AdamW ? p.padded_numel() - 2 : 0) << p.name;
         }
-        EXPECT_EQ(second_moment_starts(table, 0, 1).back(), 3 * 128);
+        EXPECT_EQ(second_moment_starts(table, 0, 1).back(), 5 * 128 + 2 * 128);  // 208 x 3, and two of one block each
     }
     ParamTable table = small_table();
     table.params[1].optimizer = OptimizerType::Muon, table.params[1].part_rows = {4, 4};
