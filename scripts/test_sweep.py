@@ -3,6 +3,7 @@
 import glob
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,12 +48,12 @@ class SweepTest(unittest.TestCase):
             with open(os.path.join(self.root, f"{split}_000000.bin"), "wb") as file:
                 file.write(header.tobytes() + (random.random(count) ** 4 * 64).astype("<u2").tobytes())
 
-    def sweep(self, text, *options):
+    def sweep(self, text, *options, env=None):
         path = os.path.join(self.root, "arms.toml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return subprocess.run([sys.executable, os.path.join(ROOT, "scripts", "sweep.py"), path, "--driver", DRIVER, "--out",
-                               os.path.join(self.root, "runs"), *options], capture_output=True, text=True, check=False)
+                               os.path.join(self.root, "runs"), *options], env=env, capture_output=True, text=True, check=False)
 
     def results(self):
         with open(os.path.join(self.root, "runs", "sweep.json"), encoding="utf-8") as file:
@@ -95,6 +96,35 @@ class SweepTest(unittest.TestCase):
         again = self.sweep(text.split("[arms.muon]")[0])
         self.assertEqual((again.returncode, again.stdout), (0, done.stdout))
         self.assertNotIn("$", again.stderr)
+
+    def test_runs_go_to_gpus_that_are_there(self):
+        """A driver in Python says how many GPUs it sees, and notes on which one a run was started."""
+        text = FILE.format(data=self.root, steps=2).split("[arms.muon]")[0].replace("[1, 2]", "[1]")
+        driver, notes = os.path.join(self.root, "driver"), os.path.join(self.root, "gpus")
+        for count, visible, expected in ((1, None, {"0"}), (2, None, {"0", "1"}), (2, "5,GPU-3f", {"5", "GPU-3f"}),
+                                         (1, "7,99,2", {"7"}), (0, None, {"none"})):
+            with open(driver, "w", encoding="utf-8") as file:
+                file.write(f"""#!{sys.executable}
+import json, os, sys
+if sys.argv[1] == "info":
+    print(json.dumps({{"gpus": {count}}} if {count} else {{}}))
+else:
+    with open({notes!r}, "a") as notes:
+        notes.write(os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+    out = sys.argv[sys.argv.index("--out") + 1]
+    os.makedirs(out)
+    with open(out + "/log.jsonl", "w") as log:
+        for line in ({{"step": 1, "loss": 1, "lr": 1, "grad_norm": 1, "ms": 1, "tokens_per_s": 16}}, {{"step": 1, "val_loss": 1}}):
+            log.write(json.dumps(line) + "\\n")
+""")
+            os.chmod(driver, 0o755)
+            for left in notes, os.path.join(self.root, "runs"):
+                shutil.rmtree(left) if os.path.isdir(left) else os.path.exists(left) and os.remove(left)
+            env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+            done = self.sweep(text, "--jobs", "3", "--driver", driver, env={**env, **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})})
+            self.assertEqual(done.returncode, 0, done.stderr)
+            with open(notes, encoding="utf-8") as file:
+                self.assertEqual(set(file.read().split()), expected)
 
     def test_goes_on_after_its_time(self):
         text = FILE.format(data=self.root, steps=12000).replace("[1e-4, 1e-2, 0]", "1e-3").replace("[1, 2]", "[1]")

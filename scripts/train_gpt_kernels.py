@@ -60,7 +60,7 @@ class _Tensor(ctypes.Structure):
 
 # The computing functions of train_gpt_kernels.h: numbers before the tensors, dtypes of outputs|inputs, numbers after them.
 # Numbers: I int32, L int64, F float32. Tensors: T one of float32, float16 and bfloat16, the same for all tensors of a call;
-# A any of these; f float32, i int32, u uint8; r T or float32.
+# A any of these; b one of float32 and bfloat16; f float32, i int32, u uint8; r T or float32.
 OPERATIONS = {
     "map": ("I", "A|A", ""),
     "zip": ("I", "A|AA", ""),
@@ -90,12 +90,13 @@ OPERATIONS = {
     "swiglu_forward": ("", "T|T", ""),
     "swiglu_backward": ("", "T|TT", ""),
     "adamw_update": ("", "fff|f", "FFFFFFL"),
-    "newton_schulz": ("", "T|", "II"),
+    "newton_schulz": ("", "b|", "II"),
     "muon_update": ("", "ff|f", "FFFFFII"),
     "top_k": ("", "Ti|T", ""),
 }
 _NUMBERS = {"I": ctypes.c_int32, "L": ctypes.c_int64, "F": ctypes.c_float}
 _FLOATS = ("float32", "float16", "bfloat16")
+_BF16 = ("float32", "bfloat16")
 _ALLOWED = {"f": ("float32",), "i": ("int32",), "u": ("uint8",)}
 
 # The other functions: arguments and result.
@@ -711,7 +712,7 @@ class Kernels:
         # Inputs first: results take their dtype from them.
         pairs = [*zip(inputs, views[len(outputs):]), *zip(outputs, views)]
         # On the CPU only the operations over tensors of any strides support 16-bit dtypes.
-        floats = _FLOATS if self.backend == "cuda" else _FLOATS[:1]
+        floats, bf16 = (_FLOATS, _BF16) if self.backend == "cuda" else (_FLOATS[:1], _BF16[:1])
         common = None  # T
         for rule, view in pairs:
             if view is None:
@@ -720,6 +721,8 @@ class Kernels:
                 allowed = (common,) if common else floats
             elif rule == "r":
                 allowed = (common, "float32")
+            elif rule == "b":
+                allowed = bf16
             else:
                 allowed = _ALLOWED.get(rule, _FLOATS)
             if view.dtype not in allowed:
