@@ -18,6 +18,7 @@ SHELL := /bin/bash
 ## GPUS=4                       with train: one process on each of so many GPUs, or of all
 ## PCRE2=DIR                    a PCRE2 newer than the system's, in DIR/include and DIR/lib (newer Unicode)
 ## JUMBO=1                      compile many sources at once: a whole build takes less time, a repeated one more
+## PART=1/3                     with test: every third file only, from the first on; 2/3 and 3/3 are the rest
 ## DEPS=no                      never install anything
 ## V=1                          print whole command lines
 Q := $(if $(V),,@)
@@ -333,7 +334,7 @@ TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
 ifneq ($(SANITIZE),)
 $(TEST_DATA_LIB): FORCE
-	@$(MAKE) --no-print-directory SANITIZE= JUMBO= $@
+	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE= JUMBO= $@
 endif
 
 TESTS := TRAIN_GPT=$(DRIVER) TRAIN_GPT_KERNELS_LIB=$(KERNEL_LIB) TRAIN_GPT_DATA_LIB=$(abspath $(TEST_DATA_LIB)) $(TEST_BINARIES) $(TEST_SCRIPTS)
@@ -357,7 +358,7 @@ test: test-binaries $(PYTHON)  ## every test, with one closing line; OP=layernor
 ifeq ($(BACKEND),cuda)
 	@$(if $(GPU)$(filter no_gpu,$(OP)),,echo "BACKEND=cuda: no GPU found, so its tests cannot run (OP=no_gpu can)." >&2; exit 1)
 endif
-	@$(PYTHON) scripts/run_tests.py $(TESTS)
+	@$(PYTHON) scripts/run_tests.py $(if $(PART),--part $(PART)) $(TESTS)
 
 BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call in_dev,bench_))
 LADDERS := $(call in_dev,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))

@@ -3,6 +3,7 @@
 // value_at() generates the inputs on the device, and any single element on the host. So only the compared outputs are
 // copied: at least 4096 samples of each, with the first, the last and those around 2³¹, against the oracle. Plain
 // kernels in double repeat the sums over all rows.
+// run_tests.py: alone on a GPU, because it needs most of the GPU's memory.
 #include "dev/reference.h"
 #include "dev/test_util.h"
 #include "kernels/adamw.h"

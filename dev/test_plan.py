@@ -17,6 +17,8 @@ import unittest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN_GPT = os.environ.get("TRAIN_GPT", os.path.join(ROOT, "build", "cpu", "train_gpt"))
 FIXTURES = os.path.join(ROOT, "dev", "fixtures", "plans")
+# A plan for the GPU that is here counts what other programs have in use there.
+OF_AN_H100 = ["--gpu", "H100 80GB HBM3"]
 
 # Each formula of kernels/scratch.h is the largest scratch of one of these, or close to it.
 PLANS = [
@@ -126,7 +128,7 @@ class PlanTest(unittest.TestCase):
         text = " ".join(f"{name} {value}" for name, value in arguments.items())
         seen = []
         for mib in (8000, 6400, 6000, 5600, 5200, 4200, 2000):
-            limit = ["--gpu-memory", f"{mib}MiB"]
+            limit = [*OF_AN_H100, "--gpu-memory", f"{mib}MiB"]
             fit = json.loads(plan(text, *limit, "--fit", "--json"))
             found, tried = fit["fit"], fit["fit"]["tried"]
             seen.append(found["options"])
@@ -142,7 +144,7 @@ class PlanTest(unittest.TestCase):
             self.assertEqual(again["total_bytes"], tried[-1]["total_bytes"])
         self.assertEqual(seen[0], "")
         self.assertEqual(len(set(seen)), len(seen), seen)
-        kept = json.loads(plan(text, "--gpu-memory", "2800MiB", "--fit", "--json", "--recompute", "norms", "--master-weights", "off"))
+        kept = json.loads(plan(text, *OF_AN_H100, "--gpu-memory", "2800MiB", "--fit", "--json", "--recompute", "norms", "--master-weights", "off"))
         self.assertFalse([t for t in kept["fit"]["tried"] if "recompute activation" in t["options"] or "master" in t["options"]])
 
     def test_fit_plans_what_plan_plans(self):
@@ -152,13 +154,13 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(fit["total_bytes"], sum(fit["bytes"].values()))
 
     def test_fit_text_and_refusals(self):
-        none = run("plan", "--model", "llama-8B", "--gpu-memory", "24GiB", "--fit")
+        none = run("plan", "--model", "llama-8B", *OF_AN_H100, "--gpu-memory", "24GiB", "--fit")
         self.assertEqual((none.returncode, none.stderr.count("\n")), (1, 1))
         self.assertIn("--fit: nothing fits into 23.49 GiB; the least is ", none.stderr)
         arguments = "--model gpt2-124M --batch-size 12 --seq-len 1024 --dtype bf16"
-        short = plan(arguments, "--gpu-memory", "6000MiB", "--fit")
+        short = plan(arguments, *OF_AN_H100, "--gpu-memory", "6000MiB", "--fit")
         self.assertIn(", the fastest first; 2 take more (--verbose lists them)\n  --recompute norms: ", short)
-        self.assertIn("\n  as given: ", plan(arguments, "--gpu-memory", "6000MiB", "--fit", "--verbose"))
+        self.assertIn("\n  as given: ", plan(arguments, *OF_AN_H100, "--gpu-memory", "6000MiB", "--fit", "--verbose"))
         self.assertIn("\n  as given: ", plan(arguments, "--gpu", "4090", "--fit"))
         self.assertEqual(run("plan", "--model", "gpt2-tiny", "--fit", "--inference").returncode, 2)
 
@@ -212,10 +214,11 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(all_moved["host_bytes"]["block inputs"], moved["host_bytes"]["block inputs"])
 
     def test_offload_and_fit(self):
-        fit = json.loads(plan("--model llama-1B --batch-size 4 --seq-len 2048 --gpu-memory 14GiB --dtype bf16 --json --fit --offload master"))
+        fit = json.loads(plan("--model llama-1B --batch-size 4 --seq-len 2048 --gpu-memory 14GiB --dtype bf16 --json --fit --offload master",
+                              *OF_AN_H100))
         self.assertFalse([t for t in fit["fit"]["tried"] if "--master-weights" in t["options"]])
         arguments = "--model llama-8B --dtype bf16 --batch-size 16 --seq-len 4096 --master-weights off --optimizer-dtype bf16 --json --fit"
-        fit = json.loads(plan(arguments, "--gpu-memory", "78GiB"))
+        fit = json.loads(plan(arguments, *OF_AN_H100, "--gpu-memory", "78GiB"))
         self.assertEqual(fit["fit"]["options"], "--recompute block --grad-dtype bf16 --grad-rounding nearest --offload activations")
         first = next(i for i, tried in enumerate(fit["fit"]["tried"]) if "activations" in tried["options"])
         self.assertTrue(all("--recompute block" in tried["options"] for tried in fit["fit"]["tried"][first - 1:]))

@@ -3,8 +3,7 @@
 #
 #   scripts/check_gpu.sh [build] [test] [sanitize] [mutants] [bench]      all of them without arguments
 #
-#   test      the tests of the ops and of the driver (test_commands.py, test_backends.py); `make test BACKEND=cuda` runs
-#             every test
+#   test      every test of the CUDA set
 #   sanitize  the kernels' tests under compute-sanitizer's memcheck and synccheck, a selection under racecheck and
 #             initcheck; each with a time limit (LIMIT, 300 s), several programs in parallel
 #   mutants   one-line mutations of the CUDA kernels (dev/mutants/cuda.txt): a test must fail for each
@@ -23,9 +22,7 @@ build() {
 }
 
 run_tests() {
-    TRAIN_GPT=build/cuda/train_gpt TRAIN_GPT_CPU=build/cpu/train_gpt \
-        python3 scripts/run_tests.py $(kernel_tests) build/cuda/dev/test_{model,training,engine,generation} \
-        dev/test_commands.py dev/test_backends.py || failed=1
+    make test BACKEND=cuda || failed=1
 }
 
 # The tests of the ops: each op is a header in kernels/ or one of its directories.

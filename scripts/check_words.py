@@ -10,6 +10,7 @@ there is one.
 """
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -54,6 +55,10 @@ def find(text):
             if found:
                 findings.append((number, found.group(0), instead))
     return findings
+
+
+def in_a_clone():
+    return shutil.which("git") is not None and os.path.exists(os.path.join(TOP, ".git"))
 
 
 def tracked_files():

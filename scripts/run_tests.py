@@ -6,6 +6,14 @@
 NAME=VALUE sets an environment variable for the files after it; NAME= unsets it. Each file gets a line with its counts and
 time. The output of failed tests is printed in full, skipped tests with their reasons. If a test crashes its binary, it and
 the tests that did not run count as failed. A binary without tests fails. Exit status 1 after a failure.
+
+Files run side by side, except those whose source has a line that begins with
+
+    // run_tests.py: alone, because ...                (# in Python)
+    // run_tests.py: alone on a GPU, because ...
+
+The second counts for a CUDA build only: the test needs the GPU's memory, or times what others would slow down. On many
+cores long Python files are split: their tests run in several processes. --part 2/3 runs a third of the files.
 """
 import argparse
 import os
@@ -21,6 +29,41 @@ from dataclasses import dataclass, field
 
 
 CACHE = tempfile.TemporaryDirectory(prefix="train_gpt_cache_")
+
+
+ALONE = re.compile(r"^(?://|#) run_tests\.py: alone( on a GPU)?, because ", re.M)
+TESTS_OF_A_SLICE = 12  # of a Python file; it sets up its class again in each
+
+
+@dataclass
+class Job:
+    """A file, or with count > 1 every count-th test of a Python file, from number index on."""
+    path: str
+    variables: dict
+    index: int = 0
+    count: int = 1
+
+    def __str__(self):
+        return self.path if self.count == 1 else f"{self.path} {self.index + 1}/{self.count}"
+
+    def source(self):
+        """The text that the job's tests are written in; of a binary the file in dev/ of the same name."""
+        name = os.path.join("dev", os.path.basename(self.path))
+        for path in (self.path, name + ".cpp", name + ".cu"):
+            if path.endswith((".py", ".cpp", ".cu")) and os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    return file.read()
+        return ""
+
+    def runs_alone(self):
+        found = ALONE.search(self.source())
+        builds = self.path, self.variables.get("TRAIN_GPT", "")
+        return bool(found) and (not found[1] or any(path.startswith("build/cuda") for path in builds))
+
+    def slices(self):
+        tests = len(re.findall(r"^    def test_", self.source(), re.M)) if self.path.endswith(".py") else 0
+        count = max(1, tests // TESTS_OF_A_SLICE)
+        return [Job(self.path, self.variables, index, count) for index in range(count)]
 
 
 @dataclass
@@ -49,8 +92,8 @@ def run(command, variables, timeout):
     return done.stdout.decode(errors="replace"), ending
 
 
-def run_gtest(binary, variables, timeout):
-    output, ending = run([binary, "--gtest_color=no"], variables, timeout)
+def run_gtest(job, args):
+    output, ending = run([job.path, "--gtest_color=no", *["--gtest_fail_fast"] * args.fail_fast], job.variables, args.timeout)
     outcome = Outcome(output=output)
     announced = re.search(r"^\[==========\] Running (\d+) tests?", output, re.M)
     announced = int(announced.group(1)) if announced else 0
@@ -86,9 +129,11 @@ def run_gtest(binary, variables, timeout):
     return outcome
 
 
-def run_python(path, variables, timeout):
+def run_python(job, args):
     """The file in a process of its own, which reports on its last lines (see report_unittest)."""
-    output, ending = run([sys.executable, "-X", "faulthandler", os.path.abspath(__file__), "--unittest", path], variables, timeout)
+    output, ending = run([sys.executable, "-X", "faulthandler", os.path.abspath(__file__), "--unittest",
+                          *["--fail-fast"] * args.fail_fast, job.path, str(job.index), str(job.count)],
+                         job.variables, args.timeout)
     outcome = Outcome(output=output)
     for kind, name, reason in re.findall(r"^@@(\w+)\t(.*?)\t(.*)$", output, re.M):
         if kind == "passed":
@@ -116,11 +161,18 @@ class Reporter(unittest.TextTestResult):
         self.passed.append(test)
 
 
-def report_unittest(path):
+def tests_of(suite):
+    """Its single tests; those of a class stay side by side, so that the class is set up once."""
+    return [test for part in suite for test in (tests_of(part) if isinstance(part, unittest.TestSuite) else [part])]
+
+
+def report_unittest(path, index, count, fail_fast):
     folder, name = os.path.split(os.path.abspath(path))
     sys.path.insert(0, folder)
     suite = unittest.defaultTestLoader.loadTestsFromName(name[: -len(".py")])
-    result = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, resultclass=Reporter).run(suite)
+    suite = unittest.TestSuite(tests_of(suite)[int(index)::int(count)])
+    runner = unittest.TextTestRunner(stream=sys.stdout, verbosity=2, failfast=fail_fast, resultclass=Reporter)
+    result = runner.run(suite)
     for test in result.passed + result.expectedFailures:
         print(f"@@passed\t{test.id()}\t")
     for test, _ in result.failures + result.errors:
@@ -135,20 +187,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", help="test binaries, test_*.py files and NAME=VALUE")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for each file (default %(default)s)")
-    parser.add_argument("--jobs", type=int, default=max(2, min(4, os.cpu_count() // 4)),
-                        help="files at a time (default: a fourth of the cores, 2 to 4)")
-    parser.add_argument("--alone", action="append", default=["test_training"],
-                        help="a file that measures memory, which others would disturb (test_training always is)")
+    parser.add_argument("--jobs", type=int, default=max(2, min(8, os.cpu_count() // 2)),
+                        help="files at a time (default: half of the cores, 2 to 8)")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="only every N-th file, from the I-th on")
+    parser.add_argument("--fail-fast", action="store_true", help="end with the first failure; later tests do not run")
     parser.add_argument("--unittest", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.unittest:
-        report_unittest(args.files[0])
+        report_unittest(*args.files, args.fail_fast)
         return 0
-    files, variables = [], dict(os.environ)
+    part = re.fullmatch(r"(\d+)/(\d+)", args.part)
+    if not part or not 1 <= int(part[1]) <= int(part[2]):
+        parser.error(f"--part is {args.part}; write it as in 1/3")
+    jobs, variables = [], dict(os.environ)
     for path in args.files:
         variable = re.fullmatch(r"([A-Z_]+)=(.*)", path)
         if not variable:
-            files.append((path, dict(variables)))
+            jobs.append(Job(path, dict(variables)))
         elif variable[2]:
             variables[variable[1]] = variable[2]
         else:
@@ -157,28 +212,34 @@ def main():
     passed, failed, skipped = 0, [], []
     printing = threading.Lock()
 
-    def run_file(file):
+    def run_job(job):
         nonlocal passed
-        path, variables = file
+        if failed and args.fail_fast:
+            return
         start = time.monotonic()
-        outcome = (run_python if path.endswith(".py") else run_gtest)(path, variables, args.timeout)
+        outcome = (run_python if job.path.endswith(".py") else run_gtest)(job, args)
         seconds = time.monotonic() - start
         counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
         with printing:
             if outcome.failed:
                 print(outcome.output, end="" if outcome.output.endswith("\n") else "\n")
-            print(f"{path:44} {counts}  ({seconds:.1f} s)", flush=True)
+            print(f"{str(job):44} {counts}  ({seconds:.1f} s)", flush=True)
             passed += outcome.passed
-            failed.extend(f"{path}: {name}" for name in outcome.failed)
-            skipped.extend(f"{path}: {name}: {reason}" for name, reason in outcome.skipped)
+            failed.extend(f"{job}: {name}" for name in outcome.failed)
+            skipped.extend(f"{job}: {name}: {reason}" for name, reason in outcome.skipped)
 
-    alone = [file for file in files if os.path.basename(file[0]) in args.alone]
+    jobs = jobs[int(part[1]) - 1::int(part[2])]
+    alone = [job for job in jobs if job.runs_alone()]
+    others = [job for job in jobs if job not in alone]
+    if args.jobs > 2:  # each slice sets up again: on two cores that would cost more than it saves
+        others = [piece for job in others for piece in job.slices()]
     # Python files first: they start many processes and take the longest, and no job should be left alone with one.
-    others = sorted((file for file in files if file not in alone), key=lambda file: not file[0].endswith(".py"))
-    for file in alone:
-        run_file(file)
+    # With --fail-fast they are last, because a GoogleTest binary finds the same mistake sooner.
+    others.sort(key=lambda job: job.path.endswith(".py") == args.fail_fast)
+    for job in alone:
+        run_job(job)
     with ThreadPoolExecutor(args.jobs) as pool:
-        for done in [pool.submit(run_file, file) for file in others]:
+        for done in [pool.submit(run_job, job) for job in others]:
             done.result()
     print()
     for line in skipped:
