@@ -261,7 +261,8 @@ class CommandsTest(unittest.TestCase):
         self.assertEqual(chat("Hi\n" * 12).returncode, 0)  # drops old turns
 
         # The cache keeps what the conversation begins with: of the second prompt only the last token of the response
-        # and what follows it are computed, on a GPU, which decodes a step ahead, only what follows. A template that rewrites earlier responses cuts the cache back to the first.
+        # and what follows it are computed. A GPU decodes a step ahead, so there only what follows it is computed. A
+        # template that rewrites earlier responses cuts the cache back to the first.
         def prompt_tokens(text, *args):
             result = chat(text, *args)
             self.assertEqual(result.returncode, 0, result.stderr)

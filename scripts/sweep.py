@@ -32,8 +32,8 @@ scripts/tokens_to_loss.toml is an example.
     lr = [0.01, 0.02, 0.04]
 
 With --jobs N run i of N goes to GPU i of those that are visible (CUDA_VISIBLE_DEVICES), modulo their number: with more
-jobs than GPUs several runs share one, which suits small models. On a CPU all runs share the cores. After --minutes unfinished runs are asked to
-save a checkpoint, and the same command goes on from there. Finished runs are not repeated, also when lists have grown;
+jobs than GPUs several runs share one, which suits small models. On a CPU all runs share the cores. After --minutes
+unfinished runs are asked to save a checkpoint, and the same command goes on from there. Finished runs are not repeated, also when lists have grown;
 their checkpoints are removed unless --keep-checkpoints. A best value at the end of its list is marked: the optimum may lie
 outside. Runs are compared by the validation loss, those with another tokenizer's data by bits_per_byte (--by).
 """
