@@ -343,7 +343,8 @@ class Round:
         came, step = segment.wait_for("step"), newest_step(self.out)
         if came:
             second = parallel.run(1, *self.arguments(self.out, World(1, 0), step >= 0))
-            if segment.process.poll() is None:  # else it was no second run
+            # It was no second run if the first had ended, or had saved its last step and given the directory back.
+            if segment.process.poll() is None and f"is done: step {STEPS} of" not in second.stderr:
                 self.check_failure(second.stderr, second.returncode, "a second run")
                 self.campaign.count["second run refused"] += 1
         status = segment.wait()
