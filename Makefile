@@ -254,6 +254,10 @@ $(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
 $(BUILD)/dev/bench_%: $$(call object,dev/bench_$$* dev/bench_util dev/machine_limits) $(LIB)
 	$(LINK) -lbenchmark
 
+# test_gpt.cu has a main of its own. Like train_gpt.cu it is compiled for both backends.
+$(BUILD)/test_gpt: $(BUILD)/test_gpt.cu.o $(LIB)
+	$(LINK)
+
 # Has a main of its own: it is several processes.
 $(BUILD)/dev/bench_comm: $(BUILD)/dev/bench_comm.cu.o $(LIB)
 	$(LINK)
@@ -321,7 +325,7 @@ hellaswag arc-easy lambada: $(PYTHON)
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.
-TEST_BINARIES := $(call in_dev,test_)
+TEST_BINARIES := $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt) $(call in_dev,test_)
 TEST_SCRIPTS := $(wildcard $(foreach dir,data dev scripts,$(dir)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
   $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev or scripts))
@@ -343,7 +347,7 @@ ifeq ($(BACKEND),cuda)
   TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)
   ifneq ($(TEST_CPU_TOO),)
     # Again for the CPU: all but the sources and scripts that are about CUDA.
-    CPU_TESTS := $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp))
+    CPU_TESTS := $(CPU_BUILD)/test_gpt $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp))
     TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_KERNELS_LIB=$(CPU_BUILD)/$(notdir $(KERNEL_LIB)) TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
              $(filter-out dev/test_backends.py dev/test_no_gpu.py,$(filter dev/%,$(TEST_SCRIPTS)))
   endif

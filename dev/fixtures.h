@@ -1,8 +1,6 @@
 // The models of dev/fixtures/models with PyTorch's float64 results (scripts/make_reference.py).
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <string>
 #include <vector>
 
@@ -45,12 +43,4 @@ inline std::vector<std::string> fixture_names() {
         if (is_directory(fixture_directory(name))) names.push_back(name);
     }
     return names;
-}
-
-inline std::string test_name(const testing::TestParamInfo<std::string>& info) {
-    std::string name = info.param;
-    for (char& ch : name) {
-        if (ch == '-') ch = '_';
-    }
-    return name;
 }

@@ -10,53 +10,16 @@
 #include <vector>
 
 #include "commands/inference.h"
+#include "dev/batches.h"
+#include "dev/vectors.h"
 #include "model.h"
 #include "runtime/normal.h"
-#include "runtime/rng.h"
 
 template <typename U>
 std::vector<U> fetch(const Tensor& t) {
     std::vector<U> host(static_cast<size_t>(t.numel()));
     copy_to_host(host.data(), t.as<U>(), host.size() * sizeof(U), {});
     return host;
-}
-
-inline Batch make_batch(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets, int64_t B, int64_t T) {
-    Batch batch;
-    batch.tokens = tokens;
-    batch.targets = targets;
-    for (int64_t n = 0; n < B * T; n++) batch.positions.push_back(static_cast<int32_t>(n % T));
-    for (int64_t b = 0; b <= B; b++) batch.cum_seqlens.push_back(static_cast<int32_t>(b * T));
-    batch.max_seqlen = T;
-    return batch;
-}
-
-// Random tokens, each followed by the next one.
-inline Batch random_batch(const ModelConfig& config, int64_t B, int64_t T, uint64_t seed) {
-    std::vector<int32_t> tokens, targets;
-    auto token = [&](int64_t b, int64_t t) {
-        return static_cast<int32_t>(philox(seed, uint64_t(t), uint64_t(b)).v[0] % uint64_t(config.vocab_size));
-    };
-    for (int64_t b = 0; b < B; b++) {
-        for (int64_t t = 0; t < T; t++) tokens.push_back(token(b, t)), targets.push_back(token(b, t + 1));
-    }
-    return make_batch(tokens, targets, B, T);
-}
-
-inline std::vector<int32_t> random_tokens(const ModelConfig& config, int64_t n, uint64_t seed) {
-    return random_batch(config, 1, n, seed).tokens;
-}
-
-// One batch for each of B sequences.
-inline std::vector<Batch> split(const Batch& batch, int64_t B, int64_t T) {
-    std::vector<Batch> parts;
-    for (int64_t b = 0; b < B; b++) {
-        auto part = [&](const std::vector<int32_t>& x) {
-            return std::vector<int32_t>(x.begin() + b * T, x.begin() + (b + 1) * T);
-        };
-        parts.push_back(make_batch(part(batch.tokens), part(batch.targets), 1, T));
-    }
-    return parts;
 }
 
 // A model in training. Its memory holds NaN before the first step, so that reading what nobody wrote shows.
@@ -175,27 +138,6 @@ struct Driver {
 
 inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
-inline double rms(const std::vector<double>& x) {
-    double sum = 0;
-    for (const double v : x) sum += v * v;
-    return std::sqrt(sum / double(x.size()));
-}
-
-inline std::vector<double> difference(const std::vector<double>& a, const std::vector<double>& b) {
-    EXPECT_EQ(a.size(), b.size());
-    std::vector<double> d(std::min(a.size(), b.size()));
-    for (size_t i = 0; i < d.size(); i++) d[i] = a[i] - b[i];
-    return d;
-}
-
-inline double max_abs(const std::vector<double>& x) {
-    double m = 0;
-    for (const double v : x) {
-        if (!(std::fabs(v) <= m)) m = std::fabs(v);  // NaN stays
-    }
-    return m;
 }
 
 // The dtypes that this backend computes in.

@@ -47,7 +47,7 @@ double logits_limit(DType dtype, const ModelConfig& config, const reference::Wei
 }
 
 // --------------------------------------------------------------------------------------------------------------------
-// Against PyTorch in float64.
+// Against PyTorch in float64: each family and option. test_gpt.cu proves training steps on two of them.
 
 class Fixtures : public testing::TestWithParam<std::tuple<std::string, DType>> {
   protected:
@@ -125,20 +125,6 @@ TEST_P(Fixtures, Gradients) {
     size_t in_file = 0;
     for (const auto& entry : f.file.entries()) in_file += entry.first.rfind("grad/", 0) == 0;
     EXPECT_EQ(compared, in_file);
-}
-
-// Adam gives a gradient of 1e-8 the step of one of size 1, so rounding errors of tiny gradients grow: float64 itself
-// moves by up to 2e-5 of the first loss (llama-bf16, step 8) when its weights are changed by 3e-8. Hence 1e-4.
-TEST_P(Fixtures, AdamWSteps) {
-    const std::vector<double> ref = f.values<double>("adamw_losses");
-    const double limit = dtype == DType::F32 ? 1e-4 : 2e-2;
-    for (size_t i = 0; i < ref.size(); i++)
-        EXPECT_NEAR(driver.step(batch, 1e-2), ref[i], limit * ref[0]) << "step " << i;
-    // Padding rows are still zero: they never trained.
-    const std::vector<float> params = driver.params();
-    for (const Param& p : driver.model.table.params) {
-        for (int64_t i = p.numel(); i < p.padded_numel(); i++) ASSERT_EQ(params[size_t(p.offset + i)], 0.0f) << p.name;
-    }
 }
 
 INSTANTIATE_TEST_SUITE_P(PyTorch, Fixtures,

@@ -61,7 +61,11 @@ TEST_P(ReferenceModel, Transformers4Config) {
     EXPECT_EQ(run(f, config, weights).logits, run(f, f.config, weights).logits);
 }
 
-INSTANTIATE_TEST_SUITE_P(Fixtures, ReferenceModel, testing::ValuesIn(fixture_names()), test_name);
+INSTANTIATE_TEST_SUITE_P(Fixtures, ReferenceModel, testing::ValuesIn(fixture_names()), [](const auto& test) {
+    std::string name = test.param;
+    std::replace(name.begin(), name.end(), '-', '_');
+    return name;
+});
 
 TEST(Fixtures, AllExist) {
     EXPECT_EQ(fixture_names(),

@@ -114,9 +114,11 @@ class Tests:
     """The files of an op's tests, and the programs that they need."""
 
     def __init__(self, op, build):
-        program = os.path.join(build, "dev", f"test_{op}")
-        sources = [f"dev/test_{op}.cpp"] + ([f"dev/test_{op}.cu"] if build.endswith("cuda") else [])
-        self.programs = [program] if any(map(os.path.exists, sources)) else []
+        folder = "dev" if op != "gpt" else ""  # test_gpt.cu stands beside train_gpt.cu
+        sources = [os.path.join(folder, f"test_{op}{suffix}") for suffix in (".cpp", ".cu")]
+        if not build.endswith("cuda") and op != "gpt":
+            sources.pop()
+        self.programs = [os.path.join(build, folder, f"test_{op}")] if any(map(os.path.exists, sources)) else []
         self.scripts = [path for path in (f"{folder}/test_{op}.py" for folder in ("data", "dev", "scripts"))
                         if os.path.exists(path)]
         self.files = self.programs + self.scripts

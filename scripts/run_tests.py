@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs GoogleTest binaries and Python unittest files and closes with one line: N passed, N failed, N skipped.
+"""Runs GoogleTest binaries, test_gpt and Python unittest files and closes with one line: N passed, N failed, N skipped.
 
     scripts/run_tests.py TRAIN_GPT=build/cpu/train_gpt build/cpu/dev/test_layernorm ... data/test_make_data.py ...
 
@@ -45,6 +45,9 @@ class Job:
 
     def __str__(self):
         return self.path if self.count == 1 else f"{self.path} {self.index + 1}/{self.count}"
+
+    def is_test_gpt(self):
+        return os.path.basename(self.path) == "test_gpt"
 
     def source(self):
         """The text that the job's tests are written in; of a binary the file in dev/ of the same name."""
@@ -126,6 +129,23 @@ def run_gtest(job, args):
         outcome.failed.append(f"ran no test ({ending or 'none in it'})")
     elif ending and not outcome.failed:
         outcome.failed.append(f"after the tests: {ending}")  # a leak report, a crash in a destructor
+    return outcome
+
+
+def run_test_gpt(job, args):
+    """The program prints the name of a model, then a line for each check of it, "  okay  logits ..." or "  FAIL  ..."."""
+    output, ending = run([job.path], job.variables, args.timeout)
+    outcome, model = Outcome(output=output), ""
+    for line in output.splitlines():
+        check = re.match(r"  (okay|FAIL)  (.*?)(?:  |$)", line)
+        if not check:
+            model = line
+        elif check[1] == "okay":
+            outcome.passed += 1
+        else:
+            outcome.failed.append(f"{model}: {check[2]}")
+    if not outcome.failed and (ending or model != "overall okay: 1"):
+        outcome.failed.append(f"did not end with overall okay: 1 ({ending or 'no reason given'})")
     return outcome
 
 
@@ -217,7 +237,8 @@ def main():
         if failed and args.fail_fast:
             return
         start = time.monotonic()
-        outcome = (run_python if job.path.endswith(".py") else run_gtest)(job, args)
+        run_file = run_python if job.path.endswith(".py") else run_test_gpt if job.is_test_gpt() else run_gtest
+        outcome = run_file(job, args)
         seconds = time.monotonic() - start
         counts = f"{outcome.passed} passed, {len(outcome.failed)} failed, {len(outcome.skipped)} skipped"
         with printing:
