@@ -12,11 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "commands/commands.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
 #include "driver/block_inputs.h"
 #include "driver/fp8_state.h"
+#include "driver/nf4_base.h"
+#include "driver/options.h"
 #include "kernels/adamw.h"
 #include "kernels/attention/attention.h"
 #include "kernels/generation/sampling.h"
@@ -33,7 +34,6 @@
 #include "runtime/device/staging.h"
 #include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
-#include "runtime/model/nf4_base.h"
 #include "runtime/model/params.h"
 #include "runtime/model/slots.h"
 

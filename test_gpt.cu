@@ -21,11 +21,11 @@
 #include <cstring>
 #include <filesystem>
 
-#include "commands/inference.h"
 #include "dev/batches.h"
 #include "dev/fixtures.h"
 #include "dev/saved_state.h"
 #include "dev/vectors.h"
+#include "driver/inference.h"
 #include "model.h"
 
 namespace {

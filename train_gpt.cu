@@ -11,10 +11,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <iostream>
 #include <numeric>
 
-#include "commands/run.h"
 #include "driver/linear_layer.h"
 #include "driver/trainer.h"
 #include "kernels/activation_functions.h"
@@ -1043,30 +1041,4 @@ void Trainer::run() {
     save(true);
     if (step < options.steps)
         progress.note(str("stopped at step ", step, "; 'train --resume --out ", options.out, "' continues"));
-}
-
-// --------------------------------------------------------------------------------------------------------------------
-// The command `train`.
-
-void run_train(const Args& args) {
-    TrainOptions options = parse_train(args);
-    if (const int64_t ranks = ranks_to_start(options.launch)) {
-        // Reports an error once, not once per rank.
-        if (is_directory(options.out)) DirectoryLock(options.out, "--out");
-        check_training(options, ranks);
-        Args command = {"train"};
-        command.insert(command.end(), args.begin(), args.end());
-        return run_ranks(ranks, command);
-    }
-    const Context ctx(join_world(options.launch));
-    std::unique_ptr<DirectoryLock> lock;
-    claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
-    TrainSetup setup = check_training(std::move(options), ctx.world);
-    if (setup.resume.step >= setup.o.steps) {
-        if (ctx.rank > 0) return;
-        std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps
-                  << "; raise --steps to continue\n";
-        return;
-    }
-    Trainer(ctx, std::move(setup), std::move(lock)).run();
 }

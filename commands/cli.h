@@ -2,9 +2,18 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <nlohmann/json_fwd.hpp>
 
 #include "commands/commands.h"
+#include "kernels/generation/sampling.h"
 #include "runtime/device/target.h"
+
+// How tokens are sampled; kernels/generation/sampling.h has the order in which these are applied.
+struct SamplingFlags {
+    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
+    int64_t top_k = 0;
+    uint64_t seed = 42;
+};
 
 // Parses args (without program and command name) and turns CLI11's exceptions into UsageError and HelpRequested.
 // Errors in the arguments are listed in the order in which they were typed, before missing options; an unknown option
@@ -24,6 +33,7 @@ void add_base_option(CLI::App& app, std::string& base);
 // training: --dtype auto exists and is the default.
 void add_model_options(CLI::App& app, ModelOptions& options, bool training = false);
 void add_sampling_flags(CLI::App& app, SamplingFlags& options);
+SamplingOptions sampling_options(const SamplingFlags& flags);
 // --context and --context-full. default_context: help text for the default of --context.
 void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std::string& default_context);
 // --gpus, --rendezvous and --comm-timeout. They belong to the launch, not to the run, so run.toml does not hold them.
@@ -34,8 +44,6 @@ CLI::Option* add_optimizer_option(CLI::App& app, OptimizerType& optimizer);
 CLI::Option* add_optimizer_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_dtype_option(CLI::App& app, std::string& dtype);
 CLI::Option* add_grad_rounding_option(CLI::App& app, std::string& rounding);
-// Throws UsageError if --grad-rounding is not possible with the run's other options.
-void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 CLI::Option* add_offload_option(CLI::App& app, std::string& offload);
 CLI::Option* add_recompute_option(CLI::App& app, Recompute& recompute);
 CLI::Option* add_master_weights_option(CLI::App& app, bool& master_weights);
@@ -56,3 +64,6 @@ void check_lora_options(const LoraOptions& lora, const Fp8Options& fp8, const st
                         int64_t zero_stage);
 // An option that is on or off.
 CLI::Option* add_switch(CLI::App& app, const std::string& name, bool& on, const std::string& description);
+
+// On stdout: one "key value" a line, or a JSON object.
+void print_result(const nlohmann::ordered_json& result, bool as_json);

@@ -1,20 +1,13 @@
-// The options of each command, as parsed and checked; one .cpp per command holds its flags and help.
-// parse_x(args) throws UsageError for a wrong flag or value and HelpRequested (with the text) for --help.
+// The commands by their arguments after the command's name; one .cpp each holds options, checks, help and what it runs.
+// All throw UsageError for a wrong flag or value, HelpRequested (with the text) for --help, and Error for any later
+// error.
 #pragma once
 
-#include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "models/lora.h"
-#include "models/model_source.h"
-#include "runtime/communication/launch.h"
-#include "runtime/device/fp8.h"
-#include "runtime/device/tensor.h"
-#include "runtime/model/model_config.h"
-#include "runtime/model/params.h"
+#include "driver/options.h"
 
 using Args = std::vector<std::string>;
 
@@ -32,186 +25,14 @@ struct Command {
 // option or value; 1 for any later error; 141 (128 + SIGPIPE), without a message, if the reader of stdout has gone.
 int run_program(int argc, char** argv, const std::vector<Command>& commands);
 
-// A model: a preset, a directory in Hugging Face layout or a run directory. Each model option of a preset can be
-// overridden.
-struct ModelOptions {
-    std::string model;
-    std::string base;  // of an adapter; empty: the one that it names
-    std::string dtype = "fp32";
-    bool auto_dtype = false;  // dtype was chosen by --dtype auto
-    bool for_gpu = false;     // plan --gpu: a dtype that this backend does not support
-    std::optional<int64_t> layers, channels, heads, kv_heads, head_size, ffn, max_positions, vocab_size;
-    std::string norm, positions, mlp, bias, tied, attention, window, linear_rope, qk_norm, norm_placement, rope_partial,
-        softcap_function, embedding_norm, head_bias, init, zero_init;
-    std::optional<double> rope_theta, rope_fraction, attention_scale, logit_softcap;
+void run_train(const Args& args);
+void run_eval(const Args& args);
+void run_sample(const Args& args);
+void run_chat(const Args& args);
+void run_logits(const Args& args);
+void run_plan(const Args& args);
+void run_convert(const Args& args);
+void run_info(const Args& args);
 
-    // The model that the options name. data_vocab: vocabulary of the data's tokenizer, 0 if there is none.
-    // Throws Error: unknown model, model options given for a checkpoint, a contradicting config, a dtype that the
-    // backend does not support.
-    ModelSource resolve(int64_t data_vocab) const;
-    DType type() const;  // of --dtype
-
-  private:
-    bool any_option() const;
-    void change_architecture(ModelConfig& config) const;
-    void set_windows(ModelConfig& config) const;
-    void check_dtype(const ModelConfig& config) const;
-};
-
-// Of options that are fp32 or bf16.
-inline DType training_dtype(const std::string& name) {
-    return name == "bf16" ? DType::BF16 : DType::F32;
-}
-
-enum class Schedule : uint8_t { Cosine, Linear, Constant, WSD };
-
-// What the backward pass recomputes instead of keeping it. Each level includes the previous ones.
-enum class Recompute : uint8_t { None, Activation, Norms, Block };
-
-// Whether the MLP's activation function is fused into the matmuls around it (16-bit training): its gradient only, or
-// both passes.
-enum class ActivationEpilogue : uint8_t { Off, Backward, Both };
-
-// Which matmuls of training are in fp8, and how their operands are scaled (driver/fp8_state.h).
-struct Fp8Options {
-    bool on = false;
-    Fp8Format gradients = Fp8Format::E5M2;
-    bool delayed = true;        // scaling
-    bool keep_weights = true;   // quantised, from one update to the next
-    bool whole_weights = true;  // each rank has all weights between updates; not in ZeRO stage 3
-    int64_t skip_first = 0, skip_last = 0;
-
-    bool in_layer(int64_t l, int64_t layers) const { return on && l >= skip_first && l < layers - skip_last; }
-};
-
-// How ranks shard the state of a run (parallel/sharding.h), and how they sum gradients.
-struct ShardingOptions {
-    int64_t zero_stage = 0, bucket_mib = 32;
-    std::string reduce_dtype = "fp32";
-};
-
-// Options of Muon; absent ones get the defaults.
-struct MuonFlags {
-    std::optional<double> momentum, adam_weight_decay;
-    std::optional<int64_t> momentum_warmup, iterations;
-    std::string coefficients, scale;
-
-    double momentum_or_default() const { return momentum.value_or(0.95); }
-    std::string coefficients_or_default() const { return coefficients.empty() ? "polar-express" : coefficients; }
-    bool rms_scale() const { return scale == "rms"; }
-};
-
-// What determines the memory of a training run, besides the number of ranks: `train` and `plan` have these options.
-struct RunOptions {
-    ModelOptions model;
-    int64_t batch_size = 4, seq_len = 256;
-    OptimizerType optimizer = OptimizerType::AdamW;  // of hidden matrices
-    std::string optimizer_dtype = "fp32", grad_dtype = "fp32", grad_rounding = "stochastic", offload = "none";
-    Recompute recompute = Recompute::None;
-    ActivationEpilogue activation_epilogue = ActivationEpilogue::Both;
-    bool master_weights = true, nondeterministic = false;
-    Fp8Options fp8;
-    LoraOptions lora;
-    ShardingOptions sharding;
-    int64_t gpu_memory = 0;  // bytes of the GPU that the run may take; 0: all
-};
-
-struct TrainOptions : RunOptions {
-    std::string data, new_data, out;  // data: of --new-data where that is given
-    int64_t steps = 1000;
-    int64_t total_batch_tokens = 0;                              // 0: batch_size · seq_len
-    std::optional<double> lr, embedding_lr, head_lr, vector_lr;  // learning_rates() has the defaults
-    double final_lr = 0.1, decay_fraction = 0.2;
-    Schedule schedule = Schedule::Cosine;
-    int64_t warmup = -1;  // -1: a twentieth of the steps
-    double weight_decay = 0.1, grad_clip = 1, spike_factor = 0, beta1 = 0.9, beta2 = 0.95, adam_eps = 1e-8;
-    MuonFlags muon;
-    int64_t eval_every = 250, eval_tokens = 0, sample_every = 0, save_every = 1000, keep = 3, max_skips = 5;
-    std::string sample_prompts;  // file; empty: samples without a prompt
-    std::string save_dtype = "fp32", on_save_error = "continue", eval_multiple_choice;
-    double step_timeout = 0;  // seconds; 0: none
-    std::string pack;         // "examples" or "none"; empty: examples if the data has them
-    std::string too_long = "error";
-    uint64_t seed = 42;
-    bool document_mask = false, overfit_one_batch = false, resume = false;
-    bool gemm_tune = true, measure_peak = false;
-    LaunchOptions launch;
-    int64_t profile = 0;  // the step to profile; 0: none
-    std::string toml;     // every option, as `--config` reads it
-};
-
-struct EvalOptions {
-    ModelOptions model;
-    std::string data, multiple_choice, split = "val", too_long = "error";
-    int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
-    bool json = false;
-};
-
-// How tokens are sampled; kernels/generation/sampling.h has the order in which these are applied.
-struct SamplingFlags {
-    double temperature = 1, top_p = 1, min_p = 0, repeat_penalty = 1;
-    int64_t top_k = 0;
-    uint64_t seed = 42;
-};
-
-struct SampleOptions {
-    ModelOptions model;
-    SamplingFlags sampling;
-    std::string prompt, prompt_file;
-    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep_tokens = 0;
-    int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
-    std::vector<std::string> stop;
-    bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
-         json = false;
-};
-
-struct ChatCommandOptions {
-    ModelOptions model;
-    SamplingFlags sampling;
-    std::string system;
-    bool system_given = false;  // else the template's own system message
-    int64_t max_tokens = 1024, context = 0;
-    bool slide = true;
-};
-
-struct LogitsOptions {
-    ModelOptions model;
-    std::vector<int32_t> tokens;
-    std::string output, dump;
-};
-
-struct PlanOptions : RunOptions {
-    int64_t world = 1;
-    std::string gpu;  // a part of its name; empty: this program's device
-    bool inference = false, generate = false, json = false, verbose = false, fit = false;
-};
-
-struct ConvertOptions {
-    std::string source, target, tokenizer;
-    std::string dtype;  // empty: that of the source; in a .bin fp32
-    std::string base;   // of an adapter
-    bool merge = false;
-};
-
-struct InfoOptions {
-    std::string path;  // empty: show the build
-    int64_t show = 0;  // examples of a data directory to print
-    bool json = false;
-};
-
+// The options of `train`, for it and for tests.
 TrainOptions parse_train(const Args& args);
-EvalOptions parse_eval(const Args& args);
-SampleOptions parse_sample(const Args& args);
-ChatCommandOptions parse_chat(const Args& args);
-LogitsOptions parse_logits(const Args& args);
-PlanOptions parse_plan(const Args& args);
-ConvertOptions parse_convert(const Args& args);
-InfoOptions parse_info(const Args& args);
-
-// Builds the driver's parameter table of a model.
-using TableOf = std::function<ParamTable(const ModelConfig&)>;
-// Reads a model in any format and writes it in another, one tensor at a time.
-void convert_model(const ConvertOptions& options, const TableOf& table_of);
-
-// Prints what a model, a run, a tokenizer or a token file contains, or the build, to stdout.
-void show_info(const InfoOptions& options);

@@ -1,9 +1,11 @@
+// `convert`: a model in any format into another, one tensor at a time.
 #include <iostream>
 #include <nlohmann/json.hpp>
 
 #include "commands/cli.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer_import.h"
+#include "model.h"
 #include "models/bin_models.h"
 #include "models/lora_adapter.h"
 #include "runtime/files/files.h"
@@ -13,6 +15,13 @@
 using nlohmann::json;
 
 namespace {
+
+struct ConvertOptions {
+    std::string source, target, tokenizer;
+    std::string dtype;  // empty: that of the source; in a .bin fp32
+    std::string base;   // of an adapter
+    bool merge = false;
+};
 
 bool is_bin(const std::string& path) {
     return ends_with(path, ".bin");
@@ -27,20 +36,20 @@ struct Source {
     ParamTable table;
 };
 
-Source open_source(const ConvertOptions& o, const TableOf& table_of) {
+Source open_source(const ConvertOptions& o) {
     const std::string& path = o.source;
     require(o.merge == !find_adapter(path).empty(), path,
             o.merge ? ": is not an adapter, so there is nothing to merge; leave --merge out"
                     : ": is an adapter; add --merge to write its base with the adapter added");
     if (path_exists(path) && !is_directory(path)) {
         const BinModel file(path);
-        ParamTable table = table_of(file.config());
+        ParamTable table = parameter_table(file.config(), 1);
         return {file.config(), json::object(), "", file.weights(table), std::move(table)};
     }
     const ModelSource model = find_model(path, o.base);
     require(!model.directory.empty(), path,
             ": a preset has no weights; name a model directory, a run directory or a .bin file");
-    ParamTable table = table_of(model.config);
+    ParamTable table = parameter_table(model.config, 1);
     WeightSource weights = open_weight_source(model, table);
     return {model.config, model.original_config, model.directory, std::move(weights), std::move(table)};
 }
@@ -48,8 +57,6 @@ Source open_source(const ConvertOptions& o, const TableOf& table_of) {
 DType dtype_of(const ConvertOptions& o) {
     return o.dtype == "bf16" ? DType::BF16 : o.dtype == "fp16" ? DType::F16 : DType::F32;
 }
-
-}  // namespace
 
 ConvertOptions parse_convert(const Args& args) {
     ConvertOptions o;
@@ -78,8 +85,11 @@ ConvertOptions parse_convert(const Args& args) {
     return o;
 }
 
-void convert_model(const ConvertOptions& o, const TableOf& table_of) {
-    Source source = open_source(o, table_of);
+}  // namespace
+
+void run_convert(const Args& args) {
+    const ConvertOptions o = parse_convert(args);
+    Source source = open_source(o);
     NonFiniteTensors non_finite;
     source.weights.fetch = non_finite.watch(source.weights.fetch);
     if (is_bin(o.target)) {

@@ -1,4 +1,26 @@
+// `eval`: the loss of a split of a data set, or the accuracy on multiple-choice questions.
+#include <cmath>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
 #include "commands/cli.h"
+#include "data/multiple_choice.h"
+#include "data/token_files.h"
+#include "data/tokenizer.h"
+#include "driver/inference.h"
+#include "driver/train_setup.h"
+#include "infer/prompts.h"
+#include "runtime/files/checkpoint.h"
+#include "runtime/files/files.h"
+
+namespace {
+
+struct EvalOptions {
+    ModelOptions model;
+    std::string data, multiple_choice, split = "val", too_long = "error";
+    int64_t batch_size = 8, seq_len = 0;  // 0: the length the checkpoint was trained with, else up to 1024
+    bool json = false;
+};
 
 EvalOptions parse_eval(const Args& args) {
     EvalOptions o;
@@ -30,4 +52,66 @@ EvalOptions parse_eval(const Args& args) {
     parse(app, args);
     if (o.data.empty() && o.multiple_choice.empty()) throw UsageError("--data or --multiple-choice is required");
     return o;
+}
+
+constexpr const char* NOT_FINITE = "; the weights are damaged, or too large for --dtype";
+
+void run_multiple_choice(const EvalOptions& o) {
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::vector<Question> questions = read_questions(o.multiple_choice);
+    const Tokenizer tokenizer(join_path(source.directory, "tokenizer.json"));
+    const std::vector<Choice> choices = make_choices(questions, tokenizer, source.config.vocab_size);
+    std::string text;
+    for (const Question& q : questions) {
+        text += q.context;
+        for (const std::string& ending : q.endings) text += " " + ending;
+    }
+    const std::string lost = lost_bytes_note(text, tokenizer);
+    if (!lost.empty()) std::cerr << "train_gpt: eval: " << lost << "\n";
+    int64_t T = o.seq_len;
+    if (!T) {
+        for (const Choice& c : choices) T = std::max(T, int64_t(c.tokens.size() + tokenizer.start_of_text().size()));
+        if (source.config.positions == Positions::Learned) T = std::min(T, source.config.max_positions);
+    }
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    nlohmann::ordered_json result;
+    for (const auto& [name, value] : answer_questions(ctx, m.model, m.acts, questions, choices, tokenizer)) {
+        require(std::isfinite(value), source.name, ": the loss of an ending is not finite", NOT_FINITE);
+        result[name] = value;
+    }
+    result["count"] = questions.size();
+    print_result(result, o.json);
+}
+
+}  // namespace
+
+void run_eval(const Args& args) {
+    const EvalOptions o = parse_eval(args);
+    if (!o.multiple_choice.empty()) return run_multiple_choice(o);
+    const Context ctx;
+    const DataDirectory data = open_data(o.data);
+    const bool train_split = o.split == "train";
+    const TokenFiles files = open_split(data, train_split);
+    const ModelSource source = o.model.resolve(0);
+    check_same_tokenizer(data, source);
+    int64_t T = o.seq_len;
+    if (!T && !source.directory.empty())
+        T = trained_seq_len(source.adapter.empty() ? source.directory : source.adapter);
+    if (T <= 0) T = std::min<int64_t>(source.config.max_positions, 1024);
+    std::unique_ptr<Packing> packing;
+    if (files.has_examples()) packing = std::make_unique<Packing>(files, T, o.too_long == "skip");
+    const LoadedModel m(ctx, source, inference_shape(o.batch_size, T, o.model.type()));
+    const Evaluation e =
+        evaluate(ctx, m.model, m.acts, files, packing.get(), data.end_of_text, 0, text_bytes(data, files, train_split));
+    if (packing && packing->num_too_long())
+        std::cerr << "train_gpt: eval: " << packing->num_too_long() << " examples longer than --seq-len " << T
+                  << " were left out\n";
+    require(std::isfinite(e.loss()), source.name, ": the loss is ", e.loss(), NOT_FINITE);
+    print_result({{"tokens", e.tokens},
+                  {"bytes", e.bytes},
+                  {"val_loss", e.loss()},
+                  {"perplexity", std::exp(e.loss())},
+                  {"bits_per_byte", e.bits_per_byte()}},
+                 o.json);
 }

@@ -1,3 +1,4 @@
+// `info`: what a model, a run, a tokenizer or a token file contains, or the build, on stdout.
 #include <iostream>
 #include <nlohmann/json.hpp>
 
@@ -21,6 +22,14 @@
 using nlohmann::json;
 using nlohmann::ordered_json;
 
+namespace {
+
+struct InfoOptions {
+    std::string path;  // empty: show the build
+    int64_t show = 0;  // examples of a data directory to print
+    bool json = false;
+};
+
 InfoOptions parse_info(const Args& args) {
     InfoOptions o;
     CLI::App app(
@@ -39,8 +48,6 @@ InfoOptions parse_info(const Args& args) {
     if (o.show && o.path.empty()) throw UsageError("--show prints examples of a data directory; name one with --data");
     return o;
 }
-
-namespace {
 
 ordered_json config_object(const ModelConfig& config) {
     return ordered_json::parse(config_to_json(config, nlohmann::json::object()).dump());
@@ -164,7 +171,8 @@ void print(const ordered_json& value, const std::string& prefix) {
 
 }  // namespace
 
-void show_info(const InfoOptions& o) {
+void run_info(const Args& args) {
+    const InfoOptions o = parse_info(args);
     if (o.show) return show_examples(open_data(o.path), o.show, o.json);
     ordered_json info;
     if (o.path.empty()) {

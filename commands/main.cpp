@@ -1,6 +1,5 @@
 // The program: its commands by name.
-#include "commands/run.h"
-#include "model.h"
+#include "commands/commands.h"
 #include "runtime/communication/launch.h"
 #include "runtime/limits.h"
 #include "runtime/signals.h"
@@ -9,14 +8,6 @@ namespace {
 
 // Runs before the constructors of all libraries.
 [[gnu::section(".preinit_array"), gnu::used]] void (*const before_libraries)(int, char**, char**) = note_hangup;
-
-void run_convert(const Args& args) {
-    convert_model(parse_convert(args), [](const ModelConfig& config) { return parameter_table(config, 1); });
-}
-
-void run_info(const Args& args) {
-    show_info(parse_info(args));
-}
 
 // Two processes would answer twice, or write the same file at once.
 std::function<void(const Args&)> in_one_process(void (*run)(const Args&)) {

@@ -1,4 +1,28 @@
+// `sample`: completions of prompts.
+#include <algorithm>
+#include <iostream>
+#include <memory>
+
 #include "commands/cli.h"
+#include "data/tokenizer.h"
+#include "driver/inference.h"
+#include "infer/prompts.h"
+#include "infer/sample_output.h"
+#include "kernels/generation/read_bandwidth.h"
+#include "runtime/files/files.h"
+
+namespace {
+
+struct SampleOptions {
+    ModelOptions model;
+    SamplingFlags sampling;
+    std::string prompt, prompt_file;
+    int64_t max_tokens = 256, num_samples = 1, batch_size = 64, keep_tokens = 0;
+    int64_t context = 0;  // 0: the longest prompt with its completion, at most the rows of the position table
+    std::vector<std::string> stop;
+    bool slide = true, ignore_eos = false, logprobs = false, batch_invariant = false, random_weights = false,
+         json = false;
+};
 
 SampleOptions parse_sample(const Args& args) {
     SampleOptions o;
@@ -34,4 +58,53 @@ SampleOptions parse_sample(const Args& args) {
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
     return o;
+}
+
+}  // namespace
+
+void run_sample(const Args& args) {
+    const SampleOptions o = parse_sample(args);
+    const Context ctx;
+    const ModelSource source = o.model.resolve(0);
+    const std::string tokenizer_path = join_path(source.directory, "tokenizer.json");
+    const bool has_tokenizer = !source.directory.empty() && path_exists(tokenizer_path);
+    require(has_tokenizer || o.random_weights, source.adapter.empty() ? source.name : source.directory,
+            " has no tokenizer.json, which reading and writing text needs; put the model's own beside config.json");
+    std::unique_ptr<Tokenizer> tokenizer;
+    if (has_tokenizer) tokenizer = std::make_unique<Tokenizer>(tokenizer_path);
+
+    SampleJob job;
+    job.prompts = o.prompt_file.empty() ? std::vector<std::string>{o.prompt} : split_prompts(read_file(o.prompt_file));
+    // Each has a state of its own while the program runs, so a number without a limit would use up the memory.
+    constexpr int64_t MOST = 1000000;
+    require(o.num_samples <= MOST / int64_t(job.prompts.size()), "--num-samples ", o.num_samples, " for ",
+            job.prompts.size(), " prompts: at most ", MOST,
+            " completions in one run; run it several times, each with another --seed");
+    int64_t longest = 0;
+    for (const std::string& prompt : job.prompts) {
+        job.tokens.push_back(prompt_tokens(prompt, source, tokenizer.get()));
+        longest = std::max(longest, int64_t(job.tokens.back().size()));
+        const std::string lost = tokenizer ? lost_bytes_note(prompt, *tokenizer) : "";
+        if (!lost.empty()) std::cerr << "train_gpt: sample: prompt " << job.tokens.size() << ": " << lost << "\n";
+    }
+    EngineOptions engine_options;
+    engine_options.slots = std::min(int64_t(job.prompts.size()) * o.num_samples, o.batch_size);
+    engine_options.context = o.context ? o.context : longest + o.max_tokens;
+    if (!o.context && source.config.positions == Positions::Learned)
+        engine_options.context = std::min(engine_options.context, source.config.max_positions);
+    engine_options.dtype = o.model.type();
+    engine_options.sampling = sampling_options(o.sampling);
+    engine_options.sampled_vocab = sampled_vocab(source.config, tokenizer.get());
+    engine_options.batch_invariant = o.batch_invariant;
+    engine_options.logprobs = o.logprobs;
+    LoadedEngine m(ctx, source, engine_options, o.random_weights);
+
+    job.num_samples = o.num_samples;
+    job.completion.max_tokens = o.max_tokens;
+    job.completion.stop = o.stop;
+    if (!o.ignore_eos) job.completion.eos = end_tokens(source, tokenizer.get());
+    job.policy = {o.slide, o.keep_tokens};
+    job.json = o.json;
+    sample(
+        m.engine, job, tokenizer.get(), [&] { return measured_read_bandwidth(ctx.stream); }, std::cout, std::cerr);
 }

@@ -1,8 +1,10 @@
+// `train`: its options, and the start of a run.
 #include <algorithm>
+#include <iostream>
 #include <sstream>
 
 #include "commands/cli.h"
-#include "commands/training.h"
+#include "driver/trainer.h"
 #include "kernels/muon.h"
 #include "runtime/device/device.h"
 #include "runtime/files/files.h"
@@ -306,4 +308,27 @@ TrainOptions parse_train(const Args& args) {
         if (!ends_with(line, "=\"\"")) o.toml += line + "\n";
     }
     return o;
+}
+
+void run_train(const Args& args) {
+    TrainOptions options = parse_train(args);
+    if (const int64_t ranks = ranks_to_start(options.launch)) {
+        // Reports an error once, not once per rank.
+        if (is_directory(options.out)) DirectoryLock(options.out, "--out");
+        check_training(options, ranks);
+        Args command = {"train"};
+        command.insert(command.end(), args.begin(), args.end());
+        return run_ranks(ranks, command);
+    }
+    const Context ctx(join_world(options.launch));
+    std::unique_ptr<DirectoryLock> lock;
+    claim_run_directory(ctx, options.out, lock);  // before its checkpoints are looked at
+    TrainSetup setup = check_training(std::move(options), ctx.world);
+    if (setup.resume.step >= setup.o.steps) {
+        if (ctx.rank > 0) return;
+        std::cerr << setup.o.out << " is done: step " << setup.resume.step << " of " << setup.o.steps
+                  << "; raise --steps to continue\n";
+        return;
+    }
+    Trainer(ctx, std::move(setup), std::move(lock)).run();
 }

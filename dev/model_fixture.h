@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "commands/inference.h"
 #include "dev/batches.h"
 #include "dev/vectors.h"
+#include "driver/inference.h"
 #include "model.h"
 #include "runtime/normal.h"
 

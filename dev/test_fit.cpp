@@ -1,9 +1,9 @@
-// The search for options that fit into memory (commands/fit.h), with made-up memory plans.
+// The search for options that fit into memory (driver/fit.h), with made-up memory plans.
 #include <gtest/gtest.h>
 
 #include <set>
 
-#include "commands/fit.h"
+#include "driver/fit.h"
 
 namespace {
 

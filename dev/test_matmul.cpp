@@ -7,9 +7,9 @@
 #include <cstdlib>
 #include <limits>
 
-#include "commands/matmul_cache.h"
 #include "dev/reference.h"
 #include "dev/test_util.h"
+#include "driver/matmul_cache.h"
 #include "kernels/activation_functions.h"
 #include "runtime/device/blas_stream.h"
 #ifdef USE_CUDA

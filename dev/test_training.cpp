@@ -2,6 +2,7 @@
 // run_tests.py: alone, because it measures the memory in use.
 #include <algorithm>
 
+#include "commands/commands.h"
 #include "dev/allocations.h"
 #include "dev/model_fixture.h"
 #include "dev/reference.h"

@@ -20,6 +20,29 @@ LinearSizes linear_layer_sizes(const ModelConfig& c, Slot slot) {
     }
 }
 
+void check_fp8(const Fp8Options& o, const ModelConfig& c, DType dtype, int64_t tokens, const Target& target) {
+    if (!o.on) return;
+    const std::string unavailable = matmul_fp8_unavailable(target);
+    require(unavailable.empty(), "--matmul-dtype fp8: ", unavailable, "; leave the option out");
+    require(target.device == Device::CPU || dtype == DType::BF16,
+            "--matmul-dtype fp8 quantises bf16; add --dtype bf16");
+    require(
+        !c.norm_after,
+        "--matmul-dtype fp8 takes norms before attention and the MLP, not --norm-placement after (OLMo2); leave the "
+        "option out");
+    require(o.skip_first < c.layers && o.skip_last < c.layers - o.skip_first, "--fp8-skip-first ", o.skip_first,
+            " and --fp8-skip-last ", o.skip_last, " leave none of the ", c.layers,
+            " layers in fp8; lower them or leave out --matmul-dtype fp8");
+    const std::pair<const char*, int64_t> sizes[] = {{"--channels", c.channels},
+                                                     {"--heads x --head-size", c.heads * c.head_size},
+                                                     {"the output of the QKV projection", c.qkv_channels()},
+                                                     {"--ffn", c.ffn},
+                                                     {"--batch-size x --seq-len", tokens}};
+    for (const auto& [name, size] : sizes)
+        require(size % 16 == 0, "--matmul-dtype fp8: ", name, " is ", size,
+                ", which is not a multiple of 16; change it or leave the option out");
+}
+
 namespace {
 
 // Row i of a matrix, and element i of its first row, as vectors.

@@ -15,11 +15,12 @@
 
 #include <vector>
 
-#include "commands/commands.h"
+#include "driver/options.h"
 #include "kernels/fp8.h"
 #include "kernels/matmul_fp8.h"
 #include "runtime/context.h"
 #include "runtime/device/arena.h"
+#include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/slots.h"
 
@@ -31,6 +32,9 @@ struct LinearSizes {
     int64_t outputs, inputs;
 };
 LinearSizes linear_layer_sizes(const ModelConfig& config, Slot slot);
+
+// Throws Error if the model or a micro-step of so many tokens cannot be trained in fp8 on that device.
+void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype, int64_t tokens, const Target& target);
 
 enum class Fp8Operand : uint8_t { Input, Gradient };
 

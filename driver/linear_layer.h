@@ -1,7 +1,7 @@
 // A linear layer of a block (qkv, proj, fc, fcproj): out = inp·weightᵀ + bias, with what the run adds to that.
 //
 //   LoRA   out += s·B·A·inp for each adapter. Only A and B have gradients; the weight is frozen (models/lora.h).
-//   QLoRA  the weight comes out of NF4 at each use (runtime/model/nf4_base.h).
+//   QLoRA  the weight comes out of NF4 at each use (driver/nf4_base.h).
 //   fp8    inp, weight and the gradient of out are quantised (driver/fp8_state.h). The two gradients' matmuls read them
 //          transposed, because cuBLASLt multiplies fp8 codes only along their rows.
 //

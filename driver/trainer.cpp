@@ -6,8 +6,8 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
-#include "commands/fit.h"
-#include "commands/matmul_cache.h"
+#include "driver/fit.h"
+#include "driver/matmul_cache.h"
 #include "infer/generate.h"
 #include "infer/prompts.h"
 #include "kernels/matmul.h"

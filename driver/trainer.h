@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "commands/training.h"
 #include "data/tokenizer.h"
+#include "driver/train_setup.h"
 #include "model.h"
 #include "parallel/checkpoint.h"
 #include "runtime/files/log.h"

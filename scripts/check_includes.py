@@ -17,14 +17,7 @@ SUFFIXES = (".h", ".cuh", ".cpp", ".cu", ".c")
 INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')
 
 # file: header that it may include all the same. The list only shrinks.
-EXCEPTIONS = {
-    "driver/fp8_state.h": {"commands/commands.h"},
-    "driver/trainer.cpp": {"commands/fit.h", "commands/matmul_cache.h"},
-    "driver/trainer.h": {"commands/training.h"},
-    "model.h": {"commands/commands.h"},
-    "runtime/model/nf4_base.h": {"kernels/nf4.h"},
-    "train_gpt.cu": {"commands/run.h"},
-}
+EXCEPTIONS = {}
 
 
 def read_table(page):

@@ -1,4 +1,4 @@
-#include "runtime/model/nf4_base.h"
+#include "driver/nf4_base.h"
 
 #include <algorithm>
 

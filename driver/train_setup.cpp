@@ -1,4 +1,4 @@
-#include "commands/training.h"
+#include "driver/train_setup.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
-#include "commands/cli.h"
+#include "data/mixture.h"
 #include "driver/fp8_state.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
@@ -60,6 +60,18 @@ std::vector<TrainingSource> TrainSetup::sources() const {
     std::vector<TrainingSource> all;
     for (const TrainingData& d : data) all.emplace_back(d.train_files, d.train_packing.get(), d.weight);
     return all;
+}
+
+void check_grad_rounding(const RunOptions& o, int64_t world, Device device) {
+    if (o.grad_rounding == "stochastic") return;
+    if (o.grad_dtype != "bf16")
+        throw UsageError("--grad-rounding nearest: gradients in fp32 are not rounded; add --grad-dtype bf16");
+    if (world > 1)
+        throw UsageError(str("--grad-rounding nearest: ", world,
+                             " ranks add up their gradients outside the matmuls; leave it out or use one GPU"));
+    if (device == Device::CUDA && o.model.type() != DType::BF16)
+        throw UsageError(str("--grad-rounding nearest: a GPU adds to sums in bf16 only in matmuls of bf16, not of ",
+                             o.model.dtype, "; add --dtype bf16"));
 }
 
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source) {

@@ -1,4 +1,4 @@
-#include "commands/fit.h"
+#include "driver/fit.h"
 
 #include <algorithm>
 

@@ -1,7 +1,6 @@
 // A model with its weights for the commands that don't train: its forward pass, or the engine that generates with it.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -30,9 +29,6 @@ struct LoadedEngine {
 // The weights as infer/ takes them.
 InferenceWeights inference_weights(const Model& model);
 MemoryPlan memory_plan(const Model& model, const Engine& engine);
-SamplingOptions sampling_options(const SamplingFlags& flags);
 
 // A tensor of any of the float dtypes, on the host.
 std::vector<float> fetch_floats(const Context& ctx, const Tensor& t);
-// On stdout: one "key value" a line, or a JSON object.
-void print_result(const nlohmann::ordered_json& result, bool as_json);

@@ -1,9 +1,8 @@
-#include "commands/inference.h"
+#include "driver/inference.h"
 
 #include <iostream>
-#include <nlohmann/json.hpp>
 
-#include "commands/matmul_cache.h"
+#include "driver/matmul_cache.h"
 #include "runtime/device/convert.h"
 #include "runtime/files/checkpoint.h"
 #include "runtime/model/initialise.h"
@@ -65,18 +64,10 @@ MemoryPlan memory_plan(const Model& model, const Engine& engine) {
     plan.add("program and libraries", this_target().overhead_bytes());
     return plan;
 }
-SamplingOptions sampling_options(const SamplingFlags& o) {
-    return {float(o.temperature), o.top_k, o.seed, float(o.top_p), float(o.min_p), float(o.repeat_penalty)};
-}
 std::vector<float> fetch_floats(const Context& ctx, const Tensor& t) {
     std::string bytes(static_cast<size_t>(t.bytes()), '\0');
     copy_to_host(bytes.data(), t.data, bytes.size(), ctx.stream);
     std::vector<float> values(static_cast<size_t>(t.numel()));
     convert_to_float(values.data(), bytes.data(), t.dtype, t.numel());
     return values;
-}
-void print_result(const nlohmann::ordered_json& result, bool as_json) {
-    if (as_json) std::cout << result.dump() << "\n";
-    for (const auto& [key, value] : result.items())
-        if (!as_json) std::cout << key << " " << value << "\n";
 }

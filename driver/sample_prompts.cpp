@@ -1,4 +1,4 @@
-#include "commands/sample_prompts.h"
+#include "driver/sample_prompts.h"
 
 #include <memory>
 

@@ -1,4 +1,4 @@
-#include "commands/resume.h"
+#include "driver/resume_point.h"
 
 #include <filesystem>
 

@@ -1,4 +1,4 @@
-#include "commands/matmul_cache.h"
+#include "driver/matmul_cache.h"
 
 #include <cstdlib>
 

@@ -2,7 +2,11 @@
 // fit. It computes plans only and allocates nothing.
 #pragma once
 
-#include "commands/commands.h"
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "driver/options.h"
 #include "runtime/device/target.h"
 
 // What the search found, and everything that it tried.

@@ -5,14 +5,14 @@
 #include <array>
 #include <memory>
 
-#include "commands/commands.h"
-#include "commands/resume.h"
-#include "commands/sample_prompts.h"
 #include "data/loader.h"
 #include "data/multiple_choice.h"
 #include "data/packing.h"
 #include "data/token_files.h"
-#include "runtime/device/target.h"
+#include "driver/options.h"
+#include "driver/resume_point.h"
+#include "driver/sample_prompts.h"
+#include "runtime/device/device.h"
 
 // A directory of --data.
 struct TrainingData {
@@ -49,9 +49,8 @@ TrainSetup check_training(TrainOptions options, int64_t world);
 // line for each, with its share.
 std::string describe_training_data(const TrainSetup& s, const Loader& loader);
 
-// Throws Error if the model or a micro-step of so many tokens cannot be trained in fp8 on that device
-// (commands/fp8_options.cpp).
-void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype, int64_t tokens, const Target& target);
+// Throws UsageError if --grad-rounding is not possible with the run's other options.
+void check_grad_rounding(const RunOptions& o, int64_t world, Device device);
 
 // Throws Error if the data was made with another tokenizer than the model's.
 void check_same_tokenizer(const DataDirectory& data, const ModelSource& source);
