@@ -332,7 +332,7 @@ ifneq ($(filter test,$(GOALS)),)
 endif
 # Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too.
 ifneq ($(SANITIZE),)
-  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(filter dev/% $(shell grep -lw -e TRAIN_GPT -e test_commands scripts/test_*.py),$(TEST_SCRIPTS)))
+  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(filter dev/% $(shell grep -lw TRAIN_GPT scripts/test_*.py),$(TEST_SCRIPTS)))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so

@@ -5,6 +5,8 @@ import shutil
 import socket
 import subprocess
 
+import harness
+
 # Allows more ranks than processors, root in containers, and processes that may not read each other's memory.
 ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1",
                "OMPI_MCA_hwloc_base_binding_policy": "none", "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
@@ -13,9 +15,10 @@ ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 
                "LSAN_OPTIONS": "detect_leaks=0"}  # MPI's own
 
 
-def collectives(driver):
-    """The communication library of the driver, from `info`: "MPI (...)", "NCCL ...", "none"; empty if the driver fails."""
-    build = subprocess.run([driver, "info"], capture_output=True, text=True, timeout=60).stdout
+def collectives():
+    """The communication library of the driver, from `info`: "MPI (...)", "NCCL ...", "none"; empty if the driver
+    fails."""
+    build = harness.run("info").stdout
     return dict(line.split(" ", 1) for line in build.splitlines() if " " in line).get("collectives", "")
 
 
@@ -24,11 +27,11 @@ def gpus():
     return listed.stdout.count("GPU ") if listed else 0
 
 
-def why_not(driver, ranks=2):
-    """Why this many ranks cannot be started here, or None."""
-    library = collectives(driver)
+def why_not():
+    """Why two ranks cannot be started here, or None."""
+    library = collectives()
     if library.startswith("NCCL"):
-        return None if gpus() >= ranks else f"there are fewer than {ranks} GPUs here"
+        return None if gpus() >= 2 else "there are fewer than 2 GPUs here"
     if not library.startswith("MPI"):
         return "the driver was built without MPI or NCCL"
     return None if shutil.which("mpirun") else "mpirun is missing (make deps installs Open MPI)"
@@ -57,14 +60,13 @@ def start_as_torchrun_does(ranks, command, **variables):
 
 
 def run_test_on_several_ranks(case, name):
-    """Runs the GoogleTest binary `name` beside the driver (TRAIN_GPT) on 2 and 3 ranks, or on as many as there are GPUs. Every
-    rank must pass."""
-    driver = os.environ.get("TRAIN_GPT", "")
-    reason = why_not(driver)
+    """Runs the GoogleTest binary `name` beside the driver on 2 and 3 ranks, or on as many as there are GPUs. Every rank
+    must pass."""
+    reason = why_not()
     if reason:
         case.skipTest(reason)
-    binary = os.path.join(os.path.dirname(driver), "dev", name)
-    on_gpus = collectives(driver).startswith("NCCL")
+    binary = os.path.join(os.path.dirname(harness.DRIVER), "dev", name)
+    on_gpus = collectives().startswith("NCCL")
     for ranks in (2, 3):
         if on_gpus and ranks > gpus():
             break

@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-GPU, CPU = os.environ.get("TRAIN_GPT", ""), os.environ.get("TRAIN_GPT_CPU", "")
+import harness
+
+GPU, CPU = harness.DRIVER, os.environ.get("TRAIN_GPT_CPU", "")
 SHAPES = {
     "gpt2": ["--model", "gpt2-tiny", "--layers", "2", "--channels", "64", "--heads", "4", "--max-positions", "64"],
     "llama": ["--model", "llama-tiny", "--layers", "2", "--channels", "64", "--heads", "4", "--kv-heads", "2", "--max-positions", "64"],
@@ -22,16 +21,12 @@ class BackendsTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.top = tempfile.mkdtemp(prefix="train_gpt_backends_")
-        cls.env = {**os.environ, "XDG_CACHE_HOME": os.path.join(cls.top, "cache")}
         text = os.path.join(cls.top, "text")
         os.mkdir(text)
         for i in range(100):  # documents of a small grammar: something to learn
             with open(os.path.join(text, f"{i:03}.txt"), "w") as file:
-                for j in range(i % 40 + 1):
-                    file.write(f"The {('cat', 'dog', 'owl')[(i + j) % 3]} sees {(i * 7 + j) % 10} of the {('red', 'blue')[j % 2]} stones.\n")
-        cls.data = os.path.join(cls.top, "data")
-        subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte", "--val", "0.1",
-                        "--out", cls.data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                file.writelines(harness.sentence(i, j) for j in range(i % 40 + 1))
+        cls.data = harness.tokenize(text, os.path.join(cls.top, "data"), "--val", "0.1")
         cls.start = {}  # a checkpoint of each family after a few steps, from which all runs start
         for name, shape in SHAPES.items():
             cls.train(CPU, f"start-{name}", *shape, "--steps", 4)
@@ -43,8 +38,7 @@ class BackendsTest(unittest.TestCase):
 
     @classmethod
     def run_driver(cls, driver, *args):
-        done = subprocess.run([driver, *map(str, args)], env=cls.env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                              errors="replace", timeout=300)
+        done = harness.run(*args, driver=driver, timeout=300)
         if done.returncode:
             raise AssertionError(f"{driver} {' '.join(map(str, args))}: {done.stderr}")
         return done.stdout
@@ -55,8 +49,7 @@ class BackendsTest(unittest.TestCase):
         out = os.path.join(cls.top, name)
         cls.run_driver(driver, "train", "--data", cls.data, "--out", out, "--batch-size", 8, "--seq-len", 64, "--lr", 1e-3, "--warmup", 5,
                        "--eval-every", 0, *([] if "--dtype" in args else ["--dtype", "fp32"]), *args)
-        with open(os.path.join(out, "log.jsonl")) as file:
-            return [line["loss"] for line in map(json.loads, file) if "loss" in line]
+        return list(harness.losses(out).values())
 
     def logits(self, driver, model, *args):
         # numpy is a dependency of the data tools, so it is there.
@@ -124,8 +117,8 @@ class BackendsTest(unittest.TestCase):
 
     def test_out_of_memory_error_names_options_that_fit(self):
         model = ["--model", "gpt2-1558M", "--seq-len", "1024", "--dtype", "bf16"]
-        too_much = subprocess.run([GPU, "train", *model, "--data", self.data, "--out", os.path.join(self.top, "x"), "--batch-size", "512"],
-                                  capture_output=True, text=True, timeout=300)
+        too_much = harness.run("train", *model, "--data", self.data, "--out", os.path.join(self.top, "x"),
+                               "--batch-size", "512", timeout=300)
         self.assertEqual(too_much.returncode, 1)
         self.assertEqual(too_much.stderr.count("\n"), 1)
         said = re.search(r"needs .*iB \(weights .*activations .* and ([\d.]+) GiB are free; (--.*) fits: it needs ([\d.]+) GiB",

@@ -7,11 +7,11 @@ import time
 import unittest
 
 import mpi
+from harness import DRIVER
 
-DRIVER = os.environ.get("TRAIN_GPT", "")
 BINARY = os.path.join(os.path.dirname(DRIVER), "dev", "test_comm")
-WHY_NOT = mpi.why_not(DRIVER)
-LIBRARY = mpi.collectives(DRIVER)
+WHY_NOT = mpi.why_not()
+LIBRARY = mpi.collectives()
 DIES, HANGS = (["--gtest_also_run_disabled_tests", f"--gtest_filter=Comm.DISABLED_OneRank{what}"] for what in ("Dies", "Hangs"))
 
 

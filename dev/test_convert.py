@@ -10,51 +10,17 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 import unittest
 
 import numpy as np
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DRIVER = os.path.abspath(os.environ.get("TRAIN_GPT", os.path.join(ROOT, "train_gpt")))
-MODELS = os.path.join(ROOT, "dev", "fixtures", "models")
-DTYPES = {"F32": "<f4", "BF16": "<u2", "F16": "<f2", "F64": "<f8", "I32": "<i4"}
-
-
-def run(*args, cwd=None):
-    return subprocess.run([DRIVER, *map(str, args)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          errors="replace", timeout=120, cwd=cwd)
-
-
-def read_safetensors(path):
-    """{name: array}; bf16 as the uint16 of its bits."""
-    with open(path, "rb") as file:
-        blob = file.read()
-    size = struct.unpack("<Q", blob[:8])[0]
-    header = json.loads(blob[8:8 + size])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensors[name] = np.frombuffer(blob[8 + size:][begin:end], DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors
-
-
-def read_model(folder):
-    shards = sorted(name for name in os.listdir(folder) if name.startswith("model") and name.endswith(".safetensors"))
-    return {name: x for shard in shards for name, x in read_safetensors(os.path.join(folder, shard)).items()}
+from harness import CommandsTest, run, tokenize
+from model_files import MODELS, bf16, read_json, read_model, write_safetensors
 
 
 def read_config(folder):
-    with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-        return json.load(file)
-
-
-def bf16(x):
-    """bf16 rounded to nearest even, as bits."""
-    bits = np.ascontiguousarray(x, "<f4").view("<u4")
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+    return read_json(folder, "config.json")
 
 
 def llmc_file(weights, config, version):
@@ -136,7 +102,7 @@ def llama2c_logits(parts, config, tokens, tied):
     return norm(x, w["norm"][0]) @ w["tok_embeddings" if tied else "output"][0].T
 
 
-class ConvertTest(unittest.TestCase):
+class ConvertTest(CommandsTest):
     def setUp(self):
         self.top = tempfile.mkdtemp(prefix="train_gpt_test_")
         self.addCleanup(shutil.rmtree, self.top)
@@ -152,12 +118,6 @@ class ConvertTest(unittest.TestCase):
     def convert(self, *args):
         done = run("convert", *args)
         self.assertEqual((done.returncode, done.stderr, done.stdout), (0, "", ""))
-
-    def refused(self, status, words, *args):
-        done = run(*args)
-        self.assertEqual((done.returncode, done.stderr.count("\n"), done.stdout), (status, 1, ""), done.stderr)
-        for word in words:
-            self.assertIn(word, done.stderr)
 
     def logits(self, model, tokens):
         done = run("logits", "--model", model, "--tokens", " ".join(map(str, tokens)), "--output", self.path("logits.npy"))
@@ -237,14 +197,8 @@ class ConvertTest(unittest.TestCase):
 
     def directory(self, name, config, tensors):
         """A model directory of arrays, whose bf16 are uint16."""
-        names, offset, header = {np.dtype(x): name for name, x in DTYPES.items()}, 0, {}
-        for tensor, x in tensors.items():
-            header[tensor] = {"dtype": names[x.dtype], "shape": x.shape, "data_offsets": [offset, offset + x.nbytes]}
-            offset += x.nbytes
-        text = json.dumps(header).encode()
         os.mkdir(self.path(name))
-        self.write(f"{name}/model.safetensors", struct.pack("<Q", len(text)) + text + b"".join(
-            np.ascontiguousarray(x).tobytes() for x in tensors.values()))
+        write_safetensors(self.path(f"{name}/model.safetensors"), tensors)
         self.write(f"{name}/config.json", json.dumps(config).encode())
         return self.path(name)
 
@@ -257,8 +211,7 @@ class ConvertTest(unittest.TestCase):
         for family in ("qwen2", "qwen3", "smollm3", "mistral", "phi3", "olmo2"):
             with self.subTest(family=family):
                 fixture = os.path.join(MODELS, family)
-                with open(os.path.join(fixture, "config_transformers4.json"), encoding="utf-8") as file:
-                    original = json.load(file)
+                original = read_json(fixture, "config_transformers4.json")
                 self.convert(fixture, self.path(family))
                 self.assert_same(read_model(self.path(family)), read_model(fixture))
                 config = read_config(self.path(family))
@@ -304,9 +257,8 @@ class ConvertTest(unittest.TestCase):
         self.assertEqual({key: read_config(self.path("back"))[key] for key in config}, config)
         # It trains, and a checkpoint has the same names.
         text = self.write("text.txt", b"It was the best of times.\n" * 100)
-        make_data = [os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte"]
-        subprocess.run([sys.executable, *make_data, "--out", self.path("data")], check=True, stdout=subprocess.DEVNULL)
-        done = run("train", "--model", source, "--data", self.path("data"), "--out", self.path("run"), "--steps", 2,
+        data = tokenize(text, self.path("data"))
+        done = run("train", "--model", source, "--data", data, "--out", self.path("run"), "--steps", 2,
                    "--seq-len", 16, "--batch-size", 2)
         self.assertEqual(done.returncode, 0, done.stderr)
         trained = read_model(self.path("run/step_00000002"))

@@ -7,40 +7,20 @@ The fixtures hold what peft computes in float64 with the adapter beside its base
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest
 
 import numpy as np
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)
+from harness import ROOT, CommandsTest, run, tokenize
+from model_files import MODELS, bf16, read_json, read_model, read_safetensors, write_safetensors
 
-from test_convert import MODELS, bf16, read_model, read_safetensors, run  # noqa: E402
-
-ADAPTERS = os.path.join(HERE, "fixtures", "lora")
+ADAPTERS = os.path.join(ROOT, "dev", "fixtures", "lora")
 CASES = ["gpt2", "llama-all", "llama-rslora", "llama-tied", "phi3"]
 EPSILON = 2.0**-24  # of a rounding to fp32
 
 
-def read_json(*path):
-    with open(os.path.join(*path), encoding="utf-8") as file:
-        return json.load(file)
-
-
-def write_safetensors(path, tensors):
-    header, offset = {}, 0
-    for name, x in tensors.items():
-        header[name] = {"dtype": {"<f4": "F32", "<u2": "BF16"}[x.dtype.str], "shape": x.shape,
-                        "data_offsets": [offset, offset + x.nbytes]}
-        offset += x.nbytes
-    text = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text + b"".join(x.tobytes() for x in tensors.values()))
-
-
-class Lora(unittest.TestCase):
+class Lora(CommandsTest):
     def setUp(self):
         self.top = tempfile.mkdtemp(prefix="train_gpt_test_")
         self.addCleanup(shutil.rmtree, self.top)
@@ -100,12 +80,6 @@ class Lora(unittest.TestCase):
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         return done.stdout
 
-    def refused(self, words, *args, status=1):
-        done = run(*args)
-        self.assertEqual((done.returncode, done.stderr.count("\n"), done.stdout), (status, 1, ""), done.stderr)
-        for word in words:
-            self.assertIn(word, done.stderr)
-
     def logits(self, model, tokens, *args):
         output = self.path("logits.npy")
         self.ok("logits", "--model", model, "--tokens", " ".join(map(str, tokens)), "--output", output, *args)
@@ -156,12 +130,12 @@ class Lora(unittest.TestCase):
         np.testing.assert_array_equal(self.logits(path, tokens), self.logits(path, tokens, "--base", base))
         for name in ("HuggingFaceTB/SmolLM2-135M", None):
             self.set_config(path, base_model_name_or_path=name)
-            self.refused([path, name or "''", "name it with --base"], "logits", "--model", path, "--tokens", "1",
+            self.refused(1, [path, name or "''", "name it with --base"], "logits", "--model", path, "--tokens", "1",
                          "--output", self.path("x.npy"))
         for model, given, words in ((path, "gpt2-tiny", ["--base gpt2-tiny", "no weights"]),
                                     (path, path, [f"--base {path}", "is an adapter"]),
                                     (base, base, [base, "is not an adapter"])):
-            self.refused(words, "logits", "--model", model, "--base", given, "--tokens", "1", "--output",
+            self.refused(1, words, "logits", "--model", model, "--base", given, "--tokens", "1", "--output",
                          self.path("x.npy"))
 
     def test_dtypes(self):
@@ -183,9 +157,9 @@ class Lora(unittest.TestCase):
 
     def test_convert(self):
         path, base = self.adapter("llama-all")
-        self.refused([path, "add --merge"], "convert", path, self.path("x"))
-        self.refused([base, "nothing to merge"], "convert", base, self.path("x"), "--merge")
-        self.refused(["--base", "add --merge"], "convert", base, self.path("x"), "--base", base, status=2)
+        self.refused(1, [path, "add --merge"], "convert", path, self.path("x"))
+        self.refused(1, [base, "nothing to merge"], "convert", base, self.path("x"), "--merge")
+        self.refused(2, ["--base", "add --merge"], "convert", base, self.path("x"), "--base", base)
         self.assertEqual(os.listdir(self.top), ["adapter"])
         self.ok("convert", path, self.path("half"), "--merge", "--base", base, "--dtype", "bf16")
         self.assertEqual({x.dtype.str for x in read_model(self.path("half")).values()}, {"<u2"})
@@ -201,12 +175,10 @@ class Lora(unittest.TestCase):
         with open(text, "w", encoding="utf-8") as file:
             file.write("It was the best of times.\n" * 100)
         self.ok("convert", path, self.path("merged"), "--merge", "--base", base)
-        data = os.path.join(os.path.dirname(HERE), "data", "make_data.py")
-        subprocess.run([sys.executable, data, "--text", text, "--tokenizer", "byte", "--out", self.path("data")],
-                       check=True, stdout=subprocess.DEVNULL)
+        data = tokenize(text, self.path("data"))
         runs = []
         for name, model in (("a", [path, "--base", base]), ("b", [self.path("merged")])):
-            done = run("train", "--model", *model, "--data", self.path("data"), "--out", self.path(name), "--steps", 2,
+            done = run("train", "--model", *model, "--data", data, "--out", self.path(name), "--steps", 2,
                        "--seq-len", 16, "--batch-size", 2)
             self.assertEqual(done.returncode, 0, done.stderr)
             runs.append(read_model(self.path(f"{name}/step_00000002")))
@@ -221,14 +193,14 @@ class Lora(unittest.TestCase):
             with self.subTest(keys=keys):
                 path, base = self.adapter("llama-all")
                 self.set_config(path, **keys)
-                self.refused([os.path.join(path, "adapter_config.json"), f"'{next(iter(keys))}'"], "convert", path,
+                self.refused(1, [os.path.join(path, "adapter_config.json"), f"'{next(iter(keys))}'"], "convert", path,
                              self.path("x"), "--merge", "--base", base)
 
     def test_a_config_without_its_type(self):
         path, base = self.adapter("llama-all")
         with open(os.path.join(path, "adapter_config.json"), "w", encoding="utf-8") as file:
             file.write("{}")
-        self.refused(["'peft_type' is null"], "convert", path, self.path("x"), "--merge", "--base", base)
+        self.refused(1, ["'peft_type' is null"], "convert", path, self.path("x"), "--merge", "--base", base)
 
     def test_tensors_that_are_refused(self):
         start, name = "base_model.model.model.layers.0.self_attn.", "q_proj.lora_A.weight"
@@ -250,14 +222,14 @@ class Lora(unittest.TestCase):
             with self.subTest(words=words):
                 path, base = self.adapter("llama-all")
                 self.set_tensors(path, change)
-                self.refused([os.path.join(path, "adapter_model.safetensors"), *words], "convert", path, self.path("x"),
-                             "--merge", "--base", base)
+                self.refused(1, [os.path.join(path, "adapter_model.safetensors"), *words], "convert", path,
+                             self.path("x"), "--merge", "--base", base)
         path, _ = self.adapter("llama-all")
-        self.refused(["name the adapter's base"], "convert", path, self.path("x"), "--merge", "--base",
+        self.refused(1, ["name the adapter's base"], "convert", path, self.path("x"), "--merge", "--base",
                      os.path.join(MODELS, "llama-bias-tied"))
         path, _ = self.adapter("gpt2")
         os.remove(os.path.join(path, "adapter_model.safetensors"))
-        self.refused(["adapter_model.safetensors"], "convert", path, self.path("x"), "--merge", "--base",
+        self.refused(1, ["adapter_model.safetensors"], "convert", path, self.path("x"), "--merge", "--base",
                      os.path.join(MODELS, "gpt2-plain"))
 
 

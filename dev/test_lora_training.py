@@ -9,22 +9,16 @@ import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest
 
 import numpy as np
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)
+import several_ranks
+from harness import ROOT, CommandsTest, log, run, tokenize
+from model_files import read_json, read_safetensors, write_safetensors
 
-import mpi  # noqa: E402
-import test_parallel as parallel  # noqa: E402
-from test_convert import read_safetensors, run  # noqa: E402
-from test_lora import read_json, write_safetensors  # noqa: E402
-
-FIXTURES = os.path.join(HERE, "fixtures", "lora_training")
+FIXTURES = os.path.join(ROOT, "dev", "fixtures", "lora_training")
 C, FFN, LAYERS, VOCAB = 32, 48, 2, 257
 # name: base, the options of the adapters, the learning rate.
 CASES = {"llama": ("llama", ["--lora-rank", 2, "--lora-alpha", 6, "--rslora"], 1e-2),
@@ -84,9 +78,7 @@ def make_data(path):
             for i in range(400):
                 a, b = i * 7 % 53, i * 11 % 47
                 file.write(json.dumps({"prompt": f"{a} + {b} =", "response": f" {a + b}" + "!" * (i % 9)}) + "\n")
-        maker = os.path.join(os.path.dirname(HERE), "data", "make_data.py")
-        subprocess.run([sys.executable, maker, "--text", source, "--tokenizer", "byte", "--out", path], check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        tokenize(source, path)
 
 
 def tensors_of(checkpoint, name="adapter_model.safetensors"):
@@ -97,13 +89,8 @@ def newest(run_directory):
     return sorted(glob.glob(os.path.join(run_directory, "step_*")))[-1]
 
 
-def log_of(run_directory):
-    with open(os.path.join(run_directory, "log.jsonl"), encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def losses(run_directory):
-    return np.array([line["loss"] for line in log_of(run_directory) if "loss" in line])
+    return np.array([line["loss"] for line in log(run_directory) if "loss" in line])
 
 
 def distance(x, y):
@@ -112,7 +99,7 @@ def distance(x, y):
     return max(np.sqrt(np.mean((x[name] - y[name]) ** 2) / np.mean(y[name] ** 2)) for name in y)
 
 
-class LoraTraining(unittest.TestCase):
+class LoraTraining(CommandsTest):
     @classmethod
     def setUpClass(cls):
         cls.shared = tempfile.mkdtemp(prefix="train_gpt_test_")
@@ -148,12 +135,6 @@ class LoraTraining(unittest.TestCase):
         done = run("train", "--resume", "--out", self.path(out), *args)
         self.assertEqual(done.returncode, 0, done.stderr)
         return self.path(out)
-
-    def refused(self, words, *args, status=1):
-        done = run(*args)
-        self.assertEqual((done.returncode, done.stderr.count("\n"), done.stdout), (status, 1, ""), done.stderr)
-        for word in words:
-            self.assertIn(word, done.stderr)
 
     def logits(self, model, *args):
         output = self.path("logits.npy")
@@ -203,13 +184,13 @@ class LoraTraining(unittest.TestCase):
             np.testing.assert_array_equal(before[tensor], after[tensor])
 
         merged = self.path("merged")
-        self.refused([out, "add --merge"], "convert", out, merged)
+        self.refused(1, [out, "add --merge"], "convert", out, merged)
         self.assertEqual(run("convert", out, merged, "--merge").returncode, 0)
         np.testing.assert_array_equal(self.logits(out), self.logits(merged))
         # The run evaluates with the adapters beside the base.
         for model in (out, checkpoint, merged):
             done = run("eval", "--model", model, "--data", self.data, "--seq-len", SEQ_LEN, "--json")
-            self.assertAlmostEqual(json.loads(done.stdout)["val_loss"], log_of(out)[-1]["val_loss"], delta=1e-5)
+            self.assertAlmostEqual(json.loads(done.stdout)["val_loss"], log(out)[-1]["val_loss"], delta=1e-5)
         # Without one of its files a checkpoint is not complete.
         newer = self.path("run/step_00000008")
         for name in os.listdir(checkpoint):
@@ -265,7 +246,7 @@ class LoraTraining(unittest.TestCase):
         for level in ("activation", "norms", "block"):
             self.same_state(self.train(level, "--recompute", level), whole)
 
-    @unittest.skipIf(mpi.why_not(parallel.DRIVER), mpi.why_not(parallel.DRIVER))
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
     def test_ranks(self):
         """Sums over ranks are in another order: a few roundings of fp32, which the optimizers amplify."""
         total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
@@ -275,12 +256,12 @@ class LoraTraining(unittest.TestCase):
             with self.subTest(stage=stage, muon=optimizer):
                 whole, name = wholes[optimizer], f"stage{stage}{optimizer}"
                 out = self.path(name)
-                done = parallel.run(2, *self.options(name, "--steps", 3, "--zero-stage", stage,
-                                                     *(muon if optimizer else total)))
+                done = several_ranks.run(2, *self.options(name, "--steps", 3, "--zero-stage", stage,
+                                                          *(muon if optimizer else total)))
                 self.assertEqual(done.returncode, 0, done.stderr)
                 # To the end on one rank, and from there on two.
                 self.resume(name, "--steps", 5, "--zero-stage", 0)
-                done = parallel.run(2, "--resume", "--out", out, "--steps", 6, "--zero-stage", stage)
+                done = several_ranks.run(2, "--resume", "--out", out, "--steps", 6, "--zero-stage", stage)
                 self.assertEqual(done.returncode, 0, done.stderr)
                 np.testing.assert_allclose(losses(out), losses(whole), rtol=0, atol=2e-6)
                 self.assertLessEqual(distance(tensors_of(newest(out)), tensors_of(newest(whole))), 1e-4)
@@ -290,10 +271,10 @@ class LoraTraining(unittest.TestCase):
         logits = self.logits(out)
         other, moved, converted = self.path("other"), self.path("moved"), self.path("converted")
         make_base(other, "llama", seed=2)
-        self.refused([other, "is not the base", "--base"], "logits", "--model", out, "--base", other, "--tokens", "1",
-                     "--output", self.path("x.npy"))
-        self.refused([other, "is not the base"], "convert", newest(out), self.path("x"), "--merge", "--base", other)
-        self.refused([other, "is not the base"], "train", "--resume", "--out", out, "--steps", 4, "--model", other)
+        self.refused(1, [other, "is not the base", "--base"], "logits", "--model", out, "--base", other,
+                     "--tokens", "1", "--output", self.path("x.npy"))
+        self.refused(1, [other, "is not the base"], "convert", newest(out), self.path("x"), "--merge", "--base", other)
+        self.refused(1, [other, "is not the base"], "train", "--resume", "--out", out, "--steps", 4, "--model", other)
         shutil.copytree(self.base(), moved)
         self.assertEqual(run("convert", self.base(), converted).returncode, 0)
         for base in (moved, converted):
@@ -303,8 +284,8 @@ class LoraTraining(unittest.TestCase):
         tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].copy()
         tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
         write_safetensors(os.path.join(moved, "model.safetensors"), tensors)
-        self.refused([moved, "is not the base"], "logits", "--model", out, "--base", moved, "--tokens", "1", "--output",
-                     self.path("x.npy"))
+        self.refused(1, [moved, "is not the base"], "logits", "--model", out, "--base", moved, "--tokens", "1",
+                     "--output", self.path("x.npy"))
         # So is a key of config.json that changes what the model computes, and no other.
         changed = self.path("changed")
         shutil.copytree(self.base(), changed)
@@ -319,14 +300,14 @@ class LoraTraining(unittest.TestCase):
             if words is None:
                 np.testing.assert_array_equal(self.logits(out, "--base", changed), logits)
                 continue
-            self.refused(["config.json", *words], "logits", "--model", out, "--base", changed, "--tokens", "1",
+            self.refused(1, ["config.json", *words], "logits", "--model", out, "--base", changed, "--tokens", "1",
                          "--output", self.path("x.npy"))
-            self.refused(words, "train", "--resume", "--out", out, "--steps", 4, "--model", changed)
+            self.refused(1, words, "train", "--resume", "--out", out, "--steps", 4, "--model", changed)
         config = read_json(newest(out), "adapter_config.json")
         config["base_model_name_or_path"] = self.path("gone")
         with open(os.path.join(newest(out), "adapter_config.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
-        self.refused([self.path("gone"), "--base"], "logits", "--model", out, "--tokens", "1", "--output",
+        self.refused(1, [self.path("gone"), "--base"], "logits", "--model", out, "--tokens", "1", "--output",
                      self.path("x.npy"))
         np.testing.assert_array_equal(self.logits(out, "--base", self.base()), logits)
 
@@ -367,13 +348,15 @@ class LoraTraining(unittest.TestCase):
         self.same_state(self.train("block", "--qlora", "--recompute", "block", base=base), whole)
         # The checkpoint is an adapter like any other: its base is read whole.
         self.assertEqual(self.logits(whole, "--base", base).shape[-1], VOCAB)
-        self.refused(["the LoRA adapters", "cannot change"], "train", "--resume", "--out", dense, "--steps", 8, "--qlora")
-        self.refused(["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
+        self.refused(1, ["the LoRA adapters", "cannot change"], "train", "--resume", "--out", dense, "--steps", 8,
+                     "--qlora")
+        self.refused(1, ["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
 
     def test_resume_keeps_the_adapters(self):
         out = self.train("run", "--steps", 2)
         for args in (("--lora-rank", 3), ("--lora-alpha", 3), ("--lora-targets", "q_proj"), ("--rslora",)):
-            self.refused(["the LoRA adapters", "cannot change"], "train", "--resume", "--out", out, "--steps", 4, *args)
+            self.refused(1, ["the LoRA adapters", "cannot change"], "train", "--resume", "--out", out, "--steps", 4,
+                         *args)
 
     def test_refusals(self):
         for args, words in ((("--optimizer", "muon", "--adam-weight-decay", 0.1), ["--adam-weight-decay", "freezes"]),
@@ -383,15 +366,15 @@ class LoraTraining(unittest.TestCase):
                             (("--qlora", "--zero-stage", 3), ["--qlora", "--zero-stage 0, 1 or 2"]),
                             (("--head-lr", 1e-3), ["--head-lr"]), (("--vector-lr", 1e-3), ["--vector-lr"]),
                             (("--lora-alpha", 0), ["--lora-alpha"])):
-            self.refused(words, "train", *self.options("run", *args), status=2)
+            self.refused(2, words, "train", *self.options("run", *args))
         for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
-            self.refused(["--lora-rank"], "train", *self.options("run", *args, lora=()), status=2)
-        self.refused(["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
+            self.refused(2, ["--lora-rank"], "train", *self.options("run", *args, lora=()))
+        self.refused(1, ["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
                      *self.options("run", "--lora-targets", "q_proj,lm_head"))
-        self.refused(["gpt2-tiny", "preset"], "train", *self.options("run", base="gpt2-tiny"))
+        self.refused(1, ["gpt2-tiny", "preset"], "train", *self.options("run", base="gpt2-tiny"))
         self.assertFalse(os.path.exists(self.path("run")))
         out = self.train("first", "--steps", 1)
-        self.refused([out, "is an adapter", "--merge"], "train", *self.options("run", base=out))
+        self.refused(1, [out, "is an adapter", "--merge"], "train", *self.options("run", base=out))
 
     def test_plan(self):
         plans = [json.loads(run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--recompute",

@@ -2,21 +2,18 @@
 """The CUDA driver (TRAIN_GPT) without a GPU fails with one line that names the CPU build. TRAIN_GPT_CPU is set if the driver is
 the CUDA build. A GPU of this machine is hidden, so `make test BACKEND=cuda OP=no_gpu` runs on any machine."""
 import os
-import subprocess
-import sys
 import tempfile
 import unittest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DRIVER = os.environ.get("TRAIN_GPT", "")
+from harness import ROOT, run, tokenize
+
 MODEL = os.path.join(ROOT, "dev", "fixtures", "models", "gpt2-plain")
 
 
 @unittest.skipUnless(os.environ.get("TRAIN_GPT_CPU"), "about the CUDA build (make test BACKEND=cuda)")
 class NoGpuTest(unittest.TestCase):
     def run_driver(self, *args):
-        return subprocess.run([DRIVER, *args], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=60)
+        return run(*args, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=60)
 
     def assert_refused(self, *args):
         done = self.run_driver(*args)
@@ -26,12 +23,12 @@ class NoGpuTest(unittest.TestCase):
 
     def test_commands_fail_with_one_line_that_names_the_cpu_build(self):
         with tempfile.TemporaryDirectory(prefix="train_gpt_no_gpu_") as top:
-            text, data, out = (os.path.join(top, name) for name in ("text.txt", "data", "out"))
+            text, out = (os.path.join(top, name) for name in ("text.txt", "out"))
             with open(text, "w") as file:
                 file.write("The cat sees the red stones.\n" * 400)
-            subprocess.run([sys.executable, os.path.join(ROOT, "data", "make_data.py"), "--text", text, "--tokenizer", "byte",
-                            "--val", "0.1", "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            self.assert_refused("train", "--model", "gpt2-tiny", "--data", data, "--out", out, "--steps", "2", "--seq-len", "64")
+            data = tokenize(text, os.path.join(top, "data"), "--val", "0.1")
+            self.assert_refused("train", "--model", "gpt2-tiny", "--data", data, "--out", out, "--steps", "2",
+                                "--seq-len", "64")
             self.assertFalse(os.path.exists(out), "a run that did not start left its directory")
             self.assert_refused("eval", "--model", MODEL, "--data", data)
             self.assert_refused("logits", "--model", MODEL, "--tokens", "1 2 3", "--output", os.path.join(top, "logits.npy"))

@@ -20,62 +20,14 @@ import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 
-import mpi
-import test_commands as commands
+import harness
+from harness import checkpoints, log
+from several_ranks import CUDA, ENVIRONMENT, GPUS, WHY_NOT, command, process_of_rank, run
 
-DRIVER = commands.DRIVER
-CUDA = commands.cuda()
-GPUS = mpi.gpus()
-WHY_NOT = mpi.why_not(DRIVER)
 COUNTS = (2, 4) if not CUDA or GPUS >= 4 else (2,)
 STAGES = (0, 1, 2, 3)
 SIDE_BY_SIDE = 8 if CUDA else 4  # concurrent runs: starting one takes longer than its computation
-SANITIZED = "-address" in DRIVER or "-undefined" in DRIVER
 MODEL = ["--layers", 3, "--channels", 32, "--heads", 2, "--max-positions", 64]
-ENVIRONMENT = {**os.environ, **mpi.ENVIRONMENT, "XDG_CACHE_HOME": commands.CACHE.name, "NCCL_NVLS_ENABLE": "0"}
-
-
-def command(ranks, *args):
-    train = [DRIVER, "train", *([] if "--dtype" in args or "--resume" in args else ["--dtype", "fp32"]), *map(str, args)]
-    if ranks == 1:
-        return train
-    return [*train, "--gpus", str(ranks)] if CUDA else ["mpirun", "-n", str(ranks), *train]
-
-
-def run(ranks, *args, limit=300 if SANITIZED else 120):
-    try:
-        return subprocess.run(command(ranks, *args), stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=limit,
-                              text=True, errors="replace")
-    except subprocess.TimeoutExpired as hung:
-        said = (hung.stderr or b"").decode(errors="replace")
-        raise AssertionError(f"{ranks} ranks with {args} did not end within {limit} s; their output: {said[-2000:]}") from None
-
-
-def process_of_rank(rank, parent):
-    """The process id of a rank among the descendants of a launcher."""
-    names = (f"OMPI_COMM_WORLD_RANK={rank}".encode(), f"TRAIN_GPT_RANK={rank}".encode())
-    parents = {}
-    for path in glob.glob("/proc/[0-9]*"):
-        try:
-            with open(path + "/stat", encoding="utf-8", errors="replace") as file:
-                parents[int(path[6:])] = int(file.read().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            pass  # it has ended
-    for process in parents:
-        above = process
-        while above in parents and above != parent:
-            above = parents[above]
-        try:
-            with open(f"/proc/{process}/environ", "rb") as file:
-                if above == parent and process != parent and set(names) & set(file.read().split(b"\0")):
-                    return process
-        except OSError:
-            pass
-    return None
-
-
-def log(run_dir):
-    return commands.log(run_dir)
 
 
 @unittest.skipIf(WHY_NOT, WHY_NOT)
@@ -83,7 +35,7 @@ class ParallelTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.top = tempfile.mkdtemp(prefix="train_gpt_parallel_")
-        cls.data = commands.make_data(cls.top)
+        cls.data = harness.make_data(cls.top)
         cls.runs = {}
         cls.numbers = itertools.count()
 
@@ -92,8 +44,9 @@ class ParallelTest(unittest.TestCase):
         shutil.rmtree(cls.top)
 
     def setUp(self):
-        if SANITIZED and self._testMethodName not in ("test_gradient_accumulation", "test_gradients_summed_in_16_bits",
-                                                      "test_samples_and_profile_are_printed_once"):
+        kept = ("test_gradient_accumulation", "test_gradients_summed_in_16_bits",
+                "test_samples_and_profile_are_printed_once")
+        if harness.sanitized() and self._testMethodName not in kept:
             self.skipTest("sanitizers see the same code in fewer runs")
 
     @classmethod
@@ -139,7 +92,7 @@ class ParallelTest(unittest.TestCase):
         """Expects equal bits in the checkpoints' tensors. MPI sums in rank order, and two ranks have only one order; with NCCL on more
         GPUs the order differs."""
         if not CUDA or GPUS == 2:
-            found = [commands.digests(os.path.join(run_dir, f"step_{last:08}")) for run_dir in runs]
+            found = [harness.digests(os.path.join(run_dir, f"step_{last:08}")) for run_dir in runs]
             for digests in found[1:]:
                 for name in ("model.safetensors", "state.safetensors"):
                     self.assertEqual(digests[name], found[0][name], f"{what}: {name}")
@@ -363,7 +316,8 @@ class ParallelTest(unittest.TestCase):
         files = [{name: os.path.getsize(os.path.join(run_dir, "step_00000001", name))
                   for name in os.listdir(os.path.join(run_dir, "step_00000001")) if name != "trainer.json"} for run_dir in (alone, parted)]
         self.assertEqual(*files)
-        scores = [json.loads(commands.run("eval", "--model", run_dir, "--data", self.data, "--json").stdout) for run_dir in (alone, parted)]
+        scores = [json.loads(harness.run("eval", "--model", run_dir, "--data", self.data, "--json").stdout)
+                  for run_dir in (alone, parted)]
         self.assertAlmostEqual(scores[0]["val_loss"], scores[1]["val_loss"], delta=1e-6)
         self.assertAlmostEqual(scores[1]["val_loss"], log(parted)[-1]["val_loss"], delta=1e-6)
         self.assertEqual([name for name in os.listdir(parted) if name.startswith(".")], [])
@@ -398,7 +352,7 @@ class ParallelTest(unittest.TestCase):
         self.assertEqual(process.returncode, 0, errors)
         run_dir = os.path.join(self.top, "stopped")
         last = log(run_dir)[-1]["step"]
-        self.assertEqual(commands.checkpoints(run_dir), [f"step_{last:08}"])
+        self.assertEqual(checkpoints(run_dir), [f"step_{last:08}"])
         self.assertIn(f"stopped at step {last}; ", errors)
 
     def test_ranks_leave_out_the_same_micro_steps(self):
@@ -425,7 +379,8 @@ class ParallelTest(unittest.TestCase):
                 self.assertLess(stops, 100)
                 start = command(2, "--resume", "--out", os.path.join(self.top, name), "--zero-stage", stage)
             self.assertGreater(stops, 1)
-            digests = [commands.digests(os.path.join(run_dir, "step_00000006")) for run_dir in (whole, os.path.join(self.top, name))]
+            digests = [harness.digests(os.path.join(run_dir, "step_00000006"))
+                       for run_dir in (whole, os.path.join(self.top, name))]
             self.assertEqual(*digests, f"stage {stage}")
 
     def test_run_resumes_after_a_rank_is_killed(self):
@@ -433,7 +388,7 @@ class ParallelTest(unittest.TestCase):
         run_dir = os.path.join(self.top, "killed")
         with self.start(2, "killed", "--zero-stage", 3, "--comm-timeout", 10, save_every=2) as process:
             end = time.monotonic() + 60
-            while not commands.checkpoints(run_dir):
+            while not checkpoints(run_dir):
                 self.assertLess(time.monotonic(), end, "no checkpoint is saved")
                 time.sleep(0.02)
             begin = time.monotonic()
@@ -441,7 +396,7 @@ class ParallelTest(unittest.TestCase):
             _, errors = process.communicate(timeout=60)
         self.assertNotEqual(process.returncode, 0)
         self.assertLess(time.monotonic() - begin, 30, errors)
-        last, resumed = int(commands.checkpoints(run_dir)[-1][len("step_"):]), []
+        last, resumed = int(checkpoints(run_dir)[-1][len("step_"):]), []
         for ranks in (1, COUNTS[-1]):
             resumed.append(f"{run_dir}{ranks}")
             shutil.copytree(run_dir, resumed[-1])
@@ -500,7 +455,8 @@ class ParallelTest(unittest.TestCase):
 class PlanTest(unittest.TestCase):
     def test_each_stage_shards_the_right_memory(self):
         model = ["--model", "gpt2-tiny", *MODEL, "--seq-len", 32]
-        plans = [json.loads(commands.run("plan", *model, "--world", 4, "--zero-stage", stage, "--json").stdout) for stage in STAGES]
+        plans = [json.loads(harness.run("plan", *model, "--world", 4, "--zero-stage", stage, "--json").stdout)
+                 for stage in STAGES]
         whole, parts = plans[0]["bytes"], [plan["bytes"] for plan in plans]
         self.assertEqual([plan["total_bytes"] for plan in plans], plans[0]["total_bytes_by_zero_stage"])
         for stage in STAGES:
@@ -509,9 +465,9 @@ class PlanTest(unittest.TestCase):
             self.assertEqual(parts[stage]["weights"], whole["weights"] // (4 if stage >= 3 else 1))
             self.assertEqual("gathered weights" in parts[stage], stage == 3)
             self.assertEqual("gradients in progress" in parts[stage], stage >= 2)
-        big = commands.run("plan", "--model", "llama-8B", "--world", 8, "--zero-stage", 3)  # nothing is allocated
+        big = harness.run("plan", "--model", "llama-8B", "--world", 8, "--zero-stage", 3)  # nothing is allocated
         self.assertIn("each of 8 ranks, by --zero-stage", big.stdout)
-        self.assertEqual(commands.run("plan", *model, "--zero-stage", 4).returncode, 2)
+        self.assertEqual(harness.run("plan", *model, "--zero-stage", 4).returncode, 2)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import subprocess
 import sys
 import unittest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TRAIN_GPT = os.environ.get("TRAIN_GPT", os.path.join(ROOT, "build", "cpu", "train_gpt"))
+from harness import ROOT, run
+
 FIXTURES = os.path.join(ROOT, "dev", "fixtures", "plans")
 # A plan for the GPU that is here counts what other programs have in use there.
 OF_AN_H100 = ["--gpu", "H100 80GB HBM3"]
@@ -33,10 +33,6 @@ PLANS = [
     "--model gpt2-tiny --batch-size 1 --seq-len 64 --dtype bf16",
     "--model gpt2-1558M --batch-size 4 --seq-len 1024 --dtype bf16 --inference",
 ]
-
-
-def run(*args):
-    return subprocess.run([TRAIN_GPT, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
 def plan(arguments, *more):

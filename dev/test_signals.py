@@ -9,17 +9,15 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import termios
 import time
 import unittest
 
-import test_commands as commands
-from test_commands import DRIVER, checkpoints, log, text_of
+import harness
+from harness import DRIVER, MODEL, checkpoints, cuda, digests, log, make_data, text_of, tokenize
 
-ENVIRONMENT = {**os.environ, "XDG_CACHE_HOME": commands.CACHE.name, "OMP_NUM_THREADS": "2",
-               "OMP_WAIT_POLICY": "passive"}
+ENVIRONMENT = {**harness.ENVIRONMENT, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 MICRO_STEP = 4 * 32  # tokens
 
 
@@ -28,14 +26,14 @@ class SignalsTest(unittest.TestCase):
     def setUpClass(cls):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs inherit it; nohup would have them ignore the signal
         cls.top = tempfile.mkdtemp(prefix="train_gpt_signals_")
-        cls.data = commands.make_data(cls.top)
+        cls.data = make_data(cls.top)
 
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.top)
 
     def args(self, name, *args):
-        return [DRIVER, "train", *commands.MODEL, "--data", self.data, "--out", os.path.join(self.top, name),
+        return [DRIVER, "train", *MODEL, "--data", self.data, "--out", os.path.join(self.top, name),
                 "--batch-size", "4", "--seq-len", "32", "--gemm-tune", "off", *map(str, args)]
 
     def start(self, command, **streams):
@@ -140,7 +138,7 @@ class SignalsTest(unittest.TestCase):
 
     def test_unfinished_steps_leave_no_trace(self):
         """A run that is stopped in the middle of its steps ends with the bits and the log of one that is not."""
-        micro_steps = 600 if commands.cuda() else 30  # a step takes long enough to be stopped in it
+        micro_steps = 600 if cuda() else 30  # a step takes long enough to be stopped in it
         options = ["--steps", 8, "--save-every", 3, "--eval-every", 4, "--keep", 100,
                    "--total-batch-tokens", micro_steps * MICRO_STEP]
         done = subprocess.run(self.args("whole", *options), env=ENVIRONMENT, stdin=subprocess.DEVNULL,
@@ -161,7 +159,7 @@ class SignalsTest(unittest.TestCase):
             command = [DRIVER, "train", "--out", os.path.join(self.top, "stopped"), "--resume"]
         self.assertGreater(stops, 1)
         whole, stopped = (os.path.join(self.top, name) for name in ("whole", "stopped"))
-        self.assertEqual(*(commands.digests(os.path.join(run, "step_00000008")) for run in (whole, stopped)))
+        self.assertEqual(*(digests(os.path.join(run, "step_00000008")) for run in (whole, stopped)))
         keys = ("step", "loss", "grad_norm", "lr", "val_loss")
         self.assertEqual(*([{key: line.get(key) for key in keys} for line in log(run)] for run in (whole, stopped)))
 
@@ -205,7 +203,7 @@ class SignalsTest(unittest.TestCase):
     def test_results_that_cannot_be_written(self):
         """Each fails with one line: on a full disk, and without stdout."""
         for args in (["--help"], ["train", "--help"], ["info"], ["plan", "--model", "gpt2-tiny"],
-                     ["sample", *commands.MODEL, "--random-weights", "--max-tokens", "4"]):
+                     ["sample", *MODEL, "--random-weights", "--max-tokens", "4"]):
             for target in "/dev/full", "&-":
                 done = subprocess.run(["sh", "-c", f'"$@" >{target}', "sh", DRIVER, *args], env=ENVIRONMENT,
                                       stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -271,11 +269,10 @@ class SignalsTest(unittest.TestCase):
         self.assertIn(b"no\x1b[31msuch: no such model", piped(*missing).stderr)
 
     def test_loss_tokens_are_coloured_on_a_terminal(self):
-        source, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
+        source = os.path.join(self.top, "pairs.jsonl")
         with open(source, "w") as file:
             file.write('{"prompt": "1 + 1 = ", "response": "2\\u001b[31m"}\n')
-        subprocess.run([sys.executable, os.path.join(commands.ROOT, "data", "make_data.py"), "--text", source, "--tokenizer", "byte", "--val", "0",
-                        "--out", data], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        data = tokenize(source, os.path.join(self.top, "pairs"), "--val", "0")
         shown = self.on_terminal("info", "--data", data, "--show", 1)
         self.assertIn(b"1 + 1 = \x1b[1;32m2\\x1b[31m<|endoftext|>\x1b[0m", shown)
 

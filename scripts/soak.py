@@ -25,9 +25,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev"))
-import mpi  # noqa: E402
-import test_commands as commands  # noqa: E402
-import test_parallel as parallel  # noqa: E402
+import harness  # noqa: E402
+import several_ranks  # noqa: E402
 
 STEPS, SAVE_EVERY, EVAL_EVERY = 20, 3, 2
 SEQ_LEN, BATCH, SEQUENCES = 32, 2, 24  # a step has 24 sequences, so 12 micro-steps on one rank and 4 on three
@@ -56,15 +55,15 @@ class World:
 
 
 def worlds():
-    counts = [1] if mpi.why_not(commands.DRIVER) else (1, 2, 3)
-    if parallel.CUDA:
-        counts = [n for n in (1, 2, 4, 8) if n <= max(parallel.GPUS, 1)]
+    counts = [1] if several_ranks.WHY_NOT else (1, 2, 3)
+    if several_ranks.CUDA:
+        counts = [n for n in (1, 2, 4, 8) if n <= max(several_ranks.GPUS, 1)]
     return [World(ranks, stage) for ranks in counts for stage in ((0,) if ranks == 1 else (0, 1, 2, 3))]
 
 
 def newest_step(out):
     """The step of the newest checkpoint, -1 without one."""
-    names = commands.checkpoints(out) if os.path.isdir(out) else []
+    names = harness.checkpoints(out) if os.path.isdir(out) else []
     return int(names[-1][len("step_"):]) if names else -1
 
 
@@ -86,12 +85,12 @@ class Segment:
 
     def __init__(self, world, out, arguments, limits=None, variables=None):
         self.world, self.out, self.errors = world, out, out + ".stderr"
-        self.checkpoints = set(commands.checkpoints(out)) if os.path.isdir(out) else set()
+        self.checkpoints = set(harness.checkpoints(out)) if os.path.isdir(out) else set()
         self.log = self.logged()
-        command = parallel.command(world.ranks, *arguments)
+        command = several_ranks.command(world.ranks, *arguments)
         with open(self.errors, "w") as errors:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
-                                            env={**parallel.ENVIRONMENT, **(variables or {})}, preexec_fn=limits,
+                                            env={**several_ranks.ENVIRONMENT, **(variables or {})}, preexec_fn=limits,
                                             start_new_session=True)  # a launcher may signal its process group
 
     def said(self):
@@ -115,7 +114,7 @@ class Segment:
         if phase == "save":
             return bool(glob.glob(os.path.join(self.out, ".tmp-step_*")))
         if phase == "publish":
-            return not set(commands.checkpoints(self.out)) <= self.checkpoints
+            return not set(harness.checkpoints(self.out)) <= self.checkpoints
         return self.logged() not in ("", self.log)
 
     def wait_for(self, phase):
@@ -130,7 +129,7 @@ class Segment:
         return True
 
     def process_ids(self):
-        ranks = [parallel.process_of_rank(rank, self.process.pid) for rank in range(self.world.ranks)] \
+        ranks = [several_ranks.process_of_rank(rank, self.process.pid) for rank in range(self.world.ranks)] \
             if self.world.ranks > 1 else [self.process.pid]
         return [pid for pid in ranks if pid]
 
@@ -166,7 +165,7 @@ class Round:
         world_options = ["--batch-size", BATCH, "--zero-stage", world.stage, "--steps", steps, *extra]
         if resume:
             return ["--resume", "--out", out, *world_options]
-        return [*commands.MODEL, "--data", self.campaign.data, "--out", out, "--seq-len", SEQ_LEN,
+        return [*harness.MODEL, "--data", self.campaign.data, "--out", out, "--seq-len", SEQ_LEN,
                 "--total-batch-tokens", SEQUENCES * SEQ_LEN, "--schedule", "constant", "--warmup", 2, "--keep", 2,
                 "--save-every", SAVE_EVERY, "--eval-every", EVAL_EVERY, "--gemm-tune", "off", *self.variant,
                 *world_options]
@@ -192,7 +191,7 @@ class Round:
             ends = [step for step, _ in merged[1:]] + [STEPS]
             for (step, (ranks, splits)), end in zip(merged, ends):
                 world = World(ranks, 2 if splits else 0)
-                done = parallel.run(ranks, *self.arguments(out, world, step > 0, end))
+                done = several_ranks.run(ranks, *self.arguments(out, world, step > 0, end))
                 if done.returncode:
                     raise Lost(f"a run that was left alone failed: {done.stderr[-2000:]}")
             self.campaign.expected[key] = out
@@ -201,9 +200,9 @@ class Round:
     def differences(self, out, parts):
         """What differs from the run that was left alone."""
         expected, final = self.expected(parts), f"step_{STEPS:08}"
-        found, wanted = (commands.digests(os.path.join(run, final)) for run in (out, expected))
+        found, wanted = (harness.digests(os.path.join(run, final)) for run in (out, expected))
         different = [name for name in ("model.safetensors", "state.safetensors") if found[name] != wanted[name]]
-        logged = [[(line["step"], line.get("loss"), line.get("val_loss")) for line in commands.log(run)
+        logged = [[(line["step"], line.get("loss"), line.get("val_loss")) for line in harness.log(run)
                    if "loss" in line or line["step"] % EVAL_EVERY == 0] for run in (out, expected)]
         if logged[0] != logged[1]:
             first = next((pair for pair in zip(*logged) if pair[0] != pair[1]), [len(lines) for lines in logged])
@@ -212,9 +211,9 @@ class Round:
 
     def check_checkpoints(self, at_least):
         """Every checkpoint is complete, and none that was there is lost."""
-        names = commands.checkpoints(self.out) if os.path.isdir(self.out) else []
+        names = harness.checkpoints(self.out) if os.path.isdir(self.out) else []
         for name in names:
-            info = commands.run("info", os.path.join(self.out, name), "--json")
+            info = harness.run("info", os.path.join(self.out, name), "--json")
             if info.returncode or json.loads(info.stdout)["trainer"]["step"] != int(name[len("step_"):]):
                 raise Lost(f"{name} is not complete: {info.stderr}")
         if newest_step(self.out) < at_least:
@@ -260,7 +259,7 @@ class Round:
             raise Lost(segment.said()[-2000:])
         self.check_checkpoints(before)
         if "stopped at step" in segment.said() and status == 0:  # a signal that was caught loses no step
-            logged = max((line["step"] for line in commands.log(self.out)), default=0)
+            logged = max((line["step"] for line in harness.log(self.out)), default=0)
             if newest_step(self.out) != logged:
                 raise Lost(f"it logged step {logged} and saved step {newest_step(self.out)}")
         self.say(f"{signal.Signals(number).name}{' twice' if twice else ''} to {target} in {phase}" +
@@ -279,7 +278,7 @@ class Round:
                         words = file.read().split(b"\0")
                 except OSError:
                     continue
-                if commands.DRIVER.encode() in words and any(os.fsencode(w) in words for w in (self.out, name)):
+                if harness.DRIVER.encode() in words and any(os.fsencode(w) in words for w in (self.out, name)):
                     left.append(int(path.split("/")[2]))
             if not left:
                 return
@@ -318,7 +317,7 @@ class Round:
             mounted = self.campaign.mount(self.out, size)
         if kind == "operation" or (kind == "file system" and not mounted):
             kind = "operation"
-            variables = {"LD_PRELOAD": commands.SHIM, "CRASH_SHIM_MODE": "enospc", "CRASH_SHIM_AT": str(at),
+            variables = {"LD_PRELOAD": harness.SHIM, "CRASH_SHIM_MODE": "enospc", "CRASH_SHIM_AT": str(at),
                          "CRASH_SHIM_DIR": os.path.realpath(self.out)}
         if kind == "file size":
             limits = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))  # noqa: E731
@@ -342,7 +341,7 @@ class Round:
         segment = self.start()
         came, step = segment.wait_for("step"), newest_step(self.out)
         if came:
-            second = parallel.run(1, *self.arguments(self.out, World(1, 0), step >= 0))
+            second = several_ranks.run(1, *self.arguments(self.out, World(1, 0), step >= 0))
             # It was no second run if the first had ended, or had saved its last step and given the directory back.
             if segment.process.poll() is None and f"is done: step {STEPS} of" not in second.stderr:
                 self.check_failure(second.stderr, second.returncode, "a second run")
@@ -359,7 +358,7 @@ class Round:
         copy = self.out + ".damaged"
         shutil.copytree(self.out, copy)
         name = self.random.choice(FILES)
-        path = os.path.join(copy, commands.checkpoints(copy)[-1], name)
+        path = os.path.join(copy, harness.checkpoints(copy)[-1], name)
         how = self.random.choice(("flipped bit", "cut off", "zeroed", "removed"))
         with open(path, "rb") as file:
             content = bytearray(file.read())
@@ -374,7 +373,7 @@ class Round:
             file.write(content)
         if how == "removed":
             os.remove(path)
-        done = parallel.run(1, *self.arguments(copy, World(1, 0), True))
+        done = several_ranks.run(1, *self.arguments(copy, World(1, 0), True))
         what = f"{name} {how} at {at}"
         if done.returncode:
             if any(crash in done.stderr for crash in CRASHES) or done.returncode != 1:
@@ -419,7 +418,7 @@ class Campaign:
     def __init__(self, seed, quiet):
         self.seed, self.quiet = seed, quiet
         self.top = tempfile.mkdtemp(prefix="train_gpt_soak_")
-        self.data = commands.make_data(self.top)
+        self.data = harness.make_data(self.top)
         self.worlds = worlds()
         self.expected, self.count = {}, Counter()
 
@@ -484,7 +483,7 @@ def main():
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs inherit it; nohup would have them ignore the signal
     campaign = Campaign(options.seed, options.quiet)
-    print(f"seed {options.seed}, {commands.DRIVER}, up to {campaign.worlds[-1].ranks} ranks", flush=True)
+    print(f"seed {options.seed}, {harness.DRIVER}, up to {campaign.worlds[-1].ranks} ranks", flush=True)
     sys.exit(not campaign.run(options.minutes, options.round))
 
 

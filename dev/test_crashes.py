@@ -1,0 +1,180 @@
+#!/usr/bin/env python3
+"""Runs that are killed at each file operation, full disks, limits on files and memory, a file system that hangs: every
+checkpoint is complete, and a resumed run has the same bits."""
+import os
+import re
+import shutil
+import subprocess
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+
+from harness import DRIVER, SHIM, BaseRunTest, checkpoints, cuda, digests, log, run, sanitized
+
+
+class CrashesTest(BaseRunTest):
+    def shim(self, mode, directory, n):
+        if sanitized():
+            self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
+        self.assertTrue(os.path.exists(SHIM), f"{SHIM} is not built")
+        return {"LD_PRELOAD": SHIM, "CRASH_SHIM_MODE": mode, "CRASH_SHIM_DIR": os.path.realpath(directory),
+                "CRASH_SHIM_AT": str(n)}
+
+    def break_saves(self, mode):
+        """Breaks a resumed run at its n-th file operation, for every n; then resuming must give the same result."""
+        expected = digests(os.path.join(self.base, "step_00000008"))
+        # Step 6 is written in the background.
+        args = ["--resume", "--eval-every", 8, "--save-every", 2, "--on-save-error", "stop"]
+
+        def broken_at(n):
+            run_dir = self.copy_with_checkpoint(f"{mode}_{n}", 4)
+            done = run("train", "--out", run_dir, *args, env=self.shim(mode, run_dir, n))
+            if done.returncode == 0:
+                return False
+            if mode == "enospc":
+                self.assertEqual(done.returncode, 1, done.stderr)
+                last = done.stderr.rstrip("\n").split("\n")[-1]
+                self.assertIn("No space left on device", last)
+                self.assertIn(run_dir, last)
+            for name in checkpoints(run_dir):  # every checkpoint is complete
+                info = run("info", os.path.join(run_dir, name), "--json")
+                self.assertEqual(info.returncode, 0, info.stderr)
+            self.assertIn("step_00000004", checkpoints(run_dir))
+            if mode == "enospc":
+                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name], "half-written files are left")
+            if n % 8 == 1 or "step_00000008" in checkpoints(run_dir):  # resuming takes long, so not after every failure
+                again = run("train", "--out", run_dir, *args)
+                self.assertEqual(again.returncode, 0, again.stderr)
+                self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), expected)
+                self.assertFalse([name for name in os.listdir(run_dir) if "tmp" in name],
+                                 "temporary files of a killed run are left")
+            shutil.rmtree(run_dir)
+            return True
+
+        at_once = os.cpu_count()
+        broken = []
+        with ThreadPoolExecutor(at_once) as pool:
+            while all(broken):
+                self.assertLess(len(broken), 2000)
+                broken += pool.map(broken_at, range(len(broken) + 1, len(broken) + 1 + at_once))
+        operations = broken.index(False)
+        self.assertFalse(any(broken[operations:]), "a run failed after one that succeeded")
+        self.assertGreater(operations, 10)
+
+    def test_kill_at_every_file_operation(self):
+        self.break_saves("kill")
+
+    def test_full_disk_at_every_file_operation(self):
+        self.break_saves("enospc")
+
+    def test_a_save_that_fails_does_not_stop_the_run(self):
+        """A full disk at operations of a save in the background."""
+        def run_with(n, *args):
+            run_dir = self.copy_with_checkpoint(f"goes_on_{n}", 4)
+            done = run("train", "--out", run_dir, "--resume", "--eval-every", 8, "--save-every", 2, *args,
+                       env=self.shim("enospc", run_dir, n))
+            left = [name for name in os.listdir(run_dir) if "tmp" in name]
+            return done, checkpoints(run_dir), left
+        failed = 0
+        for n in range(2, 40, 3):
+            done, saved, left = run_with(n)
+            if "the checkpoint of step 6 failed: " in done.stderr:
+                failed += 1
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertRegex(done.stderr, "step 6 failed: .*No space left on device; free some disk space; "
+                                              "the run goes on\n")
+                self.assertEqual((saved, left), (["step_00000004", "step_00000008"], []))
+                self.assertEqual(log(os.path.join(self.top, f"goes_on_{n}"))[-1]["step"], 8)
+            shutil.rmtree(os.path.join(self.top, f"goes_on_{n}"))
+        self.assertGreater(failed, 3)
+
+    def test_free_space_is_checked_before_a_save(self):
+        if os.geteuid() != 0:
+            self.skipTest("mounting a small file system needs root")
+        out = os.path.join(self.top, "small_disk")
+        os.makedirs(out)
+        mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "none", out]
+        if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+            self.skipTest("tmpfs cannot be mounted here")
+        try:
+            done = run(*self.train_args("small_disk", "--steps", 8, "--save-every", 3))
+            self.assertEqual(done.returncode, 1, done.stderr)
+            message = (r"small_disk/step_0000000\d: a checkpoint takes \S+ KiB and \S+ KiB of the disk are free; "
+                       "free some disk space")
+            for step in 3, 6:
+                self.assertRegex(done.stderr, f"the checkpoint of step {step} failed: .*{message}; the run goes on")
+            self.assertRegex(done.stderr.splitlines()[-1], f"^train_gpt: train: .*{message}$")
+            self.assertEqual(sorted(os.listdir(out)), ["log.jsonl", "run.toml"])
+            self.assertEqual(log(out)[-1]["step"], 8)
+        finally:
+            subprocess.run(["umount", out], check=True)
+
+    def test_limit_on_file_sizes(self):
+        def limited(*args):
+            return subprocess.run(["bash", "-c", 'ulimit -f 20; exec "$@"', "limited", DRIVER, *map(str, args)],
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        before, out = sorted(os.listdir(self.top)), os.path.join(self.top, "small_files")
+        done = limited(*self.train_args("small_files", "--steps", 2))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        message = r"model\.safetensors: cannot write: File too large; raise the limit on file sizes \(ulimit -f\)$"
+        self.assertRegex(done.stderr.splitlines()[-1], message)
+        self.assertEqual(sorted(os.listdir(out)), ["log.jsonl", "run.toml"])
+        shutil.rmtree(out)
+        for args in (["convert", self.base, out], ["convert", self.base, out + ".bin"],
+                     ["logits", "--model", self.base, "--tokens", "1 " * 60, "--output", out + ".npy"]):
+            done = limited(*args)
+            self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+            self.assertIn("ulimit -f", done.stderr)
+            self.assertEqual(sorted(os.listdir(self.top)), before)
+
+    def test_too_little_memory_for_a_snapshot(self):
+        """The run says so and waits for each save; its checkpoints are the same."""
+        if cuda() or sanitized():
+            self.skipTest("CUDA and the address sanitizer reserve more address space than any limit leaves")
+        env = {**os.environ, "OMP_NUM_THREADS": "2"}  # each thread reserves address space
+
+        def limited(name, kilobytes):
+            args = self.train_args(name, "--model", "gpt2-tiny", "--layers", 12, "--channels", 256, "--save-every", 1,
+                                   "--steps", 2)
+            return subprocess.run(["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "limited", DRIVER,
+                                   *map(str, args)],
+                                  env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+        # 9.6 million weights: 150 MiB and a snapshot of 110 MiB, and what libraries and threads reserve of the address
+        # space.
+        outcomes = set()
+        for kilobytes in range(300000, 1000000, 25000):
+            done = limited(f"memory_{kilobytes}", kilobytes)
+            if done.returncode or "the checkpoint of step 1 failed: " in done.stderr:  # the limit is too low for a save
+                continue
+            waits = "training waits while a checkpoint is written" in done.stderr
+            saved = checkpoints(os.path.join(self.top, f"memory_{kilobytes}"))
+            self.assertEqual(saved, ["step_00000001", "step_00000002"])
+            outcomes.add(waits)
+            if not waits:
+                break
+        self.assertEqual(len(outcomes), 2, outcomes)
+
+    def test_step_timeout(self):
+        """A process that hangs ends with one line that names the phase. Here the file system hangs."""
+        if sanitized():
+            self.skipTest("a preloaded library and the sanitizers' run-time don't mix")
+        out = os.path.join(self.top, "hangs")
+        env = {"LD_PRELOAD": SHIM, "CRASH_SHIM_DIR": out, "CRASH_SHIM_MODE": "hang"}
+        phases = set()
+        for call in (6, 8, 12):
+            shutil.rmtree(out, ignore_errors=True)
+            args = self.train_args("hangs", "--steps", 4, "--save-every", 2, "--eval-every", 0, "--step-timeout", 4)
+            done = run(*args, env={**env, "CRASH_SHIM_AT": str(call)})
+            self.assertEqual(done.returncode, 1, (call, done.stderr))
+            last = done.stderr.splitlines()[-1]
+            found = re.fullmatch(r"train_gpt: train: no progress for 4 s in step (\d) \(([a-z. ]+)\) "
+                                 rf"\(--step-timeout\); 'train --resume --out {out}' continues from the last "
+                                 "checkpoint", last)
+            self.assertTrue(found, (call, last))
+            phases.add(found.group(2))
+        self.assertEqual(phases, {"writing log.jsonl", "saving a checkpoint"})
+        shutil.rmtree(out)
+        self.assertEqual(run(*self.train_args("hangs", "--steps", 2, "--step-timeout", 60)).returncode, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,165 @@
+#!/usr/bin/env python3
+"""Training on prompts with responses: loss tokens, packed examples, samples for given prompts."""
+import json
+import os
+import shutil
+import struct
+import unittest
+
+from harness import MODEL, BaseRunTest, digests, log, losses, run, text_of, tokenize
+
+
+class FinetuningTest(BaseRunTest):
+    def make_examples(self, name, examples, *options):
+        """A data set of (prompt, response) in byte tokens: an example has one token more than its text."""
+        path = os.path.join(self.top, name + ".jsonl")
+        with open(path, "w") as file:
+            file.writelines(json.dumps({"prompt": prompt, "response": response}) + "\n"
+                            for prompt, response in examples)
+        return tokenize(path, os.path.join(self.top, name), *options)
+
+    def test_prompts_are_not_loss_tokens(self):
+        # All training sequences hold the same 32 tokens and every third one is a prompt: the loss tokens have the mean
+        # loss and the mean gradient of a run in which all tokens are loss tokens.
+        T, sequences = 32, 60
+        tokens = [(7 * i * i + 3) % 50 for i in range(T)] * sequences + [3]
+        runs = {}
+        for name in ("all", "some"):
+            data = os.path.join(self.top, "repeated_" + name)
+            os.mkdir(data)
+            header = lambda magic: struct.pack("<3i", magic, 1, len(tokens)).ljust(1024, b"\0")
+            with open(os.path.join(data, "train_000000.bin"), "wb") as file:
+                file.write(header(20240520) + struct.pack(f"<{len(tokens)}H", *tokens))
+            if name == "some":
+                with open(os.path.join(data, "train_000000.mask"), "wb") as file:
+                    file.write(header(20261121) + bytes(int((i - 1) // T % 3 != 0) for i in range(len(tokens))))
+            for micro in (1, 4):
+                out = os.path.join(self.top, f"repeated_{name}_{micro}")
+                # In fp32: the rounding of bf16 differs between micro-batches.
+                done = run("train", *MODEL, "--dtype", "fp32", "--vocab-size", 50, "--data", data, "--out", out,
+                           "--steps", 8, "--seq-len", T, "--batch-size", 4 // micro, "--total-batch-tokens", 4 * T,
+                           "--lr", "1e-3", "--grad-clip", 0.5, "--save-every", 0)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                runs[name, micro] = log(out)
+        for key, lines in runs.items():
+            for line, reference in zip(lines, runs["all", 1]):
+                self.assertAlmostEqual(line["loss"] / reference["loss"], 1, delta=1e-5, msg=key)
+                self.assertAlmostEqual(line["grad_norm"] / reference["grad_norm"], 1, delta=1e-4, msg=key)
+        self.assertLess(runs["some", 1][-1]["loss"], runs["some", 1][0]["loss"] - 0.05)
+
+        # From JSONL: the loss tokens are those of the responses.
+        path, data = os.path.join(self.top, "pairs.jsonl"), os.path.join(self.top, "pairs")
+        with open(path, "w") as file:
+            for i in range(200):
+                a, b = i % 10, i // 10 % 10
+                file.write(json.dumps({"prompt": f"{a} + {b} = ", "response": str(a + b)}) + "\n")
+        tokenize(path, data, "--val", "0.2")
+        with open(os.path.join(data, "meta.json")) as file:
+            meta = json.load(file)
+        info = json.loads(run("info", data, "--json").stdout)
+        self.assertEqual(info["val"]["loss_tokens"], meta["val"]["loss_tokens"])
+        scores = json.loads(run("eval", "--model", self.base, "--data", data, "--json").stdout)
+        self.assertEqual(scores["tokens"], meta["val"]["loss_tokens"])
+        self.assertIsNone(scores["bits_per_byte"])
+
+    def test_packed_examples(self):
+        examples = [(f"{i} + {i * 7 % 30} = ", str(i + i * 7 % 30) + "." * (i * i % 17)) for i in range(300)]
+        data = self.make_examples("sums", examples, "--val", "0.2")
+        args = ["--data", data, "--seq-len", 48, "--batch-size", 2, "--save-every", 4]
+        run_dir = self.train("packed", *args, "--steps", 8)
+        self.assertIn('pack="examples"', text_of(os.path.join(run_dir, "run.toml")))
+        trainer = json.loads(text_of(os.path.join(run_dir, "step_00000008", "trainer.json")))
+        self.assertEqual(trainer["pack"], "examples")
+        self.assertLess(losses(run_dir)[8], losses(run_dir)[1])
+        done = run(*self.train_args("packed_again", *args, "--steps", 1))
+        self.assertRegex(done.stderr, r"training tokens: 2\d\d examples in \d+ training sequences "
+                                      r"\(\d\.\d% padding, 0 longer")
+        # Resumed, and in micro-steps of one sequence: the same examples.
+        whole = digests(os.path.join(run_dir, "step_00000008"))
+        shutil.rmtree(os.path.join(run_dir, "step_00000008"))
+        self.assertEqual(run("train", "--resume", "--out", run_dir).returncode, 0)
+        self.assertEqual(digests(os.path.join(run_dir, "step_00000008")), whole)
+        micro = self.train("packed_micro", *args[:4], "--batch-size", 1, "--total-batch-tokens", 96, "--steps", 8)
+        for step, loss in losses(run_dir).items():
+            self.assertAlmostEqual(losses(micro)[step] / loss, 1, delta=2e-5)
+        self.refused(1, ["--resume: --pack was examples", "cannot change"], "train", "--resume", "--out", run_dir,
+                     "--pack", "none", "--steps", 9)
+        # The same loss at the end of training as by the command, in one order as in another.
+        val = [line["val_loss"] for line in log(run_dir) if "val_loss" in line][-1]
+        for options in ([], ["--seq-len", 64], ["--batch-size", 1]):
+            score = json.loads(run("eval", "--model", run_dir, "--data", data, "--json", *options).stdout)
+            self.assertAlmostEqual(score["val_loss"] / val, 1, delta=1e-5)
+        self.assertFalse(os.path.exists(os.path.join(self.top, "nothing")))
+        for words, options in (
+            (["of 2", "examples are longer than --seq-len 16; raise it (the longest needs 3"], ["--seq-len", 16]),
+            (["--document-mask: packed examples"], ["--document-mask"]),
+            (["--pack examples: ", "is text, without examples"], ["--data", self.data, "--pack", "examples"]),
+        ):
+            kept = [x for key, value in zip(args[::2], args[1::2]) if key not in options for x in (key, value)]
+            self.refused(1, words, *self.train_args("nothing", "--steps", 1, *kept, *options))
+        skipped = run(*self.train_args("skipped", *args[:2], "--seq-len", 16, "--too-long", "skip", "--steps", 1))
+        self.assertRegex(skipped.stderr, r"padding, 1\d\d longer examples left out\)")
+        cut = run(*self.train_args("cut", *args, "--pack", "none", "--steps", 1))
+        self.assertRegex(cut.stderr, r"training sequences \(\d+ tokens at the end left out\)")
+
+    def test_evaluation_of_packed_examples_is_that_of_each_alone(self):
+        examples = [(f"{i:02} times {i * 7 % 30:02} is ", f"{i * (i * 7 % 30):04}") for i in range(60)]
+        data = self.make_examples("alone", examples, "--val", "0.5")
+        scores = [json.loads(run("eval", "--model", self.base, "--data", data, "--json", "--seq-len", n).stdout)
+                  for n in (19, 20, 37, 38, 64)]
+        self.assertEqual(scores[0]["tokens"], 30 * 5)
+        for score in scores:  # 19: each alone; 38 and more: two or three in a sequence
+            self.assertEqual(score["tokens"], scores[0]["tokens"])
+            self.assertAlmostEqual(score["val_loss"] / scores[0]["val_loss"], 1, delta=1e-6)
+        done = run("eval", "--model", self.base, "--data", data, "--seq-len", 18, "--too-long", "skip")
+        self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+        self.assertIn("none of 30 examples fits into --seq-len 18; raise it (the longest needs 19)", done.stderr)
+
+    def test_info_shows_examples_with_their_loss_tokens(self):
+        data = self.make_examples("shown", [("1 + 1 = ", "2"), ("[4] / 2 = ", "[2]"), ("3 = ", "3")], "--val", "0")
+        done = run("info", "--data", data, "--show", 2)
+        self.assertEqual(done.stdout, "--- example 1: 10 tokens, 2 of them loss tokens\n"
+                                      "1 + 1 = [2<|endoftext|>]\n"
+                                      "--- example 2: 14 tokens, 4 of them loss tokens\n"
+                                      "[4] / 2 = [[2]<|endoftext|>]\n", done.stderr)
+        lines = [json.loads(line) for line in run("info", data, "--show", 9, "--json").stdout.splitlines()]
+        self.assertEqual(len(lines), 3)
+        parts = [{"loss": False, "text": "1 + 1 = "}, {"loss": True, "text": "2<|endoftext|>"}]
+        self.assertEqual(lines[0], {"tokens": 10, "loss_tokens": 2, "parts": parts})
+        self.refused(1, ["is text, in which every token is a loss token"], "info", "--data", self.data, "--show", 1)
+        self.refused(2, ["--show", "--data"], "info", "--show", 1)
+        os.remove(os.path.join(data, "tokenizer.json"))
+        self.refused(1, ["no tokenizer.json"], "info", data, "--show", 1)
+
+    def test_sample_prompts(self):
+        """Answers to given prompts while training: on the screen and in the log, the same in each run."""
+        data = self.make_examples("asked", [(f"{i} = ", str(i)) for i in range(100)], "--val", "0")
+        prompts = os.path.join(self.top, "prompts.txt")
+        with open(prompts, "w") as file:
+            file.write("7 = \n---\nsecond\nline\n")
+        args = ["--data", data, "--seq-len", 48, "--batch-size", 2, "--steps", 4, "--sample-prompts", prompts]
+        done = run(*self.train_args("asked_run", *args, "--sample-every", 2))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for step in (2, 4):
+            self.assertIn(f"step {step}  prompt: 7 = \n  response: ", done.stderr)
+        self.assertIn("  prompt: second\nline\n  response: ", done.stderr)
+        lines = log(os.path.join(self.top, "asked_run"))
+        samples = [line["samples"] for line in lines if "samples" in line]
+        self.assertEqual([[sample["prompt"] for sample in entry] for entry in samples], [["7 = ", "second\nline"]] * 2)
+        self.assertNotEqual(samples[0][0]["text"], samples[0][1]["text"])
+        # Resumed: the prompts of run.toml, the same samples.
+        resumed = os.path.join(self.top, "asked_run")
+        self.assertEqual(run("train", "--resume", "--out", resumed, "--steps", 6).returncode, 0)
+        self.assertEqual([line["samples"] for line in log(resumed) if "samples" in line][:2], samples)
+        self.assertEqual([line["step"] for line in log(resumed) if "samples" in line], [2, 4, 6])
+        with open(prompts, "w") as file:
+            file.write("x" * 49)
+        self.refused(1, ["prompt 1 of", "has 49 tokens, more than --seq-len 48"],
+                     *self.train_args("nothing", *args, "--sample-every", 1))
+        self.refused(2, ["--sample-prompts", "add --sample-every"], *self.train_args("nothing", *args))
+        missing = os.path.join(self.top, "missing")
+        self.refused(1, [missing], *self.train_args("nothing", *args[:-1], missing, "--sample-every", 1))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""`info`, `plan` and --help, and commands that a launcher starts."""
+import json
+import os
+import shutil
+import unittest
+
+from harness import MODEL, BaseRunTest, run
+
+
+class InfoTest(BaseRunTest):
+    def test_plan_and_info(self):
+        plan = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--json").stdout)
+        self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
+        less = run("plan", *MODEL, "--batch-size", 4, "--seq-len", 32, "--recompute", "block", "--json")
+        self.assertLess(json.loads(less.stdout)["bytes"]["activations"], plan["bytes"]["activations"])
+        generate = json.loads(run("plan", *MODEL, "--batch-size", 4, "--seq-len", 64, "--generate", "--json").stdout)
+        # k and v, layers, sequences, tokens, channels, bytes
+        self.assertEqual(generate["bytes"]["KV cache"], 2 * 2 * 4 * 64 * 32 * 4)
+        self.assertEqual(generate["total_bytes"], sum(generate["bytes"].values()))
+        plain, verbose = (run("plan", *MODEL, "--seq-len", 32, *args).stdout for args in ([], ["--verbose"]))
+        self.assertIn("largest activations", plain)
+        self.assertNotIn("phases", plain)
+        self.assertRegex(verbose, r"layers\.0\.fc .* phases \d+ to \d+\n")
+        self.assertRegex(verbose, r"scalars .* phases 0 to \d+\n")
+        big = run("plan", "--model", "llama-8B", "--batch-size", 64, "--seq-len", 8192)  # nothing is allocated
+        self.assertEqual(big.returncode, 0, big.stderr)
+        build = json.loads(run("info", "--json").stdout)
+        self.assertIn(build["backend"], ("cpu", "cuda"))
+        self.assertEqual(build.get("gpus", 0) > 0, build["backend"] == "cuda")
+        self.assertRegex(build["regex"], r"^PCRE2 10\.\d+, Unicode \d")
+        self.assertRegex(build["unicode"], r"^utf8proc \d+\.\d+\.\d+, Unicode \d")
+        info = json.loads(run("info", self.base, "--json").stdout)
+        self.assertEqual(info["trainer"]["step"], 8)
+        self.assertEqual(info["config"]["n_layer"], 2)
+        tokens = json.loads(run("info", os.path.join(self.data, "val_000000.bin"), "--json").stdout)
+        self.assertLess(tokens["largest_token"], 257)
+        only_val = os.path.join(self.top, "val [only]")
+        shutil.copytree(self.data, only_val, ignore=shutil.ignore_patterns("train_*"))
+        info = json.loads(run("info", only_val, "--json").stdout)
+        self.assertEqual((info["kind"], "train" in info, info["val"]["tokens"]), ("data", False, tokens["tokens"]))
+
+    def test_paths_that_are_no_utf8(self):
+        model = os.path.join(self.top, os.fsdecode(b"caf\xe9"))
+        shutil.copytree(os.path.join(self.base, "step_00000008"), model)
+        self.assertIn("caf", json.loads(run("info", model, "--json").stdout)["directory"])
+        self.assertIn("directory " + self.top, run("info", model).stdout)
+
+    def test_help_lists_every_option(self):
+        overview = run("--help").stdout
+        for command in ("train", "eval", "sample", "chat", "logits", "plan", "convert", "info"):
+            self.assertIn(command, overview)
+            done = run(command, "--help")
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+        text = run("train", "--help").stdout
+        with open(os.path.join(self.base, "run.toml")) as file:
+            options = [line.split("=")[0] for line in file if "=" in line]
+        self.assertGreater(len(options), 20)
+        for option in options:
+            self.assertIn("--" + option, text)
+
+    def test_commands_of_one_process_refuse_a_launcher(self):
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": "29500"}
+        for command in ("eval", "sample", "chat", "logits", "convert"):
+            with self.subTest(command):
+                done = run(command, env=ranks)
+                self.assertEqual((done.returncode, done.stdout), (1, ""))
+                self.assertEqual(done.stderr, f"train_gpt: {command}: torchrun started 2 processes, but only train "
+                                 "divides its work among processes; start one process of this command\n")
+        self.assertEqual(run("info", env=ranks).returncode, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()

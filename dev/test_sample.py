@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""`sample`: seeds, stops, filters, batches, models without text for some ids."""
+import json
+import os
+import unittest
+
+from harness import BaseRunTest, run
+
+
+class SampleTest(BaseRunTest):
+    def test_sample(self):
+        args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 20, "--ignore-eos",
+                "--num-samples", 2]
+        first, again, other = run(*args), run(*args), run(*args, "--seed", 7)
+        self.assertEqual(first.returncode, 0, first.stderr)
+        self.assertEqual(first.stdout, again.stdout)
+        self.assertNotEqual(first.stdout, other.stdout)
+        texts = first.stdout.split("\n---\n")
+        self.assertEqual(len(texts), 2)
+        self.assertNotEqual(texts[0], texts[1].rstrip("\n"))
+        self.assertTrue(all(text.startswith("The ") for text in texts))
+        greedy = json.loads(run(*args[:-2], "--temperature", 0, "--json").stdout)["samples"][0]
+        self.assertEqual(len(greedy["tokens"]), 20)
+        self.assertEqual(greedy["finish"], "length")
+        stop = greedy["text"][5:7]
+        stopped = json.loads(run(*args[:-2], "--temperature", 0, "--json", "--stop", stop).stdout)["samples"][0]
+        self.assertEqual(stopped["text"], greedy["text"][:greedy["text"].index(stop)])
+        self.assertEqual(stopped["finish"], "stop")
+        # Past the position table it slides.
+        beyond = run("sample", "--model", self.base, "--max-tokens", 80, "--ignore-eos")
+        self.assertEqual(beyond.returncode, 0, beyond.stderr)
+
+    def test_sample_a_batch(self):
+        """Prompts of a file run as a batch and give the same completions as each alone."""
+        prompts = ["The ", "It was a", "x", "And then he"]
+        path = os.path.join(self.top, "prompts.txt")
+        with open(path, "w") as file:
+            file.write("\n---\n".join(prompts) + "\n")
+        args = ["sample", "--model", self.base, "--max-tokens", 12, "--ignore-eos", "--temperature", 0]
+        together = run(*args, "--prompt-file", path).stdout
+        alone = "---\n".join(run(*args, "--prompt", prompt).stdout for prompt in prompts)
+        self.assertEqual(together, alone)
+        two_at_a_time = run(*args, "--prompt-file", path, "--batch-size", 2)
+        self.assertEqual(two_at_a_time.stdout, alone)
+        self.assertIn("tokens/s", two_at_a_time.stderr)
+
+    def test_sample_filters(self):
+        args = ["sample", "--model", self.base, "--prompt", "The ", "--max-tokens", 16, "--ignore-eos"]
+        greedy = run(*args, "--temperature", 0).stdout
+        for one in (["--top-k", 1], ["--top-p", "0.000001"], ["--min-p", 1]):
+            self.assertEqual(run(*args, *one).stdout, greedy, one)
+        self.assertNotEqual(run(*args, "--temperature", 0, "--repeat-penalty", 50).stdout, greedy)
+        sample = json.loads(run(*args, "--top-p", "0.9", "--logprobs", "--json").stdout)["samples"][0]
+        self.assertEqual(len(sample["logprobs"]), 16)
+        self.assertTrue(all(p < 0 for p in sample["logprobs"]))
+        lines = run(*args, "--logprobs", "--temperature", 0).stdout.splitlines()
+        self.assertEqual(len(lines[-1].split(" ", 2)), 3)
+        stopped = json.loads(run(*args, "--context", 8, "--context-full", "stop", "--json").stdout)["samples"][0]
+        self.assertEqual((stopped["finish"], len(stopped["tokens"])), ("context", 5))
+        slid = json.loads(run(*args, "--context", 8, "--keep-tokens", 2, "--json").stdout)["samples"][0]
+        self.assertEqual((slid["finish"], len(slid["tokens"])), ("length", 16))
+
+    def test_random_weights(self):
+        done = run("sample", "--model", "gpt2-tiny", "--random-weights", "--max-tokens", 4)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(len(done.stdout.split()), 4)
+
+    def test_vocabulary_larger_than_the_tokenizer_s(self):
+        # An untrained model mostly samples ids that the tokenizer does not have: they have no text.
+        other = self.train("padded", "--steps", 2, "--vocab-size", 8000, "--sample-every", 1)
+        done = run("sample", "--model", other, "--max-tokens", 20, "--ignore-eos", "--temperature", 10)
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
