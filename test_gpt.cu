@@ -4,7 +4,7 @@
 //     build/cpu/test_gpt [FIXTURE ...]  prints them; by default of a GPT-2 and a LLaMA
 //
 // A fixture of dev/fixtures/models is a tiny model as transformers saves it, with what PyTorch computes from it in
-// float64 (scripts/make_reference.py). For each, in fp32 and on a GPU in bf16 too, the driver's model must have
+// float64 (dev/peers/make_reference.py). For each, in fp32 and on a GPU in bf16 too, the driver's model must have
 //
 //     1. PyTorch's logits and loss,
 //     2. its gradient of every parameter,
@@ -21,10 +21,10 @@
 #include <cstring>
 #include <filesystem>
 
-#include "dev/batches.h"
-#include "dev/fixtures.h"
-#include "dev/saved_state.h"
-#include "dev/vectors.h"
+#include "dev/tests/batches.h"
+#include "dev/tests/fixtures.h"
+#include "dev/tests/saved_state.h"
+#include "dev/tests/vectors.h"
 #include "driver/inference.h"
 #include "model.h"
 

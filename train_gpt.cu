@@ -30,7 +30,7 @@
 #include "kernels/softcap.h"
 #include "models/family.h"
 #include "runtime/files/files.h"
-#include "runtime/model/heads.h"
+#include "runtime/model/head_views.h"
 #include "runtime/signals.h"
 
 // --------------------------------------------------------------------------------------------------------------------

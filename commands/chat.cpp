@@ -4,7 +4,7 @@
 
 #include "commands/cli.h"
 #include "driver/inference.h"
-#include "infer/chat.h"
+#include "infer/conversation.h"
 #include "infer/prompts.h"
 #include "infer/sample_output.h"
 #include "kernels/generation/read_bandwidth.h"

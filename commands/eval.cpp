@@ -10,7 +10,7 @@
 #include "driver/inference.h"
 #include "driver/train_setup.h"
 #include "infer/prompts.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 
 namespace {

@@ -1,6 +1,6 @@
 // The program: its commands by name.
 #include "commands/commands.h"
-#include "runtime/communication/launch.h"
+#include "runtime/communication/launcher.h"
 #include "runtime/limits.h"
 #include "runtime/signals.h"
 

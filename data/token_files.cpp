@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "data/tokenizer.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/text.h"
 

@@ -4,7 +4,7 @@
 #include "infer/generate.h"
 #include "infer/prompts.h"
 #include "model.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 
 Evaluation evaluate(const Context& ctx, const Model& model, const Activations& acts, const TokenFiles& files,
                     const Packing* packing, int32_t end_of_text, int64_t limit, int64_t split_bytes,

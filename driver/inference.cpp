@@ -3,8 +3,8 @@
 #include <iostream>
 
 #include "driver/matmul_cache.h"
-#include "runtime/device/convert.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/device/convert_dtype.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/model/initialise.h"
 
 namespace {

@@ -8,8 +8,8 @@
 
 #include "models/lora.h"
 #include "models/model_source.h"
-#include "runtime/communication/launch.h"
-#include "runtime/device/fp8.h"
+#include "runtime/communication/launcher.h"
+#include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"

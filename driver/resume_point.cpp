@@ -3,11 +3,11 @@
 #include <filesystem>
 
 #include "kernels/global_norm.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/text.h"
 
 namespace {

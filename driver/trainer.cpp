@@ -14,7 +14,7 @@
 #include "models/lora_adapter.h"
 #include "models/model_source.h"
 #include "runtime/device/gpu_table.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
 #include "runtime/model/initialise.h"
 

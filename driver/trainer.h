@@ -7,7 +7,7 @@
 #include "data/tokenizer.h"
 #include "driver/train_setup.h"
 #include "model.h"
-#include "parallel/checkpoint.h"
+#include "parallel/checkpoint_saver.h"
 #include "runtime/files/log.h"
 #include "runtime/watchdog.h"
 

@@ -8,7 +8,7 @@
 #include "kernels/cross_entropy.h"
 #include "kernels/embedding.h"
 #include "kernels/generation/decode_attention.h"
-#include "kernels/generation/kv_cache.h"
+#include "kernels/generation/kv_write.h"
 #include "kernels/layernorm.h"
 #include "kernels/linear_attention/decay_gate.h"
 #include "kernels/linear_attention/linear_attention.h"
@@ -17,7 +17,7 @@
 #include "kernels/rmsnorm.h"
 #include "kernels/rope.h"
 #include "kernels/softcap.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 
 namespace {
 

@@ -33,7 +33,7 @@
 #include "kernels/generation/decode_step.h"
 #include "kernels/generation/sampling.h"
 #include "runtime/device/staging.h"
-#include "runtime/model/heads.h"
+#include "runtime/model/head_views.h"
 
 struct EngineOptions {
     int64_t slots = 1;          // largest batch size: sequences that generate at the same time

@@ -1,9 +1,9 @@
 #include "kernels/accumulate.h"
 
 #include "kernels/accumulate_check.h"
+#include "kernels/cpu/bf16_elements.h"
 #include "kernels/cpu/cpu_loops.h"
-#include "kernels/cpu/stochastic_rounding.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 
 namespace {
 

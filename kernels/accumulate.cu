@@ -4,7 +4,7 @@
 
 #include "kernels/accumulate_check.h"
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/param_update.cuh"
+#include "kernels/cuda/param_update_tiles.cuh"
 
 namespace {
 

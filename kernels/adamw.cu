@@ -1,4 +1,4 @@
-// AdamW over an arena in one launch (kernels/cuda/param_update.cuh).
+// AdamW over an arena in one launch (kernels/cuda/param_update_tiles.cuh).
 //
 //   shared memory    36 B (the factors of the update)
 //   registers        48
@@ -6,7 +6,7 @@
 #include "kernels/adamw.h"
 
 #include "kernels/adamw_check.h"
-#include "kernels/cuda/param_update.cuh"
+#include "kernels/cuda/param_update_tiles.cuh"
 
 namespace {
 

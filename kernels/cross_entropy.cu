@@ -16,7 +16,7 @@
 
 #include "kernels/cross_entropy_check.h"
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/cuda/softcap.cuh"
+#include "kernels/cuda/softcap_values.cuh"
 #include "kernels/softcap.h"
 
 namespace {

@@ -15,7 +15,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
-#include "runtime/model/softcap.h"
+#include "runtime/model/softcap_config.h"
 
 constexpr int32_t IGNORE_TARGET = -1;
 

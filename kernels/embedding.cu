@@ -15,8 +15,8 @@
 #include <cub/device/device_radix_sort.cuh>
 
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/launch_shapes.h"
 #include "kernels/cuda/pdl.cuh"
-#include "kernels/cuda/scratch.h"
 
 namespace {
 
@@ -238,7 +238,8 @@ void scatter_add(const char* op, const Tables& tables, const Tensor& dout, const
     size_t sort_bytes = 0;
     sort(nullptr, sort_bytes);
     require(int64_t(sort_bytes) <= gpu_scratch::embedding_sort(2 * N), op, ": the sort of ", entries,
-            " entries asks for ", sort_bytes, " bytes, more than embedding_sort() plans (kernels/cuda/scratch.h)");
+            " entries asks for ", sort_bytes,
+            " bytes, more than embedding_sort() plans (kernels/cuda/launch_shapes.h)");
     sort(s.sort, sort_bytes);
     dispatch_dtype(op, dout.dtype, [&](auto zero) {
         using T = decltype(zero);

@@ -1,4 +1,4 @@
-// Quantisation to fp8 (runtime/device/fp8.h) for matmuls of 8-bit operands (matmul_fp8.h).
+// Quantisation to fp8 (runtime/device/fp8_codes.h) for matmuls of 8-bit operands (matmul_fp8.h).
 //
 //   rows[n, c] = columns[c, n] = fp8(y[n, c]·scale),   amax = max(amax, max |y|)
 //
@@ -14,7 +14,7 @@
 
 #include "kernels/activation.h"
 #include "runtime/device/device.h"
-#include "runtime/device/fp8.h"
+#include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 
 // The scale of a tensor and what is recorded of it, on the device.

@@ -4,7 +4,7 @@
 
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/global_norm_check.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 
 namespace {
 

@@ -14,7 +14,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
-#include "runtime/model/softcap.h"
+#include "runtime/model/softcap_config.h"
 
 struct LinearCrossEntropy {
     Tensor losses;            // fp32 [n], nats

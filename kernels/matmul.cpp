@@ -14,7 +14,7 @@
 #include "kernels/check.h"
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/matmul_check.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 #ifndef USE_ONEDNN
 #include "kernels/cpu/gemm_blocked.h"
 #endif

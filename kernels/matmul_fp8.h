@@ -1,4 +1,4 @@
-// Matmuls of fp8 codes (kernels/fp8.h, runtime/device/fp8.h), for the linear layers of training.
+// Matmuls of fp8 codes (kernels/fp8.h, runtime/device/fp8_codes.h), for the linear layers of training.
 //
 //   out[m, n] (+)= Σ_k decode(a[m, k])·decode(b[n, k]) · a_scale⁻¹·b_scale⁻¹ (+ bias[n])
 //
@@ -17,7 +17,7 @@
 #include <string>
 
 #include "runtime/device/device.h"
-#include "runtime/device/fp8.h"
+#include "runtime/device/fp8_codes.h"
 #include "runtime/device/target.h"
 #include "runtime/device/tensor.h"
 

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "kernels/cpu/param_update.h"
-#include "kernels/cpu/stochastic_rounding.h"
+#include "kernels/cpu/bf16_elements.h"
+#include "kernels/cpu/param_update_loop.h"
 #include "kernels/muon_check.h"
 
 namespace {

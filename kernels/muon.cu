@@ -1,11 +1,12 @@
 // Muon's elementwise kernels and the norms of its matrices; the iteration is in kernels/newton_schulz.cpp.
 //
-// muon_momentum and muon_update walk segments as AdamW does (kernels/cuda/param_update.cuh). They move 14 and 12 bytes
-// per element with bf16 updates and master weights (AdamW: 30): GPT-2 124M has 85 million elements in matrices, 2.2 GB.
+// muon_momentum and muon_update walk segments as AdamW does (kernels/cuda/param_update_tiles.cuh). They move 14 and 12
+// bytes per element with bf16 updates and master weights (AdamW: 30): GPT-2 124M has 85 million elements in
+// matrices, 2.2 GB.
 #include "kernels/muon.h"
 
-#include "kernels/cuda/param_update.cuh"
-#include "kernels/cuda/scratch.h"
+#include "kernels/cuda/launch_shapes.h"
+#include "kernels/cuda/param_update_tiles.cuh"
 #include "kernels/muon_check.h"
 
 namespace {

@@ -19,7 +19,7 @@ struct Schedule {
 
 // Polar Express: the minimax polynomials for singular values in [10⁻³, 1]. Each polynomial p(σ) but the last is
 // replaced by p(σ/1.01), so that rounding errors cannot push singular values out of the interval for which the next one
-// is made. dev/test_muon.cpp computes them again.
+// is made. dev/tests/test_muon.cpp computes them again.
 const std::vector<Schedule>& schedules() {
     static const std::vector<Schedule> all = {
         {"quintic", 5, 1, {{3.4445f, -4.7750f, 2.0315f}}},

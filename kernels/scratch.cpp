@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "kernels/attention/attention.h"
-#include "kernels/cuda/scratch.h"
+#include "kernels/cuda/launch_shapes.h"
 #include "kernels/embedding.h"
 #include "kernels/global_norm_check.h"
 #include "kernels/layernorm.h"

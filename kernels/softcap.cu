@@ -1,7 +1,7 @@
 #include "kernels/softcap.h"
 
 #include "kernels/cuda/elementwise.cuh"
-#include "kernels/cuda/softcap.cuh"
+#include "kernels/cuda/softcap_values.cuh"
 
 namespace {
 

@@ -11,7 +11,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
-#include "runtime/model/softcap.h"
+#include "runtime/model/softcap_config.h"
 
 // logits [N, V] T, overwritten by f(logits); Function::None: unchanged.
 void softcap_forward(Tensor logits, Softcap softcap, Stream stream);

@@ -11,8 +11,8 @@
 #include <map>
 
 #include "models/llama_block.h"
-#include "runtime/device/convert.h"
-#include "runtime/files/checkpoint.h"
+#include "runtime/device/convert_dtype.h"
+#include "runtime/files/checkpoint_directory.h"
 
 namespace {
 

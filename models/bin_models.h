@@ -16,9 +16,9 @@
 #include <memory>
 #include <string>
 
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/files.h"
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
 
 // Detects the format of a .bin file from its first bytes and its length.

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/text.h"
 
 namespace {

@@ -8,12 +8,12 @@
 #include <set>
 
 #include "models/family.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
 #include "runtime/files/json_keys.h"
 #include "runtime/files/safetensors.h"
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/text.h"
 
 using nlohmann::json;

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/files/checkpoint.h"
-#include "runtime/files/weights.h"
+#include "runtime/files/checkpoint_directory.h"
+#include "runtime/files/weight_files.h"
 #include "runtime/model/model_config.h"
 
 // A model as the user named it: a preset, a model directory, or a run directory (its newest complete checkpoint).

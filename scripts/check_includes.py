@@ -48,7 +48,7 @@ class Directions:
         row, of_header = self.row_of(name), self.row_of(header)
         if header.endswith((".cpp", ".cu", ".c")) or row is None or of_header is None:
             return False
-        # A directory in the list stands for what its own row covers, so kernels/ is not kernels/tensor_library/.
+        # A directory in the list stands for what its own row covers, so kernels/ is not tensor_library/.
         return row is of_header or any(covers(path, header) and (path == header or of_header is self.row_of(path + "x"))
                                        for path in row[1])
 

@@ -114,12 +114,13 @@ class Tests:
     """The files of an op's tests, and the programs that they need."""
 
     def __init__(self, op, build):
-        folder = "dev" if op != "gpt" else ""  # test_gpt.cu stands beside train_gpt.cu
-        sources = [os.path.join(folder, f"test_{op}{suffix}") for suffix in (".cpp", ".cu")]
-        if not build.endswith("cuda") and op != "gpt":
-            sources.pop()
-        self.programs = [os.path.join(build, folder, f"test_{op}")] if any(map(os.path.exists, sources)) else []
-        self.scripts = [path for path in (f"{folder}/test_{op}.py" for folder in ("data", "dev", "scripts"))
+        if op == "gpt":  # test_gpt.cu stands beside train_gpt.cu
+            program, sources = "test_gpt", ["test_gpt.cu"]
+        else:
+            program, sources = f"dev/test_{op}", [f"dev/tests/test_{op}.cpp"]
+            sources += [f"dev/tests/test_{op}.cu"] if build.endswith("cuda") else []
+        self.programs = [os.path.join(build, program)] if any(map(os.path.exists, sources)) else []
+        self.scripts = [path for path in (f"{folder}/test_{op}.py" for folder in ("data", "dev/tests", "dev/peers", "scripts"))
                         if os.path.exists(path)]
         self.files = self.programs + self.scripts
         # A script that only starts the op's program on several ranks asks the driver no more than how it was built.
@@ -304,7 +305,7 @@ def main():
         for m in mutants:
             complaint = mutated(m, ".")[1]
             if not Tests(m.op, os.path.join("build", args.backend)).files:
-                complaint = f"there is no dev/test_{m.op}.cpp and no test_{m.op}.py"
+                complaint = f"there is no dev/tests/test_{m.op}.cpp and no test_{m.op}.py"
             print(f"{m.file} ({m.op}): {m.old}  ->  {m.new}" + (f"\n    {m.where}: {complaint}" if complaint else ""))
             bad += complaint is not None
         return 1 if bad else 0

@@ -50,8 +50,8 @@ class Job:
         return os.path.basename(self.path) == "test_gpt"
 
     def source(self):
-        """The text that the job's tests are written in; of a binary the file in dev/ of the same name."""
-        name = os.path.join("dev", os.path.basename(self.path))
+        """The text that the job's tests are written in; of a binary the file in dev/tests/ of the same name."""
+        name = os.path.join("dev", "tests", os.path.basename(self.path))
         for path in (self.path, name + ".cpp", name + ".cu"):
             if path.endswith((".py", ".cpp", ".cu")) and os.path.exists(path):
                 with open(path, encoding="utf-8") as file:

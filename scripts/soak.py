@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev"))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev", "tests"))
 import harness  # noqa: E402
 import several_ranks  # noqa: E402
 

@@ -30,7 +30,7 @@ $(B)/dev/crash_shim.so:
     "answer.cpp": '#include "answer.h"\nint answer() { return 10 * TENS + 2; }\nint other() { return 2; }\n',
     "unused.cpp": "int unused() { return 7; }\n",
     "main.cpp": '#include <cstdio>\n#include "answer.h"\nint main() { std::printf("%d", answer()); }\n',
-    "dev/test_answer.py": """
+    "dev/tests/test_answer.py": """
 import os, subprocess, unittest
 class AnswerTest(unittest.TestCase):
     def test_answer(self):
@@ -127,7 +127,7 @@ class RunMutantsTest(unittest.TestCase):
         self.write("dev/mutants/list.txt", "answer.cpp question\n- + 2;\n+ + 3;\n")
         listed = run(self.top, "--list")
         self.assertEqual(listed.returncode, 1)
-        self.assertIn("list.txt:1: there is no dev/test_question.cpp and no test_question.py", listed.stdout)
+        self.assertIn("list.txt:1: there is no dev/tests/test_question.cpp and no test_question.py", listed.stdout)
 
     def test_tests_that_fail_without_a_mutant_are_an_error(self):
         self.write("answer.cpp", PROJECT["answer.cpp"].replace("+ 2", "+ 1"))

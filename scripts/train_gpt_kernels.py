@@ -288,7 +288,7 @@ class Kernels:
         """Waits until all work queued so far is done."""
         self._call("synchronize")
 
-    # --- tensors of any strides (kernels/tensor_library/tensor_ops.h)
+    # --- tensors of any strides (tensor_library/tensor_ops.h)
 
     def map(self, function, inp, out=None):
         """f(inp), elementwise: id, neg, inv, exp, log, sigmoid, tanh, relu. out: any shape that inp broadcasts to."""

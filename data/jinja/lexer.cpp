@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "data/jinja/text.h"
+#include "data/jinja/marked_text.h"
 #include "data/utf8.h"
 
 namespace jinja {

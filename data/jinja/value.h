@@ -10,8 +10,8 @@
 #include <variant>
 #include <vector>
 
+#include "data/jinja/marked_text.h"
 #include "data/jinja/meter.h"
-#include "data/jinja/text.h"
 
 namespace jinja {
 

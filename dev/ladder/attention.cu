@@ -5,16 +5,16 @@
 //     build/cuda/dev/ladder/attention --csv attention.csv && scripts/plot_ladder.py attention.csv
 //
 // bf16, accumulation and softmax in fp32, 4 sequences of T tokens with 16 heads of 64 channels. TFLOP/s count the two
-// matmuls over the unmasked pairs, as dev/bench_attention.cpp does, and are compared with a large bf16 GEMM of cuBLASLt
-// in the same run. Every rung takes any T and any number of heads and sequences, and is checked against the float64
-// oracle. The method is the online softmax (Milakov, Gimelshein 2018) in tiles (FlashAttention-2, Dao 2023).
+// matmuls over the unmasked pairs, as dev/bench/bench_attention.cpp does, and are compared with a large bf16 GEMM of
+// cuBLASLt in the same run. Every rung takes any T and any number of heads and sequences, and is checked against the
+// float64 oracle. The method is the online softmax (Milakov, Gimelshein 2018) in tiles (FlashAttention-2, Dao 2023).
 //
 // Read the rungs from top to bottom: each keeps the improvements of the previous one.
 #include "kernels/attention/attention.h"
 
+#include "dev/bench/machine_limits.h"
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
-#include "dev/machine_limits.h"
 #include "kernels/attention/attention.cuh"
 #include "kernels/cuda/warp_tile.cuh"
 

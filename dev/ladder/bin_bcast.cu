@@ -12,11 +12,11 @@
 // Read the rungs from top to bottom: each keeps the gains of the previous rung.
 #include <cstring>
 
+#include "dev/bench/machine_limits.h"
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
-#include "dev/machine_limits.h"
 #include "kernels/cuda/cuda_common.cuh"
-#include "kernels/tensor_library/tensor_ops.h"
+#include "tensor_library/tensor_ops.h"
 
 namespace {
 

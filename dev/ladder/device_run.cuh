@@ -6,8 +6,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "dev/cache_flush.h"
-#include "runtime/device/convert.h"
+#include "dev/bench/cache_flush.h"
+#include "runtime/device/convert_dtype.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 #include "runtime/rng.h"

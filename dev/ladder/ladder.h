@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "dev/reference.h"
+#include "dev/oracle/reference.h"
 #include "runtime/device/tensor.h"
 #include "runtime/error.h"
 

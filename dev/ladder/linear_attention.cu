@@ -15,9 +15,9 @@
 
 #include <cmath>
 
+#include "dev/bench/machine_limits.h"
 #include "dev/ladder/device_run.cuh"
 #include "dev/ladder/ladder.h"
-#include "dev/machine_limits.h"
 #include "kernels/cuda/cuda_common.cuh"
 
 namespace {

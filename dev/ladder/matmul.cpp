@@ -15,8 +15,8 @@
 #include <cstdio>
 #include <vector>
 
+#include "dev/bench/machine_limits.h"
 #include "dev/ladder/ladder.h"
-#include "dev/machine_limits.h"
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/gemm_blocked.h"
 

@@ -18,7 +18,7 @@
 // HS=64) takes two passes. Of the row kernels, delta takes 16 threads for each of the 8192·32 rows, 16,384 blocks of
 // 256; rounding dQ takes 8, 8,192 blocks.
 #include "kernels/attention/hopper_backward_keys.cuh"
-#include "kernels/cuda/scratch.h"
+#include "kernels/cuda/launch_shapes.h"
 
 namespace hopper {
 namespace {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/attention/hopper_tiles.cuh"
-#include "kernels/cuda/scratch.h"
+#include "kernels/cuda/launch_shapes.h"
 
 namespace hopper {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/cpu/cpu.h"
-#include "runtime/model/softcap.h"
+#include "runtime/model/softcap_config.h"
 
 struct CappedLogits {
     vec16 value, slope;

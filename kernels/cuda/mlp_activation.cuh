@@ -2,7 +2,7 @@
 // swiglu.h. T is the dtype that results are rounded to.
 #pragma once
 
-#include "kernels/cuda/activation.cuh"
+#include "kernels/cuda/sigmoid.cuh"
 
 namespace mlp_activation {
 

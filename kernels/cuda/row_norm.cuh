@@ -26,8 +26,8 @@
 
 #include "kernels/cuda/cp_async.cuh"
 #include "kernels/cuda/cuda_common.cuh"
+#include "kernels/cuda/launch_shapes.h"
 #include "kernels/cuda/row_statistics.cuh"
-#include "kernels/cuda/scratch.h"
 
 namespace norm_detail {
 

@@ -7,7 +7,7 @@
 
 #include "kernels/cpu/cpu_loops.h"
 #include "kernels/generation/decode_attention_check.h"
-#include "kernels/generation/kv_cache.h"
+#include "kernels/generation/kv_write.h"
 
 namespace {
 

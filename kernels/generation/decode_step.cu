@@ -40,7 +40,7 @@
 // 187 KiB with 5 stages of 32 KiB (one sequence, bf16).
 #include "kernels/generation/decode_step.h"
 
-#include "kernels/cuda/activation.cuh"
+#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/generation/decode_attention_check.h"
 #include "kernels/generation/decode_step_attention.cuh"
 #include "kernels/generation/decode_step_matmul.cuh"

@@ -20,9 +20,9 @@
 // GPT-2 124M, the first MLP matrix at N = 1: C = 768, OC = 3072, so 1536 pairs. One warp a pair would make 1536/8 = 192
 // blocks, fewer than two for each of an H100's 132 SMs; with two splits of C there are 384, and a block needs 1.5 KiB
 // of shared memory for the row.
-#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
+#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/generation/linear.cuh"
 
 namespace {

@@ -28,10 +28,10 @@
 // not outnumber an H100's 132 SMs. S = 2 would take 6 panels a block, too many with a norm; S = 3 takes 4 and 108
 // blocks; S = 4 would take 144 blocks. A block of S = 3 has 4,160 + 1,024 + 4·16,384 + 20,736 = 91,456 bytes of shared
 // memory.
-#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
+#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/warp_tile.cuh"
 #include "kernels/cuda/wgmma.cuh"

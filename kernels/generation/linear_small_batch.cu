@@ -19,10 +19,10 @@
 //
 // GPT-2 124M, 64 sequences, q, k and v: C = 768, OC = 2304. Two blocks of 32 rows times 2304/32 = 72 are 144, at least
 // one for each of an A100's 108 SMs, so MT = 2. Pitch 800: 64·800 + 33,792 = 84,992 bytes of shared memory a block.
-#include "kernels/cuda/activation.cuh"
 #include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/pdl.cuh"
 #include "kernels/cuda/row_statistics.cuh"
+#include "kernels/cuda/sigmoid.cuh"
 #include "kernels/generation/linear.cuh"
 
 namespace {

@@ -20,7 +20,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "runtime/communication/launch.h"
+#include "runtime/communication/launcher.h"
 #include "runtime/device/device.h"
 #include "runtime/device/tensor.h"
 

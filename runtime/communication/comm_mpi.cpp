@@ -21,7 +21,7 @@
 
 #include "runtime/communication/comm.h"
 #include "runtime/communication/transport.h"
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 
 namespace {
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "runtime/communication/descriptor.h"
-#include "runtime/communication/launch.h"
+#include "runtime/communication/launcher.h"
 
 // A rank's description of itself; rank 0 compares them.
 struct Member {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-// The variables that the parent sets for its ranks (runtime/communication/launch.cpp reads them).
+// The variables that the parent sets for its ranks (runtime/communication/launcher.cpp reads them).
 constexpr const char* LOCAL_RANKS_RANK = "TRAIN_GPT_RANK";
 constexpr const char* LOCAL_RANKS_SIZE = "TRAIN_GPT_WORLD_SIZE";
 constexpr const char* LOCAL_RANKS_ADDRESS = "TRAIN_GPT_RENDEZVOUS";    // HOST:PORT

@@ -7,7 +7,7 @@
 #include <memory>
 #include <string>
 
-#include "runtime/communication/launch.h"
+#include "runtime/communication/launcher.h"
 #include "runtime/device/device.h"
 
 struct Transport {

@@ -16,7 +16,7 @@
 #include <string>
 
 #include "runtime/device/device.h"
-#include "runtime/device/fp8.h"
+#include "runtime/device/fp8_codes.h"
 #include "runtime/device/tensor.h"
 
 // What is applied to op(a)·op(b) before it is stored. GELU is the tanh form.

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 
 bool all_finite(const float* values, int64_t n);
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/transpose.h"
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 
-#include "runtime/files/checkpoint.h"
+#include "runtime/files/checkpoint_directory.h"
 #include "runtime/files/crc32c.h"
 #include "runtime/files/files.h"
 

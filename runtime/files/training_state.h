@@ -11,7 +11,7 @@
 
 #include <string>
 
-#include "runtime/files/weights.h"
+#include "runtime/files/weight_files.h"
 
 struct TrainingArenas {
     WeightArenas params;

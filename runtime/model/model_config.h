@@ -8,7 +8,7 @@
 
 #include "runtime/error.h"
 #include "runtime/model/rope_scaling.h"
-#include "runtime/model/softcap.h"
+#include "runtime/model/softcap_config.h"
 
 enum class Norm : uint8_t { LayerNorm, RMSNorm };
 enum class Positions : uint8_t { Learned, RoPE };

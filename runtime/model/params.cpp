@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "runtime/device/convert.h"
+#include "runtime/device/convert_dtype.h"
 #include "runtime/device/device.h"
 #include "runtime/files/log.h"
 

@@ -1,0 +1,127 @@
+// The fused decode step, from tokens to logits: time of a step, tokens/s, and the bytes of weights and KV cache that it
+// reads against the machine's copy bandwidth. GPT-2 124M and the shapes of LLaMA 3.2 1B and Qwen2.5 1.5B, 1 sequence
+// and larger batches, contexts of 128 and 1,024 tokens. Runs whose batch size the fused step does not support say so.
+#include "kernels/generation/decode_step.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "dev/bench/bench_util.h"
+
+namespace {
+
+constexpr int64_t SLOTS = LINEAR_SMALL_N, CAPACITY = 1024;  // of the KV cache
+
+enum ModelShape { GPT2_124M, LLAMA_1B, QWEN2_5_1_5B };
+
+DecodeModel decode_model(ModelShape shape, DType T) {
+    DecodeModel m;
+    m.HS = shape == QWEN2_5_1_5B ? 128 : 64, m.scale = 1 / std::sqrt(float(m.HS)), m.slots = SLOTS,
+    m.capacity = CAPACITY, m.dtype = T;
+    if (shape == GPT2_124M) {
+        m.layers = 12, m.C = 768, m.NH = m.NKV = 12, m.FFN = 3072, m.Vp = 50304;
+    } else {
+        if (shape == LLAMA_1B)
+            m.layers = 16, m.C = 2048, m.NH = 32, m.NKV = 8, m.FFN = 8192, m.Vp = 128256;
+        else
+            m.layers = 28, m.C = 1536, m.NH = 12, m.NKV = 2, m.FFN = 8960, m.Vp = 151936;
+        m.activation = Activation::SwiGLU, m.centred = false;
+    }
+    return m;
+}
+
+// Random weights and a full KV cache.
+class Model {
+  public:
+    Model(const DecodeModel& m, ModelShape shape) {
+        const bool all_biases = shape == GPT2_124M, qkv_biases = all_biases || shape == QWEN2_5_1_5B;
+        const auto bias = [&](DType T, int64_t rows, bool has_bias) { return has_bias ? make(T, {rows}) : Tensor{}; };
+        const auto norm = [&] { return NormWeights{make(DType::F32, {m.C}), bias(DType::F32, m.C, all_biases)}; };
+        const auto linear = [&](int64_t rows, int64_t columns, bool has_bias) {
+            return LinearWeights{make(m.dtype, {rows, columns}), bias(m.dtype, rows, has_bias)};
+        };
+        const int64_t Q = m.NH * m.HS, fc = m.activation == Activation::SwiGLU ? 2 * m.FFN : m.FFN;
+        for (int64_t l = 0; l < m.layers; l++) {
+            BlockWeights b;
+            b.norm1 = norm(), b.norm2 = norm();
+            b.qkv = linear(Q + 2 * m.NKV * m.HS, m.C, qkv_biases), b.proj = linear(m.C, Q, all_biases);
+            b.fc = linear(fc, m.C, all_biases), b.fcproj = linear(m.C, m.FFN, all_biases);
+            weights.blocks.push_back(b);
+        }
+        weights.normf = norm();
+        weights.wte = weights.head = make(m.dtype, {m.Vp, m.C});  // tied
+        weight_bytes = bytes;
+        if (shape == GPT2_124M) weights.wpe = make(m.dtype, {m.capacity, m.C});
+        for (int64_t l = 0; l < m.layers; l++) {
+            k.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
+            v.push_back(make(m.dtype, {m.slots, m.capacity, m.NKV, m.HS}));
+        }
+    }
+
+    InferenceWeights weights;
+    std::vector<Tensor> k, v;
+    double weight_bytes = 0;  // that a step reads
+
+  private:
+    Tensor make(DType T, std::initializer_list<int64_t> shape) {
+        arrays.emplace_back(T, shape, 0.02f);
+        bytes += arrays.back().bytes();
+        return arrays.back();
+    }
+
+    std::vector<BenchArray> arrays;
+    double bytes = 0;
+};
+
+// The model of the last benchmark, kept because weights take longer to make than to time.
+const Model& kept_model(ModelShape shape, const DecodeModel& m) {
+    static std::unique_ptr<Model> model;
+    static ModelShape of_shape;
+    static DType of_dtype;
+    if (!model || of_shape != shape || of_dtype != m.dtype) {
+        model.reset();  // before the next one takes its memory
+        model = std::make_unique<Model>(m, shape);
+        of_shape = shape, of_dtype = m.dtype;
+    }
+    return *model;
+}
+
+void time_step(benchmark::State& state, DType T, ModelShape shape) {
+    const int64_t N = state.range(0), length = state.range(1);
+    const DecodeModel m = decode_model(shape, T);
+    const int64_t max_batch = decode_step_max_batch(m);
+    if (backend_device() == Device::CPU) return skip_bench(state, "the fused decode step is a GPU kernel");
+    if (N > max_batch) return skip_bench(state, str("the largest batch of this model is ", max_batch));
+    const Model& model = kept_model(shape, m);
+    std::vector<int32_t> slot_of(static_cast<size_t>(N));
+    std::iota(slot_of.begin(), slot_of.end(), 0);
+    const BenchArray logits(T, {N, m.Vp}),
+        ids = BenchArray::ints({N}, int32_t(m.Vp)), slots = BenchArray::ints(slot_of),
+        positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1))),
+        table({CAPACITY, m.HS / 2, 2}), scratch = BenchArray::bytes(decode_step_scratch(m));
+    decode_step_prepare(scratch, m, model.weights, model.k, model.v, Stream{});
+    DecodeBatch batch;
+    batch.slots = slots, batch.positions = positions, batch.max_length = length;
+    if (shape != GPT2_124M) batch.angles = positions, batch.table = table;
+    run_bench(state, [&] { decode_step(logits, ids, batch, m, model.weights, scratch, Stream{}); });
+    report_bytes(state, model.weight_bytes + double(2 * m.layers * N * length * m.NKV * m.HS * dtype_size(T)));
+    report_tokens(state, double(N));
+}
+
+void gpt2_124M(benchmark::State& state, DType T) {
+    time_step(state, T, GPT2_124M);
+}
+void llama_1B(benchmark::State& state, DType T) {
+    time_step(state, T, LLAMA_1B);
+}
+void qwen2_5_1_5B(benchmark::State& state, DType T) {
+    time_step(state, T, QWEN2_5_1_5B);
+}
+
+const std::vector<std::string> NAMES = {"N", "length"};
+const Sizes GPU = {{1, 128}, {1, 1024}, {2, 128}, {2, 1024}, {4, 128}, {4, 1024}, {8, 128}, {8, 1024}};
+BENCH(gpt2_124M, NAMES, (Sizes{{1, 128}}), GPU);
+BENCH(llama_1B, NAMES, Sizes{}, GPU);
+BENCH(qwen2_5_1_5B, NAMES, Sizes{}, GPU);
+
+}  // namespace

@@ -1,0 +1,58 @@
+#include "kernels/layernorm.h"
+
+#include "dev/bench/bench_util.h"
+
+namespace {
+
+void forward_of(benchmark::State& state, DType T, bool with_residual) {
+    const int64_t N = state.range(0), C = state.range(1);
+    const BenchArray out(T, {N, C}), sum(T, {N, C}), mean({N}), rstd({N}), inp(T, {N, C}), residual(T, {N, C}),
+        weight({C}), bias({C});
+    const Tensor none;
+    run_bench(state, [&] {
+        layernorm_forward(out, with_residual ? sum.tensor() : none, mean, rstd, inp,
+                          with_residual ? residual.tensor() : none, weight, bias, 1e-5f, Stream{});
+    });
+    report_bytes(state, (with_residual ? 4 : 2) * out.bytes());
+}
+
+// Reads 1 matrix, writes 1.
+void forward(benchmark::State& state, DType T) {
+    forward_of(state, T, false);
+}
+
+// As in a transformer block: reads 2 matrices, writes 2.
+void residual_forward(benchmark::State& state, DType T) {
+    forward_of(state, T, true);
+}
+
+void backward_of(benchmark::State& state, DType T, bool with_sum) {
+    const int64_t N = state.range(0), C = state.range(1);
+    const BenchArray dinp(T, {N, C}), dweight({C}), dbias({C}), dsum({C}), dout(T, {N, C}), inp(T, {N, C}), weight({C}),
+        mean({N}), rstd({N}, 0.1f, 1);
+    const BenchArray scratch = BenchArray::bytes(layernorm_backward_scratch(N, C));
+    run_bench(state, [&] {
+        layernorm_backward(dinp, dweight, dbias, with_sum ? dsum.tensor() : Tensor{}, dout, dinp, inp, weight, mean,
+                           rstd, scratch, false, Stream{});
+    });
+    report_bytes(state, 4 * dinp.bytes());
+}
+
+// In place on the gradient of the residual: reads 3 matrices, writes 1.
+void backward(benchmark::State& state, DType T) {
+    backward_of(state, T, false);
+}
+
+// The same with dsum, the sum over the rows of dinp.
+void backward_dsum(benchmark::State& state, DType T) {
+    backward_of(state, T, true);
+}
+
+const Sizes CPU = {{256, 768}, {16384, 768}, {16384, 1600}};
+const Sizes GPU = {{65536, 768}, {65536, 1024}, {65536, 1600}, {65536, 2048}};
+BENCH(forward, {"N", "C"}, CPU, GPU);
+BENCH(residual_forward, {"N", "C"}, CPU, GPU);
+BENCH(backward, {"N", "C"}, CPU, GPU);
+BENCH(backward_dsum, {"N", "C"}, CPU, GPU);
+
+}  // namespace

@@ -1,0 +1,57 @@
+// Linear layers of a decode step with their norm, activation and residual: GEMV, small-batch GEMM and, with 512 rows,
+// the library. Shapes of GPT-2 124M and of a LLaMA model of 1.2B parameters.
+#include "kernels/generation/linear.h"
+
+#include "dev/bench/bench_util.h"
+#include "runtime/device/blas_stream.h"
+
+namespace {
+
+Stream stream() {
+    static const Stream created = create_blas_stream();
+    return created;
+}
+
+void layer(benchmark::State& state, DType T, bool with_norm, Activation f) {
+    const int64_t N = state.range(0), C = state.range(1), OC = state.range(2);
+    const int64_t columns = f == Activation::SwiGLU ? OC / 2 : OC;
+    const BenchArray out(T, {N, columns}), inp(T, {N, C}), weight(T, {OC, C}, 0.02f), bias(T, {OC}), norm({C});
+    const BenchArray scratch = BenchArray::bytes(linear_scratch(N, C, OC, T));
+    InputNorm before;
+    if (with_norm) before.weight = before.bias = norm;
+    const Tensor residual = f == Activation::None ? out.tensor() : Tensor{};
+    run_bench(
+        state, [&] { linear(out, inp, before, weight, bias, f, residual, scratch, false, stream()); }, stream());
+    report_bytes(state, weight.bytes());
+}
+
+void norm_linear(benchmark::State& state, DType T) {
+    layer(state, T, true, Activation::None);
+}
+void norm_linear_gelu(benchmark::State& state, DType T) {
+    layer(state, T, true, Activation::GELU);
+}
+void norm_linear_swiglu(benchmark::State& state, DType T) {
+    layer(state, T, true, Activation::SwiGLU);
+}
+void linear_residual(benchmark::State& state, DType T) {
+    layer(state, T, false, Activation::None);
+}
+
+const std::vector<std::string> NAMES = {"N", "C", "OC"};
+BENCH(norm_linear, NAMES, (Sizes{{1, 768, 2304}, {8, 768, 2304}, {1, 768, 50304}, {512, 768, 2304}}),
+      (Sizes{{1, 768, 2304},
+             {8, 768, 2304},
+             {1, 768, 50304},
+             {8, 768, 50304},
+             {64, 768, 2304},
+             {64, 768, 50304},
+             {1, 2048, 3072},
+             {1, 2048, 128256}}));
+BENCH(norm_linear_gelu, NAMES, (Sizes{{1, 768, 3072}}),
+      (Sizes{{1, 768, 3072}, {8, 768, 3072}, {64, 768, 3072}, {64, 1024, 4096}}));
+BENCH(norm_linear_swiglu, NAMES, (Sizes{{1, 576, 3072}}), (Sizes{{1, 2048, 16384}, {8, 2048, 16384}}));
+BENCH(linear_residual, NAMES, (Sizes{{1, 768, 768}, {1, 3072, 768}, {512, 3072, 768}}),
+      (Sizes{{1, 768, 768}, {1, 3072, 768}, {64, 768, 768}, {64, 3072, 768}, {1, 8192, 2048}}));
+
+}  // namespace

@@ -1,0 +1,31 @@
+// The head and its loss as training calls them, a chunk of tokens at a time: GPT-2 124M and 1558M, LLaMA 1B.
+#include "kernels/linear_cross_entropy.h"
+
+#include "dev/bench/bench_util.h"
+#include "kernels/matmul.h"
+#include "runtime/device/blas_stream.h"
+
+namespace {
+
+void forward_backward(benchmark::State& state, DType T) {
+    static const Stream stream = [] {
+        const Stream created = create_blas_stream();
+        matmul_tuning(true, created);
+        return created;
+    }();
+    const int64_t n = state.range(0), C = state.range(1), V = state.range(2), Vp = (V + 127) / 128 * 128;
+    const BenchArray losses({n}), dinp(T, {n, C}), dweight({Vp, C}), inp(T, {n, C}), weight(T, {Vp, C}),
+        logits(T, {n, Vp}), targets(BenchArray::ints({n}, int32_t(V)));
+    LinearCrossEntropy head;
+    head.losses = losses, head.dinp = dinp, head.dweight = dweight, head.inp = inp, head.weight = weight;
+    head.targets = targets, head.logits = logits, head.V = V, head.accumulate = true;
+    head.dloss = float(V);  // inp may be multiplied by dloss·p(target): so it neither vanishes nor overflows
+    run_bench(
+        state, [&] { linear_cross_entropy(head, stream); }, stream);
+    report_flops(state, 6.0 * double(n) * double(C) * double(Vp), T);
+}
+
+const Sizes CPU = {{256, 768, 50257}}, GPU = {{8192, 768, 50257}, {8192, 1600, 50257}, {4096, 2048, 128256}};
+BENCH(forward_backward, {"n", "C", "V"}, CPU, GPU);
+
+}  // namespace

@@ -1,0 +1,250 @@
+// Linear layers of inference against the oracle: every norm, activation and residual, odd sizes, rows with gaps. And a
+// row's result does not depend on the other rows of its batch.
+#include "kernels/generation/linear.h"
+
+#include "dev/oracle/reference.h"
+#include "dev/tests/test_util.h"
+#include "runtime/device/blas_stream.h"
+
+namespace {
+
+enum class NormKind { None, LayerNorm, RMSNorm };
+
+struct Case {
+    int64_t N, C, OC;
+    NormKind norm = NormKind::None;
+    Activation f = Activation::None;
+    bool bias = false, residual = false;
+    int64_t gap = 0;
+};
+
+Stream stream() {
+    static const Stream created = create_blas_stream();
+    return created;
+}
+
+// f(y) where y is known up to y.mag. The slope of ReLU² is 0 below 0: it is taken at the largest y that a bf16 rounding
+// may give, or else a result next to an exact 0 would be allowed no error.
+reference::Value apply(Activation f, reference::Value y) {
+    const reference::Value z = f == Activation::GELU ? reference::gelu(y.value) : reference::relu2(y.value);
+    const reference::Value slope =
+        f == Activation::GELU ? reference::gelu_gradient(y.value) : reference::relu2_gradient(y.value + 0x1p-8 * y.mag);
+    return {z.value, z.mag + std::fabs(slope.value) * y.mag};
+}
+
+reference::Values oracle(const Case& c, const std::vector<double>& x, const std::vector<double>& w,
+                         const std::vector<double>& bias, const std::vector<double>& residual,
+                         const std::vector<double>& norm_weight, const std::vector<double>& norm_bias, double eps) {
+    reference::Values in(c.N * c.C);
+    in.value = x;
+    for (size_t i = 0; i < x.size(); i++) in.mag[i] = std::fabs(x[i]);
+    if (c.norm == NormKind::LayerNorm)
+        in = reference::layernorm_forward(x.data(), nullptr, norm_weight.data(), norm_bias.data(), eps, c.N, c.C).out;
+    if (c.norm == NormKind::RMSNorm)
+        in = reference::rmsnorm_forward(x.data(), nullptr, norm_weight.data(), eps, c.N, c.C).out;
+    const int64_t columns = c.f == Activation::SwiGLU ? c.OC / 2 : c.OC;
+    reference::Values y(c.N * c.OC), out(c.N * columns);
+    for (int64_t n = 0; n < c.N; n++)
+        for (int64_t o = 0; o < c.OC; o++) {
+            reference::Value sum;
+            for (int64_t i = 0; i < c.C; i++) {
+                const double weight = w[size_t(o * c.C + i)];
+                sum.add(in.value[size_t(n * c.C + i)] * weight, in.mag[size_t(n * c.C + i)] * std::fabs(weight));
+            }
+            if (c.bias) sum.add(bias[size_t(o)]);
+            y.set(n * c.OC + o, sum);
+        }
+    const auto at = [&](int64_t i) { return reference::Value{y.value[size_t(i)], y.mag[size_t(i)]}; };
+    for (int64_t n = 0; n < c.N; n++)
+        for (int64_t o = 0; o < columns; o++) {
+            reference::Value v = at(n * c.OC + o);
+            if (c.f == Activation::GELU || c.f == Activation::ReLU2) v = apply(c.f, v);
+            if (c.f == Activation::SwiGLU) {
+                const reference::Value up = at(n * c.OC + columns + o);
+                const reference::Logistic s = reference::logistic(v.value);
+                const double silu = v.value * s.value.value;
+                const double slope = s.value.value + v.value * s.derivative.value;
+                v = {silu * up.value, std::fabs(v.value * up.value) * s.value.mag +
+                                          std::fabs(slope * up.value) * v.mag + std::fabs(silu) * up.mag};
+            }
+            if (c.residual) v.add(residual[size_t(n * columns + o)]);
+            out.set(n * columns + o, v);
+        }
+    return out;
+}
+
+struct Arrays {
+    TestArray inp, weight, bias, residual, norm_weight, norm_bias;
+    int64_t columns;
+    Arrays(const Case& c, DType T)
+        : inp(TestArray::random(T, {c.N, c.C + c.gap}, 1, 1, c.norm == NormKind::None ? 0 : 0.5)),
+          weight(TestArray::random(T, {c.OC, c.C + c.gap}, 2, 1 / std::sqrt(double(c.C)))),
+          bias(TestArray::random(T, {c.OC}, 3)),
+          residual(TestArray::random(T, {c.N, c.OC + c.gap}, 4)),
+          norm_weight(TestArray::random({c.C}, 5, 0.3, 1)),
+          norm_bias(TestArray::random({c.C}, 6, 0.3)),
+          columns(c.f == Activation::SwiGLU ? c.OC / 2 : c.OC) {}
+
+    InputNorm norm(const Case& c) const {
+        InputNorm n;
+        if (c.norm == NormKind::None) return n;
+        n.weight = norm_weight, n.centred = c.norm == NormKind::LayerNorm;
+        if (n.centred) n.bias = norm_bias;
+        return n;
+    }
+    void run(const Case& c, const TestArray& out, DType T, bool batch_invariant = false, int64_t first = 0,
+             int64_t count = -1) const {
+        const int64_t end = count < 0 ? c.N : first + count;
+        const TestArray scratch = TestArray::scratch(linear_scratch(c.N, c.C, c.OC, T));
+        linear(out.tensor().columns(0, columns).rows(first, end), inp.tensor().columns(0, c.C).rows(first, end),
+               norm(c), weight.tensor().columns(0, c.C), c.bias ? bias.tensor() : Tensor{}, c.f,
+               c.residual ? residual.tensor().columns(0, columns).rows(first, end) : Tensor{}, scratch, batch_invariant,
+               stream());
+        synchronize(stream());
+    }
+};
+
+void check(const Case& c, DType T) {
+    SCOPED_TRACE(str("N ", c.N, " C ", c.C, " OC ", c.OC, " norm ", int(c.norm), " f ", int(c.f), " gap ", c.gap));
+    const Arrays a(c, T);
+    const int64_t ld = a.columns + c.gap;
+    const TestArray out = TestArray::poisoned(T, {c.N, ld});
+    a.run(c, out, T);
+    const reference::Values ref =
+        oracle(c, take_columns(a.inp.values(), c.C + c.gap, c.C), take_columns(a.weight.values(), c.C + c.gap, c.C),
+               a.bias.values(), take_columns(a.residual.values(), c.OC + c.gap, a.columns), a.norm_weight.values(),
+               a.norm_bias.values(), double(1e-5f));
+    const std::vector<double> got = take_columns(out.fetch(), ld, a.columns);
+    expect_close("out", got, ref.value, ref.mag, c.C, a.columns, T, 3);
+    expect_gaps_untouched("out", out.fetch(), ld, a.columns);
+    if (c.residual) {  // where it may lie
+        linear(a.residual.tensor().columns(0, a.columns), a.inp.tensor().columns(0, c.C), a.norm(c),
+               a.weight.tensor().columns(0, c.C), c.bias ? a.bias.tensor() : Tensor{}, c.f,
+               a.residual.tensor().columns(0, a.columns), TestArray::scratch(linear_scratch(c.N, c.C, c.OC, T)), false,
+               stream());
+        synchronize(stream());
+        expect_same_bits("in place", got, take_columns(a.residual.fetch(), c.OC + c.gap, a.columns));
+    }
+}
+
+class Linear : public DTypeTest {};
+
+TEST_P(Linear, Sizes) {
+    for (const int64_t N : {1, 2, 3, 7, 8, 9, 20})
+        for (const auto& [C, OC] :
+             {std::pair<int64_t, int64_t>{1, 1}, {15, 5}, {16, 48}, {33, 50}, {64, 97}, {768, 40}, {1000, 12}})
+            for (const int64_t gap : {0, 3})
+                check({N, C, OC, NormKind::None, Activation::None, true, false, gap}, activation());
+}
+
+TEST_P(Linear, NormsActivationsResiduals) {
+    for (const int64_t N : {1, 4, 9})
+        for (const int64_t C : {24, 50, 320}) {
+            for (const NormKind norm : {NormKind::None, NormKind::LayerNorm, NormKind::RMSNorm})
+                for (const Activation f : {Activation::None, Activation::GELU, Activation::SwiGLU, Activation::ReLU2})
+                    for (const bool bias : {false, true}) check({N, C, 34, norm, f, bias, false, C % 3}, activation());
+            check({N, C, 34, NormKind::None, Activation::None, true, true}, activation());
+            check({N, C, 34, NormKind::None, Activation::None, false, true, 8}, activation());
+        }
+}
+
+// The rows of a large model, longer than what a block of a GPU stages at once for all rows of a batch.
+TEST_P(Linear, LongRows) {
+    check({8, 14336, 20, NormKind::None, Activation::None, false, true}, activation());
+    check({3, 8192, 64, NormKind::RMSNorm, Activation::SwiGLU}, activation());
+}
+
+// The small-batch GEMM kernels: more rows than the GEMV takes, fewer than the library is good at. Lengths of rows that
+// the blocks of a cluster do not divide, and outputs that do not fill a tile.
+//
+// Rows of one or two outputs are tested without a norm and without SwiGLU's multiplication of outputs. Rounding before
+// the sum gives errors of the size of the sum's terms, which expect_close() estimates from all outputs of the row. A
+// row with a single sum that cancels would be allowed no error.
+TEST_P(Linear, SmallBatch) {
+    check({64, 768, 100, NormKind::LayerNorm, Activation::GELU, true}, activation());
+    check({33, 1152, 40, NormKind::None, Activation::None, true, true, 8}, activation());
+    check({65, 64, 72, NormKind::RMSNorm, Activation::SwiGLU}, activation());
+    check({40, 576, 4400, NormKind::None, Activation::ReLU2}, activation());
+    check({64, 3072, 70, NormKind::None, Activation::None, true, true}, activation());
+    check({63, 2048, 66, NormKind::RMSNorm, Activation::None, false, true}, activation());
+    check({12, 4096, 33, NormKind::None, Activation::GELU}, activation());
+    check({61, 768, 2304, NormKind::LayerNorm, Activation::None, true}, activation());
+    check({20, 1024, 2200, NormKind::RMSNorm, Activation::SwiGLU}, activation());
+    for (const int64_t N : {9, 12, 33, 63, 64})
+        for (const int64_t C : {8, 64, 72, 776})
+            for (const int64_t OC : {2, 50, 74, 2310}) {
+                if (OC > 100 && (N != 33 || C > 72)) continue;
+                check({N, C, OC, NormKind::None, Activation::SwiGLU}, activation());
+                check({N, C, OC - 1, NormKind::None, Activation::GELU, true}, activation());
+                if (OC == 2) continue;
+                check({N, C, OC - 1, NormKind::LayerNorm, Activation::None, true, true, 8}, activation());
+                check({N, C, OC, NormKind::RMSNorm, Activation::SwiGLU, true}, activation());
+                check({N, C, OC, NormKind::RMSNorm, Activation::ReLU2}, activation());
+            }
+}
+
+// A sequence's bits stay the same while others of the batch end, as long as the same kernel runs. In fp32 that is the
+// library, which does not promise it.
+TEST_P(Linear, SmallBatchRowsAreIndependent) {
+    if (activation() == DType::F32) return;
+    for (const Case& c : {Case{64, 768, 70, NormKind::LayerNorm, Activation::GELU, true},
+                          Case{64, 768, 2304, NormKind::RMSNorm, Activation::None},
+                          Case{64, 3072, 52, NormKind::None, Activation::None, true, true}}) {
+        const Arrays a(c, activation());
+        const TestArray together = TestArray::poisoned(activation(), {c.N, a.columns});
+        a.run(c, together, activation());
+        for (const int64_t step : {9, 16, 40}) {
+            const TestArray apart = TestArray::poisoned(activation(), {c.N, a.columns});
+            for (int64_t n = 0; n < c.N; n += step) {
+                const int64_t first = std::min(n, c.N - step);
+                a.run(c, apart, activation(), false, first, step);
+            }
+            expect_same_bits(str(step, " rows at a time").c_str(), together.fetch(), apart.fetch());
+        }
+    }
+}
+
+// A row alone has the same bits as in a batch: always on the CPU, with batch_invariant on a GPU.
+TEST_P(Linear, RowsAreIndependent) {
+    for (const Case& c : {Case{29, 200, 70, NormKind::LayerNorm, Activation::GELU, true},
+                          Case{29, 768, 52, NormKind::None, Activation::None, true, true},
+                          Case{13, 96, 70, NormKind::RMSNorm, Activation::SwiGLU}}) {
+        const Arrays a(c, activation());
+        const TestArray together = TestArray::poisoned(activation(), {c.N, a.columns});
+        a.run(c, together, activation(), true);
+        for (const int64_t step : {1, 2, 5, 11}) {
+            const TestArray apart = TestArray::poisoned(activation(), {c.N, a.columns});
+            for (int64_t n = 0; n < c.N; n += step) a.run(c, apart, activation(), true, n, std::min(step, c.N - n));
+            expect_same_bits(str(step, " rows at a time").c_str(), together.fetch(), apart.fetch());
+        }
+    }
+}
+
+TEST_P(Linear, BitsDoNotDependOnThreads) {
+    const Case c{5, 300, 500, NormKind::LayerNorm, Activation::GELU, true};
+    const Arrays a(c, activation());
+    expect_deterministic("linear", [&] {
+        const TestArray out = TestArray::poisoned(activation(), {c.N, a.columns});
+        a.run(c, out, activation());
+        return out.fetch();
+    });
+}
+
+INSTANTIATE_DTYPES(Linear);
+
+TEST(LinearArguments, InvalidArgumentsAreErrors) {
+    const TestArray out = TestArray::poisoned({2, 5}), inp = TestArray::random({2, 4}, 1),
+                    weight = TestArray::random({5, 4}, 2), scratch = TestArray::scratch(4096);
+    const auto call = [&](Activation f, Tensor residual, Tensor bias = {}) {
+        linear(out, inp, {}, weight, bias, f, residual, scratch, false, stream());
+    };
+    expect_error([&] { call(Activation::SwiGLU, {}); },
+                 "linear: weight has 5 rows; SwiGLU needs an even number, half for gate and half for up");
+    expect_error([&] { call(Activation::GELU, out); }, "linear: an activation and a residual can't be combined");
+    expect_error([&] { call(Activation::None, {}, inp); }, "linear: bias is fp32 [2, 4], expected fp32 [5]");
+    expect_error(
+        [&] { linear(out, inp, {}, weight, {}, Activation::None, {}, TestArray::scratch(8), false, stream()); },
+        str("linear: scratch is uint8 [8], expected uint8 [", linear_scratch(2, 4, 5, DType::F32), "] or more"));
+}
+
+}  // namespace

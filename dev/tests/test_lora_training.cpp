@@ -1,0 +1,490 @@
+// LoRA adapters in training: their tables, and forward and backward against the model with the adapters merged.
+#include <gtest/gtest.h>
+
+#include "dev/oracle/reference_gradients.h"
+#include "dev/tests/model_fixture.h"
+#include "dev/tests/test_util.h"
+#include "models/family.h"
+#include "models/lora.h"
+#include "runtime/model/initialise.h"
+
+namespace {
+
+LoraOptions options(std::vector<std::string> targets = {"all-linear"}, bool rank_stabilized = false) {
+    LoraOptions lora;
+    lora.rank = 3, lora.alpha = 2, lora.rank_stabilized = rank_stabilized, lora.targets = std::move(targets);
+    return lora;
+}
+
+Driver lora_driver(const ModelConfig& config, RunShape shape, const LoraOptions& lora) {
+    return Driver(config, shape, true, Driver::default_options(), OptimizerType::AdamW, {}, {}, lora);
+}
+
+std::vector<float> fetch_param(const Model& model, const Param& p) {
+    std::vector<float> buffer;
+    const float* const values = model.arenas.fetch(p, buffer);
+    return {values, values + p.numel()};
+}
+
+// All weights of a model, padding rows included.
+void copy_weights(const Model& to, const Model& from) {
+    std::vector<float> buffer;
+    for (const Param& p : from.table.params) to.arenas.store(p, from.arenas.fetch(p, buffer), 0, p.padded_numel());
+}
+
+// Calls f(p, A, B, part, first row of A, first row of B) for each adapter of a model. p: the base's parameter.
+template <typename F>
+void for_each_adapter(const Model& model, F f) {
+    for (const auto& [at, parts] : model.lora->parts) {
+        const auto [slot, layer] = at;
+        const ParamTable& adapters = model.adapters->table;
+        const Param& p = *model.table.find(slot, int(layer));
+        const Param &a = *adapters.find(lora_a(Slot(slot)), int(layer)),
+                    &b = *adapters.find(lora_b(Slot(slot)), int(layer));
+        int64_t a_row = 0, b_row = 0;
+        for (const LoraPart& part : parts) {
+            f(p, a, b, part, a_row, b_row);
+            a_row += b.cols, b_row += part.rows;
+        }
+    }
+}
+
+// The model with its adapters merged, without rounding except to fp32.
+void merge(const Driver& lora, const Driver& merged) {
+    copy_weights(merged.model, lora.model);
+    const double s = lora.model.lora->options.scale();
+    for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
+                                     int64_t a_row, int64_t b_row) {
+        std::vector<float> w = fetch_param(merged.model, p);
+        const std::vector<float> A = fetch_param(*lora.model.adapters, a), B = fetch_param(*lora.model.adapters, b);
+        for (int64_t i = 0; i < part.rows; i++) {
+            for (int64_t c = 0; c < p.cols; c++) {
+                double sum = 0;
+                for (int64_t r = 0; r < b.cols; r++)
+                    sum += double(B[size_t((b_row + i) * b.cols + r)]) * double(A[size_t((a_row + r) * p.cols + c)]);
+                float& to = w[size_t((part.row + i) * p.cols + c)];
+                to = float(double(to) + s * sum);
+            }
+        }
+        merged.model.arenas.store(p, w.data(), 0, p.numel());
+    });
+}
+
+// The gradients of the merged model's weights: in float64 where the oracle has them, else of the driver.
+reference::Weights merged_gradients(Driver& merged, const Batch& batch, int64_t B, int64_t T) {
+    const ModelConfig& config = merged.model.config;
+    reference::Weights weights, gradients;
+    for (const Param& p : merged.model.table.params) {
+        const std::vector<float> values = fetch_param(merged.model, p);
+        weights[p.name].assign(values.begin(), values.end());
+    }
+    if (reference::has_gradients(config) && !config.norm_after)
+        return reference::model_gradients(config, weights, batch.tokens, batch.targets, B, T).gradients;
+    merged.gradients({batch});
+    for (const Param& p : merged.model.table.params) {
+        const std::vector<float> g = fetch_floats(merged.ctx, merged.optimizer.grads.tensor(p));
+        gradients[p.name].assign(g.begin(), g.begin() + p.numel());
+    }
+    return gradients;
+}
+
+double relative_rms(const std::vector<double>& got, const std::vector<double>& expected) {
+    return rms(difference(got, expected)) / rms(expected);
+}
+
+// The gradient of an adapter's A and B: computed, and expected from dW of the merged model, dA = s·Bᵀ·dW and
+// dB = s·dW·Aᵀ over the rows of the adapter.
+struct AdapterGradients {
+    std::string name;
+    std::vector<double> a, b, expected_a, expected_b;
+};
+std::vector<AdapterGradients> adapter_gradients(const Driver& lora, const reference::Weights& dense) {
+    std::vector<AdapterGradients> all;
+    const double s = lora.model.lora->options.scale();
+    const Model& adapters = *lora.model.adapters;
+    for_each_adapter(lora.model, [&](const Param& p, const Param& a, const Param& b, const LoraPart& part,
+                                     int64_t a_row, int64_t b_row) {
+        const int64_t R = b.cols, C = p.cols;
+        const std::vector<double>& dW = dense.at(p.name);
+        const std::vector<float> A = fetch_param(adapters, a), B = fetch_param(adapters, b),
+                                 da = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(a)),
+                                 db = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(b));
+        AdapterGradients g{str(p.name, " row ", part.row),
+                           {da.begin() + a_row * C, da.begin() + (a_row + R) * C},
+                           {db.begin() + b_row * R, db.begin() + (b_row + part.rows) * R},
+                           std::vector<double>(size_t(R * C), 0),
+                           std::vector<double>(size_t(part.rows * R), 0)};
+        for (int64_t i = 0; i < part.rows; i++) {
+            for (int64_t r = 0; r < R; r++) {
+                for (int64_t c = 0; c < C; c++) {
+                    const double d = s * dW[size_t((part.row + i) * C + c)];
+                    g.expected_a[size_t(r * C + c)] += double(B[size_t((b_row + i) * R + r)]) * d;
+                    g.expected_b[size_t(i * R + r)] += double(A[size_t((a_row + r) * C + c)]) * d;
+                }
+            }
+        }
+        all.push_back(std::move(g));
+    });
+    return all;
+}
+
+// Sizes that NF4 can hold.
+ModelConfig qlora_config(bool llama) {
+    ModelConfig c = base_config();
+    c.channels = 64, c.head_size = 16, c.ffn = 128;
+    if (!llama) return c;
+    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.qkv_bias = c.proj_bias = c.mlp_bias = false;
+    return c;
+}
+
+// The weights of `from` into a model with a base in NF4; and what NF4 made of them back into `from`.
+void quantise_base(Driver& to, Driver& from) {
+    copy_weights(*to.model.adapters, *from.model.adapters);
+    for (const Param& p : from.model.table.params) {
+        std::vector<float> values(size_t(p.padded_numel()), 0.0f), buffer;
+        const float* const exact = from.model.arenas.fetch(p, buffer);
+        std::copy_n(exact, values.size(), values.begin());
+        to.model.arenas.store(p, values.data(), 0, p.padded_numel());
+        if (!Nf4Base::quantises(p)) continue;
+        to.model.nf4->store(p, values.data());
+        const TestArray out = TestArray::poisoned({p.numel()});
+        to.model.nf4->weight(p, out, to.ctx.stream);
+        synchronize(to.ctx.stream);
+        const std::vector<double> moved = out.fetch();
+        std::copy(moved.begin(), moved.end(), values.begin());
+        from.model.arenas.store(p, values.data(), 0, p.numel());
+    }
+}
+
+class LoraVariant : public ModelVariantTest {};
+
+// Where dW is the driver's, it has an error of its own, of the same bound.
+TEST_P(LoraVariant, MatchesTheMergedModel) {
+    Driver lora = lora_driver(config(), training_shape(B, T), options({"all-linear"}, true));
+    lora.randomise(3);
+    merge(lora, driver);
+    const std::vector<double> expected = driver.logits(batch);
+    EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), 1e-5 * max_abs(expected));
+    lora.gradients({batch});
+    const bool exact = reference::has_gradients(config()) && !config().norm_after;
+    const double bound = (exact ? 1 : 2) * 1e-5;
+    for (const AdapterGradients& g : adapter_gradients(lora, merged_gradients(driver, batch, B, T))) {
+        EXPECT_LE(relative_rms(g.a, g.expected_a), bound) << g.name;
+        EXPECT_LE(relative_rms(g.b, g.expected_b), bound) << g.name;
+    }
+}
+
+// Micro-steps add up, with the bounds of whole models (dev/tests/test_model.cpp); gated linear attention is left out,
+// because it amplifies rounding errors. A step changes the adapters and nothing else.
+TEST_P(LoraVariant, StepsChangeTheAdaptersAlone) {
+    Driver lora = lora_driver(config(), training_shape(B, T), options());
+    lora.randomise(3);
+    lora.gradients({batch});
+    const std::vector<float> whole = lora.grads();
+    lora.gradients(split(batch, B, T));
+    const std::vector<float> parts = lora.grads();
+    const std::vector<double> expected(whole.begin(), whole.end()), got(parts.begin(), parts.end());
+    if (config().layers_of(AttentionType::GatedLinear) == 0) {
+        const double bound = config().qk_norm == QkNorm::Off ? 1e-6 : 1e-5;
+        EXPECT_LE(relative_rms(got, expected), bound);
+    }
+
+    const std::vector<float> base = fetch_floats(lora.ctx, lora.model.arenas.weights.data), before = lora.params();
+    const double first = lora.step(batch, 1e-2), last = [&] {
+        double loss = 0;
+        for (int step = 0; step < 10; step++) loss = lora.step(batch, 1e-2);
+        return loss;
+    }();
+    EXPECT_LT(last, first);
+    EXPECT_FALSE(same_bits(lora.params(), before));
+    EXPECT_TRUE(same_bits(fetch_floats(lora.ctx, lora.model.arenas.weights.data), base));
+}
+
+TEST_P(LoraVariant, RecomputationAndOffloadChangeNoBit) {
+    std::vector<float> expected;
+    for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
+        for (const bool offload : {false, true}) {
+            RunShape shape = training_shape(B, T);
+            shape.recompute = level, shape.offload_inputs = offload;
+            Driver lora = lora_driver(config(), shape, options());
+            lora.randomise(3);
+            lora.gradients({batch});
+            if (expected.empty()) expected = lora.grads();
+            EXPECT_TRUE(same_bits(lora.grads(), expected)) << "level " << int(level) << " offload " << offload;
+        }
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Lora, LoraVariant, testing::ValuesIn(MODEL_VARIANTS),
+                         [](const auto& test) { return test.param.name; });
+
+ModelConfig variant(const char* name) {
+    ModelConfig c = base_config();
+    for (const ModelVariant& v : MODEL_VARIANTS)
+        if (std::string(v.name) == name) v.apply(c);
+    validate(c, name);
+    return c;
+}
+
+std::vector<std::string> tensor_names(const ParamTable& table) {
+    std::vector<std::string> names;
+    for (const Param& p : table.params)
+        for (const SourceTensor& source : p.sources) names.push_back(source.name);
+    return names;
+}
+
+// The bounds of whole models in bf16, for the logits and for all gradients together.
+TEST(Lora, Bf16MatchesTheMergedModel) {
+    if (dtypes().size() == 1) GTEST_SKIP() << "the CPU computes in fp32";
+    constexpr int64_t B = 2, T = 11;
+    for (const char* name : {"gpt2", "llama_heads_of_16"}) {
+        SCOPED_TRACE(name);
+        const ModelConfig config = variant(name);
+        const Batch batch = random_batch(config, B, T, 5);
+        Driver lora = lora_driver(config, training_shape(B, T, DType::BF16), options()),
+               merged(config, training_shape(B, T));
+        lora.randomise(3);
+        merge(lora, merged);
+        const std::vector<double> expected = merged.logits(batch);
+        const Bounds limit = bounds(DType::BF16);
+        EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), limit.logits * max_abs(expected));
+        lora.gradients({batch});
+        std::vector<double> got, reference;
+        for (const AdapterGradients& g : adapter_gradients(lora, merged_gradients(merged, batch, B, T))) {
+            for (const auto* part : {&g.a, &g.b}) got.insert(got.end(), part->begin(), part->end());
+            for (const auto* part : {&g.expected_a, &g.expected_b})
+                reference.insert(reference.end(), part->begin(), part->end());
+        }
+        EXPECT_LE(relative_rms(got, reference), limit.gradients);
+    }
+}
+
+// Adapters of some parts of a fused parameter: the others keep the base's output, and the gradients of the targets are
+// those that they have beside adapters of zeros.
+TEST(Lora, PartsOfFusedParameters) {
+    constexpr int64_t B = 2, T = 11;
+    const ModelConfig config = variant("llama");
+    const Batch batch = random_batch(config, B, T, 5);
+    const std::vector<std::vector<std::string>> subsets = {{"k_proj"}, {"q_proj", "v_proj"}, {"up_proj", "o_proj"}};
+    for (const std::vector<std::string>& targets : subsets) {
+        SCOPED_TRACE(targets[0]);
+        Driver lora = lora_driver(config, training_shape(B, T), options(targets)), merged(config, training_shape(B, T));
+        EXPECT_EQ(tensor_names(lora.model.adapters->table).size(), 2 * 2 * targets.size());
+        lora.randomise(3);
+        merge(lora, merged);
+        const std::vector<double> expected = merged.logits(batch);
+        EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), 1e-5 * max_abs(expected));
+        lora.gradients({batch});
+        const std::vector<float> got = lora.grads();
+        EXPECT_GT(rms({got.begin(), got.end()}), 0);
+        Driver all = lora_driver(config, training_shape(B, T), options());
+        copy_weights(all.model, lora.model);
+        device_fill(all.model.adapters->arenas.weights.data.data, 0,
+                    size_t(all.model.adapters->arenas.weights.data.bytes()), {});
+        const auto copy = [&](const Driver& to, const Driver& from, auto put) {
+            for (const Param& p : from.model.adapters->table.params)
+                for (const SourceTensor& source : p.sources)
+                    for (const Param& q : to.model.adapters->table.params)
+                        for (const SourceTensor& same : q.sources)
+                            if (same.name == source.name) put(q, same, p, source);
+        };
+        copy(all, lora, [&](const Param& q, const SourceTensor& to, const Param& p, const SourceTensor& from) {
+            const std::vector<float> values = fetch_param(*lora.model.adapters, p);
+            all.model.adapters->arenas.store(q, values.data() + from.row * p.cols, to.row * q.cols, to.rows * q.cols);
+        });
+        all.gradients({batch});
+        copy(all, lora, [&](const Param& q, const SourceTensor& to, const Param& p, const SourceTensor& from) {
+            const std::vector<float> a = fetch_floats(all.ctx, all.optimizer.grads.tensor(q)),
+                                     b = fetch_floats(lora.ctx, lora.optimizer.grads.tensor(p));
+            const std::vector<double> x(a.begin() + to.row * q.cols, a.begin() + (to.row + to.rows) * q.cols),
+                y(b.begin() + from.row * p.cols, b.begin() + (from.row + from.rows) * p.cols);
+            EXPECT_LE(relative_rms(y, x), 1e-5) << to.name;
+        });
+    }
+}
+
+// The backward pass ends where the first block's input is: adapters there have their gradients, and those of the last
+// block alone keep theirs beside frozen blocks.
+TEST(Lora, AdaptersOfOneLayer) {
+    constexpr int64_t B = 2, T = 11;
+    for (const auto& [name, matrix] : {std::pair("llama", "self_attn.q_proj"), {"olmo2", "qkv"}}) {
+        const ModelConfig config = variant(name);
+        const Batch batch = random_batch(config, B, T, 5);
+        for (const char* layer : {"layers.0.", "layers.1."}) {
+            SCOPED_TRACE(str(name, " ", layer));
+            const std::string target = str(layer, matrix);
+            Driver lora = lora_driver(config, training_shape(B, T), options({target})),
+                   merged(config, training_shape(B, T));
+            lora.randomise(3);
+            merge(lora, merged);
+            const std::vector<double> expected = merged.logits(batch);
+            EXPECT_LE(max_abs(difference(lora.logits(batch), expected)), 1e-5 * max_abs(expected));
+            lora.gradients({batch});
+            const std::vector<AdapterGradients> all = adapter_gradients(lora, merged_gradients(merged, batch, B, T));
+            ASSERT_EQ(all.size(), 1u);
+            EXPECT_LE(relative_rms(all[0].a, all[0].expected_a), 2e-5);
+            EXPECT_LE(relative_rms(all[0].b, all[0].expected_b), 2e-5);
+        }
+    }
+}
+
+// To Muon A and B of each adapter are matrices of their own, with no second moment.
+TEST(Lora, MuonUpdatesEachAdapter) {
+    constexpr double LR = 0.01;
+    const ModelConfig config = variant("llama");
+    const Batch batch = random_batch(config, 2, 11, 5);
+    OptimizerOptions muon = Driver::default_options();
+    muon.rates = {GroupRate{1, 0}};
+    Driver d(config, training_shape(2, 11), true, muon, OptimizerType::Muon, {}, {}, options());
+    d.randomise(3);
+    const Model& adapters = *d.model.adapters;
+    EXPECT_EQ(Optimizer::second_moments(adapters), 0);
+    std::vector<std::vector<float>> before;
+    for (const Param& p : adapters.table.params) before.push_back(fetch_param(adapters, p));
+    const double loss = d.step(batch, LR);
+    for (const Param& p : adapters.table.params) {
+        const std::vector<float> after = fetch_param(adapters, p);
+        for (const SourceTensor& matrix : p.sources) {
+            // The update of r x c is lr·scale·U·Vᵀ of full rank: its squares sum to lr²·scale²·min(r, c).
+            const int64_t begin = matrix.row * p.cols, n = matrix.rows * p.cols;
+            double sum = 0;
+            for (int64_t i = begin; i < begin + n; i++)
+                sum += std::pow(double(after[size_t(i)]) - before[p.index][size_t(i)], 2);
+            const double scale = shape_scale(MuonScale::Spectral, matrix.rows, p.cols);
+            EXPECT_NEAR(std::sqrt(sum / double(std::min(matrix.rows, p.cols))) / (LR * scale), 1, 1e-3) << matrix.name;
+        }
+    }
+    double last = loss;
+    for (int step = 0; step < 10; step++) last = d.step(batch, LR);
+    EXPECT_LT(last, loss);
+}
+
+TEST(Lora, TableHasTheNamesOfPeft) {
+    const ParamTable base = parameter_table(variant("llama"), 1);
+    const LoraTable lora(base, options({"v_proj", "down_proj"}), 1);
+    const std::string layer = "base_model.model.model.layers.0.";
+    const std::vector<std::string> names = tensor_names(lora.params);
+    ASSERT_EQ(names.size(), 8u);
+    EXPECT_EQ(names[0], layer + "self_attn.v_proj.lora_A.weight");
+    EXPECT_EQ(names[1], layer + "self_attn.v_proj.lora_B.weight");
+    EXPECT_EQ(names[2], layer + "mlp.down_proj.lora_A.weight");
+    EXPECT_EQ(lora.params.file, "adapter_model.safetensors");
+    EXPECT_EQ(lora.widths, (std::array<int64_t, NUM_LINEAR_LAYERS>{3, 0, 0, 3}));
+    const LoraTable first(base, options({"layers.0.self_attn.q_proj"}), 1);
+    EXPECT_EQ(tensor_names(first.params), (std::vector<std::string>{layer + "self_attn.q_proj.lora_A.weight",
+                                                                    layer + "self_attn.q_proj.lora_B.weight"}));
+
+    const ParamTable gpt2 = parameter_table(variant("gpt2"), 1);
+    EXPECT_EQ(LoraTable(gpt2, options(), 1).options.targets, (std::vector<std::string>{"c_attn", "c_proj", "c_fc"}));
+    EXPECT_EQ(tensor_names(LoraTable(gpt2, options({"c_proj"}), 1).params).size(), 8u);  // of attention and MLP
+    expect_error(
+        [&] {
+            LoraTable(base, options({"q_proj", "proj"}), 1);
+        },
+        "--lora-targets proj: the model's blocks have no such linear layer; they have "
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or give all-linear");
+    EXPECT_THROW(LoraTable(base, options({"lm_head"}), 1), Error);
+}
+
+TEST(Lora, InitialValues) {
+    const ModelConfig config = variant("llama");
+    Driver lora = lora_driver(config, training_shape(2, 11), options());
+    const Model& adapters = *lora.model.adapters;
+    initialise_weights(adapters.table, adapters.arenas, 7, {});
+    for (const Param& p : adapters.table.params) {
+        const std::vector<float> values = fetch_param(adapters, p);
+        const std::vector<double> x(values.begin(), values.end());
+        if (p.slot % 2) {
+            EXPECT_EQ(max_abs(x), 0) << p.name;
+            continue;
+        }
+        // Uniform: the standard deviation of bound/√3 is estimated to 1/√n · √0.8/2 of it; four times that.
+        const double bound = 1 / std::sqrt(double(p.cols)), n = double(p.numel());
+        EXPECT_LE(max_abs(x), bound) << p.name;
+        EXPECT_NEAR(rms(x) * std::sqrt(3) / bound, 1, 4 * std::sqrt(0.8 / n) / 2) << p.name;
+        double sum = 0;
+        for (const double v : x) sum += v;
+        EXPECT_LE(std::fabs(sum / n), 4 * bound / std::sqrt(3 * n)) << p.name;
+    }
+}
+
+// The scratch of the gradient norm is planned for the larger of the two tables.
+TEST(Lora, AdaptersLargerThanTheBase) {
+    LoraOptions o = options();
+    o.rank = 1 << 16;
+    const Model model(base_config(), {}, {}, OptimizerType::AdamW, {}, o);
+    ASSERT_GT(model.adapters->table.total, model.table.total);
+    const Activations acts(base_config(), Driver::with_workspace(training_shape(1, 8), model));
+    const auto& entries = acts.plan.entries();
+    const auto scratch =
+        std::find_if(entries.begin(), entries.end(), [](const auto& e) { return e.name == "scratch"; });
+    ASSERT_NE(scratch, entries.end());
+    EXPECT_GE(scratch->shape[0], sum_squares_scratch(model.adapters->table.total));
+}
+
+// The plan of an 8B model: the base is there once, in bf16; gradients, moments and master weights are the adapters'.
+TEST(Lora, MemoryOfTheFrozenBase) {
+    ModelConfig config;
+    ASSERT_TRUE(preset("llama-8B", config));
+    LoraOptions o = options();
+    o.rank = 16;
+    const Model model(config, {}, {DType::BF16, true}, OptimizerType::AdamW, {}, o);
+    const int64_t base = model.table.total, own = model.adapters->table.total;
+    EXPECT_EQ(model.adapters->table.num_weights(), 41943040);  // what peft counts
+    RunShape shape = training_shape(1, 2048, DType::BF16);
+    shape.recompute = Recompute::Block;
+    set_adapters(shape, model);
+    const MemoryPlan plan = memory_plan(model, Activations(config, shape));
+    const auto line = [&](const std::string& name) {
+        for (const auto& [what, bytes] : plan.lines)
+            if (what == name) return bytes;
+        return int64_t(0);
+    };
+    EXPECT_EQ(line("weights"), 2 * base);
+    EXPECT_EQ(line("master weights"), 0);
+    EXPECT_EQ(line("adapters"), 6 * own);
+    EXPECT_EQ(line("gradients"), 4 * own);
+    EXPECT_EQ(line("optimizer (m, v)"), 8 * own);
+}
+
+}  // namespace
+
+// QLoRA is LoRA on the base that NF4 makes of the weights: the same bits, in every level of recomputation.
+TEST(Qlora, EqualsLoraOnTheDequantisedBase) {
+    constexpr int64_t B = 2, T = 8;
+    for (const bool llama : {true, false}) {
+        const ModelConfig config = qlora_config(llama);
+        const Batch batch = random_batch(config, B, T, 5);
+        LoraOptions lora = options(), qlora = options();
+        qlora.nf4 = true;
+        for (const DType dtype : dtypes())
+            for (const Recompute level : {Recompute::None, Recompute::Norms, Recompute::Block}) {
+                SCOPED_TRACE(str(llama ? "llama " : "gpt2 ", dtype_name(dtype), " recompute ", int(level)));
+                RunShape shape = training_shape(B, T, dtype);
+                shape.recompute = level;
+                Driver whole = lora_driver(config, shape, lora), quantised = lora_driver(config, shape, qlora);
+                EXPECT_LT(quantised.model.bytes() + quantised.model.nf4->bytes(), whole.model.bytes());
+                whole.randomise(3);
+                const std::vector<double> before = whole.logits(batch);
+                quantise_base(quantised, whole);
+                const std::vector<double> expected = whole.logits(batch);
+                EXPECT_GT(max_abs(difference(before, expected)), 1e-3 * max_abs(before));
+                expect_same_bits("logits", quantised.logits(batch), expected);
+                for (int step = 0; step < 2; step++)
+                    EXPECT_EQ(quantised.step(batch, 1e-2), whole.step(batch, 1e-2)) << step;
+                for (const Param& p : whole.model.adapters->table.params)
+                    EXPECT_EQ(fetch_param(*quantised.model.adapters, p), fetch_param(*whole.model.adapters, p))
+                        << p.name;
+            }
+    }
+}
+
+TEST(Qlora, NeedsRowsOfWholeBlocks) {
+    LoraOptions qlora = options();
+    qlora.nf4 = true;
+    ModelConfig config = qlora_config(true);
+    config.ffn = 120;
+    expect_error([&] { const Driver d = lora_driver(config, training_shape(1, 8), qlora); },
+                 "layers.0.fcproj.weight: has 120 inputs; NF4 needs a multiple of 64; leave out --qlora");
+}

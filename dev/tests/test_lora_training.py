@@ -1,0 +1,404 @@
+#!/usr/bin/env python3
+"""Training LoRA adapters: against peft, checkpoints, resuming, ranks, refusals (TRAIN_GPT names the driver).
+
+dev/fixtures/lora_training has peft's losses and adapters of 20 steps; dev/peers/make_lora_training_fixture.py makes them
+from the bases and data of this file.
+"""
+import glob
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import unittest
+
+import numpy as np
+
+import several_ranks
+from harness import ROOT, CommandsTest, log, run, tokenize
+from model_files import read_json, read_safetensors, write_safetensors
+
+FIXTURES = os.path.join(ROOT, "dev", "fixtures", "lora_training")
+C, FFN, LAYERS, VOCAB = 32, 48, 2, 257
+# name: base, the options of the adapters, the learning rate.
+CASES = {"llama": ("llama", ["--lora-rank", 2, "--lora-alpha", 6, "--rslora"], 1e-2),
+         "gpt2": ("gpt2", ["--lora-rank", 4, "--lora-targets", "c_attn,c_proj"], 1e-2)}
+STEPS, BATCH, SEQ_LEN = 20, 4, 64
+
+
+def make_base(path, family, seed=1, C=C, FFN=FFN):
+    """A random model of a family: a directory in Hugging Face layout."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+
+    def add(name, *shape):
+        std = 0.1 if len(shape) == 2 else 0.02
+        tensors[name] = (std * rng.standard_normal(shape) + (1 if "norm" in name or "ln_" in name else 0)).astype("<f4")
+
+    if family == "llama":
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": C, "hidden_act": "silu",
+                  "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": FFN,
+                  "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "max_position_embeddings": 128,
+                  "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 10000.0, "bos_token_id": 256,
+                  "eos_token_id": 256}
+        add("model.embed_tokens.weight", VOCAB, C), add("lm_head.weight", VOCAB, C), add("model.norm.weight", C)
+        for layer in range(LAYERS):
+            start = f"model.layers.{layer}."
+            shapes = {"self_attn.q_proj": (C, C), "self_attn.k_proj": (C // 2, C), "self_attn.v_proj": (C // 2, C),
+                      "self_attn.o_proj": (C, C), "mlp.gate_proj": (FFN, C), "mlp.up_proj": (FFN, C),
+                      "mlp.down_proj": (C, FFN), "input_layernorm": (C,), "post_attention_layernorm": (C,)}
+            for name, shape in shapes.items():
+                add(start + name + ".weight", *shape)
+    else:
+        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": C, "n_head": 4,
+                  "n_layer": LAYERS, "n_inner": FFN, "vocab_size": VOCAB,
+                  "n_positions": 128, "layer_norm_epsilon": 1e-5,
+                  "activation_function": "gelu_new", "bos_token_id": 256, "eos_token_id": 256, "resid_pdrop": 0.0,
+                  "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        add("transformer.wte.weight", VOCAB, C), add("transformer.wpe.weight", 128, C)
+        for layer in range(LAYERS):
+            start = f"transformer.h.{layer}."
+            shapes = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, FFN), "mlp.c_proj": (FFN, C)}
+            for name, (rows, columns) in shapes.items():  # Conv1D: [in, out]
+                add(start + name + ".weight", rows, columns), add(start + name + ".bias", columns)
+            for name in ("ln_1", "ln_2"):
+                add(start + name + ".weight", C), add(start + name + ".bias", C)
+        add("transformer.ln_f.weight", C), add("transformer.ln_f.bias", C)
+    os.mkdir(path)
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as file:
+        json.dump(config, file)
+    write_safetensors(os.path.join(path, "model.safetensors"), tensors)
+
+
+def make_data(path):
+    """Conversations in bytes, which training packs."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = os.path.join(folder, "sums.jsonl")
+        with open(source, "w", encoding="utf-8") as file:
+            for i in range(400):
+                a, b = i * 7 % 53, i * 11 % 47
+                file.write(json.dumps({"prompt": f"{a} + {b} =", "response": f" {a + b}" + "!" * (i % 9)}) + "\n")
+        tokenize(source, path)
+
+
+def tensors_of(checkpoint, name="adapter_model.safetensors"):
+    return read_safetensors(os.path.join(checkpoint, name))
+
+
+def newest(run_directory):
+    return sorted(glob.glob(os.path.join(run_directory, "step_*")))[-1]
+
+
+def losses(run_directory):
+    return np.array([line["loss"] for line in log(run_directory) if "loss" in line])
+
+
+def distance(x, y):
+    """The largest RMS of a tensor's difference, of the tensor's RMS."""
+    assert set(x) == set(y)
+    return max(np.sqrt(np.mean((x[name] - y[name]) ** 2) / np.mean(y[name] ** 2)) for name in y)
+
+
+class LoraTraining(CommandsTest):
+    @classmethod
+    def setUpClass(cls):
+        cls.shared = tempfile.mkdtemp(prefix="train_gpt_test_")
+        cls.addClassCleanup(shutil.rmtree, cls.shared)
+        cls.data = os.path.join(cls.shared, "data")
+        make_data(cls.data)
+        for family in ("llama", "gpt2"):
+            make_base(os.path.join(cls.shared, family), family)
+
+    def setUp(self):
+        self.top = tempfile.mkdtemp(prefix="train_gpt_test_")
+        self.addCleanup(shutil.rmtree, self.top)
+
+    def path(self, name):
+        return os.path.join(self.top, name)
+
+    def base(self, family="llama"):
+        return os.path.join(self.shared, family)
+
+    def options(self, out, *args, base=None, lora=("--lora-rank", 2)):
+        options = ["--model", base or self.base(), "--data", self.data, "--out", self.path(out), "--dtype", "fp32",
+                   *lora, *args]
+        defaults = {"--steps": 6, "--batch-size": BATCH, "--seq-len": SEQ_LEN, "--lr": 1e-2, "--eval-every": 0,
+                    "--warmup": 2}
+        return [*options, *(word for pair in defaults.items() if pair[0] not in args for word in pair)]
+
+    def train(self, out, *args, **where):
+        done = run("train", *self.options(out, *args, **where))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.path(out)
+
+    def resume(self, out, *args):
+        done = run("train", "--resume", "--out", self.path(out), *args)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return self.path(out)
+
+    def logits(self, model, *args):
+        output = self.path("logits.npy")
+        done = run("logits", "--model", model, "--tokens", "50 43 51 61", "--output", output, *args)
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        return np.load(output)
+
+    def same_state(self, a, b):
+        for name in ("adapter_model.safetensors", "state.safetensors"):
+            x, y = tensors_of(newest(a), name), tensors_of(newest(b), name)
+            self.assertEqual(set(x), set(y))
+            for tensor in y:
+                np.testing.assert_array_equal(x[tensor], y[tensor], tensor)
+
+    def test_losses_and_adapters_of_peft(self):
+        """Roundings of fp32 in 20 steps: the largest measured differences are 1e-6 of both."""
+        for name, (base, lora, lr) in CASES.items():
+            with self.subTest(name):
+                out = self.train(name, "--steps", STEPS, "--lr", lr, "--final-lr", 0.1, "--weight-decay", 0.1,
+                                 lora=lora, base=self.base(base))
+                expected = dict(read_safetensors(os.path.join(FIXTURES, name + ".safetensors")))
+                theirs = expected.pop("losses")
+                self.assertGreaterEqual(theirs[0] - theirs[-1], 0.3)
+                np.testing.assert_allclose(losses(out), theirs, rtol=0, atol=2e-5)
+                self.assertLessEqual(distance(tensors_of(newest(out)), expected), 1e-4)
+
+    def test_checkpoint(self):
+        before = read_safetensors(os.path.join(self.base(), "model.safetensors"))
+        out = self.train("run", "--save-every", 2, "--keep", 2)
+        checkpoint = newest(out)
+        self.assertEqual(sorted(name for name in os.listdir(out) if name.startswith("step_")),
+                         ["step_00000004", "step_00000006"])
+        self.assertEqual(sorted(os.listdir(checkpoint)),
+                         ["adapter_config.json", "adapter_model.safetensors", "state.safetensors", "trainer.json"])
+        config = read_json(checkpoint, "adapter_config.json")
+        self.assertEqual((config["r"], config["lora_alpha"], config["base_model_name_or_path"]), (2, 16, self.base()))
+        self.assertEqual(len(config["target_modules"]), 7)
+        adapters = tensors_of(checkpoint)
+        self.assertEqual(set(tensors_of(checkpoint, "state.safetensors")),
+                         {f"{half}/layers.{layer}.{matrix}.lora_{which}" for half in "mv" for layer in range(LAYERS)
+                          for matrix in ("qkv", "proj", "fc", "fcproj") for which in "AB"})
+        name = "base_model.model.model.layers.1.self_attn.v_proj.lora_"
+        self.assertEqual((adapters[name + "A.weight"].shape, adapters[name + "B.weight"].shape), ((2, C), (C // 2, 2)))
+        self.assertGreater(np.abs(adapters[name + "B.weight"]).max(), 1e-3)
+        after = read_safetensors(os.path.join(self.base(), "model.safetensors"))
+        for tensor in before:
+            np.testing.assert_array_equal(before[tensor], after[tensor])
+
+        merged = self.path("merged")
+        self.refused(1, [out, "add --merge"], "convert", out, merged)
+        self.assertEqual(run("convert", out, merged, "--merge").returncode, 0)
+        np.testing.assert_array_equal(self.logits(out), self.logits(merged))
+        # The run evaluates with the adapters beside the base.
+        for model in (out, checkpoint, merged):
+            done = run("eval", "--model", model, "--data", self.data, "--seq-len", SEQ_LEN, "--json")
+            self.assertAlmostEqual(json.loads(done.stdout)["val_loss"], log(out)[-1]["val_loss"], delta=1e-5)
+        # Without one of its files a checkpoint is not complete.
+        newer = self.path("run/step_00000008")
+        for name in os.listdir(checkpoint):
+            shutil.copytree(checkpoint, newer)
+            os.remove(os.path.join(newer, name))
+            self.assertEqual(len(json.loads(run("info", out, "--json").stdout)["checkpoints"]), 2, name)
+            shutil.rmtree(newer)
+        info = json.loads(run("info", out, "--json").stdout)
+        self.assertEqual((info["kind"], info["config"]["r"], info["trainer"]["step"]), ("adapter", 2, 6))
+        self.assertEqual(info["checkpoints"], ["step_00000004", "step_00000006"])
+
+    def test_resumed_run_has_the_same_bits(self):
+        for number, args in enumerate(((), ("--save-dtype", "bf16"),
+                                       ("--optimizer-dtype", "bf16", "--grad-dtype", "bf16"))):
+            with self.subTest(args):
+                args = (*args, "--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
+                whole = self.train(f"whole{number}", *args)
+                self.train(f"half{number}", "--steps", 3, *args)
+                half = self.resume(f"half{number}", "--steps", 6)
+                np.testing.assert_array_equal(losses(half), losses(whole))
+                self.same_state(half, whole)
+
+    def test_muon(self):
+        """Muon moves adapters: resumed and recomputed bits, files without second moments, and the memory of a plan."""
+        args = ("--optimizer", "muon", "--schedule", "constant")
+        whole = self.train("whole", *args)
+        self.assertLess(losses(whole)[-1], losses(whole)[0] - 1)
+        state = tensors_of(newest(whole), "state.safetensors")
+        self.assertEqual({name.split("/")[0] for name in state}, {"m"})
+        self.assertGreater(distance(tensors_of(newest(whole)), tensors_of(newest(self.train("adamw")))), 1e-2)
+        self.train("half", "--steps", 3, *args)
+        half = self.resume("half", "--steps", 6)
+        np.testing.assert_array_equal(losses(half), losses(whole))
+        self.same_state(half, whole)
+        self.same_state(self.train("block", "--recompute", "block", *args), whole)
+        self.assertEqual(self.logits(whole).shape[-1], VOCAB)
+        # Without --lr: the rate of Muon for the only weights that are trained.
+        default = self.train("default", "--steps", 1, *args[:2], "--lr", 0.005)
+        command = self.options("own", "--steps", 1, *args[:2])
+        at = command.index("--lr")
+        self.assertEqual(run("train", *command[:at], *command[at + 2:]).returncode, 0)
+        self.same_state(self.path("own"), default)
+        self.resume("own", "--steps", 2)
+        plans = [json.loads(run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--recompute",
+                                "block", "--gpu", "H100 80GB", "--dtype", "bf16", "--json", "--lora-rank", 16,
+                                "--optimizer", optimizer).stdout) for optimizer in ("adamw", "muon")]
+        moments = [plan["bytes"]["optimizer (m, v)"] for plan in plans]
+        self.assertEqual(moments[0], 2 * moments[1])
+        self.assertEqual(plans[1]["parameters"], {"hidden_matrices": {"weights": 41943040, "optimizer": "muon"}})
+
+    def test_recomputation_has_the_same_bits(self):
+        whole = self.train("none")
+        for level in ("activation", "norms", "block"):
+            self.same_state(self.train(level, "--recompute", level), whole)
+
+    @unittest.skipIf(several_ranks.WHY_NOT, several_ranks.WHY_NOT)
+    def test_ranks(self):
+        """Sums over ranks are in another order: a few roundings of fp32, which the optimizers amplify."""
+        total = ("--total-batch-tokens", 2 * BATCH * SEQ_LEN, "--schedule", "constant")
+        muon = (*total, "--optimizer", "muon", "--muon-coefficients", "simple")
+        wholes = self.train("one", *total), self.train("one_muon", *muon)
+        for stage, optimizer in itertools.product(range(4), range(2)):
+            with self.subTest(stage=stage, muon=optimizer):
+                whole, name = wholes[optimizer], f"stage{stage}{optimizer}"
+                out = self.path(name)
+                done = several_ranks.run(2, *self.options(name, "--steps", 3, "--zero-stage", stage,
+                                                          *(muon if optimizer else total)))
+                self.assertEqual(done.returncode, 0, done.stderr)
+                # To the end on one rank, and from there on two.
+                self.resume(name, "--steps", 5, "--zero-stage", 0)
+                done = several_ranks.run(2, "--resume", "--out", out, "--steps", 6, "--zero-stage", stage)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                np.testing.assert_allclose(losses(out), losses(whole), rtol=0, atol=2e-6)
+                self.assertLessEqual(distance(tensors_of(newest(out)), tensors_of(newest(whole))), 1e-4)
+
+    def test_the_base_is_recognised(self):
+        out = self.train("run", "--steps", 2)
+        logits = self.logits(out)
+        other, moved, converted = self.path("other"), self.path("moved"), self.path("converted")
+        make_base(other, "llama", seed=2)
+        self.refused(1, [other, "is not the base", "--base"], "logits", "--model", out, "--base", other,
+                     "--tokens", "1", "--output", self.path("x.npy"))
+        self.refused(1, [other, "is not the base"], "convert", newest(out), self.path("x"), "--merge", "--base", other)
+        self.refused(1, [other, "is not the base"], "train", "--resume", "--out", out, "--steps", 4, "--model", other)
+        shutil.copytree(self.base(), moved)
+        self.assertEqual(run("convert", self.base(), converted).returncode, 0)
+        for base in (moved, converted):
+            np.testing.assert_array_equal(self.logits(out, "--base", base), logits)
+        # One value of a matrix is enough.
+        tensors = dict(read_safetensors(os.path.join(moved, "model.safetensors")))
+        tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].copy()
+        tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+        write_safetensors(os.path.join(moved, "model.safetensors"), tensors)
+        self.refused(1, [moved, "is not the base"], "logits", "--model", out, "--base", moved, "--tokens", "1",
+                     "--output", self.path("x.npy"))
+        # So is a key of config.json that changes what the model computes, and no other.
+        changed = self.path("changed")
+        shutil.copytree(self.base(), changed)
+        config = read_json(changed, "config.json")
+        for change, words in (({"rope_theta": 20000.0}, ["'rope_theta' is 20000.0", "with 10000.0", "--base"]),
+                              ({"rms_norm_eps": 1e-6}, ["'rms_norm_eps' is 1e-06", "with 1e-05"]),
+                              ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["'rope_scaling'", "null"]),
+                              ({"num_attention_heads": 2, "num_key_value_heads": 1}, ["'head_dim' is 16"]),
+                              ({"bos_token_id": 3, "max_position_embeddings": 256, "_name_or_path": "x"}, None)):
+            with open(os.path.join(changed, "config.json"), "w", encoding="utf-8") as file:
+                json.dump({**config, **change}, file)
+            if words is None:
+                np.testing.assert_array_equal(self.logits(out, "--base", changed), logits)
+                continue
+            self.refused(1, ["config.json", *words], "logits", "--model", out, "--base", changed, "--tokens", "1",
+                         "--output", self.path("x.npy"))
+            self.refused(1, words, "train", "--resume", "--out", out, "--steps", 4, "--model", changed)
+        config = read_json(newest(out), "adapter_config.json")
+        config["base_model_name_or_path"] = self.path("gone")
+        with open(os.path.join(newest(out), "adapter_config.json"), "w", encoding="utf-8") as file:
+            json.dump(config, file)
+        self.refused(1, [self.path("gone"), "--base"], "logits", "--model", out, "--tokens", "1", "--output",
+                     self.path("x.npy"))
+        np.testing.assert_array_equal(self.logits(out, "--base", self.base()), logits)
+
+    def test_the_base_by_a_relative_path(self):
+        """A run finds the weights and the tokenizer of its base from any directory."""
+        base, relative = os.path.join(self.shared, "llama"), os.path.join("..", os.path.basename(self.shared), "llama")
+        inside = self.path("inside")
+        os.mkdir(inside)
+        tokenizer = os.path.join(self.shared, "with_tokenizer")
+        shutil.copytree(base, tokenizer)
+        shutil.copy(os.path.join(self.data, "tokenizer.json"), tokenizer)
+        for name in (relative, os.path.join(relative, "..", "with_tokenizer")):
+            out = self.path(os.path.basename(name))
+            done = run("train", *self.options(out, "--steps", 1, base=name), cwd=self.top)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            named = read_json(newest(out), "adapter_config.json")["base_model_name_or_path"]
+            self.assertEqual(os.path.realpath(named), os.path.realpath(os.path.join(self.top, name)))
+            done = run("sample", "--model", out, "--prompt", "1 + 1 =", "--max-tokens", 4, cwd=inside)
+            if name == relative:  # neither the adapter nor its base has a tokenizer
+                self.assertEqual((done.returncode, done.stderr.count("\n")), (1, 1), done.stderr)
+                self.assertIn("/llama has no tokenizer.json", done.stderr)
+            else:
+                self.assertEqual((done.returncode, done.stdout[:7]), (0, "1 + 1 ="), done.stderr)
+
+    def test_qlora(self):
+        """A base in NF4 (dev/tests/test_lora_training.cpp has the same bits as its dequantised weights)."""
+        base = self.path("base")
+        make_base(base, "llama", C=64, FFN=128)
+        dense = self.train("dense", base=base)
+        whole = self.train("whole", "--qlora", base=base)
+        self.assertGreater(distance(tensors_of(newest(whole)), tensors_of(newest(dense))), 1e-3)
+        self.assertLess(losses(whole)[-1], losses(whole)[0] - 1)
+        self.train("half", "--qlora", "--steps", 3, "--schedule", "constant", base=base)
+        half = self.resume("half", "--steps", 6)
+        constant = self.train("constant", "--qlora", "--schedule", "constant", base=base)
+        np.testing.assert_array_equal(losses(half), losses(constant))
+        self.same_state(half, constant)
+        self.same_state(self.train("block", "--qlora", "--recompute", "block", base=base), whole)
+        # The checkpoint is an adapter like any other: its base is read whole.
+        self.assertEqual(self.logits(whole, "--base", base).shape[-1], VOCAB)
+        self.refused(1, ["the LoRA adapters", "cannot change"], "train", "--resume", "--out", dense, "--steps", 8,
+                     "--qlora")
+        self.refused(1, ["32 inputs", "multiple of 64", "--qlora"], "train", *self.options("run", "--qlora"))
+
+    def test_resume_keeps_the_adapters(self):
+        out = self.train("run", "--steps", 2)
+        for args in (("--lora-rank", 3), ("--lora-alpha", 3), ("--lora-targets", "q_proj"), ("--rslora",)):
+            self.refused(1, ["the LoRA adapters", "cannot change"], "train", "--resume", "--out", out, "--steps", 4,
+                         *args)
+
+    def test_refusals(self):
+        for args, words in ((("--optimizer", "muon", "--adam-weight-decay", 0.1), ["--adam-weight-decay", "freezes"]),
+                            (("--matmul-dtype", "fp8"), ["--lora-rank", "fp8"]),
+                            (("--offload", "optimizer"), ["--lora-rank", "--offload optimizer"]),
+                            (("--embedding-lr", 1e-3), ["--embedding-lr", "--lora-rank"]),
+                            (("--qlora", "--zero-stage", 3), ["--qlora", "--zero-stage 0, 1 or 2"]),
+                            (("--head-lr", 1e-3), ["--head-lr"]), (("--vector-lr", 1e-3), ["--vector-lr"]),
+                            (("--lora-alpha", 0), ["--lora-alpha"])):
+            self.refused(2, words, "train", *self.options("run", *args))
+        for args in (("--rslora",), ("--qlora",), ("--lora-alpha", 3), ("--lora-targets", "q_proj")):
+            self.refused(2, ["--lora-rank"], "train", *self.options("run", *args, lora=()))
+        self.refused(1, ["--lora-targets lm_head", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"], "train",
+                     *self.options("run", "--lora-targets", "q_proj,lm_head"))
+        self.refused(1, ["gpt2-tiny", "preset"], "train", *self.options("run", base="gpt2-tiny"))
+        self.assertFalse(os.path.exists(self.path("run")))
+        out = self.train("first", "--steps", 1)
+        self.refused(1, [out, "is an adapter", "--merge"], "train", *self.options("run", base=out))
+
+    def test_plan(self):
+        plans = [json.loads(run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--recompute",
+                                "block", "--gpu", "H100 80GB", "--dtype", "bf16", "--json", *args).stdout)
+                 for args in ((), ("--lora-rank", 16), ("--lora-rank", 16, "--qlora"))]
+        self.assertEqual(plans[0]["bytes"]["weights"], plans[1]["bytes"]["weights"])
+        self.assertEqual(plans[1]["parameters"], {"hidden_matrices": {"weights": 41943040, "optimizer": "adamw"}})
+        self.assertLess(plans[1]["total_bytes"] + plans[1]["in_use_before"], 20e9)
+        self.assertLess(plans[2]["total_bytes"] + plans[2]["in_use_before"], 9.5e9)
+        matrices = 32 * (6144 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
+        self.assertEqual(plans[1]["bytes"]["weights"] - plans[2]["bytes"]["weights"], 2 * matrices)
+        self.assertAlmostEqual(8 * plans[2]["bytes"]["NF4 weights"] / matrices, 4.127, delta=1e-3)
+        # What --fit proposes is what train takes: adapters have no --master-weights off.
+        for gib in range(17, 30):
+            done = run("plan", "--model", "llama-8B", "--seq-len", 2048, "--batch-size", 1, "--gpu-memory", f"{gib}GiB",
+                       "--dtype", "bf16", "--lora-rank", 16, "--fit", "--json")
+            if done.returncode == 0:
+                self.assertNotIn("master", json.loads(done.stdout)["fit"]["options"])
+        self.assertEqual(done.returncode, 0, done.stderr)
+        # 4 FLOP per weight of a frozen matmul, 6 per weight of an adapter; attention is the same.
+        weights = plans[0]["weights"] - 128256 * 4096  # the embedding is only looked up
+        saved = plans[0]["flop_per_token"] - plans[1]["flop_per_token"]
+        self.assertAlmostEqual(saved / (2 * weights - 6 * 41943040), 1, delta=1e-3)
+
+
+if __name__ == "__main__":
+    unittest.main()

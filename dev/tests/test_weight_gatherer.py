@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""WeightGatherer on several ranks: runs dev/tests/test_weight_gatherer.cpp."""
+import unittest
+
+import mpi
+
+
+class SeveralRanksTest(unittest.TestCase):
+    def test_on_several_ranks(self):
+        mpi.run_test_on_several_ranks(self, "test_weight_gatherer")
+
+
+if __name__ == "__main__":
+    unittest.main()

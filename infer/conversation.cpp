@@ -1,0 +1,134 @@
+#include "infer/conversation.h"
+
+#include <algorithm>
+
+#include "infer/prompts.h"
+
+namespace {
+
+int64_t common_tokens(const std::vector<int32_t>& a, const std::vector<int32_t>& b) {
+    const auto size = int64_t(std::min(a.size(), b.size()));
+    return std::mismatch(a.begin(), a.begin() + size, b.begin()).first - a.begin();
+}
+
+std::vector<Message> opening(const std::optional<std::string>& system) {
+    return system ? std::vector<Message>{{"system", *system}} : std::vector<Message>();
+}
+
+// The messages so far, and their tokens.
+class Conversation {
+  public:
+    Conversation(const ChatTemplate& t, const Tokenizer& k, const std::optional<std::string>& system)
+        : chat_template(t), tokenizer(k), messages(opening(system)), first_turn(messages.size()) {
+        reset();
+        // What begins every conversation: the system message and the start of the first user turn.
+        std::vector<int32_t> tokens[2];
+        for (size_t i = 0; i < 2; i++) {
+            messages.push_back({"user", i ? "a" : "b"});
+            tokens[i] = prompt();
+            messages.pop_back();
+        }
+        start = common_tokens(tokens[0], tokens[1]);
+    }
+
+    void reset() {
+        messages.resize(first_turn);
+        date = local_time_now();  // the date that the template writes stays that of the beginning
+    }
+    void add(const char* role, const std::string& content) { messages.push_back({role, content}); }
+    void drop_last() { messages.pop_back(); }
+    // Drops the oldest user turn with its response. Returns false if there is only the last user turn.
+    bool drop_oldest() {
+        if (messages.size() < first_turn + 3) return false;
+        const auto oldest = messages.begin() + int64_t(first_turn);
+        messages.erase(oldest, oldest + 2);
+        return true;
+    }
+    // The tokens up to the start of the next response.
+    std::vector<int32_t> prompt() const { return chat_template.tokens(messages, true, date, tokenizer); }
+    int64_t start_tokens() const { return start; }
+
+  private:
+    const ChatTemplate& chat_template;
+    const Tokenizer& tokenizer;
+    std::vector<Message> messages;
+    const size_t first_turn;  // its index: 1 after a system message
+    int64_t start = 0;
+    std::tm date = {};
+};
+
+// The next prompt. If it fills the context, the oldest turns are dropped until it takes half of it.
+std::vector<int32_t> fitting_prompt(Conversation& conversation, int64_t context, bool slide) {
+    std::vector<int32_t> tokens = conversation.prompt();
+    if (!slide || int64_t(tokens.size()) < context) return tokens;
+    while (int64_t(tokens.size()) > context / 2 && conversation.drop_oldest()) tokens = conversation.prompt();
+    return tokens;
+}
+
+}  // namespace
+
+void check_conversation(const ChatTemplate& chat_template, const ChatOptions& options) {
+    std::vector<Message> messages = opening(options.system);
+    messages.push_back({"user", "x"});
+    chat_template.render(messages, true, local_time_now());
+}
+
+GenerateStatistics chat(Engine& engine, const Tokenizer& tokenizer, const ChatTemplate& chat_template,
+                        const ChatOptions& options, std::istream& in, std::ostream& out,
+                        const std::function<bool()>& interrupted, const std::function<void()>& begin_response,
+                        const std::function<void()>& end_response) {
+    GenerateStatistics sum;
+    Conversation conversation(chat_template, tokenizer, options.system);
+    const int64_t start = conversation.start_tokens(), context = engine.options.context;
+    require(!options.slide || start <= context - 2, "a context of ", context, " tokens has no room for the ", start,
+            " that start every conversation; raise --context to at least ", start + 2);
+    std::vector<int32_t> cached;  // the tokens that the KV cache holds
+    int64_t turn = 0;
+    for (std::string line;;) {
+        if (options.prompts) out << "> " << std::flush;
+        if (!std::getline(in, line)) {
+            if (options.prompts) out << "\n";
+            break;
+        }
+        if (!line.empty() && line.back() == '\r') line.pop_back();
+        if (line == "/exit") break;
+        if (line == "/reset") conversation.reset();
+        if (line == "/reset" || line.find_first_not_of(" \t\r") == std::string::npos) continue;
+        const std::string lost = lost_bytes_note(line, tokenizer);
+        if (!lost.empty()) out << "(" << lost << ")\n";
+        const auto start_again = [&] {
+            out << "(the context is full; the conversation starts again)\n";
+            conversation.reset();
+        };
+        conversation.add("user", line);
+        std::vector<int32_t> tokens;
+        try {
+            tokens = fitting_prompt(conversation, context, options.slide);
+        } catch (const Error& e) {  // the conversation is worth more than this turn
+            out << "(" << e.what() << ")\n";
+            conversation.drop_last();
+            continue;
+        }
+        if (!options.slide && int64_t(tokens.size()) >= context) {
+            start_again();
+            continue;
+        }
+
+        Completion response(&tokenizer, options.response, [&](std::string_view text) { out << text << std::flush; });
+        const int64_t kept = common_tokens(cached, tokens);
+        std::vector<Request> requests{{std::move(tokens), kept, turn++, &response, {}}};
+        begin_response();
+        const GenerateStatistics s = generate(engine, requests, {options.slide, start}, interrupted);
+        end_response();
+        out << "\n" << std::flush;
+        sum.add(s);
+        cached = requests[0].context;
+        if (requests[0].end >= 0) cached.push_back(requests[0].end);
+        if (int64_t(cached.size()) > engine.length(0)) cached.resize(size_t(engine.length(0)));
+        if (response.finish() == std::string("context"))
+            start_again();
+        else
+            conversation.add("assistant", response.text());
+    }
+    return sum;
+}
