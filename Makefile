@@ -1,4 +1,4 @@
-# train_gpt's only build file. `make help` lists the targets, docs/build.md explains the choices made here.
+# train_gpt's only build file. `make help` lists the targets, docs/use/build.md explains the choices made here.
 # Everything a build makes lies in build/<backend>[-debug|-address|-undefined]/; ./train_gpt is the driver built last.
 SHELL := /bin/bash
 .SHELLFLAGS := -ec

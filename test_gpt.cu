@@ -115,7 +115,7 @@ struct Run {
     }
 };
 
-// Relative to the largest logit, and to the RMS of each gradient (docs/numerics.md).
+// Relative to the largest logit, and to the RMS of each gradient (docs/understand/numerics.md).
 struct Bounds {
     double logits, gradients;
 };

@@ -504,7 +504,7 @@ void add_context_options(CLI::App& app, int64_t& context, bool& slide, const std
 }
 
 void add_launch_options(CLI::App& app, LaunchOptions& o) {
-    const std::string group = "Several processes (docs/multi_gpu.md)";
+    const std::string group = "Several processes (docs/use/multi_gpu.md)";
     app.add_option("--gpus", o.gpus, "start one process on each of this many GPUs of this machine, or on 'all'")
         ->capture_default_str()
         ->group(group)
@@ -521,10 +521,10 @@ void add_launch_options(CLI::App& app, LaunchOptions& o) {
 }
 
 void add_sharding_options(CLI::App& app, ShardingOptions& o) {
-    const std::string group = "Several processes (docs/multi_gpu.md)";
+    const std::string group = "Several processes (docs/use/multi_gpu.md)";
     app.add_option("--zero-stage", o.zero_stage,
                    "what the processes shard: 0: nothing; 1: optimizer state and master weights; 2: gradients too; 3: "
-                   "weights too (docs/sharding.md)")
+                   "weights too (docs/understand/sharding.md)")
         ->check(CLI::IsMember({"0", "1", "2", "3"}))
         ->capture_default_str()
         ->group(group);

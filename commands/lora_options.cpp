@@ -2,7 +2,7 @@
 #include "commands/cli.h"
 
 CLI::Option* add_lora_options(CLI::App& app, LoraOptions& o) {
-    const std::string group = "LoRA adapters (docs/finetuning.md)";
+    const std::string group = "LoRA adapters (docs/use/finetuning.md)";
     CLI::Option* const rank =
         app.add_option("--lora-rank", o.rank, "train adapters of this rank; the model's own weights are frozen")
             ->check(at_least(1))

@@ -74,7 +74,7 @@ void add_optimizer_options(CLI::App& app, TrainOptions& o) {
 }
 
 void add_muon_options(CLI::App& app, MuonFlags& o) {
-    const std::string group = "Muon (docs/training.md)";
+    const std::string group = "Muon (docs/use/training.md)";
     app.add_option("--momentum", o.momentum, "Muon's momentum; default: 0.95")
         ->check(number_in(0.0, 0.9999999))
         ->group(group);

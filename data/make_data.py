@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/data.md).
+"""Text -> tokens: writes data/tokens/<name>/{train,val}_*.bin, tokenizer.json and meta.json (formats: docs/use/data.md).
 
 text_input.py says what is read. Of conversations only the assistant's turns are loss tokens: a *.mask file beside *.bin
 marks them, and where each example starts. Training a vocabulary needs the package tokenizers; .parquet and .zst files
@@ -734,7 +734,7 @@ def summary(meta, target):
 
 def parse(arguments):
     parser = argparse.ArgumentParser(prog="make_data.py",
-                                     description="Tokenizes text into token files for train_gpt (docs/data.md).")
+                                     description="Tokenizes text into token files for train_gpt (docs/use/data.md).")
 
     def fraction(text):
         value = float(text)

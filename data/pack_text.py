@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Packs text into numbered compressed files of a given size, for a machine without network (docs/data.md).
+"""Packs text into numbered compressed files of a given size, for a machine without network (docs/use/data.md).
 
     data/pack_text.py --text PATH... --out DIR [--chunks-mb 60]
 
@@ -119,7 +119,7 @@ def add_chunks_mb(parser):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="pack_text.py", description="Packs text into numbered .jsonl.xz files of a "
-                                     "given size (docs/data.md).")
+                                     "given size (docs/use/data.md).")
     parser.add_argument("--text", nargs="+", type=not_empty, required=True, metavar="PATH",
                         help="files or directories, as for make_data.py")
     parser.add_argument("--out", type=not_empty, required=True, metavar="DIR", help="directory to write; must not exist")

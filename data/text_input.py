@@ -262,7 +262,7 @@ def shape_of(where, names):
             return shape
     accepted = ", ".join(" and ".join(f"'{name}'" for name in shape) for shape in SHAPES)
     raise DataError(f"{where}: has the fields {', '.join(map(repr, names)) or '(none)'}; give one of {accepted} "
-                    "(docs/data.md)")
+                    "(docs/use/data.md)")
 
 
 def utf8(text):

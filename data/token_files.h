@@ -50,7 +50,7 @@ class TokenFiles {
     bool any_mask = false, any_examples = false;
 };
 
-// A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/data.md).
+// A data directory as `make data` writes it: train_*.bin, val_*.bin, tokenizer.json and meta.json (docs/use/data.md).
 struct DataDirectory {
     std::string path;
     int64_t vocab_size = 0;                          // of tokenizer.json; 0 if there is none

@@ -14,7 +14,7 @@ namespace {
 struct FitStep {
     Recompute recompute;
     int state;           // how many of FIT_STATE are in use
-    const char* reason;  // its speed, as far as docs/experiments/memory.md has it
+    const char* reason;  // its speed, as far as docs/log/memory.md has it
     bool offload_inputs = false;
 };
 constexpr const char* FIT_STATE[] = {" --optimizer-dtype bf16", " --master-weights off", " --grad-dtype bf16"};

@@ -1,4 +1,4 @@
-// The scales of the blocks' linear layers in fp8 training, and their quantised weights (docs/low_precision.md).
+// The scales of the blocks' linear layers in fp8 training, and their quantised weights (docs/use/low_precision.md).
 //
 // Each linear layer has two operands that change with every micro-step: its input (E4M3) and the gradient of its output
 // (E5M2 or E4M3). An operand has a scale for the whole tensor, by one of two methods:

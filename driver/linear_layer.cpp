@@ -99,7 +99,7 @@ void linear_forward(const Context& ctx, const Model& model, const Activations& a
     }
     if (inp) quantise_input(ctx, acts, slot, l, inp, true, columns, pass);
     const Tensor rows = code_matrix(acts.fp8_rows, out.shape[0], weight.shape[1]);
-    // Accumulation may be fast: the rounding of the operands is the larger error (docs/low_precision.md).
+    // Accumulation may be fast: the rounding of the operands is the larger error (docs/use/low_precision.md).
     matmul_fp8(out, acts.fp8->matrix(Fp8Operand::Input, slot, l, rows),
                acts.fp8->weight(slot, l, false, weight, acts.fp8_weight, ctx.stream), bias, false, true,
                acts.forward_scratch, ctx.stream);

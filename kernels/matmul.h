@@ -8,7 +8,7 @@
 // dtypes: inp, weight, bias, out, dout and dinp have one dtype, fp32, bf16 or fp16 (on the CPU fp32); dbias is fp32;
 // matmul()'s out has the inputs' dtype, fp32 or, on the CPU, bf16; dweight is fp32 or bf16, on a GPU bf16 only with
 // bf16 inputs. Sums are in fp32, never in TF32. Added to a bf16 dweight they are rounded to nearest, on Hopper before
-// and after the addition (docs/numerics.md).
+// and after the addition (docs/understand/numerics.md).
 //
 // GPU: cuBLASLt, only with algorithms that give the same bits every time, or kernels/gemm_hopper.h where tuning found
 // it faster. The stream must come from create_blas_stream() (runtime/device/blas_stream.h). CPU: oneDNN, or without it

@@ -32,7 +32,7 @@ ModelConfig modern(int64_t layers) {
     return c;
 }
 
-// The quick start's model. Without QK-norm, which costs time and loss at this size (docs/learning.md).
+// The quick start's model. Without QK-norm, which costs time and loss at this size (docs/understand/learning.md).
 ModelConfig modern_tiny() {
     ModelConfig c = modern(4);
     c.channels = 128;

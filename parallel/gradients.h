@@ -18,7 +18,7 @@
 //
 // With GradientOptions::in_matmul, for one rank, the matmuls of the blocks and of an untied head add to the arena's
 // bf16 themselves, rounded to nearest: no pass of its own, no slots. The other parameters (embeddings, biases, norms)
-// have fp32 sums, which are rounded into the arena in the last micro-step. docs/numerics.md has the errors of both.
+// have fp32 sums, which are rounded into the arena in the last micro-step. docs/understand/numerics.md has the errors of both.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that every #include "..." goes in a direction that the table in docs/design.md allows.
+"""Checks that every #include "..." goes in a direction that the table in docs/understand/design.md allows.
 
     scripts/check_includes.py        exit status 1 and a line for each #include that the table does not allow
 
@@ -11,7 +11,7 @@ import re
 import sys
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TABLE = "docs/design.md"
+TABLE = "docs/understand/design.md"
 HEADING = "### Which directory includes which"
 SUFFIXES = (".h", ".cuh", ".cpp", ".cu", ".c")
 INCLUDE = re.compile(r'\s*#\s*include\s*"([^"]+)"')

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that the tree speaks in standard terms: fails where a source, a page or a help text uses a word that docs/glossary.md
+"""Checks that the tree speaks in standard terms: fails where a source, a page or a help text uses a word that docs/understand/glossary.md
 replaces.
 
     scripts/check_words.py                         every tracked source, script and page

@@ -4,7 +4,7 @@
 #   scripts/run_gpt2_124M.sh                   all GPUs of this machine; run it again to resume
 #   STEPS=1000 OUT=runs/short scripts/run_gpt2_124M.sh --eval-every 100
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 601,500 tokens/s of one H100 (docs/performance.md) it
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 601,500 tokens/s of one H100 (docs/log/performance.md) it
 # takes 4.6 hours. The step divides over 1, 2, 4 or 8 GPUs; for 16 set BATCH=32.
 set -euo pipefail
 cd "$(dirname "$0")/.."

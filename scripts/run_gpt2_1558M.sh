@@ -3,7 +3,7 @@
 #
 #   scripts/run_gpt2_1558M.sh                  all GPUs of this machine; run it again to resume
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 221,400 tokens/s of four H200 (docs/performance.md; there
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. At the 221,400 tokens/s of four H200 (docs/log/performance.md; there
 # with 131,072 tokens a step) it takes 42 hours.
 set -euo pipefail
 cd "$(dirname "$0")/.."

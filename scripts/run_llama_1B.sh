@@ -4,7 +4,7 @@
 #   scripts/run_llama_1B.sh                    all GPUs of this machine; run it again to resume
 #   TOKENIZER=path/to/Llama-3.2-1B TEXT=... scripts/run_llama_1B.sh       with LLaMA 3's own 128,256 tokens
 #
-# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. These options as a whole were not measured. docs/performance.md
+# TEXT, DATA, OUT, GPUS, STEPS, BATCH: see scripts/recipe.sh. These options as a whole were not measured. docs/log/performance.md
 # has the shape on one H100 with BATCH=4 and 32,768 tokens a step: 69,600 tokens/s.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -5,7 +5,7 @@
 #   scripts/run_quickstart.sh [DRIVER]      STEPS=... OUT=runs/... GPUS=4
 #
 # On a CPU it trains modern-tiny with Muon in runs/quickstart, on a GPU gpt2-mini with AdamW in runs/quickstart-gpu.
-# docs/learning.md says how the options were chosen.
+# docs/understand/learning.md says how the options were chosen.
 set -euo pipefail
 # Threads spin for a few microseconds and then sleep. That is as fast on an idle machine as GNU OpenMP's default of
 # several milliseconds, and many times faster on a busy one.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every #include of the tree goes in a direction that docs/design.md allows, and check_includes.py finds one that does not."""
+"""Every #include of the tree goes in a direction that docs/understand/design.md allows, and check_includes.py finds one that does not."""
 import os
 import tempfile
 import unittest
@@ -36,7 +36,7 @@ class IncludesTest(unittest.TestCase):
         with tempfile.TemporaryDirectory() as top:
             every = ["runtime/device/tensor.h", "runtime/text.h", "data/tokenizer.h", "data/loader.h", "driver/pass.h",
                      "kernels/library/tensor_ops.h", "kernels/rope.h", "kernels/rope.cpp", "commands/cli.h"]
-            for name, text in [("docs/design.md", PAGE), *((name, "") for name in every), *files.items()]:
+            for name, text in [("docs/understand/design.md", PAGE), *((name, "") for name in every), *files.items()]:
                 os.makedirs(os.path.dirname(os.path.join(top, name)), exist_ok=True)
                 with open(os.path.join(top, name), "w", encoding="utf-8") as file:
                     file.write(text)

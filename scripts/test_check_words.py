@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tree and the help texts use standard terms (docs/glossary.md), and check_words.py finds what is not one."""
+"""The tree and the help texts use standard terms (docs/understand/glossary.md), and check_words.py finds what is not one."""
 import os
 import sys
 import unittest

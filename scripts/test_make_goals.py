@@ -15,7 +15,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def documented():
     """The make commands that README.md and docs/ print, in code blocks and between backquotes, each once."""
     commands = {}
-    for path in (os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "*.md")))):
+    for path in (os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "*", "*.md")))):
         in_code = False
         with open(path, encoding="utf-8") as file:
             for line in file:

@@ -1,4 +1,4 @@
-"""tokenizer.json (docs/formats.md) from the vocabularies that other formats carry."""
+"""tokenizer.json (docs/use/formats.md) from the vocabularies that other formats carry."""
 
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
 LLAMA3_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -12,7 +12,7 @@
 // dtypes: fp32, bf16 and fp16, in any mixture; values are computed in fp32 and rounded once, to out's dtype. matmul
 // takes fp32 only (kernels/matmul.h multiplies 16-bit matrices, on tensor cores). Sums and products have blocks of
 // fixed size and order: the same bits every time, on the CPU for any number of threads (except where matmul calls the
-// library for large matrices, see docs/numerics.md).
+// library for large matrices, see docs/understand/numerics.md).
 //
 // Throws Error on a missing tensor, a wrong dtype, shapes that do not broadcast to out's, an axis outside the tensor, a
 // function of another number of arguments, and an out that overlaps an input or itself, even where that would be

@@ -13,7 +13,7 @@ namespace {
 const std::string& text() {
     static const std::string all = [] {
         std::string joined;
-        for (const char* pattern : {"docs/*.md", "*.cu", "*/*.h", "*/*.cpp", "*/*.py"})
+        for (const char* pattern : {"docs/*/*.md", "*.cu", "*/*.h", "*/*.cpp", "*/*.py"})
             for (const std::string& path : glob_files(pattern)) joined += read_file(path);
         return joined;
     }();

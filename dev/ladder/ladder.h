@@ -65,7 +65,7 @@ int ladder_main(Body body) {
 
 // --- correctness
 
-// Collects the errors of a rung's results one by one and checks the bounds of docs/numerics.md: for all results
+// Collects the errors of a rung's results one by one and checks the bounds of docs/understand/numerics.md: for all results
 // together, with an allowance for sampling, and for 16-bit results also for each element.
 class ErrorBound {
   public:

@@ -2,7 +2,7 @@
 //
 // Each result comes with its `mag` (magnitude), relative to which rounding errors are measured. It is the same formula
 // with every term replaced by its absolute value, so that cancellation in a sum does not count as an error. After a
-// function of a sum (exp, 1/√) it is the function's condition number times the mag of its argument. docs/numerics.md
+// function of a sum (exp, 1/√) it is the function's condition number times the mag of its argument. docs/understand/numerics.md
 // derives them. All arrays are contiguous. A null pointer is an argument that is not given. `accumulate` is the earlier
 // value or null.
 //

@@ -1,6 +1,6 @@
 // The gradients of a whole model in float64, by the backward formulas of the oracle's ops (dev/oracle/reference.h), for
 // models with softmax attention and without QK-norm or a norm after the embedding. The linear layers of the blocks may
-// round their operands to fp8 exactly as training does (docs/low_precision.md), which central differences cannot
+// round their operands to fp8 exactly as training does (docs/use/low_precision.md), which central differences cannot
 // follow.
 #pragma once
 

@@ -45,7 +45,7 @@ SETTINGS = [
 
 
 def write_tokens(vocabulary):
-    """A data directory of random tokens in the project's token format (docs/data.md)."""
+    """A data directory of random tokens in the project's token format (docs/use/data.md)."""
     folder = os.path.join(WORK, f"tokens_{vocabulary}")
     os.makedirs(folder, exist_ok=True)
     count, draw = 200_000, random.Random(0)

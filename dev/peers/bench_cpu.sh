@@ -4,7 +4,7 @@
 #
 #   LLMC=/path/to/train_gpt2  TORCH="python torch_bench.py --device cpu --threads 2"  dev/peers/bench_cpu.sh [--repeats 3]
 #
-# docs/performance.md says how to build the peers. THREADS (default 2) sets OMP_NUM_THREADS for all.
+# docs/log/performance.md says how to build the peers. THREADS (default 2) sets OMP_NUM_THREADS for all.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 make BACKEND=cpu all venv >&2

@@ -84,7 +84,7 @@ def resident(root):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gb", type=float, default=20, help="10^9 bytes of text (default 20)")
-    parser.add_argument("--text", nargs="+", metavar="FILE", default=[os.path.join(ROOT, "docs", "training.md")],
+    parser.add_argument("--text", nargs="+", metavar="FILE", default=[os.path.join(ROOT, "docs", "use", "training.md")],
                         help="text files to take lines from (default: a page of the documentation)")
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet")
     parser.add_argument("--tokenizer", default="bpe", help="as for make_data.py (default bpe of 32,768 tokens)")

@@ -3,13 +3,13 @@
 
     dev/peers/bench_gpu.py --driver build/cuda/train_gpt --llmc train_gpt2cu --torch-bench torch_bench.py
 
-Each of the three is optional. docs/performance.md says how to build the peers; this script fetches and builds nothing.
+Each of the three is optional. docs/log/performance.md says how to build the peers; this script fetches and builds nothing.
 
 Contenders are interleaved, so that a change of clocks affects all of them. Figures are medians over all steps of all
 turns, without the first steps of each turn (warm-up and GEMM tuning). tokens/s counts whole optimizer steps: forward,
 backward, gradient clipping and AdamW with fp32 master weights. Memory is the device's peak while the program ran minus
 its use before, in GB of 10^9 bytes, so it includes the CUDA context and allocator caches; the peak of PyTorch's tensors
-is shown separately. MFU uses this project's FLOP count and peak for all contenders (docs/performance.md).
+is shown separately. MFU uses this project's FLOP count and peak for all contenders (docs/log/performance.md).
 """
 import argparse
 import array
@@ -94,7 +94,7 @@ class DeviceMemory:
 
 
 def write_tokens(folder, vocabulary):
-    """A data directory of random tokens in the project's token format (docs/data.md), as frequent as words are: token k in
+    """A data directory of random tokens in the project's token format (docs/use/data.md), as frequent as words are: token k in
     proportion to 1/(k + 1) (Zipf's law). The gradient of the embedding depends on how often tokens repeat."""
     os.makedirs(folder)
     count = 1_000_000

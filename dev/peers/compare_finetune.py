@@ -41,7 +41,7 @@ from run_log import read_log
 CARRIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
-LOSS, EXAMPLE_START = 1, 2  # flags of a token (docs/data.md)
+LOSS, EXAMPLE_START = 1, 2  # flags of a token (docs/use/data.md)
 
 
 def read_flags(folder, split):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the tables of docs/scaling.md: for each ZeRO stage and number of GPUs, the bytes that a step communicates, the time of
+"""Prints the tables of docs/understand/scaling.md: for each ZeRO stage and number of GPUs, the bytes that a step communicates, the time of
 that and the compute time. Shapes and FLOP counts come from the driver; everything else is an option.
 
     dev/peers/scaling_table.py                                  the page's tables
@@ -13,7 +13,7 @@ import sys
 from dataclasses import dataclass
 
 # The recipes' shapes (scripts/run_*.sh): tokens of a step, of a sequence, sequences per GPU and micro-step at most, and the MFU
-# of such runs on H200s (docs/experiments/communication.md).
+# of such runs on H200s (docs/log/communication.md).
 RUNS = {"gpt2-124M": (524288, 1024, 64, 0.500), "gpt2-1558M": (1048576, 1024, 16, 0.546), "llama-1B": (524288, 2048, 8, 0.512),
         "llama-8B": (4194304, 2048, 2, 0.555)}
 GIB = 2.0 ** 30

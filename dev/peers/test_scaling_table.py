@@ -13,7 +13,7 @@ SHAPE = Shape("test", 10 * 2 ** 30, 9, 2 ** 30, 1e9)
 
 class ScalingTable(unittest.TestCase):
     def test_defaults_match_measurements_on_eight_gpus(self):
-        # The mean of reduce_scatter and all_gather of 64 MiB and 1 GiB (docs/experiments/communication.md), GiB/s of the bus.
+        # The mean of reduce_scatter and all_gather of 64 MiB and 1 GiB (docs/log/communication.md), GiB/s of the bus.
         for nbytes, measured in ((64 * 2 ** 20, 272.8), (2 ** 30, 322.1)):
             seconds = CLUSTER.gather(nbytes, 8)
             self.assertAlmostEqual(7 / 8 * nbytes / seconds / GIB, measured, delta=0.01 * measured)

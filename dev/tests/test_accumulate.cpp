@@ -39,7 +39,7 @@ TEST(Accumulate, AddsEveryPairOfDtypes) {
     }
 }
 
-// By the definition of docs/numerics.md, wherever out lies in its tensor.
+// By the definition of docs/understand/numerics.md, wherever out lies in its tensor.
 TEST(Accumulate, StochasticRoundingUsesTheSpecifiedNoise) {
     const uint64_t seed = 1234567890123456789, key = name_hash("gradients of group 3");
     const int64_t t = 12345;

@@ -306,7 +306,7 @@ class DecodeStep : public DTypeTest {
     }
 };
 
-// Bounds the largest error relative to the largest logit. docs/numerics.md has the bounds for whole models.
+// Bounds the largest error relative to the largest logit. docs/understand/numerics.md has the bounds for whole models.
 void expect_logits(const std::vector<double>& got, const std::vector<double>& ref, DType T, const std::string& where) {
     double worst = 0, largest = 0;
     for (size_t i = 0; i < ref.size(); i++) {

@@ -396,7 +396,7 @@ TEST_P(ModelVariants, MicroStepsSumToTheFullBatch) {
 }
 
 // The sum of micro-steps in bf16 is at most a unit per rounding, 2⁻⁷ of the largest sum on the way, from the exact one;
-// 2⁻¹⁴⁹ is where fp32 ends. After one micro-step it is a neighbour of the gradient itself. docs/numerics.md.
+// 2⁻¹⁴⁹ is where fp32 ends. After one micro-step it is a neighbour of the gradient itself. docs/understand/numerics.md.
 TEST_P(ModelVariants, GradientsInBf16AreRoundedSums) {
     Driver rounding(driver.model.config, driver.acts.shape, true, Driver::default_options(), OptimizerType::AdamW,
                     {DType::F32, 0, DType::BF16});

@@ -1,4 +1,4 @@
-// Shared by the op tests: arrays of random inputs with float64 copies, and the error bounds of docs/numerics.md.
+// Shared by the op tests: arrays of random inputs with float64 copies, and the error bounds of docs/understand/numerics.md.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -79,7 +79,7 @@ class TestArray {
 
 // fp32 sums of length K: RMS(got − ref) ≤ 4u·√(1 + K/4096)·RMS(mag) over the whole tensor, and for each row of row_size
 // elements the same with a factor for the row's smaller sample. mag: the formula with absolute values. NaN never
-// passes. docs/numerics.md derives both bounds.
+// passes. docs/understand/numerics.md derives both bounds.
 void expect_close(const char* what, const std::vector<double>& got, const std::vector<double>& ref,
                   const std::vector<double>& mag, int64_t K, int64_t row_size);
 

@@ -13,7 +13,7 @@
 // redistributes, and has 8 (D = 64) or 16 bytes of stack.
 //
 // What bounds its speed: at D = 64 tensor cores, exponentials and issue slots alike; at D = 128 tensor cores. K and V
-// come from L2 (docs/attention.md has the arithmetic).
+// come from L2 (docs/understand/attention.md has the arithmetic).
 //
 // GPT-2 124M (B=64, T=1024, NH=12, HS=64) on an H100 SXM: ceil(1024 / 192) = 6 tiles of queries for each of (64 + 1)·12
 // pairs of a sequence and a head (the last 12 for the tokens after the last sequence): 4,680 tasks for 132 blocks of

@@ -22,7 +22,7 @@
 // that depends on the token: Mamba-2's scalar decay (Dao, Gu 2024), and the gated linear attention of Yang et al. 2023
 // with one decay for each head.
 //
-// docs/linear_attention.md explains the chunked form, which training uses, and its cost. The kernels use no float
+// docs/understand/linear_attention.md explains the chunked form, which training uses, and its cost. The kernels use no float
 // atomics: the same input gives the same bits, on the CPU with any number of threads. A finite token never changes the
 // results of earlier tokens. Sequences do not affect each other.
 //

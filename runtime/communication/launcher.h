@@ -1,5 +1,5 @@
 // This process's rank, the world size and the rendezvous address, read from the environment variables that torchrun,
-// mpirun, srun and `train --gpus N` set. docs/multi_gpu.md shows each launcher.
+// mpirun, srun and `train --gpus N` set. docs/use/multi_gpu.md shows each launcher.
 #pragma once
 
 #include <cstdint>

@@ -51,7 +51,7 @@ cudaEvent_t cuda_event(void* handle) {
 }
 
 // Large blocks of pinned host memory. cudaMallocHost clears its pages with one thread: 8 GiB take 5.5 s beside an H200,
-// where these huge pages, touched by all threads and then registered, take 0.43 s (docs/experiments/memory.md).
+// where these huge pages, touched by all threads and then registered, take 0.43 s (docs/log/memory.md).
 class PinnedBlocks {
   public:
     static constexpr size_t LEAST = size_t(64) << 20;  // of bytes; below it cudaMallocHost is fast enough
