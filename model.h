@@ -35,7 +35,7 @@
 #include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
-#include "runtime/model/slots.h"
+#include "runtime/model/roles.h"
 
 // --------------------------------------------------------------------------------------------------------------------
 // Parameters.
@@ -69,8 +69,8 @@ struct Model {
     Offload offload;
     Arena memory, master_memory;  // all weights but the master weights; the master weights
     WeightArenas arenas;          // views of both
-    // ZeRO stage 3, else empty and null: the slots for gathered groups, and what gathers them.
-    GroupSlots slots;
+    // ZeRO stage 3, else empty and null: the buffers for gathered groups, and what gathers them.
+    GroupBuffers buffers;
     std::unique_ptr<WeightGatherer> gatherer;
     // LoRA: the adapters, which are trained instead of the weights, and their parameters as a model of its own. They
     // are small, so every rank holds them whole in all ZeRO stages. Else null.
@@ -89,26 +89,26 @@ struct Model {
     Model& trained() { return adapters ? *adapters : *this; }
     const Model& trained() const { return adapters ? *adapters : *this; }
 
-    // Sizes in elements: this rank's weights, the slots for gathered groups, this rank's fp32 master weights, and the
+    // Sizes in elements: this rank's weights, the buffers for gathered groups, this rank's fp32 master weights, and the
     // parameters that stay fp32, where they have an arena of their own.
     int64_t kept() const {
         return nf4 ? Nf4Base::other_starts(table).back() : table.total / sharding.parts(sharding.splits_weights());
     }
-    int64_t gathered() const { return slots.total(); }
+    int64_t gathered() const { return buffers.total(); }
     int64_t master() const { return precision.master ? table.total / sharding.parts(sharding.splits_optimizer()) : 0; }
     int64_t fp32() const { return precision.dtype != DType::F32 || sharding.splits_weights() ? table.fp32_total : 0; }
     int64_t bytes() const { return (kept() + gathered()) * dtype_size(precision.dtype) + (master() + fp32()) * 4; }
 
     // Null where this model has no such parameter; of frozen parameters there is no gradient.
-    Tensor weight(int slot, int64_t layer = -1) const {
-        const Param* p = table.find(slot, static_cast<int>(layer));
+    Tensor weight(int role, int64_t layer = -1) const {
+        const Param* p = table.find(role, static_cast<int>(layer));
         return p ? arenas.tensor(*p) : Tensor{};
     }
-    Tensor gradient(const Gradients& grads, int slot, int64_t layer = -1) const {
-        const Param* p = table.frozen ? nullptr : table.find(slot, static_cast<int>(layer));
+    Tensor gradient(const Gradients& grads, int role, int64_t layer = -1) const {
+        const Param* p = table.frozen ? nullptr : table.find(role, static_cast<int>(layer));
         return p ? grads.tensor(*p) : Tensor{};
     }
-    Slot head() const { return config.tied ? WTE : HEAD_W; }
+    Role head() const { return config.tied ? WTE : HEAD_W; }
     // Indices of the table's groups; group 0 is the embedding.
     int head_group() const { return table.find(head())->group; }
     static int layer_group(int64_t l) { return static_cast<int>(1 + l); }
@@ -241,9 +241,9 @@ class Activations : public InputActs, public HeadActs {
     int64_t host_bytes() const { return shape.offload_inputs ? (config.layers - 1) * input_bytes() : 0; }
 
     // int32: token, target, position and loss row of each token, cum_seqlens and num_sequences; int64: the number of
-    // the next micro-step. The scalars of a step use another slot.
+    // the next micro-step. The scalars of a step use another buffer.
     int64_t staging_bytes() const { return (5 * shape.B * shape.T + 2) * 4 + 8; }
-    static constexpr int STAGING_SLOTS = 4;
+    static constexpr int STAGING_BUFFERS = 4;
     bool uses_fp8(int64_t l) const { return fp8 && fp8->options.in_layer(l, config.layers); }
     Tensor at(const ArenaPlan::Entry& e) const { return memory.at(e.offset, e.dtype, e.shape); }
     // One of the sums of a rank.

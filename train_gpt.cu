@@ -40,24 +40,24 @@ namespace {
 
 // Norms and the decay gate's bias stay fp32 in a 16-bit model too: they are few, and their precision matters. They form
 // the last group of the table.
-bool stays_fp32(Slot slot) {
-    return slot == NORM1_W || slot == NORM1_B || slot == NORM2_W || slot == NORM2_B || slot == NORMF_W ||
-           slot == NORMF_B || slot == EMBEDNORM_W || slot == EMBEDNORM_B || slot == QNORM_W || slot == KNORM_W ||
-           slot == HEADNORM_W || slot == DECAY_GATE_B;
+bool stays_fp32(Role role) {
+    return role == NORM1_W || role == NORM1_B || role == NORM2_W || role == NORM2_B || role == NORMF_W ||
+           role == NORMF_B || role == EMBEDNORM_W || role == EMBEDNORM_B || role == QNORM_W || role == KNORM_W ||
+           role == HEADNORM_W || role == DECAY_GATE_B;
 }
 
 // The standard deviation of a matrix's initial weights. gpt2: by Init::GPT2.
-double initial_std(const ModelConfig& c, Slot slot, int64_t inputs, double gpt2) {
-    if (c.zero_init && (slot == PROJ_W || slot == FCPROJ_W || slot == HEAD_W)) return 0;
+double initial_std(const ModelConfig& c, Role role, int64_t inputs, double gpt2) {
+    if (c.zero_init && (role == PROJ_W || role == FCPROJ_W || role == HEAD_W)) return 0;
     if (c.init == Init::GPT2) return gpt2;
-    const bool lookup_only = slot == WPE || (slot == WTE && !c.tied);
+    const bool lookup_only = role == WPE || (role == WTE && !c.tied);
     return lookup_only ? 1 : std::sqrt(0.33 / double(inputs));
 }
 
-RateGroup rate_group(Slot slot, bool matrix) {
-    if (slot == WTE || slot == WPE) return RateGroup::Embeddings;
-    if (slot == HEAD_W) return RateGroup::Head;
-    return matrix && slot != DECAY_GATE_W ? RateGroup::HiddenMatrices : RateGroup::Vectors;
+RateGroup rate_group(Role role, bool matrix) {
+    if (role == WTE || role == WPE) return RateGroup::Embeddings;
+    if (role == HEAD_W) return RateGroup::Head;
+    return matrix && role != DECAY_GATE_W ? RateGroup::HiddenMatrices : RateGroup::Vectors;
 }
 
 }  // namespace
@@ -68,18 +68,18 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
 
     // Adds a parameter of rows × cols; cols = 0 for a vector. Its initial values are normal(0, init_std), or init_value
     // if init_std is 0. sources: the tensors of a Hugging Face checkpoint that it is made of; {}: one of its own name.
-    auto add = [&](Slot slot, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double init_std,
+    auto add = [&](Role role, int64_t layer, const std::string& name, int64_t rows, int64_t cols, double init_std,
                    double init_value, std::vector<SourceTensor> sources) {
-        const bool embedding = slot == WTE || slot == WPE || (slot == HEAD_B && c.tied);
-        const int64_t group = stays_fp32(slot) ? c.layers + 2 : layer >= 0 ? 1 + layer : embedding ? 0 : 1 + c.layers;
-        const int64_t padded = slot == WTE || slot == HEAD_W || slot == HEAD_B ? c.padded_vocab() : rows;
-        if (cols > 0) init_std = initial_std(c, slot, cols, init_std);
+        const bool embedding = role == WTE || role == WPE || (role == HEAD_B && c.tied);
+        const int64_t group = stays_fp32(role) ? c.layers + 2 : layer >= 0 ? 1 + layer : embedding ? 0 : 1 + c.layers;
+        const int64_t padded = role == WTE || role == HEAD_W || role == HEAD_B ? c.padded_vocab() : rows;
+        if (cols > 0) init_std = initial_std(c, role, cols, init_std);
         if (sources.empty()) sources = {{name, 0, rows, false}};
-        table.params.push_back({slot, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
+        table.params.push_back({role, static_cast<int>(layer), static_cast<int>(group), name, rows, cols, padded,
                                 static_cast<float>(init_std), static_cast<float>(init_value), cols > 0,
-                                stays_fp32(slot), std::move(sources)});
+                                stays_fp32(role), std::move(sources)});
         Param& p = table.params.back();
-        p.rate_group = rate_group(slot, cols > 0);
+        p.rate_group = rate_group(role, cols > 0);
         if (p.rate_group == RateGroup::HiddenMatrices) p.optimizer = hidden_matrices, p.part_rows = {rows};
     };
     const double weight_std = c.init_std;
@@ -88,28 +88,28 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
     const double residual_std = weight_std / std::sqrt(2.0 * double(c.layers));
     const int64_t C = c.channels, V = c.vocab_size, q_rows = c.heads * c.head_size, kv_rows = c.kv_heads * c.head_size;
 
-    auto norm = [&](Slot slot, int64_t layer, const std::string& name, int64_t n) {
-        add(slot, layer, name + ".weight", n, 0, 0, 1, source_tensors(family, slot, false, layer, {n}));
+    auto norm = [&](Role role, int64_t layer, const std::string& name, int64_t n) {
+        add(role, layer, name + ".weight", n, 0, 0, 1, source_tensors(family, role, false, layer, {n}));
     };
-    auto norm_of_channels = [&](Slot slot, int64_t layer, const std::string& name) {
-        norm(slot, layer, name, C);
+    auto norm_of_channels = [&](Role role, int64_t layer, const std::string& name) {
+        norm(role, layer, name, C);
         if (c.norm != Norm::LayerNorm) return;
-        add(bias_of(slot), layer, name + ".bias", C, 0, 0, 0, source_tensors(family, slot, true, layer, {C}));
+        add(bias_of(role), layer, name + ".bias", C, 0, 0, 0, source_tensors(family, role, true, layer, {C}));
     };
     // A linear layer: weight and bias. parts: the rows of the matrices that it fuses (q, k, v; gate, up), which may be
     // tensors of their own in files.
     using Parts = std::vector<int64_t>;
-    auto linear = [&](Slot slot, int64_t layer, const std::string& name, const Parts& parts, int64_t cols,
+    auto linear = [&](Role role, int64_t layer, const std::string& name, const Parts& parts, int64_t cols,
                       double init_std, bool bias) {
         const int64_t rows = std::accumulate(parts.begin(), parts.end(), int64_t(0));
-        add(slot, layer, name + ".weight", rows, cols, init_std, 0, source_tensors(family, slot, false, layer, parts));
+        add(role, layer, name + ".weight", rows, cols, init_std, 0, source_tensors(family, role, false, layer, parts));
         table.params.back().part_rows = parts;
         if (!bias) return;
-        add(bias_of(slot), layer, name + ".bias", rows, 0, 0, 0, source_tensors(family, slot, true, layer, parts));
+        add(bias_of(role), layer, name + ".bias", rows, 0, 0, 0, source_tensors(family, role, true, layer, parts));
     };
     // An embedding or the head.
-    auto table_of_rows = [&](Slot slot, const std::string& name, int64_t rows) {
-        add(slot, -1, name + ".weight", rows, C, weight_std, 0, source_tensors(family, slot, false, -1, {rows}));
+    auto table_of_rows = [&](Role role, const std::string& name, int64_t rows) {
+        add(role, -1, name + ".weight", rows, C, weight_std, 0, source_tensors(family, role, false, -1, {rows}));
     };
 
     table_of_rows(WTE, "wte", V);
@@ -151,7 +151,7 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
 
 Model::Model(const ModelConfig& model_config, ParamTable params, const Sharding& ranks, Precision p)
     : config(model_config), table(std::move(params)), precision(p), sharding(ranks) {
-    if (sharding.splits_weights()) slots = GroupSlots(table, WeightGatherer::LAYER_SLOTS, false);
+    if (sharding.splits_weights()) buffers = GroupBuffers(table, WeightGatherer::LAYER_BUFFERS, false);
 }
 
 Model::Model(const ModelConfig& model_config, const Sharding& ranks, Precision p, OptimizerType hidden_matrices,
@@ -179,12 +179,12 @@ void Model::allocate(const Context& ctx) {
     };
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
     if (nf4) arenas.weights.starts = Nf4Base::other_starts(table), nf4->allocate();
-    if (gathered()) arenas.weights.views = slots.views(table, part(precision.dtype, gathered()));
+    if (gathered()) arenas.weights.views = buffers.views(table, part(precision.dtype, gathered()));
     if (master())
         arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
     if (fp32()) arenas.fp32 = part(DType::F32, fp32());
     arenas.fp32.origin = table.total - table.fp32_total;
-    if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, slots);
+    if (gathered()) gatherer = std::make_unique<WeightGatherer>(ctx, table, arenas.weights, buffers);
     if (adapters) adapters->allocate(ctx);
 }
 
@@ -290,11 +290,11 @@ NormActs embedding_norm(const Activations& acts, Tensor out) {
 
 // out = norm(inp + added), and inp + added becomes the residual stream a.inp. If added is null: out = norm(a.inp),
 // because a matmul has added already.
-void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a, Tensor inp = {},
+void norm_forward(const Context& ctx, const Model& model, Role role, int64_t layer, const NormActs& a, Tensor inp = {},
                   Tensor added = {}) {
     const Range range(ctx.profiler, "norm");
     const float eps = static_cast<float>(model.config.norm_eps);
-    const Tensor weight = model.weight(slot, layer), bias = model.weight(bias_of(slot), layer);
+    const Tensor weight = model.weight(role, layer), bias = model.weight(bias_of(role), layer);
     const Tensor sum = added ? a.inp : Tensor{};
     if (!added) inp = a.inp;
     if (model.config.norm == Norm::LayerNorm)
@@ -304,10 +304,10 @@ void norm_forward(const Context& ctx, const Model& model, Slot slot, int64_t lay
 }
 
 // The norm after attention or the MLP: a.out = stream + norm(a.inp).
-void norm_after_forward(const Context& ctx, const Model& model, Slot slot, int64_t layer, const NormActs& a,
+void norm_after_forward(const Context& ctx, const Model& model, Role role, int64_t layer, const NormActs& a,
                         Tensor stream) {
     const Range range(ctx.profiler, "norm");
-    rmsnorm_add_forward(a.out, a.rstd, a.inp, stream, model.weight(slot, layer),
+    rmsnorm_add_forward(a.out, a.rstd, a.inp, stream, model.weight(role, layer),
                         static_cast<float>(model.config.norm_eps), ctx.stream);
 }
 
@@ -424,10 +424,10 @@ void layer_attention_forward(const Context& ctx, const Model& model, int64_t l, 
 
 // next_stream = stream + proj or fcproj of inp. If out exists, it receives the layer's output, and the norm that
 // follows adds that to the stream.
-void add_to_stream(const Context& ctx, const Model& model, const Activations& acts, Slot slot, int64_t l, Tensor out,
+void add_to_stream(const Context& ctx, const Model& model, const Activations& acts, Role role, int64_t l, Tensor out,
                    Tensor next_stream, Tensor inp, Tensor stream, Pass pass) {
-    if (out) return linear_forward(ctx, model, acts, slot, l, out, inp, {}, pass);
-    linear_forward(ctx, model, acts, slot, l, next_stream, inp, {}, pass, stream);
+    if (out) return linear_forward(ctx, model, acts, role, l, out, inp, {}, pass);
+    linear_forward(ctx, model, acts, role, l, next_stream, inp, {}, pass, stream);
 }
 
 // A block from the input of attention to the MLP's activation: the part that `--recompute block` repeats. The caller
@@ -580,11 +580,11 @@ struct NormGradients {
     bool adds = true;     // false: dx is overwritten
 };
 
-void norm_backward(const Context& ctx, const Model& model, const Gradients& grads, Slot slot, int64_t layer,
+void norm_backward(const Context& ctx, const Model& model, const Gradients& grads, Role role, int64_t layer,
                    const NormActs& a, const NormGradients& d, Tensor scratch, bool accumulate) {
     const Range range(ctx.profiler, "norm");
-    const Tensor weight = model.weight(slot, layer), dweight = model.gradient(grads, slot, layer);
-    const Tensor dbias = model.gradient(grads, bias_of(slot), layer);
+    const Tensor weight = model.weight(role, layer), dweight = model.gradient(grads, role, layer);
+    const Tensor dbias = model.gradient(grads, bias_of(role), layer);
     const Tensor dresidual = d.adds ? d.dx : Tensor{};
     if (model.config.norm == Norm::LayerNorm) {
         layernorm_backward(d.dx, dweight, dbias, d.dbias_before, d.dout, dresidual, a.inp, weight, a.mean, a.rstd,
@@ -909,8 +909,8 @@ void quantise_weights(const Context& ctx, const Model& model, const Activations&
     if (!acts.fp8 || !acts.shape.fp8.whole_weights) return;
     const Range range(ctx.profiler, "quantise");
     for (int64_t l = 0; l < model.config.layers; l++)
-        for (const Slot slot : LINEAR_LAYERS)
-            if (acts.uses_fp8(l)) acts.fp8->update_weight(slot, l, model.weight(slot, l), ctx.stream);
+        for (const Role role : LINEAR_LAYERS)
+            if (acts.uses_fp8(l)) acts.fp8->update_weight(role, l, model.weight(role, l), ctx.stream);
 }
 
 StepScalars read_scalars(const Context& ctx, const Activations& acts) {
@@ -945,7 +945,7 @@ void Trainer::micro_step(const Batch& batch, bool first, bool last, bool replay)
 }
 
 // Queues one optimizer step: micro-steps whose gradients add up, then the update. The host runs ahead of the device by
-// at most as many batches as Staging has slots. False: the run was asked to stop, so the step was left out or left
+// at most as many batches as Staging has buffers. False: the run was asked to stop, so the step was left out or left
 // unfinished. That loses nothing: weights, optimizer state and step change only in the update, and the next step
 // overwrites the gradients.
 bool Trainer::queue_step(Loader& loader) {

@@ -7,24 +7,24 @@
 void MergeTable::resize(size_t merges) {
     size_t size = 16;
     while (size < 2 * merges) size *= 2;
-    std::vector<Slot> before(size);
-    before.swap(slots);
-    for (const Slot& slot : before)
-        if (slot.key != Slot::EMPTY) slots[find_slot(slots, slot.key)] = slot;
+    std::vector<Bucket> before(size);
+    before.swap(buckets);
+    for (const Bucket& bucket : before)
+        if (bucket.key != Bucket::EMPTY) buckets[find_bucket(buckets, bucket.key)] = bucket;
 }
 
 void MergeTable::build(const std::vector<std::pair<Pair, Merge>>& merges) {
-    slots.clear();
+    buckets.clear();
     count = 0;
     resize(merges.size());
     for (const auto& [ids, merge] : merges) add(ids, merge);
 }
 
 void MergeTable::add(Pair ids, Merge merge) {
-    if (2 * (count + 1) > slots.size()) resize(2 * (count + 1));
-    Slot& slot = slots[find_slot(slots, pair_key(ids.first, ids.second))];
-    count += slot.key == Slot::EMPTY;
-    slot = {pair_key(ids.first, ids.second), merge};
+    if (2 * (count + 1) > buckets.size()) resize(2 * (count + 1));
+    Bucket& bucket = buckets[find_bucket(buckets, pair_key(ids.first, ids.second))];
+    count += bucket.key == Bucket::EMPTY;
+    bucket = {pair_key(ids.first, ids.second), merge};
 }
 
 namespace {

@@ -12,15 +12,15 @@ struct Merge {
     int32_t token;
 };
 
-// The slot of key k in a hash table with open addressing, or the free slot for it. The number of slots is a power of
-// two.
-template <typename Slot>
-size_t find_slot(const std::vector<Slot>& slots, uint64_t k) {
-    const size_t mask = slots.size() - 1;
+// The bucket of key k in a hash table with open addressing, or the free bucket for it. The number of buckets is a power
+// of two.
+template <typename Bucket>
+size_t find_bucket(const std::vector<Bucket>& buckets, uint64_t k) {
+    const size_t mask = buckets.size() - 1;
     uint64_t h = k * 0x9E3779B97F4A7C15ull;  // 2^64/φ spreads neighbouring keys
     h ^= h >> 32;
     size_t i = size_t(h) & mask;
-    while (slots[i].key != Slot::EMPTY && slots[i].key != k) i = (i + 1) & mask;
+    while (buckets[i].key != Bucket::EMPTY && buckets[i].key != k) i = (i + 1) & mask;
     return i;
 }
 
@@ -39,19 +39,19 @@ class MergeTable {
     bool empty() const { return count == 0; }
     const Merge* find(int32_t left, int32_t right) const {
         if (empty()) return nullptr;
-        const Slot& slot = slots[find_slot(slots, pair_key(left, right))];
-        return slot.key == Slot::EMPTY ? nullptr : &slot.merge;
+        const Bucket& bucket = buckets[find_bucket(buckets, pair_key(left, right))];
+        return bucket.key == Bucket::EMPTY ? nullptr : &bucket.merge;
     }
 
   private:
-    struct Slot {
+    struct Bucket {
         static constexpr uint64_t EMPTY = ~uint64_t(0);
         uint64_t key = EMPTY;
         Merge merge{};
     };
     void resize(size_t merges);
 
-    std::vector<Slot> slots;
+    std::vector<Bucket> buckets;
     size_t count = 0;
 };
 

@@ -214,9 +214,9 @@ void Loader::run() {
             std::unique_lock<std::mutex> lock(mutex);
             changed.wait(lock, [&] { return stop || filled - taken < 2; });
             if (stop) return;
-            const int64_t slot = filled;
+            const int64_t index = filled;
             lock.unlock();
-            fill(ready[slot % 2], first_micro_batch + slot);
+            fill(ready[index % 2], first_micro_batch + index);
             lock.lock();
             filled++;
             lock.unlock();

@@ -100,7 +100,7 @@ class Loader {
     int64_t first_micro_batch = 0;            // micro-batches are counted from the start of the run
 
     // run() fills ready[filled % 2], next() swaps ready[taken % 2] with current; 0 ≤ filled − taken ≤ 2. The two
-    // counters say which thread owns a slot, so the mutex guards only the counters and the two flags.
+    // counters say which thread owns a batch, so the mutex guards only the counters and the two flags.
     Batch ready[2], current;
     std::mutex mutex;
     std::condition_variable changed;

@@ -49,21 +49,21 @@ class Joints {
     void build(const std::vector<uint64_t>& keys) {
         size_t size = 16;
         while (size < 2 * keys.size()) size *= 2;
-        slots.assign(size, {});
-        for (const uint64_t key : keys) slots[find_slot(slots, key)].key = key;
+        buckets.assign(size, {});
+        for (const uint64_t key : keys) buckets[find_bucket(buckets, key)].key = key;
     }
     bool has(int32_t left, int32_t right) const {
         if (left < 0 || right < 0) return false;
         const uint64_t key = pair_key(left, right);
-        return slots[find_slot(slots, key)].key == key;
+        return buckets[find_bucket(buckets, key)].key == key;
     }
 
   private:
-    struct Slot {
+    struct Bucket {
         static constexpr uint64_t EMPTY = ~uint64_t(0);
         uint64_t key = EMPTY;
     };
-    std::vector<Slot> slots;
+    std::vector<Bucket> buckets;
 };
 
 }  // namespace

@@ -312,7 +312,7 @@ LinearAttentionSizes linear_sizes(const ModelConfig& c, const RunShape& shape) {
 template <typename Size>
 int64_t largest_linear(const ModelConfig& c, Size size) {
     int64_t largest = 0;
-    for (const Slot slot : LINEAR_LAYERS) largest = std::max(largest, size(linear_layer_sizes(c, slot)));
+    for (const Role role : LINEAR_LAYERS) largest = std::max(largest, size(linear_layer_sizes(c, role)));
     return largest;
 }
 
@@ -548,7 +548,7 @@ void Activations::plan_layer(int64_t l) {
 
 void Activations::allocate(const Context& ctx) {
     memory = Arena(plan.bytes(), "activations");
-    staging = std::make_unique<Staging>(staging_bytes(), STAGING_SLOTS);
+    staging = std::make_unique<Staging>(staging_bytes(), STAGING_BUFFERS);
     for (const auto& [tensor, entry] : bindings) *tensor = at(plan.entries()[static_cast<size_t>(entry)]);
     loss_sum = sum(ctx.rank, SUM_LOSS);
     if (fp8) fp8->allocate(ctx);

@@ -19,7 +19,7 @@
 
 class BlockInputs {
   public:
-    // One slot of host memory for each of `blocks` inputs of input_bytes. Throws Error if the allocation fails.
+    // One buffer of host memory for each of `blocks` inputs of input_bytes. Throws Error if the allocation fails.
     BlockInputs(const Context& ctx, int64_t blocks, int64_t input_bytes);
     ~BlockInputs();
     BlockInputs(const BlockInputs&) = delete;
@@ -32,10 +32,10 @@ class BlockInputs {
     void wait();
 
   private:
-    void* begin(int64_t block, const Tensor& input);  // returns the slot
+    void* begin(int64_t block, const Tensor& input);  // returns the buffer
 
     const Context& ctx;
-    const int64_t slot_bytes;
+    const int64_t buffer_bytes;
     Arena memory;
     Stream copies;
     Event computed, copied;

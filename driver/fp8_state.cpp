@@ -5,8 +5,8 @@
 
 #include "runtime/error.h"
 
-LinearSizes linear_layer_sizes(const ModelConfig& c, Slot slot) {
-    switch (slot) {
+LinearSizes linear_layer_sizes(const ModelConfig& c, Role role) {
+    switch (role) {
         case QKV_W:
             return {c.qkv_channels(), c.channels};
         case PROJ_W:
@@ -58,7 +58,7 @@ Tensor element(const Tensor& t, int64_t i) {
 }  // namespace
 
 Fp8State::Fp8State(const ModelConfig& model_config, const Fp8Options& fp8_options)
-    : options(fp8_options), config(model_config), slots(model_config.layers * NUM_LINEAR_LAYERS) {}
+    : options(fp8_options), config(model_config), linear_layers(model_config.layers * NUM_LINEAR_LAYERS) {}
 
 // The tensors of the state one after the other, aligned as an ArenaPlan aligns them. Returns their bytes; without an
 // arena the tensors have no memory.
@@ -68,13 +68,13 @@ int64_t Fp8State::lay_out(const Arena* arena, int64_t world) {
         t = arena ? arena->at(at, dtype, shape) : make_tensor(nullptr, dtype, backend_device(), shape);
         at += (t.bytes() + ArenaPlan::ALIGNMENT - 1) / ArenaPlan::ALIGNMENT * ArenaPlan::ALIGNMENT;
     };
-    add(scales, DType::F32, {2 * slots, FP8_SCALE_FLOATS});
-    add(amaxes, DType::F32, {world, 2 * slots});
-    add(past_amaxes, DType::F32, {FP8_HISTORY, 2 * slots});
-    add(records, DType::I64, {2 * slots, NUM_FP8_COUNTS});
+    add(scales, DType::F32, {2 * linear_layers, FP8_SCALE_FLOATS});
+    add(amaxes, DType::F32, {world, 2 * linear_layers});
+    add(past_amaxes, DType::F32, {FP8_HISTORY, 2 * linear_layers});
+    add(records, DType::I64, {2 * linear_layers, NUM_FP8_COUNTS});
     add(totals, DType::I64, {NUM_FP8_COUNTS});
-    add(weight_scales, DType::F32, {slots, FP8_SCALE_FLOATS});
-    add(weight_amaxes, DType::F32, {slots});
+    add(weight_scales, DType::F32, {linear_layers, FP8_SCALE_FLOATS});
+    add(weight_amaxes, DType::F32, {linear_layers});
     return at;
 }
 
@@ -91,8 +91,8 @@ int64_t Fp8State::weight_bytes() const {
 
 int64_t Fp8State::layer_weight_bytes() const {
     int64_t bytes = 0;
-    for (const Slot slot : LINEAR_LAYERS)
-        bytes += 2 * linear_layer_sizes(config, slot).outputs * linear_layer_sizes(config, slot).inputs;
+    for (const Role role : LINEAR_LAYERS)
+        bytes += 2 * linear_layer_sizes(config, role).outputs * linear_layer_sizes(config, role).inputs;
     return bytes;
 }
 
@@ -105,61 +105,61 @@ void Fp8State::allocate(const Context& ctx) {
     restore(std::vector<float>(size_t(history_size())), 0, ctx.stream);
 }
 
-int64_t Fp8State::index(Slot slot, int64_t l) const {
-    return l * NUM_LINEAR_LAYERS + linear_layer_index(slot);
+int64_t Fp8State::index(Role role, int64_t l) const {
+    return l * NUM_LINEAR_LAYERS + linear_layer_index(role);
 }
 
-Fp8Slot Fp8State::record_of(Fp8Operand operand, Slot slot, int64_t l) const {
-    const int64_t i = index(slot, l) + (operand == Fp8Operand::Gradient ? slots : 0);
+Fp8Record Fp8State::record_of(Fp8Operand operand, Role role, int64_t l) const {
+    const int64_t i = index(role, l) + (operand == Fp8Operand::Gradient ? linear_layers : 0);
     return {row(scales, i), element(own_amaxes, i), row(records, i)};
 }
 
 // The rows and the columns of a kept weight.
-std::pair<Tensor, Tensor> Fp8State::kept(Slot slot, int64_t l) const {
+std::pair<Tensor, Tensor> Fp8State::kept(Role role, int64_t l) const {
     int64_t at = (l - options.skip_first) * layer_weight_bytes();
-    for (const Slot before : LINEAR_LAYERS) {
-        if (before == slot) break;
+    for (const Role before : LINEAR_LAYERS) {
+        if (before == role) break;
         at += 2 * linear_layer_sizes(config, before).outputs * linear_layer_sizes(config, before).inputs;
     }
-    const auto [outputs, inputs] = linear_layer_sizes(config, slot);
+    const auto [outputs, inputs] = linear_layer_sizes(config, role);
     return {weights.at(at, DType::U8, {outputs, inputs}),
             weights.at(at + outputs * inputs, DType::U8, {inputs, outputs})};
 }
 
-void Fp8State::scale_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
-    const int64_t i = index(slot, l);
-    const Fp8Slot record{row(weight_scales, i), weight_amaxes.rows(i, i + 1), {}};
+void Fp8State::scale_weight(Role role, int64_t l, Tensor from, Stream stream) const {
+    const int64_t i = index(role, l);
+    const Fp8Record record{row(weight_scales, i), weight_amaxes.rows(i, i + 1), {}};
     device_fill(record.amax.data, 0, sizeof(float), stream);
     fp8_quantise({Fp8Format::E4M3, record, {}, {}}, from, stream);
     fp8_set_scale(record, Fp8Format::E4M3, 0, stream);
 }
 
-void Fp8State::quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
-    fp8_quantise({Fp8Format::E4M3, {row(weight_scales, index(slot, l)), {}, {}}, rows, columns}, from, stream);
+void Fp8State::quantise_weight(Role role, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const {
+    fp8_quantise({Fp8Format::E4M3, {row(weight_scales, index(role, l)), {}, {}}, rows, columns}, from, stream);
 }
 
-void Fp8State::update_weight(Slot slot, int64_t l, Tensor from, Stream stream) const {
-    scale_weight(slot, l, from, stream);
+void Fp8State::update_weight(Role role, int64_t l, Tensor from, Stream stream) const {
+    scale_weight(role, l, from, stream);
     if (!options.keep_weights) return;
-    const auto [rows, columns] = kept(slot, l);
-    quantise_weight(slot, l, from, rows, columns, stream);
+    const auto [rows, columns] = kept(role, l);
+    quantise_weight(role, l, from, rows, columns, stream);
 }
 
-Fp8Matrix Fp8State::weight(Slot slot, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const {
-    const auto [outputs, inputs] = linear_layer_sizes(config, slot);
+Fp8Matrix Fp8State::weight(Role role, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const {
+    const auto [outputs, inputs] = linear_layer_sizes(config, role);
     Tensor codes;
     if (options.keep_weights) {
-        const auto [rows, columns] = kept(slot, l);
+        const auto [rows, columns] = kept(role, l);
         codes = transposed ? columns : rows;
     } else if (transposed) {
         codes = make_tensor(scratch.data, DType::U8, scratch.device, {inputs, outputs});
-        quantise_weight(slot, l, from, {}, codes, stream);
+        quantise_weight(role, l, from, {}, codes, stream);
     } else {
-        if (!options.whole_weights) scale_weight(slot, l, from, stream);
+        if (!options.whole_weights) scale_weight(role, l, from, stream);
         codes = make_tensor(scratch.data, DType::U8, scratch.device, {outputs, inputs});
-        quantise_weight(slot, l, from, codes, {}, stream);
+        quantise_weight(role, l, from, codes, {}, stream);
     }
-    return {codes, Fp8Format::E4M3, row(weight_scales, index(slot, l))};
+    return {codes, Fp8Format::E4M3, row(weight_scales, index(role, l))};
 }
 
 void Fp8State::begin_step(Stream stream) const {
@@ -172,7 +172,7 @@ void Fp8State::update(const Context& ctx) {
     if (!options.delayed) return;
     ctx.comm->all_gather(amaxes, own_amaxes, ctx.stream);
     for (const Fp8Operand operand : {Fp8Operand::Input, Fp8Operand::Gradient}) {
-        const int64_t begin = operand == Fp8Operand::Gradient ? slots : 0, end = begin + slots;
+        const int64_t begin = operand == Fp8Operand::Gradient ? linear_layers : 0, end = begin + linear_layers;
         fp8_update_scales(scales.rows(begin, end), past_amaxes.columns(begin, end), amaxes.columns(begin, end),
                           format(operand), FP8_MARGIN, ctx.stream);
     }
@@ -186,12 +186,12 @@ std::vector<float> Fp8State::history(Stream stream) const {
 }
 
 void Fp8State::restore(const std::vector<float>& host, int64_t steps, Stream stream) {
-    std::vector<float> host_scales(size_t(2 * slots * FP8_SCALE_FLOATS));
-    for (int64_t i = 0; i < 2 * slots; i++) {
+    std::vector<float> host_scales(size_t(2 * linear_layers * FP8_SCALE_FLOATS));
+    for (int64_t i = 0; i < 2 * linear_layers; i++) {
         float largest = 0;
         for (int64_t step = 0; step < FP8_HISTORY; step++)
-            largest = std::max(largest, host[size_t(step * 2 * slots + i)]);
-        const Fp8Operand operand = i < slots ? Fp8Operand::Input : Fp8Operand::Gradient;
+            largest = std::max(largest, host[size_t(step * 2 * linear_layers + i)]);
+        const Fp8Operand operand = i < linear_layers ? Fp8Operand::Input : Fp8Operand::Gradient;
         fp8_store_scale(&host_scales[size_t(i * FP8_SCALE_FLOATS)],
                         fp8_scale_exponent(largest, format(operand), FP8_MARGIN));
     }

@@ -22,7 +22,7 @@
 #include "runtime/device/arena.h"
 #include "runtime/device/target.h"
 #include "runtime/model/model_config.h"
-#include "runtime/model/slots.h"
+#include "runtime/model/roles.h"
 
 constexpr int64_t FP8_HISTORY = 16;  // steps
 constexpr int FP8_MARGIN = 1;
@@ -31,7 +31,7 @@ constexpr int FP8_MARGIN = 1;
 struct LinearSizes {
     int64_t outputs, inputs;
 };
-LinearSizes linear_layer_sizes(const ModelConfig& config, Slot slot);
+LinearSizes linear_layer_sizes(const ModelConfig& config, Role role);
 
 // Throws Error if the model or a micro-step of so many tokens cannot be trained in fp8 on that device.
 void check_fp8(const Fp8Options& options, const ModelConfig& config, DType dtype, int64_t tokens, const Target& target);
@@ -49,29 +49,29 @@ class Fp8State {
     // is to be written, once or twice. again: what this micro-step has quantised before; the scale stays, nothing is
     // recorded.
     template <typename Produce>
-    void quantise(Fp8Operand operand, Slot slot, int64_t l, Tensor rows, Tensor columns, bool again, Stream stream,
+    void quantise(Fp8Operand operand, Role role, int64_t l, Tensor rows, Tensor columns, bool again, Stream stream,
                   const Produce& produce) const {
-        Fp8Output out{format(operand), record_of(operand, slot, l), rows, columns};
+        Fp8Output out{format(operand), record_of(operand, role, l), rows, columns};
         if (again) {
-            out.slot.amax = out.slot.counts = {};
+            out.record.amax = out.record.counts = {};
         } else if (measures()) {
-            if (!options.delayed) device_fill(out.slot.amax.data, 0, sizeof(float), stream);
-            produce(Fp8Output{out.format, {out.slot.scale, out.slot.amax, {}}, {}, {}});
-            fp8_set_scale(out.slot, out.format, 0, stream);
-            out.slot.amax = {};
+            if (!options.delayed) device_fill(out.record.amax.data, 0, sizeof(float), stream);
+            produce(Fp8Output{out.format, {out.record.scale, out.record.amax, {}}, {}, {}});
+            fp8_set_scale(out.record, out.format, 0, stream);
+            out.record.amax = {};
         }
         produce(out);
     }
     // An operand that quantise() has written.
-    Fp8Matrix matrix(Fp8Operand operand, Slot slot, int64_t l, Tensor codes) const {
-        return {codes, format(operand), record_of(operand, slot, l).scale};
+    Fp8Matrix matrix(Fp8Operand operand, Role role, int64_t l, Tensor codes) const {
+        return {codes, format(operand), record_of(operand, role, l).scale};
     }
 
     // The weight of a linear layer; the backward pass takes it transposed [inputs, outputs], after the forward pass of
     // the same micro-step. If weights are not kept it is quantised from `from` into scratch (U8).
-    Fp8Matrix weight(Slot slot, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const;
+    Fp8Matrix weight(Role role, int64_t l, bool transposed, Tensor from, Tensor scratch, Stream stream) const;
     // The new scale of a weight, and its codes if they are kept.
-    void update_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
+    void update_weight(Role role, int64_t l, Tensor from, Stream stream) const;
 
     // Forgets the amaxes and the counts: before the first micro-step of a step.
     void begin_step(Stream stream) const;
@@ -89,7 +89,7 @@ class Fp8State {
     int64_t recorded() const { return steps_recorded; }
     std::vector<float> history(Stream stream) const;
     void restore(const std::vector<float>& amaxes, int64_t steps, Stream stream);
-    int64_t history_size() const { return FP8_HISTORY * 2 * slots; }
+    int64_t history_size() const { return FP8_HISTORY * 2 * linear_layers; }
 
     const Fp8Options options;
 
@@ -100,14 +100,14 @@ class Fp8State {
     }
     int64_t lay_out(const Arena* arena, int64_t world);
     int64_t layer_weight_bytes() const;
-    int64_t index(Slot slot, int64_t l) const;
-    Fp8Slot record_of(Fp8Operand operand, Slot slot, int64_t l) const;
-    void scale_weight(Slot slot, int64_t l, Tensor from, Stream stream) const;
-    void quantise_weight(Slot slot, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
-    std::pair<Tensor, Tensor> kept(Slot slot, int64_t l) const;
+    int64_t index(Role role, int64_t l) const;
+    Fp8Record record_of(Fp8Operand operand, Role role, int64_t l) const;
+    void scale_weight(Role role, int64_t l, Tensor from, Stream stream) const;
+    void quantise_weight(Role role, int64_t l, Tensor from, Tensor rows, Tensor columns, Stream stream) const;
+    std::pair<Tensor, Tensor> kept(Role role, int64_t l) const;
 
     const ModelConfig config;
-    int64_t slots;  // S, of one operand: those of the inputs come first
+    int64_t linear_layers;  // S, of one operand: those of the inputs come first
     Arena state, weights;
     Tensor scales, amaxes, own_amaxes,
         past_amaxes;         // [2·S, FP8_SCALE_FLOATS], [ranks, 2·S], this rank's row, [FP8_HISTORY, 2·S]

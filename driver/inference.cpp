@@ -41,11 +41,11 @@ LoadedEngine::LoadedEngine(const Context& ctx, const ModelSource& source, const 
 }
 
 InferenceWeights inference_weights(const Model& model) {
-    const auto norm = [&](Slot slot, int64_t l) {
-        return NormWeights{model.weight(slot, l), model.weight(bias_of(slot), l)};
+    const auto norm = [&](Role role, int64_t l) {
+        return NormWeights{model.weight(role, l), model.weight(bias_of(role), l)};
     };
-    const auto linear = [&](Slot slot, int64_t l) {
-        return LinearWeights{model.weight(slot, l), model.weight(bias_of(slot), l)};
+    const auto linear = [&](Role role, int64_t l) {
+        return LinearWeights{model.weight(role, l), model.weight(bias_of(role), l)};
     };
     InferenceWeights w{model.weight(WTE),    model.weight(WPE),    {}, norm(NORMF_W, -1), model.weight(model.head()),
                        model.weight(HEAD_B), norm(EMBEDNORM_W, -1)};

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "runtime/model/slots.h"
+#include "runtime/model/roles.h"
 
 namespace {
 
@@ -23,7 +23,7 @@ struct Layout {
 }  // namespace
 
 bool Nf4Base::quantises(const Param& p) {
-    return linear_layer_index(p.slot) >= 0;
+    return linear_layer_index(p.role) >= 0;
 }
 
 std::vector<int64_t> Nf4Base::other_starts(const ParamTable& table) {

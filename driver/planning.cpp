@@ -9,7 +9,7 @@ double flop_per_token(const Model& model, int64_t T) {
     const ModelConfig& c = model.config;
     double weights = 0;
     for (const Param& p : model.table.params) {
-        const bool lookup_only = p.slot == WPE || (p.slot == WTE && !c.tied);
+        const bool lookup_only = p.role == WPE || (p.role == WTE && !c.tied);
         if (p.cols > 0 && !lookup_only) weights += double(p.numel());
     }
     const double of_weights =
@@ -45,7 +45,7 @@ MemoryPlan memory_plan(const Model& model, const Activations& acts, const Gradie
         const Model& trained = model.trained();
         const Gradients::Memory grads = Gradients::memory(trained.table, trained.sharding, gradients);
         plan.add("gradients", grads.arena);
-        plan.add("gradients in progress", grads.slots + grads.sums + grads.buffer);
+        plan.add("gradients in progress", grads.buffers + grads.sums + grads.exchanged);
         plan.add("optimizer (m, v)", Optimizer::state_bytes(trained), Offload::place(model.offload.optimizer));
         if (const int64_t world = model.sharding.world; world > 1) {
             const bool all_to_all = trained.table.uses(OptimizerType::Muon) &&

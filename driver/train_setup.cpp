@@ -200,8 +200,8 @@ void check_lora(const LoraOptions& lora, const ModelSource& source) {
 
 // Muon's spectral updates have singular values of about 1, whatever the matrix, and take a larger rate than AdamW.
 // AdamW moves each weight by about its rate, so embeddings that start with a standard deviation of 1 take a larger one
-// than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all are hidden
-// matrices, learn better with a smaller rate (docs/use/finetuning.md). A resumed run keeps its rates.
+// than those that start with 0.02. All four are the best of a sweep (docs/understand/learning.md). Adapters, which all
+// are hidden matrices, learn better with a smaller rate (docs/use/finetuning.md). A resumed run keeps its rates.
 void set_default_rates(TrainSetup& s) {
     if (s.o.optimizer == OptimizerType::Muon && !s.o.muon.rms_scale()) {
         const double hidden = s.o.lora.on() ? 5e-3 : 0.02;

@@ -36,8 +36,8 @@ std::string what_fits(const TrainOptions& o, const ModelConfig& config, const Co
     return str(fit.tried.back().options, same_step, " fits: it needs ", human_bytes(fit.tried.back().bytes));
 }
 
-// A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/log/performance.md). Narrower models are
-// not measured: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·(C + OC) bytes at 2.5 TB/s;
+// A warning, or nothing. On an H100 GPT-2 with 768 channels gains 1.09 times (docs/log/performance.md). Narrower models
+// are not measured: quantising an input [N, C] and a gradient [N, OC] reads and writes 4·N·(C + OC) bytes at 2.5 TB/s;
 // their three matmuls save 40% of 6·N·C·OC FLOP at 650 TFLOP/s, so fp8 loses below C·OC/(C + OC) = 430.
 std::string fp8_warning(const ModelConfig& c) {
     if (backend_device() == Device::CPU) return "fp8 is emulated on the CPU: it is slower than fp32\n";

@@ -9,7 +9,8 @@
 // e is 0 for v ≥ V and where the target is ignored. Softmax usually subtracts the maximum; here the target's logit
 // takes its place, because it is known before the matmul. bf16 has the exponents of fp32, so e keeps its digits unless
 // exp overflows: a logit more than 69 above the target's counts as 69 above it (e = 2¹⁰⁰). Exponentials and their sum
-// come from the matmul's sums in fp32, which cross_entropy.h finds rounded to bf16. docs/understand/numerics.md has the errors.
+// come from the matmul's sums in fp32, which cross_entropy.h finds rounded to bf16. docs/understand/numerics.md has the
+// errors.
 #pragma once
 
 #include "kernels/linear_cross_entropy.h"

@@ -22,7 +22,7 @@ struct Records {
 // Row n0 + i of y, whose columns are [0, C), for i < rows. y_stride: of y's rows.
 void quantise_rows(const Fp8Output& out, Records& total, const float* y, int64_t y_stride, int64_t n0, int64_t rows,
                    int64_t C) {
-    const float scale = out.slot.scale.as<float>()[FP8_SCALE], largest = fp8_max(out.format);
+    const float scale = out.record.scale.as<float>()[FP8_SCALE], largest = fp8_max(out.format);
     uint8_t* const r = out.rows ? out.rows.as<uint8_t>() + n0 * row_stride(out.rows) : nullptr;
     uint8_t* const c = out.columns ? out.columns.as<uint8_t>() + n0 : nullptr;
     const int64_t rs = out.rows ? row_stride(out.rows) : 0, cs = out.columns ? row_stride(out.columns) : 0;
@@ -53,9 +53,9 @@ void quantise_chunks(const Fp8Output& out, int64_t N, int64_t C, Y y_of) {
         const Tensor y = y_of(n0, rows);
         quantise_rows(out, total, y.as<float>(), row_stride(y), n0, rows, C);
     }
-    if (out.slot.amax && total.amax > *out.slot.amax.as<float>()) *out.slot.amax.as<float>() = total.amax;
-    if (out.slot.counts) {
-        int64_t* counts = out.slot.counts.as<int64_t>();
+    if (out.record.amax && total.amax > *out.record.amax.as<float>()) *out.record.amax.as<float>() = total.amax;
+    if (out.record.counts) {
+        int64_t* counts = out.record.counts.as<int64_t>();
         counts[FP8_ELEMENTS] += N * C;
         counts[FP8_SATURATED] += total.saturated, counts[FP8_UNDERFLOWED] += total.underflowed;
     }
@@ -97,11 +97,11 @@ void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Te
     });
 }
 
-void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream) {
+void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream) {
     const char* op = "fp8_set_scale";
-    check_fp8_slot(op, slot);
-    require(bool(slot.amax), op, ": amax is missing");
-    fp8_store_scale(slot.scale.as<float>(), fp8_scale_exponent(*slot.amax.as<float>(), format, margin));
+    check_fp8_slot(op, record);
+    require(bool(record.amax), op, ": amax is missing");
+    fp8_store_scale(record.scale.as<float>(), fp8_scale_exponent(*record.amax.as<float>(), format, margin));
 }
 
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream) {

@@ -198,9 +198,9 @@ void launch(const char* op, const Fp8Output& out, const Tensor& y, int64_t N, in
     if (y) a.y = y.as<T>(), a.y_stride = row_stride(y);
     if (out.rows) a.rows = out.rows.as<uint8_t>(), a.rows_stride = row_stride(out.rows);
     if (out.columns) a.columns = out.columns.as<uint8_t>(), a.columns_stride = row_stride(out.columns);
-    a.scale = out.slot.scale.as<float>();
-    a.amax = static_cast<unsigned*>(out.slot.amax.data);
-    a.counts = static_cast<unsigned long long*>(out.slot.counts.data);
+    a.scale = out.record.scale.as<float>();
+    a.amax = static_cast<unsigned*>(out.record.amax.data);
+    a.counts = static_cast<unsigned long long*>(out.record.counts.data);
     a.N = N, a.C = C;
     const dim3 grid = grid_of(ceil_div(N, TILE_ROWS) * ceil_div(C, TILE_COLUMNS));
     if (out.format == Fp8Format::E4M3)
@@ -253,7 +253,7 @@ __global__ void set_scale_kernel(float* scale, const float* amax, Fp8Format form
     fp8_store_scale(scale, fp8_scale_exponent(*amax, format, margin));
 }
 
-// One thread for each slot.
+// One thread for each record.
 __global__ void update_scales_kernel(float* scales, float* history, int64_t history_stride, const float* amaxes,
                                      int64_t amaxes_stride, int64_t S, int64_t H, int64_t ranks, Fp8Format format,
                                      int margin) {
@@ -281,11 +281,12 @@ __global__ void sum_counts_kernel(int64_t* totals, const int64_t* counts, int64_
 
 }  // namespace
 
-void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream stream) {
+void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream stream) {
     const char* op = "fp8_set_scale";
-    check_fp8_slot(op, slot);
-    require(bool(slot.amax), op, ": amax is missing");
-    set_scale_kernel<<<1, 1, 0, cuda_stream(stream)>>>(slot.scale.as<float>(), slot.amax.as<float>(), format, margin);
+    check_fp8_slot(op, record);
+    require(bool(record.amax), op, ": amax is missing");
+    set_scale_kernel<<<1, 1, 0, cuda_stream(stream)>>>(record.scale.as<float>(), record.amax.as<float>(), format,
+                                                       margin);
     check_launch(op, stream);
 }
 

@@ -18,7 +18,7 @@
 #include "runtime/device/tensor.h"
 
 // The scale of a tensor and what is recorded of it, on the device.
-struct Fp8Slot {
+struct Fp8Record {
     Tensor scale;   // [FP8_SCALE_FLOATS] fp32
     Tensor amax;    // [1] fp32, not finite if a y was not; null: not recorded
     Tensor counts;  // [NUM_FP8_COUNTS] int64, added to; null: not recorded
@@ -29,7 +29,7 @@ enum Fp8Count { FP8_ELEMENTS, FP8_SATURATED, FP8_UNDERFLOWED, NUM_FP8_COUNTS };
 // What a call writes; any of the tensors may be null.
 struct Fp8Output {
     Fp8Format format;
-    Fp8Slot slot;
+    Fp8Record record;
     Tensor rows;     // [N, C] U8
     Tensor columns;  // [C, N] U8
 };
@@ -44,17 +44,17 @@ void fp8_activation_forward(const Fp8Output& out, Activation f, Tensor inp, Stre
 // where that has its shape. dout [N, I] T.
 void fp8_activation_backward(const Fp8Output& out, Tensor dinp, Activation f, Tensor dout, Tensor inp, Stream stream);
 
-// Sets slot.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not finite
-// (fp8_scale_exponent()).
-void fp8_set_scale(const Fp8Slot& slot, Fp8Format format, int margin, Stream stream);
+// Sets record.scale to the largest power of two for which amax·scale ≤ fp8_max·2⁻ᵐᵃʳᵍⁱⁿ; to 1 if amax is 0 or not
+// finite (fp8_scale_exponent()).
+void fp8_set_scale(const Fp8Record& record, Fp8Format format, int margin, Stream stream);
 
 // Delayed scaling (Micikevicius et al. 2022, section 3.1): the scale of the next step comes from the largest amax of
-// the last H steps. For each slot, the largest amax of all ranks becomes the newest row of history, the oldest row is
+// the last H steps. For each record, the largest amax of all ranks becomes the newest row of history, the oldest row is
 // dropped, and the scale is set as by fp8_set_scale from the largest value in history.
 //
 // scales [S, FP8_SCALE_FLOATS], history [H, S] fp32, the newest step first, H ≥ 1; amaxes [ranks, S] fp32. An amax that
-// is not finite leaves the slot's history as it is. A slot whose history is all zero gets the scale 1.
+// is not finite leaves the record's history as it is. A record whose history is all zero gets the scale 1.
 void fp8_update_scales(Tensor scales, Tensor history, Tensor amaxes, Fp8Format format, int margin, Stream stream);
 
-// totals [NUM_FP8_COUNTS] = the sums over the slots of counts [S, NUM_FP8_COUNTS] int64.
+// totals [NUM_FP8_COUNTS] = the sums over the records of counts [S, NUM_FP8_COUNTS] int64.
 void fp8_sum_counts(Tensor totals, Tensor counts, Stream stream);

@@ -4,14 +4,14 @@
 #include "kernels/check.h"
 #include "kernels/fp8.h"
 
-inline void check_fp8_slot(const char* op, const Fp8Slot& slot) {
-    check_tensor(op, "scale", slot.scale, DType::F32, {FP8_SCALE_FLOATS});
-    check_tensor(op, "amax", slot.amax, DType::F32, {1}, Given::Optional);
-    check_tensor(op, "counts", slot.counts, DType::I64, {NUM_FP8_COUNTS}, Given::Optional);
+inline void check_fp8_slot(const char* op, const Fp8Record& record) {
+    check_tensor(op, "scale", record.scale, DType::F32, {FP8_SCALE_FLOATS});
+    check_tensor(op, "amax", record.amax, DType::F32, {1}, Given::Optional);
+    check_tensor(op, "counts", record.counts, DType::I64, {NUM_FP8_COUNTS}, Given::Optional);
 }
 
 inline void check_fp8_output(const char* op, const Fp8Output& out, int64_t N, int64_t C) {
-    check_fp8_slot(op, out.slot);
+    check_fp8_slot(op, out.record);
     check_matrix(op, "rows", out.rows, N, C, Given::Optional, DType::U8);
     check_matrix(op, "columns", out.columns, C, N, Given::Optional, DType::U8);
 }
@@ -26,7 +26,7 @@ inline int64_t check_fp8_activation(const char* op, Activation f, const Tensor& 
 }
 
 inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor& history, const Tensor& amaxes) {
-    require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [slots, ", int(FP8_SCALE_FLOATS),
+    require(scales.rank == 2, op, ": scales is ", shape_string(scales), ", expected [records, ", int(FP8_SCALE_FLOATS),
             "]");
     const int64_t S = scales.shape[0];
     check_matrix(op, "scales", scales, S, FP8_SCALE_FLOATS);
@@ -40,7 +40,7 @@ inline void check_fp8_scales(const char* op, const Tensor& scales, const Tensor&
 
 inline void check_fp8_counts(const char* op, const Tensor& totals, const Tensor& counts) {
     check_tensor(op, "totals", totals, DType::I64, {NUM_FP8_COUNTS});
-    require(counts.rank == 2, op, ": counts is ", shape_string(counts), ", expected [slots, ", int(NUM_FP8_COUNTS),
+    require(counts.rank == 2, op, ": counts is ", shape_string(counts), ", expected [records, ", int(NUM_FP8_COUNTS),
             "]");
     check_tensor(op, "counts", counts, DType::I64, {counts.shape[0], NUM_FP8_COUNTS});
     check_contiguous(op, "counts", counts);

@@ -247,12 +247,12 @@ struct StoreSwiglu : Position {
 };
 
 // A warp loads panels, changes them and stores them. A tile has LOADED panels of each of PARTS matrices; they pass
-// through a ring of RING slots. The first RING loads are started before the multiplication.
+// through a ring of RING panels. The first RING loads are started before the multiplication.
 template <int PARTS, int RING, int COLUMNS>
 struct PanelRing : Position {
     using Panel = hopper_gemm_kernel::Panel<COLUMNS>;
     static constexpr int LOADED = MB * NT / Panel::TILES;
-    static constexpr int USES = LOADED / RING;  // of a slot by a tile
+    static constexpr int USES = LOADED / RING;  // of a panel of the ring by a tile
     static_assert(LOADED % RING == 0);
     struct Shared {
         Panel panels[WARPS][RING][PARTS];
@@ -285,7 +285,7 @@ struct PanelRing : Position {
         mbarrier_wait(&shared.full[warp][i % RING], (earlier_tiles * USES + i / RING) & 1);
         return shared.panels[warp][i % RING];
     }
-    // Stores panel i, which the warp has overwritten, and loads the next panel into the slot of panel i − 1. also()
+    // Stores panel i, which the warp has overwritten, and loads the next panel over panel i − 1. also()
     // issues further stores of the same group.
     template <typename Also>
     __device__ __forceinline__ void store(int i, Also also) const {

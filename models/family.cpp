@@ -63,15 +63,15 @@ bool has_common_options(const ModelConfig& c) {
            !c.logit_softcap;
 }
 
-std::vector<SourceTensor> source_tensors(const Family& family, Slot slot, bool bias, int64_t layer,
+std::vector<SourceTensor> source_tensors(const Family& family, Role role, bool bias, int64_t layer,
                                          const std::vector<int64_t>& parts) {
     std::vector<SourceTensor> sources;
     if (family.tensors.empty()) return sources;
     const auto names = std::find_if(family.tensors.begin(), family.tensors.end(),
-                                    [&](const TensorNames& t) { return t.slot == slot; });
-    require(names != family.tensors.end(), "files of family ", family.name, " have no tensor for slot ", int(slot));
+                                    [&](const TensorNames& t) { return t.role == role; });
+    require(names != family.tensors.end(), "files of family ", family.name, " have no tensor for role ", int(role));
     const size_t n = names->names.size();
-    require(n == 1 || n == parts.size(), "family ", family.name, ": slot ", int(slot), " has ", n, " names for ",
+    require(n == 1 || n == parts.size(), "family ", family.name, ": role ", int(role), " has ", n, " names for ",
             parts.size(), " matrices");
     int64_t row = 0;
     for (size_t i = 0; i < parts.size(); i++) {

@@ -10,11 +10,11 @@
 #include "models/config_keys.h"
 #include "runtime/model/model_config.h"
 #include "runtime/model/params.h"
-#include "runtime/model/slots.h"
+#include "runtime/model/roles.h"
 
-// How a family's files store the weight in a slot, and its bias.
+// How a family's files store the weight in a role, and its bias.
 struct TensorNames {
-    Slot slot;  // of the weight
+    Role role;  // of the weight
     // Without ".weight" and ".bias", "*" for the number of the layer: one name for each matrix that the parameter fuses
     // (q, k, v; gate, up) in the order of its rows, or one name for all of them.
     std::vector<std::string> names;
@@ -58,9 +58,9 @@ const Family& family_of(const ModelConfig& config);
 // True if all layers are softmax attention and no option is set that only configs of type train_gpt have.
 bool has_common_options(const ModelConfig& config);
 
-// The tensors of the family's files that a parameter is made of. slot: of the weight, also for its bias; parts: the
+// The tensors of the family's files that a parameter is made of. role: of the weight, also for its bias; parts: the
 // rows of each matrix that the parameter fuses, or its rows alone. Empty if files name it as the parameter table does.
-std::vector<SourceTensor> source_tensors(const Family& family, Slot slot, bool bias, int64_t layer,
+std::vector<SourceTensor> source_tensors(const Family& family, Role role, bool bias, int64_t layer,
                                          const std::vector<int64_t>& parts);
 
 // Looks up "gpt2-124M", "llama-1B", ...; returns false for an unknown name. The config is complete and valid. After a

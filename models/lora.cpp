@@ -32,7 +32,7 @@ bool is_target(const std::string& module, const std::string& target) {
 }
 
 bool is_linear_layer(const Param& p) {
-    return linear_layer_index(p.slot) >= 0;
+    return linear_layer_index(p.role) >= 0;
 }
 
 // The matrices of the blocks' linear layers by the last part of their names, in the order of the table.
@@ -62,14 +62,14 @@ std::vector<std::string> resolved_targets(const ParamTable& base, const std::vec
 }
 
 // A or B of a parameter's adapters.
-Param matrices(const Param& base, int slot, const char* half, const std::vector<SourceTensor>& sources, int64_t cols,
+Param matrices(const Param& base, int role, const char* half, const std::vector<SourceTensor>& sources, int64_t cols,
                OptimizerType optimizer) {
     Param p{};
     p.sources = sources;
     p.optimizer = optimizer;
     for (const SourceTensor& source : sources) p.part_rows.push_back(source.rows);
     const int64_t rows = sources.back().row + sources.back().rows;
-    p.slot = slot, p.layer = base.layer, p.group = base.group;
+    p.role = role, p.layer = base.layer, p.group = base.group;
     p.name = str(base.name.substr(0, base.name.rfind('.')), ".", half);
     p.rows = p.padded_rows = rows, p.cols = cols;
     p.decay = true;
@@ -109,14 +109,14 @@ LoraTable::LoraTable(const ParamTable& base, LoraOptions lora, int64_t world, Op
             b_rows += source.rows;
         }
         if (own.empty()) continue;
-        Param a = matrices(p, lora_a(Slot(p.slot)), "lora_A", a_sources, p.cols, optimizer),
-              b = matrices(p, lora_b(Slot(p.slot)), "lora_B", b_sources, R, optimizer);
+        Param a = matrices(p, lora_a(Role(p.role)), "lora_A", a_sources, p.cols, optimizer),
+              b = matrices(p, lora_b(Role(p.role)), "lora_B", b_sources, R, optimizer);
         a.init_bound = float(1 / std::sqrt(double(p.cols)));
-        int64_t& width = widths[size_t(linear_layer_index(p.slot))];
+        int64_t& width = widths[size_t(linear_layer_index(p.role))];
         width = std::max(width, a.rows);
         params.params.push_back(std::move(a));
         params.params.push_back(std::move(b));
-        parts[{p.slot, p.layer}] = std::move(own);
+        parts[{p.role, p.layer}] = std::move(own);
     }
     params.file = ADAPTER_WEIGHTS;
     params.layout(world);

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "runtime/model/params.h"
-#include "runtime/model/slots.h"
+#include "runtime/model/roles.h"
 
 struct LoraOptions {
     int64_t rank = 0;  // R; 0: no adapters
@@ -33,11 +33,11 @@ struct LoraPart {
     int64_t row, rows;
 };
 
-// What an adapter's table has instead of Slot: A and B of the parameter in a slot.
-constexpr int lora_a(Slot weight) {
+// What an adapter's table has instead of Role: A and B of the parameter in a role.
+constexpr int lora_a(Role weight) {
     return 2 * weight;
 }
-constexpr int lora_b(Slot weight) {
+constexpr int lora_b(Role weight) {
     return 2 * weight + 1;
 }
 
@@ -46,7 +46,7 @@ struct LoraTable {
     // Per layer and linear layer with a target: A [parts·R, in] and B [sum of the parts' rows, R], the parts one after
     // the other. Sources are peft's names. The groups are the base's layer groups.
     ParamTable params;
-    std::map<std::pair<int, int64_t>, std::vector<LoraPart>> parts;  // by slot and layer of the base's parameter
+    std::map<std::pair<int, int64_t>, std::vector<LoraPart>> parts;  // by role and layer of the base's parameter
     LoraOptions options;                                             // with the targets that "all-linear" stands for
     std::array<int64_t, NUM_LINEAR_LAYERS> widths{};                 // the most rows of an A of each linear layer
 

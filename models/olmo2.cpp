@@ -42,8 +42,8 @@ void write(json& out, const ModelConfig& c, const json&) {
 std::vector<TensorNames> tensors() {
     std::vector<TensorNames> names = llama_tensors();
     for (TensorNames& t : names) {
-        if (t.slot == NORM1_W) t.names = {"model.layers.*.post_attention_layernorm"};
-        if (t.slot == NORM2_W) t.names = {"model.layers.*.post_feedforward_layernorm"};
+        if (t.role == NORM1_W) t.names = {"model.layers.*.post_attention_layernorm"};
+        if (t.role == NORM2_W) t.names = {"model.layers.*.post_feedforward_layernorm"};
     }
     names.push_back({QNORM_W, {"model.layers.*.self_attn.q_norm"}});
     names.push_back({KNORM_W, {"model.layers.*.self_attn.k_norm"}});

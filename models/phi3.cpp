@@ -30,8 +30,8 @@ void write(json& out, const ModelConfig& c, const json&) {
 std::vector<TensorNames> tensors() {
     std::vector<TensorNames> names = llama_tensors();
     for (TensorNames& t : names) {
-        if (t.slot == QKV_W) t.names = {"model.layers.*.self_attn.qkv_proj"};
-        if (t.slot == FC_W) t.names = {"model.layers.*.mlp.gate_up_proj"};
+        if (t.role == QKV_W) t.names = {"model.layers.*.self_attn.qkv_proj"};
+        if (t.role == FC_W) t.names = {"model.layers.*.mlp.gate_up_proj"};
     }
     return names;
 }

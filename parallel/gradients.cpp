@@ -17,7 +17,7 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
             buckets.back().first = g;
         const Bucket& b = buckets.back();
         const int64_t begin = table.group_begin[size_t(b.first)], end = table.group_begin[size_t(b.last)];
-        full = options.uses_slots(sharding) || (end - begin) * 4 >= options.bucket_bytes;
+        full = options.uses_buffers(sharding) || (end - begin) * 4 >= options.bucket_bytes;
     }
     if (others < groups) buckets.push_back({others, groups});
     return buckets;
@@ -36,11 +36,12 @@ Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sha
     Memory m;
     m.arena = table.total / sharding.parts(sharding.splits_gradients()) * dtype_size(options.kept);
     if (options.in_matmul) m.sums = fp32_sum_starts(table, options).back() * dtype_size(DType::F32);
-    if (options.uses_slots(sharding)) m.slots = GroupSlots(table, LAYER_SLOTS, true).total() * dtype_size(DType::F32);
+    if (options.uses_buffers(sharding))
+        m.buffers = GroupBuffers(table, LAYER_BUFFERS, true).total() * dtype_size(DType::F32);
     if (sharding.world == 1 || options.reduce == DType::F32) return m;
     for (const Bucket& b : make_buckets(table, sharding, options)) {
         const int64_t n = table.group_begin[size_t(b.last)] - table.group_begin[size_t(b.first)];
-        m.buffer = std::max(m.buffer, n * dtype_size(options.reduce));
+        m.exchanged = std::max(m.exchanged, n * dtype_size(options.reduce));
     }
     return m;
 }
@@ -56,10 +57,10 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientO
         return make_tensor(where.data, type, where.device, {size / dtype_size(type)});
     };
     arena = s.arena(part(options.kept, m.arena), s.splits_gradients());
-    if (options.uses_slots(s)) {
-        slots = GroupSlots(t, LAYER_SLOTS, true);
-        arena.views = slots.views(t, part(DType::F32, m.slots));
-        state = std::vector<Slot>(size_t(slots.num_slots()));
+    if (options.uses_buffers(s)) {
+        buffers = GroupBuffers(t, LAYER_BUFFERS, true);
+        arena.views = buffers.views(t, part(DType::F32, m.buffers));
+        state = std::vector<BufferState>(size_t(buffers.num_buffers()));
     }
     if (options.in_matmul) {
         require(s.world == 1 && options.kept == DType::BF16,
@@ -68,7 +69,7 @@ void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientO
         fp32_sums = part(DType::F32, m.sums);
         fp32_sums.starts = fp32_sum_starts(t, options);
     }
-    if (m.buffer) buffer = part(options.reduce, m.buffer);
+    if (m.exchanged) exchanged = part(options.reduce, m.exchanged);
     for (int g = 0; g < t.num_groups(); g++) keys.push_back(name_hash(str("gradients of group ", g)));
     if (s.world > 1) buckets = make_buckets(t, s, options);
     for (const Bucket& b : buckets)
@@ -83,17 +84,17 @@ Tensor Gradients::own(int first_group, int last_group) const {
 
 void Gradients::begin(bool first_micro_step, bool last_micro_step, Tensor number) {
     first = first_micro_step, last = last_micro_step, micro_step = number, reducing = false;
-    for (Slot& slot : state) slot.used = false;
+    for (BufferState& b : state) b.used = false;
 }
 
 void Gradients::open(int group, Stream stream) {
     if (state.empty()) return;
-    const Slot& slot = state[size_t(slots.slot(group))];
-    if (slot.used) {
-        const Range range(ctx->profiler, "wait for a slot");
-        slot.free.make_wait(stream);
+    const BufferState& own = state[size_t(buffers.buffer(group))];
+    if (own.used) {
+        const Range range(ctx->profiler, "wait for a buffer");
+        own.free.make_wait(stream);
     }
-    // Clear the padding between tensors: it counts in the global norm, and another group used this slot before.
+    // Clear the padding between tensors: it counts in the global norm, and another group used this buffer before.
     const Tensor& view = arena.views[size_t(group)];
     int64_t end = 0;
     const auto clear_to = [&](int64_t begin) {
@@ -139,22 +140,22 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
     complete.make_wait(side);
     reducing = true;
     const Range range(ctx->profiler, name, side);
-    const bool in_slot = !state.empty(), split = sharding.splits_gradients();
+    const bool in_buffer = !state.empty(), split = sharding.splits_gradients();
     const Tensor sums = arena.groups(*table, b.first, b.last);  // the rank's part of them if split
-    Tensor whole = in_slot ? arena.views[size_t(b.first)] : sums;
+    Tensor whole = in_buffer ? arena.views[size_t(b.first)] : sums;
     const Tensor fp32 = whole;
-    if (in_slot && !split && !first) ::accumulate(fp32, sums, true, side);
-    if (buffer) {
-        whole = buffer.rows(0, fp32.shape[0]);
+    if (in_buffer && !split && !first) ::accumulate(fp32, sums, true, side);
+    if (exchanged) {
+        whole = exchanged.rows(0, fp32.shape[0]);
         ::accumulate(whole, fp32, false, side);
     }
     if (sharding.stage == 0) {
         comm->all_reduce(whole, side);
-        if (buffer) ::accumulate(fp32, whole, false, side);
-        if (in_slot) keep(b.first, sums, fp32, 0, false, side);
-    } else if (in_slot) {
+        if (exchanged) ::accumulate(fp32, whole, false, side);
+        if (in_buffer) keep(b.first, sums, fp32, 0, false, side);
+    } else if (in_buffer) {
         const Tensor part = split ? sums : sharding.own(sums);
-        const bool direct = first && !buffer && options.kept == DType::F32;  // no intermediate copy
+        const bool direct = first && !exchanged && options.kept == DType::F32;  // no intermediate copy
         comm->reduce_scatter(direct ? part : sharding.own(whole), whole, side);
         if (!direct) keep(b.first, part, sharding.own(whole), sharding.rank * part.shape[0], split && !first, side);
     } else {
@@ -166,13 +167,13 @@ void Gradients::reduce(const Bucket& b, const char* name, Stream stream) {
         for (int g = b.first; g < b.last; g++)
             if (table->group_size(g)) comm->reduce_scatter(sharding.own(group(whole, g)), group(whole, g), side);
         comm->group_end();
-        for (int g = b.first; buffer && g < b.last; g++)
+        for (int g = b.first; exchanged && g < b.last; g++)
             ::accumulate(sharding.own(group(fp32, g)), sharding.own(group(whole, g)), false, side);
     }
-    if (!in_slot) return;
-    Slot& slot = state[size_t(slots.slot(b.first))];
-    slot.free.record(side);
-    slot.used = true;
+    if (!in_buffer) return;
+    BufferState& own = state[size_t(buffers.buffer(b.first))];
+    own.free.record(side);
+    own.used = true;
 }
 
 void Gradients::end(Stream stream) {

@@ -5,20 +5,21 @@
 //
 //   stage 0      all-reduce in the arena, in the step's last micro-step
 //   stage 1      reduce-scatter in the arena, in the last micro-step: only the rank's own part of a group holds the sum
-//   stages 2, 3  reduce-scatter in every micro-step, from a shared slot that holds the whole group to the rank's part
+//   stages 2, 3  reduce-scatter in every micro-step, from a shared buffer that holds the whole group to the rank's part
 //
 // In stages 0 and 1 groups are merged into buckets of a minimum size, because small messages do not use the network's
 // bandwidth (Li et al. 2020, "PyTorch distributed", section 3.2). With GradientOptions::reduce BF16 a bucket is rounded
 // to bf16, reduced in it and converted back to fp32.
 //
 // With GradientOptions::kept BF16 the arena holds bf16, in all stages. The backward pass writes a group's gradient of
-// one micro-step in fp32 into a slot; close() adds it to the arena's bf16 in fp32 and rounds the sum stochastically
-// (kernels/accumulate.h). Stages 0 and 1 add the arena to the slot in the last micro-step, reduce it there in fp32, and
-// round once.
+// one micro-step in fp32 into a buffer; close() adds it to the arena's bf16 in fp32 and rounds the sum stochastically
+// (kernels/accumulate.h). Stages 0 and 1 add the arena to the buffer in the last micro-step, reduce it there in fp32,
+// and round once.
 //
 // With GradientOptions::in_matmul, for one rank, the matmuls of the blocks and of an untied head add to the arena's
-// bf16 themselves, rounded to nearest: no pass of its own, no slots. The other parameters (embeddings, biases, norms)
-// have fp32 sums, which are rounded into the arena in the last micro-step. docs/understand/numerics.md has the errors of both.
+// bf16 themselves, rounded to nearest: no pass of its own, no buffers. The other parameters (embeddings, biases, norms)
+// have fp32 sums, which are rounded into the arena in the last micro-step. docs/understand/numerics.md has the errors
+// of both.
 #pragma once
 
 #include <string>
@@ -34,8 +35,8 @@ struct GradientOptions {
     uint64_t seed = 0;                         // of the rounding to BF16
     bool in_matmul = false;                    // sums in BF16 are added to by the matmuls; for one rank
 
-    // Whether the backward pass writes into slots for whole groups.
-    bool uses_slots(const Sharding& sharding) const { return sharding.splits_gradients() || rounds_stochastically(); }
+    // Whether the backward pass writes into buffers for whole groups.
+    bool uses_buffers(const Sharding& sharding) const { return sharding.splits_gradients() || rounds_stochastically(); }
     bool rounds_stochastically() const { return kept != DType::F32 && !in_matmul; }
     // Whether the parameter's gradient is a sum in fp32 until the last micro-step.
     bool sums_apart(const Param& p) const {
@@ -53,13 +54,13 @@ std::vector<Bucket> make_buckets(const ParamTable& table, const Sharding& shardi
 
 class Gradients {
   public:
-    static constexpr int LAYER_SLOTS = 2;  // one layer's gradients are computed while another's are reduced
+    static constexpr int LAYER_BUFFERS = 2;  // one layer's gradients are computed while another's are reduced
 
-    // Memory requirement in bytes: of the arena, of the fp32 slots for whole groups, of fp32 sums beside the arena, and
-    // of the bf16 buffer for what is exchanged.
+    // Memory requirement in bytes: of the arena, of the fp32 buffers for whole groups, of fp32 sums beside the arena,
+    // and of what is exchanged in bf16.
     struct Memory {
-        int64_t arena = 0, slots = 0, sums = 0, buffer = 0;
-        int64_t bytes() const { return arena + slots + sums + buffer; }
+        int64_t arena = 0, buffers = 0, sums = 0, exchanged = 0;
+        int64_t bytes() const { return arena + buffers + sums + exchanged; }
     };
     static Memory memory(const ParamTable& table, const Sharding& sharding, const GradientOptions& options);
 
@@ -86,7 +87,7 @@ class Gradients {
     void close(int group, Stream stream);  // after its last write
     void end(Stream stream);               // later work on the stream sees the sums
 
-    // Whether kernels accumulate into existing gradients. A slot holds those of one micro-step.
+    // Whether kernels accumulate into existing gradients. A buffer holds those of one micro-step.
     bool accumulate() const { return !first && state.empty(); }
 
   private:
@@ -98,20 +99,20 @@ class Gradients {
     Sharding sharding;
     GradientOptions options;
     const Context* ctx = nullptr;
-    GroupSlots slots;
+    GroupBuffers buffers;
     ParamArena fp32_sums;  // of the parameters with sums_apart()
     std::vector<Bucket> buckets;
     std::vector<std::string> names;  // of the reductions, in a profile
     std::vector<uint64_t> keys;      // of the groups' noise
-    Tensor buffer;                   // a bucket in the dtype of the exchange
+    Tensor exchanged;                // a bucket in the dtype of the exchange
     bool first = true, last = true;
     Tensor micro_step;
     bool reducing = false;  // a reduction began in this micro-step
-    struct Slot {
+    struct BufferState {
         Event free;  // its group is reduced
         bool used = false;
     };
-    std::vector<Slot> state;  // by slot; empty: the backward pass writes into the arena
-    Event complete;           // a bucket's gradients are computed
-    Event summed;             // the last reduction has ended
+    std::vector<BufferState> state;  // by buffer; empty: the backward pass writes into the arena
+    Event complete;                  // a bucket's gradients are computed
+    Event summed;                    // the last reduction has ended
 };

@@ -37,20 +37,20 @@ struct Sharding {
     }
 };
 
-// Slots that hold whole groups. Layers l and l + k·layer_slots share a slot; the embedding shares one with the head,
-// which is never used at the same time (a tied head is not a group); the fp32 group has its own.
-class GroupSlots {
+// Buffers that hold whole groups. Layers l and l + k·layer_buffers share a buffer; the embedding shares one with the
+// head, which is never used at the same time (a tied head is not a group); the fp32 group has its own.
+class GroupBuffers {
   public:
-    GroupSlots() = default;
-    GroupSlots(const ParamTable& table, int layer_slots, bool with_fp32);
+    GroupBuffers() = default;
+    GroupBuffers(const ParamTable& table, int layer_buffers, bool with_fp32);
 
     int64_t total() const { return end.empty() ? 0 : end.back(); }  // elements
-    int slot(int group) const { return slots[size_t(group)]; }      // -1: none
-    int num_slots() const { return int(end.size()); }
-    // A whole-group view for each group in memory [total()]; null if the group has no slot.
+    int buffer(int group) const { return buffers[size_t(group)]; }  // -1: none
+    int num_buffers() const { return int(end.size()); }
+    // A whole-group view for each group in memory [total()]; null if the group has no buffer.
     std::vector<Tensor> views(const ParamTable& table, Tensor memory) const;
 
   private:
-    std::vector<int> slots;    // by group
-    std::vector<int64_t> end;  // by slot: elements
+    std::vector<int> buffers;  // by group
+    std::vector<int64_t> end;  // by buffer: elements
 };

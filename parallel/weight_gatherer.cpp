@@ -1,7 +1,7 @@
 #include "parallel/weight_gatherer.h"
 
-WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupSlots& s)
-    : ctx(context), table(t), weights(w), slots(s), state(size_t(s.num_slots())) {
+WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, const ParamArena& w, const GroupBuffers& s)
+    : ctx(context), table(t), weights(w), buffers(s), state(size_t(s.num_buffers())) {
     for (int g = 0; g < t.num_groups(); g++)
         names.push_back("all_gather of " + t.describe_groups(g, g + 1, w.data.dtype));
 }
@@ -9,23 +9,23 @@ WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, cons
 void WeightGatherer::begin(Stream stream) {
     pass.record(stream);
     pass.make_wait(ctx.side);
-    for (Slot& slot : state) slot.holds = -1, slot.read = false;
+    for (Buffer& buffer : state) buffer.holds = -1, buffer.read = false;
 }
 
 void WeightGatherer::gather(int group) {
-    Slot& slot = state[size_t(slots.slot(group))];
-    if (slot.holds == group || !table.group_size(group)) return;
-    if (slot.read) slot.free.make_wait(ctx.side);
+    Buffer& buffer = state[size_t(buffers.buffer(group))];
+    if (buffer.holds == group || !table.group_size(group)) return;
+    if (buffer.read) buffer.free.make_wait(ctx.side);
     const Range range(ctx.profiler, names[size_t(group)].c_str(), ctx.side);
     ctx.comm->all_gather(weights.views[size_t(group)], weights.groups(table, group, group + 1), ctx.side);
-    slot.filled.record(ctx.side);
-    slot.holds = group;
+    buffer.filled.record(ctx.side);
+    buffer.holds = group;
 }
 
 void WeightGatherer::use(int group, Stream stream) {
     gather(group);
     const Range range(ctx.profiler, "wait for weights");
-    state[size_t(slots.slot(group))].filled.make_wait(stream);
+    state[size_t(buffers.buffer(group))].filled.make_wait(stream);
 }
 
 void WeightGatherer::prefetch(int group) {
@@ -33,9 +33,9 @@ void WeightGatherer::prefetch(int group) {
 }
 
 void WeightGatherer::done(int group, Stream stream) {
-    Slot& slot = state[size_t(slots.slot(group))];
-    slot.free.record(stream);
-    slot.read = true;
+    Buffer& buffer = state[size_t(buffers.buffer(group))];
+    buffer.free.record(stream);
+    buffer.read = true;
 }
 
 GatheredGroup::GatheredGroup(WeightGatherer* w, int g, int next, Stream s) : gatherer(w), group(g), stream(s) {

@@ -65,8 +65,8 @@ int ladder_main(Body body) {
 
 // --- correctness
 
-// Collects the errors of a rung's results one by one and checks the bounds of docs/understand/numerics.md: for all results
-// together, with an allowance for sampling, and for 16-bit results also for each element.
+// Collects the errors of a rung's results one by one and checks the bounds of docs/understand/numerics.md: for all
+// results together, with an allowance for sampling, and for 16-bit results also for each element.
 class ErrorBound {
   public:
     // Results of `dtype` whose sums have K terms; 16-bit results have this many roundings.

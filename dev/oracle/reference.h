@@ -2,9 +2,9 @@
 //
 // Each result comes with its `mag` (magnitude), relative to which rounding errors are measured. It is the same formula
 // with every term replaced by its absolute value, so that cancellation in a sum does not count as an error. After a
-// function of a sum (exp, 1/√) it is the function's condition number times the mag of its argument. docs/understand/numerics.md
-// derives them. All arrays are contiguous. A null pointer is an argument that is not given. `accumulate` is the earlier
-// value or null.
+// function of a sum (exp, 1/√) it is the function's condition number times the mag of its argument.
+// docs/understand/numerics.md derives them. All arrays are contiguous. A null pointer is an argument that is not given.
+// `accumulate` is the earlier value or null.
 //
 // Inner functions are HOST_DEVICE, so that a plain double kernel can call them where N·C·OC is too large for the host.
 #pragma once

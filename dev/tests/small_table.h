@@ -10,15 +10,15 @@ constexpr int LAYERS = 3;
 // Embedding, layers of two tensors, a head unless it is tied, and norms. No number of ranks divides the sizes.
 inline ParamTable table_of(int64_t world, bool tied) {
     ParamTable table;
-    const auto add = [&](int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {
+    const auto add = [&](int role, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {
         Param p;
-        p.slot = slot, p.layer = layer, p.group = group, p.name = name;
+        p.role = role, p.layer = layer, p.group = group, p.name = name;
         p.rows = p.padded_rows = rows, p.cols = cols;
         p.init_std = p.init_value = 0;
-        p.decay = cols > 0, p.fp32 = slot == 4;
-        p.rate_group = slot == 0   ? RateGroup::Embeddings
-                       : slot == 1 ? RateGroup::HiddenMatrices
-                       : slot == 3 ? RateGroup::Head
+        p.decay = cols > 0, p.fp32 = role == 4;
+        p.rate_group = role == 0   ? RateGroup::Embeddings
+                       : role == 1 ? RateGroup::HiddenMatrices
+                       : role == 3 ? RateGroup::Head
                                    : RateGroup::Vectors;
         p.sources = {{name, 0, rows, false}};
         table.params.push_back(p);

@@ -27,16 +27,16 @@ using nlohmann::json;
 
 namespace {
 
-enum Slot { WTE, WPE, QKV, QKV_BIAS, PROJ, NORM };
+enum Role { WTE, WPE, QKV, QKV_BIAS, PROJ, NORM };
 
 // A table with every difference between the layouts of files and memory: padded rows, the transposed weights of Conv1D,
 // fused tensors, vectors.
 ParamTable small_table() {
     ParamTable table;
-    const auto add = [&](Slot slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
+    const auto add = [&](Role role, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
                          int64_t padded_rows, std::vector<SourceTensor> sources) {
         table.params.push_back(
-            {slot, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, slot == NORM, std::move(sources)});
+            {role, layer, group, name, rows, cols, padded_rows, 0.02f, 0, cols > 0, role == NORM, std::move(sources)});
     };
     add(WTE, -1, 0, "wte", 5, 4, 8, {{"transformer.wte.weight", 0, 5, false}});
     add(WPE, -1, 0, "wpe", 3, 4, 3, {{"transformer.wpe.weight", 0, 3, false}});
@@ -451,7 +451,7 @@ TEST(State, FilesDoNotDependOnTheNumberOfRanks) {
     const auto values = [](const ParamTable& table, int64_t seed) {  // the same in each layout
         std::vector<float> arena(size_t(table.total), NAN);
         for (const Param& p : table.params)
-            for (int64_t i = 0; i < p.numel(); i++) arena[size_t(p.offset + i)] = float(i * 37 + p.slot * 11 + seed);
+            for (int64_t i = 0; i < p.numel(); i++) arena[size_t(p.offset + i)] = float(i * 37 + p.role * 11 + seed);
         return arena;
     };
     const auto save = [&](const std::string& path, int64_t count, DType dtype) {

@@ -80,7 +80,7 @@ std::vector<uint8_t> fetch_codes(const TestArray& bytes) {
 
 constexpr uint8_t UNWRITTEN = 0xa5;
 
-// A slot and both orientations of a quantised [N, C] tensor; rows have a gap of 16 codes.
+// A record and both orientations of a quantised [N, C] tensor; rows have a gap of 16 codes.
 struct Quantised {
     int64_t N, C;
     TestArray scale, amax = TestArray::of({0}, {1});
@@ -241,7 +241,7 @@ TEST(Fp8, EachOutputMayBeMissing) {
         if (without == 0) out.rows = {};
         if (without == 1) out.columns = {};
         if (without == 2) out.rows = out.columns = {};
-        if (without == 3) out.slot.amax = out.slot.counts = {};
+        if (without == 3) out.record.amax = out.record.counts = {};
         fp8_quantise(out, inp, Stream{});
         if (out.rows) {
             EXPECT_EQ(q.rows(), all.rows());
@@ -249,8 +249,8 @@ TEST(Fp8, EachOutputMayBeMissing) {
         if (out.columns) {
             EXPECT_EQ(fetch_codes(q.column_codes), fetch_codes(all.column_codes));
         }
-        EXPECT_EQ(q.amax.fetch()[0], out.slot.amax ? all.amax.fetch()[0] : 0);
-        EXPECT_EQ(q.recorded()[FP8_ELEMENTS], out.slot.counts ? 48 * 32 : 0);
+        EXPECT_EQ(q.amax.fetch()[0], out.record.amax ? all.amax.fetch()[0] : 0);
+        EXPECT_EQ(q.recorded()[FP8_ELEMENTS], out.record.counts ? 48 * 32 : 0);
     }
 }
 
@@ -328,7 +328,7 @@ TEST(Fp8Scales, OfATensor) {
     }
 }
 
-// Slot 0 grows and shrinks, slot 1 is once not finite, slot 2 is zero.
+// Record 0 grows and shrinks, record 1 is once not finite, record 2 is zero.
 TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
     const TestArray scales = TestArray::poisoned({3, FP8_SCALE_FLOATS}),
                     history = TestArray::of(std::vector<double>(9), {3, 3});
@@ -344,8 +344,8 @@ TEST(Fp8Scales, FollowTheLargestAmaxOfTheHistoryAndOfAllRanks) {
                 largest[i][s] > 0 ? power_of_two(fp8_scale_exponent(float(largest[i][s]), Fp8Format::E5M2, 1)) : 1;
             const std::vector<double> all = scales.fetch();
             const double* stored = &all[FP8_SCALE_FLOATS * s];
-            EXPECT_EQ(stored[FP8_SCALE], scale) << "step " << i << " slot " << s;
-            EXPECT_EQ(stored[FP8_INVERSE_SCALE], 1 / scale) << "step " << i << " slot " << s;
+            EXPECT_EQ(stored[FP8_SCALE], scale) << "step " << i << " record " << s;
+            EXPECT_EQ(stored[FP8_INVERSE_SCALE], 1 / scale) << "step " << i << " record " << s;
         }
     }
     EXPECT_EQ(history.fetch(), (std::vector<double>{2, 1, 0, 2, 2, 0, 2, 4, 0}));
@@ -378,7 +378,7 @@ TEST(Fp8Arguments, InvalidArgumentsAreErrors) {
     expect_error([&] { fp8_quantise(out, inp, Stream{}); },
                  "fp8_quantise: columns is uint8 [8, 4], expected uint8 [16, 4]");
     out = q.out;
-    out.slot.scale = {};
+    out.record.scale = {};
     expect_error([&] { fp8_quantise(out, inp, Stream{}); }, "fp8_quantise: scale is missing");
     expect_error([&] { fp8_activation_forward(q.out, Activation::None, inp, Stream{}); },
                  "fp8_activation_forward: the activation function is missing");

@@ -194,7 +194,7 @@ class Fp8Training : public testing::Test {
     const Batch batch = random_batch(config, B, T, 5);
 };
 
-// Of the slot of QKV's input in layer 0, the newest step first.
+// Of the role of QKV's input in layer 0, the newest step first.
 std::vector<float> qkv_history(const Driver& d) {
     const std::vector<float> all = d.acts.fp8->history(d.ctx.stream);
     std::vector<float> own;
@@ -288,8 +288,8 @@ TEST_F(Fp8Training, CountsWhatSaturatesAndUnderflows) {
     EXPECT_EQ(counts()[FP8_SATURATED], 0);
     // Each element of each operand once: inputs and outputs of the linear layers.
     int64_t elements = 0;
-    for (const Slot slot : LINEAR_LAYERS)
-        elements += linear_layer_sizes(config, slot).inputs + linear_layer_sizes(config, slot).outputs;
+    for (const Role role : LINEAR_LAYERS)
+        elements += linear_layer_sizes(config, role).inputs + linear_layer_sizes(config, role).outputs;
     EXPECT_EQ(counts()[FP8_ELEMENTS], elements * config.layers * B * T);
     const Tensor weight = d.model.weight(NORM1_W, 0);
     std::vector<float> larger = fetch<float>(weight);

@@ -266,21 +266,21 @@ TEST(Gradients, MemoryMatchesTheStage) {
     };
     for (const int64_t stage : {0, 1}) {
         EXPECT_EQ(memory(stage, DType::F32).arena, table.total * 4);
-        EXPECT_EQ(memory(stage, DType::F32).slots, 0);
+        EXPECT_EQ(memory(stage, DType::F32).buffers, 0);
     }
     for (const int64_t stage : {2, 3}) {
         EXPECT_EQ(memory(stage, DType::F32).arena, table.total);
-        EXPECT_GT(memory(stage, DType::F32).slots, 0);
-        EXPECT_LT(memory(stage, DType::F32).slots, table.total * 4);
+        EXPECT_GT(memory(stage, DType::F32).buffers, 0);
+        EXPECT_LT(memory(stage, DType::F32).buffers, table.total * 4);
     }
     for (const int64_t stage : {0, 1, 2, 3}) {
         EXPECT_EQ(memory(stage, DType::F32, DType::BF16).arena * 2, memory(stage, DType::F32).arena);
-        EXPECT_EQ(memory(stage, DType::F32, DType::BF16).slots, memory(2, DType::F32).slots);
+        EXPECT_EQ(memory(stage, DType::F32, DType::BF16).buffers, memory(2, DType::F32).buffers);
     }
     const ParamTable alone = table_of(1, false);
     const Gradients::Memory in_matmul = Gradients::memory(alone, {}, {DType::F32, 0, DType::BF16, 0, true});
     EXPECT_EQ(in_matmul.arena, alone.total * 2);
-    EXPECT_EQ(in_matmul.slots, 0);
+    EXPECT_EQ(in_matmul.buffers, 0);
     EXPECT_EQ(in_matmul.sums, (768 + LAYERS * (128 + 128)) * 4);  // the embedding; biases and norms, all padded
     EXPECT_EQ(memory(0, DType::F32).buffer, 0);
     EXPECT_GT(memory(0, DType::BF16).buffer, 0);

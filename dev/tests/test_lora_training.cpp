@@ -36,11 +36,11 @@ void copy_weights(const Model& to, const Model& from) {
 template <typename F>
 void for_each_adapter(const Model& model, F f) {
     for (const auto& [at, parts] : model.lora->parts) {
-        const auto [slot, layer] = at;
+        const auto [role, layer] = at;
         const ParamTable& adapters = model.adapters->table;
-        const Param& p = *model.table.find(slot, int(layer));
-        const Param &a = *adapters.find(lora_a(Slot(slot)), int(layer)),
-                    &b = *adapters.find(lora_b(Slot(slot)), int(layer));
+        const Param& p = *model.table.find(role, int(layer));
+        const Param &a = *adapters.find(lora_a(Role(role)), int(layer)),
+                    &b = *adapters.find(lora_b(Role(role)), int(layer));
         int64_t a_row = 0, b_row = 0;
         for (const LoraPart& part : parts) {
             f(p, a, b, part, a_row, b_row);
@@ -395,7 +395,7 @@ TEST(Lora, InitialValues) {
     for (const Param& p : adapters.table.params) {
         const std::vector<float> values = fetch_param(adapters, p);
         const std::vector<double> x(values.begin(), values.end());
-        if (p.slot % 2) {
+        if (p.role % 2) {
             EXPECT_EQ(max_abs(x), 0) << p.name;
             continue;
         }

@@ -104,20 +104,20 @@ TEST_P(Fixtures, Gradients) {
         // q, k and v are compared one by one, gate and up too, also where the file holds them in one source.
         std::vector<std::pair<int64_t, int64_t>> parts = {{0, p.rows}};
         const int64_t Q = f.config.heads * f.config.head_size, K = f.config.kv_heads * f.config.head_size;
-        const bool qkv = p.slot == QKV_W || p.slot == QKV_B;
+        const bool qkv = p.role == QKV_W || p.role == QKV_B;
         if (qkv) parts = {{0, Q}, {Q, Q + K}, {Q + K, Q + 2 * K}};
-        if (p.slot == QKV_W) v_gradient.assign(ref.begin() + (Q + K) * p.row_size(), ref.end());
-        if (f.config.mlp == Mlp::SwiGLU && (p.slot == FC_W || p.slot == FC_B))
+        if (p.role == QKV_W) v_gradient.assign(ref.begin() + (Q + K) * p.row_size(), ref.end());
+        if (f.config.mlp == Mlp::SwiGLU && (p.role == FC_W || p.role == FC_B))
             parts = {{0, f.config.ffn}, {f.config.ffn, 2 * f.config.ffn}};
         for (const auto& [begin, end] : parts) {
             auto rows = [&, first = begin, last = end](const std::vector<double>& x) {
                 return std::vector<double>(x.begin() + first * p.row_size(), x.begin() + last * p.row_size());
             };
             double size = rms(rows(ref));
-            if (p.slot == QKV_W) qkv_sizes[{p.layer, begin}] = size;
-            if (p.slot == QKV_B) size = std::max(size, qkv_sizes.at({p.layer, begin}));
+            if (p.role == QKV_W) qkv_sizes[{p.layer, begin}] = size;
+            if (p.role == QKV_B) size = std::max(size, qkv_sizes.at({p.layer, begin}));
             double limit = gradient_bound * size;
-            const bool qk = p.slot == QNORM_W || p.slot == KNORM_W || (qkv && begin < Q + K);
+            const bool qk = p.role == QNORM_W || p.role == KNORM_W || (qkv && begin < Q + K);
             if (qk) limit += unit * rms(v_gradient);
             EXPECT_LE(rms(difference(rows(got), rows(ref))), limit) << p.name << " rows " << begin << " to " << end;
         }
@@ -666,7 +666,7 @@ TEST(ParameterTable, RateGroupsOfPresets) {
         for (const Param& p : table.params) weights[RATE_GROUP_NAMES[size_t(p.rate_group)]] += p.numel();
         return weights;
     };
-    const auto parts = [](const ParamTable& table, Slot slot) { return table.find(slot, 0)->part_rows; };
+    const auto parts = [](const ParamTable& table, Role role) { return table.find(role, 0)->part_rows; };
     ModelConfig config;
     ASSERT_TRUE(preset("gpt2-124M", config));
     const ParamTable gpt2 = parameter_table(config, 1, OptimizerType::Muon);
@@ -755,8 +755,8 @@ TEST(Initialisation, MatchesGpt2) {
     const std::vector<float> w = a.params(), other = b.params();
     for (const Param& p : a.model.table.params) {
         const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());
-        const bool residual = p.slot == PROJ_W || p.slot == FCPROJ_W,
-                   norm_weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W;
+        const bool residual = p.role == PROJ_W || p.role == FCPROJ_W,
+                   norm_weight = p.role == NORM1_W || p.role == NORM2_W || p.role == NORMF_W;
         if (p.cols) {
             EXPECT_NEAR(rms(values), residual ? 0.02 / std::sqrt(8.0) : 0.02, 0.02 * 0.02) << p.name;
             EXPECT_NE(w[size_t(p.offset)], other[size_t(p.offset)]) << p.name << " does not depend on the seed";
@@ -779,9 +779,9 @@ TEST(Initialisation, FanInAndZeroProjections) {
         const std::vector<float> w = driver.params();
         for (const Param& p : driver.model.table.params) {
             const std::vector<double> values(w.begin() + p.offset, w.begin() + p.offset + p.numel());
-            const bool zero = p.slot == PROJ_W || p.slot == FCPROJ_W || p.slot == HEAD_W,
-                       weight = p.slot == NORM1_W || p.slot == NORM2_W || p.slot == NORMF_W || p.slot == EMBEDNORM_W;
-            const double std = p.slot == WTE && !tied ? 1 : std::sqrt(0.33 / 768);
+            const bool zero = p.role == PROJ_W || p.role == FCPROJ_W || p.role == HEAD_W,
+                       weight = p.role == NORM1_W || p.role == NORM2_W || p.role == NORMF_W || p.role == EMBEDNORM_W;
+            const double std = p.role == WTE && !tied ? 1 : std::sqrt(0.33 / 768);
             if (p.cols && !zero)
                 EXPECT_NEAR(rms(values), std, 0.02 * std) << p.name;
             else

@@ -244,10 +244,10 @@ double exact(reference::Value, double, int64_t) {
 // The iteration amplifies rounding errors: an error of X₀ in the direction of a small singular value grows by up to the
 // product of all a (485 for "quintic"). How much depends on the matrix, so it is measured: the oracle runs again with
 // random errors in X₀, A, B and X. They are normal, and their deviation is what expect_close allows the RMS of an error
-// to be (docs/understand/numerics.md): 4u·√(1 + K/4096)·mag for the sum, and in bf16 2e-3 of what is rounded, which in B and X is
-// the product and the sum. The kernel's own errors are smaller: a tenth in fp32, three quarters in bf16. Where few
-// directions dominate, both are samples of few numbers and scatter: hence three runs, and in bf16
-// the factor 2.
+// to be (docs/understand/numerics.md): 4u·√(1 + K/4096)·mag for the sum, and in bf16 2e-3 of what is rounded, which in
+// B and X is the product and the sum. The kernel's own errors are smaller: a tenth in fp32, three quarters in bf16.
+// Where few directions dominate, both are samples of few numbers and scatter: hence three runs, and in bf16 the
+// factor 2.
 void expect_newton_schulz(const std::vector<double>& got, const std::vector<double>& x, int64_t rows, int64_t columns,
                           const NewtonSchulz& coefficients, DType dtype) {
     const std::vector<double> ref = reference::newton_schulz(x.data(), rows, columns, coefficients, exact);

@@ -8,12 +8,12 @@
 
 namespace {
 
-enum Slot { EMBEDDING, QKV, BIAS, FINAL_NORM };
+enum Role { EMBEDDING, QKV, BIAS, FINAL_NORM };
 
-Param matrix(int slot, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
+Param matrix(int role, int layer, int group, const std::string& name, int64_t rows, int64_t cols,
              int64_t padded_rows = 0) {
     Param p;
-    p.slot = slot;
+    p.role = role;
     p.layer = layer;
     p.group = group;
     p.name = name;
@@ -23,7 +23,7 @@ Param matrix(int slot, int layer, int group, const std::string& name, int64_t ro
     p.init_std = 0.02f;
     p.init_value = 0;
     p.decay = cols > 0;
-    p.fp32 = slot == FINAL_NORM;
+    p.fp32 = role == FINAL_NORM;
     p.sources = {{name, 0, rows, false}};
     return p;
 }
@@ -191,7 +191,7 @@ TEST(Params, ShardsOfGroups) {
     }
 }
 
-// Kernels see a gathered group in its slot.
+// Kernels see a gathered group in its role.
 TEST(Params, ViewsOfWholeGroups) {
     ParamTable table = small_table();
     table.layout(2);

@@ -167,12 +167,12 @@ class PlanTest(unittest.TestCase):
         self.assertEqual(2 * half["bytes"]["gradients"], whole["bytes"]["gradients"])
         state = sum(half["bytes"][line] for line in ("weights", "gradients", "optimizer (m, v)"))
         self.assertAlmostEqual(state / whole["weights"], 8, delta=0.01)
-        # fp32 slots: two layers, and the embedding or the head.
+        # fp32 buffers: two layers, and the embedding or the head.
         hidden, ffn, kv, vocab = 4096, 14336, 1024, 128256
         layer = 2 * hidden * (hidden + kv) + 3 * hidden * ffn
         self.assertAlmostEqual(half["bytes"]["gradients in progress"] / (4 * (2 * layer + hidden * vocab)), 1, delta=0.001)
         self.assertNotIn("gradients in progress", whole["bytes"])
-        # Added in the matmuls, they need no slots; the embedding, the norms have sums in fp32.
+        # Added in the matmuls, they need no buffers; the embedding, the norms have sums in fp32.
         added = json.loads(plan(arguments, "--json", "--grad-dtype", "bf16", "--grad-rounding", "nearest"))
         self.assertEqual(added["bytes"]["gradients"], half["bytes"]["gradients"])
         self.assertAlmostEqual(added["bytes"]["gradients in progress"] / (4 * hidden * vocab), 1, delta=0.001)

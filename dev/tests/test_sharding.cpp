@@ -14,13 +14,13 @@
 
 namespace {
 
-TEST(GroupSlots, GroupsUsedTogetherDoNotOverlap) {
+TEST(GroupBuffers, GroupsUsedTogetherDoNotOverlap) {
     for (const bool tied : {false, true}) {
         const ParamTable table = table_of(2, tied);
-        const GroupSlots slots(table, 2, true);
-        std::vector<float> memory(size_t(slots.total()));
+        const GroupBuffers buffers(table, 2, true);
+        std::vector<float> memory(size_t(buffers.total()));
         const std::vector<Tensor> views =
-            slots.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {slots.total()}));
+            buffers.views(table, make_tensor(memory.data(), DType::F32, Device::CPU, {buffers.total()}));
         const auto overlap = [&](int a, int b) {
             const Tensor &x = views[size_t(a)], &y = views[size_t(b)];
             return x.as<float>() < y.as<float>() + y.numel() && y.as<float>() < x.as<float>() + x.numel();
@@ -30,10 +30,10 @@ TEST(GroupSlots, GroupsUsedTogetherDoNotOverlap) {
         for (int g = 1; g <= LAYERS; g++) EXPECT_FALSE(overlap(0, g));           // the embedding and a layer
         for (int g = 0; g <= LAYERS; g++) EXPECT_FALSE(overlap(g, LAYERS + 2));  // the fp32 group and any other
         EXPECT_TRUE(overlap(1, 3));
-        EXPECT_LT(slots.total(), table.total);
-        const GroupSlots weights(table, 2, false);
-        EXPECT_EQ(weights.slot(LAYERS + 2), -1);
-        EXPECT_EQ(slots.total() - weights.total(), table.fp32_total);
+        EXPECT_LT(buffers.total(), table.total);
+        const GroupBuffers weights(table, 2, false);
+        EXPECT_EQ(weights.buffer(LAYERS + 2), -1);
+        EXPECT_EQ(buffers.total() - weights.total(), table.fp32_total);
     }
 }
 
@@ -114,7 +114,7 @@ TEST(UpdateSlices, CoverEveryElementOnce) {
 ParamTable muon_table(int64_t world) {
     ParamTable table = table_of(world, false);
     for (Param& p : table.params) {
-        if (p.slot != 1) continue;
+        if (p.buffer != 1) continue;
         p.optimizer = OptimizerType::Muon, p.rate_group = RateGroup::HiddenMatrices;
         p.part_rows = p.layer == 1 ? std::vector<int64_t>{5, 32} : std::vector<int64_t>{37};
     }

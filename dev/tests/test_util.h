@@ -1,4 +1,5 @@
-// Shared by the op tests: arrays of random inputs with float64 copies, and the error bounds of docs/understand/numerics.md.
+// Shared by the op tests: arrays of random inputs with float64 copies, and the error bounds of
+// docs/understand/numerics.md.
 #pragma once
 
 #include <gtest/gtest.h>

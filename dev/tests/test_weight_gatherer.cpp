@@ -11,21 +11,21 @@ namespace {
 
 const testing::Environment* const environment = testing::AddGlobalTestEnvironment(new LaunchedWorld);
 
-// A rank's shards of all groups, and the slots that groups are gathered into.
+// A rank's shards of all groups, and the buffers that groups are gathered into.
 struct RankWeights {
     const Context& ctx = LaunchedWorld::context();
     const ParamTable table = table_of(ctx.world, false);
-    const GroupSlots slots{table, WeightGatherer::LAYER_SLOTS, false};
+    const GroupBuffers buffers{table, WeightGatherer::LAYER_BUFFERS, false};
     const int64_t own = table.total / ctx.world;
-    Arena memory{(own + slots.total()) * 4, "weights"};
+    Arena memory{(own + buffers.total()) * 4, "weights"};
     ParamArena weights = memory.at(0, DType::F32, {own});
-    WeightGatherer gatherer{ctx, table, weights, slots};
+    WeightGatherer gatherer{ctx, table, weights, buffers};
 
     RankWeights() {
         weights.part = ctx.rank, weights.parts = ctx.world;
-        const Tensor gathered = memory.at(own * 4, DType::F32, {slots.total()});
+        const Tensor gathered = memory.at(own * 4, DType::F32, {buffers.total()});
         device_fill(gathered.data, 0xFF, size_t(gathered.bytes()), ctx.stream);
-        weights.views = slots.views(table, gathered);
+        weights.views = buffers.views(table, gathered);
     }
     static float value(int group, int64_t element, int version) {
         return float(version * 100000 + group * 10000 + element);
@@ -67,10 +67,10 @@ TEST(WeightGatherer, GroupsAreCompleteWhileInUse) {
     }
 }
 
-// Layers that share a slot replace each other; each is gathered again at its next use.
-TEST(WeightGatherer, LayersThatShareASlotReplaceEachOther) {
+// Layers that share a buffer replace each other; each is gathered again at its next use.
+TEST(WeightGatherer, LayersThatShareABufferReplaceEachOther) {
     RankWeights r;
-    ASSERT_EQ(r.slots.slot(1), r.slots.slot(3));
+    ASSERT_EQ(r.buffers.buffer(1), r.buffers.buffer(3));
     r.set(1);
     r.gatherer.begin(r.ctx.stream);
     for (const int g : {1, 3, 1, 1, 3}) {
@@ -79,7 +79,7 @@ TEST(WeightGatherer, LayersThatShareASlotReplaceEachOther) {
     }
 }
 
-// Within a pass a group that is still in its slot is not gathered again. A new pass sees the updated weights.
+// Within a pass a group that is still in its buffer is not gathered again. A new pass sees the updated weights.
 TEST(WeightGatherer, EachPassGathersOnce) {
     RankWeights r;
     r.set(1);

@@ -156,7 +156,7 @@ struct Attention {
     const uint32_t epoch;
     const int my_head;  // of a task: the thread combines two channels of it
     const int thread, warp, lane, HS;
-    const int lanes, slot, slots_in_round;  // lanes that share a key; the thread's key of a round; keys of a round
+    const int lanes, own_key, keys_in_round;  // lanes that share a key; the thread's key of a round; keys of a round
     const int channel, my_channel;
     float *const queries, *const sums;
     T *const rows, *const new_key;
@@ -178,8 +178,8 @@ struct Attention {
           lane(thread % WARP),
           HS(a.HS),
           lanes(1 << a.log_lanes),
-          slot(thread >> a.log_lanes),
-          slots_in_round(THREADS >> a.log_lanes),
+          own_key(thread >> a.log_lanes),
+          keys_in_round(THREADS >> a.log_lanes),
           channel((thread & (lanes - 1)) * W),
           my_channel(2 * thread - my_head * HS),
           queries(reinterpret_cast<float*>(memory)),
@@ -199,8 +199,8 @@ struct Attention {
                 continue;
             }
             Kv kv;
-            kv.load(kv.key, a, layer.k, t, slot, slots_in_round);
-            kv.load(kv.value, a, layer.v, t, slot, slots_in_round);
+            kv.load(kv.key, a, layer.k, t, own_key, keys_in_round);
+            kv.load(kv.value, a, layer.v, t, own_key, keys_in_round);
             __syncwarp();  // after the previous task, which lanes without channels left early
             receive_rows(t);
             sync_computing_warps();
@@ -283,15 +283,15 @@ struct Attention {
 #pragma unroll
             for (int k = 0; k < W; k++) q[h][k] = x[k];
         }
-        if (t.has_new_key() && slot == 0 && channel < HS) {
+        if (t.has_new_key() && own_key == 0 && channel < HS) {
             kv.key[0] = load_pack<W>(new_key + channel);
             kv.value[0] = load_pack<W>(rows + (HEADS + 1) * HS + channel);
         }
 #pragma unroll 1
-        for (int first = slot; first - slot < t.keys; first += ROUNDS * slots_in_round) {
-            if (first > slot) {
-                kv.load(kv.key, a, layer.k, t, first, slots_in_round);
-                kv.load(kv.value, a, layer.v, t, first, slots_in_round);
+        for (int first = own_key; first - own_key < t.keys; first += ROUNDS * keys_in_round) {
+            if (first > own_key) {
+                kv.load(kv.key, a, layer.k, t, first, keys_in_round);
+                kv.load(kv.value, a, layer.v, t, first, keys_in_round);
             }
             float s[ROUNDS][HEADS];
             score(s, q, kv);
@@ -321,7 +321,7 @@ struct Attention {
                 for (int h = 0; h < HEADS; h++) s[b][h] += __shfl_xor_sync(ALL_LANES, s[b][h], offset);
     }
 
-    // Adds the lane's keys, with scores s: keys b·slots_in_round + first of the split. Only the first `keys` exist.
+    // Adds the lane's keys, with scores s: keys b·keys_in_round + first of the split. Only the first `keys` exist.
     __device__ __forceinline__ void update(Softmax& softmax, float (&s)[ROUNDS][HEADS], const Kv& kv, int first,
                                            int keys) const {
 #pragma unroll
@@ -329,7 +329,7 @@ struct Attention {
             float larger = softmax.max[h];
 #pragma unroll
             for (int b = 0; b < ROUNDS; b++) {
-                if (b * slots_in_round + first >= keys) s[b][h] = -INFINITY;
+                if (b * keys_in_round + first >= keys) s[b][h] = -INFINITY;
                 larger = fmaxf(larger, s[b][h]);
             }
             rescale(softmax, h, larger);

@@ -260,9 +260,9 @@ __global__ void __launch_bounds__(THREADS, 2)
     // A thread stores outputs o, o + 1 and, HALF_OC further, two more of one row; with SwiGLU it combines gate and up.
     // Their sums are consecutive from `first_sum` on: multiply_and_send puts the pairs of 16 columns in the order 0, 8,
     // 2, 10, 4, 12, 6, 14.
-    const unsigned pair = threadIdx.x % (HALF_OC / 2), slot = threadIdx.x / (HALF_OC / 2), first_sum = 2 * pair;
+    const unsigned pair = threadIdx.x % (HALF_OC / 2), thread_row = threadIdx.x / (HALF_OC / 2), first_sum = 2 * pair;
     const int o = int(pair / 8 * 16 + pair % 2 * 8 + pair % 8 / 2 * 2),
-              row = (int(slot / 8) * S + rank) * 8 + int(slot % 8);
+              row = (int(thread_row / 8) * S + rank) * 8 + int(thread_row % 8);
     const int columns[2] = {first_output + o, is_swiglu ? first_output + o : weight_rows.second + o};  // of out
     T bias[2][2] = {}, residual[2][2] = {};
     if (p.bias)
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, 2)
         fence_async_proxy();
         __syncthreads();
     }
-    const bool stores = int(slot / 8) < groups && row < p.N;
+    const bool stores = int(thread_row / 8) < groups && row < p.N;
     if (p.residual && stores)
 #pragma unroll
         for (int i = 0; i < 4; i++)
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     mbarrier_wait(&shared.sums_full, 0);
 
     float y[2][2] = {};
-    add_slices(y, tiles.sums + (slot / 8 * S * 8 + slot % 8) * PITCH + first_sum, S);
+    add_slices(y, tiles.sums + (thread_row / 8 * S * 8 + thread_row % 8) * PITCH + first_sum, S);
 #pragma unroll
     for (int i = 0; i < 4; i++) y[i / 2][i % 2] += as_float(bias[i / 2][i % 2]);
     T* const out = p.out + row * p.out_stride;

@@ -179,7 +179,7 @@ struct ScanParams {
     Params<T> p;
     Result result;
     LinearAttentionState initial, final;  // reversed: dfinal and dinitial
-    float* end_state;                     // DQ: states, whose second slot of a sequence receives the final state
+    float* end_state;                     // DQ: states, whose second one of a sequence receives the final state
 };
 template <typename T>
 void launch_scan(const char* op, ScanParams<T> scan, Stream stream);

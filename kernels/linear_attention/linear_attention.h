@@ -22,9 +22,9 @@
 // that depends on the token: Mamba-2's scalar decay (Dao, Gu 2024), and the gated linear attention of Yang et al. 2023
 // with one decay for each head.
 //
-// docs/understand/linear_attention.md explains the chunked form, which training uses, and its cost. The kernels use no float
-// atomics: the same input gives the same bits, on the CPU with any number of threads. A finite token never changes the
-// results of earlier tokens. Sequences do not affect each other.
+// docs/understand/linear_attention.md explains the chunked form, which training uses, and its cost. The kernels use no
+// float atomics: the same input gives the same bits, on the CPU with any number of threads. A finite token never
+// changes the results of earlier tokens. Sequences do not affect each other.
 //
 // q, k, v, out and their gradients are [N, heads, size] with any row and head strides, so they can be views into packed
 // rows (split_heads in runtime/device/tensor.h). E and M may differ. q, k, v, out and their gradients have dtype T:

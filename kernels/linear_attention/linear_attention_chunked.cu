@@ -190,7 +190,7 @@ struct ChunkedBlock {
     Gamma* gammas;        // [2][CHUNK]
     float* decays;        // [2][2·CHUNK + 2]
     // Global memory: the split's state, and where the split's decay belongs.
-    int64_t slot;
+    int64_t state_index;
     float* state_memory;
     Gamma all_gates = 0;  // of the split
 
@@ -238,8 +238,8 @@ struct ChunkedBlock {
         // partitions of the SM.
         row_block = int((warp + blockIdx.x) % WARPS), row0 = row_block * 16 + lane / 4;
         state_row0 = warp * Z::STATE_ROWS + lane / 4;
-        slot = (task.sequence * (p.splits + 1) + task.split) * p.NKV + kv;
-        state_memory = p.states + slot * p.state_size;
+        state_index = (task.sequence * (p.splits + 1) + task.split) * p.NKV + kv;
+        state_memory = p.states + state_index * p.state_size;
     }
 
     __device__ __forceinline__ bool has_work() const {
@@ -638,7 +638,7 @@ struct ChunkedBlock {
     __device__ __forceinline__ void store_state(State& state, const Vector& vector) const {
         for_each_state(state, [](float x, float& y) { y = x; });
         if (task.column_block > 0) return;
-        if (p.gate && threadIdx.x == 0) p.decays[slot] = exp_for<T>(float(all_gates));
+        if (p.gate && threadIdx.x == 0) p.decays[state_index] = exp_for<T>(float(all_gates));
         if (!p.normalise) return;
         store_vector(vector);
         __syncthreads();

@@ -20,7 +20,8 @@ namespace linear_attention {
 
 using Result = LinearAttentionResult;
 
-constexpr int64_t BLOCK = 32;  // terms of a single running sum: longer sums of one sign lose digits (docs/understand/numerics.md)
+constexpr int64_t BLOCK =
+    32;  // terms of a single running sum: longer sums of one sign lose digits (docs/understand/numerics.md)
 constexpr int64_t MAX_SIZE = LINEAR_ATTENTION_MAX_SIZE, MAX_CHUNKED = LINEAR_ATTENTION_MAX_CHUNKED_SIZE;
 
 inline int64_t round_up(int64_t n) {

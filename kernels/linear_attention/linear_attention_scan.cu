@@ -188,9 +188,9 @@ struct ScanBlock {
             if (z) z += shift * p.E;
         }
         if (result == Result::DQ && scan.end_state) {
-            float* slot = scan.end_state + ((task.sequence * 2 + 1) * p.NKV + kv) * p.state_size;
-            s = slot - at * p.E * p.M;
-            z = slot + p.state_vector - at * p.M;
+            float* end_states = scan.end_state + ((task.sequence * 2 + 1) * p.NKV + kv) * p.state_size;
+            s = end_states - at * p.E * p.M;
+            z = end_states + p.state_vector - at * p.M;
         }
         if (s && result != Result::DK)
 #pragma unroll

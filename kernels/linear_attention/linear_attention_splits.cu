@@ -31,10 +31,12 @@ __global__ void __launch_bounds__(THREADS) state_passing_kernel(const __grid_con
     const int64_t i = (int64_t(blockIdx.y) * THREADS + threadIdx.x) * W;
     if (i >= p.size) return;
     const int count = min(p.splits, (sequence_of(p.cum, s, p.N).length + p.split_length - 1) / p.split_length);
-    const auto slot = [&](int n) { return (s * (p.splits + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv; };
+    const auto state_index = [&](int n) {
+        return (s * (p.splits + 1) + (p.reversed ? count - 1 - n : n)) * p.NKV + kv;
+    };
     const int64_t step = p.reversed ? -p.NKV : p.NKV;
-    const float* decays = p.decays ? p.decays + slot(0) : nullptr;
-    float* states = p.states + slot(0) * p.size + i;
+    const float* decays = p.decays ? p.decays + state_index(0) : nullptr;
+    float* states = p.states + state_index(0) * p.size + i;
     const bool in_matrix = i < p.matrix;
     Floats<W> x = {};
     if (p.initial)

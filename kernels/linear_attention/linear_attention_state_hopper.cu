@@ -73,10 +73,10 @@ struct StateBlock {
     }
 
     __device__ __forceinline__ void store(State<D>& state, float (&z)[PACK]) const {
-        const int64_t slot = (task.sequence * (p.splits + 1) + task.split) * p.NKV + loop.kv;
-        float* const result = p.states + slot * p.state_size;
+        const int64_t state_index = (task.sequence * (p.splits + 1) + task.split) * p.NKV + loop.kv;
+        float* const result = p.states + state_index * p.state_size;
         for_each_state<D>(thread, state, p, result, [](float x, float& y) { y = x; });
-        if (GATED && threadIdx.x == 0) p.decays[slot] = exp2_fast(all_gates);
+        if (GATED && threadIdx.x == 0) p.decays[state_index] = exp2_fast(all_gates);
         if constexpr (NORMALISED) {
             store_column_sums<D>(thread, z, vector_parts);
             __syncthreads();

@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-Staging::Staging(int64_t bytes, int slots)
-    : slot_bytes(bytes), memory(host_alloc(size_t(bytes) * size_t(slots)), host_free), read(size_t(slots)) {}
+Staging::Staging(int64_t bytes, int buffers)
+    : buffer_bytes(bytes), memory(host_alloc(size_t(bytes) * size_t(buffers)), host_free), read(size_t(buffers)) {}
 
 // The device may still be reading: wait for it before the memory is freed.
 Staging::~Staging() {
@@ -15,16 +15,16 @@ Staging::~Staging() {
 }
 
 void Staging::next() {
-    if (used) read[slot].record(stream);
-    slot = (slot + 1) % read.size();
+    if (used) read[buffer].record(stream);
+    buffer = (buffer + 1) % read.size();
     used = 0;
-    read[slot].wait();
+    read[buffer].wait();
 }
 
 void Staging::put(void* device, const void* host, int64_t bytes, Stream to) {
-    require(bytes <= slot_bytes - used, "staging: a slot of ", slot_bytes, " bytes holds ", used, " and is given ",
-            bytes, " more");
-    char* const pinned = static_cast<char*>(memory.get()) + int64_t(slot) * slot_bytes + used;
+    require(bytes <= buffer_bytes - used, "staging: a buffer of ", buffer_bytes, " bytes holds ", used,
+            " and is given ", bytes, " more");
+    char* const pinned = static_cast<char*>(memory.get()) + int64_t(buffer) * buffer_bytes + used;
     std::memcpy(pinned, host, size_t(bytes));
     copy_to_device(device, pinned, size_t(bytes), to);
     stream = to;

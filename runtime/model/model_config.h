@@ -63,9 +63,9 @@ struct ModelConfig {
     AttentionType attention_type(int64_t l) const { return layer[size_t(l)].attention; }
     int64_t window(int64_t l) const { return layer[size_t(l)].window; }
     bool uses_rope(int64_t l) const { return positions == Positions::RoPE && layer[size_t(l)].rope; }
-    // The attention types, one letter per layer: S softmax, L linear, G gated linear (docs/understand/linear_attention.md).
-    // Setting them makes one entry of `layer` per letter and keeps what else an entry says, but for the window of
-    // linear attention. validate() checks number and letters.
+    // The attention types, one letter per layer: S softmax, L linear, G gated linear
+    // (docs/understand/linear_attention.md). Setting them makes one entry of `layer` per letter and keeps what else an
+    // entry says, but for the window of linear attention. validate() checks number and letters.
     std::string attention() const;
     void set_attention(const std::string& letters);
     int64_t layers_of(AttentionType type) const;

@@ -51,10 +51,10 @@ bool ParamTable::uses(OptimizerType optimizer) const {
     return std::any_of(params.begin(), params.end(), [&](const Param& p) { return p.optimizer == optimizer; });
 }
 
-const Param* ParamTable::find(int slot, int layer) const {
+const Param* ParamTable::find(int role, int layer) const {
     require(params.empty() || !index.empty(), "parameter table: find() needs layout() first");
-    if (slot < 0 || layer < -1 || layer + 1 >= columns) return nullptr;
-    const size_t at = size_t(slot) * size_t(columns) + size_t(layer + 1);
+    if (role < 0 || layer < -1 || layer + 1 >= columns) return nullptr;
+    const size_t at = size_t(role) * size_t(columns) + size_t(layer + 1);
     return at < index.size() && index[at] >= 0 ? &params[size_t(index[at])] : nullptr;
 }
 
@@ -68,7 +68,7 @@ void ParamTable::layout(int64_t world) {
     require(world > 0, "parameter table: ", world, " ranks; there must be at least one");
     group_begin = {0};
     total = fp32_total = 0;
-    int slots = 0;
+    int roles = 0;
     columns = 0;
     for (Param& p : params) {
         check(p);
@@ -81,9 +81,9 @@ void ParamTable::layout(int64_t world) {
         }
         p.offset = total;
         total = round_up(checked_add(total, p.padded_numel()), ALIGNMENT);
-        require(p.slot >= 0 && p.layer >= -1, "parameter ", p.name, ": slot ", p.slot, ", layer ", p.layer,
+        require(p.role >= 0 && p.layer >= -1, "parameter ", p.name, ": role ", p.role, ", layer ", p.layer,
                 " is no role");
-        slots = std::max(slots, p.slot + 1);
+        roles = std::max(roles, p.role + 1);
         columns = std::max(columns, p.layer + 2);
     }
     total = round_up(total, ALIGNMENT * world);
@@ -97,9 +97,9 @@ void ParamTable::layout(int64_t world) {
         p.group_size = group_size(p.group);
     }
 
-    index.assign(size_t(slots) * size_t(columns), -1);
+    index.assign(size_t(roles) * size_t(columns), -1);
     for (size_t i = 0; i < params.size(); i++) {
-        int& position = index[size_t(params[i].slot) * size_t(columns) + size_t(params[i].layer + 1)];
+        int& position = index[size_t(params[i].role) * size_t(columns) + size_t(params[i].layer + 1)];
         require(position < 0, "parameter table: ", params[i].name, " has the role of ",
                 position < 0 ? "" : params[size_t(position)].name);
         position = int(i);

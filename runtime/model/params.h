@@ -33,7 +33,7 @@ constexpr size_t NUM_RATE_GROUPS = 4;
 constexpr const char* RATE_GROUP_NAMES[NUM_RATE_GROUPS] = {"hidden_matrices", "embeddings", "head", "vectors"};
 
 struct Param {
-    int slot;             // its role: enum Slot (slots.h), the same in every layer
+    int role;             // enum Role (roles.h), the same in every layer
     int layer;            // -1: outside the layers
     int group;            // 0 embedding, 1 + l layer l, layers + 1 head, layers + 2 fp32 parameters
     std::string name;     // "layers.3.qkv.weight": keys random streams, dumps and tables
@@ -74,17 +74,17 @@ struct ParamTable {
     bool uses(OptimizerType optimizer) const;
     // Describes groups [first, last) of a dtype for people: "layer 10 to layer 11, 54.07 MiB".
     std::string describe_groups(int first, int last, DType dtype) const;
-    // The parameter in a slot, or nullptr if this model has none (no bias, tied head). Valid after layout().
-    const Param* find(int slot, int layer = -1) const;
+    // The parameter of a role, or nullptr if this model has none (no bias, tied head). Valid after layout().
+    const Param* find(int role, int layer = -1) const;
     const Param& by_name(const std::string& name) const;  // throws Error
 
     // Sets offsets and groups. Each tensor starts at a multiple of 128 elements; each group's size is a multiple of
-    // 128·world elements. Throws Error if sizes overflow, groups are out of order, two parameters share a slot, sources
+    // 128·world elements. Throws Error if sizes overflow, groups are out of order, two parameters share a role, sources
     // or parts do not cover their parameter's rows in order, or fp32 parameters are not exactly the last group.
     void layout(int64_t world);
 
   private:
-    std::vector<int> index;  // [slot, layer + 1] → position in params, -1: none
+    std::vector<int> index;  // [role, layer + 1] → position in params, -1: none
     int columns = 0;         // of index
 };
 

@@ -1,9 +1,9 @@
-// The roles that a model's parameters have: Param::slot (params.h). The parameter table in train_gpt.cu says what they
+// The roles that a model's parameters have: Param::role (params.h). The parameter table in train_gpt.cu says what they
 // hold, models/ how the files of a family name them.
 #pragma once
 
-// All layers use the same slots. The bias of a weight is the slot after it (bias_of()).
-enum Slot {
+// All layers use the same roles. The bias of a weight is the role after it (bias_of()).
+enum Role {
     // Token and position embedding, and the norm after them.
     WTE,
     WPE,
@@ -36,18 +36,18 @@ enum Slot {
 };
 
 // The weights [outputs, inputs] of a block's linear layers.
-constexpr Slot LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
+constexpr Role LINEAR_LAYERS[] = {QKV_W, PROJ_W, FC_W, FCPROJ_W};
 constexpr int NUM_LINEAR_LAYERS = 4;
 
-// The position of a slot in LINEAR_LAYERS; -1: it is no such weight.
-constexpr int linear_layer_index(int slot) {
+// The position of a role in LINEAR_LAYERS; -1: it is no such weight.
+constexpr int linear_layer_index(int role) {
     for (int i = 0; i < NUM_LINEAR_LAYERS; i++)
-        if (LINEAR_LAYERS[i] == slot) return i;
+        if (LINEAR_LAYERS[i] == role) return i;
     return -1;
 }
 
-constexpr Slot bias_of(Slot weight) {
-    return static_cast<Slot>(weight + 1);
+constexpr Role bias_of(Role weight) {
+    return static_cast<Role>(weight + 1);
 }
 static_assert(bias_of(EMBEDNORM_W) == EMBEDNORM_B && bias_of(NORM1_W) == NORM1_B && bias_of(QKV_W) == QKV_B &&
               bias_of(DECAY_GATE_W) == DECAY_GATE_B && bias_of(PROJ_W) == PROJ_B && bias_of(NORM2_W) == NORM2_B &&
