@@ -282,8 +282,8 @@ TEST(Gradients, MemoryMatchesTheStage) {
     EXPECT_EQ(in_matmul.arena, alone.total * 2);
     EXPECT_EQ(in_matmul.buffers, 0);
     EXPECT_EQ(in_matmul.sums, (768 + LAYERS * (128 + 128)) * 4);  // the embedding; biases and norms, all padded
-    EXPECT_EQ(memory(0, DType::F32).buffer, 0);
-    EXPECT_GT(memory(0, DType::BF16).buffer, 0);
+    EXPECT_EQ(memory(0, DType::F32).exchanged, 0);
+    EXPECT_GT(memory(0, DType::BF16).exchanged, 0);
 }
 
 }  // namespace
