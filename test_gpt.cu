@@ -100,7 +100,8 @@ struct Run {
     double step(const Batch& batch) {
         gradients({batch});
         StepScalars s = read_scalars(ctx, acts);
-        s.lr = 1e-2f, s.grad_clip = 1;
+        s.lr = 1e-2f;
+        s.grad_clip = 1;
         write_scalars(ctx, acts, s);
         update(ctx, model, optimizer, acts, 1 / loss_tokens);
         return read_scalars(ctx, acts).loss;
@@ -229,7 +230,8 @@ void prove_greedy_tokens(const Fixture& f, Run& run) {
     std::vector<int32_t> sequence = f.tokens();
     sequence.resize(size_t(f.T / 2));
     EngineOptions options;
-    options.context = f.T, options.sampling.temperature = 0;
+    options.context = f.T;
+    options.sampling.temperature = 0;
     Engine engine(f.config, options, run.ctx.stream);
     engine.allocate(inference_weights(run.model));
     engine.prefill({{0, sequence, 0, 0}});

@@ -80,7 +80,10 @@ ParamTable parameter_table(const ModelConfig& c, int64_t world, OptimizerType hi
                                 stays_fp32(role), std::move(sources)});
         Param& p = table.params.back();
         p.rate_group = rate_group(role, cols > 0);
-        if (p.rate_group == RateGroup::HiddenMatrices) p.optimizer = hidden_matrices, p.part_rows = {rows};
+        if (p.rate_group == RateGroup::HiddenMatrices) {
+            p.optimizer = hidden_matrices;
+            p.part_rows = {rows};
+        }
     };
     const double weight_std = c.init_std;
     // Each block adds to the residual stream twice. The factor keeps the stream's variance independent of the number of
@@ -178,7 +181,10 @@ void Model::allocate(const Context& ctx) {
         return t;
     };
     arenas.weights = sharding.arena(part(precision.dtype, kept()), sharding.splits_weights());
-    if (nf4) arenas.weights.starts = Nf4Base::other_starts(table), nf4->allocate();
+    if (nf4) {
+        arenas.weights.starts = Nf4Base::other_starts(table);
+        nf4->allocate();
+    }
     if (gathered()) arenas.weights.views = buffers.views(table, part(precision.dtype, gathered()));
     if (master())
         arenas.master = sharding.arena(master_memory.at(0, DType::F32, {master()}), sharding.splits_optimizer());
@@ -509,10 +515,14 @@ Tensor head_forward(const Context& ctx, const Model& model, const Activations& a
 LinearCrossEntropy head_of(const Model& model, const Activations& acts, const Input& in, const Tensor& inp,
                            int64_t begin, int64_t end) {
     LinearCrossEntropy head;
-    head.losses = acts.losses.rows(begin, end), head.targets = in.targets.rows(begin, end);
-    head.inp = inp.rows(begin, end), head.logits = acts.logits.rows(0, end - begin);
-    head.weight = model.weight(model.head()), head.bias = model.weight(HEAD_B);
-    head.V = model.config.vocab_size, head.softcap = model.config.logit_softcap;
+    head.losses = acts.losses.rows(begin, end);
+    head.targets = in.targets.rows(begin, end);
+    head.inp = inp.rows(begin, end);
+    head.logits = acts.logits.rows(0, end - begin);
+    head.weight = model.weight(model.head());
+    head.bias = model.weight(HEAD_B);
+    head.V = model.config.vocab_size;
+    head.softcap = model.config.logit_softcap;
     return head;
 }
 
@@ -565,8 +575,13 @@ void head_forward_backward(const Context& ctx, const Model& model, const Gradien
     for (int64_t begin = 0; begin < n; begin += chunk) {
         const int64_t end = std::min(begin + chunk, n);
         LinearCrossEntropy head = head_of(model, acts, in, inp, begin, end);
-        head.dinp = dinp.rows(begin, end), head.dloss = dloss, head.accumulate = accumulate || begin > 0;
-        if (!model.table.frozen) head.dweight = dweight, head.dbias = model.gradient(grads, HEAD_B);
+        head.dinp = dinp.rows(begin, end);
+        head.dloss = dloss;
+        head.accumulate = accumulate || begin > 0;
+        if (!model.table.frozen) {
+            head.dweight = dweight;
+            head.dbias = model.gradient(grads, HEAD_B);
+        }
         linear_cross_entropy(head, ctx.stream);
     }
     if (in.loss_rows) scatter_rows(acts.dnormf.rows(0, in.n), dinp.rows(0, n), in.loss_rows, ctx.stream);
@@ -705,7 +720,8 @@ void layer_decay_gate_backward(const Context& ctx, const Model& model, const Gra
 void fused_mlp_backward(const Context& ctx, const Model& model, const Gradients& grads, int64_t l, const LayerActs& a,
                         Tensor dout, bool accumulate) {
     ActivationGradient d = activation_gradient(model, a);
-    d.dbias = bias_gradient(model, grads, FC_W, l), d.accumulate = accumulate;
+    d.dbias = bias_gradient(model, grads, FC_W, l);
+    d.accumulate = accumulate;
     if (a.act) weight_backward(ctx, model, grads, FCPROJ_W, l, dout, a.act, {}, accumulate);
     {
         const Range range(ctx.profiler, "fcproj");

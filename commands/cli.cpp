@@ -61,7 +61,10 @@ std::string closest(const std::string& typed, const std::vector<std::string>& na
     size_t least = std::max<size_t>(1, typed.size() / 3) + 1;
     for (const std::string& name : names) {
         const size_t distance = edit_distance(typed, name);
-        if (distance < least) least = distance, best = name;
+        if (distance < least) {
+            least = distance;
+            best = name;
+        }
     }
     for (const std::string& name : names)
         if (best.empty() && typed.size() >= 3 && starts_with(name, typed)) best = name;

@@ -51,7 +51,10 @@ PlanOptions parse_plan(const Args& args) {
     auto* generate =
         app.add_flag("--generate", o.generate, "plan 'sample' with --batch-size sequences of --seq-len tokens each")
             ->excludes(inference);
-    for (CLI::Option* option : of_training) inference->excludes(option), generate->excludes(option);
+    for (CLI::Option* option : of_training) {
+        inference->excludes(option);
+        generate->excludes(option);
+    }
     add_sharding_options(app, o.sharding);
     app.add_option("--world", o.world, "number of processes; the plan is for each of them")
         ->check(positive)
@@ -67,7 +70,8 @@ PlanOptions parse_plan(const Args& args) {
     auto* fit = app.add_flag("--fit", o.fit,
                              "find the fastest options for recomputation, optimizer state and batch size that fit into "
                              "--gpu-memory, or the memory of --gpu, or what is free here");
-    inference->excludes(fit), generate->excludes(fit);
+    inference->excludes(fit);
+    generate->excludes(fit);
     app.add_flag("--verbose", o.verbose, "list every activation with its lifetime: its first and last phase of a step");
     app.add_flag("--json", o.json, "print one JSON object");
     parse(app, args);
@@ -224,7 +228,9 @@ void run_plan(const Args& args) {
     const PlannedRun run = plan_run(o, source.config, target);
     const Model& model = run.model;
     EngineOptions generation;
-    generation.slots = o.batch_size, generation.context = o.seq_len, generation.dtype = o.model.type();
+    generation.slots = o.batch_size;
+    generation.context = o.seq_len;
+    generation.dtype = o.model.type();
     MemoryPlan plan = o.generate ? memory_plan(model, Engine(source.config, generation, {})) : run.memory;
     plan.limit = o.gpu_memory;
     // With several ranks: what each ZeRO stage needs. In stage 0 each rank keeps the whole state.
@@ -238,7 +244,10 @@ void run_plan(const Args& args) {
     for (size_t g = 0; training && g < NUM_RATE_GROUPS; g++) {
         PlannedGroup group{RATE_GROUP_NAMES[g]};
         for (const Param& p : model.trained().table.params)
-            if (size_t(p.rate_group) == g) group.weights += p.numel(), group.optimizer = p.optimizer;
+            if (size_t(p.rate_group) == g) {
+                group.weights += p.numel();
+                group.optimizer = p.optimizer;
+            }
         if (group.weights) groups.push_back(group);
     }
     PlanReport report{source.name,

@@ -37,7 +37,8 @@ void Packing::find_examples(const TokenFiles& files) {
         for (int64_t i = 0; i < n; i++) {
             if (flags[size_t(i)] & TokenFiles::EXAMPLE_START) {
                 finish(block + i);
-                begin = block + i, loss_tokens = 0;
+                begin = block + i;
+                loss_tokens = 0;
             } else {
                 loss_tokens += flags[size_t(i)] & TokenFiles::LOSS;
             }

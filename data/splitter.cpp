@@ -125,7 +125,8 @@ bool Splitter::find(std::string_view text, size_t from, const MatchData& data, s
         if (found == PCRE2_ERROR_NOMATCH) return false;
         require(found >= 0, file, ": splitting text into words failed: ", pcre2_message(found));
         const PCRE2_SIZE* const range = pcre2_get_ovector_pointer(data.get());
-        begin = range[0], end = range[1];
+        begin = range[0];
+        end = range[1];
         if (begin < end) return true;
         from = std::max<size_t>(from, begin);  // an empty match splits nothing; continue after the next character
         from += from < text.size() ? utf8_length(text, from) : 1;

@@ -105,7 +105,8 @@ TokenFiles::TokenFiles(const std::string& pattern) : name(pattern) {
         require(shards.empty() || has_examples == any_examples, path, any_examples ? ": has no" : ": has a",
                 " mask that says where examples start, unlike ", found[0], "; all shards must have one, or none",
                 REMEDY);
-        any_mask = any_mask || mask, any_examples = has_examples;
+        any_mask = any_mask || mask;
+        any_examples = has_examples;
         const uint8_t most_flags = has_examples ? LOSS | EXAMPLE_START : LOSS;
         shards.push_back({std::move(file), total, header.count, header.width, std::move(mask), most_flags});
         require(!__builtin_add_overflow(total, header.count, &total), pattern, ": more than 2^63 tokens");
@@ -140,7 +141,9 @@ void TokenFiles::read_flags(int64_t begin, int64_t count, uint8_t* dst) const {
         } else {
             std::fill_n(dst, n, LOSS);
         }
-        begin += n, count -= n, dst += n;
+        begin += n;
+        count -= n;
+        dst += n;
     }
 }
 
@@ -156,7 +159,9 @@ void TokenFiles::read(int64_t begin, int64_t count, int32_t* dst, int64_t vocab_
             read_checked<uint16_t>(shard->file, offset, n, dst, limit);
         else
             read_checked<uint32_t>(shard->file, offset, n, dst, limit);
-        begin += n, count -= n, dst += n;
+        begin += n;
+        count -= n;
+        dst += n;
     }
 }
 

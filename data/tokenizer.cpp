@@ -340,11 +340,13 @@ struct Tokenizer::Impl {
                 const size_t space = both.find(' ');
                 require(space != std::string::npos && both.find(' ', space + 1) == std::string::npos, file,
                         ": model.merges: '", printable(both), "' is not a pair of tokens");
-                left = both.substr(0, space), right = both.substr(space + 1);
+                left = both.substr(0, space);
+                right = both.substr(space + 1);
             } else {  // ["a", "b"], which allows spaces in tokens
                 require(entry.is_array() && entry.size() == 2, file, ": model.merges: entry ", all.size(),
                         " is not a pair of tokens");
-                left = entry[0].get<std::string>(), right = entry[1].get<std::string>();
+                left = entry[0].get<std::string>();
+                right = entry[1].get<std::string>();
             }
             all.push_back({{id_of(left), id_of(right)}, {uint32_t(all.size()), id_of(left + right)}});
             // A fallback byte such as <0x0A> is one symbol: its merges are not merges of the characters in its name.

@@ -100,7 +100,8 @@ FitReport find_fit(RunOptions& o, int64_t world, const Target& target, int64_t a
                 if (batch_size < o.batch_size) changes += str(" --batch-size ", batch_size);
                 if (stage > o.sharding.zero_stage) changes += str(" --zero-stage ", stage);
                 if (!apply(step, world, target, tried, changes)) continue;
-                tried.batch_size = batch_size, tried.sharding.zero_stage = stage;
+                tried.batch_size = batch_size;
+                tried.sharding.zero_stage = stage;
                 report.tried.push_back({changes.empty() ? "" : changes.substr(1), step.reason, bytes(tried)});
                 if (!report.found()) continue;
                 o = tried;

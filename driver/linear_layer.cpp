@@ -40,7 +40,8 @@ void for_each_part(const LoraLayer& lora, F f) {
     int64_t a = 0, b = 0;
     for (const LoraPart& part : *lora.parts) {
         f(std::pair(b, b + part.rows), std::pair(part.row, part.row + part.rows), std::pair(a, a + R));
-        a += R, b += part.rows;
+        a += R;
+        b += part.rows;
     }
 }
 
@@ -89,7 +90,10 @@ void linear_forward(const Context& ctx, const Model& model, const Activations& a
         // hides in that matmul's epilogue, while a thin matmul would wait for it.
         const LoraLayer lora = lora_layer(model, acts, role, l, out.shape[0]);
         const bool writes = lora.a && lora.b.shape[0] == out.shape[1];
-        if (writes) lora_forward(ctx, lora, out, inp, false, pass), add = out;
+        if (writes) {
+            lora_forward(ctx, lora, out, inp, false, pass);
+            add = out;
+        }
         if (add)
             matmul_forward_add(out, inp, weight, bias, add, ctx.stream);
         else

@@ -107,6 +107,9 @@ RunShape run_shape(const RunOptions& o, const Model& model, const Target& target
 }
 
 void set_adapters(RunShape& shape, const Model& model) {
-    if (model.lora) shape.lora_widths = model.lora->widths, shape.adapter_elements = model.adapters->table.total;
+    if (model.lora) {
+        shape.lora_widths = model.lora->widths;
+        shape.adapter_elements = model.adapters->table.total;
+    }
     if (model.nf4) shape.nf4_weight = model.nf4->largest();
 }

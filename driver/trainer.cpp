@@ -288,7 +288,8 @@ void Trainer::finish_step(RunLog& log, Progress& progress) {
         const auto fraction = [&](Fp8Count c) {
             return double(q.fp8_counts()[c]) / double(q.fp8_counts()[FP8_ELEMENTS]);
         };
-        line["fp8_saturated"] = fraction(FP8_SATURATED), line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
+        line["fp8_saturated"] = fraction(FP8_SATURATED);
+        line["fp8_underflowed"] = fraction(FP8_UNDERFLOWED);
     }
     watchdog.phase("writing log.jsonl", q.step);
     log.write(line);

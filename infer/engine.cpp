@@ -197,7 +197,10 @@ void Engine::allocate(const InferenceWeights& model_weights) {
     device_fill(decode_scratch.data, 0, size_t(decode_scratch.bytes()), stream);
     if (fused_step_max_batch > 0) {
         std::vector<Tensor> k, v;
-        for (int64_t l = 0; l < config.layers; l++) k.push_back(cache.k(l)), v.push_back(cache.v(l));
+        for (int64_t l = 0; l < config.layers; l++) {
+            k.push_back(cache.k(l));
+            v.push_back(cache.v(l));
+        }
         decode_step_prepare(step_scratch, decode_model(), weights, k, v, stream);
     }
     std::vector<int32_t> count(size_t(N), 0);
@@ -223,9 +226,14 @@ void Engine::fill_rope_table() {
 void Engine::count_weight_bytes() {
     const auto count_bytes = [&](const Tensor& t) { weight_bytes += t ? t.bytes() : 0; };
     for (const BlockWeights& b : weights.blocks) {
-        for (const NormWeights& norm : {b.norm1, b.norm2}) count_bytes(norm.weight), count_bytes(norm.bias);
-        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate})
-            count_bytes(w.weight), count_bytes(w.bias);
+        for (const NormWeights& norm : {b.norm1, b.norm2}) {
+            count_bytes(norm.weight);
+            count_bytes(norm.bias);
+        }
+        for (const LinearWeights& w : {b.qkv, b.proj, b.fc, b.fcproj, b.gate}) {
+            count_bytes(w.weight);
+            count_bytes(w.bias);
+        }
         for (const Tensor& norm : {b.headnorm, b.qnorm, b.knorm}) count_bytes(norm);
     }
     for (const Tensor& t : {weights.head, weights.head_bias}) count_bytes(t);
@@ -405,8 +413,10 @@ void Engine::prefill_pass(const std::vector<PromptChunk>& unsorted, int64_t firs
                  token_rows = put(rows, row);
     upload_angles(position, sequence_lengths);
     AttentionSequences kv_sequences;
-    kv_sequences.cum_q = put(cum_q, q_ends), kv_sequences.cum_k = put(cum_k, k_ends);
-    kv_sequences.max_q = most_tokens, kv_sequences.max_k = options.slots * options.context;
+    kv_sequences.cum_q = put(cum_q, q_ends);
+    kv_sequences.cum_k = put(cum_k, k_ends);
+    kv_sequences.max_q = most_tokens;
+    kv_sequences.max_k = options.slots * options.context;
     const Tensor finished_rows = put(last_rows, finished);
     LinearAttentionSequences linear_sequences;
     Tensor state_rows;
@@ -465,12 +475,17 @@ std::vector<Engine::RingPrefill> Engine::upload_rings(const std::vector<PassChun
         };
         const RingTensors& t = rings[i];
         RingPrefill ring;
-        ring.sequences.cum_q = cum_q_of_pass, ring.sequences.cum_k = put(t.cum_k, pass.cum_k);
-        ring.sequences.max_q = most_tokens, ring.sequences.max_k = pass.longest, ring.sequences.window = windows[i];
+        ring.sequences.cum_q = cum_q_of_pass;
+        ring.sequences.cum_k = put(t.cum_k, pass.cum_k);
+        ring.sequences.max_q = most_tokens;
+        ring.sequences.max_k = pass.longest;
+        ring.sequences.window = windows[i];
         ring.keys = pass.cum_k.back();
         ring.new_keys = put(t.new_keys, pass.new_keys);
-        ring.past_from = put(t.past_from, pass.past_from), ring.past_to = put(t.past_to, pass.past_to);
-        ring.kept_from = put(t.kept_from, pass.kept_from), ring.kept_to = put(t.kept_to, pass.kept_to);
+        ring.past_from = put(t.past_from, pass.past_from);
+        ring.past_to = put(t.past_to, pass.past_to);
+        ring.kept_from = put(t.kept_from, pass.kept_from);
+        ring.kept_to = put(t.kept_to, pass.kept_to);
         prefills.push_back(ring);
     }
     return prefills;
@@ -563,18 +578,33 @@ void Engine::upload_batch(bool with_tokens) {
     const auto put = [&](const Tensor& t, const auto& host) {
         staging->put(t.data, host.data(), int64_t(host.size() * sizeof(host[0])), stream);
     };
-    put(slot_ids, slot), put(step_positions, position), put(sequences, id), put(steps, next);
+    put(slot_ids, slot);
+    put(step_positions, position);
+    put(sequences, id);
+    put(steps, next);
     if (with_tokens) put(ids, token);
 }
 
 DecodeModel Engine::decode_model() const {
     const ModelConfig& c = config;
     DecodeModel m;
-    m.layers = c.layers, m.C = c.channels, m.NH = c.heads, m.NKV = c.kv_heads, m.HS = c.head_size, m.FFN = c.ffn;
-    m.Vp = c.padded_vocab(), m.slots = options.slots, m.capacity = options.context, m.dtype = options.dtype;
-    m.activation = activation(c.mlp), m.eps = static_cast<float>(c.norm_eps), m.scale = c.attention_scale();
+    m.layers = c.layers;
+    m.C = c.channels;
+    m.NH = c.heads;
+    m.NKV = c.kv_heads;
+    m.HS = c.head_size;
+    m.FFN = c.ffn;
+    m.Vp = c.padded_vocab();
+    m.slots = options.slots;
+    m.capacity = options.context;
+    m.dtype = options.dtype;
+    m.activation = activation(c.mlp);
+    m.eps = static_cast<float>(c.norm_eps);
+    m.scale = c.attention_scale();
     m.centred = c.norm == Norm::LayerNorm;
-    m.qk_norm = c.qk_norm != QkNorm::Off, m.embedding_norm = c.embedding_norm, m.head_bias = c.head_bias;
+    m.qk_norm = c.qk_norm != QkNorm::Off;
+    m.embedding_norm = c.embedding_norm;
+    m.head_bias = c.head_bias;
     for (int64_t l = 0; l < c.layers; l++) m.layer_options.push_back({c.layer[size_t(l)].rope, cache.window(l)});
     return m;
 }
@@ -612,10 +642,13 @@ void Engine::decode_step(int64_t B, int64_t max_length) {
     const ModelConfig& c = config;
     const Tensor hidden = x.rows(0, B), token_positions = step_positions.rows(0, B);
     DecodeBatch step_batch;
-    step_batch.slots = slot_ids.rows(0, B), step_batch.positions = token_positions, step_batch.max_length = max_length;
+    step_batch.slots = slot_ids.rows(0, B);
+    step_batch.positions = token_positions;
+    step_batch.max_length = max_length;
     step_batch.inputs_ready = true;  // the embedding is an ordinary launch
     const Tensor angles = dynamic_rope ? iota.rows(0, B) : token_positions;
-    step_batch.table = table, step_batch.angles = angles;
+    step_batch.table = table;
+    step_batch.angles = angles;
     if (B <= fused_step_max_batch) {
         ::decode_step(logits_out.rows(0, B), ids.rows(0, B), step_batch, decode_model(), weights, step_scratch, stream);
         return sample(B);
@@ -668,10 +701,14 @@ void Engine::decode() {
     std::vector<int32_t> token_positions;
     std::vector<int64_t> sequence_lengths;
     for (const Sequence& s : batch) {
-        if (dynamic_rope)
-            token_positions.push_back(static_cast<int32_t>(length(s.slot))),
-                sequence_lengths.push_back(length(s.slot) + 1);
-        if (!s.retired) grow(s.slot, 1), most_tokens = std::max(most_tokens, length(s.slot));
+        if (dynamic_rope) {
+            token_positions.push_back(static_cast<int32_t>(length(s.slot)));
+            sequence_lengths.push_back(length(s.slot) + 1);
+        }
+        if (!s.retired) {
+            grow(s.slot, 1);
+            most_tokens = std::max(most_tokens, length(s.slot));
+        }
     }
     if (dynamic_rope) staging->next();
     upload_angles(token_positions, sequence_lengths);
@@ -684,7 +721,9 @@ const Engine::Step& Engine::next() {
     require(pending(), "engine: next() without a queued step");
     const QueuedStep& q = queue[steps_read++ % 2];
     q.done.wait();
-    step.slots.clear(), step.tokens.clear(), step.logprobs.clear();
+    step.slots.clear();
+    step.tokens.clear();
+    step.logprobs.clear();
     for (size_t b = 0; b < q.slots.size(); b++) {
         if (q.slots[b] < 0) continue;
         require(q.tokens[b] >= 0, "the model's logits are not finite; use a wider --dtype, or check the weights");

@@ -63,9 +63,13 @@ void ContextPolicy::check(int64_t context, int64_t longest_prompt) const {
 }
 
 void GenerateStatistics::add(const GenerateStatistics& s) {
-    prompt_tokens += s.prompt_tokens, completion_tokens += s.completion_tokens;
-    steps += s.steps, step_sequences += s.step_sequences, step_bytes += s.step_bytes;
-    prefill_seconds += s.prefill_seconds, decode_seconds += s.decode_seconds;
+    prompt_tokens += s.prompt_tokens;
+    completion_tokens += s.completion_tokens;
+    steps += s.steps;
+    step_sequences += s.step_sequences;
+    step_bytes += s.step_bytes;
+    prefill_seconds += s.prefill_seconds;
+    decode_seconds += s.decode_seconds;
 }
 
 namespace {

@@ -36,7 +36,8 @@ template <typename Inp>
 void run_stochastic(bf16* out, const Inp* inp, bool add, int64_t n, const RoundingNoise& noise) {
     const uint64_t t = uint64_t(*noise.t.as<int64_t>());
     ParamSegment segment{0, n};
-    segment.key = noise.key, segment.first_element = noise.first_element;
+    segment.key = noise.key;
+    segment.first_element = noise.first_element;
     parallel_chunks(1, n, true, [=](int64_t, int64_t begin, int64_t end) {
         float sums[ROUNDING_CHUNK];
         for (int64_t at = begin; at < end; at += ROUNDING_CHUNK) {

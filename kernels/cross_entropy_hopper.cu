@@ -114,7 +114,9 @@ void forward(const char* op, const LinearCrossEntropy& x, Stream stream) {
         check_launch(op, stream);
         Gemm gemm = gemm_of(x);
         if (!GRADIENT) gemm.operands.out = nullptr;
-        gemm.operands.row_offsets = offsets, gemm.operands.row_sums = sums, gemm.operands.valid_columns = x.V;
+        gemm.operands.row_offsets = offsets;
+        gemm.operands.row_sums = sums;
+        gemm.operands.valid_columns = x.V;
         run_gemm(op, gemm, stream);
         losses_kernel<GRADIENT, W><<<grid_of(ceil_div(N, WARP)), THREADS, 0, cuda_stream(stream)>>>(
             x.losses.as<float>(), x.logits.as<bf16>(), row_stride(x.logits), x.inp.as<bf16>(), row_stride(x.inp), sums,

@@ -41,7 +41,9 @@ void quantise_rows(const Fp8Output& out, Records& total, const float* y, int64_t
             if (r) r[i * rs + j] = code;
             if (c) c[j * cs + i] = code;
         }
-    total.amax = amax, total.saturated += saturated, total.underflowed += underflowed;
+    total.amax = amax;
+    total.saturated += saturated;
+    total.underflowed += underflowed;
 }
 
 // Calls y_of(n0, rows), which returns the chunk's matrix y [rows, C], for all chunks of rows.
@@ -57,7 +59,8 @@ void quantise_chunks(const Fp8Output& out, int64_t N, int64_t C, Y y_of) {
     if (out.record.counts) {
         int64_t* counts = out.record.counts.as<int64_t>();
         counts[FP8_ELEMENTS] += N * C;
-        counts[FP8_SATURATED] += total.saturated, counts[FP8_UNDERFLOWED] += total.underflowed;
+        counts[FP8_SATURATED] += total.saturated;
+        counts[FP8_UNDERFLOWED] += total.underflowed;
     }
 }
 

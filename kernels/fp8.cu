@@ -82,8 +82,10 @@ __device__ __forceinline__ uint2 encode(const Floats<W>& y, float scale, Records
 __device__ __forceinline__ void transpose_bytes(uint32_t (&x)[4]) {
     const uint32_t a = __byte_perm(x[0], x[1], 0x5140), b = __byte_perm(x[2], x[3], 0x5140);
     const uint32_t c = __byte_perm(x[0], x[1], 0x7362), d = __byte_perm(x[2], x[3], 0x7362);
-    x[0] = __byte_perm(a, b, 0x5410), x[1] = __byte_perm(a, b, 0x7632);
-    x[2] = __byte_perm(c, d, 0x5410), x[3] = __byte_perm(c, d, 0x7632);
+    x[0] = __byte_perm(a, b, 0x5410);
+    x[1] = __byte_perm(a, b, 0x7632);
+    x[2] = __byte_perm(c, d, 0x5410);
+    x[3] = __byte_perm(c, d, 0x7632);
 }
 
 // Writes the transposed tile: 16 rows of a column in one store where all of them exist and are aligned.
@@ -135,8 +137,10 @@ __global__ void __launch_bounds__(THREADS) quantise_kernel(Arguments<INPUTS> a, 
             const auto result = apply(f, inputs, k);
             if constexpr (OUTPUTS == 1)
                 y[0][k] = result;
-            else
-                y[0][k] = result.x, y[1][k] = result.y;
+            else {
+                y[0][k] = result.x;
+                y[1][k] = result.y;
+            }
         }
         const bool inside = n + i < a.N && c < a.C;
 #pragma unroll
@@ -145,7 +149,8 @@ __global__ void __launch_bounds__(THREADS) quantise_kernel(Arguments<INPUTS> a, 
             if (a.y && inside) store_pack(a.y + (n + i) * a.y_stride + o * a.C + c, stored);
             const uint2 row = encode<FORMAT>(as_floats(stored), scale, records);
             if (a.rows && inside) *reinterpret_cast<uint2*>(a.rows + (n + i) * a.rows_stride + o * a.C + c) = row;
-            codes[o][0][i] = row.x, codes[o][1][i] = row.y;
+            codes[o][0][i] = row.x;
+            codes[o][1][i] = row.y;
         }
     }
     if (a.columns) {
@@ -195,13 +200,23 @@ void launch(const char* op, const Fp8Output& out, const Tensor& y, int64_t N, in
     if (N * C == 0) return;
     constexpr int INPUTS = sizeof...(Inputs);
     Arguments<INPUTS> a{{inputs.template as<const T>()...}, {row_stride(inputs)...}};
-    if (y) a.y = y.as<T>(), a.y_stride = row_stride(y);
-    if (out.rows) a.rows = out.rows.as<uint8_t>(), a.rows_stride = row_stride(out.rows);
-    if (out.columns) a.columns = out.columns.as<uint8_t>(), a.columns_stride = row_stride(out.columns);
+    if (y) {
+        a.y = y.as<T>();
+        a.y_stride = row_stride(y);
+    }
+    if (out.rows) {
+        a.rows = out.rows.as<uint8_t>();
+        a.rows_stride = row_stride(out.rows);
+    }
+    if (out.columns) {
+        a.columns = out.columns.as<uint8_t>();
+        a.columns_stride = row_stride(out.columns);
+    }
     a.scale = out.record.scale.as<float>();
     a.amax = static_cast<unsigned*>(out.record.amax.data);
     a.counts = static_cast<unsigned long long*>(out.record.counts.data);
-    a.N = N, a.C = C;
+    a.N = N;
+    a.C = C;
     const dim3 grid = grid_of(ceil_div(N, TILE_ROWS) * ceil_div(C, TILE_COLUMNS));
     if (out.format == Fp8Format::E4M3)
         quantise_kernel<Fp8Format::E4M3, OUTPUTS><<<grid, THREADS, 0, cuda_stream(stream)>>>(a, f);

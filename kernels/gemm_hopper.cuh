@@ -192,7 +192,10 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_kernel(const __grid_constant_
         mbarrier_init_fence();
     }
     __syncthreads();
-    if constexpr (K::CLUSTER > 1) cluster_arrive(), cluster_wait();
+    if constexpr (K::CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
     const int warp = uniform(threadIdx.x / WARP), rank = K::CLUSTER > 1 ? cluster_rank() : 0;
     const Tiles tiles(p, int(blockIdx.x) / K::CLUSTER, int(gridDim.x) / K::CLUSTER);
     if (warp >= WARPS) {
@@ -203,7 +206,10 @@ __global__ void __launch_bounds__(THREADS, 1) gemm_kernel(const __grid_constant_
         setmaxnreg_inc<240>();
         consume<K>(p, shared, tiles, rank, warp);
     }
-    if constexpr (K::CLUSTER > 1) cluster_arrive(), cluster_wait();  // no block writes to one that has left
+    if constexpr (K::CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }  // no block writes to one that has left
 }
 
 }  // namespace hopper_gemm_kernel

@@ -361,7 +361,8 @@ struct StoreGradient : PanelRing<1, 3, PANEL_COLUMNS> {
                     const float* const d = &c[m][q * TILES + n][e];
                     const float2 aux = unpack(x[k][i]);
                     const float2 y = {F{}(d[0], aux.x), F{}(d[1], aux.y)};
-                    sums[2 * n] += y.x, sums[2 * n + 1] += y.y;
+                    sums[2 * n] += y.x;
+                    sums[2 * n + 1] += y.y;
                     x[k][i] = pack_two<bf16>(y.x, y.y);
                 });
                 __syncwarp();  // all have read the panel

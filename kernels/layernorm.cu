@@ -14,13 +14,25 @@ void layernorm_forward(Tensor out, Tensor sum, Tensor mean, Tensor rstd, Tensor 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         norm_detail::ForwardArguments<T> a{};
-        a.out = out.as<T>(), a.out_stride = row_stride(out);
-        if (sum) a.sum = sum.as<T>(), a.sum_stride = row_stride(sum);
-        a.mean = mean.as<float>(), a.rstd = rstd.as<float>();
-        a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
-        if (residual) a.residual = residual.as<T>(), a.residual_stride = row_stride(residual);
-        a.weight = weight.as<float>(), a.bias = bias.as<float>();
-        a.N = N, a.C = C, a.eps = eps;
+        a.out = out.as<T>();
+        a.out_stride = row_stride(out);
+        if (sum) {
+            a.sum = sum.as<T>();
+            a.sum_stride = row_stride(sum);
+        }
+        a.mean = mean.as<float>();
+        a.rstd = rstd.as<float>();
+        a.inp = inp.as<T>();
+        a.inp_stride = row_stride(inp);
+        if (residual) {
+            a.residual = residual.as<T>();
+            a.residual_stride = row_stride(residual);
+        }
+        a.weight = weight.as<float>();
+        a.bias = bias.as<float>();
+        a.N = N;
+        a.C = C;
+        a.eps = eps;
         launch_norm_forward<true>(op, a, rows_aligned({out, sum, inp, residual, weight, bias}), stream);
     });
 }
@@ -38,13 +50,22 @@ void layernorm_backward(Tensor dinp, Tensor dweight, Tensor dbias, Tensor dsum, 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         norm_detail::BackwardArguments<T> a{};
-        a.dinp = dinp.as<T>(), a.dinp_stride = row_stride(dinp);
+        a.dinp = dinp.as<T>();
+        a.dinp_stride = row_stride(dinp);
         a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
-        a.dout = dout.as<T>(), a.dout_stride = row_stride(dout);
-        if (dresidual) a.dresidual = dresidual.as<T>(), a.dresidual_stride = row_stride(dresidual);
-        a.inp = inp.as<T>(), a.inp_stride = row_stride(inp);
-        a.weight = weight.as<float>(), a.mean = mean.as<float>(), a.rstd = rstd.as<float>();
-        a.N = N, a.C = C;
+        a.dout = dout.as<T>();
+        a.dout_stride = row_stride(dout);
+        if (dresidual) {
+            a.dresidual = dresidual.as<T>();
+            a.dresidual_stride = row_stride(dresidual);
+        }
+        a.inp = inp.as<T>();
+        a.inp_stride = row_stride(inp);
+        a.weight = weight.as<float>();
+        a.mean = mean.as<float>();
+        a.rstd = rstd.as<float>();
+        a.N = N;
+        a.C = C;
         launch_norm_backward<true>(op, a, dweight.as<float>(), dbias.as<float>(), dsum.as<float>(), accumulate,
                                    rows_aligned({dinp, dout, dresidual, inp, weight}), stream);
     });

@@ -171,7 +171,11 @@ Gemm gemm_with_activation(GemmEpilogue epilogue, const Tensor& out, int64_t N, c
                           bool transpose_b, const Tensor& bias, const Tensor& aux) {
     Gemm gemm = make_gemm(out ? out : aux, a, b, false, transpose_b, false, epilogue, bias, aux);
     gemm.key.N = N;
-    if (!out) gemm.key.ld_out = N, gemm.key.align_out = 16, gemm.operands.out = nullptr;
+    if (!out) {
+        gemm.key.ld_out = N;
+        gemm.key.align_out = 16;
+        gemm.operands.out = nullptr;
+    }
     return gemm;
 }
 
@@ -257,17 +261,27 @@ void matmul_batched(Tensor out, Tensor a, Tensor b, bool transpose_a, bool trans
     const BatchedSizes s = check_matmul_batched(op, out, a, b, transpose_a, transpose_b, beta, add, dtype);
     if (s.batch * s.M * s.N == 0) return;
     GemmKey key;
-    key.batch = s.batch, key.M = s.M, key.N = s.N, key.K = s.K;
-    key.ld_out = s.N, key.ld_a = a.shape[2], key.ld_b = b.shape[2];
-    key.dtype = dtype, key.out_dtype = dtype;
-    key.transpose_a = transpose_a, key.transpose_b = transpose_b, key.accumulate = beta != 0;
+    key.batch = s.batch;
+    key.M = s.M;
+    key.N = s.N;
+    key.K = s.K;
+    key.ld_out = s.N;
+    key.ld_a = a.shape[2];
+    key.ld_b = b.shape[2];
+    key.dtype = dtype;
+    key.out_dtype = dtype;
+    key.transpose_a = transpose_a;
+    key.transpose_b = transpose_b;
+    key.accumulate = beta != 0;
     const auto alignment = [&](const Tensor& t) {
         return gemm_alignment(t.data, s.batch > 1 ? t.stride[0] * dtype_size(dtype) : 0);
     };
     key.align_out = beta != 0 ? std::min(alignment(out), alignment(add)) : alignment(out);
-    key.align_a = alignment(a), key.align_b = alignment(b);
+    key.align_a = alignment(a);
+    key.align_b = alignment(b);
     GemmOperands operands{out.data, a.data, b.data, beta != 0 ? add.data : nullptr};
-    operands.alpha = alpha, operands.beta = beta;
+    operands.alpha = alpha;
+    operands.beta = beta;
     run_gemm(op, {key, operands}, stream);
 }
 

@@ -19,7 +19,8 @@ void nf4_dequantise(Tensor out, const Nf4Weights& weights, Stream) {
         const float absmax = std::fma(values[absmax_codes[b]], group_absmax[b / NF4_GROUP], mean);
         for (int64_t i = b * NF4_BLOCK; i < (b + 1) * NF4_BLOCK; i += 2) {
             const uint8_t pair = codes[i / 2];
-            w[i] = NF4_VALUES[pair >> 4] * absmax, w[i + 1] = NF4_VALUES[pair & 15] * absmax;
+            w[i] = NF4_VALUES[pair >> 4] * absmax;
+            w[i + 1] = NF4_VALUES[pair & 15] * absmax;
         }
     }
 }

@@ -9,7 +9,8 @@
 std::array<float, 256> nf4_absmax_values() {
     std::array<float, 256> values{};
     size_t count = 0;
-    values[count++] = 0, values[count++] = 1;
+    values[count++] = 0;
+    values[count++] = 1;
     float power = 1e-6f;
     for (int exponent = 0; exponent < 7; exponent++, power = float(std::pow(10, exponent - 6))) {
         const int fractions = 1 << exponent;
@@ -21,7 +22,8 @@ std::array<float, 256> nf4_absmax_values() {
         };
         for (int i = 0; i < fractions; i++) {
             const float value = power * ((bound(i) + bound(i + 1)) / 2.0f);
-            values[count++] = value, values[count++] = -value;
+            values[count++] = value;
+            values[count++] = -value;
         }
     }
     std::sort(values.begin(), values.end());

@@ -121,7 +121,10 @@ template <int W, typename T>
 __device__ __forceinline__ Floats<2 * W> load_angles(const Arguments<T>& a, int64_t token, const VectorPair& p) {
     Floats<2 * W> angles;
 #pragma unroll
-    for (int k = 0; k < W; k++) angles[2 * k] = 1, angles[2 * k + 1] = 0;
+    for (int k = 0; k < W; k++) {
+        angles[2 * k] = 1;
+        angles[2 * k + 1] = 0;
+    }
     if (!a.table || !p.rotated || token >= a.N) return angles;
     const int32_t position = a.positions[token];
     if (position < 0 || position >= a.table_length) return angles;
@@ -208,7 +211,10 @@ __device__ __forceinline__ Vectors<W> normalised(const Packs<T, W>& kept, float 
     if constexpr (!WEIGHTS) x = rotate(x, angles, -1);
     const float scale = WEIGHTS ? rstd : 1;
 #pragma unroll
-    for (int k = 0; k < W; k++) x.first[k] *= scale, x.second[k] *= scale;
+    for (int k = 0; k < W; k++) {
+        x.first[k] *= scale;
+        x.second[k] *= scale;
+    }
     return x;
 }
 
@@ -253,8 +259,12 @@ __global__ void __launch_bounds__(THREADS, WEIGHTS ? 2 : 3) backward_kernel(cons
             const Vectors<W> x = normalised<WEIGHTS>(kept[i], rstd, angles);
 #pragma unroll
             for (int k = 0; k < W; k++) {
-                g.first[k] *= x.first[k], g.second[k] *= x.second[k];
-                if (WEIGHTS) dweight[i].first[k] += g.first[k], dweight[i].second[k] += g.second[k];
+                g.first[k] *= x.first[k];
+                g.second[k] *= x.second[k];
+                if (WEIGHTS) {
+                    dweight[i].first[k] += g.first[k];
+                    dweight[i].second[k] += g.second[k];
+                }
             }
             sum = add_products(sum, g, load_weight<WEIGHTS, W>(weight, p));
         }
@@ -298,12 +308,21 @@ template <typename T>
 Arguments<T> arguments(const QkNormSizes& z, const Tensor& out, const Tensor& inp, const Tensor& rstd,
                        const QkWeights& weight, const Tensor& positions, const Tensor& table, int64_t NH) {
     Arguments<T> a{};
-    a.out = heads_of<T>(out), a.inp = heads_of<const T>(inp);
+    a.out = heads_of<T>(out);
+    a.inp = heads_of<const T>(inp);
     a.rstd = rstd.as<float>();
-    a.weight_q = weight.q.as<float>(), a.weight_k = weight.k.as<float>();
-    if (table) a.positions = positions.as<int32_t>(), a.table = table.as<float>();
-    a.table_length = z.table_length, a.N = z.N;
-    a.H = int(z.H), a.NH = int(NH), a.HS = int(z.HS), a.pairs = int(z.pairs);
+    a.weight_q = weight.q.as<float>();
+    a.weight_k = weight.k.as<float>();
+    if (table) {
+        a.positions = positions.as<int32_t>();
+        a.table = table.as<float>();
+    }
+    a.table_length = z.table_length;
+    a.N = z.N;
+    a.H = int(z.H);
+    a.NH = int(NH);
+    a.HS = int(z.HS);
+    a.pairs = int(z.pairs);
     return a;
 }
 
@@ -369,7 +388,10 @@ void qk_norm_backward(Tensor dinp, QkWeights dweight, Tensor dout, Tensor kept, 
         using T = decltype(zero);
         Arguments<T> a = arguments<T>(z, dinp, dout, rstd, weight, positions, table, NH);
         a.kept = heads_of<const T>(kept);
-        if (weight.q) a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>()), a.q_blocks = blocks.q;
+        if (weight.q) {
+            a.partials = reinterpret_cast<float*>(scratch.as<uint8_t>());
+            a.q_blocks = blocks.q;
+        }
         const bool aligned = rows_aligned({dinp, dout, kept, weight.q, weight.k}) && start_aligned(table);
         dispatch_width_and_items(a, aligned, [&](auto width, auto items) {
             dispatch_weights(bool(weight.q), [&](auto weights) {

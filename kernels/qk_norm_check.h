@@ -27,7 +27,8 @@ inline QkNormSizes check_qk_norm(const char* op, const char* name, const Tensor&
     check_tensor(op, "weight.k", weight.k, DType::F32, {z.HS}, Given::Optional);
     if (!table) return z;
     require(table.rank == 3, op, ": table is ", shape_string(table), ", expected [T, R/2, 2]");
-    z.table_length = table.shape[0], z.pairs = table.shape[1];
+    z.table_length = table.shape[0];
+    z.pairs = table.shape[1];
     check_tensor(op, "table", table, DType::F32, {z.table_length, z.pairs, 2});
     check_contiguous(op, "table", table);
     check_tensor(op, "positions", positions, DType::I32, {z.N});

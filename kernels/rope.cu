@@ -29,7 +29,10 @@ __global__ void __launch_bounds__(THREADS, 3)
     Pack<T, W> a[HEADS], b[HEADS];
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
-        if (token.item + h * groups < H) a[h] = load_pack<W>(p + h * step), b[h] = load_pack<W>(p + h * step + pairs);
+        if (token.item + h * groups < H) {
+            a[h] = load_pack<W>(p + h * step);
+            b[h] = load_pack<W>(p + h * step + pairs);
+        }
     const Floats<2 * W> cos_sin = load_floats<2 * W>(table + (position * pairs + head.item * W) * 2);
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {

@@ -196,10 +196,19 @@ void softmax_forward(Tensor out, Tensor inp, Tensor mask, int64_t Q, float scale
         using T = decltype(zero);
         constexpr int W = FULL_WIDTH<T>;
         ForwardArguments<T> a{};
-        a.out = out.as<T>(), a.out_stride = out.stride[0];
-        a.inp = inp.as<const T>(), a.inp_stride = inp.stride[0];
-        if (mask) a.mask = mask.as<const uint8_t>(), a.mask_stride = mask.stride[0];
-        a.R = R, a.Q = Q, a.K = K, a.scale = scale, a.causal = causal;
+        a.out = out.as<T>();
+        a.out_stride = out.stride[0];
+        a.inp = inp.as<const T>();
+        a.inp_stride = inp.stride[0];
+        if (mask) {
+            a.mask = mask.as<const uint8_t>();
+            a.mask_stride = mask.stride[0];
+        }
+        a.R = R;
+        a.Q = Q;
+        a.K = K;
+        a.scale = scale;
+        a.causal = causal;
         const bool in_registers = dispatch_row<W>(K, rows_aligned({out, inp}), [&](auto group, auto packs) {
             constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
             forward_kernel<GROUP, PACKS, W>
@@ -220,10 +229,15 @@ void softmax_backward(Tensor dinp, Tensor dout, Tensor out, float scale, Stream 
         using T = decltype(zero);
         constexpr int W = FULL_WIDTH<T>;
         BackwardArguments<T> a{};
-        a.dinp = dinp.as<T>(), a.dinp_stride = dinp.stride[0];
-        a.dout = dout.as<const T>(), a.dout_stride = dout.stride[0];
-        a.out = out.as<const T>(), a.out_stride = out.stride[0];
-        a.R = R, a.K = K, a.scale = scale;
+        a.dinp = dinp.as<T>();
+        a.dinp_stride = dinp.stride[0];
+        a.dout = dout.as<const T>();
+        a.dout_stride = dout.stride[0];
+        a.out = out.as<const T>();
+        a.out_stride = out.stride[0];
+        a.R = R;
+        a.K = K;
+        a.scale = scale;
         const bool in_registers = dispatch_row<W>(K, rows_aligned({dinp, dout, out}), [&](auto group, auto packs) {
             constexpr int GROUP = decltype(group)::value, PACKS = decltype(packs)::value;
             backward_kernel<GROUP, PACKS, W>

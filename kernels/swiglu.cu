@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int k = 0; k < W; k++) {
         const float2 gradients = mlp_activation::SwigluBackward<T>{}(d[k], gate[k], up[k]);
-        dgate[k] = gradients.x, dup[k] = gradients.y;
+        dgate[k] = gradients.x;
+        dup[k] = gradients.y;
         y[k] = mlp_activation::SwigluForward<T>{}(gate[k], up[k]);
     }
     T* drow = dgate_up + at.row * dgate_up_stride + at.item * W;

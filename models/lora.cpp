@@ -69,9 +69,12 @@ Param matrices(const Param& base, int role, const char* half, const std::vector<
     p.optimizer = optimizer;
     for (const SourceTensor& source : sources) p.part_rows.push_back(source.rows);
     const int64_t rows = sources.back().row + sources.back().rows;
-    p.role = role, p.layer = base.layer, p.group = base.group;
+    p.role = role;
+    p.layer = base.layer;
+    p.group = base.group;
     p.name = str(base.name.substr(0, base.name.rfind('.')), ".", half);
-    p.rows = p.padded_rows = rows, p.cols = cols;
+    p.rows = p.padded_rows = rows;
+    p.cols = cols;
     p.decay = true;
     p.rate_group = RateGroup::HiddenMatrices;
     return p;

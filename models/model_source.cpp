@@ -19,7 +19,8 @@ ModelSource find_base(const std::string& name, const std::string& adapter, const
     require(find_adapter(base).empty(), "--base ", base, ": is an adapter; name a model directory");
     ModelSource source = find_model(base);
     require(!source.directory.empty(), "--base ", base, ": is a preset, which has no weights; name a model directory");
-    source.name = name, source.adapter = adapter;
+    source.name = name;
+    source.adapter = adapter;
     return source;
 }
 

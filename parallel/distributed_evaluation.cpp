@@ -19,7 +19,10 @@ Evaluation evaluate(const Context& ctx, const EvalBatches& batches, int64_t spli
     ctx.wait_for_stream("evaluation");
     copy_to_host(&own.nats, loss_sum.data, sizeof own.nats, ctx.stream);
     Evaluation e;
-    for (const Evaluation& part : ctx.comm->all_gather_host(own)) e.tokens += part.tokens, e.nats += part.nats;
+    for (const Evaluation& part : ctx.comm->all_gather_host(own)) {
+        e.tokens += part.tokens;
+        e.nats += part.nats;
+    }
     require(e.tokens > 0, files.pattern(), ": its mask leaves no token to score; use a split with loss tokens");
     // A part of the split is taken to have the whole's bytes per token. How much text a mask leaves is not known.
     if (!files.masked())

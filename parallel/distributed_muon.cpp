@@ -34,7 +34,10 @@ std::vector<RoundMatrices> make_rounds(const ParamTable& table, int64_t world, D
     for (const MuonMatrix& x : muon_matrices(table, world)) {
         const size_t owner = size_t(x.owner);
         const int64_t size = x.size() * dtype_size(dtype);
-        if (bytes[owner] && bytes[owner] + size > round_bytes / world) round[owner]++, bytes[owner] = 0;
+        if (bytes[owner] && bytes[owner] + size > round_bytes / world) {
+            round[owner]++;
+            bytes[owner] = 0;
+        }
         bytes[owner] += size;
         if (round[owner] == rounds.size()) rounds.emplace_back(size_t(world));
         rounds[round[owner]][owner].push_back(x);
@@ -66,7 +69,10 @@ int64_t batch_scratch(const Muon::Batch& b, DType dtype, const Target& target = 
 // The elements of a matrix that a rank updates.
 ParamArena::Span held(const ParamTable& table, const Sharding& sharding, int64_t rank, const MuonMatrix& x) {
     ParamArena part;  // used for spans only, holds no memory
-    if (sharding.splits_optimizer()) part.part = rank, part.parts = sharding.world;
+    if (sharding.splits_optimizer()) {
+        part.part = rank;
+        part.parts = sharding.world;
+    }
     return part.span(table.params[x.param], x.first, x.size());
 }
 

@@ -48,7 +48,10 @@ Gradients::Memory Gradients::memory(const ParamTable& table, const Sharding& sha
 
 void Gradients::allocate(const ParamTable& t, const Sharding& s, const GradientOptions& gradient_options, Tensor bytes,
                          const Context* context) {
-    table = &t, sharding = s, options = gradient_options, ctx = context;
+    table = &t;
+    sharding = s;
+    options = gradient_options;
+    ctx = context;
     const Memory m = memory(t, s, options);
     int64_t at = 0;
     const auto part = [&](DType type, int64_t size) {
@@ -83,7 +86,10 @@ Tensor Gradients::own(int first_group, int last_group) const {
 }
 
 void Gradients::begin(bool first_micro_step, bool last_micro_step, Tensor number) {
-    first = first_micro_step, last = last_micro_step, micro_step = number, reducing = false;
+    first = first_micro_step;
+    last = last_micro_step;
+    micro_step = number;
+    reducing = false;
     for (BufferState& b : state) b.used = false;
 }
 

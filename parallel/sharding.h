@@ -27,7 +27,10 @@ struct Sharding {
     // An arena over memory of table.total / parts(split) elements.
     ParamArena arena(Tensor data, bool split) const {
         ParamArena a = data;
-        if (split) a.part = rank, a.parts = world;
+        if (split) {
+            a.part = rank;
+            a.parts = world;
+        }
         return a;
     }
     // This rank's part of a tensor that splits evenly.

@@ -5,7 +5,8 @@ namespace {
 // An arena of one rank's part. Its tensor has no memory yet.
 ParamArena part_arena(DType dtype, int64_t elements, int64_t part, int64_t parts) {
     ParamArena arena = make_tensor(nullptr, dtype, Device::CPU, {elements});
-    arena.part = part, arena.parts = parts;
+    arena.part = part;
+    arena.parts = parts;
     return arena;
 }
 

@@ -16,10 +16,12 @@ UpdateSlice make_slice(const ParamTable& table, const Sharding& sharding, const 
     const bool apart = fp32_group && weights.fp32;  // the slice has an arena of its own
     const bool is_16bit = weights.weights.data.dtype != DType::F32;
     UpdateSlice slice;
-    slice.first_group = first, slice.last_group = last;
+    slice.first_group = first;
+    slice.last_group = last;
     slice.params = updated(apart ? weights.fp32 : is_16bit ? weights.master : weights.weights);
     if (is_16bit && !apart) slice.params_T = updated(weights.weights);
-    slice.m = updated(m), slice.v = v.data;
+    slice.m = updated(m);
+    slice.v = v.data;
     slice.own_grads = grads.own(first, last);
     slice.grads = split ? slice.own_grads : grads.arena.groups(table, first, last);
     const ParamArena& read = apart ? weights.fp32 : weights.weights;
@@ -44,10 +46,12 @@ ParamSegment param_segment(const ParamTable& table, const UpdateSlice& slice, co
     const GroupRate& rate = rates[size_t(p.rate_group)];
     const int64_t begin = span.at - table.group_begin[size_t(slice.first_group)] / m.parts;
     ParamSegment segment;
-    segment.begin = begin, segment.end = begin + span.count;
+    segment.begin = begin;
+    segment.end = begin + span.count;
     segment.weight_decay = p.decay ? rate.weight_decay : 0.0f;
     segment.fp32_begin = slice.params ? begin : -1;
-    segment.key = name_hash(p.name), segment.first_element = span.begin;
+    segment.key = name_hash(p.name);
+    segment.first_element = span.begin;
     segment.lr_scale = rate.lr_scale;
     return segment;
 }

@@ -9,7 +9,10 @@ WeightGatherer::WeightGatherer(const Context& context, const ParamTable& t, cons
 void WeightGatherer::begin(Stream stream) {
     pass.record(stream);
     pass.make_wait(ctx.side);
-    for (Buffer& buffer : state) buffer.holds = -1, buffer.read = false;
+    for (Buffer& buffer : state) {
+        buffer.holds = -1;
+        buffer.read = false;
+    }
 }
 
 void WeightGatherer::gather(int group) {

@@ -86,8 +86,10 @@ struct PhiloxLanes {
 ALWAYS_INLINE void philox_lanes(PhiloxLanes& c, uint64_t key, uint64_t stream, uint64_t first) {
     for (int i = 0; i < LANES; i++) {
         const uint64_t counter = first + uint64_t(i);
-        c.c0[i] = uint32_t(counter), c.c1[i] = uint32_t(counter >> 32);
-        c.c2[i] = uint32_t(stream), c.c3[i] = uint32_t(stream >> 32);
+        c.c0[i] = uint32_t(counter);
+        c.c1[i] = uint32_t(counter >> 32);
+        c.c2[i] = uint32_t(stream);
+        c.c3[i] = uint32_t(stream >> 32);
     }
     uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
     for (int round = 0; round < 10; round++) {
@@ -125,7 +127,8 @@ MULTIARCH void normal_numbers(float* out, uint64_t key, uint64_t stream, uint64_
                          high_b = small_to_double(b[i] >> 32), low_b = small_to_double(b[i] >> 11 & 0x1FFFFF);
             const double u = 1 - (high_a * 0x1p-32 + low_a * 0x1p-53), w = high_b * 0x1p-32 + low_b * 0x1p-53;
             const double x = std::sqrt(-2 * logarithm(u)) * cosine(6.283185307179586476925 * w);
-            low[i] = float(x * (1 - BOUND)), high[i] = float(x * (1 + BOUND));
+            low[i] = float(x * (1 - BOUND));
+            high[i] = float(x * (1 + BOUND));
             doubtful += low[i] != high[i] || x == 0;
         }
         const int64_t count = std::min<int64_t>(LANES, n - at);

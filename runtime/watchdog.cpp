@@ -28,7 +28,9 @@ Watchdog::~Watchdog() {
 void Watchdog::phase(const char* phase_name, int64_t phase_step) {
     if (!worker.joinable()) return;
     const std::lock_guard<std::mutex> lock(mutex);
-    name = phase_name, step = phase_step, ticks = 0;
+    name = phase_name;
+    step = phase_step;
+    ticks = 0;
 }
 
 // Counts ticks, not time: of the time in which the process is stopped at most one tick counts.

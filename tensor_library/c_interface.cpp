@@ -95,7 +95,8 @@ Tensor scratch(tgk_context& c, int64_t bytes) {
     if (bytes == 0) return {};
     if (bytes > c.scratch_bytes) {
         synchronize(c.stream);  // earlier work may still use the old scratch
-        c.scratch.reset(), c.scratch_bytes = 0;
+        c.scratch.reset();
+        c.scratch_bytes = 0;
         c.scratch = allocate(size_t(bytes));
         c.scratch_bytes = bytes;
     }

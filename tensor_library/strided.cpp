@@ -24,8 +24,10 @@ StridedLoop strided_loop(std::initializer_list<Tensor> operands) {
 
     StridedLoop loop;
     loop.operands = int(operands.size());
-    for (int k = 0; k < loop.operands; k++)
-        loop.operand[k].data = operands.begin()[k].data, loop.operand[k].dtype = operands.begin()[k].dtype;
+    for (int k = 0; k < loop.operands; k++) {
+        loop.operand[k].data = operands.begin()[k].data;
+        loop.operand[k].dtype = operands.begin()[k].dtype;
+    }
     for (int i = 0; i < kept; i++) {
         const int d = order[i];
         // The previous dimension merges into this one if its stride equals the extent of this one in every operand.
@@ -37,14 +39,19 @@ StridedLoop strided_loop(std::initializer_list<Tensor> operands) {
         loop.shape[to] = (merges ? loop.shape[to] : 1) * first.shape[d];
         for (int k = 0; k < loop.operands; k++) loop.operand[k].stride[to] = operands.begin()[k].stride[d];
     }
-    if (loop.rank == 0) loop.rank = 1, loop.shape[0] = 1;
+    if (loop.rank == 0) {
+        loop.rank = 1;
+        loop.shape[0] = 1;
+    }
     return loop;
 }
 
 Tensor broadcast_to(const char* op, const char* name, const Tensor& t, const Tensor& to) {
     bool fits = t.rank <= to.rank;
     Tensor r = to;
-    r.data = t.data, r.dtype = t.dtype, r.device = t.device;
+    r.data = t.data;
+    r.dtype = t.dtype;
+    r.device = t.device;
     for (int d = 0; fits && d < to.rank; d++) {
         const int from = d - (to.rank - t.rank);
         const int64_t size = from < 0 ? 1 : t.shape[from];
@@ -92,7 +99,10 @@ bool reachable(const Term* terms, int n, int64_t target, int64_t& work) {
     if (target == 0) return true;
     if (n == 0 || target < 0) return false;
     int64_t rest = 0, divisor = 0;
-    for (int k = 1; k < n; k++) rest += terms[k].step * terms[k].most, divisor = std::gcd(divisor, terms[k].step);
+    for (int k = 1; k < n; k++) {
+        rest += terms[k].step * terms[k].most;
+        divisor = std::gcd(divisor, terms[k].step);
+    }
     if (target % std::gcd(divisor, terms[0].step) != 0) return false;
     const int64_t step = terms[0].step, short_by = target - rest;
     const int64_t least = short_by > 0 ? (short_by + step - 1) / step : 0;

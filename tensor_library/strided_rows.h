@@ -91,7 +91,8 @@ class RowOffset {
   public:
     RowOffset(const StridedLoop& loop_, int operand, int64_t row) : loop(loop_), stride(loop.operand[operand].stride) {
         for (int d = loop.rank - 2; d >= 0; d--) {
-            index[d] = row % loop.shape[d], row /= loop.shape[d];
+            index[d] = row % loop.shape[d];
+            row /= loop.shape[d];
             at += index[d] * stride[d];
         }
     }
@@ -100,7 +101,8 @@ class RowOffset {
         for (int d = loop.rank - 2; d >= 0; d--) {
             at += stride[d];
             if (++index[d] < loop.shape[d]) return;
-            at -= index[d] * stride[d], index[d] = 0;
+            at -= index[d] * stride[d];
+            index[d] = 0;
         }
     }
 

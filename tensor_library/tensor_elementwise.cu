@@ -200,17 +200,21 @@ void launch_elementwise(const char* op, const StridedLoop& loop, TensorFunction 
         return;
     }
     Elementwise<INPUTS> a{};
-    a.rank = loop.rank, a.f = f, a.packs = loop.numel() / W;
+    a.rank = loop.rank;
+    a.f = f;
+    a.packs = loop.numel() / W;
     a.bf16 = std::all_of(loop.operand, loop.operand + loop.operands,
                          [](const StridedLoop::Operand& operand) { return operand.dtype == DType::BF16; });
     for (int d = 0; d < loop.rank; d++) a.size[d] = d == last ? loop.shape[d] / W : loop.shape[d];
     for (int k = 0; k <= INPUTS; k++) {
         Operand& operand = k == 0 ? a.out : a.inp[k - 1];
-        operand.data = loop.operand[k].data, operand.dtype = loop.operand[k].dtype;
+        operand.data = loop.operand[k].data;
+        operand.dtype = loop.operand[k].dtype;
         for (int d = 0; d < loop.rank; d++) operand.stride[d] = loop.operand[k].stride[d] * (d == last ? W : 1);
     }
     if (W == 1 && loop.inner() >= 2 * WARP) {
-        a.row_segments = ceil_div(loop.inner(), SEGMENT), a.packs = loop.numel() / loop.inner() * a.row_segments;
+        a.row_segments = ceil_div(loop.inner(), SEGMENT);
+        a.packs = loop.numel() / loop.inner() * a.row_segments;
         row_segments_kernel<INPUTS><<<grid_of(ceil_div(a.packs, THREADS / WARP)), THREADS, 0, cuda_stream(stream)>>>(a);
         check_launch(op, stream);
         return;

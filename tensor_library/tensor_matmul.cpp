@@ -21,7 +21,8 @@ LibraryMatrix library_matrix(float* data, int64_t rows, int64_t columns, int64_t
         m.tensor.stride[0] = row_stride;
     } else if (row_stride == 1 && column_stride >= rows) {
         m.tensor = host_tensor(data, {columns, rows});
-        m.tensor.stride[0] = column_stride, m.transposed = true;
+        m.tensor.stride[0] = column_stride;
+        m.transposed = true;
     } else {
         m.fits = false;
     }

@@ -49,7 +49,8 @@ class Fetched {
                                        int64_t K)
         : along_k(L == Layout::AlongK || (L == Layout::Any && k_stride < lane_stride)), k_left(K) {
         const int i = int(threadIdx.x) * W, tile = along_k ? S::BK : LANES;
-        lane = along_k ? i / tile : i % tile, k = along_k ? i % tile : i / tile;
+        lane = along_k ? i / tile : i % tile;
+        k = along_k ? i % tile : i / tile;
         lanes_left = int(min(lanes, int64_t(LANES)));
         at = data + lane * lane_stride + k * k_stride;
         step = along_k ? LANE_STEP * lane_stride : K_STEP * k_stride;
@@ -64,7 +65,8 @@ class Fetched {
 #pragma unroll
             for (int i = 0; i < W; i++) x[p * W + i] = v[i];
         }
-        at += advance, k_left -= S::BK;
+        at += advance;
+        k_left -= S::BK;
     }
     __device__ __forceinline__ void store(float (*tile)[PITCH]) const {
 #pragma unroll
@@ -115,13 +117,18 @@ __global__ void __launch_bounds__(S::THREADS, S::T == 8 ? 2 : 4)
     constexpr int SIDE = BN / T;
     const int column = threadIdx.x % SIDE, row = threadIdx.x / SIDE;
     float sum[T][T] = {};
-    next_a.fetch(), next_b.fetch();
-    next_a.store(tile_a[0]), next_b.store(tile_b[0]);
+    next_a.fetch();
+    next_b.fetch();
+    next_a.store(tile_a[0]);
+    next_b.store(tile_b[0]);
     __syncthreads();
     int buffer = 0;
     for (int64_t k0 = 0; k0 < p.K; k0 += BK, buffer ^= 1) {
         const bool more = k0 + BK < p.K;
-        if (more) next_a.fetch(), next_b.fetch();
+        if (more) {
+            next_a.fetch();
+            next_b.fetch();
+        }
 #pragma unroll
         for (int k = 0; k < BK; k++) {
             float x[T], y[T];
@@ -137,7 +144,10 @@ __global__ void __launch_bounds__(S::THREADS, S::T == 8 ? 2 : 4)
 #pragma unroll
                 for (int j = 0; j < T; j++) sum[i][j] = fmaf(x[i], y[j], sum[i][j]);
         }
-        if (more) next_a.store(tile_a[buffer ^ 1]), next_b.store(tile_b[buffer ^ 1]);
+        if (more) {
+            next_a.store(tile_a[buffer ^ 1]);
+            next_b.store(tile_b[buffer ^ 1]);
+        }
         __syncthreads();
     }
 #pragma unroll
@@ -181,7 +191,8 @@ void launch_matmul(const char* op, const BatchedMatmul& p, Stream stream) {
     q.out = static_cast<float*>(p.batch.operand[0].data);
     q.a = static_cast<const float*>(p.batch.operand[1].data);
     q.b = static_cast<const float*>(p.batch.operand[2].data);
-    q.tiles_m = ceil_div(p.M, S::BM), q.tiles_n = ceil_div(p.N, S::BN);
+    q.tiles_m = ceil_div(p.M, S::BM);
+    q.tiles_n = ceil_div(p.N, S::BN);
     const int64_t blocks = q.tiles_m * q.tiles_n * p.batch.numel();
     require(blocks <= 0x7fffffff, op, ": ", p.batch.numel(), " matmuls of [", p.M, ", ", p.K, "] and [", p.K, ", ", p.N,
             "] need more blocks than a grid can have; split the batch");

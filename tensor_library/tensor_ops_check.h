@@ -68,7 +68,9 @@ inline BinBcast bin_bcast_loop(const char* op, const Tensor& out, TensorFunction
     int rank = 0;
     const auto add = [&](int64_t size, int64_t out_stride, int64_t x_stride, int64_t y_stride) {
         outs.shape[rank] = xs.shape[rank] = ys.shape[rank] = size;
-        outs.stride[rank] = out_stride, xs.stride[rank] = x_stride, ys.stride[rank] = y_stride;
+        outs.stride[rank] = out_stride;
+        xs.stride[rank] = x_stride;
+        ys.stride[rank] = y_stride;
         rank++;
     };
     bool fits = y.rank <= out.rank;
@@ -82,8 +84,10 @@ inline BinBcast bin_bcast_loop(const char* op, const Tensor& out, TensorFunction
             add(n, out_stride, x_stride, y_stride);
         else if (m == 1 || n == 0)
             add(n, out_stride, x_stride, 0);
-        else
-            add(n / m, out_stride * m, x_stride * m, 0), add(m, out_stride, x_stride, y_stride);
+        else {
+            add(n / m, out_stride * m, x_stride * m, 0);
+            add(m, out_stride, x_stride, y_stride);
+        }
     }
     require(fits, op, ": y ", shape_string(y), " does not repeat over ", shape_string(out),
             "; each of its dimensions must divide out's");

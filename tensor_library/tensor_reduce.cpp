@@ -79,7 +79,10 @@ double reduce_along(TensorFunction f, const Reduction& r, int64_t at, int64_t be
         const int64_t n = std::min(BUFFER, end - i);
         alignas(64) float buffer[BUFFER];
         const float* x = in_place(inp, at + i * r.stride, r.stride);
-        if (!x) gather(inp, at + i * r.stride, r.stride, n, buffer), x = buffer;
+        if (!x) {
+            gather(inp, at + i * r.stride, r.stride, n, buffer);
+            x = buffer;
+        }
         total = combined(f, total, reduce_floats(f, x, n));
     }
     return total;
@@ -100,7 +103,10 @@ void reduce_across(double* total, TensorFunction f, const Reduction& r, int64_t 
             const float* rows[ROWS];
             for (int64_t i = 0; i < count; i++) {
                 rows[i] = in_place(inp, at + (first + i) * r.stride, inner);
-                if (!rows[i]) gather(inp, at + (first + i) * r.stride, inner, n, buffer[i]), rows[i] = buffer[i];
+                if (!rows[i]) {
+                    gather(inp, at + (first + i) * r.stride, inner, n, buffer[i]);
+                    rows[i] = buffer[i];
+                }
             }
             reduce_rows(f, sum, rows, count, n);
         }

@@ -87,7 +87,10 @@ __device__ __forceinline__ Floats<W> reduce_packs(const Reduce& a, int64_t at, i
             }
         }
 #pragma unroll
-        for (int i = 0; i < W; i++) total[i] = apply<F>(total[i], sum[i]), sum[i] = neutral<F>();
+        for (int i = 0; i < W; i++) {
+            total[i] = apply<F>(total[i], sum[i]);
+            sum[i] = neutral<F>();
+        }
     }
     return total;
 }
@@ -229,17 +232,25 @@ void launch_reduce(const char* op, const Reduction& r, const ReducePlan& plan, f
     const StridedLoop& loop = r.loop;
     const int last = loop.rank - 1;
     Reduce a{};
-    a.rank = loop.rank, a.length = r.length, a.stride = r.stride, a.start = start;
-    a.splits = plan.splits, a.split_length = plan.split_length, a.results = loop.numel();
+    a.rank = loop.rank;
+    a.length = r.length;
+    a.stride = r.stride;
+    a.start = start;
+    a.splits = plan.splits;
+    a.split_length = plan.split_length;
+    a.results = loop.numel();
     a.partial = plan.splits > 1 ? partial : nullptr;
     const int W = plan.along ? 1 : plan.W;  // results of an item
     for (int d = 0; d < loop.rank; d++) a.size[d] = d == last ? loop.shape[d] / W : loop.shape[d];
     for (const auto& [to, from] :
          {std::pair<Operand*, const StridedLoop::Operand*>{&a.inp, &loop.operand[0]}, {&a.out, &loop.operand[1]}}) {
-        to->data = from->data, to->dtype = from->dtype;
+        to->data = from->data;
+        to->dtype = from->dtype;
         for (int d = 0; d < loop.rank; d++) to->stride[d] = from->stride[d] * (d == last ? W : 1);
     }
-    a.items = a.results / W, a.blocks = ceil_div(a.items, THREADS / plan.group), a.group = plan.group;
+    a.items = a.results / W;
+    a.blocks = ceil_div(a.items, THREADS / plan.group);
+    a.group = plan.group;
     const dim3 grid = grid_of(a.blocks * plan.splits);
     const auto launch = [&](auto kernel) { launch_pdl(op, kernel, grid, THREADS, 0, stream, a); };
     const auto launch_width = [&](auto width) {
@@ -264,10 +275,15 @@ void launch_reduce(const char* op, const Reduction& r, const ReducePlan& plan, f
     // The partial results are an array [splits, results]. A second launch reduces its first dimension; its blocks are
     // resident before the first kernel ends (programmatic dependent launch).
     Reduction rest = r;
-    rest.length = plan.splits, rest.stride = a.results;
-    rest.loop.operand[0].data = partial, rest.loop.operand[0].dtype = DType::F32;
+    rest.length = plan.splits;
+    rest.stride = a.results;
+    rest.loop.operand[0].data = partial;
+    rest.loop.operand[0].dtype = DType::F32;
     int64_t stride = 1;
-    for (int d = last; d >= 0; d--) rest.loop.operand[0].stride[d] = stride, stride *= loop.shape[d];
+    for (int d = last; d >= 0; d--) {
+        rest.loop.operand[0].stride[d] = stride;
+        stride *= loop.shape[d];
+    }
     launch_reduce<F>(op, rest, plan_reduction(rest, false), start, nullptr, stream);
 }
 

@@ -35,7 +35,8 @@ int64_t size(const Tensor& t, int dimension) {
 LinearAttentionType linear_type(const char* op, int32_t features, int32_t normalise) {
     require(features == 0 || features == 1, op, ": features are ", features, ", expected 0 (identity) or 1 (elu + 1)");
     LinearAttentionType type;
-    type.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity, type.normalise = normalise != 0;
+    type.features = features ? FeatureMap::EluPlusOne : FeatureMap::Identity;
+    type.normalise = normalise != 0;
     return type;
 }
 
@@ -400,12 +401,18 @@ int tgk_adamw_update(tgk_context* context, const tgk_tensor* params, const tgk_t
     return call(op, context, 3, {params, m, v, grads}, [&](Tensors& tensors, tgk_context& c) {
         require(t >= 1, op, ": t is ", t, ", expected the number of this update, 1 or more");
         StepScalars scalars{};
-        scalars.lr = lr, scalars.grad_scale = grad_scale, scalars.t = t;
+        scalars.lr = lr;
+        scalars.grad_scale = grad_scale;
+        scalars.t = t;
         const Tensor on_device = upload_scalars(scalars, scratch(c, int64_t(sizeof(StepScalars))), c.stream);
         AdamWSegment segment{};
-        segment.end = size(tensors[3], 0), segment.weight_decay = weight_decay, segment.fp32_begin = 0;
+        segment.end = size(tensors[3], 0);
+        segment.weight_decay = weight_decay;
+        segment.fp32_begin = 0;
         AdamWOptions options;
-        options.beta1 = beta1, options.beta2 = beta2, options.eps = eps;
+        options.beta1 = beta1;
+        options.beta2 = beta2;
+        options.eps = eps;
         adamw_update(tensors[0], Tensor{}, tensors[1], tensors[2], tensors[3], &segment, 1, options, on_device,
                      c.stream);
     });
@@ -441,10 +448,15 @@ int tgk_muon_update(tgk_context* context, const tgk_tensor* params, const tgk_te
         const Tensor memory = scratch(c, bytes);
         const Tensor updates = make_tensor(memory.rows(SCALARS, bytes).data, DType::F32, g.device, {n});
         StepScalars scalars{};
-        scalars.lr = lr, scalars.momentum = momentum, scalars.grad_scale = grad_scale;
+        scalars.lr = lr;
+        scalars.momentum = momentum;
+        scalars.grad_scale = grad_scale;
         const Tensor on_device = upload_scalars(scalars, memory, c.stream);
         MuonSegment segment{};
-        segment.end = n, segment.weight_decay = weight_decay, segment.fp32_begin = 0, segment.shape_scale = shape_scale;
+        segment.end = n;
+        segment.weight_decay = weight_decay;
+        segment.fp32_begin = 0;
+        segment.shape_scale = shape_scale;
         muon_momentum(updates, flat[1], flat[2], &segment, 1, 0, on_device, c.stream);
         newton_schulz(make_tensor(updates.data, DType::F32, g.device, {batch, rows, columns}),
                       memory.rows(updates_end, bytes), schedule, c.stream);

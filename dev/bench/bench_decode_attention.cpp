@@ -19,7 +19,9 @@ void decode(benchmark::State& state, DType T) {
                      positions = BenchArray::ints(std::vector<int32_t>(size_t(N), int32_t(length - 1)));
     const BenchArray scratch = BenchArray::bytes(decode_attention_scratch(N, NH, HS, length));
     DecodeBatch batch;
-    batch.slots = slots, batch.positions = positions, batch.max_length = length;
+    batch.slots = slots;
+    batch.positions = positions;
+    batch.max_length = length;
     run_bench(state, [&] { decode_attention(out, qkv, k, v, batch, window, 0.125f, scratch, Stream{}); });
     report_bytes(state, (k.bytes() + v.bytes()) / rows * (window ? window : length));
 }

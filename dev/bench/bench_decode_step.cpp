@@ -16,16 +16,35 @@ enum ModelShape { GPT2_124M, LLAMA_1B, QWEN2_5_1_5B };
 
 DecodeModel decode_model(ModelShape shape, DType T) {
     DecodeModel m;
-    m.HS = shape == QWEN2_5_1_5B ? 128 : 64, m.scale = 1 / std::sqrt(float(m.HS)), m.slots = SLOTS,
-    m.capacity = CAPACITY, m.dtype = T;
+    m.HS = shape == QWEN2_5_1_5B ? 128 : 64;
+    m.scale = 1 / std::sqrt(float(m.HS));
+    m.slots = SLOTS;
+    m.capacity = CAPACITY;
+    m.dtype = T;
     if (shape == GPT2_124M) {
-        m.layers = 12, m.C = 768, m.NH = m.NKV = 12, m.FFN = 3072, m.Vp = 50304;
+        m.layers = 12;
+        m.C = 768;
+        m.NH = m.NKV = 12;
+        m.FFN = 3072;
+        m.Vp = 50304;
     } else {
-        if (shape == LLAMA_1B)
-            m.layers = 16, m.C = 2048, m.NH = 32, m.NKV = 8, m.FFN = 8192, m.Vp = 128256;
-        else
-            m.layers = 28, m.C = 1536, m.NH = 12, m.NKV = 2, m.FFN = 8960, m.Vp = 151936;
-        m.activation = Activation::SwiGLU, m.centred = false;
+        if (shape == LLAMA_1B) {
+            m.layers = 16;
+            m.C = 2048;
+            m.NH = 32;
+            m.NKV = 8;
+            m.FFN = 8192;
+            m.Vp = 128256;
+        } else {
+            m.layers = 28;
+            m.C = 1536;
+            m.NH = 12;
+            m.NKV = 2;
+            m.FFN = 8960;
+            m.Vp = 151936;
+        }
+        m.activation = Activation::SwiGLU;
+        m.centred = false;
     }
     return m;
 }
@@ -43,9 +62,12 @@ class Model {
         const int64_t Q = m.NH * m.HS, fc = m.activation == Activation::SwiGLU ? 2 * m.FFN : m.FFN;
         for (int64_t l = 0; l < m.layers; l++) {
             BlockWeights b;
-            b.norm1 = norm(), b.norm2 = norm();
-            b.qkv = linear(Q + 2 * m.NKV * m.HS, m.C, qkv_biases), b.proj = linear(m.C, Q, all_biases);
-            b.fc = linear(fc, m.C, all_biases), b.fcproj = linear(m.C, m.FFN, all_biases);
+            b.norm1 = norm();
+            b.norm2 = norm();
+            b.qkv = linear(Q + 2 * m.NKV * m.HS, m.C, qkv_biases);
+            b.proj = linear(m.C, Q, all_biases);
+            b.fc = linear(fc, m.C, all_biases);
+            b.fcproj = linear(m.C, m.FFN, all_biases);
             weights.blocks.push_back(b);
         }
         weights.normf = norm();
@@ -81,7 +103,8 @@ const Model& kept_model(ModelShape shape, const DecodeModel& m) {
     if (!model || of_shape != shape || of_dtype != m.dtype) {
         model.reset();  // before the next one takes its memory
         model = std::make_unique<Model>(m, shape);
-        of_shape = shape, of_dtype = m.dtype;
+        of_shape = shape;
+        of_dtype = m.dtype;
     }
     return *model;
 }
@@ -101,8 +124,13 @@ void time_step(benchmark::State& state, DType T, ModelShape shape) {
         table({CAPACITY, m.HS / 2, 2}), scratch = BenchArray::bytes(decode_step_scratch(m));
     decode_step_prepare(scratch, m, model.weights, model.k, model.v, Stream{});
     DecodeBatch batch;
-    batch.slots = slots, batch.positions = positions, batch.max_length = length;
-    if (shape != GPT2_124M) batch.angles = positions, batch.table = table;
+    batch.slots = slots;
+    batch.positions = positions;
+    batch.max_length = length;
+    if (shape != GPT2_124M) {
+        batch.angles = positions;
+        batch.table = table;
+    }
     run_bench(state, [&] { decode_step(logits, ids, batch, m, model.weights, scratch, Stream{}); });
     report_bytes(state, model.weight_bytes + double(2 * m.layers * N * length * m.NKV * m.HS * dtype_size(T)));
     report_tokens(state, double(N));

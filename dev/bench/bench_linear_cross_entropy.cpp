@@ -17,8 +17,15 @@ void forward_backward(benchmark::State& state, DType T) {
     const BenchArray losses({n}), dinp(T, {n, C}), dweight({Vp, C}), inp(T, {n, C}), weight(T, {Vp, C}),
         logits(T, {n, Vp}), targets(BenchArray::ints({n}, int32_t(V)));
     LinearCrossEntropy head;
-    head.losses = losses, head.dinp = dinp, head.dweight = dweight, head.inp = inp, head.weight = weight;
-    head.targets = targets, head.logits = logits, head.V = V, head.accumulate = true;
+    head.losses = losses;
+    head.dinp = dinp;
+    head.dweight = dweight;
+    head.inp = inp;
+    head.weight = weight;
+    head.targets = targets;
+    head.logits = logits;
+    head.V = V;
+    head.accumulate = true;
     head.dloss = float(V);  // inp may be multiplied by dloss·p(target): so it neither vanishes nor overflows
     run_bench(
         state, [&] { linear_cross_entropy(head, stream); }, stream);

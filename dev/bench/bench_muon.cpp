@@ -52,7 +52,9 @@ struct Elements {
           updates(T, {n}),
           is_16bit(T != DType::F32) {
         StepScalars s{};
-        s.lr = 1e-4f, s.momentum = 0.95f, s.grad_scale = 1;
+        s.lr = 1e-4f;
+        s.momentum = 0.95f;
+        s.grad_scale = 1;
         copy_to_device(scalars.tensor().data, &s, sizeof(s), Stream{});
     }
     void momentum(const MuonSegment& segment) const {
@@ -65,7 +67,9 @@ struct Elements {
 
 MuonSegment segment_of(int64_t n) {
     MuonSegment s{};
-    s.end = n, s.weight_decay = 0.1f, s.fp32_begin = 0;
+    s.end = n;
+    s.weight_decay = 0.1f;
+    s.fp32_begin = 0;
     return s;
 }
 

@@ -59,7 +59,9 @@ MachineLimits measure() {
         for (int t = 0; t < threads; t++) f(t * piece);
     };
     on_all_threads([&](int64_t at) {
-        std::fill_n(a + at, piece, 1.0f), std::fill_n(b + at, piece, 1.0f), std::fill_n(c + at, piece, 1.0f);
+        std::fill_n(a + at, piece, 1.0f);
+        std::fill_n(b + at, piece, 1.0f);
+        std::fill_n(c + at, piece, 1.0f);
     });
     const double bytes = double(piece) * threads * 4;
     MachineLimits limits{};

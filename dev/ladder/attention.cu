@@ -377,7 +377,8 @@ struct Problem {
     }
 
     bool correct(const Rung& rung, Stream stream) {
-        out.poison(stream), scores.poison(stream);
+        out.poison(stream);
+        scores.poison(stream);
         run(rung, arguments(), stream);
         const std::vector<bf16> got = out.fetch(stream);
         ErrorBound bound(DType::BF16, T, rung.roundings);
@@ -401,7 +402,9 @@ LadderTable climb(int64_t T, Stream stream) {
 
     LadderTable table;
     table.title = "attention bf16";
-    table.unit = "TFLOP/s", table.unit_size = 1e12, table.limit_name = "matmul";
+    table.unit = "TFLOP/s";
+    table.unit_size = 1e12;
+    table.limit_name = "matmul";
     for (const Rung& rung : RUNGS) {
         bool correct = large.correct(rung, stream);
         for (Problem& problem : small) correct = problem.correct(rung, stream) && correct;

@@ -90,10 +90,16 @@ Sum collapsed(const Sum& a) {
         const int last = c.rank - 1;
         const bool whole = last >= 0 && c.n[last] == c.m[last] && a.n[d] == a.m[d];
         const bool one = last >= 0 && c.m[last] == 1 && a.m[d] == 1;
-        if (whole || one)
-            c.n[last] *= a.n[d], c.m[last] *= a.m[d], c.y_stride[last] = a.y_stride[d];
-        else
-            c.n[c.rank] = a.n[d], c.m[c.rank] = a.m[d], c.y_stride[c.rank] = a.y_stride[d], c.rank++;
+        if (whole || one) {
+            c.n[last] *= a.n[d];
+            c.m[last] *= a.m[d];
+            c.y_stride[last] = a.y_stride[d];
+        } else {
+            c.n[c.rank] = a.n[d];
+            c.m[c.rank] = a.m[d];
+            c.y_stride[c.rank] = a.y_stride[d];
+            c.rank++;
+        }
     }
     return c;
 }
@@ -177,9 +183,18 @@ class Problem {
         : out(numel(n), stream),
           x(DeviceArray<float>::random(numel(n), 1, 1, 0, stream)),
           y(DeviceArray<float>::random(numel(m), 2, 1, 0, stream)) {
-        a.out = out.data(), a.x = x.data(), a.y = y.data(), a.rank = DIMS, a.numel = numel(n);
+        a.out = out.data();
+        a.x = x.data();
+        a.y = y.data();
+        a.rank = DIMS;
+        a.numel = numel(n);
         int64_t stride = 1;
-        for (int d = DIMS - 1; d >= 0; d--) a.n[d] = n[d], a.m[d] = m[d], a.y_stride[d] = stride, stride *= m[d];
+        for (int d = DIMS - 1; d >= 0; d--) {
+            a.n[d] = n[d];
+            a.m[d] = m[d];
+            a.y_stride[d] = stride;
+            stride *= m[d];
+        }
     }
     void run(const Rung& rung, Stream stream) const {
         rung.add(a, stream);
@@ -193,7 +208,10 @@ class Problem {
 #pragma omp parallel for reduction(&& : right)
         for (int64_t i = 0; i < a.numel; i++) {
             int64_t at = 0, rest = i;
-            for (int d = DIMS - 1; d >= 0; d--) at += rest % a.n[d] % a.m[d] * a.y_stride[d], rest /= a.n[d];
+            for (int d = DIMS - 1; d >= 0; d--) {
+                at += rest % a.n[d] % a.m[d] * a.y_stride[d];
+                rest /= a.n[d];
+            }
             const float expected = float(x.values()[size_t(i)]) + float(y.values()[size_t(at)]);
             right = right && got[size_t(i)] == expected;
         }
@@ -221,7 +239,10 @@ LadderTable climb(const char* title, const int64_t (&n)[DIMS], const int64_t (&m
     Problem large(n, m, stream);
     ColdTimer timer(stream);
     LadderTable table;
-    table.title = title, table.unit = "GB/s", table.unit_size = 1e9, table.limit_name = "copy";
+    table.title = title;
+    table.unit = "GB/s";
+    table.unit_size = 1e9;
+    table.limit_name = "copy";
     for (const Rung& rung : RUNGS) {
         bool right = large.correct(rung, stream);
         for (Problem& problem : small) right = problem.correct(rung, stream) && right;

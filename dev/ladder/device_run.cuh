@@ -100,7 +100,10 @@ class ColdTimer {
             launch();
             end.record(stream);
             end.wait();
-            if (i > 0) times.push_back(elapsed_ms(begin, end)), total += times.back();
+            if (i > 0) {
+                times.push_back(elapsed_ms(begin, end));
+                total += times.back();
+            }
         }
         std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
         return times[times.size() / 2];

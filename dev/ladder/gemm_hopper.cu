@@ -65,7 +65,10 @@ __global__ void __launch_bounds__(256) mma_kernel(LinearArguments<bf16> p, const
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& stage = *reinterpret_cast<MmaStage*>(memory);
     __shared__ Mbarrier full;
-    if (threadIdx.x == 0) mbarrier_init(&full, 1), mbarrier_init_fence();
+    if (threadIdx.x == 0) {
+        mbarrier_init(&full, 1);
+        mbarrier_init_fence();
+    }
     __syncthreads();
     const int m0 = int(blockIdx.y) * 128, n0 = int(blockIdx.x) * 128, lane = lane_id();
     const int warp = threadIdx.x / WARP, m = warp / 4 * 64, n = warp % 4 * 32;
@@ -161,7 +164,10 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1)
     specialised_kernel(LinearArguments<bf16> p, const __grid_constant__ Maps maps) {
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& shared = *reinterpret_cast<SpecialisedShared*>(memory);
-    if (threadIdx.x == 0) shared.ring.init(8), mbarrier_init_fence();
+    if (threadIdx.x == 0) {
+        shared.ring.init(8);
+        mbarrier_init_fence();
+    }
     __syncthreads();
     const int m = int(blockIdx.y) * 128, n = int(blockIdx.x) * 256, steps = int(ceil_div(p.K, BK));
     const int warp = uniform(threadIdx.x / WARP);
@@ -335,9 +341,15 @@ template <typename S>
 __global__ void __launch_bounds__(3 * WARPGROUP, 1) persistent_kernel(const __grid_constant__ Persistent p) {
     extern __shared__ __align__(SWIZZLE_ALIGNMENT) unsigned char memory[];
     auto& shared = *reinterpret_cast<typename S::Shared*>(memory);
-    if (threadIdx.x == 0) shared.ring.init(S::READERS * S::CLUSTER), mbarrier_init_fence();
+    if (threadIdx.x == 0) {
+        shared.ring.init(S::READERS * S::CLUSTER);
+        mbarrier_init_fence();
+    }
     __syncthreads();
-    if constexpr (S::CLUSTER > 1) cluster_arrive(), cluster_wait();
+    if constexpr (S::CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
     const int warp = uniform(threadIdx.x / WARP), rank = S::CLUSTER > 1 ? cluster_rank() : 0;
     const Tiles tiles(p, int(blockIdx.x) / S::CLUSTER, int(gridDim.x) / S::CLUSTER);
     if (warp >= 8) {
@@ -348,7 +360,10 @@ __global__ void __launch_bounds__(3 * WARPGROUP, 1) persistent_kernel(const __gr
         setmaxnreg_inc<232>();
         consume<S>(p, shared, tiles, rank, warp);
     }
-    if constexpr (S::CLUSTER > 1) cluster_arrive(), cluster_wait();  // no block writes to one that has left
+    if constexpr (S::CLUSTER > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }  // no block writes to one that has left
 }
 
 template <typename S>
@@ -357,11 +372,15 @@ void persistent(const LinearArguments<bf16>& p, Stream stream) {
     void (*const kernel)(Persistent) = persistent_kernel<S>;
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = S::CLUSTER, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cluster.val.clusterDim.x = S::CLUSTER;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(S::CLUSTER), config.blockDim = dim3(3 * WARPGROUP);
-    config.dynamicSmemBytes = sizeof(typename S::Shared), config.stream = cuda_stream(stream);
-    config.attrs = &cluster, config.numAttrs = S::CLUSTER > 1;
+    config.gridDim = dim3(S::CLUSTER);
+    config.blockDim = dim3(3 * WARPGROUP);
+    config.dynamicSmemBytes = sizeof(typename S::Shared);
+    config.stream = cuda_stream(stream);
+    config.attrs = &cluster;
+    config.numAttrs = S::CLUSTER > 1;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename S::Shared)),
                op);
     int resident = int(num_sms());  // clusters that run at the same time
@@ -369,10 +388,13 @@ void persistent(const LinearArguments<bf16>& p, Stream stream) {
 
     const Maps maps = maps_of<S::BM, S::BN / S::CLUSTER>(p);
     Persistent arguments{};
-    arguments.inp = maps.inp, arguments.weight = maps.weight;
+    arguments.inp = maps.inp;
+    arguments.weight = maps.weight;
     arguments.out = make_tensor_map(op, Heads<bf16>{p.out, p.N, p.N}, p.M, 1, p.N, 16);
-    arguments.rows = int(ceil_div(p.M, S::BM * S::CLUSTER)), arguments.columns = int(ceil_div(p.N, S::BN));
-    arguments.group = 16 / S::CLUSTER, arguments.steps = int(ceil_div(p.K, BK));
+    arguments.rows = int(ceil_div(p.M, S::BM * S::CLUSTER));
+    arguments.columns = int(ceil_div(p.N, S::BN));
+    arguments.group = 16 / S::CLUSTER;
+    arguments.steps = int(ceil_div(p.K, BK));
     config.gridDim = dim3(unsigned(std::min(arguments.rows * arguments.columns, resident) * S::CLUSTER));
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments), op);
 }

@@ -71,7 +71,10 @@ class ErrorBound {
   public:
     // Results of `dtype` whose sums have K terms; 16-bit results have this many roundings.
     ErrorBound(DType dtype, int64_t K, int roundings = 1) : sum_bound(4 * 0x1p-24 * std::sqrt(1 + double(K) / 4096)) {
-        if (dtype == DType::BF16) storage_rms = 2e-3 * std::sqrt(roundings), storage_largest = 0x1p-8 * roundings;
+        if (dtype == DType::BF16) {
+            storage_rms = 2e-3 * std::sqrt(roundings);
+            storage_largest = 0x1p-8 * roundings;
+        }
     }
 
     void add(double got, const reference::Value& ref) {
@@ -136,7 +139,10 @@ struct LadderTable {
             std::istringstream words(row.why);
             std::string line, word;
             while (words >> word) {
-                if (line.size() + 1 + word.size() > 120) std::printf("%s\n", line.c_str()), line.clear();
+                if (line.size() + 1 + word.size() > 120) {
+                    std::printf("%s\n", line.c_str());
+                    line.clear();
+                }
                 line += (line.empty() ? "" : " ") + word;
             }
             std::printf("%s\n\n", line.c_str());

@@ -235,7 +235,9 @@ struct Problem {
 
     // Runs the rung on poisoned outputs and compares whole rows: all, or every 1021st and the first and last ones.
     bool correct(const Rung<T>& rung, bool statistics, Stream stream) {
-        out.poison(stream), mean.poison(stream), rstd.poison(stream);
+        out.poison(stream);
+        mean.poison(stream);
+        rstd.poison(stream);
         run(rung, arguments(statistics), stream);
         const std::vector<T> got = out.fetch(stream);
         const std::vector<float> got_mean = mean.fetch(stream), got_rstd = rstd.fetch(stream);
@@ -271,7 +273,9 @@ LadderTable climb(int64_t N, Stream stream) {
 
     LadderTable table;
     table.title = str("layernorm ", dtype_name(dtype_of<T>()));
-    table.unit = "GB/s", table.unit_size = 1e9, table.limit_name = "copy";
+    table.unit = "GB/s";
+    table.unit_size = 1e9;
+    table.limit_name = "copy";
     for (const Rung<T>& rung : RUNGS<T>) {
         bool correct = large.correct(rung, true, stream);
         for (Problem<T>& problem : small)

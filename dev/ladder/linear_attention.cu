@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(SPLIT_WARPS* WARP) low_occupancy_kernel(Attent
             x = fmaf(q, state[r], x);
             d = fmaf(q, sum[r], d);
         }
-        x = warp_sum(x), d = warp_sum(d);
+        x = warp_sum(x);
+        d = warp_sum(d);
         if (lane == 0) a.out[row * a.M + m] = from_float<T>(a.normalise ? x / (d + EPS) : x);
     }
 }
@@ -200,8 +201,10 @@ __global__ void __launch_bounds__(COLUMN_THREADS) columns_kernel(Attention<T> a,
                 }
             }
             if (SUMS) continue;
-            x += __shfl_xor_sync(ALL_LANES, x, 1), d += __shfl_xor_sync(ALL_LANES, d, 1);
-            x += __shfl_xor_sync(ALL_LANES, x, 2), d += __shfl_xor_sync(ALL_LANES, d, 2);
+            x += __shfl_xor_sync(ALL_LANES, x, 1);
+            d += __shfl_xor_sync(ALL_LANES, d, 1);
+            x += __shfl_xor_sync(ALL_LANES, x, 2);
+            d += __shfl_xor_sync(ALL_LANES, d, 2);
             if (quarter == 0 && m < a.M)
                 a.out[(row + t * a.H) * a.M + m] = from_float<T>(a.normalise ? x / (d + EPS) : x);
         }
@@ -396,7 +399,9 @@ LadderTable climb(const char* name, bool elu, bool normalise, int64_t N, Stream 
     ColdTimer timer(stream);
     LadderTable table;
     table.title = str(name, " ", dtype_name(dtype_of<T>()));
-    table.unit = "GB/s", table.unit_size = 1e9, table.limit_name = "copy";
+    table.unit = "GB/s";
+    table.unit_size = 1e9;
+    table.limit_name = "copy";
     for (const Rung<T>& rung : RUNGS<T>) {
         bool correct = large.correct(rung, elu, normalise);
         for (Problem<T>& problem : small) correct = problem.correct(rung, elu, normalise) && correct;

@@ -112,7 +112,9 @@ LadderTable climb(const std::vector<Rung<T>>& rungs, const std::vector<std::arra
 
     LadderTable table;
     table.title = str("matmul ", dtype_name(dtype_of<T>()));
-    table.unit = "TFLOP/s", table.unit_size = 1e12, table.limit_name = "cuBLASLt";
+    table.unit = "TFLOP/s";
+    table.unit_size = 1e12;
+    table.limit_name = "cuBLASLt";
     for (const Rung<T>& rung : rungs) {
         matmul_tuning(true, stream);  // the limit is the fastest algorithm of the library
         bool correct = large.correct(rung, false, stream);

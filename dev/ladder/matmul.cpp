@@ -120,7 +120,8 @@ double seconds(const Rung& rung, float* c, const float* a, const float* b) {
         const auto start = std::chrono::steady_clock::now();
         rung.multiply(c, a, b);
         const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-        best = std::min(best, s), total += s;
+        best = std::min(best, s);
+        total += s;
     }
     return best;
 }
@@ -141,7 +142,10 @@ int main(int argc, char** argv) {
         std::printf("c[%d, %d] = a[%d, %d]·b[%d, %d] in fp32. Peak measured now: %.0f GFLOP/s on %d threads; %s\n\n",
                     int(M), int(N), int(M), int(K), int(K), int(N), peak * 1e-9, threads, matmul_library());
         LadderTable table;
-        table.title = "matmul fp32", table.unit = "GFLOP/s", table.unit_size = 1e9, table.limit_name = "peak";
+        table.title = "matmul fp32";
+        table.unit = "GFLOP/s";
+        table.unit_size = 1e9;
+        table.limit_name = "peak";
         for (const Rung& rung : RUNGS) {
             const int used = rung.all_threads ? threads : 1;
             omp_set_num_threads(used);

@@ -108,7 +108,11 @@ class TileCopier {
           columns_left(columns),
           rows_left(int(min(rows - first_row, int64_t(ROWS)))),
           src(matrix + first_row * columns) {
-        if (ALIGNED) src += row() * stride + column(), columns_left -= column(), rows_left -= row();
+        if (ALIGNED) {
+            src += row() * stride + column();
+            columns_left -= column();
+            rows_left -= row();
+        }
     }
 
     // Starts the copy of the next tile to the right; after the last one the tile is all zeros.

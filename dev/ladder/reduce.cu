@@ -119,7 +119,10 @@ struct Problem {
           scratch(std::max<int64_t>(2 * ceil_div(n, THREADS), 1 << 16), stream) {
         double value = 0, mag = 0;
 #pragma omp parallel for reduction(+ : value, mag)
-        for (int64_t i = 0; i < n; i++) value += x.values()[size_t(i)], mag += std::fabs(x.values()[size_t(i)]);
+        for (int64_t i = 0; i < n; i++) {
+            value += x.values()[size_t(i)];
+            mag += std::fabs(x.values()[size_t(i)]);
+        }
         sum = {value, mag};
     }
 };
@@ -141,7 +144,8 @@ void in_steps(void (*first)(float*, const T*, int64_t), void (*rest)(float*, con
     while (n > 1) {
         const int64_t blocks = ALL ? blocks_for<true>(n) : 1;
         rest<<<grid_of(blocks), THREADS, 0, cuda_stream(stream)>>>(blocks == 1 ? p.out.data() : to, from, n);
-        std::swap(from, to), n = blocks;
+        std::swap(from, to);
+        n = blocks;
     }
 }
 
@@ -213,7 +217,8 @@ void run(const Rung<T>& rung, const Problem<T>& p, Stream stream) {
 
 template <typename T>
 bool correct(const Rung<T>& rung, Problem<T>& p, Stream stream) {
-    p.out.poison(stream), p.scratch.poison(stream);
+    p.out.poison(stream);
+    p.scratch.poison(stream);
     run(rung, p, stream);
     ErrorBound bound(DType::F32, p.n);
     bound.add(double(p.out.fetch(stream)[0]), p.sum);
@@ -228,7 +233,9 @@ LadderTable climb(int64_t n, Stream stream) {
     ColdTimer timer(stream);
     LadderTable table;
     table.title = str("sum ", dtype_name(dtype_of<T>()));
-    table.unit = "GB/s", table.unit_size = 1e9, table.limit_name = "copy";
+    table.unit = "GB/s";
+    table.unit_size = 1e9;
+    table.limit_name = "copy";
     for (const Rung<T>& rung : RUNGS<T>) {
         bool right = correct(rung, large, stream);
         for (Problem<T>& problem : small) right = correct(rung, problem, stream) && right;

@@ -25,8 +25,14 @@ namespace reference {
 // A number and the mag of its rounding errors.
 struct Value {
     double value = 0, mag = 0;
-    HOST_DEVICE void add(double x) { value += x, mag += fabs(x); }
-    HOST_DEVICE void add(double x, double x_mag) { value += x, mag += x_mag; }
+    HOST_DEVICE void add(double x) {
+        value += x;
+        mag += fabs(x);
+    }
+    HOST_DEVICE void add(double x, double x_mag) {
+        value += x;
+        mag += x_mag;
+    }
 };
 
 // An array of Value in the form that expect_close takes.
@@ -34,7 +40,10 @@ struct Values {
     std::vector<double> value, mag;
     Values() = default;
     explicit Values(int64_t n) : value(size_t(n)), mag(size_t(n)) {}
-    void set(int64_t i, Value v) { value[size_t(i)] = v.value, mag[size_t(i)] = v.mag; }
+    void set(int64_t i, Value v) {
+        value[size_t(i)] = v.value;
+        mag[size_t(i)] = v.mag;
+    }
     const double* data() const { return value.data(); }
 };
 
@@ -120,7 +129,10 @@ inline Values embedding_forward(const int32_t* tokens, const int32_t* positions,
 inline Values embedding_backward(const double* dout, const int32_t* index, const double* accumulate, int64_t N,
                                  int64_t C, int64_t rows) {
     Values d(rows * C);
-    for (int64_t i = 0; accumulate && i < rows * C; i++) d.value[i] = accumulate[i], d.mag[i] = fabs(accumulate[i]);
+    for (int64_t i = 0; accumulate && i < rows * C; i++) {
+        d.value[i] = accumulate[i];
+        d.mag[i] = fabs(accumulate[i]);
+    }
     for (int64_t n = 0; n < N; n++)
         for (int64_t c = 0; c < C; c++) {
             d.value[index[n] * C + c] += dout[n * C + c];
@@ -423,7 +435,9 @@ inline CrossEntropy cross_entropy(const double* logits, const int32_t* targets, 
         std::vector<Value> slope;
         for (int64_t v = 0; v < V; v++) {
             const Capped z = softcap(logits[n * Vp + v], cap);
-            row.push_back(z.value.value), row_mag.push_back(z.value.mag), slope.push_back(z.slope);
+            row.push_back(z.value.value);
+            row_mag.push_back(z.value.mag);
+            slope.push_back(z.slope);
         }
         const size_t target = size_t(targets[n]);
         const double m = *std::max_element(row.begin(), row.end()), below_maximum = m - row[target];
@@ -725,14 +739,22 @@ HOST_DEVICE inline Value feature(double x, bool elu) {
 struct LinearAttentionSums {
     Values s, z;
     LinearAttentionSums(int64_t E, int64_t M, const double* from, const double* from_z) : s(E * M), z(E) {
-        for (size_t i = 0; from && i < s.value.size(); i++) s.value[i] = from[i], s.mag[i] = fabs(from[i]);
-        for (size_t i = 0; from_z && i < z.value.size(); i++) z.value[i] = from_z[i], z.mag[i] = fabs(from_z[i]);
+        for (size_t i = 0; from && i < s.value.size(); i++) {
+            s.value[i] = from[i];
+            s.mag[i] = fabs(from[i]);
+        }
+        for (size_t i = 0; from_z && i < z.value.size(); i++) {
+            z.value[i] = from_z[i];
+            z.mag[i] = fabs(from_z[i]);
+        }
     }
     // A relative error u of g changes exp(g) by u·|g|·exp(g).
     void decay(double g) {
         for (Values* x : {&s, &z})
-            for (size_t i = 0; i < x->value.size(); i++)
-                x->value[i] *= exp(g), x->mag[i] = x->mag[i] * exp(g) + fabs(g * x->value[i]);
+            for (size_t i = 0; i < x->value.size(); i++) {
+                x->value[i] *= exp(g);
+                x->mag[i] = x->mag[i] * exp(g) + fabs(g * x->value[i]);
+            }
     }
     // s += b cᵀ, z += w·b
     void add(const std::vector<Value>& b, const std::vector<Value>& c, Value w) {
@@ -741,7 +763,8 @@ struct LinearAttentionSums {
                 s.value[e * c.size() + m] += b[e].value * c[m].value;
                 s.mag[e * c.size() + m] += b[e].mag * c[m].mag;
             }
-            z.value[e] += b[e].value * w.value, z.mag[e] += b[e].mag * w.mag;
+            z.value[e] += b[e].value * w.value;
+            z.mag[e] += b[e].mag * w.mag;
         }
     }
     // Σ_e a_e·s_em for column m; Σ_m s_em·c_m for row e.
@@ -820,7 +843,8 @@ inline LinearAttentionGradients linear_attention_backward(const LinearAttentionI
         Gradient x{features_of(dout + at, M, false), {}};
         if (!p.normalise) return x;
         for (int64_t m = 0; m < M; m++) {
-            x.g[size_t(m)].value /= norm[h * N + t], x.g[size_t(m)].mag /= norm[h * N + t];
+            x.g[size_t(m)].value /= norm[h * N + t];
+            x.g[size_t(m)].mag /= norm[h * N + t];
             x.delta.add(-x.g[size_t(m)].value * out[at + m]);
         }
         return x;
@@ -904,7 +928,8 @@ class LinearAttentionPairs {
         for (int64_t i = 0; i < p.cum.back() * p.NH && p.normalise; i++) {
             const double d = norm[i % p.NH * p.cum.back() + i / p.NH];
             for (int64_t at = i * p.M; at < (i + 1) * p.M; at++) {
-                g.value[size_t(at)] /= d, g.mag[size_t(at)] /= d;
+                g.value[size_t(at)] /= d;
+                g.mag[size_t(at)] /= d;
                 delta.value[size_t(i)] -= g.value[size_t(at)] * out[at];
                 delta.mag[size_t(i)] += fabs(g.value[size_t(at)] * out[at]);
             }
@@ -957,8 +982,14 @@ class LinearAttentionPairs {
         constexpr int64_t W = 4;  // independent sums: long sequences spend their time here
         double value[W] = {}, mag[W] = {};
         for (int64_t i = 0; i + W <= n; i += W)
-            for (int64_t j = 0; j < W; j++) value[j] += x[i + j] * y[i + j], mag[j] += x_mag[i + j] * y_mag[i + j];
-        for (int64_t i = n / W * W; i < n; i++) value[0] += x[i] * y[i], mag[0] += x_mag[i] * y_mag[i];
+            for (int64_t j = 0; j < W; j++) {
+                value[j] += x[i + j] * y[i + j];
+                mag[j] += x_mag[i + j] * y_mag[i + j];
+            }
+        for (int64_t i = n / W * W; i < n; i++) {
+            value[0] += x[i] * y[i];
+            mag[0] += x_mag[i] * y_mag[i];
+        }
         for (int64_t j = 0; j < W; j++) sum.add(value[j], mag[j]);
         const double w = decay.value[size_t(t * p.NKV + kv)] - decay.value[size_t(s * p.NKV + kv)];
         return {sum.value * exp(w), (sum.mag + fabs(w * sum.value)) * exp(w)};
@@ -980,7 +1011,8 @@ class LinearAttentionPairs {
     Values through_features(Values row, const Values& features, int64_t at) const {
         for (size_t e = 0; e < row.value.size() && p.elu; e++) {
             const double slope = std::min(features.value[size_t(at) * row.value.size() + e], 1.0);
-            row.value[e] *= slope, row.mag[e] = row.mag[e] * slope + UNDERFLOW_MAG;
+            row.value[e] *= slope;
+            row.mag[e] = row.mag[e] * slope + UNDERFLOW_MAG;
         }
         return row;
     }

@@ -134,7 +134,8 @@ class GradientPass {
         a.v = columns(qkv, N, width, Q + K, width);
         const Attention attention = attention_forward(a.q.data(), a.k.data(), a.v.data(), cum_seqlens, cum_seqlens,
                                                       c.heads, c.kv_heads, c.head_size, scale(), {true, c.window(l)});
-        a.att = attention.out.value, a.lse = attention.lse.value;
+        a.att = attention.out.value;
+        a.lse = attention.lse.value;
         detail::add(x, linear(name + "proj", a.att, Q, C));
         a.norm2 = norm(name + "norm2", x);
         a.fc = linear(name + "fc", a.norm2.out, C, c.fc_channels());

@@ -103,7 +103,8 @@ inline std::vector<double> linear_attention(const ModelConfig& c, const Weights&
     const std::vector<double> gate = decay_gate_forward(inp.data(), get(weights, layer + "gate.weight"),
                                                         get(weights, layer + "gate.bias"), N, c.channels, c.kv_heads)
                                          .value;
-    p.gate = gate.data(), p.elu = p.normalise = false;
+    p.gate = gate.data();
+    p.elu = p.normalise = false;
     const std::vector<double> heads = linear_attention_forward(p).out.value;
     return rmsnorm_forward(heads.data(), nullptr, get(weights, layer + "headnorm.weight"), c.norm_eps, N * c.heads, HS)
         .out.value;

@@ -53,7 +53,8 @@ static volatile uintptr_t driver_begin, driver_bytes;  // the address range of l
     } while (0)
 
 static int find_driver(struct dl_phdr_info* info, size_t size, void* unused) {
-    (void)size, (void)unused;
+    (void)size;
+    (void)unused;
     if (!strstr(info->dlpi_name, "/libcuda.so")) return 0;
     uintptr_t end = 0;
     for (int i = 0; i < info->dlpi_phnum; i++) {

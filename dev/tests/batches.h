@@ -25,7 +25,10 @@ inline Batch random_batch(const ModelConfig& config, int64_t B, int64_t T, uint6
         return static_cast<int32_t>(philox(seed, uint64_t(t), uint64_t(b)).v[0] % uint64_t(config.vocab_size));
     };
     for (int64_t b = 0; b < B; b++) {
-        for (int64_t t = 0; t < T; t++) tokens.push_back(token(b, t)), targets.push_back(token(b, t + 1));
+        for (int64_t t = 0; t < T; t++) {
+            tokens.push_back(token(b, t));
+            targets.push_back(token(b, t + 1));
+        }
     }
     return make_batch(tokens, targets, B, T);
 }

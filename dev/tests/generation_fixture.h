@@ -38,7 +38,8 @@ struct Generation {
 
 inline EngineOptions engine_options(int64_t slots, int64_t context, float temperature = 0) {
     EngineOptions o;
-    o.slots = slots, o.context = context;
+    o.slots = slots;
+    o.context = context;
     o.sampling.temperature = temperature;
     return o;
 }
@@ -70,9 +71,12 @@ inline ModelConfig long_config(const std::string& attention = "SS") {
     std::replace(letters.begin(), letters.end(), 'W', 'S');
     c.set_attention(letters);
     for (size_t l = 0; l < letters.size(); l++) c.layer[l].window = attention[l] == 'W' ? 5 : 0;
-    c.channels = 32,
+    c.channels = 32;
     c.head_size = 8;  // whole 16 bytes in any dtype: some GPUs have a fused decode step for up to 8 sequences
-    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.norm = Norm::RMSNorm;
+    c.positions = Positions::RoPE;
+    c.mlp = Mlp::SwiGLU;
+    c.kv_heads = 2;
     c.max_positions = 64;
     return c;
 }

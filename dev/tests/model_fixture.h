@@ -187,151 +187,282 @@ const ModelVariant MODEL_VARIANTS[] = {
     {"gpt2", [](ModelConfig&) {}},
     {"llama",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
      }},
-    {"rmsnorm_learned_relu2", [](ModelConfig& c) { c.norm = Norm::RMSNorm, c.mlp = Mlp::ReLU2, c.kv_heads = 1; }},
+    {"rmsnorm_learned_relu2",
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm;
+         c.mlp = Mlp::ReLU2;
+         c.kv_heads = 1;
+     }},
     {"layernorm_rope_swiglu_bias",
-     [](ModelConfig& c) { c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.head_size = 10, c.tied = false; }},
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.head_size = 10;
+         c.tied = false;
+     }},
     {"gelu_without_biases_one_layer",
      [](ModelConfig& c) {
-         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layers = 1, c.set_attention("S"), c.heads = c.kv_heads = 1,
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false;
+         c.layers = 1;
+         c.set_attention("S");
+         c.heads = c.kv_heads = 1;
          c.head_size = 2;
      }},
-    {"linear", [](ModelConfig& c) { c.set_attention("LS"), c.kv_heads = 2; }},
+    {"linear",
+     [](ModelConfig& c) {
+         c.set_attention("LS");
+         c.kv_heads = 2;
+     }},
     {"gated_linear_rope",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2,
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
          c.set_attention("GL");
      }},
     {"mixed_without_linear_rope",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.layer = {{AttentionType::GatedLinear, 0, false}, {}};
+         c.positions = Positions::RoPE;
+         c.layer = {{AttentionType::GatedLinear, 0, false}, {}};
      }},
     {"rmsnorm_rope_relu2_some_biases",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.kv_heads = 2, c.proj_bias = false;
-         c.rope_scaling.kind = RopeScaling::Kind::Linear, c.rope_scaling.factor = 2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::ReLU2;
+         c.kv_heads = 2;
+         c.proj_bias = false;
+         c.rope_scaling.kind = RopeScaling::Kind::Linear;
+         c.rope_scaling.factor = 2;
      }},
     {"qk_norm",
-     [](ModelConfig& c) { c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.qk_norm = QkNorm::Plain; }},
+     [](ModelConfig& c) {
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.qk_norm = QkNorm::Plain;
+     }},
     {"qk_norm_with_weights_gqa",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
-         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false, c.qk_norm = QkNorm::Weights;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+         c.qk_norm = QkNorm::Weights;
      }},
-    {"qk_norm_with_weights_learned_positions", [](ModelConfig& c) { c.head_size = 5, c.qk_norm = QkNorm::Weights; }},
+    {"qk_norm_with_weights_learned_positions",
+     [](ModelConfig& c) {
+         c.head_size = 5;
+         c.qk_norm = QkNorm::Weights;
+     }},
     {"qk_norm_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE,
-         c.layer = {{AttentionType::Linear, 0, false}, {AttentionType::GatedLinear, 0, false}},
+         c.positions = Positions::RoPE;
+         c.layer = {{AttentionType::Linear, 0, false}, {AttentionType::GatedLinear, 0, false}};
          c.qk_norm = QkNorm::Plain;
      }},
     {"qk_norm_with_weights_gated_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.set_attention("GS"), c.kv_heads = 2, c.qk_norm = QkNorm::Weights;
+         c.positions = Positions::RoPE;
+         c.set_attention("GS");
+         c.kv_heads = 2;
+         c.qk_norm = QkNorm::Weights;
      }},
     {"olmo2",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
-         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false, c.qk_norm = QkNorm::AllHeads, c.norm_after = true;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
+         c.qk_norm = QkNorm::AllHeads;
+         c.norm_after = true;
      }},
     {"norm_after_with_biases_gated_linear",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.set_attention("GS"), c.norm_after = true, c.qk_norm = QkNorm::AllHeads;
+         c.norm = Norm::RMSNorm;
+         c.set_attention("GS");
+         c.norm_after = true;
+         c.qk_norm = QkNorm::AllHeads;
      }},
     {"norm_after_one_layer_embedding_norm",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.layers = 1, c.set_attention("S"), c.norm_after = c.embedding_norm = true;
+         c.norm = Norm::RMSNorm;
+         c.layers = 1;
+         c.set_attention("S");
+         c.norm_after = c.embedding_norm = true;
      }},
     {"qk_norm_of_all_heads_layernorm",
-     [](ModelConfig& c) { c.positions = Positions::RoPE, c.kv_heads = 2, c.qk_norm = QkNorm::AllHeads; }},
+     [](ModelConfig& c) {
+         c.positions = Positions::RoPE;
+         c.kv_heads = 2;
+         c.qk_norm = QkNorm::AllHeads;
+     }},
     // Biases of q, k and v alone (Qwen2); a layer without RoPE (SmolLM3).
     {"qwen2",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
          c.proj_bias = c.mlp_bias = false;
      }},
     {"layer_without_rope",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
-         c.qkv_bias = c.proj_bias = c.mlp_bias = false, c.layer[1].rope = false;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.qkv_bias = c.proj_bias = c.mlp_bias = false;
+         c.layer[1].rope = false;
      }},
     // The options of the modern presets.
     {"modern",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 8, c.tied = false;
-         c.rope_theta = 1024, c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5;
-         c.qk_norm = QkNorm::Plain, c.embedding_norm = c.head_bias = true, c.softmax_scale = 0.3;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::ReLU2;
+         c.head_size = 8;
+         c.tied = false;
+         c.rope_theta = 1024;
+         c.rope_scaling.kind = RopeScaling::Kind::Truncated;
+         c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain;
+         c.embedding_norm = c.head_bias = true;
+         c.softmax_scale = 0.3;
          c.logit_softcap = {Softcap::Function::Rsqrt, 1.5};
      }},
     {"tied_head_bias_tanh_softcap",
      [](ModelConfig& c) {
-         c.embedding_norm = c.head_bias = true, c.logit_softcap = {Softcap::Function::Tanh, 2}, c.softmax_scale = 0.2;
+         c.embedding_norm = c.head_bias = true;
+         c.logit_softcap = {Softcap::Function::Tanh, 2};
+         c.softmax_scale = 0.2;
      }},
     {"partial_rope",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 10;
-         c.rope_scaling.fraction = 0.45, c.rope_theta = 500;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 10;
+         c.rope_scaling.fraction = 0.45;
+         c.rope_theta = 500;
      }},
     {"partial_rope_qk_norm_gated_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.set_attention("GS"), c.head_size = 8, c.rope_scaling.fraction = 0.5;
-         c.qk_norm = QkNorm::Plain, c.embedding_norm = true;
+         c.positions = Positions::RoPE;
+         c.set_attention("GS");
+         c.head_size = 8;
+         c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain;
+         c.embedding_norm = true;
      }},
     // A window that hides keys and one that hides none; a window in only one of the layers.
     {"window",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
-         c.layer[0].window = 3, c.layer[1].window = 12;
+         c.layer[0].window = 3;
+         c.layer[1].window = 12;
      }},
     {"window_in_one_layer_learned_positions", [](ModelConfig& c) { c.layer[1].window = 1; }},
     {"window_qk_norm_beside_gated_linear",
      [](ModelConfig& c) {
-         c.positions = Positions::RoPE, c.set_attention("SG"), c.qk_norm = QkNorm::Plain, c.layer[0].window = 5;
+         c.positions = Positions::RoPE;
+         c.set_attention("SG");
+         c.qk_norm = QkNorm::Plain;
+         c.layer[0].window = 5;
      }},
     // Heads of whole 16 bytes in any dtype, for which a GPU has other kernels.
     {"window_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
-         c.layer[0].window = 4, c.layer[1].window = 2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
+         c.layer[0].window = 4;
+         c.layer[1].window = 2;
      }},
     {"llama_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
          c.qkv_bias = c.proj_bias = c.mlp_bias = c.tied = false;
      }},
     {"qk_norm_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 16;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::ReLU2;
+         c.head_size = 16;
          c.qk_norm = QkNorm::Plain;
      }},
     {"qk_norm_with_weights_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
          c.qk_norm = QkNorm::Weights;
      }},
     {"olmo2_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
-         c.qk_norm = QkNorm::AllHeads, c.norm_after = true;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
+         c.qk_norm = QkNorm::AllHeads;
+         c.norm_after = true;
      }},
     {"modern_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::ReLU2, c.head_size = 16, c.tied = false;
-         c.rope_theta = 1024, c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5;
-         c.qk_norm = QkNorm::Plain, c.embedding_norm = c.head_bias = true, c.softmax_scale = 0.2;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::ReLU2;
+         c.head_size = 16;
+         c.tied = false;
+         c.rope_theta = 1024;
+         c.rope_scaling.kind = RopeScaling::Kind::Truncated;
+         c.rope_scaling.fraction = 0.5;
+         c.qk_norm = QkNorm::Plain;
+         c.embedding_norm = c.head_bias = true;
+         c.softmax_scale = 0.2;
          c.logit_softcap = {Softcap::Function::Rsqrt, 15};
      }},
     {"partial_rope_softcap_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
-         c.rope_scaling.fraction = 0.5, c.logit_softcap = {Softcap::Function::Tanh, 3}, c.softmax_scale = 0.3;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
+         c.rope_scaling.fraction = 0.5;
+         c.logit_softcap = {Softcap::Function::Tanh, 3};
+         c.softmax_scale = 0.3;
      }},
     {"gated_linear_heads_of_16",
      [](ModelConfig& c) {
-         c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2, c.head_size = 16;
+         c.norm = Norm::RMSNorm;
+         c.positions = Positions::RoPE;
+         c.mlp = Mlp::SwiGLU;
+         c.kv_heads = 2;
+         c.head_size = 16;
          c.set_attention("GL");
      }},
 };

@@ -42,7 +42,8 @@ inline int run_self(std::vector<std::string> arguments,
     std::vector<char*> argv, envp;
     for (std::string& argument : arguments) argv.push_back(argument.data());
     for (std::string& entry : environment) envp.push_back(entry.data());
-    argv.push_back(nullptr), envp.push_back(nullptr);
+    argv.push_back(nullptr);
+    envp.push_back(nullptr);
     const pid_t child = ::fork();
     if (child == 0) {
         const int output = ::open(output_path.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);

@@ -12,10 +12,15 @@ inline ParamTable table_of(int64_t world, bool tied) {
     ParamTable table;
     const auto add = [&](int role, int layer, int group, const std::string& name, int64_t rows, int64_t cols) {
         Param p;
-        p.role = role, p.layer = layer, p.group = group, p.name = name;
-        p.rows = p.padded_rows = rows, p.cols = cols;
+        p.role = role;
+        p.layer = layer;
+        p.group = group;
+        p.name = name;
+        p.rows = p.padded_rows = rows;
+        p.cols = cols;
         p.init_std = p.init_value = 0;
-        p.decay = cols > 0, p.fp32 = role == 4;
+        p.decay = cols > 0;
+        p.fp32 = role == 4;
         p.rate_group = role == 0   ? RateGroup::Embeddings
                        : role == 1 ? RateGroup::HiddenMatrices
                        : role == 3 ? RateGroup::Head

@@ -18,7 +18,10 @@ TestArray make_scalars(float lr, float grad_scale, bool skip, int64_t t) {
 // The segment has the same indices in params.
 AdamWSegment in_fp32(int64_t begin, int64_t end, float weight_decay, float lr_scale = 1) {
     AdamWSegment segment{};
-    segment.begin = begin, segment.end = end, segment.weight_decay = weight_decay, segment.fp32_begin = begin;
+    segment.begin = begin;
+    segment.end = end;
+    segment.weight_decay = weight_decay;
+    segment.fp32_begin = begin;
     segment.lr_scale = lr_scale;
     return segment;
 }
@@ -47,9 +50,15 @@ void check(int64_t n, const std::vector<AdamWSegment>& segments, const AdamWOpti
             const reference::AdamW r = reference::adamw(params.data()[i], m.data()[i], v.data()[i], grads.data()[i],
                                                         grad_scale, double(lr) * segment.lr_scale, options.beta1,
                                                         options.beta2, options.eps, segment.weight_decay, t);
-            p.value.push_back(r.param.value), p.mag.push_back(r.param.mag), gp.push_back(p1[size_t(i)]);
-            rm.value.push_back(r.m.value), rm.mag.push_back(r.m.mag), gm.push_back(m1[size_t(i)]);
-            rv.value.push_back(r.v.value), rv.mag.push_back(r.v.mag), gv.push_back(v1[size_t(i)]);
+            p.value.push_back(r.param.value);
+            p.mag.push_back(r.param.mag);
+            gp.push_back(p1[size_t(i)]);
+            rm.value.push_back(r.m.value);
+            rm.mag.push_back(r.m.mag);
+            gm.push_back(m1[size_t(i)]);
+            rv.value.push_back(r.v.value);
+            rv.mag.push_back(r.v.mag);
+            gv.push_back(v1[size_t(i)]);
         }
         expect_close("params", gp, p.value, p.mag, 1, 1);
         expect_close("m", gm, rm.value, rm.mag, 1, 1);
@@ -104,7 +113,9 @@ TEST(AdamW, TenStepsMatchOracle) {
         for (size_t i = 0; i < size_t(n); i++) {
             const reference::AdamW r = reference::adamw(p[i], rm[i], rv[i], grads.data()[i], 1, 1e-3f, options.beta1,
                                                         options.beta2, options.eps, segments[0].weight_decay, t);
-            p[i] = r.param.value, rm[i] = r.m.value, rv[i] = r.v.value;
+            p[i] = r.param.value;
+            rm[i] = r.m.value;
+            rv[i] = r.v.value;
         }
     }
     const std::vector<double> got = params.fetch();
@@ -183,8 +194,10 @@ TEST(AdamW, PackedSecondMomentAndLearningRates) {
     const TestArray params = TestArray::random({n}, 1, 0.02), m = TestArray::random({n}, 2, 1e-3),
                     grads = TestArray::random({n}, 4, 1e-2), packed = squares(packed_size, 3, 1e-2);
     AdamWSegment segments[] = {in_fp32(5, 1005, 0.1f), in_fp32(2000, n, 0.5f)};  // in v from 3 and from 1010 on
-    segments[0].v_begin = 3, segments[0].lr_scale = 0.25f;
-    segments[1].v_begin = 1010, segments[1].lr_scale = 3;
+    segments[0].v_begin = 3;
+    segments[0].lr_scale = 0.25f;
+    segments[1].v_begin = 1010;
+    segments[1].lr_scale = 3;
     std::vector<double> whole(size_t(n), 1e-4);
     for (const AdamWSegment& s : segments)
         for (int64_t i = s.begin; i < s.end; i++) whole[size_t(i)] = packed.data()[s.v_begin + i - s.begin];
@@ -249,7 +262,9 @@ std::vector<double> bf16_moments(int64_t n, bool second) {
 
 std::vector<AdamWSegment> with_keys(int64_t n) {
     std::vector<AdamWSegment> segments = {in_fp32(0, 4000, 0.1f), in_fp32(4003, 7001, 0), in_fp32(7001, n - 6, 0.1f)};
-    segments[0].key = name_hash("a"), segments[1].key = name_hash("b"), segments[2].key = name_hash("c");
+    segments[0].key = name_hash("a");
+    segments[1].key = name_hash("b");
+    segments[2].key = name_hash("c");
     segments[2].first_element = 1001;
     return segments;
 }
@@ -296,7 +311,8 @@ TEST(AdamW, MomentsInBf16DoNotDependOnSegments) {
     for (const AdamWSegment& s : with_keys(n))
         for (int64_t begin = s.begin; begin < s.end; begin += 1021) {
             parts.push_back(s);
-            parts.back().begin = parts.back().fp32_begin = begin, parts.back().end = std::min(begin + 1021, s.end);
+            parts.back().begin = parts.back().fp32_begin = begin;
+            parts.back().end = std::min(begin + 1021, s.end);
             parts.back().first_element = s.first_element + begin - s.begin;
         }
     const Updated whole = update_moments(DType::BF16, n, with_keys(n), 1, 3, m0, v0),
@@ -319,8 +335,12 @@ TEST(AdamW, MomentsInBf16AreUnbiased) {
     for (int64_t draw = 0; draw < draws; draw++) {
         segments[0].key = name_hash(str("tensor ", draw));
         const Updated got = update_moments(DType::BF16, n, segments, 1, 9, m0, v0);
-        for (size_t i = 0; i < size_t(n); i++) m[i] += got.m[i] / draws, v[i] += got.v[i] / draws;
-        together += (std::fabs(got.m[0]) > std::fabs(exact.m[0])) == (got.v[0] > exact.v[0]), rounded_pairs++;
+        for (size_t i = 0; i < size_t(n); i++) {
+            m[i] += got.m[i] / draws;
+            v[i] += got.v[i] / draws;
+        }
+        together += (std::fabs(got.m[0]) > std::fabs(exact.m[0])) == (got.v[0] > exact.v[0]);
+        rounded_pairs++;
     }
     const auto check_mean = [&](const char* what, const std::vector<double>& mean,
                                 const std::vector<double>& expected) {
@@ -415,8 +435,14 @@ TEST(AdamW, StochasticRoundingUsesTheSpecifiedNoise) {
     const int64_t n = 10007, t = 7;
     const uint64_t seed = 1234567890123456789, keys[] = {name_hash("a"), name_hash("b"), name_hash("c")};
     std::vector<double> p = bf16_parameters(n);
-    p[50] = 0, p[51] = 3e38, p[52] = 1e-39, p[53] = 1, p[54] = -1;
-    p[5000] = INFINITY, p[5001] = -INFINITY, p[5002] = std::nan("");  // without decay, which would turn them into NaN
+    p[50] = 0;
+    p[51] = 3e38;
+    p[52] = 1e-39;
+    p[53] = 1;
+    p[54] = -1;
+    p[5000] = INFINITY;
+    p[5001] = -INFINITY;
+    p[5002] = std::nan("");  // without decay, which would turn them into NaN
     p = TestArray::of(DType::BF16, p, {n}).values();
     const TestArray grads = TestArray::random({n}, 4, 1e-2);
     // b starts at an index that is not aligned for vectors; c is a part of a tensor, from its element 1001 on.
@@ -435,7 +461,8 @@ TEST(AdamW, StochasticRoundingUsesTheSpecifiedNoise) {
                 ASSERT_EQ(got[size_t(i)], expected) << i << ": from " << x;
             }
             if (!std::isfinite(x)) continue;
-            up += std::fabs(got[size_t(i)]) > std::fabs(x), down += std::fabs(got[size_t(i)]) < std::fabs(x);
+            up += std::fabs(got[size_t(i)]) > std::fabs(x);
+            down += std::fabs(got[size_t(i)]) < std::fabs(x);
         }
     EXPECT_NEAR(double(up) / double(up + down), 0.5, 0.02);  // 10,000 throws: 4 deviations
     for (const int64_t i : {4000, 4002, 10001, 10006}) EXPECT_EQ(got[size_t(i)], p[size_t(i)]) << "gap at " << i;

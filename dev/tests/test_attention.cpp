@@ -89,7 +89,8 @@ Result run(const Problem& p, int64_t extra = 0, bool deterministic = true, int64
     AttentionSequences sequences{cum_q, cum_k, p.longest(qlens), p.longest(klens), mask.causal, mask.window, {}};
     if (room >= 0) {
         sequences.count = count;
-        sequences.max_q = Nq, sequences.max_k = Nk;
+        sequences.max_q = Nq;
+        sequences.max_k = Nk;
     }
     if (!deterministic) sequences.max_k = std::max(sequences.max_k, LONG);
     const TestArray scratch =
@@ -125,8 +126,10 @@ void check_sums(const Problem& p, const Result& got) {
         const size_t tokens = gradient->size() / columns;
         for (size_t c = 0; c < columns; c++, at++) {
             double sum = 0, mag = 0;
-            for (size_t i = c; i < gradient->size(); i += columns)
-                sum += (*gradient)[i], mag += std::fabs((*gradient)[i]);
+            for (size_t i = c; i < gradient->size(); i += columns) {
+                sum += (*gradient)[i];
+                mag += std::fabs((*gradient)[i]);
+            }
             ASSERT_LE(std::fabs(got.sums[at] - sum), mag * double(tokens) * 0x1p-24)
                 << "sum " << at << ": got " << got.sums[at] << ", expected " << sum;
         }
@@ -516,7 +519,9 @@ TEST_P(Attention, PackedQKV) {
 TEST_P(Attention, CountOfSequencesOnTheDevice) {
     using Lengths = std::vector<int64_t>;
     Lengths many(70, 3);
-    many[20] = 300, many[21] = 0, many[69] = 65;
+    many[20] = 300;
+    many[21] = 0;
+    many[69] = 65;
     for (const int64_t HS : {16, 64, 128}) {
         for (const Lengths& lengths : {Lengths{1}, Lengths{257}, Lengths{0, 5, 64, 1, 193, 130, 0, 128}, many}) {
             for (const int64_t window : {0, 40}) {
@@ -594,15 +599,18 @@ TEST(AttentionOracle, AgreesWithCentralDifferences) {
     constexpr double h = 1e-5;
     for (size_t i = 0; i < p.q.size(); i++) {
         std::vector<double> up = p.q, down = p.q;
-        up[i] += h, down[i] -= h;
+        up[i] += h;
+        down[i] -= h;
         EXPECT_NEAR(g.dq.value[i], (loss(up, p.k, p.v) - loss(down, p.k, p.v)) / (2 * h), 1e-8) << i;
     }
     for (size_t i = 0; i < p.k.size(); i++) {
         std::vector<double> up = p.k, down = p.k;
-        up[i] += h, down[i] -= h;
+        up[i] += h;
+        down[i] -= h;
         EXPECT_NEAR(g.dk.value[i], (loss(p.q, up, p.v) - loss(p.q, down, p.v)) / (2 * h), 1e-8) << i;
         up = down = p.v;
-        up[i] += h, down[i] -= h;
+        up[i] += h;
+        down[i] -= h;
         EXPECT_NEAR(g.dv.value[i], (loss(p.q, p.k, up) - loss(p.q, p.k, down)) / (2 * h), 1e-8) << i;
     }
 }

@@ -20,7 +20,9 @@ constexpr const char* CHATML =
 // The date of the fixture: 4 July 2026.
 std::tm fixture_date() {
     std::tm date = {};
-    date.tm_year = 126, date.tm_mon = 6, date.tm_mday = 4;
+    date.tm_year = 126;
+    date.tm_mon = 6;
+    date.tm_mday = 4;
     return date;
 }
 

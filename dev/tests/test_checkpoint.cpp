@@ -223,7 +223,11 @@ void on_ranks(int64_t count, const std::function<void(const Ranks&)>& body) {
     const auto barrier = [&] {
         std::unique_lock<std::mutex> lock(mutex);
         const int64_t number = barriers;
-        if (++arrived == count) arrived = 0, barriers++, changed.notify_all();
+        if (++arrived == count) {
+            arrived = 0;
+            barriers++;
+            changed.notify_all();
+        }
         changed.wait(lock, [&] { return barriers > number; });
     };
     std::vector<std::thread> threads;
@@ -440,7 +444,8 @@ std::vector<float> part_of(const ParamTable& table, const std::vector<float>& wh
 
 ParamArena arena_part(std::vector<float>& part, const Ranks& ranks) {
     ParamArena arena = tensor_of(part);
-    arena.part = ranks.rank, arena.parts = ranks.count;
+    arena.part = ranks.rank;
+    arena.parts = ranks.count;
     return arena;
 }
 

@@ -336,7 +336,8 @@ TEST(Comm, InvalidArgumentsAreErrors) {
         },
         who + "all_reduce: x is not given");
     Tensor gaps = x;
-    gaps.shape[0] = 4, gaps.stride[0] = 2;
+    gaps.shape[0] = 4;
+    gaps.stride[0] = 2;
     expect_error([&] { comm().all_reduce(gaps, Stream{}); }, who + "all_reduce: x [4] is not contiguous");
     Tensor elsewhere = x;
     elsewhere.device = backend_device() == Device::CPU ? Device::CUDA : Device::CPU;
@@ -363,7 +364,9 @@ TEST(Comm, InvalidArgumentsAreErrors) {
                      who + str("reduce_scatter: out overlaps inp elsewhere than at rank ", rank(), "'s part"));
     }
     std::vector<int64_t> few(size_t(size()), 0), negative = few, all = few;
-    few[0] = 4, negative[0] = -1, all[size_t(rank())] = 8;
+    few[0] = 4;
+    negative[0] = -1;
+    all[size_t(rank())] = 8;
     const auto made_of = [&](int64_t given, int64_t elements) {
         return str(" is not made of the ", given, " given blocks, ", elements, " elements for ", size(), " ranks");
     };

@@ -31,7 +31,8 @@ int free_port(Descriptor* keep = nullptr) {
 
 World world_of(int64_t rank, int64_t size, int port, double timeout_s = 20) {
     World world;
-    world.rank = rank, world.size = size;
+    world.rank = rank;
+    world.size = size;
     world.launcher = "mpirun";
     world.rendezvous = str("127.0.0.1:", port);
     world.timeout_s = timeout_s;

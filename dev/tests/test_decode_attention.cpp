@@ -84,8 +84,13 @@ struct Call {
           scale(float(1 / std::sqrt(double(z.HS)))),
           N(int64_t(slot.size())) {
         device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
-        batch.slots = slots, batch.positions = positions, batch.max_length = rows(z, position);
-        if (R) batch.angles = positions, batch.table = table;
+        batch.slots = slots;
+        batch.positions = positions;
+        batch.max_length = rows(z, position);
+        if (R) {
+            batch.angles = positions;
+            batch.table = table;
+        }
     }
 };
 
@@ -126,7 +131,8 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
                 const auto row = values.begin() + first + z.row_of(j) * z.row();
                 to.insert(to.end(), row, row + z.row());
             };
-            append(k, cache.k.values()), append(v, cache.v.values());
+            append(k, cache.k.values());
+            append(v, cache.v.values());
         }
         for (int64_t i = 0; i < z.row(); i++) {
             const double stored = k_after[size_t(newest + i)], value = qkv[size_t(n * z.channels() + Q + z.row() + i)];
@@ -134,7 +140,8 @@ void check(DType T, const Shape& z, int64_t slots, const std::vector<int32_t>& s
             const double allowed = unit * std::fabs(exact) + 2 * UNIT_ROUNDOFF * mag + (T == DType::F16 ? 0x1p-25 : 0);
             ASSERT_NEAR(stored, exact, R ? allowed : 0) << "key " << i;
             ASSERT_EQ(v_after[size_t(newest + i)], value) << "value " << i;
-            k.push_back(stored), v.push_back(value);
+            k.push_back(stored);
+            v.push_back(value);
         }
         for (int64_t h = 0; h < z.NH; h++) {
             const int64_t kv = h / (z.NH / z.NKV) * z.HS, to = (n * z.NH + h) * z.HS;
@@ -281,7 +288,10 @@ TEST_P(DecodeAttention, ScratchMayBeReusedForAnySize) {
     device_fill(scratch.tensor().data, 0, size_t(scratch.tensor().bytes()), {});
     for (const int64_t N : {6, 1, 6, 2, 5, 6}) {
         std::vector<int32_t> slot, position;
-        for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(399 - 60 * n);
+        for (int32_t n = 0; n < N; n++) {
+            slot.push_back(n);
+            position.push_back(399 - 60 * n);
+        }
         const auto run = [&](const Tensor& memory) {
             const Cache cache(T, z, 6, slot, position);
             Call call(T, cache, 16);
@@ -303,7 +313,10 @@ TEST_P(DecodeAttention, InputsReadyReadsTheCacheEarly) {
     const int64_t N = 16, C = 64, Q = z.NH * z.HS;
     const Stream stream = create_blas_stream();
     std::vector<int32_t> slot, position;
-    for (int32_t n = 0; n < N; n++) slot.push_back(n), position.push_back(n == 7 ? -1 : 4 * n);
+    for (int32_t n = 0; n < N; n++) {
+        slot.push_back(n);
+        position.push_back(n == 7 ? -1 : 4 * n);
+    }
     const TestArray table = TestArray::random(T, {N, C}, 5), weight = TestArray::random(T, {z.channels(), C}, 6);
     const TestArray rows = TestArray::ints(slot, {N});
     const auto run = [&](bool inputs_ready) {
@@ -449,7 +462,8 @@ TEST(DecodeAttentionArguments, InvalidArgumentsAreErrors) {
     const TestArray far = TestArray::ints({0, 2}, {2}), late = TestArray::ints({3, 13}, {2});
     call.batch.slots = far;
     expect_error(run, "decode_attention: slot 2 of sequence 1 lies outside the cache of 2 slots");
-    call.batch.slots = call.slots, call.batch.positions = late;
+    call.batch.slots = call.slots;
+    call.batch.positions = late;
     expect_error(run, "decode_attention: position 13 of sequence 1 is not below max_length, 13");
 #endif
 }
@@ -474,7 +488,8 @@ TEST(Advance, FinishedSequencesDoNotAdvance) {
     EXPECT_EQ(after, (std::vector<int64_t>{6, 7, 8}));
     EXPECT_EQ(std::vector<int32_t>(host_tokens, host_tokens + 8),
               (std::vector<int32_t>{50, 51, 52, -7, -7, -7, -7, -7}));
-    step(), step();
+    step();
+    step();
     EXPECT_EQ(std::vector<int32_t>(host_tokens, host_tokens + 8),
               (std::vector<int32_t>{50, 51, 52, -7, 50, 51, 52, -7}));
     EXPECT_EQ(buffer_index.fetch_ints(), std::vector<int32_t>{1});

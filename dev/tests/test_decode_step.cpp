@@ -56,13 +56,21 @@ const std::vector<ModelOptions> EXTENDED = {
     // modern-124M: RMSNorm, ReLU², heads of which half rotates
     with(WIDE,
          [](ModelOptions& z) {
-             z.centred = false, z.NKV = 10, z.HS = 64, z.R = 32;
+             z.centred = false;
+             z.NKV = 10;
+             z.HS = 64;
+             z.R = 32;
              z.qk_norm = z.embedding_norm = z.head_bias = true;
          }),
     with(WIDE,
          [](ModelOptions& z) {
-             z.layers = 2, z.NKV = 5, z.HS = 128, z.R = 128, z.biases = true;
-             z.qk_norm = z.qk_weights = z.embedding_norm = z.head_bias = true, z.layer = {{false, 3}, {true, 1}};
+             z.layers = 2;
+             z.NKV = 5;
+             z.HS = 128;
+             z.R = 128;
+             z.biases = true;
+             z.qk_norm = z.qk_weights = z.embedding_norm = z.head_bias = true;
+             z.layer = {{false, 3}, {true, 1}};
          }),
 };
 
@@ -102,11 +110,16 @@ struct Fixture {
         if (z.wpe) weights.wpe = random(T, {z.capacity, z.C}, 0.5);
         for (int64_t l = 0; l < z.layers; l++) {
             BlockWeights b;
-            b.norm1 = norm(), b.norm2 = norm();
-            b.qkv = linear(qkv, z.C), b.proj = linear(z.C, Q);
-            b.fc = linear(swiglu ? 2 * z.FFN : z.FFN, z.C), b.fcproj = linear(z.C, z.FFN);
-            if (z.qk_weights)
-                b.qnorm = random(DType::F32, {z.HS}, 0.2, 1), b.knorm = random(DType::F32, {z.HS}, 0.2, 1);
+            b.norm1 = norm();
+            b.norm2 = norm();
+            b.qkv = linear(qkv, z.C);
+            b.proj = linear(z.C, Q);
+            b.fc = linear(swiglu ? 2 * z.FFN : z.FFN, z.C);
+            b.fcproj = linear(z.C, z.FFN);
+            if (z.qk_weights) {
+                b.qnorm = random(DType::F32, {z.HS}, 0.2, 1);
+                b.knorm = random(DType::F32, {z.HS}, 0.2, 1);
+            }
             weights.blocks.push_back(b);
             k.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
             v.push_back(random(T, {slots, z.rows(size_t(l)), z.NKV, z.HS}, past));
@@ -127,10 +140,22 @@ struct Fixture {
     }
     DecodeModel model() const {
         DecodeModel m;
-        m.layers = z.layers, m.C = z.C, m.NH = z.NH, m.NKV = z.NKV, m.HS = z.HS, m.FFN = z.FFN, m.Vp = z.V;
-        m.slots = slots, m.capacity = z.capacity, m.dtype = T, m.activation = z.activation;
-        m.scale = float(1 / std::sqrt(double(z.HS))), m.centred = z.centred;
-        m.qk_norm = z.qk_norm, m.embedding_norm = z.embedding_norm, m.head_bias = z.head_bias;
+        m.layers = z.layers;
+        m.C = z.C;
+        m.NH = z.NH;
+        m.NKV = z.NKV;
+        m.HS = z.HS;
+        m.FFN = z.FFN;
+        m.Vp = z.V;
+        m.slots = slots;
+        m.capacity = z.capacity;
+        m.dtype = T;
+        m.activation = z.activation;
+        m.scale = float(1 / std::sqrt(double(z.HS)));
+        m.centred = z.centred;
+        m.qk_norm = z.qk_norm;
+        m.embedding_norm = z.embedding_norm;
+        m.head_bias = z.head_bias;
         m.layer_options = z.layer;
         return m;
     }
@@ -179,7 +204,8 @@ std::vector<double> formula(const Fixture& f, const std::vector<int32_t>& sequen
                                                   n * H, z.HS)
                     .out.value;
             };
-            q = head_norm(q, b.qnorm, z.NH), key = head_norm(key, b.knorm, z.NKV);
+            q = head_norm(q, b.qnorm, z.NH);
+            key = head_norm(key, b.knorm, z.NKV);
         }
         if (z.R && z.options(l).rope) {
             q = reference::rope(q.data(), position.data(), f.table.data(), n, z.NH, z.HS, z.R, false).value;
@@ -236,8 +262,13 @@ class Runner {
         const TestArray ids = TestArray::ints(id, {N}), positions = TestArray::ints(at, {N}),
                         embedded = TestArray::ints(rows_of_wpe, {N});
         DecodeBatch batch;
-        batch.slots = slots, batch.positions = positions, batch.max_length = f.z.capacity;
-        if (f.z.R) batch.angles = positions, batch.table = f.table;
+        batch.slots = slots;
+        batch.positions = positions;
+        batch.max_length = f.z.capacity;
+        if (f.z.R) {
+            batch.angles = positions;
+            batch.table = f.table;
+        }
         const TestArray logits = TestArray::poisoned(f.T, {N, f.z.V});
         if (fused)
             decode_step(logits, ids, batch, f.model(), f.weights, step_scratch, Stream{});
@@ -358,10 +389,14 @@ TEST_P(DecodeStep, MatchesOracle) {
 // compared with the separate ops; test_decode_attention.cpp compares those with the oracle for long contexts.
 TEST_P(DecodeStep, LongContextsMatchOracle) {
     ModelOptions long_gpt2 = GPT2, long_llama = LLAMA;
-    long_gpt2.layers = 1, long_gpt2.capacity = 600;
-    long_llama.layers = 1, long_llama.capacity = 4100, long_llama.NKV = 1;
+    long_gpt2.layers = 1;
+    long_gpt2.capacity = 600;
+    long_llama.layers = 1;
+    long_llama.capacity = 4100;
+    long_llama.NKV = 1;
     ModelOptions long_window = long_llama;
-    long_window.layers = 3, long_window.layer = {{true, 130}, {true, 300}, {}};  // 2 and 3 splits, which wrap
+    long_window.layers = 3;
+    long_window.layer = {{true, 130}, {true, 300}, {}};  // 2 and 3 splits, which wrap
     for (const ModelOptions& options : {long_gpt2, long_llama, long_window}) {
         const Fixture f(options, activation(), 2, 1);
         for (const int32_t at : {254, 255, 256, 599, 3584, 4099}) {
@@ -417,7 +452,8 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     EXPECT_EQ(decode_step_max_batch(m), 2);
     m.HS = 65;
     EXPECT_EQ(decode_step_max_batch(m), 0);
-    m = f.model(), m.FFN = 1 << 18;
+    m = f.model();
+    m.FFN = 1 << 18;
     EXPECT_EQ(decode_step_max_batch(m), 0);
     m = f.model();
     const TestArray scratch = TestArray::scratch(decode_step_scratch(m));
@@ -432,7 +468,9 @@ TEST_P(DecodeStep, InvalidArgumentsAreErrors) {
     decode_step_prepare(scratch, m, f.weights, f.k, f.v, Stream{});
     const TestArray logits = TestArray::poisoned(f.T, {3, f.z.V}), ids = TestArray::ints({0, 0, 0}, {3});
     DecodeBatch batch;
-    batch.slots = ids, batch.positions = ids, batch.max_length = 1;
+    batch.slots = ids;
+    batch.positions = ids;
+    batch.max_length = 1;
     EXPECT_THROW(decode_step(logits, ids, batch, m, f.weights, scratch, Stream{}), Error);
 }
 

@@ -60,14 +60,18 @@ TEST_P(ModelVariants, PrefillContinuesASequence) {
 // batch_invariant.
 TEST_P(ModelVariants, SequencesDoNotDependOnTheBatch) {
     EngineOptions o = engine_options(3, 16, 1);
-    o.batch_invariant = true, o.sampling.repeat_penalty = 1.3f;
+    o.batch_invariant = true;
+    o.sampling.repeat_penalty = 1.3f;
     Generation together(driver.model, o);
     std::vector<Prompt> prompts;
     for (const int64_t n : {7, 2, 4})
         prompts.push_back({int64_t(prompts.size()), random_tokens(config(), n, uint64_t(n)), 10 + n, 0});
     std::vector<std::vector<std::vector<float>>> steps{together.prefill(prompts)};
     std::vector<std::vector<int32_t>> sampled{together.sampled};
-    for (int i = 0; i < 8; i++) steps.push_back(together.decode()), sampled.push_back(together.sampled);
+    for (int i = 0; i < 8; i++) {
+        steps.push_back(together.decode());
+        sampled.push_back(together.sampled);
+    }
     for (size_t i = 0; i < prompts.size(); i++) {
         Generation alone(driver.model, o);
         Prompt p = prompts[i];
@@ -138,8 +142,12 @@ TEST_P(GenerationByType, SlotsAreReusedByNewSequences) {
     for (int64_t i = 0; i < 4; i++) prompts.push_back({i, random_tokens(c, 3 + 2 * i, uint64_t(i)), i, 0});
     g.prefill(prompts);
     std::vector<int32_t> third{g.sampled[2]}, last;
-    for (int i = 0; i < 3; i++) g.decode(), third.push_back(g.sampled[2]);
-    g.engine.retire(0), g.engine.retire(3);
+    for (int i = 0; i < 3; i++) {
+        g.decode();
+        third.push_back(g.sampled[2]);
+    }
+    g.engine.retire(0);
+    g.engine.retire(3);
     EXPECT_EQ(g.engine.active(), 2);
     g.decode();
     EXPECT_EQ(g.sampled.size(), 2u);
@@ -158,10 +166,14 @@ TEST_P(GenerationByType, SlotsAreReusedByNewSequences) {
         }
     }
     const auto expected = [&](const Prompt& p, size_t n) {
-        alone.engine.retire(0), alone.engine.truncate(0);
+        alone.engine.retire(0);
+        alone.engine.truncate(0);
         alone.prefill({{0, p.tokens, p.sequence, 0}});
         std::vector<int32_t> sampled{alone.sampled[0]};
-        while (sampled.size() < n) alone.decode(), sampled.push_back(alone.sampled[0]);
+        while (sampled.size() < n) {
+            alone.decode();
+            sampled.push_back(alone.sampled[0]);
+        }
         return sampled;
     };
     EXPECT_EQ(third, expected(prompts[2], third.size()));
@@ -180,8 +192,12 @@ TEST(Engine, StepAllocatesNothing) {
         driver.randomise(3);
         Generation g(driver.model, engine_options(3, 64));
         g.prefill({{0, {1, 2, 3}, 0, 0}, {2, {4}, 1, 0}});
-        const auto step = [&] { g.engine.decode(), g.engine.next(); };
-        step(), step();
+        const auto step = [&] {
+            g.engine.decode();
+            g.engine.next();
+        };
+        step();
+        step();
         allocations.expect_none(attention, [&] {
             for (int i = 0; i < 20; i++) step();
         });
@@ -192,7 +208,8 @@ TEST(Engine, StepAllocatesNothing) {
 // the new length. Keys in the cache keep their angles. A decode step equals a prefill of one token.
 TEST(Engine, DynamicRopeFollowsSequenceLength) {
     ModelConfig c = long_config();
-    c.rope_scaling.kind = RopeScaling::Kind::Dynamic, c.rope_scaling.factor = 2;
+    c.rope_scaling.kind = RopeScaling::Kind::Dynamic;
+    c.rope_scaling.factor = 2;
     c.max_positions = c.rope_scaling.original_max_position = 16;
     Driver driver(c, training_shape(1, 8));
     driver.randomise(3);
@@ -214,7 +231,9 @@ TEST(Engine, LogprobsMatchTheModel) {
     Driver driver(long_config(), training_shape(1, 8));
     driver.randomise(3);
     EngineOptions o = engine_options(2, 20, 0.7f);
-    o.logprobs = true, o.sampling.top_k = 5, o.sampling.repeat_penalty = 2;
+    o.logprobs = true;
+    o.sampling.top_k = 5;
+    o.sampling.repeat_penalty = 2;
     Generation g(driver.model, o);
     g.engine.prefill(
         {{0, random_tokens(driver.model.config, 3, 1), 0, 0}, {1, random_tokens(driver.model.config, 5, 2), 1, 0}});
@@ -240,7 +259,8 @@ TEST(Engine, PaddingIdsAreNeverSampled) {
         for (const float penalty : {1.0f, 1.5f}) {
             const auto sampled = [&](int64_t vocab) {
                 EngineOptions o = engine_options(1, 16, temperature);
-                o.sampled_vocab = vocab, o.sampling.repeat_penalty = penalty;
+                o.sampled_vocab = vocab;
+                o.sampling.repeat_penalty = penalty;
                 Generation g(driver.model, o);
                 g.prefill({{0, {50, 1, 40}, 0, 0}});
                 std::vector<int32_t> tokens = g.sampled;
@@ -396,7 +416,8 @@ TEST(Engine, LinearLayersHaveStatesInsteadOfCaches) {
     const std::vector<int32_t> other = random_tokens(driver.model.config, 7, 2);
     two.prefill(
         {{0, {sequence.begin(), sequence.begin() + 4}, 0, 0}, {1, random_tokens(driver.model.config, 5, 3), 1, 0}});
-    two.engine.retire(0), two.engine.retire(1);
+    two.engine.retire(0);
+    two.engine.retire(1);
     two.engine.truncate(1);
     const std::vector<std::vector<float>> logits =
         two.prefill({{0, {sequence.begin() + 4, sequence.end()}, 0, 0}, {1, other, 1, 0}});

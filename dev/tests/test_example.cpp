@@ -15,7 +15,9 @@ using nlohmann::json;
 
 std::tm fixture_date() {
     std::tm date = {};
-    date.tm_year = 126, date.tm_mon = 6, date.tm_mday = 4;
+    date.tm_year = 126;
+    date.tm_mon = 6;
+    date.tm_mday = 4;
     return date;
 }
 

@@ -74,7 +74,10 @@ TEST(Fit, TriesDivisorsOfTheBatchSize) {
 
 TEST(Fit, TriesNothingTwiceAndUndoesNothing) {
     RunOptions o = bf16_run();
-    o.recompute = Recompute::Norms, o.optimizer_dtype = "bf16", o.offload = "optimizer", o.sharding.zero_stage = 1;
+    o.recompute = Recompute::Norms;
+    o.optimizer_dtype = "bf16";
+    o.offload = "optimizer";
+    o.sharding.zero_stage = 1;
     const RunOptions given = o;
     const FitReport fit = find_fit(o, 4, gpu_target(), 0, [&](const RunOptions& tried) {
         EXPECT_GE(tried.recompute, given.recompute);

@@ -257,7 +257,8 @@ TEST(Fp8, EachOutputMayBeMissing) {
 TEST(Fp8, RecordsOverSeveralCalls) {
     const Quantised q(Fp8Format::E4M3, 16, 16, 1);
     std::vector<double> x(256, 1);
-    x[7] = -600, x[9] = 1e-5;
+    x[7] = -600;
+    x[9] = 1e-5;
     fp8_quantise(q.out, TestArray::of(T, x, {16, 16}), Stream{});
     fp8_quantise(q.out, TestArray::of(T, std::vector<double>(256, 2), {16, 16}), Stream{});
     EXPECT_EQ(q.amax.fetch()[0], rounded(T, 600));

@@ -26,7 +26,9 @@ RunShape fp8_shape(int64_t batch_size = B) {
 ModelConfig fp8_config(const ModelVariant& variant) {
     ModelConfig c = base_config();
     variant.apply(c);
-    c.channels = 32, c.ffn = 48, c.head_size = 16;
+    c.channels = 32;
+    c.ffn = 48;
+    c.head_size = 16;
     c.rope_scaling.fraction = std::max(c.rope_scaling.fraction, 0.5);
     for (LayerConfig& l : c.layer) l.window = std::min<int64_t>(l.window, 5);
     validate(c, variant.name);
@@ -81,7 +83,9 @@ TEST_P(Fp8Variants, RecomputationAndPlansGiveTheSameBits) {
         ASSERT_TRUE(std::all_of(expected.begin(), expected.end(), [](float x) { return std::isfinite(x); }));
         for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block})
             for (const bool overlap : {true, false}) {
-                shape.recompute = level, shape.overlap = overlap, shape.fp8.keep_weights = !overlap;
+                shape.recompute = level;
+                shape.overlap = overlap;
+                shape.fp8.keep_weights = !overlap;
                 shape.offload_inputs = overlap;
                 // Weights that are not kept have the scale of the last update, or of the forward pass.
                 shape.fp8.whole_weights = !overlap || level < Recompute::Norms;
@@ -137,7 +141,8 @@ TEST(Fp8Model, GradientsMatchTheOracleThatRoundsAlike) {
              {reference::Fp8Rounding{false}, {true, Fp8Format::E5M2}, {true, Fp8Format::E4M3}}) {
             SCOPED_TRACE(str(variant.name, " fp8 ", rounding.on, ' ', FP8_FORMAT_NAMES[size_t(rounding.gradients)]));
             RunShape shape = fp8_shape();
-            shape.fp8.on = rounding.on, shape.fp8.gradients = rounding.gradients;
+            shape.fp8.on = rounding.on;
+            shape.fp8.gradients = rounding.gradients;
             Driver d(config, shape);
             d.randomise(3);
             const double loss = d.gradients({batch});
@@ -151,7 +156,8 @@ TEST(Fp8Model, GradientsMatchTheOracleThatRoundsAlike) {
                 const std::vector<double>& expected = ref.gradients.at(p.name);
                 const double error = rms(difference(got, expected)) / rms(expected);
                 EXPECT_LE(error, rounding.on ? 0.02 : 1e-5) << p.name;
-                tensors += rounding.on, tipped += rounding.on && error > 1e-5;
+                tensors += rounding.on;
+                tipped += rounding.on && error > 1e-5;
             }
         }
     }
@@ -169,7 +175,8 @@ TEST_P(Fp8Variants, LayersCanBeLeftOut) {
     std::vector<std::vector<float>> first_layer, gradients;
     for (int i = 0; i < 3; i++) {
         shape.fp8.on = i > 0;
-        shape.fp8.skip_first = i == 1, shape.fp8.skip_last = i == 2;
+        shape.fp8.skip_first = i == 1;
+        shape.fp8.skip_last = i == 2;
         Driver d(config, shape);
         d.randomise(3);
         d.gradients({batch});
@@ -236,7 +243,10 @@ TEST_F(Fp8Training, MicroStepsSumToTheFullBatch) {
         shape.fp8.delayed = delayed;
         Driver d(config, shape);
         d.randomise(3);
-        for (int step = 0; step < FP8_HISTORY; step++) d.gradients({batch}), d.acts.fp8->update(d.ctx);
+        for (int step = 0; step < FP8_HISTORY; step++) {
+            d.gradients({batch});
+            d.acts.fp8->update(d.ctx);
+        }
         d.gradients({batch});
         const std::vector<double> whole = wide(d.grads());
         d.gradients(split(batch, B, T));

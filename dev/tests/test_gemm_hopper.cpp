@@ -170,9 +170,14 @@ TEST_P(HopperGemm, ActivationGradientsMatchOracle) {
 
                 std::vector<double> sum(static_cast<size_t>(C)), mag(sum.size());
                 for (size_t i = 0; i < sum.size(); i++) {
-                    if (accumulate) sum[i] = dbias.values()[i], mag[i] = std::fabs(sum[i]);
-                    for (size_t n = 0; n < size_t(N); n++)
-                        sum[i] += ref.value[n * sum.size() + i], mag[i] += of_errors.mag[n * sum.size() + i];
+                    if (accumulate) {
+                        sum[i] = dbias.values()[i];
+                        mag[i] = std::fabs(sum[i]);
+                    }
+                    for (size_t n = 0; n < size_t(N); n++) {
+                        sum[i] += ref.value[n * sum.size() + i];
+                        mag[i] += of_errors.mag[n * sum.size() + i];
+                    }
                 }
                 if (gated)  // a kernel of its own, which sums what is stored
                     expect_sum_of_rows("dbias", dbias, dpre.fetch(), accumulate, N, C);

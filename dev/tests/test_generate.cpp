@@ -69,7 +69,8 @@ TEST(Completion, EndsAtLimitsAndEndTokens) {
     Completion* completion;
     EXPECT_EQ(shown("abcdef", options, &completion).back(), "abc");
     EXPECT_STREQ(completion->finish(), "length");
-    options.max_tokens = 10, options.eos = {int32_t('x'), bytes().encode("d")[0]};
+    options.max_tokens = 10;
+    options.eos = {int32_t('x'), bytes().encode("d")[0]};
     EXPECT_EQ(shown("abcdef", options, &completion).back(), "abc");
     EXPECT_STREQ(completion->finish(), "eos");
     EXPECT_EQ(completion->tokens(), bytes().encode("abc"));
@@ -105,7 +106,8 @@ TEST(Prompts, EndTokensComeFromTheModelAndItsGenerationConfig) {
     const TempDir dir;
     ModelSource source;
     source.directory = dir.path();
-    source.config.vocab_size = 100, source.config.eos = 7;
+    source.config.vocab_size = 100;
+    source.config.eos = 7;
     const auto ends = [&](const std::string& file) {
         write_file(dir.file("generation_config.json"), file);
         return end_tokens(source, nullptr);
@@ -139,9 +141,14 @@ TEST(SampleOutput, PrintsInOrder) {
 
 TEST(SampleOutput, StatisticsAddUp) {
     GenerateStatistics s;
-    s.prompt_tokens = 100, s.prefill_seconds = 0.5;
+    s.prompt_tokens = 100;
+    s.prefill_seconds = 0.5;
     EXPECT_EQ(statistics_text(s, 0), "prompt: 100 tokens in 0.500 s, 200 tokens/s\n");
-    s.completion_tokens = 60, s.steps = 20, s.step_sequences = 60, s.step_bytes = 4000000000, s.decode_seconds = 2;
+    s.completion_tokens = 60;
+    s.steps = 20;
+    s.step_sequences = 60;
+    s.step_bytes = 4000000000;
+    s.decode_seconds = 2;
     EXPECT_EQ(statistics_text(s, 8e9),
               "prompt: 100 tokens in 0.500 s, 200 tokens/s\ncompletion: 60 tokens in 2.000 s, 30.0 tokens/s, 10.0 for "
               "each sequence, weights and cache read at 2.0 GB/s, 25% of the 8.0 GB/s measured\n");

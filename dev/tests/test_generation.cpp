@@ -59,7 +59,8 @@ TEST(Generation, EndOfTextOnTheFirstToken) {
     g.prefill({{0, prompt, 0, 0}});
     CompletionOptions options;
     options.eos = {g.sampled[0]};
-    g.engine.retire(0), g.engine.truncate(0);
+    g.engine.retire(0);
+    g.engine.truncate(0);
     Job job({prompt}, options);
     generate(g.engine, job.requests, {});
     EXPECT_STREQ(job.completions[0].finish(), "eos");

@@ -12,7 +12,8 @@ namespace {
 Tensor element(const TestArray& array, int64_t i) {
     Tensor t = array;
     t.data = t.as<double>() + i;
-    t.rank = 1, t.shape[0] = t.stride[0] = 1;
+    t.rank = 1;
+    t.shape[0] = t.stride[0] = 1;
     return t;
 }
 

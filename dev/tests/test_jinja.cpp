@@ -18,7 +18,11 @@ using nlohmann::ordered_json;
 // The date of the fixture: Saturday, 4 July 2026, 9:05.
 std::tm fixture_date() {
     std::tm date = {};
-    date.tm_year = 126, date.tm_mon = 6, date.tm_mday = 4, date.tm_hour = 9, date.tm_min = 5;
+    date.tm_year = 126;
+    date.tm_mon = 6;
+    date.tm_mday = 4;
+    date.tm_hour = 9;
+    date.tm_min = 5;
     return date;
 }
 

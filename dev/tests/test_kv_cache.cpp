@@ -10,7 +10,9 @@ ModelConfig config_of(const char* attention) {
     ModelConfig c;
     c.set_attention(attention);
     c.layers = int64_t(c.layer.size());
-    c.heads = 4, c.kv_heads = 2, c.head_size = 24;
+    c.heads = 4;
+    c.kv_heads = 2;
+    c.head_size = 24;
     return c;
 }
 
@@ -63,7 +65,8 @@ TEST(KvCache, RowViewsShareTheCacheMemory) {
 // A layer with a window w has w rows and one more, never more than the capacity.
 TEST(KvCache, RingsHaveTheRowsOfTheirWindow) {
     ModelConfig c = config_of("SSGS");
-    c.layer[0].window = 10, c.layer[3].window = 49;
+    c.layer[0].window = 10;
+    c.layer[3].window = 49;
     KvCache cache(c, 3, 50, DType::F32);
     EXPECT_EQ(cache.rows(0), 9 + KvCache::STEPS_BACK);
     EXPECT_EQ(cache.rows(1), 50);
@@ -79,7 +82,8 @@ TEST(KvCache, RingsHaveTheRowsOfTheirWindow) {
     cache.allocate();
     EXPECT_EQ(shape_string(cache.k(0)), "[3, 11, 2, 24]");
     EXPECT_EQ(cache.v(0).rows(1, 2).data, cache.v_rows(0).rows(11, 12).data);
-    c.layer[0].window = 50, c.layer[1].window = 80,
+    c.layer[0].window = 50;
+    c.layer[1].window = 80;
     c.layer[3].window = 1 << 20;  // as many tokens as the capacity: no window has an effect
     EXPECT_TRUE(KvCache(c, 3, 50, DType::F32).windows().empty());
 }

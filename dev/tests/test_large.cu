@@ -50,7 +50,9 @@ class LargeArray {
     LargeArray(const LargeArray&) = delete;
 
     void fill(uint64_t of_seed, float of_scale, bool are_positive = false) {
-        seed = of_seed, scale = of_scale, positive = are_positive;
+        seed = of_seed;
+        scale = of_scale;
+        positive = are_positive;
         dispatch_dtype("fill", view.dtype, [&](auto zero) {
             using T = decltype(zero);
             fill_kernel<<<unsigned(16 * num_sms()), 256>>>(view.as<T>(), view.numel(), seed, scale, positive);
@@ -150,7 +152,10 @@ __global__ void dot_kernel(reference::Value* out, const T* a, int64_t a_stride, 
     partial[threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.x) return;
-    for (int i = 1; i < 256; i++) sum.value += partial[i].value, sum.mag += partial[i].mag;
+    for (int i = 1; i < 256; i++) {
+        sum.value += partial[i].value;
+        sum.mag += partial[i].mag;
+    }
     out[blockIdx.x] = sum;
 }
 
@@ -198,7 +203,8 @@ TEST(Large, Elementwise) {
     SKIP_WITHOUT_GIB(18);
     const int64_t C = 3072, N = LIMIT / C + 5, n = N * C;
     LargeArray inp(DType::BF16, {N, C}), dout(DType::BF16, {N, C}), out(DType::BF16, {N, C});
-    inp.fill(1, 4), dout.fill(2, 1);
+    inp.fill(1, 4);
+    dout.fill(2, 1);
     gelu_forward(out, inp, Stream{});
     Compared forward, backward;
     for (const int64_t begin : sampled_runs(n, 64)) {
@@ -261,7 +267,8 @@ TEST(Large, LayerNorm) {
     LargeArray inp(DType::BF16, {N, C}), dout(DType::BF16, {N, C}), out(DType::BF16, {N, C});
     LargeArray mean(DType::F32, {N}), rstd(DType::F32, {N});
     const TestArray weight = TestArray::random({C}, 3, 0.2, 1), bias = TestArray::random({C}, 4);
-    inp.fill(1, 3), dout.fill(2, 1);
+    inp.fill(1, 3);
+    dout.fill(2, 1);
     layernorm_forward(out, Tensor{}, mean, rstd, inp, Tensor{}, weight, bias, EPS, Stream{});
     Compared forward, backward;
     for (const int64_t row : sampled_rows(N, C, 16)) {
@@ -295,7 +302,8 @@ TEST(Large, LayerNorm) {
     reference::Values ref[2] = {reference::Values(C), reference::Values(C)};
     for (size_t i = 0; i < sums.size(); i++) {
         reference::Values& r = ref[i / size_t(C) % 2];
-        r.value[i % size_t(C)] += sums[i].value, r.mag[i % size_t(C)] += sums[i].mag;
+        r.value[i % size_t(C)] += sums[i].value;
+        r.mag[i % size_t(C)] += sums[i].mag;
     }
     expect_close("dweight", dweight.fetch(), ref[0].value, ref[0].mag, N, C);
     expect_close("dbias", dbias.fetch(), ref[1].value, ref[1].mag, N, C);
@@ -308,7 +316,8 @@ TEST(Large, MatmulAndCrossEntropy) {
     const float dloss = 0.01f;
     LargeArray inp(DType::BF16, {N, C}), weight(DType::BF16, {Vp, C}), logits(DType::BF16, {N, Vp});
     LargeArray dinp(DType::BF16, {N, C}), dweight(DType::F32, {Vp, C});
-    inp.fill(1, 1), weight.fill(2, 0.1f);
+    inp.fill(1, 1);
+    weight.fill(2, 0.1f);
     const Stream stream = create_blas_stream();
     matmul_forward(logits, inp, weight, Tensor{}, stream);
     synchronize(stream);
@@ -356,7 +365,8 @@ TEST(Large, AttentionInPackedRows) {
     LargeArray qkv(DType::BF16, {N, row}), dqkv(DType::BF16, {N, row});
     LargeArray out(DType::BF16, {N, NH * HS}), dout(DType::BF16, {N, NH * HS});
     const LargeArray lse(DType::F32, {NH, N});
-    qkv.fill(1, 2), dout.fill(2, 1);
+    qkv.fill(1, 2);
+    dout.fill(2, 1);
     std::vector<int32_t> cum;
     for (int64_t s = 0; s <= S; s++) cum.push_back(int32_t(s * T));
     const TestArray device_cum = TestArray::ints(cum, {S + 1});
@@ -409,7 +419,10 @@ TEST(Large, AdamW) {
     const int64_t n = LIMIT + 5003;
     LargeArray params(DType::F32, {n}), m(DType::F32, {n}), v(DType::F32, {n}), grads(DType::F32, {n});
     const LargeArray params_T(DType::BF16, {n});
-    params.fill(1, 0.02f), m.fill(2, 1e-3f), v.fill(3, 1e-5f, true), grads.fill(4, 1e-2f);
+    params.fill(1, 0.02f);
+    m.fill(2, 1e-3f);
+    v.fill(3, 1e-5f, true);
+    grads.fill(4, 1e-2f);
     const StepScalars s = {1e-3f, 1, 0, 0, 2, 3, 0.7f, 0, 10, 0, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     const AdamWOptions options;
@@ -424,7 +437,9 @@ TEST(Large, AdamW) {
             const reference::AdamW r = reference::adamw(params.filled(i), m.filled(i), v.filled(i), grads.filled(i),
                                                         s.grad_scale, s.lr, options.beta1, options.beta2, options.eps,
                                                         segments[i >= LIMIT - 300].weight_decay, s.t);
-            p1.add(master[size_t(k)], r.param), m1.add(mk[size_t(k)], r.m), v1.add(vk[size_t(k)], r.v);
+            p1.add(master[size_t(k)], r.param);
+            m1.add(mk[size_t(k)], r.m);
+            v1.add(vk[size_t(k)], r.v);
             ASSERT_EQ(copy[size_t(k)], rounded(DType::BF16, master[size_t(k)])) << i;
         }
     }
@@ -438,11 +453,17 @@ TEST(Large, Muon) {
     const int64_t n = LIMIT + 5003;
     LargeArray params(DType::F32, {n}), m(DType::F32, {n}), grads(DType::F32, {n});
     const LargeArray params_T(DType::BF16, {n}), updates(DType::BF16, {n + 4});
-    params.fill(1, 0.02f), m.fill(2, 1e-3f), grads.fill(4, 1e-2f);
+    params.fill(1, 0.02f);
+    m.fill(2, 1e-3f);
+    grads.fill(4, 1e-2f);
     const StepScalars s = {1e-2f, 1, 0.95f, 0, 2, 3, 0.7f, 0, 10, 0, {}};
     const TestArray scalars = TestArray::bytes(&s, sizeof(s));
     MuonSegment segment;
-    segment.begin = 0, segment.end = n, segment.fp32_begin = 0, segment.update_begin = 4, segment.weight_decay = 0.1f;
+    segment.begin = 0;
+    segment.end = n;
+    segment.fp32_begin = 0;
+    segment.update_begin = 4;
+    segment.weight_decay = 0.1f;
     muon_momentum(updates, m, grads, &segment, 1, 0, scalars, Stream{});
     muon_update(params, params_T, updates, &segment, 1, 0, scalars, Stream{});
     Compared u1, m1, p1;
@@ -452,7 +473,8 @@ TEST(Large, Muon) {
         for (int64_t k = 0; k < 64; k++) {
             const int64_t i = begin + k;
             const reference::Muon r = reference::muon_momentum(m.filled(i), grads.filled(i), s.grad_scale, s.momentum);
-            m1.add(mk[size_t(k)], r.m), u1.add(uk[size_t(k)], r.u);
+            m1.add(mk[size_t(k)], r.m);
+            u1.add(uk[size_t(k)], r.u);
             p1.add(master[size_t(k)],
                    reference::muon_update(params.filled(i), uk[size_t(k)], s.lr, 1, segment.weight_decay));
             ASSERT_EQ(copy[size_t(k)], rounded(DType::BF16, master[size_t(k)])) << i;
@@ -468,13 +490,15 @@ TEST(Large, Embedding) {
     const int64_t C = 768, V = 50304, P = 1024, N = LIMIT / C + 5;
     LargeArray wte(DType::BF16, {V, C}), wpe(DType::BF16, {P, C}), out(DType::BF16, {N, C});
     const LargeArray dwte(DType::F32, {V, C}), dwpe(DType::F32, {P, C});
-    wte.fill(1, 1), wpe.fill(2, 1);
+    wte.fill(1, 1);
+    wpe.fill(2, 1);
     std::vector<int32_t> token_ids, position_ids;
     for (int64_t n = 0; n < N; n++) {
         token_ids.push_back(int32_t(philox(3, uint64_t(n), 0).v[0] % uint64_t(V)));
         position_ids.push_back(int32_t(n % P));
     }
-    token_ids.front() = 0, token_ids.back() = int32_t(V - 1);  // the checks below read these
+    token_ids.front() = 0;
+    token_ids.back() = int32_t(V - 1);  // the checks below read these
     const TestArray tokens = TestArray::ints(token_ids, {N}), positions = TestArray::ints(position_ids, {N});
     embedding_forward(out, tokens, positions, wte, wpe, Stream{});
     Compared forward, d_tokens, d_positions;
@@ -494,7 +518,10 @@ TEST(Large, Embedding) {
         std::vector<double> d;
         std::vector<int32_t> zeros;
         for (int64_t n = 0; n < N; n++)
-            if (ids[size_t(n)] == id) append(d, out.filled(n * C, C)), zeros.push_back(0);
+            if (ids[size_t(n)] == id) {
+                append(d, out.filled(n * C, C));
+                zeros.push_back(0);
+            }
         return reference::embedding_backward(d.data(), zeros.data(), nullptr, int64_t(zeros.size()), C, 1);
     };
     for (const int64_t id :
@@ -511,7 +538,8 @@ TEST(Large, TensorOperations) {
     SKIP_WITHOUT_GIB(10);
     const int64_t C = 3001, N = LIMIT / C + 5, n = N * C;
     LargeArray x(DType::BF16, {N, C}), y(DType::BF16, {C}), out(DType::BF16, {N, C});
-    x.fill(1, 4), y.fill(2, 1);
+    x.fill(1, 4);
+    y.fill(2, 1);
     Compared sums, copies, transposed, of_rows;
     tensor_zip(out, TensorFunction::Add, x, y, Stream{});
     for (const int64_t row : sampled_rows(N, C, 16))
@@ -539,7 +567,8 @@ TEST(Large, TensorOperations) {
             copies.add(out.fetch(i, 1)[0], {-x.filled(i), std::fabs(x.filled(i))});
     copies.expect("map", 1, 512, DType::BF16);
     Tensor flipped = make_tensor(x.tensor().data, DType::BF16, x.tensor().device, {C, N});
-    flipped.stride[0] = 1, flipped.stride[1] = C;
+    flipped.stride[0] = 1;
+    flipped.stride[1] = C;
     tensor_map(make_tensor(out.tensor().data, DType::BF16, x.tensor().device, {C, N}), TensorFunction::Neg, flipped,
                Stream{});
     for (const int64_t begin : sampled_runs(n, 512))

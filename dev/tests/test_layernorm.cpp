@@ -25,7 +25,10 @@ Tensor given(const TestArray& t, bool is_given) {
 // The norm is that of inp + residual as stored. In fp32 that rounding is part of the error of the op.
 void round_sum(DType T, bool residual_given, std::vector<double>& x, std::vector<double>& residual) {
     if (T == DType::F32 || !residual_given) return;
-    for (size_t i = 0; i < x.size(); i++) x[i] = rounded(T, x[i] + residual[i]), residual[i] = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = rounded(T, x[i] + residual[i]);
+        residual[i] = 0;
+    }
 }
 
 void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool bias_given, bool stored, int64_t gap,

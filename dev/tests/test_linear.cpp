@@ -88,7 +88,8 @@ struct Arrays {
     InputNorm norm(const Case& c) const {
         InputNorm n;
         if (c.norm == NormKind::None) return n;
-        n.weight = norm_weight, n.centred = c.norm == NormKind::LayerNorm;
+        n.weight = norm_weight;
+        n.centred = c.norm == NormKind::LayerNorm;
         if (n.centred) n.bias = norm_bias;
         return n;
     }

@@ -234,7 +234,9 @@ void check_samples(const Problem& p) {
         return block(x, NKV * size, first, T, kv * size, (kv + 1) * size);
     };
     Problem part(p.dtype, {{T}, group, 1, E, M}, p.type);
-    part.q = query_heads(p.q, E), part.k = kv_head(p.k, E), part.v = kv_head(p.v, M);
+    part.q = query_heads(p.q, E);
+    part.k = kv_head(p.k, E);
+    part.v = kv_head(p.v, M);
     part.dout = query_heads(p.dout, M);
     if (p.type.gated) part.gate = kv_head(p.gate, 1);
     const std::vector<double> out = query_heads(got.out, M), dq = query_heads(got.dq, E), dk = kv_head(got.dk, E),
@@ -385,7 +387,8 @@ TEST_P(LinearAttentionTest, OneToken) {
             for (size_t t = 0; t < 30; t++) {
                 double gg = 0, vv = 0, q_max = 0, k_max = 0;
                 for (size_t i = t * row; i < (t + 1) * row; i++) {
-                    gg += p.dout[i] * p.dout[i], vv += p.v[i] * p.v[i];
+                    gg += p.dout[i] * p.dout[i];
+                    vv += p.v[i] * p.v[i];
                     q_max = std::max(q_max, reference::feature(p.q[i], true).value);
                     k_max = std::max(k_max, reference::feature(p.k[i], true).value);
                 }
@@ -431,7 +434,8 @@ TEST_P(LinearAttentionTest, Gates) {
     std::fill(p.gate.begin(), p.gate.end(), 0.0);
     for (const Form form : {Form::Recurrent, Form::Chunked}) {
         Problem plain = p;
-        plain.type.gated = false, plain.gate.clear();
+        plain.type.gated = false;
+        plain.gate.clear();
         const Result gated = run(p, form), raw = run(plain, form);
         expect_same_bits("out", raw.out, gated.out);
         expect_same_bits("dq", raw.dq, gated.dq);
@@ -575,7 +579,10 @@ TEST_P(LinearAttentionTest, PackedRows) {
             dv.insert(dv.end(), row + (NH + NKV) * HS, row + width);
         }
         if (gap == 5) {
-            expected.out = out.fetch(), expected.dq = dq, expected.dk = dk, expected.dv = dv;
+            expected.out = out.fetch();
+            expected.dq = dq;
+            expected.dk = dk;
+            expected.dv = dv;
             continue;
         }
         expect_same_bits("out", expected.out, out.fetch());
@@ -600,10 +607,12 @@ TEST_P(LinearAttentionTest, StatesAndDecodeContinue) {
             return part;
         };
         Problem prefix(activation(), {std::vector<int64_t>(S, 7), NH, NKV, E, M}, with_states(type));
-        prefix.q = tokens(p.q, NH * E, 0, 7), prefix.k = tokens(p.k, NKV * E, 0, 7),
+        prefix.q = tokens(p.q, NH * E, 0, 7);
+        prefix.k = tokens(p.k, NKV * E, 0, 7);
         prefix.v = tokens(p.v, NKV * M, 0, 7);
         if (type.gated) prefix.gate = tokens(p.gate, NKV, 0, 7);
-        prefix.initial = p.initial, prefix.initial_z = p.initial_z;
+        prefix.initial = p.initial;
+        prefix.initial_z = p.initial_z;
         const Result first = run(prefix);
         const TestArray s = TestArray::of(first.final, {S, NKV, E, M});
         const Maybe z = Maybe::of(type.normalise, first.final_z, {S, NKV, E});

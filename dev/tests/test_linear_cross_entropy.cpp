@@ -35,10 +35,13 @@ void expect_rms(const char* what, const std::vector<double>& got, const std::vec
     double total = 0, total_limit = 0, row = 0, row_limit = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const double error = got[i] - ref[i], a = fp32 * model.mag[i], b = rounding * model.noise[i];
-        row += error * error, row_limit += a * a + b * b;
+        row += error * error;
+        row_limit += a * a + b * b;
         if ((i + 1) % size_t(row_size)) continue;
         ASSERT_LE(std::sqrt(row), 3 * std::sqrt(row_limit)) << what << ", row " << i / size_t(row_size);
-        total += row, total_limit += row_limit, row = row_limit = 0;
+        total += row;
+        total_limit += row_limit;
+        row = row_limit = 0;
     }
     ASSERT_LE(std::sqrt(total), std::sqrt(total_limit)) << what;
 }
@@ -97,11 +100,21 @@ void check(DType T, const Case& c, bool exact, Stream stream) {
     const TestArray targets = TestArray::ints(target_ids, {n});
 
     LinearCrossEntropy head;
-    head.losses = losses, head.dinp = dinp.tensor().columns(0, C), head.dweight = dweight;
-    head.inp = inp.tensor().columns(0, C), head.weight = weight, head.targets = targets;
-    head.logits = logits.tensor().columns(0, Vp), head.V = V, head.dloss = 0.37f, head.softcap = c.softcap;
+    head.losses = losses;
+    head.dinp = dinp.tensor().columns(0, C);
+    head.dweight = dweight;
+    head.inp = inp.tensor().columns(0, C);
+    head.weight = weight;
+    head.targets = targets;
+    head.logits = logits.tensor().columns(0, Vp);
+    head.V = V;
+    head.dloss = 0.37f;
+    head.softcap = c.softcap;
     head.accumulate = c.accumulate;
-    if (c.biased) head.bias = bias, head.dbias = dbias;
+    if (c.biased) {
+        head.bias = bias;
+        head.dbias = dbias;
+    }
     linear_cross_entropy_forward(head, stream);
     const std::vector<double> losses_alone = losses.fetch();
     expect_same_bits("inp", inp.fetch(), inp.values());
@@ -207,11 +220,17 @@ TEST(LinearCrossEntropyArguments, InvalidArgumentsAreErrors) {
     const TestArray dinp = TestArray::poisoned({3, 8}), logits = TestArray::poisoned({3, 16});
     const TestArray losses = TestArray::poisoned({3}), targets = TestArray::ints({0, 1, 2}, {3});
     LinearCrossEntropy head;
-    head.losses = losses, head.dinp = dinp, head.inp = inp, head.weight = weight, head.targets = targets;
-    head.logits = logits, head.V = 17;
+    head.losses = losses;
+    head.dinp = dinp;
+    head.inp = inp;
+    head.weight = weight;
+    head.targets = targets;
+    head.logits = logits;
+    head.V = 17;
     expect_error([&] { linear_cross_entropy(head, blas.stream); },
                  "cross_entropy_forward_backward: V is 17, expected 1 … 16, the columns of logits");
-    head.V = 16, head.dinp = logits;
+    head.V = 16;
+    head.dinp = logits;
     expect_error([&] { linear_cross_entropy(head, blas.stream); },
                  "matmul_backward_input: dinp is fp32 [3, 16], expected fp32 [3, 8]");
 }
@@ -247,8 +266,14 @@ class HopperCrossEntropy : public testing::TestWithParam<GemmKernel> {
         const TestArray dweight = TestArray::poisoned({C, C}), scratch = TestArray::poisoned(T, {n, C});
         const TestArray targets = TestArray::ints(target_ids, {n});
         LinearCrossEntropy head;
-        head.losses = losses, head.dinp = dinp, head.dweight = dweight, head.inp = inp, head.weight = weight;
-        head.targets = targets, head.logits = scratch, head.V = V;
+        head.losses = losses;
+        head.dinp = dinp;
+        head.dweight = dweight;
+        head.inp = inp;
+        head.weight = weight;
+        head.targets = targets;
+        head.logits = scratch;
+        head.V = V;
         EXPECT_TRUE(hopper_cross_entropy_takes(head, blas.stream));
         linear_cross_entropy(head, blas.stream);
         return {losses.fetch(), dinp.fetch(), dweight.fetch()};

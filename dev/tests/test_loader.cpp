@@ -33,7 +33,9 @@ class LoaderTest : public testing::Test {
         for (size_t begin = 0, shard = 0; begin < tokens.size(); begin += shard_size, shard++) {
             const size_t n = std::min(shard_size, tokens.size() - begin);
             std::vector<uint32_t> header(256, 0);
-            header[0] = 20240801, header[1] = 7, header[2] = uint32_t(n);
+            header[0] = 20240801;
+            header[1] = 7;
+            header[2] = uint32_t(n);
             std::ofstream out(folder + "/" + std::to_string(1000 + shard) + ".bin", std::ios::binary);
             out.write(reinterpret_cast<const char*>(header.data()), 1024);
             out.write(reinterpret_cast<const char*>(tokens.data() + begin), std::streamsize(n * 4));
@@ -48,7 +50,9 @@ class LoaderTest : public testing::Test {
         for (const std::string& path : files.paths()) {
             const int64_t n = int64_t(std::filesystem::file_size(path) - 1024) / 4;
             std::vector<uint32_t> header(256, 0);
-            header[0] = 20261121, header[1] = 1, header[2] = uint32_t(n);
+            header[0] = 20261121;
+            header[1] = 1;
+            header[2] = uint32_t(n);
             std::ofstream out(path.substr(0, path.size() - 4) + ".mask", std::ios::binary);
             out.write(reinterpret_cast<const char*>(header.data()), 1024);
             for (int64_t i = 0; i < n; i++) out.put(char(is_loss_token(token++)));
@@ -273,7 +277,8 @@ TEST_F(LoaderTest, MixesDataSetsInExactProportions) {
         EXPECT_EQ(std::set<int32_t>(of_b.begin() + int64_t(epoch), of_b.begin() + int64_t(epoch) + 8).size(), 8u);
     for (const int64_t first : {0, 4}) {
         LoaderOptions o = options(1, T);
-        o.world = 2, o.micro_steps = 5;
+        o.world = 2;
+        o.micro_steps = 5;
         std::vector<std::unique_ptr<Loader>> ranks;
         for (o.rank = 0; o.rank < 2; o.rank++) ranks.push_back(std::make_unique<Loader>(sources, o, first));
         for (int64_t s = first; s < steps; s++) {

@@ -12,7 +12,10 @@ namespace {
 
 LoraOptions options(std::vector<std::string> targets = {"all-linear"}, bool rank_stabilized = false) {
     LoraOptions lora;
-    lora.rank = 3, lora.alpha = 2, lora.rank_stabilized = rank_stabilized, lora.targets = std::move(targets);
+    lora.rank = 3;
+    lora.alpha = 2;
+    lora.rank_stabilized = rank_stabilized;
+    lora.targets = std::move(targets);
     return lora;
 }
 
@@ -44,7 +47,8 @@ void for_each_adapter(const Model& model, F f) {
         int64_t a_row = 0, b_row = 0;
         for (const LoraPart& part : parts) {
             f(p, a, b, part, a_row, b_row);
-            a_row += b.cols, b_row += part.rows;
+            a_row += b.cols;
+            b_row += part.rows;
         }
     }
 }
@@ -131,9 +135,14 @@ std::vector<AdapterGradients> adapter_gradients(const Driver& lora, const refere
 // Sizes that NF4 can hold.
 ModelConfig qlora_config(bool llama) {
     ModelConfig c = base_config();
-    c.channels = 64, c.head_size = 16, c.ffn = 128;
+    c.channels = 64;
+    c.head_size = 16;
+    c.ffn = 128;
     if (!llama) return c;
-    c.norm = Norm::RMSNorm, c.positions = Positions::RoPE, c.mlp = Mlp::SwiGLU, c.kv_heads = 2;
+    c.norm = Norm::RMSNorm;
+    c.positions = Positions::RoPE;
+    c.mlp = Mlp::SwiGLU;
+    c.kv_heads = 2;
     c.qkv_bias = c.proj_bias = c.mlp_bias = false;
     return c;
 }
@@ -206,7 +215,8 @@ TEST_P(LoraVariant, RecomputationAndOffloadChangeNoBit) {
     for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
         for (const bool offload : {false, true}) {
             RunShape shape = training_shape(B, T);
-            shape.recompute = level, shape.offload_inputs = offload;
+            shape.recompute = level;
+            shape.offload_inputs = offload;
             Driver lora = lora_driver(config(), shape, options());
             lora.randomise(3);
             lora.gradients({batch});

@@ -739,7 +739,8 @@ TEST(Matmul, InvalidArgumentsAreErrors) {
         },
         "matmul_batched: b is fp32 [1, 3, 5], expected fp32 [2, 3, 5]");
     Tensor column_major = weight;
-    column_major.stride[0] = 1, column_major.stride[1] = 5;
+    column_major.stride[0] = 1;
+    column_major.stride[1] = 5;
     expect_error([&] { matmul_forward(out, inp, column_major, Tensor{}, stream()); },
                  "matmul_forward: weight has an inner stride of 5, expected 1");
     Tensor overlapping = weight;

@@ -54,7 +54,8 @@ double lost_in_sums(const Case& c, int64_t K) {
 #ifdef USE_CUDA
     return c.fast ? 0x1p-13 * (1 + double(K) / 32) : 0x1p-11;
 #else
-    (void)c, (void)K;
+    (void)c;
+    (void)K;
     return 0;
 #endif
 }

@@ -255,7 +255,9 @@ TEST_P(ModelVariants, MemoryPlansAgreeBitwise) {
             std::vector<float> expected;
             int64_t kept_bytes = 0;
             run(Recompute::None, true, [&](double loss, const std::vector<float>& grads, int64_t bytes) {
-                expected_loss = loss, expected = grads, kept_bytes = bytes;
+                expected_loss = loss;
+                expected = grads;
+                kept_bytes = bytes;
             });
             for (const float g : expected) ASSERT_TRUE(std::isfinite(g));
             for (const Recompute level : {Recompute::None, Recompute::Activation, Recompute::Norms, Recompute::Block}) {
@@ -305,7 +307,8 @@ TEST_P(ModelVariants, GraphsReplayTheSameBits) {
 // A model of four layers: those of `config` repeated.
 ModelConfig four_layers(ModelConfig config) {
     const auto layers = config.layer;
-    config.layers = 4, config.layer.clear();
+    config.layers = 4;
+    config.layer.clear();
     for (size_t l = 0; l < 4; l++) config.layer.push_back(layers[l % layers.size()]);
     return config;
 }
@@ -318,7 +321,9 @@ TEST_P(ModelVariants, OffloadedInputsHaveTheSameBits) {
             for (const bool overlap : {true, false}) {
                 const auto run = [&](bool offload) {
                     RunShape shape = training_shape(B, T, dtype);
-                    shape.recompute = level, shape.overlap = overlap, shape.offload_inputs = offload;
+                    shape.recompute = level;
+                    shape.overlap = overlap;
+                    shape.offload_inputs = offload;
                     shape.adds_in_matmul = level == Recompute::Activation;
                     Driver d(c, shape);
                     d.randomise(3);
@@ -771,7 +776,9 @@ TEST(Initialisation, MatchesGpt2) {
 TEST(Initialisation, FanInAndZeroProjections) {
     ModelConfig config;
     ASSERT_TRUE(preset("modern-124M", config));
-    config.layers = 1, config.set_attention("S"), config.vocab_size = 300;
+    config.layers = 1;
+    config.set_attention("S");
+    config.vocab_size = 300;
     for (const bool tied : {false, true}) {
         config.tied = tied;
         Driver driver(config, training_shape(1, 1));

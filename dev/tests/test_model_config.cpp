@@ -589,7 +589,10 @@ TEST(ModelConfig, WhatTheFamiliesCannotExpress) {
         changed(name, [](ModelConfig& c) { c.qk_norm = QkNorm::Plain; });
         changed(name, [](ModelConfig& c) { c.rope_scaling.fraction = 0.5; });
         changed(name, [](ModelConfig& c) { c.softmax_scale = 0.5; });
-        changed(name, [](ModelConfig& c) { c.qkv_bias = false, c.proj_bias = true; });
+        changed(name, [](ModelConfig& c) {
+            c.qkv_bias = false;
+            c.proj_bias = true;
+        });
         changed(name, [](ModelConfig& c) { c.set_attention(std::string(size_t(c.layers), 'L')); });
     }
     changed("qwen2.5-0.5B", [](ModelConfig& c) { c.mlp_bias = true; });
@@ -701,8 +704,10 @@ TEST(ModelConfig, ArchitectureOptions) {
     EXPECT_EQ(capped.logit_softcap.function, Softcap::Function::Rsqrt);
     EXPECT_EQ(capped.logit_softcap.cap, 15);
     EXPECT_EQ(round_trip([](ModelConfig& c) { c.rope_scaling.fraction = 0.5; }).rotary_channels(), 16);
-    const ModelConfig truncated = round_trip(
-        [](ModelConfig& c) { c.rope_scaling.kind = RopeScaling::Kind::Truncated, c.rope_scaling.fraction = 0.5; });
+    const ModelConfig truncated = round_trip([](ModelConfig& c) {
+        c.rope_scaling.kind = RopeScaling::Kind::Truncated;
+        c.rope_scaling.fraction = 0.5;
+    });
     EXPECT_EQ(truncated.rope_scaling.kind, RopeScaling::Kind::Truncated);
     EXPECT_EQ(truncated.rotary_channels(), 32);
 

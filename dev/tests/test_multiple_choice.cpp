@@ -121,8 +121,10 @@ TEST(Questions, EndingsAreScoredInPackedBatches) {
 
 TEST(Questions, AccuracyCountsTheMostLikelyEnding) {
     std::vector<Question> questions(2);
-    questions[0].endings = {"a", "b"}, questions[0].label = 1;
-    questions[1].endings = {"a", "b", "c"}, questions[1].label = 2;
+    questions[0].endings = {"a", "b"};
+    questions[0].label = 1;
+    questions[1].endings = {"a", "b", "c"};
+    questions[1].label = 2;
     const std::vector<Choice> choices = {{{}, 0, 1}, {{}, 0, 4}, {{}, 0, 1}, {{}, 0, 1}, {{}, 0, 1}};
     const QuestionResults a = question_results(questions, choices, {{2}, {3}, {5}, {5}, {4}});
     // By the whole ending the first question goes to "a", by the character to "b".

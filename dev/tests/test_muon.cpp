@@ -33,8 +33,13 @@ TestArray make_scalars(float lr, float momentum, float grad_scale, bool skip, in
 MuonSegment segment_of(int64_t begin, int64_t end, int64_t update_begin, float weight_decay = 0, float lr_scale = 1,
                        float shape_scale = 1) {
     MuonSegment s;
-    s.begin = begin, s.end = end, s.weight_decay = weight_decay, s.fp32_begin = begin, s.lr_scale = lr_scale;
-    s.update_begin = update_begin, s.shape_scale = shape_scale;
+    s.begin = begin;
+    s.end = end;
+    s.weight_decay = weight_decay;
+    s.fp32_begin = begin;
+    s.lr_scale = lr_scale;
+    s.update_begin = update_begin;
+    s.shape_scale = shape_scale;
     return s;
 }
 
@@ -65,7 +70,11 @@ std::vector<int64_t> update_indices(const std::vector<MuonSegment>& segments, in
 struct Collected {
     std::vector<double> got;
     reference::Values ref;
-    void add(double x, reference::Value r) { got.push_back(x), ref.value.push_back(r.value), ref.mag.push_back(r.mag); }
+    void add(double x, reference::Value r) {
+        got.push_back(x);
+        ref.value.push_back(r.value);
+        ref.mag.push_back(r.mag);
+    }
     void expect(const char* what, DType dtype = DType::F32) const {
         expect_close(what, got, ref.value, ref.mag, 1, 1, dtype);
     }
@@ -94,10 +103,12 @@ TEST_P(MuonUpdates, MomentumMatchesOracle) {
                 continue;
             }
             const reference::Muon r = reference::muon_momentum(m.data()[i], grads.data()[i], grad_scale, mu);
-            cm.add(m1[i], r.m), cu.add(u[size_t(at[i])], r.u);
+            cm.add(m1[i], r.m);
+            cu.add(u[size_t(at[i])], r.u);
             written[size_t(at[i])] = true;
         }
-        cm.expect("m"), cu.expect("updates", GetParam());
+        cm.expect("m");
+        cu.expect("updates", GetParam());
         for (size_t i = 0; i < u.size(); i++) ASSERT_EQ(std::isnan(u[i]), !written[i]) << "updates at " << i;
     }
 }
@@ -171,7 +182,8 @@ TEST(Muon, MomentumInBf16IsTheRoundedFp32One) {
         std::vector<MuonSegment> segments;
         for (size_t i = 0; i + 1 < cuts.size(); i++) {
             segments.push_back(segment_of(cuts[i], cuts[i + 1], cuts[i] + 5));
-            segments.back().key = key, segments.back().first_element = cuts[i] + 1001;
+            segments.back().key = key;
+            segments.back().first_element = cuts[i] + 1001;
         }
         const TestArray m = TestArray::of(dtype, m0, {n}), grads = TestArray::random({n}, 3),
                         updates = TestArray::poisoned({n + 5});
@@ -255,7 +267,8 @@ void expect_newton_schulz(const std::vector<double>& got, const std::vector<doub
         double sum = 0, largest = 0;
         for (size_t i = 0; i < ref.size(); i++) {
             const double e = std::fabs(other[i] - ref[i]);
-            sum += e * e, largest = std::max(largest, e);
+            sum += e * e;
+            largest = std::max(largest, e);
         }
         return std::array<double, 2>{std::sqrt(sum / double(ref.size())), largest};
     };
@@ -267,7 +280,8 @@ void expect_newton_schulz(const std::vector<double>& got, const std::vector<doub
             return normal01(100, run, i++) * (sums + (dtype == DType::F32 ? 0 : 2e-3 * rounded));
         };
         const auto [r, l] = difference(reference::newton_schulz(x.data(), rows, columns, coefficients, random));
-        rms = std::max(rms, r), largest = std::max(largest, l);
+        rms = std::max(rms, r);
+        largest = std::max(largest, l);
     }
     for (const double value : got) ASSERT_TRUE(std::isfinite(value));
     const auto [error_rms, error_largest] = difference(got);
@@ -292,7 +306,8 @@ std::vector<double> singular_values(std::vector<double> x, int64_t rows, int64_t
                 for (int64_t k = 0; k < columns; k++) {
                     double &u = x[size_t(i * columns + k)], &v = x[size_t(j * columns + k)];
                     const double rotated = c * u + s * v;
-                    v = c * v - s * u, u = rotated;
+                    v = c * v - s * u;
+                    u = rotated;
                 }
             }
     std::vector<double> values;
@@ -465,7 +480,8 @@ TEST_P(MuonMatrices, WholeStepMatchesOracle) {
         for (int64_t i = 0; i < rows * C; i++) {
             const double before = params.data()[begin + i];
             const double after = reference::muon_update(before, O[size_t(i)], lr, shape_scale, decay).value;
-            change2 += std::pow(after - before, 2), error2 += std::pow(p[size_t(begin + i)] - after, 2);
+            change2 += std::pow(after - before, 2);
+            error2 += std::pow(p[size_t(begin + i)] - after, 2);
         }
     };
     for (int64_t part = 0; part < 3; part++) check(part * C * C, C, 1);
@@ -518,7 +534,8 @@ std::array<double, 3> closest_to_one(double low, double high) {
         };
         p = solve({row(low, 1), row(q, -1), row(r, 1), row(high, -1)});
         const double root = std::sqrt(9 * p[1] * p[1] - 20 * p[0] * p[2]);
-        q = std::sqrt((-3 * p[1] - root) / (10 * p[2])), r = std::sqrt((-3 * p[1] + root) / (10 * p[2]));
+        q = std::sqrt((-3 * p[1] - root) / (10 * p[2]));
+        r = std::sqrt((-3 * p[1] + root) / (10 * p[2]));
     }
     return {p[0], p[1], p[2]};
 }
@@ -536,7 +553,8 @@ TEST(MuonCoefficients, PolarExpressIsTheMinimaxComposition) {
         const auto at = [&](double x) { return x * (p[0] + x * x * (p[1] + x * x * p[2])); };
         const double factor = 2 / (at(low) + at(high));
         for (double& x : p) x *= factor;
-        low = at(low), high = 2 - low;
+        low = at(low);
+        high = 2 - low;
         EXPECT_NEAR(coefficients.steps[i].a, p[0] / 1.01, 1e-6) << i;
         EXPECT_NEAR(coefficients.steps[i].b, p[1] / std::pow(1.01, 3), 2e-6) << i;
         EXPECT_NEAR(coefficients.steps[i].c, p[2] / std::pow(1.01, 5), 2e-6) << i;
@@ -594,7 +612,10 @@ TEST(Muon, StochasticRoundingUsesTheSpecifiedNoise) {
                                          segment_of(7001, n - 6, 7001, 0.1f)};
     const TestArray fp32 = TestArray::of(p, {n}), bf16 = TestArray::of(DType::BF16, p, {n});
     update(fp32, Tensor{}, updates, segments, scalars);
-    for (size_t i = 0; i < 3; i++) segments[i].fp32_begin = -1, segments[i].key = name_hash(str("tensor ", i));
+    for (size_t i = 0; i < 3; i++) {
+        segments[i].fp32_begin = -1;
+        segments[i].key = name_hash(str("tensor ", i));
+    }
     segments[2].first_element = 1001;
     update(Tensor{}, bf16, updates, segments, scalars, seed);
     const std::vector<double> exactly = fp32.fetch(), got = bf16.fetch();

@@ -26,7 +26,10 @@ struct Updated {
         optimizer.muon.warm_up(ctx, workspace.at(0, DType::U8, {workspace.bytes()}));  // changes no state
         for (int64_t t = 1; t <= 2; t++) {
             StepScalars s{};
-            s.lr = 0.05f, s.momentum = 0.9f, s.grad_scale = 1, s.t = t;
+            s.lr = 0.05f;
+            s.momentum = 0.9f;
+            s.grad_scale = 1;
+            s.t = t;
             copy_to_device(scalars.data, &s, sizeof s, ctx.stream);
             for (const Param& p : model.table.params) set_gradient(ctx, p, t);
             optimizer.muon.update(ctx, optimizer.slices, workspace.at(0, DType::U8, {workspace.bytes()}), scalars);

@@ -76,7 +76,8 @@ std::vector<double> decoded(const HostNf4& h) {
 // A weight of SmolLM2-135M whose quotient is the rounded middle of two values. bitsandbytes takes the smaller.
 TEST(Nf4, TheMiddleOfTwoValuesIsTheSmaller) {
     std::vector<float> w(size_t(NF4_BLOCK), 0.0f);
-    w[0] = 0x1.0e04p-1f, w[1] = -0x1.6eep-3f;
+    w[0] = 0x1.0e04p-1f;
+    w[1] = -0x1.6eep-3f;
     const int code = HostNf4(w).codes[0] & 15;
     EXPECT_EQ(code, 3);
     const float quotient = w[1] * (1 / w[0]);
@@ -133,7 +134,8 @@ TEST(Nf4, MovesAWeightByLittle) {
         EXPECT_LE(std::fabs(got[i] - double(w[i])),
                   0.153 * absmax + 0.0072 * host.group_absmax[i / NF4_BLOCK / NF4_GROUP])
             << i;
-        error += (got[i] - double(w[i])) * (got[i] - double(w[i])), size += double(w[i]) * double(w[i]);
+        error += (got[i] - double(w[i])) * (got[i] - double(w[i]));
+        size += double(w[i]) * double(w[i]);
     }
     EXPECT_LT(std::sqrt(error / size), 0.1);
 }

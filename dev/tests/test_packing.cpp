@@ -45,7 +45,9 @@ class Examples {
     static void write(const std::string& path, uint32_t magic, uint32_t version, const void* data, size_t n,
                       size_t size) {
         std::vector<uint32_t> header(256, 0);
-        header[0] = magic, header[1] = version, header[2] = uint32_t(n);
+        header[0] = magic;
+        header[1] = version;
+        header[2] = uint32_t(n);
         std::ofstream out(path, std::ios::binary);
         out.write(reinterpret_cast<const char*>(header.data()), 1024);
         out.write(static_cast<const char*>(data), std::streamsize(n * size));
@@ -114,9 +116,11 @@ TEST(Packing, EachExampleOnceWithLittlePadding) {
         for (const PackedExample& e : packing.of_sequence(s)) {
             EXPECT_EQ(data.begin_of(e.begin), e.begin);
             found.push_back(e.begin);
-            used += e.tokens - 1, count++;
+            used += e.tokens - 1;
+            count++;
         }
-        longest_pack = std::max(longest_pack, used), most = std::max(most, count);
+        longest_pack = std::max(longest_pack, used);
+        most = std::max(most, count);
     }
     EXPECT_LE(longest_pack, 2048);
     EXPECT_EQ(packing.max_examples(), most);
@@ -180,7 +184,9 @@ TEST(Packing, BatchesHaveWholePromptsInTheOrderOfAnySlicing) {
     std::vector<std::unique_ptr<Loader>> ranks;
     for (int64_t rank = 0; rank < 2; rank++) {
         LoaderOptions o = options(packing, 1);
-        o.rank = rank, o.world = 2, o.micro_steps = 2;
+        o.rank = rank;
+        o.world = 2;
+        o.micro_steps = 2;
         ranks.push_back(std::make_unique<Loader>(std::vector<TrainingSource>{{files, &packing}}, o, first));
     }
     for (int64_t step = first; step < first + 3; step++) {

@@ -148,7 +148,8 @@ TEST(Params, ShardsOfGroups) {
         std::vector<std::vector<float>> memory(size_t(world), std::vector<float>(size_t(table.total / world), NAN));
         const auto part_of = [&](int64_t rank) {
             ParamArena part = host_tensor(memory[size_t(rank)].data(), {table.total / world});
-            part.part = rank, part.parts = world;
+            part.part = rank;
+            part.parts = world;
             return part;
         };
         std::vector<float> norms(size_t(table.fp32_total));
@@ -241,14 +242,17 @@ TEST(Params, PackedSecondMoment) {
     for (const int64_t world : {1, 2, 3}) {
         ParamTable table = small_table();
         table.params[0] = matrix(EMBEDDING, -1, 0, "embedding", 200, 3, 208);
-        for (const size_t i : {1, 3})
-            table.params[i].optimizer = OptimizerType::Muon, table.params[i].part_rows = {4, 3};
+        for (const size_t i : {1, 3}) {
+            table.params[i].optimizer = OptimizerType::Muon;
+            table.params[i].part_rows = {4, 3};
+        }
         table.layout(world);
         for (const Param& p : table.params) {
             int64_t covered = 0;
             for (int64_t part = 0; part < world; part++) {
                 ParamArena whole, packed;
-                whole.part = packed.part = part, whole.parts = packed.parts = world;
+                whole.part = packed.part = part;
+                whole.parts = packed.parts = world;
                 packed.starts = second_moment_starts(table, part, world);
                 const ParamArena::Span a = whole.span(p, 2, p.padded_numel() - 2),
                                        b = packed.span(p, 2, p.padded_numel() - 2);
@@ -274,7 +278,8 @@ TEST(Params, PackedSecondMoment) {
         EXPECT_EQ(second_moment_starts(table, 0, 1).back(), 5 * 128 + 2 * 128);  // 208 x 3, and two of one block each
     }
     ParamTable table = small_table();
-    table.params[1].optimizer = OptimizerType::Muon, table.params[1].part_rows = {4, 4};
+    table.params[1].optimizer = OptimizerType::Muon;
+    table.params[1].part_rows = {4, 4};
     expect_error([&] { table.layout(1); }, {"layers.0.qkv", "parts cover 8 of 7 rows"});
 }
 

@@ -21,7 +21,10 @@ int64_t gap_of(int64_t N) {
 // The norm is that of inp + residual as stored. In fp32 that rounding is part of the error of the op.
 void round_sum(DType T, bool residual_given, std::vector<double>& x, std::vector<double>& residual) {
     if (T == DType::F32 || !residual_given) return;
-    for (size_t i = 0; i < x.size(); i++) x[i] = rounded(T, x[i] + residual[i]), residual[i] = 0;
+    for (size_t i = 0; i < x.size(); i++) {
+        x[i] = rounded(T, x[i] + residual[i]);
+        residual[i] = 0;
+    }
 }
 
 void check_forward(DType T, int64_t N, int64_t C, bool residual_given, bool stored, int64_t gap) {
@@ -199,7 +202,10 @@ TEST_P(RMSNorm, AddMatchesOracle) {
             const TestArray& out = in_place ? residual : separate;
             const std::vector<double> x = take_columns(inp.values(), ld, C), r = take_columns(residual.values(), ld, C);
             reference::Norm ref = reference::rmsnorm_forward(x.data(), nullptr, weight.data(), EPS, N, C);
-            for (size_t i = 0; i < r.size(); i++) ref.out.value[i] += r[i], ref.out.mag[i] += std::fabs(r[i]);
+            for (size_t i = 0; i < r.size(); i++) {
+                ref.out.value[i] += r[i];
+                ref.out.mag[i] += std::fabs(r[i]);
+            }
             rmsnorm_add_forward(view(out), in_place ? Tensor{} : rstd.tensor(), view(inp), view(residual), weight, EPS,
                                 Stream{});
             expect_close("out", take_columns(out.fetch(), ld, C), ref.out.value, ref.out.mag, C, C, T);

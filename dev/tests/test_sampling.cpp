@@ -90,7 +90,10 @@ TEST_P(SamplingDTypes, MatchesOracle) {
     }
     const TestArray logits = TestArray::of(activation(), rows, {B, Vp});
     std::vector<int64_t> sequences, steps;
-    for (int64_t b = 0; b < B; b++) sequences.push_back(b * 3), steps.push_back(1000 - b);
+    for (int64_t b = 0; b < B; b++) {
+        sequences.push_back(b * 3);
+        steps.push_back(1000 - b);
+    }
     for (const float temperature : {0.0f, 0.7f, 1.0f, 2.5f}) {
         for (const int64_t k : {0, 1, 5, 100, 101, 500}) {
             const std::vector<int32_t> got = sample(logits, V, sequences, steps, options(temperature, k, 42));
@@ -110,7 +113,10 @@ TEST_P(SamplingDTypes, LargeVocabulary) {
     constexpr int64_t B = 24, V = 50257, Vp = 50304;
     const TestArray logits = TestArray::random(activation(), {B, Vp}, 6, 3);
     std::vector<int64_t> sequences, steps;
-    for (int64_t b = 0; b < B; b++) sequences.push_back(b), steps.push_back(5);
+    for (int64_t b = 0; b < B; b++) {
+        sequences.push_back(b);
+        steps.push_back(5);
+    }
     for (const int64_t k : {0, 40, 20000}) {
         const std::vector<int32_t> got = sample(logits, V, sequences, steps, options(0.9f, k, 7));
         for (int64_t b = 0; b < B; b++) {
@@ -133,7 +139,8 @@ TEST_P(SamplingDTypes, FiltersMatchOracle) {
                 for (const float p : {1.0f, 0.9f, 0.3f, 0.001f})
                     for (const float min_p : {0.0f, 0.05f, 1.0f}) {
                         SamplingOptions o = options(temperature, k, 11);
-                        o.top_p = p, o.min_p = min_p;
+                        o.top_p = p;
+                        o.min_p = min_p;
                         const std::vector<int32_t> got = sample(logits, V, sequences, steps, o);
                         for (int64_t b = 0; b < B; b++) {
                             const Philox4 r = philox(11, uint64_t(b), 3);
@@ -151,7 +158,8 @@ TEST_P(SamplingDTypes, FiltersMatchOracle) {
 TEST(Sampling, TopPTies) {
     auto sampled_tokens = [](const std::vector<double>& logits, float p, float min_p, int64_t k = 0) {
         SamplingOptions o = options(1, k);
-        o.top_p = p, o.min_p = min_p;
+        o.top_p = p;
+        o.min_p = min_p;
         std::vector<bool> seen(logits.size());
         for (const int32_t id : sample_row(logits, o, 400)) seen[size_t(id)] = true;
         return seen;
@@ -176,7 +184,8 @@ TEST_P(SamplingDTypes, RepeatPenalty) {
     for (const float temperature : {0.0f, 0.9f})
         for (const auto& [k, p] : {std::pair<int64_t, float>{0, 1.0f}, {10, 1.0f}, {0, 0.8f}, {30, 0.8f}}) {
             SamplingOptions o = options(temperature, k, 4);
-            o.repeat_penalty = 1.7f, o.top_p = p;
+            o.repeat_penalty = 1.7f;
+            o.top_p = p;
             const TestArray seen = TestArray::ints(marks, {B, words});
             const std::vector<int32_t> got = sample(logits, V, sequences, steps, o, seen);
             std::vector<int32_t> expected_marks = marks;
@@ -209,7 +218,8 @@ TEST(Sampling, Distribution) {
             reference::sampling_probabilities(logits.data(), 8, double(0.8f), k, double(top_p), double(min_p));
         constexpr int64_t samples = 100000;
         SamplingOptions o = options(0.8f, k, 77);
-        o.top_p = top_p, o.min_p = min_p;
+        o.top_p = top_p;
+        o.min_p = min_p;
         std::vector<int64_t> counts(8);
         for (const int32_t id : sample_row(logits, o, samples)) counts[size_t(id)]++;
         double chi2 = 0;
@@ -253,13 +263,17 @@ TEST(Sampling, DoesNotDependOnTheBatch) {
 TEST(Sampling, NeverSamplesZeroProbabilityRuns) {
     constexpr int64_t V = 50000;
     std::vector<double> logits(size_t(V), -INF);
-    logits[20000] = 1, logits[49000] = 1;
+    logits[20000] = 1;
+    logits[49000] = 1;
     for (const int64_t k : {0, 5, 1000, 2000})
         for (const float p : {1.0f, 0.9f}) {
             SamplingOptions o = options(0.7f, k);
             o.top_p = p;
             int64_t first = 0, second = 0;
-            for (const int32_t id : sample_row(logits, o, 100)) first += id == 20000, second += id == 49000;
+            for (const int32_t id : sample_row(logits, o, 100)) {
+                first += id == 20000;
+                second += id == 49000;
+            }
             EXPECT_EQ(first + second, 100) << "top_k " << k << " top_p " << p;
             EXPECT_GT(first, 20) << "top_k " << k << " top_p " << p;
             EXPECT_GT(second, 20) << "top_k " << k << " top_p " << p;
@@ -352,9 +366,11 @@ TEST(Sampling, InvalidArgumentsAreErrors) {
     SamplingOptions o;
     o.top_p = 0;
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: top_p is 0, expected above 0 and up to 1");
-    o.top_p = 1, o.min_p = 1.5f;
+    o.top_p = 1;
+    o.min_p = 1.5f;
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: min_p is 1.5, expected 0 to 1");
-    o.min_p = 0, o.repeat_penalty = 0;
+    o.min_p = 0;
+    o.repeat_penalty = 0;
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: repeat_penalty is 0, expected more than 0");
     o.repeat_penalty = 2;
     expect_error([&] { sample_row({1, 2}, o); }, "sample_tokens: seen is missing");

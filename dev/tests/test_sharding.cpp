@@ -115,7 +115,8 @@ ParamTable muon_table(int64_t world) {
     ParamTable table = table_of(world, false);
     for (Param& p : table.params) {
         if (p.role != 1) continue;
-        p.optimizer = OptimizerType::Muon, p.rate_group = RateGroup::HiddenMatrices;
+        p.optimizer = OptimizerType::Muon;
+        p.rate_group = RateGroup::HiddenMatrices;
         p.part_rows = p.layer == 1 ? std::vector<int64_t>{5, 32} : std::vector<int64_t>{37};
     }
     table.layout(world);

@@ -100,7 +100,8 @@ TEST_P(Softmax, MaskedKeysHaveNoEffect) {
     for (size_t i = 3; i < 8; i++) EXPECT_EQ(r[i], 0) << i;
     // The same in a row that is read in vectors.
     std::vector<double> row(32, 1);
-    row[3] = NOT_A_NUMBER, row[16 + 12] = INF;
+    row[3] = NOT_A_NUMBER;
+    row[16 + 12] = INF;
     const TestArray wide = TestArray::of(activation(), row, {2, 16}),
                     wide_out = TestArray::poisoned(activation(), {2, 16});
     softmax_forward(wide_out, wide, Tensor{}, 2, 1, true, Stream{});  // row 0 sees 15 keys, row 1 all

@@ -47,7 +47,10 @@ std::vector<double> logical(const Tensor& t, const Tensor& memory, const std::ve
         (static_cast<const char*>(t.data) - static_cast<const char*>(memory.data)) / dtype_size(t.dtype);
     for (int64_t i = 0; i < t.numel(); i++) {
         int64_t at = first, rest = i;
-        for (int d = t.rank - 1; d >= 0; d--) at += rest % t.shape[d] * t.stride[d], rest /= t.shape[d];
+        for (int d = t.rank - 1; d >= 0; d--) {
+            at += rest % t.shape[d] * t.stride[d];
+            rest /= t.shape[d];
+        }
         r.push_back(values[size_t(at)]);
     }
     return r;
@@ -260,7 +263,10 @@ TEST(TensorFunctions, LogOfEveryBf16) {
 // is_close has no tolerance of its own: the difference is exact.
 TEST(TensorFunctions, IsCloseIsExactAtTheEdge) {
     std::vector<double> xs, ys;
-    for (int i = -40; i <= 40; i++) xs.push_back(double(0.01f) + i * 0x1p-31), ys.push_back(double(i % 5) * 0x1p-33);
+    for (int i = -40; i <= 40; i++) {
+        xs.push_back(double(0.01f) + i * 0x1p-31);
+        ys.push_back(double(i % 5) * 0x1p-33);
+    }
     const int64_t n = int64_t(xs.size());
     const TestArray x = TestArray::of(xs, {n}), y = TestArray::of(ys, {n});
     std::vector<double> expected;
@@ -307,8 +313,14 @@ TEST(TensorZip, OddRowsForwardsAndBackwards) {
                 View out{TestArray::poisoned(T, {N * C}), {}};
                 out.tensor = shaped(out.memory, {N, C});
                 int64_t first = 0;
-                if (backwards & 1) first += C - 1, out.tensor.stride[1] = -1;
-                if (backwards & 2) first += (N - 1) * C, out.tensor.stride[0] = -C;
+                if (backwards & 1) {
+                    first += C - 1;
+                    out.tensor.stride[1] = -1;
+                }
+                if (backwards & 2) {
+                    first += (N - 1) * C;
+                    out.tensor.stride[0] = -C;
+                }
                 out.tensor.data = static_cast<char*>(out.memory.tensor().data) + first * dtype_size(T);
                 const std::vector<double> a = x.values(), b = y.values();
                 std::vector<double> expected;
@@ -334,7 +346,8 @@ TEST(TensorZip, RowsOfAnyAlignment) {
                     View v{std::move(memory), {}};
                     v.tensor = shaped(v.memory, {N, C});
                     v.tensor.data = static_cast<char*>(v.memory.tensor().data) + first * 2;
-                    v.tensor.stride[0] = row, v.tensor.stride[1] = column;
+                    v.tensor.stride[0] = row;
+                    v.tensor.stride[1] = column;
                     return v;
                 };
                 const int64_t size = N * (C + 9) + 16;
@@ -405,7 +418,8 @@ TEST(TensorBinBcast, RepeatsBlocksInEveryDimension) {
         for (int64_t d = 0, room = 20000; d < rank; d++) {
             static constexpr int64_t SIZES[] = {1, 2, 3, 4, 8, 33}, REPEATS[] = {1, 1, 2, 3, 7};
             const int64_t m = SIZES[choose.below(6)], n = m * REPEATS[choose.below(5)];
-            small.push_back(n <= room ? m : 1), shape.push_back(n <= room ? n : 1);
+            small.push_back(n <= room ? m : 1);
+            shape.push_back(n <= room ? n : 1);
             room /= shape.back();
         }
         while (!small.empty() && small.front() == 1 && choose.one_in(2)) small.erase(small.begin());
@@ -424,7 +438,9 @@ TEST(TensorBinBcast, RepeatsBlocksInEveryDimension) {
             int64_t rest = k, at = 0, step = 1;
             for (int d = int(shape.size()) - 1, from = int(small.size()) - 1; d >= 0; d--, from--) {
                 const int64_t index = rest % shape[size_t(d)], m = from < 0 ? 1 : small[size_t(from)];
-                at += index % m * step, step *= m, rest /= shape[size_t(d)];
+                at += index % m * step;
+                step *= m;
+                rest /= shape[size_t(d)];
             }
             const double neutral = f == F::Mul || f == F::Div ? 1 : 0;
             expected.push_back(
@@ -549,7 +565,8 @@ TEST(TensorReduce, NaNAndInfinitiesPropagate) {
     for (const int64_t n : {3, 40, 5000}) {
         for (const int64_t at : {int64_t(0), n / 2, n - 1}) {
             std::vector<double> values(static_cast<size_t>(n) * 20, -1.0);
-            values[size_t(at * 20 + 3)] = NaN, values[size_t(at * 20 + 4)] = INF;
+            values[size_t(at * 20 + 3)] = NaN;
+            values[size_t(at * 20 + 4)] = INF;
             const TestArray rows = TestArray::of(values, {n, 20});
             Tensor columns = rows.tensor();  // the transpose: the axis is contiguous
             std::vector<double> transposed;
@@ -576,14 +593,16 @@ std::vector<double> matmul_reference(const View& out, const View& a, const View&
     const Tensor& o = out.tensor;
     const int64_t M = o.shape[o.rank - 2], N = o.shape[o.rank - 1], K = a.tensor.shape[a.tensor.rank - 1];
     Shape batch(o.shape, o.shape + o.rank - 2), of_a = batch, of_b = batch;
-    of_a.insert(of_a.end(), {M, K}), of_b.insert(of_b.end(), {K, N});
+    of_a.insert(of_a.end(), {M, K});
+    of_b.insert(of_b.end(), {K, N});
     const std::vector<double> x = broadcast(a, of_a), y = broadcast(b, of_b);
     std::vector<double> value;
     for (int64_t i = 0; i < o.numel(); i++) {
         const int64_t matrix = i / (M * N), m = i / N % M, n = i % N;
         const reference::Value v =
             reference::dot(x.data() + (matrix * M + m) * K, 1, y.data() + matrix * K * N + n, N, K);
-        value.push_back(v.value), mag->push_back(v.mag);
+        value.push_back(v.value);
+        mag->push_back(v.mag);
     }
     return value;
 }
@@ -645,7 +664,8 @@ TEST(TensorMatmul, LargeMatricesInEveryLayout) {
         SCOPED_TRACE(str("layout ", kind));
         View a{TestArray::random({BATCH * M * K * 2}, 1), {}}, b{TestArray::random({BATCH * K * N * 2}, 2), {}},
             out{TestArray::poisoned({BATCH * M * N}), {}};
-        a.tensor = layout(a.memory, M, K, kind / 3), b.tensor = layout(b.memory, K, N, kind % 3);
+        a.tensor = layout(a.memory, M, K, kind / 3);
+        b.tensor = layout(b.memory, K, N, kind % 3);
         out.tensor = shaped(out.memory, {BATCH, M, N});
         tensor_matmul(out.tensor, a.tensor, b.tensor, Stream{});
         std::vector<double> mag;

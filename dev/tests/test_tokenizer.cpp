@@ -218,7 +218,8 @@ TEST(Tokenizer, AddedTokensOfTheByteAlphabetAreBytes) {
     json token = file["added_tokens"][0];
     token["special"] = false;
     for (const char* content : {"\u00f5", "<\uff5cx\u2581y\uff5c>", "\u00e9 \u00e9", "\u0120<x>"}) {
-        token["id"] = ++id, token["content"] = content;
+        token["id"] = ++id;
+        token["content"] = content;
         file["added_tokens"].push_back(token);
     }
     const Tokenizer tokenizer = make(file);
@@ -357,7 +358,9 @@ TEST(Tokenizer, AddedTokensHideOthers) {
     for (const auto& [token, number] : file["model"]["vocab"].items()) id = std::max(id, number.get<int64_t>());
     json token = file["added_tokens"][0];
     for (const char* content : {"endoftext", "|>|", "tex"}) {
-        token["id"] = ++id, token["content"] = content, token["special"] = false;
+        token["id"] = ++id;
+        token["content"] = content;
+        token["special"] = false;
         file["added_tokens"].push_back(token);
     }
     const Tokenizer tokenizer = make(file);

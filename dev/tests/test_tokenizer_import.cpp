@@ -110,7 +110,8 @@ std::vector<int32_t> encode_by_score(const Scored& v, const std::string& text) {
             const auto found = ids.find(v.pieces[size_t(out[i])] + v.pieces[size_t(out[i + 1])]);
             if (found == ids.end()) continue;
             if (made >= 0 && v.scores[size_t(found->second)] <= v.scores[size_t(made)]) continue;
-            best = i, made = found->second;
+            best = i;
+            made = found->second;
         }
         if (made < 0) return out;
         out[best] = made;

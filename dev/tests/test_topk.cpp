@@ -75,7 +75,8 @@ TEST_P(TopK, InfinitiesAndNaN) {
     const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
     check(TestArray::of(activation(), {-inf, 1, -inf, inf, 0, nan, -5, inf}, {1, 8}), 8, 8);
     std::vector<double> values(30000, -inf);
-    values[20000] = 1, values[29999] = nan;
+    values[20000] = 1;
+    values[29999] = nan;
     check(TestArray::of(activation(), values, {1, 30000}), 30000, 100);
 }
 

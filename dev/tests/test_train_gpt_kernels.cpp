@@ -27,9 +27,16 @@ class CInterface : public testing::Test {
 // Contiguous host memory.
 tgk_tensor host(const void* data, int32_t dtype, std::initializer_list<int64_t> shape) {
     tgk_tensor t{};
-    t.data = const_cast<void*>(data), t.dtype = dtype, t.device = TGK_CPU, t.rank = int32_t(shape.size());
+    t.data = const_cast<void*>(data);
+    t.dtype = dtype;
+    t.device = TGK_CPU;
+    t.rank = int32_t(shape.size());
     int64_t stride = 1;
-    for (int d = t.rank - 1; d >= 0; d--) t.shape[d] = shape.begin()[d], t.stride[d] = stride, stride *= t.shape[d];
+    for (int d = t.rank - 1; d >= 0; d--) {
+        t.shape[d] = shape.begin()[d];
+        t.stride[d] = stride;
+        stride *= t.shape[d];
+    }
     return t;
 }
 tgk_tensor host(const std::vector<float>& data, std::initializer_list<int64_t> shape) {
@@ -87,18 +94,24 @@ TEST_F(CInterface, ErrorsNameTheFault) {
     tgk_tensor bad = good;
     bad.rank = 9;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: a tensor has 9 dimensions, expected 0 to 8");
-    bad = good, bad.dtype = 8;
+    bad = good;
+    bad.dtype = 8;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 8 is not a dtype");
-    bad = good, bad.device = 2;
+    bad = good;
+    bad.device = 2;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: 2 is not a device");
-    bad = good, bad.shape[0] = -1;
+    bad = good;
+    bad.shape[0] = -1;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tensor dimension 0 is -1; it must not be negative");
-    bad = good, bad.data = nullptr;
+    bad = good;
+    bad.data = nullptr;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: a tensor [2, 3] has no data");
-    bad = good, bad.stride[0] = INT64_MIN;
+    bad = good;
+    bad.stride[0] = INT64_MIN;
     expect_refused(tgk_map(context, 0, &bad, &inp), "tgk_map: the strides of a tensor [2, 3] overflow 64 bits");
     if (backend_device() == Device::CPU) {
-        bad = good, bad.device = TGK_CUDA;
+        bad = good;
+        bad.device = TGK_CUDA;
         expect_refused(tgk_map(context, 0, &bad, &inp),
                        "tgk_map: a tensor lies on a GPU, and this library was built for the CPU");
     }
@@ -184,7 +197,8 @@ TEST_F(CInterface, HostTensorsMayShareMemory) {
     std::vector<float> memory = random(80, 1);
     const std::vector<float> before = memory;
     tgk_tensor even = host(memory, {8, 5}), odd = even;
-    even.stride[0] = odd.stride[0] = 10, even.stride[1] = odd.stride[1] = 2;
+    even.stride[0] = odd.stride[0] = 10;
+    even.stride[1] = odd.stride[1] = 2;
     odd.data = memory.data() + 1;
     ASSERT_EQ(tgk_map(context, function("neg"), &odd, &even), TGK_OK) << tgk_last_error();
     for (size_t i = 0; i < 80; i++) ASSERT_EQ(memory[i], i % 2 ? -before[i - 1] : before[i]);

@@ -172,7 +172,10 @@ void expect_close(const char* what, const std::vector<double>& got, const std::v
             s2 += s * s;
             s4 += s * s * s * s;
             max_s2 = std::max(max_s2, s * s);
-            if (!(e * e <= worst)) worst = e * e, at = i;
+            if (!(e * e <= worst)) {
+                worst = e * e;
+                at = i;
+            }
             if (dtype != DType::F32) {
                 const double fp32 = bound * std::sqrt(squared_limit(1, 1, 1, std::log(1000.0 * double(got.size()))));
                 ASSERT_LE(std::fabs(e), (storage.largest + fp32) * mag[i] + storage.smallest)
@@ -203,10 +206,14 @@ void expect_sum_of_rows(const char* what, const TestArray& sum, const std::vecto
     std::vector<double> ref(static_cast<size_t>(C)), mag(ref.size());
     for (int64_t c = 0; c < C; c++) {
         const size_t i = size_t(c);
-        if (accumulate) ref[i] = sum.data()[c], mag[i] = std::abs(ref[i]);
+        if (accumulate) {
+            ref[i] = sum.data()[c];
+            mag[i] = std::abs(ref[i]);
+        }
         for (int64_t n = 0; n < N; n++) {
             const double x = rows[size_t(n * C + c)];
-            ref[i] += x, mag[i] += std::abs(x);
+            ref[i] += x;
+            mag[i] += std::abs(x);
         }
     }
     expect_close(what, sum.fetch(), ref, mag, N, C);

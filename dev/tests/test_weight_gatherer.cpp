@@ -22,7 +22,8 @@ struct RankWeights {
     WeightGatherer gatherer{ctx, table, weights, buffers};
 
     RankWeights() {
-        weights.part = ctx.rank, weights.parts = ctx.world;
+        weights.part = ctx.rank;
+        weights.parts = ctx.world;
         const Tensor gathered = memory.at(own * 4, DType::F32, {buffers.total()});
         device_fill(gathered.data, 0xFF, size_t(gathered.bytes()), ctx.stream);
         weights.views = buffers.views(table, gathered);

@@ -46,7 +46,8 @@ inline nlohmann::json tokenizer_description(const std::string& name, const std::
         for (const auto& [_, known] : description["model"]["vocab"].items())
             id = std::max(id, known.get<int64_t>() + 1);
         for (const nlohmann::json& known : added) id = std::max(id, known["id"].get<int64_t>() + 1);
-        token["id"] = id, token["content"] = text;
+        token["id"] = id;
+        token["content"] = text;
         added.push_back(token);
     }
     return description;

@@ -13,14 +13,23 @@ template <typename T>
 Attention<T> forward_arguments(const AttentionSizes& z, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Tensor& out, const Tensor& lse, const AttentionSequences& sequences, float scale) {
     Attention<T> a{};
-    a.q = heads_of<T>(q), a.k = heads_of<T>(k), a.v = heads_of<T>(v), a.out = heads_of<T>(out);
-    a.lse = lse.as<float>(), a.lse_stride = lse.stride[0];
-    a.cum_q = sequences.cum_q.as<int32_t>(), a.cum_k = sequences.cum_k.as<int32_t>();
+    a.q = heads_of<T>(q);
+    a.k = heads_of<T>(k);
+    a.v = heads_of<T>(v);
+    a.out = heads_of<T>(out);
+    a.lse = lse.as<float>();
+    a.lse_stride = lse.stride[0];
+    a.cum_q = sequences.cum_q.as<int32_t>();
+    a.cum_k = sequences.cum_k.as<int32_t>();
     if (sequences.count) a.count = sequences.count.as<int32_t>();
     a.causal = sequences.causal;
     // A window longer than every sequence has no effect. Clamped, so that sums with it fit an int.
     a.window = int(std::min(sequences.window, std::max(sequences.max_q, sequences.max_k)));
-    a.S = z.S, a.Nq = z.Nq, a.Nk = z.Nk, a.NH = z.NH, a.NKV = z.NKV;
+    a.S = z.S;
+    a.Nq = z.Nq;
+    a.Nk = z.Nk;
+    a.NH = z.NH;
+    a.NKV = z.NKV;
     a.HS = int(z.HS);
     a.scale = scale;
     return a;
@@ -96,11 +105,15 @@ void attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dout, Tensor q, 
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Attention<T> a = forward_arguments<T>(z, q, k, v, out, lse, sequences, scale);
-        a.dq = heads_of<T>(dq), a.dk = heads_of<T>(dk), a.dv = heads_of<T>(dv), a.dout = heads_of<T>(dout);
+        a.dq = heads_of<T>(dq);
+        a.dk = heads_of<T>(dk);
+        a.dv = heads_of<T>(dv);
+        a.dout = heads_of<T>(dout);
         const int64_t dq_sums =
             dq_sums_bytes(z.Nq, z.NH, z.HS, deterministic, sequences.max_k) / int64_t(sizeof(float));
         a.dq_sums = dq_sums > 0 ? static_cast<float*>(scratch.data) : nullptr;
-        a.dq_row_sums = sums.dq.as<float>(), a.dkv_row_sums = sums.dkv.as<float>();
+        a.dq_row_sums = sums.dq.as<float>();
+        a.dkv_row_sums = sums.dkv.as<float>();
         a.delta = static_cast<float*>(scratch.data) + dq_sums;
         a.next_task = reinterpret_cast<uint32_t*>(a.delta + z.Nq * z.NH);
         a.aligned = z.HS % FULL_WIDTH<T> == 0 && rows_aligned({q, k, v, out, dout, dq, dk, dv});

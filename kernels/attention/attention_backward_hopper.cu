@@ -40,7 +40,8 @@ struct QueryPassSizes {
         TaskRing tasks;
         Mbarrier loader;
         __device__ void init() {
-            q_ring.init(Roles::CONSUMER_WARPS), kv_ring.init(Roles::CONSUMER_WARPS);
+            q_ring.init(Roles::CONSUMER_WARPS);
+            kv_ring.init(Roles::CONSUMER_WARPS);
             summed.init(SUMMING_WARPS, Roles::CONSUMER_WARPS);
             tasks.ring.init(Roles::CONSUMER_WARPS + (SUMS<D> ? SUMMING_WARPS : 0));
             mbarrier_init(&loader, 1);
@@ -171,7 +172,8 @@ __device__ __forceinline__ void query_pass_consume(const Attention<T>& a, const 
                     for (int e = 0; e < 4; e++) dp[t][e] = s[t][e] * (dp[t][e] - delta[e / 2]);
                 round_to_A<T>(ds, dp);
                 wgmma_AB<T>(dq, ds, k);
-                unreleased = at, running = true;
+                unreleased = at;
+                running = true;
             }
             finish();
             shared.q_ring.release(q_at);
@@ -200,7 +202,10 @@ __device__ __forceinline__ void query_pass_sum(const Attention<T>& a, typename Q
         if (exists) shared.summed.wait_full(at);
         sum_rows<BM, T>(a.dq_row_sums + (sum_row(task, warp) * a.NH + task.head) * a.HS, a.HS, shared.dq, max(0, -i0),
                         BM, warp);
-        if (exists) shared.summed.release(at), at.advance();
+        if (exists) {
+            shared.summed.release(at);
+            at.advance();
+        }
     }
 }
 
@@ -291,7 +296,8 @@ __device__ __forceinline__ void key_pass_consume(const Attention<T>& a, const Ma
                 round_to_A<T>(ds, dp);
                 wgmma_AB<T>(dk, ds, q);
                 if constexpr (Sizes::OVERLAP) {
-                    unreleased = at, running = true;
+                    unreleased = at;
+                    running = true;
                 } else {
                     wgmma_wait<0>();
                     shared.q_ring.release(at);
@@ -321,7 +327,10 @@ __device__ __forceinline__ void key_pass_sum(const Attention<T>& a, typename Key
         if (end > 0) shared.summed.wait_full(at);
         sum_rows<BN, T>(to, a.HS, shared.dk(), 0, end, warp);
         sum_rows<BN, T>(to + a.NKV * a.HS, a.HS, shared.dv, 0, end, warp);
-        if (end > 0) shared.summed.release(at), at.advance();
+        if (end > 0) {
+            shared.summed.release(at);
+            at.advance();
+        }
     }
 }
 

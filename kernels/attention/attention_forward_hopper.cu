@@ -36,7 +36,9 @@ struct ForwardSizes {
         TaskRing tasks;
         Mbarrier loader;
         __device__ void init() {
-            q_ring.init(Roles::CONSUMER_WARPS), k_ring.init(Roles::CONSUMER_WARPS), v_ring.init(Roles::CONSUMER_WARPS);
+            q_ring.init(Roles::CONSUMER_WARPS);
+            k_ring.init(Roles::CONSUMER_WARPS);
+            v_ring.init(Roles::CONSUMER_WARPS);
             tasks.ring.init(Roles::CONSUMER_WARPS);
             mbarrier_init(&loader, 1);
         }
@@ -93,12 +95,14 @@ struct OnlineSoftmax {
         for (int n = 1; n < NT; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++) most[e] = fmaxf(most[e], s[n][e]);
-        next[0] = fmaxf(most[0], most[1]), next[1] = fmaxf(most[2], most[3]);
+        next[0] = fmaxf(most[0], most[1]);
+        next[1] = fmaxf(most[2], most[3]);
 #pragma unroll
         for (int lanes = 1; lanes < 4; lanes *= 2) {
             const float other[2] = {__shfl_xor_sync(ALL_LANES, next[0], lanes),
                                     __shfl_xor_sync(ALL_LANES, next[1], lanes)};
-            next[0] = fmaxf(next[0], other[0]), next[1] = fmaxf(next[1], other[1]);
+            next[0] = fmaxf(next[0], other[0]);
+            next[1] = fmaxf(next[1], other[1]);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++)
@@ -145,7 +149,10 @@ __device__ __forceinline__ void store_forward(const Attention<T>& a, const Maps&
     for (int half = 0; half < 2; half++) {
         const float total = row_sum(softmax.sum[half]), factor = total == 0 ? 0.0f : __frcp_rn(total);
 #pragma unroll
-        for (int t = 0; t < D / 8; t++) o[t][2 * half] *= factor, o[t][2 * half + 1] *= factor;
+        for (int t = 0; t < D / 8; t++) {
+            o[t][2 * half] *= factor;
+            o[t][2 * half + 1] *= factor;
+        }
         const int i = rows.row + lane / 4 + half * 8;
         if (a.lse && lane % 4 == 0 && i >= 0)
             a.lse[rows.head * a.lse_stride + rows.token + i] =
@@ -184,13 +191,20 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
     const auto skip_keys = [&](int blocks) {
 #pragma unroll 1
         for (; blocks > 0; blocks--) {
-            shared.k_ring.wait_full(k_at), shared.k_ring.release(k_at), k_at.advance();
-            issue_wait(), issue_done();
+            shared.k_ring.wait_full(k_at);
+            shared.k_ring.release(k_at);
+            k_at.advance();
+            issue_wait();
+            issue_done();
         }
     };
     const auto skip_values = [&](int blocks) {
 #pragma unroll 1
-        for (; blocks > 0; blocks--) shared.v_ring.wait_full(v_at), shared.v_ring.release(v_at), v_at.advance();
+        for (; blocks > 0; blocks--) {
+            shared.v_ring.wait_full(v_at);
+            shared.v_ring.release(v_at);
+            v_at.advance();
+        }
     };
 
     float s[BN / 8][4], o[D / 8][4], factor[2];
@@ -206,8 +220,16 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
         shared.v_ring.wait_full(v_at);
         wgmma_AB<T>(o, p, shared_address(shared.v[v_at.stage]));
     };
-    const auto release_keys = [&] { pin_registers(s), shared.k_ring.release(k_at), k_at.advance(); };
-    const auto release_values = [&] { pin_registers(o), shared.v_ring.release(v_at), v_at.advance(); };
+    const auto release_keys = [&] {
+        pin_registers(s);
+        shared.k_ring.release(k_at);
+        k_at.advance();
+    };
+    const auto release_values = [&] {
+        pin_registers(o);
+        shared.v_ring.release(v_at);
+        v_at.advance();
+    };
 
     TaskConsumer tasks(shared.tasks);
     for (bool more = true; more;) {
@@ -277,9 +299,15 @@ __device__ __forceinline__ void forward_consume(const Attention<T>& a, const Map
             }
         } else {
 #pragma unroll 1
-            for (int n = blocks.begin; n < blocks.end; n++) skip_keys(1), skip_values(1);
+            for (int n = blocks.begin; n < blocks.end; n++) {
+                skip_keys(1);
+                skip_values(1);
+            }
         }
-        if (any) shared.q_ring.release(q_at), q_at.advance();
+        if (any) {
+            shared.q_ring.release(q_at);
+            q_at.advance();
+        }
         skip_keys(last.unseen);
     }
 }

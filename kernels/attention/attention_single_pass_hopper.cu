@@ -138,7 +138,8 @@ __device__ __forceinline__ void single_pass_consume(const Attention<T>& a, const
                             image, dq);
                 buffer ^= 1;
                 if constexpr (Sizes::OVERLAP) {
-                    last_at = at, running = true;
+                    last_at = at;
+                    running = true;
                 } else {
                     wgmma_wait<0>();
                     pin_registers(dk);
@@ -201,8 +202,10 @@ __global__ void __launch_bounds__(ROW_KERNEL_THREADS) round_dq_hopper_kernel(con
 #pragma unroll
     for (int t = 0; t < 4; t++) {
         const float4 x = vectors[t];
-        low[2 * t] = x.x * a.scale, low[2 * t + 1] = x.y * a.scale;
-        high[2 * t] = x.z * a.scale, high[2 * t + 1] = x.w * a.scale;
+        low[2 * t] = x.x * a.scale;
+        low[2 * t + 1] = x.y * a.scale;
+        high[2 * t] = x.z * a.scale;
+        high[2 * t + 1] = x.w * a.scale;
     }
     T* to = a.dq.at(token, head) + column;
     store_floats(to, low);

@@ -73,7 +73,8 @@ __device__ __forceinline__ void sum_rows(float* to, int columns, const unsigned 
 #pragma unroll 4
     for (int row = begin + warp; row < end; row += SUMMING_WARPS) {
         const T* const two = reinterpret_cast<const T*>(tile + swizzled_offset<ROWS>(row, column));
-        sum.x += as_float(two[0]), sum.y += as_float(two[1]);
+        sum.x += as_float(two[0]);
+        sum.y += as_float(two[1]);
     }
     if (column < columns) *reinterpret_cast<float2*>(to + column) = sum;
 }

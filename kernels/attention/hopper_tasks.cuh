@@ -76,8 +76,10 @@ class TaskProducer {
             const uint32_t width = uint32_t(schedule_.section), in_section = width * uint32_t(schedule_.tiles);
             const uint32_t first = i / in_section * width, rest = i % in_section;
             const uint32_t here = min(width, uint32_t(schedule_.pairs) - first), pair = first + rest % here;
-            task.rank = int(rest / here), task.tiles = schedule_.tiles;
-            task.head = int(pair % uint32_t(schedule_.heads)), task.sequence = int(pair / uint32_t(schedule_.heads));
+            task.rank = int(rest / here);
+            task.tiles = schedule_.tiles;
+            task.head = int(pair % uint32_t(schedule_.heads));
+            task.sequence = int(pair / uint32_t(schedule_.heads));
             if (task.sequence < a_.S) task.seq = sequence_of(a_, task.sequence);
         }
         ring_.ring.wait_empty(at_);

@@ -35,7 +35,8 @@ class FloatValues {
             data = tensor.as<float>() + at;
             return;
         }
-        stored = tensor.as<bf16>() + at, data = buffer;
+        stored = tensor.as<bf16>() + at;
+        data = buffer;
         for (int64_t k = 0; k < n; k++) buffer[k] = to_float(stored[k]);
     }
     float* values() const { return data; }

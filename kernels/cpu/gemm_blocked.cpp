@@ -172,7 +172,11 @@ void gemm_blocked(int64_t M, int64_t N, int64_t K, StridedMatrix a, StridedMatri
         const double rows = double(ceil_div(tiles_m, m) * tile.rows),
                      columns = double(ceil_div(tiles_n, n) * tile.columns);
         const double cost = rows * columns / 16 + rows + columns;
-        if (cost < best) best = cost, grid_m = m, grid_n = n;
+        if (cost < best) {
+            best = cost;
+            grid_m = m;
+            grid_n = n;
+        }
     }
 
     // The only allocation inside a CPU kernel: like a GEMM library, it owns its packing buffers, and the driver's

@@ -19,14 +19,23 @@ struct Gemm {
 inline Gemm make_gemm(const Tensor& out, const Tensor& a, const Tensor& b, bool transpose_a, bool transpose_b,
                       bool accumulate, GemmEpilogue epilogue, const Tensor& bias, const Tensor& aux) {
     GemmKey key;
-    key.M = out.shape[0], key.N = out.shape[1], key.K = a.shape[transpose_a ? 0 : 1];
-    key.ld_out = row_stride(out), key.ld_a = row_stride(a), key.ld_b = row_stride(b);
+    key.M = out.shape[0];
+    key.N = out.shape[1];
+    key.K = a.shape[transpose_a ? 0 : 1];
+    key.ld_out = row_stride(out);
+    key.ld_a = row_stride(a);
+    key.ld_b = row_stride(b);
     key.ld_aux = aux ? row_stride(aux) : 0;
-    key.dtype = a.dtype, key.out_dtype = out.dtype;
-    key.transpose_a = transpose_a, key.transpose_b = transpose_b, key.accumulate = accumulate;
+    key.dtype = a.dtype;
+    key.out_dtype = out.dtype;
+    key.transpose_a = transpose_a;
+    key.transpose_b = transpose_b;
+    key.accumulate = accumulate;
     key.epilogue = epilogue;
-    key.align_out = gemm_alignment(out.data), key.align_a = gemm_alignment(a.data);
-    key.align_b = gemm_alignment(b.data), key.align_bias = gemm_alignment(bias.data);
+    key.align_out = gemm_alignment(out.data);
+    key.align_a = gemm_alignment(a.data);
+    key.align_b = gemm_alignment(b.data);
+    key.align_bias = gemm_alignment(bias.data);
     key.align_aux = gemm_alignment(aux.data);
     return {key, {out.data, a.data, b.data, accumulate ? out.data : nullptr, bias.data, aux.data}};
 }
@@ -69,7 +78,9 @@ void run_fastest(const char* op, GemmPlan& plan, const Kernels& kernels, Stream 
         const bool full_power = draws_full_power(timed_ms(work[0], 1, stream));
         const std::vector<double> medians = time_in_turns(work, stream, full_power ? LONG_SAMPLE_MS : SHORT_SAMPLE_MS);
         const size_t best = fastest_of(medians);
-        plan.kernel = kernels.all[best], plan.milliseconds = medians[best], plan.compared = true;
+        plan.kernel = kernels.all[best];
+        plan.milliseconds = medians[best];
+        plan.compared = true;
     }
     const GemmKernel wanted = blas.only_kernel.value_or(plan.kernel);
     run(kernels.has(wanted) ? wanted : kernels.all[0]);

@@ -15,7 +15,8 @@ class Tiles {
         if (at_ >= p_.rows * p_.columns) return false;
         const int in_group = p_.group * p_.columns, first = at_ / in_group * p_.group;
         const int height = min(p_.group, p_.rows - first), rest = at_ % in_group;
-        row = first + rest % height, column = rest / height;
+        row = first + rest % height;
+        column = rest / height;
         at_ += clusters_;
         return true;
     }

@@ -51,7 +51,10 @@ template <int STAGES>
 struct RingPosition {
     int stage = 0, parity = 0;
     __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
     }
     __device__ __forceinline__ void advance(int stages) {
         stage += stages;
@@ -65,8 +68,10 @@ template <int STAGES>
 struct MbarrierRing {
     Mbarrier full[STAGES], empty[STAGES];
     __device__ void init(int consumer_warps, int producer_arrivals = 1) {
-        for (int s = 0; s < STAGES; s++)
-            mbarrier_init(&full[s], producer_arrivals), mbarrier_init(&empty[s], consumer_warps);
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(&full[s], producer_arrivals);
+            mbarrier_init(&empty[s], consumer_warps);
+        }
     }
     __device__ __forceinline__ void wait_full(RingPosition<STAGES> at) { mbarrier_wait(&full[at.stage], at.parity); }
     __device__ __forceinline__ void wait_empty(RingPosition<STAGES> at) {

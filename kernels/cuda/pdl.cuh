@@ -47,7 +47,8 @@ void launch_pdl_clusters(const char* op, void (*kernel)(Parameters...), dim3 gri
     if (cluster > 1) {
         cudaLaunchAttribute& dimension = attributes[config.numAttrs++];
         dimension.id = cudaLaunchAttributeClusterDimension;
-        dimension.val.clusterDim.x = cluster, dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
+        dimension.val.clusterDim.x = cluster;
+        dimension.val.clusterDim.y = dimension.val.clusterDim.z = 1;
     }
     cuda_check(cudaLaunchKernelEx(&config, kernel, arguments...), op);
     check_launch(op, stream);

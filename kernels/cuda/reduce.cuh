@@ -43,14 +43,18 @@ __device__ __forceinline__ float block_sum(float x) {
 template <int THREADS>
 __device__ __forceinline__ void block_sum(float& x, float& y) {
     static_assert(THREADS % WARP == 0 && THREADS <= 1024);
-    x = warp_sum(x), y = warp_sum(y);
+    x = warp_sum(x);
+    y = warp_sum(y);
     if constexpr (THREADS == WARP) return;
     __shared__ float2 partial[THREADS / WARP];
     if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = {x, y};
     __syncthreads();
     x = y = 0;
 #pragma unroll
-    for (int w = 0; w < THREADS / WARP; w++) x += partial[w].x, y += partial[w].y;
+    for (int w = 0; w < THREADS / WARP; w++) {
+        x += partial[w].x;
+        y += partial[w].y;
+    }
     __syncthreads();
 }
 

@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(THREADS_BOUND, THREADS_BOUND == NORM_THREADS ?
             }
         }
         group_sum<CENTRED>(mean_d, mean_dx, partial[stage]);
-        mean_d *= inverse_C, mean_dx *= inverse_C;
+        mean_d *= inverse_C;
+        mean_dx *= inverse_C;
         asm volatile("" ::: "memory");  // so that the row is read again and not kept in registers
         if (!inside) continue;
         Floats<W> dx = norm_gradient<CENTRED>(as_floats(staged(stage, DOUT)), as_floats(staged(stage, X)), weight, mean,

@@ -54,11 +54,15 @@ ALWAYS_INLINE void weighted_sum(float* out, const float* p, const float* v, cons
     for (; c + WIDE <= n; c += WIDE) {
         vec16 a = {}, b = {}, d = {}, e = {};
         for_each_key(v + c, rows, stride, [&](int64_t j, const float* row) INLINE_LAMBDA {
-            a += p[j] * vec_load(row), b += p[j] * vec_load(row + 16);
-            d += p[j] * vec_load(row + 32), e += p[j] * vec_load(row + 48);
+            a += p[j] * vec_load(row);
+            b += p[j] * vec_load(row + 16);
+            d += p[j] * vec_load(row + 32);
+            e += p[j] * vec_load(row + 48);
         });
-        vec_store(out + c, a), vec_store(out + c + 16, b);
-        vec_store(out + c + 32, d), vec_store(out + c + 48, e);
+        vec_store(out + c, a);
+        vec_store(out + c + 16, b);
+        vec_store(out + c + 32, d);
+        vec_store(out + c + 48, e);
     }
     for_each_vector(n - c, [&](int64_t i, int64_t lanes) INLINE_LAMBDA {
         vec16 sum = {};
@@ -96,7 +100,8 @@ MULTIARCH void attend_split(float* partial, const float* q, const float* k, cons
         });
         float* to = partial + h * partial_floats(z.HS);
         const Partial p = exponentials(s, n);
-        to[0] = p.max, to[1] = p.sum;
+        to[0] = p.max;
+        to[1] = p.sum;
         weighted_sum(to + 2, s, v + column, rows, row, z.HS);
     }
 }

@@ -83,9 +83,12 @@ struct Arguments {
 // Returns false where there is nothing to do. HEADS: of a query tile. split_keys(length): keys of a split.
 template <int HEADS, bool RING, typename T, typename SplitKeys>
 __device__ __forceinline__ bool find_task(const Arguments<T>& a, Task<RING>& t, SplitKeys split_keys) {
-    t.n = blockIdx.z, t.kv = a.query_tiles == 1 ? blockIdx.x : blockIdx.x / a.query_tiles, t.split = blockIdx.y;
+    t.n = blockIdx.z;
+    t.kv = a.query_tiles == 1 ? blockIdx.x : blockIdx.x / a.query_tiles;
+    t.split = blockIdx.y;
     const int tile = blockIdx.x - t.kv * a.query_tiles;
-    t.head0 = t.kv * a.group + tile * HEADS, t.heads = min(HEADS, a.group - tile * HEADS);
+    t.head0 = t.kv * a.group + tile * HEADS;
+    t.heads = min(HEADS, a.group - tile * HEADS);
     const int position = a.positions[t.n], slot = a.slots[t.n];
     if (position < 0 || position >= (RING ? INT64_MAX : a.capacity) || slot < 0 || slot >= a.num_slots) {  // finished
         T* const out = a.out + t.n * a.out_stride + int64_t(t.head0) * a.HS;
@@ -179,7 +182,10 @@ __device__ __forceinline__ void finish(const Arguments<T>& a, const Task<RING>& 
             continue;
         }
         a.sums[first * a.HS + i] = x;
-        if (c == 0) a.maxima[first + h] = of_head.max, a.totals[first + h] = of_head.total;
+        if (c == 0) {
+            a.maxima[first + h] = of_head.max;
+            a.totals[first + h] = of_head.total;
+        }
     }
     if (t.splits == 1) return;
     __syncthreads();
@@ -396,18 +402,28 @@ void decode_attention(Tensor out, Tensor qkv, Tensor k_cache, Tensor v_cache, co
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         Arguments<T> a{};
-        a.out = out.as<T>(), a.k_cache = k_cache.as<T>(), a.v_cache = v_cache.as<T>(), a.qkv = qkv.as<T>();
-        a.slots = batch.slots.as<int32_t>(), a.positions = batch.positions.as<int32_t>();
+        a.out = out.as<T>();
+        a.k_cache = k_cache.as<T>();
+        a.v_cache = v_cache.as<T>();
+        a.qkv = qkv.as<T>();
+        a.slots = batch.slots.as<int32_t>();
+        a.positions = batch.positions.as<int32_t>();
         if (batch.table)
             a.angles = {batch.angles.as<int32_t>(), batch.table.as<float>(), batch.table.shape[0], int(z.rope_pairs)};
         a.counters = static_cast<unsigned*>(scratch.data);
         // At the end of scratch, so that a call with fewer sequences does not write over the counters of others.
         const int64_t bytes = partial_bytes(z.N, z.NH, z.HS, longest), heads = z.N * splits * z.NH;
         a.sums = reinterpret_cast<float*>(static_cast<char*>(scratch.data) + (scratch.bytes() - bytes) / 16 * 16);
-        a.maxima = a.sums + heads * z.HS, a.totals = a.maxima + heads;
-        a.out_stride = row_stride(out), a.qkv_stride = row_stride(qkv);
-        a.num_slots = z.slots, a.capacity = z.capacity;
-        a.NH = int(z.NH), a.NKV = int(z.NKV), a.HS = int(z.HS), a.group = a.NH / a.NKV;
+        a.maxima = a.sums + heads * z.HS;
+        a.totals = a.maxima + heads;
+        a.out_stride = row_stride(out);
+        a.qkv_stride = row_stride(qkv);
+        a.num_slots = z.slots;
+        a.capacity = z.capacity;
+        a.NH = int(z.NH);
+        a.NKV = int(z.NKV);
+        a.HS = int(z.HS);
+        a.group = a.NH / a.NKV;
         a.splits = int(splits);
         a.inputs_ready = batch.inputs_ready;
         a.scale = scale;

@@ -29,7 +29,10 @@ inline DecodeSizes check_decode_attention(const char* op, DType dtype, const Ten
     require(k_cache && k_cache.rank == 4, op, ": k_cache is ", shape_string(k_cache),
             ", expected [slots, capacity, NKV, HS]");
     DecodeSizes z{};
-    z.slots = k_cache.shape[0], z.capacity = k_cache.shape[1], z.NKV = k_cache.shape[2], z.HS = k_cache.shape[3];
+    z.slots = k_cache.shape[0];
+    z.capacity = k_cache.shape[1];
+    z.NKV = k_cache.shape[2];
+    z.HS = k_cache.shape[3];
     check_tensor(op, "k_cache", k_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
     check_tensor(op, "v_cache", v_cache, dtype, {z.slots, z.capacity, z.NKV, z.HS});
     check_contiguous(op, "k_cache", k_cache);
@@ -61,7 +64,10 @@ inline KvAppendSizes check_kv_append(const char* op, DType dtype, const Tensor& 
     require(k_cache && k_cache.rank == 3, op, ": k_cache is ", shape_string(k_cache), ", expected [rows, NKV, HS]");
     check_matrix(op, "qkv", qkv, dtype);
     KvAppendSizes z{};
-    z.N = qkv.shape[0], z.rows = k_cache.shape[0], z.NKV = k_cache.shape[1], z.HS = k_cache.shape[2];
+    z.N = qkv.shape[0];
+    z.rows = k_cache.shape[0];
+    z.NKV = k_cache.shape[1];
+    z.HS = k_cache.shape[2];
     check_tensor(op, "k_cache", k_cache, dtype, {z.rows, z.NKV, z.HS});
     check_tensor(op, "v_cache", v_cache, dtype, {z.rows, z.NKV, z.HS});
     check_matrix(op, "qkv", qkv, z.N, (NH + 2 * z.NKV) * z.HS, Given::Required, dtype);

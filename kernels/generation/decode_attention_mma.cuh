@@ -83,7 +83,10 @@ class MmaSplit {
         sum = row_sum(sum);
         const int g = lane / 4, t = lane % 4;
         WarpResult& result = result_of(warp);
-        if (t == 0) result.maxima[g] = max, result.totals[g] = sum;
+        if (t == 0) {
+            result.maxima[g] = max;
+            result.totals[g] = sum;
+        }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)
             *reinterpret_cast<float2*>(&result.sums[g][n * 8 + t * 2]) = {o[0][n][0] + o[0][n][2],
@@ -98,7 +101,8 @@ class MmaSplit {
     };
     __device__ __forceinline__ WarpWeights weights(int h) const {
         WarpWeights w;
-        w.max = result_of(0).maxima[h], w.total = 0;
+        w.max = result_of(0).maxima[h];
+        w.total = 0;
 #pragma unroll
         for (int i = 1; i < WARPS; i++) w.max = fmaxf(w.max, result_of(i).maxima[h]);
 #pragma unroll
@@ -194,14 +198,16 @@ class MmaSplit {
         highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
         highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
         const float rescale = exp2_fast(max - highest);
-        max = highest, sum *= rescale;
+        max = highest;
+        sum *= rescale;
 #pragma unroll
         for (int n = 0; n < MMA_TILE_KEYS / 8; n++)
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float p = exp2_fast(S[0][n][i] - max);
                 sum += p;
-                S[0][n][i] = p, S[0][n][2 + i] = p - rounded_to<T>(p);
+                S[0][n][i] = p;
+                S[0][n][2 + i] = p - rounded_to<T>(p);
             }
 #pragma unroll
         for (int n = 0; n < D / 8; n++)

@@ -115,7 +115,10 @@ __device__ __forceinline__ void attend_split(const Workspace& shared, const T* k
             sum += p;
         }
         sum = warp_sum(sum);
-        if (lane == 0) shared.maxima[h] = max, shared.totals[h] = sum;
+        if (lane == 0) {
+            shared.maxima[h] = max;
+            shared.totals[h] = sum;
+        }
     }
     __syncthreads();
 

@@ -121,7 +121,10 @@ struct ComputingWarps {
 
             const int norm_stage = ring.stage;
             const float* const norm_weight = reinterpret_cast<const float*>(ring.current());
-            if (op.has_norm) ring.wait_full(), ring.advance();
+            if (op.has_norm) {
+                ring.wait_full();
+                ring.advance();
+            }
             const Slice slice = slice_of<T>(p.K, warp);
             WarpMatmul<NB, T> matmul(p, slice, 2 * op.halves * owned);
             matmul.next(ring, slice, min(a.stages_at_once, p.chunk));
@@ -152,7 +155,8 @@ struct ComputingWarps {
                 if (done - first == p.chunk || matmul.rows_left <= 0) {
                     sync_computing_warps();
                     finish_rows(op, p, bias, parity, first, done);
-                    parity ^= 1, first = done;
+                    parity ^= 1;
+                    first = done;
                 }
                 matmul.next(ring, slice, min(a.stages_at_once, p.chunk - (done - first)));
             }
@@ -274,8 +278,10 @@ struct ComputingWarps {
         const float rstd = rsqrtf(row_m2 / float(a.C) + a.eps);
         float means[NB], rstds[NB];
 #pragma unroll
-        for (int n = 0; n < NB; n++)
-            means[n] = __shfl_sync(ALL_LANES, row_mean, n), rstds[n] = __shfl_sync(ALL_LANES, rstd, n);
+        for (int n = 0; n < NB; n++) {
+            means[n] = __shfl_sync(ALL_LANES, row_mean, n);
+            rstds[n] = __shfl_sync(ALL_LANES, rstd, n);
+        }
         for_each_quad([&](int n, int at, int c) {
             const Floats<Q> x = load_floats<Q>(residual + at), scale = load_floats<Q>(weight + c);
             Floats<Q> shift = {};
@@ -319,7 +325,8 @@ struct ComputingWarps {
 #pragma unroll
             for (int w = 0; w < WARPS; w++) {
                 const float2 x = *reinterpret_cast<const float2*>(&shared.partial[parity][w][n][row + half * to_up]);
-                y[2 * half] += x.x, y[2 * half + 1] += x.y;
+                y[2 * half] += x.x;
+                y[2 * half + 1] += x.y;
             }
             if (bias) {
                 y[2 * half] += as_float(shared.biases[which & 1][2 * half * owned + pair]);
@@ -329,7 +336,10 @@ struct ComputingWarps {
         const int at = op.pairs.first + pair;  // of all output pairs
         if (which == HEAD) {
             if constexpr (EXTENDED)
-                if (a.head_bias) y[0] += as_float(a.head_bias[2 * at]), y[1] += as_float(a.head_bias[2 * at + 1]);
+                if (a.head_bias) {
+                    y[0] += as_float(a.head_bias[2 * at]);
+                    y[1] += as_float(a.head_bias[2 * at + 1]);
+                }
             store_floats<2>(a.logits + n * a.logits_stride + 2 * at, Floats<2>{{y[0], y[1]}});
             return;
         }
@@ -344,7 +354,8 @@ struct ComputingWarps {
         }
         if (which == PROJ || which == FCPROJ) {
             const T* const x = residual + n * a.C + 2 * at;
-            y[0] += as_float(x[0]), y[1] += as_float(x[1]);
+            y[0] += as_float(x[0]);
+            y[1] += as_float(x[1]);
         }
         uint64_t* const to = a.matmul_words[which] + int64_t(n) * (2 * p.pairs / PER_WORD<T>);
         send<T>(to, at, y[0], y[1], op.epoch);
@@ -367,13 +378,18 @@ __global__ void __launch_bounds__(THREADS + WARP, 1) decode_step_kernel(const __
     const int thread = int(threadIdx.x), warp = thread / WARP, lane = thread % WARP;
     Layer* const layers = reinterpret_cast<Layer*>(memory + a.layers_offset);
 #pragma unroll 1
-    for (int s = thread; s < a.stages; s += THREADS + WARP)
-        mbarrier_init(shared.full + s, 1), mbarrier_init(shared.empty + s, WARPS);
+    for (int s = thread; s < a.stages; s += THREADS + WARP) {
+        mbarrier_init(shared.full + s, 1);
+        mbarrier_init(shared.empty + s, WARPS);
+    }
     if (thread == 0) mbarrier_init_fence();
 #pragma unroll 1
     for (int i = thread; i < a.num_layers * int(LAYER_BYTES<EXTENDED> / sizeof(uint64_t)); i += THREADS + WARP)
         reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(a.layers)[i];
-    if (thread < a.N) shared.positions[thread] = a.positions[thread], shared.slots[thread] = a.slots[thread];
+    if (thread < a.N) {
+        shared.positions[thread] = a.positions[thread];
+        shared.slots[thread] = a.slots[thread];
+    }
     if (thread == 0) shared.epoch = *a.epoch;
     if (thread < MATRICES) shared.pairs[thread] = pairs_of_block(a.plans[thread]);
     __syncthreads();
@@ -424,30 +440,47 @@ template <typename T>
 Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeBatch& batch, const DecodeModel& m,
                           const InferenceWeights& weights, const Tensor& scratch, const Plan& z) {
     Arguments<T> a{};
-    a.logits = logits.as<T>(), a.logits_stride = row_stride(logits);
-    a.ids = ids.as<int32_t>(), a.slots = batch.slots.as<int32_t>(), a.positions = batch.positions.as<int32_t>();
+    a.logits = logits.as<T>();
+    a.logits_stride = row_stride(logits);
+    a.ids = ids.as<int32_t>();
+    a.slots = batch.slots.as<int32_t>();
+    a.positions = batch.positions.as<int32_t>();
     if (batch.table)
         a.angles = {batch.angles.as<int32_t>(), batch.table.as<float>(), batch.table.shape[0],
                     int(batch.table.shape[1])};
-    a.wte = weights.wte.as<T>(), a.wpe = weights.wpe ? weights.wpe.as<T>() : nullptr, a.head = weights.head.as<T>();
-    a.vocab = weights.wte.shape[0], a.wpe_rows = weights.wpe ? weights.wpe.shape[0] : 0;
-    a.normf_weight = weights.normf.weight.as<float>(), a.normf_bias = weights.normf.bias.as<float>();
+    a.wte = weights.wte.as<T>();
+    a.wpe = weights.wpe ? weights.wpe.as<T>() : nullptr;
+    a.head = weights.head.as<T>();
+    a.vocab = weights.wte.shape[0];
+    a.wpe_rows = weights.wpe ? weights.wpe.shape[0] : 0;
+    a.normf_weight = weights.normf.weight.as<float>();
+    a.normf_bias = weights.normf.bias.as<float>();
     char* const base = static_cast<char*>(scratch.data);
     const ScratchLayout offsets(m);
     const auto words = [&](int64_t at) { return reinterpret_cast<uint64_t*>(base + at); };
     a.epoch = reinterpret_cast<uint32_t*>(base + ScratchLayout::EPOCH);
     a.layers = reinterpret_cast<const Layer*>(base + ScratchLayout::LAYERS);
     for (int i = 0; i < LAYER_MATRICES; i++) a.matmul_words[i] = words(offsets.matmuls[i]);
-    a.att_words = words(offsets.att), a.split_words = words(offsets.splits);
+    a.att_words = words(offsets.att);
+    a.split_words = words(offsets.splits);
     std::copy_n(z.matrices, MATRICES, a.plans);
-    a.num_slots = m.slots, a.capacity = m.capacity;
-    a.num_layers = int(m.layers), a.N = int(logits.shape[0]), a.C = int(m.C);
-    a.NH = int(m.NH), a.NKV = int(m.NKV), a.HS = int(m.HS);
+    a.num_slots = m.slots;
+    a.capacity = m.capacity;
+    a.num_layers = int(m.layers);
+    a.N = int(logits.shape[0]);
+    a.C = int(m.C);
+    a.NH = int(m.NH);
+    a.NKV = int(m.NKV);
+    a.HS = int(m.HS);
     a.query_tiles = int(ceil_div(m.NH / m.NKV, heads_of_task(m)));
     a.kv_splits = int(num_kv_splits(std::min(batch.max_length, m.capacity)));
     while (int64_t(FULL_WIDTH<T>) << a.log_lanes < m.HS) a.log_lanes++;
-    a.eps = m.eps, a.scale = m.scale, a.centred = m.centred, a.activation = m.activation;
-    a.stages = int(z.stages), a.stage_bytes = int(z.stage_bytes);
+    a.eps = m.eps;
+    a.scale = m.scale;
+    a.centred = m.centred;
+    a.activation = m.activation;
+    a.stages = int(z.stages);
+    a.stage_bytes = int(z.stage_bytes);
     a.stages_at_once = int(std::min<int64_t>(STAGES_AT_ONCE, z.stages - 1));
     int64_t at = 0;
     const auto take = [&](int64_t bytes) {
@@ -455,8 +488,10 @@ Arguments<T> arguments_of(const Tensor& logits, const Tensor& ids, const DecodeB
         at += bytes;
         return int(begin);
     };
-    a.ring_offset = take(z.stages * z.stage_bytes), a.rows_offset = take(z.rows_bytes);
-    a.residual_offset = take(z.residual_bytes), a.attention_offset = take(z.attention_bytes);
+    a.ring_offset = take(z.stages * z.stage_bytes);
+    a.rows_offset = take(z.rows_bytes);
+    a.residual_offset = take(z.residual_bytes);
+    a.attention_offset = take(z.attention_bytes);
     a.layers_offset = take(z.layers_bytes);
     a.qk_norm = m.qk_norm;
     a.head_bias = m.head_bias ? weights.head_bias.as<T>() : nullptr;
@@ -516,7 +551,8 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
     std::vector<LayerOptions> options;
     for (size_t l = 0; l < weights.blocks.size(); l++) {
         const BlockWeights& b = weights.blocks[l];
-        norm(b.norm1), norm(b.norm2);
+        norm(b.norm1);
+        norm(b.norm2);
         linear(b.qkv, "qkv", Q + 2 * m.NKV * m.HS, m.C);
         linear(b.proj, "proj", m.C, Q);
         linear(b.fc, "fc", swiglu ? 2 * m.FFN : m.FFN, m.C);
@@ -532,12 +568,17 @@ void decode_step_prepare(Tensor scratch, const DecodeModel& m, const InferenceWe
         }
         Layer layer{};
         const LinearWeights* const matrices[LAYER_MATRICES] = {&b.qkv, &b.proj, &b.fc, &b.fcproj};
-        for (int i = 0; i < LAYER_MATRICES; i++)
-            layer.weight[i] = matrices[i]->weight.data, layer.bias[i] = matrices[i]->bias.data;
+        for (int i = 0; i < LAYER_MATRICES; i++) {
+            layer.weight[i] = matrices[i]->weight.data;
+            layer.bias[i] = matrices[i]->bias.data;
+        }
         const NormWeights* const norms[2] = {&b.norm1, &b.norm2};
-        for (int i = 0; i < 2; i++)
-            layer.norm_weight[i] = norms[i]->weight.as<float>(), layer.norm_bias[i] = norms[i]->bias.as<float>();
-        layer.k = k[l].data, layer.v = v[l].data;
+        for (int i = 0; i < 2; i++) {
+            layer.norm_weight[i] = norms[i]->weight.as<float>();
+            layer.norm_bias[i] = norms[i]->bias.as<float>();
+        }
+        layer.k = k[l].data;
+        layer.v = v[l].data;
         layers.push_back(layer);
         for (const Tensor& weight : {b.qnorm, b.knorm})
             if (m.qk_norm) check_tensor(op, "QK-norm", weight, DType::F32, {m.HS}, Given::Optional);

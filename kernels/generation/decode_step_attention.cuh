@@ -35,11 +35,14 @@ __device__ __forceinline__ TaskOf<EXTENDED> task_of(const Arguments<T>& a, const
     TaskOf<EXTENDED> t{};
     // Not a variable: the compiler would order the plain kernel's loads in another way.
     const auto most_splits = [&] { return splits_of_layer<EXTENDED>(a, options); };
-    t.split = i % most_splits(), i /= most_splits();
+    t.split = i % most_splits();
+    i /= most_splits();
     const int tile = i % a.query_tiles, group = a.NH / a.NKV;
     i /= a.query_tiles;
-    t.kv = i % a.NKV, t.n = i / a.NKV;
-    t.head0 = t.kv * group + tile * HEADS, t.heads = min(HEADS, group - tile * HEADS);
+    t.kv = i % a.NKV;
+    t.n = i / a.NKV;
+    t.head0 = t.kv * group + tile * HEADS;
+    t.heads = min(HEADS, group - tile * HEADS);
     const int64_t length = keys_seen<EXTENDED>(positions[t.n] + 1, options), slot = slots[t.n],
                   begin = int64_t(t.split) * SPLIT_KEYS;
     if (length <= 0 || length > a.capacity || slot < 0 || slot >= a.num_slots) return t;
@@ -50,7 +53,8 @@ __device__ __forceinline__ TaskOf<EXTENDED> task_of(const Arguments<T>& a, const
         const unsigned position = unsigned(positions[t.n] - length + begin + t.keys);  // of the last key
         const int last = int(position % unsigned(options->rows));
         t.last = slot * options->rows + last;
-        t.wrap = last + 1, t.rows = options->rows;
+        t.wrap = last + 1;
+        t.rows = options->rows;
     } else {
         t.last = slot * a.capacity + begin + t.keys - 1;
     }
@@ -334,7 +338,10 @@ struct Attention {
             }
             rescale(softmax, h, larger);
 #pragma unroll
-            for (int b = 0; b < ROUNDS; b++) s[b][h] = exp_for<T>(s[b][h] - larger), softmax.total[h] += s[b][h];
+            for (int b = 0; b < ROUNDS; b++) {
+                s[b][h] = exp_for<T>(s[b][h] - larger);
+                softmax.total[h] += s[b][h];
+            }
         }
 #pragma unroll
         for (int b = 0; b < ROUNDS; b++) {
@@ -347,7 +354,8 @@ struct Attention {
     }
     __device__ __forceinline__ static void rescale(Softmax& softmax, int h, float max) {
         const float old = exp_for<T>(softmax.max[h] - max);
-        softmax.max[h] = max, softmax.total[h] *= old;
+        softmax.max[h] = max;
+        softmax.total[h] *= old;
 #pragma unroll
         for (int k = 0; k < W; k++) softmax.o[h][k] *= old;
     }
@@ -394,7 +402,9 @@ struct Attention {
             const float2 of_warp = statistics[w][my_head];
             const float2 x = *reinterpret_cast<const float2*>(sums + (w * HEADS + my_head) * HS + my_channel);
             const float weight = exp_for<T>(of_warp.x - largest);
-            sum = fmaf(of_warp.y, weight, sum), s0 = fmaf(x.x, weight, s0), s1 = fmaf(x.y, weight, s1);
+            sum = fmaf(of_warp.y, weight, sum);
+            s0 = fmaf(x.x, weight, s0);
+            s1 = fmaf(x.y, weight, s1);
         }
         if (t.splits == 1) {
             send<T>(att_words(t), t.head0 * HS / 2 + thread, s0 / sum, s1 / sum, epoch);
@@ -420,7 +430,8 @@ struct Attention {
 #pragma unroll
                 for (int b = 0; b < BATCH; b++) {
                     const uint64_t* const at = from + int64_t(min(first + b, t.splits - 1)) * (HS + 2);
-                    scale[b] = load_two(at), o[b] = load_two(at + 2 + my_channel);
+                    scale[b] = load_two(at);
+                    o[b] = load_two(at + 2 + my_channel);
                 }
                 pending = false;
 #pragma unroll

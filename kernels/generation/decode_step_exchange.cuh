@@ -59,7 +59,10 @@ __device__ __forceinline__ void receive(uint2* to, const uint64_t* words, uint32
         for (int b = 0; b < BATCH; b++) {
             at[b] = n < sequences && q < count ? n * row + q : -1;
             q += WARP;
-            if (q - lane >= count) q = lane, n++;
+            if (q - lane >= count) {
+                q = lane;
+                n++;
+            }
         }
         bool pending = true;
         for (unsigned polls = 0; pending; polls++) {

@@ -24,8 +24,11 @@ struct LaneMap {
 
     __device__ __forceinline__ LaneMap(int rows, int vectors) {
         const int lane = int(threadIdx.x) % WARP, log_lanes = __clz(rows) - 26;  // of 32 / rows
-        lanes = 1 << log_lanes, row = lane >> log_lanes, in_row = lane & (lanes - 1);
-        count = vectors, steps = (vectors + lanes - 1) >> log_lanes;
+        lanes = 1 << log_lanes;
+        row = lane >> log_lanes;
+        in_row = lane & (lanes - 1);
+        count = vectors;
+        steps = (vectors + lanes - 1) >> log_lanes;
     }
     // The lane's vector in step i; -1: none.
     __device__ __forceinline__ int vector(int i) const {
@@ -64,13 +67,15 @@ struct WarpMatmul {
         }
     }
     __device__ __forceinline__ void next(Ring& ring, Slice slice, int most) {
-        taken = 0, first_stage = ring.stage;
+        taken = 0;
+        first_stage = ring.stage;
 #pragma unroll
         for (int g = 0; g < STAGES_AT_ONCE; g++) {
             if (g >= most || rows_left <= 0) continue;
             ring.wait_full();
             from[g] = reinterpret_cast<const T*>(ring.current()) + min(map.row, rows_left - 1) * K + slice.first * W;
-            rows_left -= stage_rows, taken++;
+            rows_left -= stage_rows;
+            taken++;
             ring.advance();
         }
         load(0, taken);

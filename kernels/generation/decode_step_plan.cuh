@@ -75,7 +75,8 @@ inline Plan plan_of(const DecodeModel& m, int64_t N) {
     z.stage_bytes = aligned(z.stage_bytes);
     for (int i = 0; i < MATRICES; i++) {
         MatrixPlan& p = z.matrices[i];
-        p.K = int(sizes[i].K), p.pairs = int(sizes[i].outputs / 2);
+        p.K = int(sizes[i].K);
+        p.pairs = int(sizes[i].outputs / 2);
         const int64_t most = ceil_div(p.pairs, std::max<int64_t>(z.blocks, 1));  // pairs of a block
         if (i != HEAD && most * rows_of_pair(i) > THREADS) return z;             // one thread for each bias
         const auto fits = [&](int64_t pairs) {

@@ -17,7 +17,10 @@ struct Ring {
 
     __device__ __forceinline__ char* current() const { return memory + stage * stage_bytes; }
     __device__ __forceinline__ void advance() {
-        if (++stage == stages) stage = 0, parity ^= 1;
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
     }
     __device__ __forceinline__ void wait_full() const { mbarrier_wait(full + stage, parity); }
     // Called by one thread: waits until the stage is free, to be filled with `bytes`.

@@ -13,14 +13,26 @@ template <typename T>
 LinearParams<T> make_params(const LinearSizes& z, const Tensor& out, const Tensor& inp, const InputNorm& norm,
                             const Tensor& weight, const Tensor& bias, Activation activation, const Tensor& residual) {
     LinearParams<T> p{};
-    p.inp = inp.as<T>(), p.inp_stride = row_stride(inp);
-    p.weight = weight.as<T>(), p.weight_stride = row_stride(weight);
-    p.out = out.as<T>(), p.out_stride = row_stride(out);
+    p.inp = inp.as<T>();
+    p.inp_stride = row_stride(inp);
+    p.weight = weight.as<T>();
+    p.weight_stride = row_stride(weight);
+    p.out = out.as<T>();
+    p.out_stride = row_stride(out);
     if (bias) p.bias = bias.as<T>();
-    if (residual) p.residual = residual.as<T>(), p.residual_stride = row_stride(residual);
-    p.norm_weight = norm.weight.as<float>(), p.norm_bias = norm.bias.as<float>();
-    p.C = z.C, p.OC = z.OC, p.columns = z.columns, p.N = int(z.N);
-    p.eps = norm.eps, p.centred = norm.centred, p.activation = activation;
+    if (residual) {
+        p.residual = residual.as<T>();
+        p.residual_stride = row_stride(residual);
+    }
+    p.norm_weight = norm.weight.as<float>();
+    p.norm_bias = norm.bias.as<float>();
+    p.C = z.C;
+    p.OC = z.OC;
+    p.columns = z.columns;
+    p.N = int(z.N);
+    p.eps = norm.eps;
+    p.centred = norm.centred;
+    p.activation = activation;
     p.aligned = rows_aligned({inp, weight, norm.weight, norm.bias});
     return p;
 }

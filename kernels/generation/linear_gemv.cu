@@ -180,7 +180,10 @@ __global__ void __launch_bounds__(THREADS) gemv_kernel(const GemvParams<T> p) {
 #pragma unroll
         for (int n = 0; n < NB; n++) {
             const float y0 = warp_sum(sum0[n]), y1 = warp_sum(sum1[n]);
-            if (lane == 0) partial[warp][0][n] = y0, partial[warp][1][n] = y1;
+            if (lane == 0) {
+                partial[warp][0][n] = y0;
+                partial[warp][1][n] = y1;
+            }
         }
         // A warp that does not share its pair need not wait for the others.
         if (p.splits > 1)
@@ -189,8 +192,12 @@ __global__ void __launch_bounds__(THREADS) gemv_kernel(const GemvParams<T> p) {
             __syncwarp();
         if (stores) {
             float y[PAIR] = {};
-            for (int s = 0; s < p.splits; s++) y[0] += partial[warp + s][0][lane], y[1] += partial[warp + s][1][lane];
-            y[0] += bias[0], y[1] += bias[1];
+            for (int s = 0; s < p.splits; s++) {
+                y[0] += partial[warp + s][0][lane];
+                y[1] += partial[warp + s][1][lane];
+            }
+            y[0] += bias[0];
+            y[1] += bias[1];
             store_pair(p, pair, lane, y, residual);
         }
         if (p.splits > 1)
@@ -243,7 +250,8 @@ bool linear_gemv(const char* op, const LinearParams<T>& layer, Stream stream) {
         p.N = int(std::min(step, layer.N - n));
         dispatch_width<T>(p.aligned && p.C % FULL_WIDTH<T> == 0,
                           [&](auto width) { launch_gemv<decltype(width)::value>(op, p, stream); });
-        p.inp += step * p.inp_stride, p.out += step * p.out_stride;
+        p.inp += step * p.inp_stride;
+        p.out += step * p.out_stride;
         if (p.residual) p.residual += step * p.residual_stride;
     }
     return true;

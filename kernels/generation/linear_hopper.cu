@@ -143,7 +143,10 @@ __device__ __forceinline__ void normalize_rows(unsigned char* tile, Shared& shar
     if (inside && p.norm_bias) bias = load_floats<W>(p.norm_bias + slice.begin + column);
     keep_packed();
     mbarrier_wait(&shared.statistics_full, 0);
-    if (s < shape.blocks) part = shared.statistics[s][row(lane / LANES)], count = float(slice_of(shape, s, p.C).count);
+    if (s < shape.blocks) {
+        part = shared.statistics[s][row(lane / LANES)];
+        count = float(slice_of(shape, s, p.C).count);
+    }
     const float mean = sum_over_lanes(count * part.mean) * per_row,
                 row_m2 = sum_over_lanes(m2_around(mean, part, count));
     const float scale = rsqrtf(fmaf(row_m2, per_row, p.eps)), shift = -mean * scale;
@@ -231,7 +234,8 @@ __device__ __forceinline__ void add_slices(float (&y)[2][2], const float* sums, 
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float2 part = *reinterpret_cast<const float2*>(sums + min(s, S - 1) * 8 * PITCH + half * HALF_OC);
-            y[half][0] += s < S ? part.x : 0, y[half][1] += s < S ? part.y : 0;
+            y[half][0] += s < S ? part.x : 0;
+            y[half][1] += s < S ? part.y : 0;
         }
 }
 

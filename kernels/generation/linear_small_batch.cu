@@ -112,7 +112,10 @@ __global__ void __launch_bounds__(THREADS, 2) small_batch_kernel(const LinearPar
             for (int half = 0; half < 2; half++) to[m][half] = load_pack<8>(weight_rows[m][half] + chunk * BLOCK_K);
     };
 #pragma unroll
-    for (int m = 0; m < MT; m++) weight_rows[m][0] = weight_row(m, 0), weight_rows[m][1] = weight_row(m, 1);
+    for (int m = 0; m < MT; m++) {
+        weight_rows[m][0] = weight_row(m, 0);
+        weight_rows[m][1] = weight_row(m, 1);
+    }
 #pragma unroll
     for (int s = 0; s < WEIGHTS_AHEAD; s++) load_weights(w[s], warp + s * WARPS);
     // In the end this thread stores output `mine` of some rows.

@@ -12,8 +12,10 @@ namespace {
 MULTIARCH float sum(const float* x, int64_t n) {
     vec16 a = {}, b = {}, c = {}, d = {};
     for (int64_t i = 0; i + 64 <= n; i += 64) {
-        a += vec_load(x + i), b += vec_load(x + i + 16);
-        c += vec_load(x + i + 32), d += vec_load(x + i + 48);
+        a += vec_load(x + i);
+        b += vec_load(x + i + 16);
+        c += vec_load(x + i + 32);
+        d += vec_load(x + i + 48);
     }
     return vec_sum((a + b) + (c + d));
 }

@@ -156,7 +156,10 @@ void sample_tokens(Tensor ids, Tensor logits, int64_t V, Tensor sequences, Tenso
     const auto row_scratch = [&](int64_t b) {
         RowScratch r{};
         char* base = static_cast<char*>(scratch.data);
-        if (options.top_p < 1) r.order = reinterpret_cast<uint64_t*>(base) + b * V, base += B * V * 8;
+        if (options.top_p < 1) {
+            r.order = reinterpret_cast<uint64_t*>(base) + b * V;
+            base += B * V * 8;
+        }
         if (options.repeat_penalty != 1) r.penalized = reinterpret_cast<float*>(base) + b * V;
         return r;
     };

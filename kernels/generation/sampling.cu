@@ -54,7 +54,10 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 8)
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
         has_nan |= x[i] != x[i];
-        if (x[i] > largest) largest = x[i], at = i;
+        if (x[i] > largest) {
+            largest = x[i];
+            at = i;
+        }
     }
     const uint64_t best = warp_max(token_key(has_nan ? NAN : largest, begin + at));
     const TokenWeight weight{token_logit(best), p.rate};
@@ -107,7 +110,10 @@ __global__ void __launch_bounds__(SAMPLE_THREADS)
 #pragma unroll 1
         for (int c = begin; c < end; c++) {
             const double weight = each > 1 ? chunk_weight(c) : mine;
-            if (weight > 0 && remaining >= 0) sampled_chunk = c, remaining_in_chunk = remaining;
+            if (weight > 0 && remaining >= 0) {
+                sampled_chunk = c;
+                remaining_in_chunk = remaining;
+            }
             remaining -= weight;
         }
     }

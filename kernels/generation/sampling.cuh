@@ -184,7 +184,10 @@ __device__ bool cdf_passes_here(double mine, Target target, double* remaining) {
     *remaining = 0;
 #pragma unroll
     for (int w = 0; w < THREADS / WARP; w++) {
-        if (warp_sums[w] > 0 && left >= 0) passing_warp = w, *remaining = left;
+        if (warp_sums[w] > 0 && left >= 0) {
+            passing_warp = w;
+            *remaining = left;
+        }
         left -= warp_sums[w];
     }
     *remaining -= scan.in_warp - mine;

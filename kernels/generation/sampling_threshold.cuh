@@ -121,7 +121,11 @@ __device__ uint64_t top_p_by_histogram(const LogitRow<T>& row, int64_t V, const 
     __shared__ int count, deciding_bin;
     __shared__ FixedWeight above;  // the bin
     __shared__ uint64_t threshold;
-    if (threadIdx.x == 0) count = 0, deciding_bin = WEIGHT_BINS - 1, threshold = 0;
+    if (threadIdx.x == 0) {
+        count = 0;
+        deciding_bin = WEIGHT_BINS - 1;
+        threshold = 0;
+    }
     FixedWeight mine[PER], sum = 0;
 #pragma unroll
     for (int i = 0; i < PER; i++) sum += mine[i] = histogram[int(threadIdx.x) * PER + i];
@@ -132,8 +136,10 @@ __device__ uint64_t top_p_by_histogram(const LogitRow<T>& row, int64_t V, const 
     for (int i = 0; i < PER; i++) {
         const double before = double(up_to);
         up_to += mine[i];
-        if ((before < enough || (threadIdx.x == 0 && i == 0)) && double(up_to) >= enough)
-            deciding_bin = int(threadIdx.x) * PER + i, above = up_to - mine[i];
+        if ((before < enough || (threadIdx.x == 0 && i == 0)) && double(up_to) >= enough) {
+            deciding_bin = int(threadIdx.x) * PER + i;
+            above = up_to - mine[i];
+        }
     }
     __syncthreads();
     for (int64_t v = threadIdx.x; v < V; v += THRESHOLD_THREADS) {

@@ -21,7 +21,10 @@ void top_k_of_row(float* values, int32_t* ids, const float* inp, int64_t V, int6
         std::push_heap(best, best + k, std::greater<>());
     }
     std::sort_heap(best, best + k, std::greater<>());
-    for (int64_t i = 0; i < k; i++) ids[i] = token_id(best[i]), values[i] = inp[ids[i]];
+    for (int64_t i = 0; i < k; i++) {
+        ids[i] = token_id(best[i]);
+        values[i] = inp[ids[i]];
+    }
 }
 
 }  // namespace

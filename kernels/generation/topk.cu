@@ -105,11 +105,16 @@ void top_k(Tensor values, Tensor ids, Tensor inp, Tensor scratch, Stream stream)
     dispatch_dtype(op, dtype, [&](auto zero) {
         using T = decltype(zero);
         TopK<T> a{};
-        a.values = values.as<T>(), a.values_stride = row_stride(values);
-        a.ids = ids.as<int32_t>(), a.ids_stride = row_stride(ids);
-        a.inp = inp.as<const T>(), a.inp_stride = row_stride(inp);
-        a.V = inp.shape[1], a.k = int(values.shape[1]);
-        a.num_chunks = num_chunks_of(B, a.V, a.k), a.chunk = ceil_div(a.V, a.num_chunks);
+        a.values = values.as<T>();
+        a.values_stride = row_stride(values);
+        a.ids = ids.as<int32_t>();
+        a.ids_stride = row_stride(ids);
+        a.inp = inp.as<const T>();
+        a.inp_stride = row_stride(inp);
+        a.V = inp.shape[1];
+        a.k = int(values.shape[1]);
+        a.num_chunks = num_chunks_of(B, a.V, a.k);
+        a.chunk = ceil_div(a.V, a.num_chunks);
         a.candidates = static_cast<uint64_t*>(scratch.data);
         chunk_top_k_kernel<<<grid_of(B * a.num_chunks), THREADS, 0, cuda_stream(stream)>>>(a);
         if (a.num_chunks > 1) merge_top_k_kernel<<<grid_of(B), THREADS, 0, cuda_stream(stream)>>>(a);

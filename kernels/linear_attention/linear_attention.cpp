@@ -129,8 +129,14 @@ Pass pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, con
              const LinearAttentionType& type) {
     check_cumulative(op, "cum", sequences.cum, z.N, z.max_length);
     Pass p{};
-    p.z = z, p.type = type, p.cum = sequences.cum.as<int32_t>();
-    p.q = q, p.k = k, p.v = v, p.gate = gate, p.initial = initial;
+    p.z = z;
+    p.type = type;
+    p.cum = sequences.cum.as<int32_t>();
+    p.q = q;
+    p.k = k;
+    p.v = v;
+    p.gate = gate;
+    p.initial = initial;
     return p;
 }
 
@@ -145,7 +151,8 @@ void linear_attention_forward(Tensor out, Tensor norm, const LinearAttentionStat
     check_linear_attention_forward(op, DType::F32, z, out, norm, final, type);
     check_scratch(op, scratch, linear_attention_forward_scratch(z));
     Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, type);
-    p.out = out, p.final = final;
+    p.out = out;
+    p.final = final;
     if (type.normalise) p.norm = norm;
     run(p, Result::Out);
     zero_tail(out, p.cum[z.S]);
@@ -164,8 +171,15 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
                                     type);
     check_scratch(op, scratch, linear_attention_backward_scratch(z));
     Pass p = pass_of(op, z, q, k, v, gate, initial, sequences, type);
-    p.out = out, p.norm = norm, p.dout = dout, p.dq = dq, p.dk = dk, p.dv = dv, p.dgate = dgate;
-    p.dinitial = dinitial, p.dfinal = dfinal;
+    p.out = out;
+    p.norm = norm;
+    p.dout = dout;
+    p.dq = dq;
+    p.dk = dk;
+    p.dv = dv;
+    p.dgate = dgate;
+    p.dinitial = dinitial;
+    p.dfinal = dfinal;
     p.delta = static_cast<float*>(scratch.data);
     p.query_dots = p.delta + z.NH * z.N;
     p.key_dots = p.query_dots + z.NH * z.N;

@@ -70,23 +70,39 @@ struct Pass {
                        gradient = heads_of<T>(dout);
         switch (result) {
             case Result::Out:
-                p.a = query, p.b = key, p.c = value, p.out = heads_of<T>(out);
+                p.a = query;
+                p.b = key;
+                p.c = value;
+                p.out = heads_of<T>(out);
                 break;
             case Result::DQ:
-                p.a = gradient, p.b = value, p.c = key, p.out = heads_of<T>(dq), p.inputs = query,
+                p.a = gradient;
+                p.b = value;
+                p.c = key;
+                p.out = heads_of<T>(dq);
+                p.inputs = query;
                 p.forward_out = heads_of<T>(out);
                 break;
             case Result::DV:
-                p.a = key, p.b = query, p.c = gradient, p.out = heads_of<T>(dv);
+                p.a = key;
+                p.b = query;
+                p.c = gradient;
+                p.out = heads_of<T>(dv);
                 break;
             case Result::DK:
-                p.a = value, p.b = gradient, p.c = query, p.out = heads_of<T>(dk), p.inputs = key;
+                p.a = value;
+                p.b = gradient;
+                p.c = query;
+                p.out = heads_of<T>(dk);
+                p.inputs = key;
                 break;
             case Result::KeyState:
-                p.b = key, p.c = value;
+                p.b = key;
+                p.c = value;
                 break;
             case Result::QueryState:
-                p.b = query, p.c = gradient;
+                p.b = query;
+                p.c = gradient;
                 break;
         }
     }
@@ -94,19 +110,34 @@ struct Pass {
     Params<T> params(Result result) const {
         Params<T> p{};
         set_operands(p, result);
-        p.E = int(transposed(result) ? z.M : z.E), p.M = int(transposed(result) ? z.E : z.M);
-        if (gate) p.gate = gate.as<float>(), p.gate_stride = gate.stride[0];
-        if (norm) p.norm = norm.as<float>(), p.norm_stride = norm.stride[0];
+        p.E = int(transposed(result) ? z.M : z.E);
+        p.M = int(transposed(result) ? z.E : z.M);
+        if (gate) {
+            p.gate = gate.as<float>();
+            p.gate_stride = gate.stride[0];
+        }
+        if (norm) {
+            p.norm = norm.as<float>();
+            p.norm_stride = norm.stride[0];
+        }
         if (gate) p.dots = result == Result::DQ ? query_dots : result == Result::DK ? key_dots : nullptr;
         p.delta = delta;
         p.states = is_reversed(result) ? query_states : key_states;
         p.decays = is_reversed(result) ? query_decays : key_decays;
-        p.state_size = state_size(), p.state_vector = z.E * z.M;
-        p.state_row = transposed(result) ? 1 : z.M, p.state_column = transposed(result) ? z.M : 1;
+        p.state_size = state_size();
+        p.state_vector = z.E * z.M;
+        p.state_row = transposed(result) ? 1 : z.M;
+        p.state_column = transposed(result) ? z.M : 1;
         p.cum = cum.as<int32_t>();
-        p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV;
-        p.splits = int(splits().count), p.split_length = int(splits().length);
-        p.elu = elu(), p.normalise = type.normalise, p.aligned = aligned;
+        p.S = z.S;
+        p.N = z.N;
+        p.NH = z.NH;
+        p.NKV = z.NKV;
+        p.splits = int(splits().count);
+        p.split_length = int(splits().length);
+        p.elu = elu();
+        p.normalise = type.normalise;
+        p.aligned = aligned;
         return p;
     }
 
@@ -153,12 +184,24 @@ struct Pass {
         StatePassingParams p{};
         p.states = reversed ? query_states : key_states;
         if (gate) p.decays = reversed ? query_decays : key_decays;
-        p.initial = data(from.s), p.initial_z = data(from.z), p.final = data(to.s), p.final_z = data(to.z);
-        if (to.rows) p.rows = to.rows.as<int32_t>(), p.num_rows = to.s.shape[0];
+        p.initial = data(from.s);
+        p.initial_z = data(from.z);
+        p.final = data(to.s);
+        p.final_z = data(to.z);
+        if (to.rows) {
+            p.rows = to.rows.as<int32_t>();
+            p.num_rows = to.s.shape[0];
+        }
         p.cum = cum.as<int32_t>();
-        p.N = z.N, p.NKV = z.NKV, p.size = state_size(), p.matrix = z.E * z.M;
-        p.splits = int(splits().count), p.split_length = int(splits().length);
-        p.reversed = reversed, p.has_sums = has_sums, p.has_last_sum = has_last_sum;
+        p.N = z.N;
+        p.NKV = z.NKV;
+        p.size = state_size();
+        p.matrix = z.E * z.M;
+        p.splits = int(splits().count);
+        p.split_length = int(splits().length);
+        p.reversed = reversed;
+        p.has_sums = has_sums;
+        p.has_last_sum = has_last_sum;
         const bool state_aligned = z.E % 4 == 0 && rows_aligned({from.s, from.z, to.s, to.z});
         launch_state_passing(op, p, z.S, state_aligned, stream);
     }
@@ -187,13 +230,24 @@ struct Pass {
     // states: gradients flow between splits or through the end of a sequence.
     void run_gate_gradient(const Tensor& dgate, bool states, int64_t query_blocks, int64_t key_blocks) const {
         GateGradientParams p{};
-        p.dgate = dgate.as<float>(), p.stride = dgate.stride[0];
-        p.query_dots = query_dots, p.key_dots = key_dots;
-        if (states) p.key_states = key_states, p.query_states = query_states;
+        p.dgate = dgate.as<float>();
+        p.stride = dgate.stride[0];
+        p.query_dots = query_dots;
+        p.key_dots = key_dots;
+        if (states) {
+            p.key_states = key_states;
+            p.query_states = query_states;
+        }
         p.cum = cum.as<int32_t>();
-        p.S = z.S, p.N = z.N, p.NH = z.NH, p.NKV = z.NKV, p.size = state_size();
-        p.splits = int(splits().count), p.split_length = int(splits().length);
-        p.query_blocks = int(query_blocks), p.key_blocks = int(key_blocks);
+        p.S = z.S;
+        p.N = z.N;
+        p.NH = z.NH;
+        p.NKV = z.NKV;
+        p.size = state_size();
+        p.splits = int(splits().count);
+        p.split_length = int(splits().length);
+        p.query_blocks = int(query_blocks);
+        p.key_blocks = int(key_blocks);
         p.has_dfinal = bool(dfinal.s);
         launch_gate_gradient(op, p, stream);
     }
@@ -226,8 +280,16 @@ Pass<T> pass_of(const char* op, const LinearAttentionSizes& z, const Tensor& q, 
                 const Tensor& gate, const LinearAttentionState& initial, const LinearAttentionSequences& sequences,
                 const LinearAttentionType& type, const Tensor& scratch, bool backward, Stream stream) {
     Pass<T> p{};
-    p.op = op, p.z = z, p.type = type, p.stream = stream, p.cum = sequences.cum;
-    p.q = q, p.k = k, p.v = v, p.gate = gate, p.initial = initial;
+    p.op = op;
+    p.z = z;
+    p.type = type;
+    p.stream = stream;
+    p.cum = sequences.cum;
+    p.q = q;
+    p.k = k;
+    p.v = v;
+    p.gate = gate;
+    p.initial = initial;
     const Layout layout(z, backward, num_sms());
     p.key_states = static_cast<float*>(scratch.data);
     p.key_decays = p.key_states + layout.states;
@@ -276,8 +338,15 @@ void linear_attention_backward(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, co
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
         Pass<T> p = pass_of<T>(op, z, q, k, v, gate, initial, sequences, type, scratch, true, stream);
-        p.dq = dq, p.dk = dk, p.dv = dv, p.dout = dout, p.dfinal = dfinal;
-        if (type.normalise) p.out = out, p.norm = norm;
+        p.dq = dq;
+        p.dk = dk;
+        p.dv = dv;
+        p.dout = dout;
+        p.dfinal = dfinal;
+        if (type.normalise) {
+            p.out = out;
+            p.norm = norm;
+        }
         const bool state_at_end = gate && dfinal.s;  // dgate needs S after the last token
         if (p.recurrent()) return p.backward_recurrent(dgate, dinitial, state_at_end);
         p.aligned =

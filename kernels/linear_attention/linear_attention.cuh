@@ -70,8 +70,10 @@ struct Task {
 __device__ __forceinline__ Task task_of(int column_blocks, int64_t heads, int splits) {
     unsigned rest = blockIdx.x;
     Task task;
-    task.column_block = int(rest % unsigned(column_blocks)), rest /= unsigned(column_blocks);
-    task.head = int64_t(rest % unsigned(heads)), rest /= unsigned(heads);
+    task.column_block = int(rest % unsigned(column_blocks));
+    rest /= unsigned(column_blocks);
+    task.head = int64_t(rest % unsigned(heads));
+    rest /= unsigned(heads);
     task.split = int(rest % unsigned(splits));
     task.sequence = int64_t(rest / unsigned(splits));
     return task;

@@ -217,26 +217,32 @@ struct ChunkedBlock {
 
     __device__ __forceinline__ ChunkedBlock(const Params<T>& params, const Task& task_) : p(params), task(task_) {
         extern __shared__ __align__(16) unsigned char memory[];
-        stages = reinterpret_cast<T*>(memory), state_tile = stages + STAGES * Z::STAGE;
+        stages = reinterpret_cast<T*>(memory);
+        state_tile = stages + STAGES * Z::STAGE;
         stage_floats = reinterpret_cast<float*>(state_tile + Z::STATE);
         vectors = stage_floats + STAGES * Z::STAGE_FLOATS;
         gammas = reinterpret_cast<Gamma*>(memory + Z::BASE_BYTES);
         decays = reinterpret_cast<float*>(memory + Z::BASE_BYTES) + 4 * CHUNK;
         forward_out = reinterpret_cast<T*>(memory + Z::BASE_BYTES + (p.gate ? Z::GATE_BYTES : 0));
 
-        first_column = task.column_block * BLOCK_M, columns = min(BLOCK_M, p.M - first_column);
+        first_column = task.column_block * BLOCK_M;
+        columns = min(BLOCK_M, p.M - first_column);
         seq = sequence_of(p.cum, task.sequence, p.N);
-        begin = task.split * p.split_length, end = min(begin + p.split_length, seq.length);
+        begin = task.split * p.split_length;
+        end = min(begin + p.split_length, seq.length);
         chunks = (end - begin + CHUNK - 1) / CHUNK;
         const int group = int(p.NH / p.NKV);
-        steps_per_chunk = REVERSED ? group : 1, steps = chunks * steps_per_chunk;
+        steps_per_chunk = REVERSED ? group : 1;
+        steps = chunks * steps_per_chunk;
         kv = REVERSED || STATE_ONLY ? task.head : task.head / group;
         first_key_head = REVERSED ? kv * group : kv;
-        lane = lane_id(), warp = int(threadIdx.x) / WARP % WARPS;
+        lane = lane_id();
+        warp = int(threadIdx.x) / WARP % WARPS;
         group_column = int(threadIdx.x) / (WARPS * WARP) * M;
         // The row blocks rotate over the warps, so that those with many unmasked keys fall on all four
         // partitions of the SM.
-        row_block = int((warp + blockIdx.x) % WARPS), row0 = row_block * 16 + lane / 4;
+        row_block = int((warp + blockIdx.x) % WARPS);
+        row0 = row_block * 16 + lane / 4;
         state_row0 = warp * Z::STATE_ROWS + lane / 4;
         state_index = (task.sequence * (p.splits + 1) + task.split) * p.NKV + kv;
         state_memory = p.states + state_index * p.state_size;
@@ -255,14 +261,20 @@ struct ChunkedBlock {
     __device__ __forceinline__ Step step_at(int step) const {
         Step s;
         const int head_step = step % steps_per_chunk;
-        s.t = chunk_begin(step), s.count = min(CHUNK, end - s.t);
-        s.first_head = head_step == 0, s.last_head = head_step == steps_per_chunk - 1;
+        s.t = chunk_begin(step);
+        s.count = min(CHUNK, end - s.t);
+        s.first_head = head_step == 0;
+        s.last_head = head_step == steps_per_chunk - 1;
         s.has_state = step >= steps_per_chunk || (!STATE_ONLY && p.has_states);
         s.token = seq.first + s.t;
-        s.a_tile = stages + step % STAGES * Z::STAGE, s.b_tile = s.a_tile + Z::A, s.c_tile = s.b_tile + Z::B;
-        s.floats = stage_floats + step % STAGES * Z::STAGE_FLOATS, s.beta = s.floats + CHUNK;
+        s.a_tile = stages + step % STAGES * Z::STAGE;
+        s.b_tile = s.a_tile + Z::A;
+        s.c_tile = s.b_tile + Z::B;
+        s.floats = stage_floats + step % STAGES * Z::STAGE_FLOATS;
+        s.beta = s.floats + CHUNK;
         s.gamma = gammas + step % 2 * CHUNK;
-        s.read_decay = decays + step % 2 * (2 * CHUNK + 2), s.write_decay = s.read_decay + CHUNK;
+        s.read_decay = decays + step % 2 * (2 * CHUNK + 2);
+        s.write_decay = s.read_decay + CHUNK;
         s.chunk_decay = s.write_decay + CHUNK;
         return s;
     }
@@ -437,7 +449,10 @@ struct ChunkedBlock {
     __device__ __forceinline__ void compute_scores(const Step& s, const A& a, const float (&delta)[2],
                                                    Scores (&scores)[KEY_BLOCKS], float (&score_sum)[2]) const {
         Gamma row_gamma[2] = {};
-        if (p.gate) row_gamma[0] = s.gamma[row0], row_gamma[1] = s.gamma[row0 + 8];
+        if (p.gate) {
+            row_gamma[0] = s.gamma[row0];
+            row_gamma[1] = s.gamma[row0 + 8];
+        }
 #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; block++) {
             if (masked(block)) continue;
@@ -520,7 +535,8 @@ struct ChunkedBlock {
         if (HAS_VECTOR && p.normalise) add_vector(a_rows, delta, o, norm);
         if (!p.gate) return;
         const float decay[2] = {s.read_decay[row0], s.read_decay[row0 + 8]};
-        norm[0] *= decay[0], norm[1] *= decay[1];
+        norm[0] *= decay[0];
+        norm[1] *= decay[1];
         scale_rows(o[0], decay);
     }
 
@@ -584,7 +600,8 @@ struct ChunkedBlock {
         Inputs inputs;
         if (Z::HAS_INPUTS && s.last_head && (p.elu || p.dots)) load_inputs(s, inputs);
         if (s.first_head) read_state(s, a, a_rows, delta, o, norm);
-        norm[0] += score_sum[0], norm[1] += score_sum[1];
+        norm[0] += score_sum[0];
+        norm[1] += score_sum[1];
 #pragma unroll
         for (int block = 0; block < KEY_BLOCKS; block++) {
             if (masked(block)) continue;
@@ -631,7 +648,8 @@ struct ChunkedBlock {
                 sum[0] = fmaf(weight, x[0], sum[0]);
                 sum[1] = fmaf(weight, x[1], sum[1]);
             }
-            vector[r][0] += sum[0], vector[r][1] += sum[1];
+            vector[r][0] += sum[0];
+            vector[r][1] += sum[1];
         }
     }
 

@@ -115,7 +115,9 @@ class HeadPass {
         token0 = p.cum[sequence];
         length = p.cum[sequence + 1] - token0;
         // The vector: z over b's columns for Out, z or r over c's for DQ and DK.
-        state.E = x.E, state.M = x.M, state.width = round_up(x.M);
+        state.E = x.E;
+        state.M = x.M;
+        state.width = round_up(x.M);
         state.vector_size = !p.type.normalise || result == Result::DV ? 0 : result == Result::Out ? x.E : x.M;
         state.load(x.reversed ? p.dfinal : p.initial, sequence * p.z.NKV + kv,
                    result == Result::DQ || result == Result::DK);

@@ -9,7 +9,12 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
     const char* op = "linear_attention_decode";
     const LinearAttentionSizes z = check_linear_attention_decode(op, DType::F32, out, state, q, k, v, gate, type);
     Pass p{};
-    p.z = z, p.type = type, p.q = q, p.k = k, p.v = v, p.out = out;
+    p.z = z;
+    p.type = type;
+    p.q = q;
+    p.k = k;
+    p.v = v;
+    p.out = out;
     const Operands x = operands_of(p, Result::Out);
     const int64_t group = z.NH / z.NKV;
 #pragma omp parallel for schedule(static)

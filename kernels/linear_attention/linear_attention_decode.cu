@@ -101,12 +101,24 @@ void linear_attention_decode(Tensor out, const LinearAttentionState& state, Tens
     dispatch(dtype, [&](auto zero) {
         using T = decltype(zero);
         DecodeParams<T> p{};
-        p.q = heads_of<T>(q), p.k = heads_of<T>(k), p.v = heads_of<T>(v), p.out = heads_of<T>(out);
-        if (gate) p.gate = gate.as<float>(), p.gate_stride = gate.stride[0];
+        p.q = heads_of<T>(q);
+        p.k = heads_of<T>(k);
+        p.v = heads_of<T>(v);
+        p.out = heads_of<T>(out);
+        if (gate) {
+            p.gate = gate.as<float>();
+            p.gate_stride = gate.stride[0];
+        }
         p.s = state.s.as<float>();
         if (type.normalise) p.z = state.z.as<float>();
-        if (state.rows) p.rows = state.rows.as<int32_t>(), p.num_rows = state.s.shape[0];
-        p.NH = z.NH, p.NKV = z.NKV, p.E = int(z.E), p.M = int(z.M);
+        if (state.rows) {
+            p.rows = state.rows.as<int32_t>();
+            p.num_rows = state.s.shape[0];
+        }
+        p.NH = z.NH;
+        p.NKV = z.NKV;
+        p.E = int(z.E);
+        p.M = int(z.M);
         p.elu = type.features == FeatureMap::EluPlusOne;
         launch(op, decode_kernel<T>, p, z.S * z.NKV, THREADS, 0, stream);
     });

@@ -61,20 +61,31 @@ struct ChunkBlock {
     __device__ __forceinline__ ChunkBlock(const Params<T>& params, const Params<T>& other_params, const Task& task_,
                                           const ChunkLoop& loop_, unsigned char* shared)
         : p(params), other(other_params), task(task_), loop(loop_), memory(shared) {
-        row0 = thread.row0(), column0 = thread.warpgroup * 64 + thread.lane % 4 * 2;
-        state_tile = memory + Z::STATE, queries = memory + Z::QUERIES, forward_out = memory + Z::OUT;
-        floats = reinterpret_cast<float*>(memory + Z::FLOATS), row_parts = floats + Z::ROWS;
-        vectors = floats + Z::VECTOR, vector_parts = floats + Z::VECTOR_PARTS;
-        of_columns = floats + Z::COLUMNS, read_decay = floats + Z::READ_DECAY;
+        row0 = thread.row0();
+        column0 = thread.warpgroup * 64 + thread.lane % 4 * 2;
+        state_tile = memory + Z::STATE;
+        queries = memory + Z::QUERIES;
+        forward_out = memory + Z::OUT;
+        floats = reinterpret_cast<float*>(memory + Z::FLOATS);
+        row_parts = floats + Z::ROWS;
+        vectors = floats + Z::VECTOR;
+        vector_parts = floats + Z::VECTOR_PARTS;
+        of_columns = floats + Z::COLUMNS;
+        read_decay = floats + Z::READ_DECAY;
     }
 
     __device__ __forceinline__ Step step_at(int step) const {
         Step s;
-        s.count = loop.count(step), s.token = loop.token(step);
-        s.first_head = !GROUPED || loop.first_of_chunk(step), s.last_head = !GROUPED || loop.last_of_chunk(step);
-        s.vector = vectors + step % 2 * D, s.rows = floats + step % 2 * Z::STAGE_FLOATS;
-        s.a_tile = memory + step % 2 * Z::INPUTS * TILE, s.b_tile = s.a_tile + TILE;
-        s.c_tile = s.b_tile + TILE, s.value_tile = s.c_tile + TILE;
+        s.count = loop.count(step);
+        s.token = loop.token(step);
+        s.first_head = !GROUPED || loop.first_of_chunk(step);
+        s.last_head = !GROUPED || loop.last_of_chunk(step);
+        s.vector = vectors + step % 2 * D;
+        s.rows = floats + step % 2 * Z::STAGE_FLOATS;
+        s.a_tile = memory + step % 2 * Z::INPUTS * TILE;
+        s.b_tile = s.a_tile + TILE;
+        s.c_tile = s.b_tile + TILE;
+        s.value_tile = s.c_tile + TILE;
         return s;
     }
 
@@ -168,8 +179,10 @@ struct ChunkBlock {
         const Decays decays(s.rows + (thread.warpgroup * 4 + thread.warp) * TOKENS, REVERSED);
         if (thread.warpgroup == 0 && thread.warp == 0)
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                of_columns[2 * thread.lane + i] = decays.gamma[i], read_decay[2 * thread.lane + i] = decays.read[i];
+            for (int i = 0; i < 2; i++) {
+                of_columns[2 * thread.lane + i] = decays.gamma[i];
+                read_decay[2 * thread.lane + i] = decays.read[i];
+            }
         scale_packs(thread, s.c_tile, memory + Z::DECAYED, s.count, p.M,
                     [&](int i) { return decays.write_of_row(thread.row(i)); });
         return decays.whole;
@@ -230,7 +243,10 @@ struct ChunkBlock {
     template <Result R>
     __device__ __forceinline__ void finish_state_rows(const Step& s, const float (&row_sums)[2], Rows& o) const {
         float factor[2] = {1, 1};
-        if constexpr (GATED) factor[0] = read_decay[row0], factor[1] = read_decay[row0 + 8];
+        if constexpr (GATED) {
+            factor[0] = read_decay[row0];
+            factor[1] = read_decay[row0 + 8];
+        }
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             Floats<2> v = {};
@@ -284,9 +300,15 @@ struct ChunkBlock {
         wgmma_wait<0>();
         pin_registers(scores);
         pin_registers(o);
-        if (GATED && R != Result::DK && s.first_head) scale_all(state, chunk_decay), pin_state<D>(state);
+        if (GATED && R != Result::DK && s.first_head) {
+            scale_all(state, chunk_decay);
+            pin_state<D>(state);
+        }
         float row_gamma[2] = {};
-        if constexpr (GATED) row_gamma[0] = of_columns[row0], row_gamma[1] = of_columns[row0 + 8];
+        if constexpr (GATED) {
+            row_gamma[0] = of_columns[row0];
+            row_gamma[1] = of_columns[row0 + 8];
+        }
         if (s.first_head && (GATED || R == Result::DQ || R == Result::DK)) finish_state_rows<R>(s, row_sums, o);
         finish_scores<R>(row_gamma, row_sums, scores);
         Rounded rounded;

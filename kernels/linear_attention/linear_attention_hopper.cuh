@@ -55,7 +55,9 @@ struct ThreadPosition {
     int warpgroup, warp, lane;
     __device__ __forceinline__ ThreadPosition() {
         const int all = __shfl_sync(ALL_LANES, int(threadIdx.x) / WARP, 0);
-        warpgroup = all / 4, warp = all % 4, lane = lane_id();
+        warpgroup = all / 4;
+        warp = all % 4;
+        lane = lane_id();
     }
     __device__ __forceinline__ int row(int i) const { return warp * 16 + i * 4 + lane / 8; }
     __device__ __forceinline__ int column() const { return warpgroup * 64 + lane % 8 * PACK; }
@@ -202,11 +204,13 @@ struct Decays {
         log_whole = __shfl_sync(ALL_LANES, before, WARP - 1);
         whole = exp2_fast(log_whole);
         before -= both;
-        gamma[0] = before + first, gamma[1] = before + both;
+        gamma[0] = before + first;
+        gamma[1] = before + both;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float from_start = exp2_fast(gamma[i]), to_end = exp2_fast(log_whole - gamma[i]);
-            read[i] = reversed ? to_end : from_start, write[i] = reversed ? from_start : to_end;
+            read[i] = reversed ? to_end : from_start;
+            write[i] = reversed ? from_start : to_end;
         }
     }
     __device__ __forceinline__ float write_of_row(int row) const {
@@ -240,10 +244,13 @@ __device__ __forceinline__ ChunkLoop loop_of(const Params<T>& p, const Task& tas
                                              bool grouped) {
     ChunkLoop loop;
     loop.seq = sequence_of(p.cum, task.sequence, p.N);
-    loop.begin = task.split * p.split_length, loop.end = min(loop.begin + p.split_length, loop.seq.length);
+    loop.begin = task.split * p.split_length;
+    loop.end = min(loop.begin + p.split_length, loop.seq.length);
     loop.chunks = (loop.end - loop.begin + TOKENS - 1) / TOKENS;
     const int group = int(p.NH / p.NKV);
-    loop.reversed = reversed, loop.heads = grouped ? group : 1, loop.steps = loop.chunks * loop.heads;
+    loop.reversed = reversed;
+    loop.heads = grouped ? group : 1;
+    loop.steps = loop.chunks * loop.heads;
     loop.kv = task.head / (of_queries ? group : 1);
     loop.first_head = reversed ? loop.kv * group : loop.kv;
     return loop;

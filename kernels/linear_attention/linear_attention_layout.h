@@ -31,11 +31,14 @@ struct Layout {
         // With a single split, a sequence needs its two states only where states are given.
         const int64_t count = z.NKV * std::max(z.states ? 2 * z.S : 0,
                                                z.max_length > MIN_SPLIT ? max_states(z, wanted_blocks(z, sms)) : 0);
-        const int64_t column_blocks = (z.E + 15) / 16 + 1;                 // at most
-        states = count * (z.E * z.M + z.E), decays = (count + 3) / 4 * 4;  // states stay aligned to 16 bytes
+        const int64_t column_blocks = (z.E + 15) / 16 + 1;  // at most
+        states = count * (z.E * z.M + z.E);
+        decays = (count + 3) / 4 * 4;  // states stay aligned to 16 bytes
         if (!backward) return;
         directions = 2;
-        delta = z.NH * z.N, query_dots = column_blocks * z.NH * z.N, key_dots = column_blocks * z.NKV * z.N;
+        delta = z.NH * z.N;
+        query_dots = column_blocks * z.NH * z.N;
+        key_dots = column_blocks * z.NKV * z.N;
     }
     int64_t bytes() const {
         return (directions * (states + decays) + delta + query_dots + key_dots) * int64_t(sizeof(float));

@@ -48,14 +48,20 @@ struct ScanBlock {
 
     __device__ __forceinline__ ScanBlock(const ScanParams<T>& params, const Task& task_, ScanTiles& shared)
         : scan(params), p(params.p), tiles(shared), task(task_), result(params.result) {
-        reversed = is_reversed(result), vector_of_c = result == Result::DQ || result == Result::DK;
+        reversed = is_reversed(result);
+        vector_of_c = result == Result::DQ || result == Result::DK;
         has_vector = p.normalise && result != Result::DV;
-        warp = threadIdx.x / WARP, lane = lane_id(), first_column = task.column_block * SCAN_WARPS;
-        column = first_column + warp, columns = min(SCAN_WARPS, p.M - first_column);
+        warp = threadIdx.x / WARP;
+        lane = lane_id();
+        first_column = task.column_block * SCAN_WARPS;
+        column = first_column + warp;
+        columns = min(SCAN_WARPS, p.M - first_column);
         has_column = column < p.M;
         seq = sequence_of(p.cum, task.sequence, p.N);
-        group = p.NH / p.NKV, kv = reversed ? task.head : task.head / group;
-        first_key_head = reversed ? kv * group : kv, key_heads = reversed ? group : 1;
+        group = p.NH / p.NKV;
+        kv = reversed ? task.head : task.head / group;
+        first_key_head = reversed ? kv * group : kv;
+        key_heads = reversed ? group : 1;
         at = task.sequence * p.NKV + kv;
     }
 
@@ -89,13 +95,18 @@ struct ScanBlock {
 
     __device__ __forceinline__ void apply_decay(float factor) {
 #pragma unroll
-        for (int r = 0; r < ROWS_PER_LANE; r++)
-            state[r] *= factor, recent[r] *= factor, vector[r] *= factor, recent_vector[r] *= factor;
+        for (int r = 0; r < ROWS_PER_LANE; r++) {
+            state[r] *= factor;
+            recent[r] *= factor;
+            vector[r] *= factor;
+            recent_vector[r] *= factor;
+        }
     }
     __device__ __forceinline__ void merge_recent() {
 #pragma unroll
         for (int r = 0; r < ROWS_PER_LANE; r++) {
-            state[r] += recent[r], vector[r] += recent_vector[r];
+            state[r] += recent[r];
+            vector[r] += recent_vector[r];
             recent[r] = recent_vector[r] = 0;
         }
     }
@@ -106,10 +117,14 @@ struct ScanBlock {
             const int n = i / p.E, e = i % p.E;
             const int64_t token = seq.first + time_of(n), h = key_head_of(n);
             float x = as_float(p.a.at(token, task.head)[e]), y = as_float(p.b.at(token, h)[e]);
-            if (p.elu && (result == Result::Out || result == Result::DV)) x = feature<T>(x), y = feature<T>(y);
+            if (p.elu && (result == Result::Out || result == Result::DV)) {
+                x = feature<T>(x);
+                y = feature<T>(y);
+            }
             if (p.normalise && result == Result::DQ) x /= p.norm[task.head * p.norm_stride + token];
             if (p.normalise && result == Result::DK) y /= p.norm[h * p.norm_stride + token];
-            tiles.a[n][e] = x, tiles.b[n][e] = y;
+            tiles.a[n][e] = x;
+            tiles.b[n][e] = y;
         }
         for (int i = threadIdx.x; i < count * columns; i += SCAN_THREADS) {
             const int n = i / columns, m = i % columns;

@@ -31,7 +31,8 @@ struct StateBlock {
     __device__ __forceinline__ StateBlock(const Params<T>& params, const Task& task_, const ChunkLoop& loop_,
                                           unsigned char* shared)
         : p(params), task(task_), loop(loop_), memory(shared) {
-        floats = reinterpret_cast<float*>(memory + Z::FLOATS), vector_parts = floats + Z::VECTOR_PARTS;
+        floats = reinterpret_cast<float*>(memory + Z::FLOATS);
+        vector_parts = floats + Z::VECTOR_PARTS;
     }
 
     __device__ __forceinline__ void load(int step) const {
@@ -96,7 +97,10 @@ struct StateBlock {
             const uint32_t b_tile = shared_address(memory + step % STAGES * 2 * TILE);
             __syncthreads();  // the step's tiles are ready, and those of the previous step have been read
             load(step + STAGES - 1);
-            if (GATED) scale_all(state, whole), pin_state<D>(state);
+            if (GATED) {
+                scale_all(state, whole);
+                pin_state<D>(state);
+            }
             add_to_state<D>(thread, state, b_tile, b_tile + TILE);
             if (step + 1 < loop.steps) prepare(step + 1, z);
             wgmma_wait<0>();

@@ -18,7 +18,10 @@ struct LinearAttentionType {
 // has neither; it has a decay gate, and an RMSNorm of each head's output replaces the normaliser (RetNet, GLA).
 inline LinearAttentionType linear_attention_type(bool gated) {
     LinearAttentionType type;
-    if (gated) type.features = FeatureMap::Identity, type.normalise = false;
+    if (gated) {
+        type.features = FeatureMap::Identity;
+        type.normalise = false;
+    }
     return type;
 }
 

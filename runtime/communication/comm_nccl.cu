@@ -154,7 +154,8 @@ class NcclTransport : public Transport {
                 if (receive[r]) status = ncclRecv(to, in.count, in.type, r, comm, cuda_stream(stream));
                 if (send[r] && status == ncclSuccess)
                     status = ncclSend(from, own.count, own.type, r, comm, cuda_stream(stream));
-                to += receive[r] * dtype_size(dtype), from += send[r] * dtype_size(dtype);
+                to += receive[r] * dtype_size(dtype);
+                from += send[r] * dtype_size(dtype);
             }
             const ncclResult_t end = ncclGroupEnd();
             return status == ncclSuccess ? end : status;

@@ -114,7 +114,8 @@ GemmPlan describe(const Blas& blas, const char* op, const GemmKey& key) {
     // The library checks their alignment: pass addresses with the same alignment, which it never reads.
     const auto stand_in = [&](int64_t align) { return align ? static_cast<char*>(blas.workspace) + align : nullptr; };
     GemmOperands stand_ins;
-    stand_ins.bias = stand_in(key.align_bias), stand_ins.aux = stand_in(key.align_aux);
+    stand_ins.bias = stand_in(key.align_bias);
+    stand_ins.aux = stand_in(key.align_aux);
     if (key.dtype == DType::U8) {
         stand_ins.inverse_scale_a = stand_ins.inverse_scale_b = static_cast<const float*>(blas.workspace);
         set(plan, op, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(key.fast_accumulation));
@@ -400,7 +401,8 @@ bool parse_line(const std::string& line, GemmKey& k, GemmPlan& plan) {
         transposes.find_first_not_of("NT") != std::string::npos || !(plan.milliseconds >= 0))
         return false;
     k.epilogue = GemmEpilogue(found - EPILOGUES.begin());
-    k.transpose_a = transposes[0] == 'T', k.transpose_b = transposes[1] == 'T';
+    k.transpose_a = transposes[0] == 'T';
+    k.transpose_b = transposes[1] == 'T';
     const auto found_kernel = std::find(KERNELS.begin() + 1, KERNELS.end(), bytes);
     plan.kernel = found_kernel == KERNELS.end() ? GemmKernel::Library : GemmKernel(found_kernel - KERNELS.begin());
     return parse_operands(dtype, k) && parse_dtype(out_dtype, k.out_dtype) &&
@@ -441,10 +443,13 @@ bool blas_use_choices(Blas& blas, const std::string& text, bool used) {
         require(parse_line(line, key, listed), op, damaged);
         const bool library = listed.kernel == GemmKernel::Library;
         GemmPlan plan = library ? describe(blas, op, key) : make_plan(blas, op, key);
-        plan.kernel = listed.kernel, plan.milliseconds = listed.milliseconds, plan.compared = true;
+        plan.kernel = listed.kernel;
+        plan.milliseconds = listed.milliseconds;
+        plan.compared = true;
         cublasLtMatmulHeuristicResult_t result{};
         if (library) {
-            plan.possible = true, plan.algorithm = listed.algorithm;
+            plan.possible = true;
+            plan.algorithm = listed.algorithm;
             require(cublasLtMatmulAlgoCheck(blas.handle, &plan.desc, &plan.b, &plan.a, &plan.out, &plan.out,
                                             &plan.algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
                         result.workspaceSize <= Blas::WORKSPACE_BYTES,

@@ -38,7 +38,8 @@ enum Fp8ScaleNumber { FP8_INVERSE_SCALE, FP8_SCALE, FP8_SCALE_FLOATS = 4 };
 
 // The scale 2ᵉ.
 HOST_DEVICE inline void fp8_store_scale(float* to, int e) {
-    to[FP8_INVERSE_SCALE] = power_of_two(-e), to[FP8_SCALE] = power_of_two(e);
+    to[FP8_INVERSE_SCALE] = power_of_two(-e);
+    to[FP8_SCALE] = power_of_two(e);
     for (int i = 2; i < FP8_SCALE_FLOATS; i++) to[i] = 0;
 }
 

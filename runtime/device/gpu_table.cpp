@@ -84,7 +84,8 @@ const Gpu& find_gpu(const std::string& name) {
         all += (all.empty() ? "" : ", ") + std::string(gpu.name);
         if (lower.find(wanted) == std::string::npos) continue;
         matches += (matches.empty() ? "" : ", ") + std::string(gpu.name);
-        found = &gpu, count++;
+        found = &gpu;
+        count++;
     }
     require(!name.empty() && count > 0, "--gpu '", name, "' is not in the table of GPUs: ", all);
     require(count == 1, "--gpu '", name, "' fits several GPUs: ", matches, "; name one of them");

@@ -176,7 +176,9 @@ void FileReader::read(int64_t offset, void* dst, int64_t bytes) const {
             throw Error(str(name, ": has ", now.st_size, " bytes, but had ", length,
                             " when it was opened: it was truncated; restore the file"));
         }
-        to += n, offset += n, bytes -= n;
+        to += n;
+        offset += n;
+        bytes -= n;
     }
 }
 

@@ -259,7 +259,9 @@ void SafetensorsWriter::add_to_checksums(const char* data, int64_t bytes) {
     for (int64_t begin = at; bytes > 0;) {
         const int64_t end = table[current].second.end, n = std::min(bytes, end - begin);
         part.checksums[current] ^= crc32c_shift(crc32c(data, n), end - begin - n);
-        begin += n, data += n, bytes -= n;
+        begin += n;
+        data += n;
+        bytes -= n;
         if (begin == end) current++;
     }
 }

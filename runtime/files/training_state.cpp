@@ -145,7 +145,10 @@ class StoredState {
             for (const Param& p : table.params) {
                 const bool weight = is_weights(prefix), there = state.entries().count(prefix + p.name);
                 exported |= weight && !there;
-                if (weight ? there : in_state(prefix, p, arena, DType::F32)) used++, add(prefix, p, arena);
+                if (weight ? there : in_state(prefix, p, arena, DType::F32)) {
+                    used++;
+                    add(prefix, p, arena);
+                }
             }
         }
         require(state.entries().size() == used, state.path(), ": holds ", state.entries().size(), " tensors, expected ",

@@ -168,7 +168,8 @@ namespace {
 // For spans only: it holds no memory.
 ParamArena arena_of(int64_t part, int64_t parts) {
     ParamArena arena;
-    arena.part = part, arena.parts = parts;
+    arena.part = part;
+    arena.parts = parts;
     return arena;
 }
 
